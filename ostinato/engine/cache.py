@@ -1,0 +1,205 @@
+"""KV blocks and their prefix tree: pure Python on ints, so that every rule is testable without a model.
+
+A block holds BLOCK positions of keys, values and routes (the arrays live with the engine; here are only ids).
+A sequence owns a list of blocks. Blocks whose content is known are also nodes of a tree keyed by (policy version,
+token prefix): a group's siblings, an agent's next turn and a preempted sequence find them again.
+
+Invariants (asserted by ``check``):
+- ``refs[b]`` = sequences that use block b, plus one if a tree node holds it; it is free exactly at 0.
+- an inner node is full; a partial node is a leaf.
+- only tokens computed under the current policy version are reachable: ``publish`` forgets the tree.
+
+A shared block is never written: a sequence that continues inside a partly matched block gets a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+BLOCK = 16  # positions; the native kernels hold one vector of 16 positions per block
+
+
+class OutOfBlocks(Exception):
+    """Nothing is free and nothing can be evicted: the engine preempts a sequence."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One block of known content, reached from its parent by its tokens."""
+
+    tokens: tuple[int, ...]
+    block: int
+    parent: Node | None
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    ready: bool = True  # False while the forward that fills it is still to come
+    used: int = 0  # clock of the last match, for eviction
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest known prefix: ``blocks`` to share, then ``copied`` tokens to copy out of ``source``."""
+
+    blocks: tuple[int, ...]
+    tokens: int  # in all, copied ones included
+    source: int = -1
+    copied: int = 0
+    pending: bool = False  # part of it is being computed right now: ask again after this step
+
+
+class KVCache:
+    """Allocates blocks, shares prefixes, evicts the least recently used."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"the KV cache has {num_blocks} blocks; give engine.kv_memory_mb more memory")
+        self.num_blocks = num_blocks
+        self.refs = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._root = Node((), -1, None)
+        self._nodes: dict[int, Node] = {}  # by block
+        self._clock = 0
+        self.evicted = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks free now or after eviction."""
+        return len(self._free) + sum(1 for block in self._nodes if self.refs[block] == 1)
+
+    @property
+    def free(self) -> int:
+        """Blocks free without eviction."""
+        return len(self._free)
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest known prefix of ``tokens[:-1]`` (the last token must run to give logits)."""
+        self._clock += 1
+        limit = len(tokens) - 1
+        node, blocks, start = self._root, [], 0
+        while start + BLOCK <= limit:
+            child = node.children.get(tuple(tokens[start : start + BLOCK]))
+            if child is None:
+                break
+            if not child.ready:
+                return Match(tuple(blocks), start, pending=True)
+            child.used = self._clock
+            blocks.append(child.block)
+            node, start = child, start + BLOCK
+        best, copied = None, 0
+        rest = tuple(tokens[start : min(start + BLOCK, limit)])
+        for child in node.children.values():
+            common = _common_prefix(child.tokens, rest)
+            if common > copied:
+                best, copied = child, common
+        if best is None:
+            return Match(tuple(blocks), start)
+        if not best.ready:
+            return Match(tuple(blocks), start, pending=True)
+        best.used = self._clock
+        return Match(tuple(blocks), start + copied, best.block, copied)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """A sequence begins to use known blocks."""
+        for block in blocks:
+            self.refs[block] += 1
+
+    def allocate(self) -> int:
+        """A block for a sequence; evicts an unused leaf of the tree if none is free."""
+        if not self._free:
+            self._evict()
+        block = self._free.pop()
+        self.refs[block] = 1
+        return block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """A sequence lets go of its blocks; those in the tree stay until evicted."""
+        for block in blocks:
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self._free.append(block)
+
+    def insert(self, tokens: Sequence[int], blocks: Sequence[int], *, ready: bool = True) -> list[Node]:
+        """Make the blocks of ``tokens`` findable; the last may be partly filled. Returns the new nodes.
+
+        Where another sequence already stands for the same tokens its node stays, and ours is not added.
+        """
+        node, made = self._root, []
+        for index, block in enumerate(blocks):
+            part = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
+            if not part:
+                break
+            child = node.children.get(part)
+            own = self._nodes.get(block)
+            if child is None and own is not None and own.parent is node and part[: len(own.tokens)] == own.tokens:
+                del node.children[own.tokens]  # our own partial leaf has grown
+                own.tokens, child = part, own
+                node.children[part] = own
+            elif child is None and own is None:
+                child = Node(part, block, node, ready=ready, used=self._clock)
+                node.children[part] = child
+                self._nodes[block] = child
+                self.refs[block] += 1
+                made.append(child)
+            if child is None or len(part) < BLOCK:
+                break
+            node = child
+        return made
+
+    def discard(self, nodes: Sequence[Node]) -> None:
+        """Take back nodes that were never made ready, with all that hangs below them."""
+        for node in nodes:
+            if self._nodes.get(node.block) is not node:
+                continue  # the tree has been forgotten since
+            assert node.parent is not None
+            self.discard(list(node.children.values()))
+            del node.parent.children[node.tokens]
+            del self._nodes[node.block]
+            self.release([node.block])
+
+    def forget(self) -> None:
+        """Empty the tree: its content belongs to a policy that is no longer served."""
+        for block in self._nodes:
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self._free.append(block)
+        self._nodes.clear()
+        self._root = Node((), -1, None)
+
+    def check(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Assert the invariants, given the blocks of every living sequence."""
+        expected = [0] * self.num_blocks
+        for blocks in sequences:
+            for block in blocks:
+                expected[block] += 1
+        for block in self._nodes:
+            expected[block] += 1
+        assert expected == self.refs, "reference counts disagree with the owners"
+        assert sorted(self._free) == [b for b, n in enumerate(expected) if n == 0], "free list disagrees"
+        for block, node in self._nodes.items():
+            assert node.block == block and node.parent is not None
+            assert node.parent.children[node.tokens] is node
+            assert len(node.tokens) == BLOCK or not node.children, "a partial node is a leaf"
+
+    def _evict(self) -> None:
+        """Free the least recently used leaf that no sequence uses."""
+        leaves = [n for b, n in self._nodes.items() if self.refs[b] == 1 and not n.children and n.ready]
+        if not leaves:
+            raise OutOfBlocks(f"all {self.num_blocks} KV blocks are in use")
+        # Half of what can go, at once: the scan is linear, so it must not run for every block.
+        leaves.sort(key=lambda node: node.used)
+        for node in leaves[: max(1, len(leaves) // 2)]:
+            assert node.parent is not None
+            del node.parent.children[node.tokens]
+            del self._nodes[node.block]
+            self.refs[node.block] = 0
+            self._free.append(node.block)
+            self.evicted += 1
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count

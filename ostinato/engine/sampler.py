@@ -1,0 +1,101 @@
+"""From logits to tokens: temperature, top-k, top-p, min-p, and one addressed uniform per token.
+
+The token is the inverse transform of the kept distribution at u: the first index, in vocabulary order, whose
+cumulative mass exceeds u times the total. That costs one exponential per logit, which the normaliser of the
+log-probability needs anyway; a Gumbel draw would add a logarithm and a random number per logit.
+
+Filters apply to softmax(logits / temperature): top-k first, top-p over what is left, min-p relative to the
+peak. Ties at an edge are kept. Temperature 0 takes the first best token, with log-probability 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.model.native import Kernels
+from ostinato.types import Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settings:
+    """The sampling settings of B rows, as arrays [B]."""
+
+    temperature: np.ndarray  # float32
+    top_k: np.ndarray  # int32
+    top_p: np.ndarray  # float32
+    min_p: np.ndarray  # float32
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling]) -> Settings:
+        return cls(
+            np.array([s.temperature for s in rows], np.float32),
+            np.array([s.top_k for s in rows], np.int32),
+            np.array([s.top_p for s in rows], np.float32),
+            np.array([s.min_p for s in rows], np.float32),
+        )
+
+    def take(self, index: np.ndarray | slice) -> Settings:
+        return Settings(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
+
+
+def sample(
+    logits: Tensor, settings: Settings, u: np.ndarray, kernels: Kernels | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [B] int64, logprobs [B] float32) from logits [B, V] and uniforms u [B] float64 in (0, 1).
+
+    Log-probabilities are under the filtered, renormalised distribution that was sampled from. A row whose
+    logits are not finite gets token -1 and log-probability NaN: the caller names its request.
+    """
+    if kernels is None:
+        return sample_torch(logits, settings, u)
+    logits = logits.float().contiguous()
+    tokens, logprobs = np.empty(len(u), np.int64), np.empty(len(u), np.float32)
+    contiguous = (np.ascontiguousarray(a) for a in (settings.temperature, settings.top_k, settings.top_p, settings.min_p))
+    kernels.sample(logits, *contiguous, np.ascontiguousarray(u), tokens, logprobs)
+    return tokens, logprobs
+
+
+def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The twin of the native sampler, in torch on the device of the logits."""
+    device, V = logits.device, logits.shape[1]
+    z = logits.float()
+    temperature = torch.from_numpy(settings.temperature).to(device)
+    greedy, best = temperature == 0, z.argmax(dim=-1)
+    broken = ~torch.isfinite(z.amax(dim=-1)) | torch.isnan(z).any(dim=-1)
+    scaled = z / temperature.where(~greedy, torch.ones_like(temperature)).unsqueeze(1)
+    peak = scaled.amax(dim=-1, keepdim=True)
+    keep = torch.ones_like(scaled, dtype=torch.bool)
+    if ((settings.top_k > 0) & (settings.top_k < V)).any() or (settings.top_p < 1).any():
+        keep &= scaled >= _cut_off(scaled, settings)
+    if (settings.min_p > 0).any():
+        keep &= scaled >= peak + torch.from_numpy(np.log(np.maximum(settings.min_p, 1e-38))).to(device).unsqueeze(1)
+    mass = (scaled - peak).exp().double().masked_fill(~keep, 0.0)
+    cumulative = mass.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    tokens = (cumulative <= torch.from_numpy(u).to(device).unsqueeze(1) * total).sum(dim=-1)
+    # u times the total may round up to the total: the last token with mass stands in
+    last = V - 1 - (mass > 0).flip(-1).int().argmax(dim=-1)
+    tokens = torch.minimum(tokens, last)
+    logprobs = (scaled - peak).double().gather(1, tokens.unsqueeze(1)).squeeze(1) - total.squeeze(1).log()
+    tokens, logprobs = tokens.where(~greedy, best), logprobs.where(~greedy, torch.zeros_like(logprobs))
+    tokens, logprobs = tokens.masked_fill(broken, -1), logprobs.masked_fill(broken, torch.nan)
+    return tokens.cpu().numpy(), logprobs.float().cpu().numpy()
+
+
+def _cut_off(scaled: Tensor, settings: Settings) -> Tensor:
+    """[B, 1]: the smallest scaled logit that top-k and top-p keep."""
+    V, device = scaled.shape[1], scaled.device
+    ordered = scaled.sort(dim=-1, descending=True).values
+    top_k = torch.from_numpy(settings.top_k).to(device).long()
+    ranks = torch.where((top_k > 0) & (top_k < V), top_k, V)
+    cut = ordered.gather(1, ranks.unsqueeze(1) - 1)
+    mass = (ordered - ordered[:, :1]).exp().double().masked_fill(ordered < cut, 0.0)
+    top_p = torch.from_numpy(settings.top_p).to(device).double().unsqueeze(1)
+    reached = mass.cumsum(dim=-1) >= top_p * mass.sum(dim=-1, keepdim=True)
+    edge = reached.int().argmax(dim=-1, keepdim=True)  # the first rank whose cumulative mass is enough
+    return torch.where(top_p < 1, torch.maximum(cut, ordered.gather(1, edge)), cut)

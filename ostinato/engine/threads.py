@@ -1,0 +1,240 @@
+"""Threads and OpenMP wait policy, chosen by a measurement and cached per machine.
+
+A decode step is hundreds of small GEMMs with elementwise work between them, so the price of waking
+threads matters more than their number: on some machines one thread wins, on others spinning threads
+do. OpenMP reads its environment when its library is loaded, that is when torch is imported; so each
+candidate is timed in a process of its own, and ``configure`` must run before ``import torch``.
+
+    cli -> configure("auto") -> environment | cache file | measure() -> one probe process per candidate
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, MutableMapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+Policy = Literal["active", "passive"]  # spin or sleep while waiting for work (OMP_WAIT_POLICY)
+
+PROBE_S = 1.2  # of timed work per candidate
+PROBE_LIMIT_S = 60.0  # a candidate that takes longer, import of torch included, is out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threads:
+    """A choice: ``count`` OpenMP threads that wait by ``policy``; ``source`` says where it came from."""
+
+    count: int
+    policy: Policy
+    source: str = "given"  # given | environment | cache | measured | default
+
+    def __str__(self) -> str:
+        return f"{self.count} thread{'s' * (self.count > 1)}, wait policy {self.policy} ({self.source})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One measured candidate: median milliseconds of a decode-like step; None when its probe failed."""
+
+    count: int
+    policy: Policy
+    ms_per_step: float | None
+
+
+def configure(
+    threads: int | Literal["auto"] = "auto",
+    policy: Policy | Literal["auto"] = "auto",
+    *,
+    environ: MutableMapping[str, str] = os.environ,
+    say: Callable[[str], None] = lambda line: None,
+) -> Threads:
+    """Choose, and write the choice into the environment that torch will read. Call it before importing torch.
+
+    What the caller gives wins, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then
+    the cache of this machine, then a measurement of a few seconds (announced through ``say``).
+    """
+    if "torch" in sys.modules:
+        warnings.warn(
+            "threads.configure was called after torch was imported, so the wait policy stays as it is; "
+            "call it first",
+            stacklevel=2,
+        )
+    choice = _choose(threads, policy, environ, say)
+    environ["OMP_NUM_THREADS"] = str(choice.count)
+    environ["OMP_WAIT_POLICY"] = choice.policy.upper()
+    return choice
+
+
+def configure_early(
+    threads: int | Literal["auto"] = "auto", say: Callable[[str], None] = lambda line: None
+) -> Threads | None:
+    """``configure`` where it can still have an effect; None, and nothing done, once torch is imported."""
+    return None if "torch" in sys.modules else configure(threads, say=say)
+
+
+def _choose(
+    threads: int | Literal["auto"],
+    policy: Policy | Literal["auto"],
+    environ: MutableMapping[str, str],
+    say: Callable[[str], None],
+) -> Threads:
+    set_count, set_policy = environ.get("OMP_NUM_THREADS", ""), environ.get("OMP_WAIT_POLICY", "").lower()
+    if threads != "auto":
+        choice = Threads(count=threads, policy="passive", source="given")
+    elif set_count.isdecimal() and int(set_count) > 0:
+        choice = Threads(count=int(set_count), policy="passive", source="environment")
+    else:
+        choice = cached() or measure(say=say)
+    if policy == "auto":
+        policy = (
+            "active" if set_policy == "active" else "passive" if set_policy == "passive" else choice.policy
+        )
+    return replace(choice, policy=policy)
+
+
+def cached() -> Threads | None:
+    """The choice measured earlier on this machine; None when there is none, or its file is unreadable."""
+    try:
+        best = json.loads(cache_file().read_text(encoding="utf-8"))["best"]
+        return Threads(count=int(best["count"]), policy=best["policy"], source="cache")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def measure(*, say: Callable[[str], None] = lambda line: None) -> Threads:
+    """Time every candidate, keep the fastest in the cache file and return it."""
+    options = candidates(logical_cores(), physical_cores())
+    if len(options) > 1:
+        say(f"measuring {len(options)} thread settings, once on this machine")
+    timings = [Timing(count=n, policy=p, ms_per_step=probe(n, p)) for n, p in options]
+    best = fastest(timings)
+    if best is None:
+        return Threads(count=physical_cores(), policy="passive", source="default")
+    for timing in timings:
+        mark = " <- fastest" if timing is best else ""
+        ms = "failed" if timing.ms_per_step is None else f"{timing.ms_per_step:.2f} ms per step"
+        say(f"  {timing.count:3d} threads {timing.policy:8s} {ms}{mark}")
+    _write_cache(best, timings)
+    return Threads(count=best.count, policy=best.policy, source="measured")
+
+
+def fastest(timings: list[Timing]) -> Timing | None:
+    """The timing with the lowest median; None when every probe failed."""
+    done = [timing for timing in timings if timing.ms_per_step is not None]
+    return min(done, key=lambda timing: timing.ms_per_step or 0.0, default=None)
+
+
+def candidates(logical: int, physical: int) -> list[tuple[int, Policy]]:
+    """Threads in {1, physical/2, physical, logical} by policy; one thread waits for nobody, so it comes once."""
+    counts = sorted({1, max(1, physical // 2), physical, logical})
+    return [(n, p) for n in counts for p in (("passive",) if n == 1 else ("active", "passive"))]
+
+
+def probe(count: int, policy: Policy) -> float | None:
+    """Median milliseconds of a decode-like step in a fresh process, or None when it fails or takes too long."""
+    environ = {**os.environ, "OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": policy.upper()}
+    environ.pop("GOMP_SPINCOUNT", None)  # it would overrule the policy
+    command = [sys.executable, "-P", str(Path(__file__).resolve()), str(PROBE_S)]
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, timeout=PROBE_LIMIT_S, check=True)
+        return float(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def decode_like_ms(seconds: float) -> float:
+    """Median milliseconds of 12 layers of a small model at batch 16, timed for ``seconds``."""
+    import torch
+
+    x = torch.randn(16, 576)
+    up, down = torch.randn(1536, 576) / 24, torch.randn(576, 1536) / 39
+    head = torch.randn(8192, 576) / 24
+    times: list[float] = []
+    with torch.inference_mode():
+        stop = time.perf_counter() + seconds
+        while (start := time.perf_counter()) < stop or len(times) < 5:
+            h = x
+            for _ in range(12):
+                h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+                h = h + torch.nn.functional.silu(h @ up.T) @ down.T
+            (h @ head.T).softmax(-1)
+            times.append(time.perf_counter() - start)
+    return 1e3 * sorted(times)[len(times) // 2]
+
+
+def logical_cores() -> int:
+    """CPUs this process may use: its affinity, and the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no control group, or "max"
+        return cores
+
+
+def physical_cores() -> int:
+    """Cores without counting hardware threads twice; the logical number where the system does not say."""
+    try:
+        blocks = Path("/proc/cpuinfo").read_text(encoding="utf-8").strip().split("\n\n")
+    except OSError:
+        return logical_cores()
+    allowed = os.sched_getaffinity(0)
+    fields = [dict(_field(line) for line in block.splitlines() if ":" in line) for block in blocks]
+    cores = {
+        (cpu.get("physical id"), cpu["core id"])
+        for cpu in fields
+        if "core id" in cpu and int(cpu["processor"]) in allowed
+    }
+    return min(len(cores), logical_cores()) or logical_cores()
+
+
+def _field(line: str) -> tuple[str, str]:
+    key, _, value = line.partition(":")
+    return key.strip(), value.strip()
+
+
+def cache_file() -> Path:
+    """``~/.cache/ostinato/threads-<fingerprint>.json``; XDG_CACHE_HOME is honoured."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "ostinato" / f"threads-{fingerprint()}.json"
+
+
+def fingerprint() -> str:
+    """A short hash of what the measurement depends on: processor, cores that we may use, torch."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line for line in cpuinfo if line.startswith("model name")), platform.processor())
+    except OSError:
+        model = platform.processor()
+    try:
+        torch_version = version("torch")
+    except PackageNotFoundError:
+        torch_version = "none"
+    facts = (platform.system(), platform.machine(), model, logical_cores(), physical_cores(), torch_version)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+
+
+def _write_cache(best: Timing, timings: list[Timing]) -> None:
+    file = cache_file()
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    text = json.dumps({"best": asdict(best), "timings": [asdict(t) for t in timings]}, indent=2)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:  # a cache is a convenience: a read-only home only costs the next start
+        warnings.warn(f"the thread measurement could not be cached in {file}: {error}", stacklevel=2)
+
+
+if __name__ == "__main__":
+    print(decode_like_ms(float(sys.argv[1])))

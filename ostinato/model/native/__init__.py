@@ -1,0 +1,310 @@
+"""Native CPU kernels as a set of ``Ops``, with the paged attention and the sampler of the engine.
+
+``load()`` gives a ``Kernels`` or raises ``BuildError``; nothing is kept globally. The kernels take CPU tensors of
+one type, float32 or bfloat16, whose last dimension is contiguous; gradients do not flow through them. The twins
+are ``model.ops.TORCH_OPS``, ``engine.paged.TorchPaged`` and ``engine.sampler.sample_torch``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.model.moe import ExpertLora
+from ostinato.model.native.build import BuildError, load_library
+from ostinato.model.ops import Ops
+
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
+
+# Arguments by kernel: p pointer, l long, d double.
+_SIGNATURES = {
+    "nt": "plpplplll",
+    "rms_norm": "plpplld",
+    "add_rms_norm": "ppppplld",
+    "rope": "plppplll",
+    "silu_mul": "ppll",
+    "write_cache": "plplpppllll",
+    "paged_attention": "plppplppplllll" + "d",
+    "moe_combine": "pppplll",
+    "grouped_nt": "pppplll",
+}
+_PLAIN = {"sample": "plppppppp" + "l", "moe_sort": "ppplll", "moe_gather": "ppplll", "exp_f32": "ppl"}
+_MIXED = {"nt_bf16_f32": "plpplplll", "nn_bf16": "plpplll" + "l", "nn_bf16_f32": "plpplll" + "l"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The compiled functions: ``ops`` for the decoder, the rest for the engine and the trainer."""
+
+    ops: Ops
+    write_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    paged_attention: Callable[..., Tensor]
+    sample: Callable[..., None]
+    matmul_nt: Callable[[Tensor, Tensor], Tensor]
+    matmul_nn: Callable[[Tensor, Tensor], Tensor]
+
+
+def load() -> Kernels:
+    """Build (once per machine and version) and load. Raises BuildError with one sentence."""
+    functions = _bind(load_library())
+    linear = _linear(functions)
+    return Kernels(
+        ops=Ops(
+            linear=linear,
+            rms_norm=_rms_norm(functions),
+            add_rms_norm=_add_rms_norm(functions),
+            rope=_rope(functions),
+            silu_mul=_silu_mul(functions),
+            lora=lambda x, a, b, scale: linear(linear(x, a) * scale, b),
+            experts=_experts(functions),
+        ),
+        write_cache=_write_cache(functions),
+        paged_attention=_paged_attention(functions),
+        sample=_sample(functions),
+        matmul_nt=lambda x, w: linear(x, w, None, torch.float32),
+        matmul_nn=_matmul_nn(functions),
+    )
+
+
+def _bind(library: ctypes.CDLL) -> dict[str, Callable[..., None]]:
+    """Every kernel by name, with its argument types set once."""
+    kinds = {"p": _POINTER, "l": _LONG, "d": _DOUBLE}
+    names = {f"{name}_{suffix}": code for name, code in _SIGNATURES.items() for suffix in _SUFFIX.values()}
+    functions: dict[str, Callable[..., None]] = {}
+    for name, code in {**names, **_PLAIN, **_MIXED}.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError:  # the nn kernels exist only where the processor multiplies bf16
+            continue
+        function.argtypes = [kinds[letter] for letter in code]
+        function.restype = None
+        functions[name] = function
+    return functions
+
+
+def _row(x: Tensor) -> Tensor:
+    """Last dimension contiguous, as the kernels want."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
+    nt = {dtype: functions[f"nt_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+    nt_wide = functions["nt_bf16_f32"]
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        x, weight = _row(x), weight if weight.is_contiguous() else weight.contiguous()
+        rows, (columns, depth) = x.shape[0], weight.shape
+        dtype = x.dtype if out_dtype is None else out_dtype
+        if dtype != x.dtype and (dtype != torch.float32 or x.dtype != torch.bfloat16):
+            raise TypeError(f"native linear gives {x.dtype} or float32, not {dtype}")
+        if weight.dtype != x.dtype:
+            raise TypeError(f"native linear has inputs of {x.dtype} and weights of {weight.dtype}")
+        y = x.new_empty(rows, columns, dtype=dtype)
+        function = nt[x.dtype] if dtype == x.dtype else nt_wide
+        function(
+            x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), columns,
+            0 if bias is None else bias.data_ptr(), rows, columns, depth,
+        )  # fmt: skip
+        return y
+
+    return linear
+
+
+def _matmul_nn(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor], Tensor]:
+    nn = {torch.bfloat16: functions.get("nn_bf16")}
+
+    def matmul_nn(x: Tensor, weight: Tensor) -> Tensor:
+        """x [M, N] times weight [N, K] -> [M, K] in x's type."""
+        function = nn.get(x.dtype)
+        if function is None or weight.dtype != x.dtype or weight.shape[0] % 2:
+            return x @ weight
+        x, weight = _row(x), weight.contiguous()
+        y = x.new_empty(x.shape[0], weight.shape[1])
+        function(
+            x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), y.shape[1],
+            x.shape[0], weight.shape[0], weight.shape[1],
+        )  # fmt: skip
+        return y
+
+    return matmul_nn
+
+
+def _rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor, float], Tensor]:
+    kernels = {dtype: functions[f"rms_norm_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        width = x.shape[-1]
+        y = x.new_empty(x.shape)
+        if x.dim() == 2:
+            x = _row(x)
+            kernels[x.dtype](x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), x.shape[0], width, eps)
+        else:  # heads: rows of one width, contiguous
+            flat = x.reshape(-1, width)
+            kernels[x.dtype](flat.data_ptr(), width, weight.data_ptr(), y.data_ptr(), flat.shape[0], width, eps)
+        return y
+
+    return rms_norm
+
+
+def _add_rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    kernels = {dtype: functions[f"add_rms_norm_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x, residual = x.contiguous(), residual.contiguous()
+        y, total = torch.empty_like(x), torch.empty_like(x)
+        kernels[x.dtype](
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), total.data_ptr(),
+            x.shape[0], x.shape[1], eps,
+        )  # fmt: skip
+        return y, total
+
+    return add_rms_norm
+
+
+def _rope(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    kernels = {dtype: functions[f"rope_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+
+    def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rows, heads, width = x.shape
+        if x.stride(2) != 1 or x.stride(1) != width:
+            x = x.contiguous()
+        y = x.new_empty(rows, heads, width)
+        kernels[x.dtype](
+            x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), y.data_ptr(), rows, heads, width
+        )
+        return y
+
+    return rope
+
+
+def _silu_mul(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor], Tensor]:
+    kernels = {dtype: functions[f"silu_mul_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+
+    def silu_mul(gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        y = gate_up.new_empty(rows, width)
+        kernels[y.dtype](gate_up.data_ptr(), y.data_ptr(), rows, width)
+        return y
+
+    return silu_mul
+
+
+def _experts(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
+    combine = {dtype: functions[f"moe_combine_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+    grouped = {dtype: functions[f"grouped_nt_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+    linear, silu_mul = _linear(functions), _silu_mul(functions)
+
+    def per_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        y = rows.new_empty(rows.shape[0], weight.shape[1])
+        grouped[rows.dtype](
+            rows.data_ptr(), weight.data_ptr(), y.data_ptr(), ends.data_ptr(),
+            weight.shape[0], weight.shape[1], weight.shape[2],
+        )  # fmt: skip
+        return y
+
+    def experts(
+        x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None
+    ) -> Tensor:
+        x, ids, weights = x.contiguous(), ids.contiguous().long(), weights.float().contiguous()
+        num_tokens, top_k = ids.shape
+        place = torch.empty(num_tokens, top_k, dtype=torch.int64)
+        ends = torch.empty(gate_up.shape[0], dtype=torch.int32)
+        functions["moe_sort"](ids.data_ptr(), place.data_ptr(), ends.data_ptr(), num_tokens, top_k, gate_up.shape[0])
+
+        def gather(source: Tensor) -> Tensor:
+            rows = source.new_empty(num_tokens * top_k, source.shape[1])
+            row_bytes = source.shape[1] * source.element_size()
+            functions["moe_gather"](
+                source.data_ptr(), place.data_ptr(), rows.data_ptr(), num_tokens, top_k, row_bytes
+            )
+            return rows
+
+        def gathered_sum(rows: Tensor) -> Tensor:
+            y = rows.new_empty(num_tokens, rows.shape[1])
+            combine[rows.dtype](
+                rows.data_ptr(), place.data_ptr(), weights.data_ptr(), y.data_ptr(), num_tokens, top_k, rows.shape[1]
+            )
+            return y
+
+        rows = gather(x)
+        hidden = per_expert(rows, gate_up, ends)
+        if lora is not None:
+            shared = lora.gate_up_a.dim() == 2
+            low = gather(linear(x, lora.gate_up_a)) if shared else per_expert(rows, lora.gate_up_a, ends)
+            hidden += per_expert(low * lora.scale, lora.gate_up_b, ends)
+        act = silu_mul(hidden)
+        out = gathered_sum(per_expert(act, down, ends))
+        if lora is None:
+            return out
+        low = per_expert(act, lora.down_a, ends) * lora.scale
+        if lora.down_b.dim() == 2:
+            return out.add_(linear(gathered_sum(low), lora.down_b))
+        return out.add_(gathered_sum(per_expert(low, lora.down_b, ends)))
+
+    return experts
+
+
+def _write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
+    kernels = {dtype: functions[f"write_cache_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+
+    def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put rows k [T, Hkv, Dk], v [T, Hkv, Dv] at ``slots`` [T] int64 (block * 16 + offset)."""
+        k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
+        kernels[k.dtype](
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slots.data_ptr(), keys.data_ptr(),
+            values.data_ptr(), k.shape[0], k.shape[1], k.shape[2], v.shape[2],
+        )  # fmt: skip
+
+    return write_cache
+
+
+def _paged_attention(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
+    kernels = {dtype: functions[f"paged_attention_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+
+    def paged_attention(
+        q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, sequence: Tensor, lengths: Tensor, scale: float
+    ) -> Tensor:
+        """q [T, H, Dk]; row t sees the first lengths[t] positions of the blocks tables[sequence[t]] -> [T, H, Dv]."""
+        rows, heads, width = q.shape
+        if q.stride(2) != 1 or q.stride(1) != width:
+            q = q.contiguous()
+        out = q.new_empty(rows, heads, values.shape[3])
+        kernels[q.dtype](
+            q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(), tables.stride(0),
+            sequence.data_ptr(), lengths.data_ptr(), out.data_ptr(), rows, heads, values.shape[1], width,
+            values.shape[3], scale,
+        )  # fmt: skip
+        return out
+
+    return paged_attention
+
+
+def _sample(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
+    sample_rows = functions["sample"]
+
+    def sample(
+        logits: Tensor,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        u: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+    ) -> None:
+        """Fill ``tokens`` [B] int64 and ``logprobs`` [B] float32 from logits [B, V] float32; see engine.sampler."""
+        arrays = (temperature, top_k, top_p, min_p, u, tokens, logprobs)
+        pointers = [array.ctypes.data for array in arrays]
+        sample_rows(logits.data_ptr(), logits.shape[1], *pointers, logits.shape[0])
+
+    return sample
+
+
+__all__ = ["BuildError", "Kernels", "load"]

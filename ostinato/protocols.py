@@ -1,0 +1,74 @@
+"""The seams of Ostinato: five Protocols of one to three methods.
+
+Concrete classes meet only in ``cli`` and ``recipes``; everything between sees these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from ostinato.types import Batch, Completion, Group, Prompt, Request, Reward, StepReport, Turn
+
+
+class Engine(Protocol):
+    """Draws completions from the current policy."""
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
+        """Yield (index of the request, completion) as they finish. Concurrent calls share one batch."""
+        ...
+
+    def publish(self, adapters: Any, version: int) -> None:
+        """Serve ``adapters`` (a ``model.lora.Adapters``, or None for the base) as policy ``version``."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of running sequences; exactness never depends on it."""
+
+    def propose(self, contexts: Sequence[Any], budget: int) -> list[Any]: ...
+
+    def observe(self, tokens: Any) -> None: ...
+
+
+class Env(Protocol):
+    """One episode, used once and then discarded. Tokens in, tokens out."""
+
+    def start(self) -> Any:
+        """The context of turn 0 ([P] int32 token ids)."""
+        ...
+
+    async def step(self, completion: Completion) -> Any:
+        """The next context ([C] int32 token ids) or None when the episode is over."""
+        ...
+
+
+class Tasks(Protocol):
+    """An endless, addressed source of prompts: the same (epoch, index) is the same prompt."""
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at ``index`` of the stream (shuffled by seed, repeating by epochs)."""
+        ...
+
+
+class Grader(Protocol):
+    """Judges siblings together, so pairwise and judge rewards are the ordinary case."""
+
+    async def grade(self, group: Group) -> list[Reward]: ...
+
+
+class Trainer(Protocol):
+    """Batch in, new policy out. Blind to the algorithm that wrote the advantages."""
+
+    def step(self, batch: Batch) -> StepReport: ...
+
+    def adapters(self) -> Any: ...
+
+
+class MetricWriter(Protocol):
+    """One row of metrics per step; JSONL always, others optional."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+__all__ = ["Drafter", "Engine", "Env", "Grader", "MetricWriter", "Tasks", "Trainer", "Turn"]

@@ -1,0 +1,248 @@
+"""The nouns of Ostinato: Prompt -> Trajectory (turns) -> Group -> Sample -> Batch.
+
+One alignment law holds everywhere: a per-token array has length ``len(tokens)`` and entry ``t``
+describes token ``t``; context tokens carry mask False, log-probability 0 and advantage 0. The
+next-token shift happens in one function, ``algo.pack.pack``, and nowhere else.
+
+Everything here is a frozen dataclass of numpy arrays. This module imports nothing else of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+NO_EXPERT = -1  # routing of a token that never passed through the layers (the last one sampled)
+
+
+class Stop(StrEnum):
+    """Why a completion or an episode ended."""
+
+    EOS = "eos"  # a stop token was sampled
+    STRING = "string"  # a stop string appeared in the text
+    LENGTH = "length"  # max_tokens or the context was used up: truncated
+    ABORT = "abort"  # cancelled by the caller
+    ERROR = "error"  # a named failure; never trained on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one completion is drawn. ``top_k=0``, ``top_p=1`` and ``min_p=0`` mean off; ``temperature=0`` is greedy.
+
+    Order of the filters as in vLLM: temperature, then top-k, top-p, min-p on the scaled distribution.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    min_tokens: int = 0  # stop tokens cannot be sampled before this many tokens
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"sampling.temperature is {self.temperature}; use 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k is {self.top_k}; use 0 (off) or a positive integer")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p is {self.top_p}; use a number in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"sampling.min_p is {self.min_p}; use a number in [0, 1]")
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling.max_tokens is {self.max_tokens}; use at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"sampling.min_tokens is {self.min_tokens}; use 0 to max_tokens ({self.max_tokens})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """What an engine is asked for. ``seed`` addresses the noise: (run seed, step, prompt, sample).
+
+    The token at absolute position p of the sequence uses the noise of ``(*seed, p)``, so neither the
+    batch, nor preemption, nor the number of workers changes a token, and turns never share noise.
+    """
+
+    tokens: np.ndarray  # [P] int32, the whole context
+    sampling: Sampling
+    seed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """What an engine returns. Arrays are aligned with ``tokens`` (length T).
+
+    ``logprobs`` are under the distribution that was really sampled from (after temperature and filters).
+    ``experts[t]`` are the experts that token t chose on its way through the layers; the last sampled
+    token was never an input, so its row is NO_EXPERT.
+    """
+
+    tokens: np.ndarray  # [T] int32, the stop token included when one was sampled
+    logprobs: np.ndarray  # [T] float32
+    versions: np.ndarray  # [T] int32, the policy version that sampled each token
+    stop: Stop
+    text: str = ""  # decoded without special tokens, up to a stop string; empty without a tokenizer
+    experts: np.ndarray | None = None  # [T, moe_layers, top_k] int16
+    prompt_experts: np.ndarray | None = None  # [P, moe_layers, top_k] int16
+    drafted: int = 0
+    accepted: int = 0
+    cached_tokens: int = 0  # prompt tokens whose keys and values were found in the prefix tree
+    error: str = ""  # one sentence when stop is ERROR
+
+    def __post_init__(self) -> None:
+        for name in ("logprobs", "versions", "experts"):
+            array = getattr(self, name)
+            if array is not None and len(array) != len(self.tokens):
+                raise ValueError(f"{name} has {len(array)} entries for {len(self.tokens)} tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """One task instance: what the policy sees, and what the reward needs to know.
+
+    ``messages`` is a chat ([{"role": .., "content": ..}]) or ``text`` a plain string; exactly one is
+    set. ``columns`` are the other fields of the row (``answer`` and so on), passed to rewards.
+    """
+
+    uid: str  # stable over epochs and runs: the key of histories
+    text: str | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError(f"prompt {self.uid}: give exactly one of text and messages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """Tokens put before the policy since its last word, and its answer."""
+
+    context: np.ndarray  # [C] int32: the prompt in turn 0, a tool's reply later
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A verdict. ``value`` None means no verdict (a fault or a skip): counted by ``reason``, never scored 0."""
+
+    value: float | None
+    reason: str = ""
+    parts: Mapping[str, float | None] = field(default_factory=dict)  # by reward function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """One episode: turns in order, token in and token out, never re-tokenised.
+
+    tokens = context_0 answer_0 context_1 answer_1 ...; ``stop`` is why the episode ended.
+    """
+
+    turns: tuple[Turn, ...]
+    stop: Stop
+    seed: tuple[int, ...]
+    reward: Reward | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """Siblings: the trajectories of one prompt, graded together."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    step: int  # the step that asked for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One trainable sequence. Entry t of every array describes token t; context tokens are masked.
+
+    Two turns (prompt P, answer A, tool reply R, answer B), advantage a::
+
+        tokens      P P A A R B
+        loss_mask   0 0 1 1 0 1
+        advantages  0 0 a a 0 a
+    """
+
+    tokens: np.ndarray  # [L] int32
+    loss_mask: np.ndarray  # [L] bool
+    logprobs: np.ndarray  # [L] float32, of the behaviour policy
+    advantages: np.ndarray  # [L] float32
+    versions: np.ndarray  # [L] int32, -1 on context
+    group: int  # index of the group in the step: siblings share a prompt
+    prompt_len: int  # length of the context of turn 0, equal for siblings
+    uid: str = ""  # "prompt uid#sample": what a refused step names
+    experts: np.ndarray | None = None  # [L, moe_layers, top_k] int16
+    truncated: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("loss_mask", "logprobs", "advantages", "versions", "experts"):
+            array = getattr(self, name)
+            if array is not None and len(array) != len(self.tokens):
+                raise ValueError(f"{name} has {len(array)} entries for {len(self.tokens)} tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Rows [start, stop) of a packed microbatch: causal among themselves, and each sees all of
+    [prefix_start, prefix_stop) (a prompt computed once for its siblings; empty when equal)."""
+
+    start: int
+    stop: int
+    prefix_start: int = 0
+    prefix_stop: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Microbatch:
+    """Packed rows for one forward and backward, without padding.
+
+    Two siblings A and B of prompt P (loss on A and B)::
+
+        row        0 1 2 3 4 5 6
+        tokens     P P P A A B B
+        positions  0 1 2 3 4 3 4
+        segments   [0,3) [3,5)<-[0,3) [5,7)<-[0,3)
+        rows       2 3 2 5          the row whose hidden state predicts ...
+        targets    A A B B          ... this token
+
+    All arrays below ``rows`` have length R, one entry per trained token, in the order of ``targets``.
+    """
+
+    tokens: np.ndarray  # [T] int32
+    positions: np.ndarray  # [T] int32
+    segments: tuple[Segment, ...]
+    rows: np.ndarray  # [R] int32, index into T
+    targets: np.ndarray  # [R] int32, token ids
+    logprobs: np.ndarray  # [R] float32, behaviour policy
+    advantages: np.ndarray  # [R] float32
+    weights: np.ndarray  # [R] float32: aggregation weight, sums to 1 over the whole optimizer step
+    sample_idx: np.ndarray  # [R] int32: which sample of the step (for sequence-level ratios)
+    staleness: np.ndarray  # [R] int32: trainer version minus the version that sampled the token
+    uids: tuple[str, ...]  # of the samples in it, to name them when a step is refused
+    experts: np.ndarray | None = None  # [T, moe_layers, top_k] int16, to replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """The data of one optimizer step."""
+
+    microbatches: tuple[Microbatch, ...]
+    num_samples: int
+    num_tokens: int  # trained tokens (rows of the loss)
+    num_context_tokens: int  # forward rows without loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did; ``metrics`` use TRL's names where TRL has one."""
+
+    metrics: Mapping[str, float]
+    skipped: str = ""  # one sentence when a non-finite loss or gradient refused the step
+    uids: tuple[str, ...] = ()  # the samples it names

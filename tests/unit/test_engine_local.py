@@ -1,0 +1,295 @@
+"""The local engine: exactness against a naive generator, and in fp32 bit for bit against itself under any
+batch, order, chunking, preemption or prefix sharing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ostinato.algo.noise import key, uniform
+from ostinato.engine.local import LocalEngine
+from ostinato.engine.sampler import Settings, sample_torch
+from ostinato.model.attention import CausalAttention
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.native import BuildError, Kernels, load
+from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
+
+VOCAB = 61
+
+
+def native() -> Kernels | None:
+    try:
+        return load()
+    except BuildError:
+        return None
+
+
+KERNELS = [pytest.param(None, id="torch"), pytest.param(native(), id="native")]
+if KERNELS[1].values[0] is None:
+    KERNELS.pop()
+
+
+def tiny(moe: bool = True, seed: int = 0) -> Decoder:
+    config: dict[str, Any] = dict(
+        model_type="qwen3_moe", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, intermediate_size=48, moe_intermediate_size=24, num_experts=4,
+        num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[] if moe else [0, 1],
+        rms_norm_eps=1e-6, rope_theta=10000.0, max_position_embeddings=512, tie_word_embeddings=True,
+        hidden_act="silu", initializer_range=0.3,
+    )  # fmt: skip
+    return Decoder(parse_config(config), dtype=torch.float32).init_weights(seed)
+
+
+DECODER = tiny()
+
+
+def adapters_of(decoder: Decoder, seed: int) -> Adapters:
+    adapters = init_adapters(decoder.config, AdapterSpec(rank=4), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, b in adapters.tensors.values():
+            b.normal_(0, 0.2, generator=generator)
+    return adapters
+
+
+def engine(kernels: Kernels | None, **options: Any) -> LocalEngine:
+    return LocalEngine(DECODER, kernels=kernels, **{"kv_memory_mb": 4, "context_limit": 256, **options})
+
+
+def request(length: int, index: int = 0, **sampling: Any) -> Request:
+    tokens = np.random.default_rng(length).integers(0, VOCAB, length).astype(np.int32)
+    return Request(tokens=tokens, sampling=Sampling(**{"max_tokens": 12, **sampling}), seed=(7, index))
+
+
+def run(engine: LocalEngine, requests: Sequence[Request]) -> list[Completion]:
+    async def collect() -> list[Completion]:
+        found: dict[int, Completion] = {}
+        async for index, completion in engine.generate(requests):
+            found[index] = completion
+        return [found[i] for i in range(len(requests))]
+
+    return asyncio.run(collect())
+
+
+def naive(request: Request, adapters: Adapters | None = None) -> tuple[list[int], list[float]]:
+    """The slow twin: the whole sequence through the decoder for every token."""
+    tokens, logprobs = [int(t) for t in request.tokens], []
+    for _ in range(request.sampling.max_tokens):
+        with torch.inference_mode():
+            row = torch.tensor(tokens)
+            hidden, _ = DECODER(row, torch.arange(len(tokens)), CausalAttention(), adapters=adapters)
+            logits = DECODER.logits(hidden[-1:])
+        u = np.array([uniform(key(request.seed), len(tokens))])
+        token, logprob = sample_torch(logits, Settings.of([request.sampling]), u)
+        tokens.append(int(token[0]))
+        logprobs.append(float(logprob[0]))
+    return tokens[len(request.tokens) :], logprobs
+
+
+def same(a: Completion, b: Completion) -> None:
+    """Bit for bit, routes included."""
+    assert a.tokens.tolist() == b.tokens.tolist() and a.stop == b.stop
+    assert np.array_equal(a.logprobs, b.logprobs)
+    assert a.experts is not None and b.experts is not None and np.array_equal(a.experts, b.experts)
+    assert np.array_equal(a.prompt_experts, b.prompt_experts)  # type: ignore[arg-type]
+
+
+REQUESTS = [request(n, i, temperature=t) for i, (n, t) in enumerate([(5, 1.0), (17, 0.7), (33, 1.0), (16, 1.3), (40, 0.0)])]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_engine_is_the_naive_generator(kernels: Kernels | None, adapted: bool) -> None:
+    adapters = adapters_of(DECODER, 3) if adapted else None
+    ours = engine(kernels)
+    ours.publish(adapters, 5)
+    for asked, done in zip(REQUESTS, run(ours, REQUESTS), strict=True):
+        tokens, logprobs = naive(asked, adapters)
+        assert done.tokens.tolist() == tokens and done.stop == Stop.LENGTH
+        assert done.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert set(done.versions.tolist()) == {5}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_routes_are_those_of_a_forward_over_the_finished_sequence(kernels: Kernels | None) -> None:
+    for asked, done in zip(REQUESTS, run(engine(kernels), REQUESTS), strict=True):
+        row = torch.from_numpy(np.concatenate([asked.tokens, done.tokens])).long()
+        _, routing = DECODER(row, torch.arange(len(row)), CausalAttention())
+        assert routing is not None and done.experts is not None and done.prompt_experts is not None
+        recorded = np.concatenate([done.prompt_experts, done.experts])
+        assert np.array_equal(recorded[:-1], routing[:-1].numpy())
+        assert (recorded[-1] == NO_EXPERT).all()  # the last token was sampled and never run
+
+
+@pytest.mark.parametrize("kernels", [p for p in KERNELS if p.id == "native"])
+def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels) -> None:
+    alone = [run(engine(kernels), [asked])[0] for asked in REQUESTS]
+    for a, b in zip(alone, run(engine(kernels), REQUESTS), strict=True):
+        same(a, b)
+    for a, b in zip(alone, reversed(run(engine(kernels), REQUESTS[::-1])), strict=True):
+        same(a, b)
+    for a, b in zip(alone, run(engine(kernels, step_tokens=7, max_batch=3), REQUESTS), strict=True):
+        same(a, b)
+    growing = [request(5 + i, i, max_tokens=60) for i in range(3)]
+    alone = [run(engine(kernels), [asked])[0] for asked in growing]
+    tight = engine(kernels)
+    tight._cache = type(tight._cache)(9)  # 144 positions for three sequences that want 198
+    for a, b in zip(alone, run(tight, growing), strict=True):
+        same(a, b)
+    assert tight.counters.preempted > 0
+    tight._cache.check([])
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_siblings_prefill_their_prompt_once(kernels: Kernels | None) -> None:
+    siblings = [request(37, i) for i in range(6)]
+    ours = engine(kernels)
+    together = run(ours, siblings)
+    assert ours.counters.prefilled == 37 - 1  # the last prompt token of each is its first decode row
+    assert [c.cached_tokens for c in together] == [0, 36, 36, 36, 36, 36]
+    for asked, done in zip(siblings, together, strict=True):
+        (apart,) = run(engine(kernels), [asked])
+        assert apart.tokens.tolist() == done.tokens.tolist()
+        if kernels is not None:
+            same(apart, done)
+    assert len({tuple(c.tokens.tolist()) for c in together}) > 1  # their noise differs
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_next_turn_prefills_only_what_is_new(kernels: Kernels | None) -> None:
+    ours = engine(kernels)
+    first = request(20)
+    (answer,) = run(ours, [first])
+    before = ours.counters.prefilled
+    context = np.concatenate([first.tokens, answer.tokens, np.array([1, 2, 3], np.int32)])
+    second = Request(tokens=context, sampling=Sampling(max_tokens=8), seed=(7, 1))
+    (reply,) = run(ours, [second])
+    # the last answer token was never run, so it and the three new ones are; the very last gives the logits
+    assert ours.counters.prefilled - before == 3
+    assert reply.cached_tokens == 20 + 12 - 1
+    assert reply.tokens.tolist() == naive(second)[0][:8]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_publish_in_flight_keeps_running_sequences_and_marks_their_tokens(kernels: Kernels | None) -> None:
+    ours = engine(kernels)
+    asked = [request(10, 0, max_tokens=20)]
+
+    async def go() -> Completion:
+        stream = ours.generate(asked, on_token=lambda index, token: publish_at(6))
+        async for _, completion in stream:
+            return completion
+        raise AssertionError
+
+    seen = 0
+
+    def publish_at(count: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            ours.publish(adapters_of(DECODER, 9), 1)
+
+    done = asyncio.run(go())
+    assert done.versions.tolist() == [0] * 6 + [1] * 14
+    assert done.tokens.tolist()[:6] == naive(asked[0])[0][:6]
+    assert ours._cache.match([int(t) for t in asked[0].tokens]).tokens == 0  # its cache mixes two policies
+    ours._cache.check([])
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_publish_is_seen_by_the_next_request(kernels: Kernels | None) -> None:
+    ours = engine(kernels)
+    adapters = adapters_of(DECODER, 4)
+    asked = request(30)
+    base = run(ours, [asked])[0]
+    ours.publish(adapters, 1)
+    assert run(ours, [asked])[0].tokens.tolist() == naive(asked, adapters)[0]
+    ours.publish(None, 2)
+    assert run(ours, [asked])[0].tokens.tolist() == base.tokens.tolist()
+
+
+def test_the_engine_samples_from_the_trainers_own_tensors() -> None:
+    """No second copy of the base: a change of a base weight in place is what the engine samples from next."""
+    decoder = tiny(seed=1)
+    pointers = {name: p.data_ptr() for name, p in decoder.named_parameters()}
+    ours = LocalEngine(decoder, kv_memory_mb=4)
+    ours.publish(adapters_of(decoder, 1), 1)
+    run(ours, [request(5)])
+    assert {name: p.data_ptr() for name, p in ours.decoder.named_parameters()} == pointers
+
+
+def words(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("A") + t % 26) for t in tokens)
+
+
+def test_stops() -> None:
+    free = run(engine(None), [request(5, max_tokens=30)])[0].tokens.tolist()
+    stop = free[4]
+    (eos,) = run(engine(None, decode=words), [request(5, max_tokens=30, stop_tokens=(stop,))])
+    assert eos.stop == Stop.EOS and eos.tokens.tolist() == free[: free.index(stop) + 1]
+    assert eos.text == words(free[: free.index(stop)])
+    string = words(free)[6:9]
+    (cut,) = run(engine(None, decode=words), [request(5, max_tokens=30, stop_strings=(string,))])
+    assert cut.stop == Stop.STRING and cut.text == words(free).split(string)[0]
+    (late,) = run(engine(None), [request(5, max_tokens=30, min_tokens=10, stop_tokens=tuple(range(VOCAB - 1)))])
+    assert len(late.tokens) == 11 and set(late.tokens[:10].tolist()) == {VOCAB - 1}
+    assert late.logprobs[:10].tolist() == [0.0] * 10  # the only token that was allowed
+    (end,) = run(engine(None, context_limit=9), [request(5, max_tokens=30)])
+    assert end.stop == Stop.LENGTH and len(end.tokens) == 4
+
+
+def test_requests_that_cannot_fit_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="prompt has 9 tokens and the context 9"):
+        run(engine(None, context_limit=9), [request(9)])
+    small = engine(None, context_limit=4096)
+    small._cache = type(small._cache)(2)
+    with pytest.raises(ValueError, match="kv_memory_mb"):
+        run(small, [request(20, max_tokens=100)])
+    with pytest.raises(ValueError, match="stop_strings"):
+        run(engine(None), [request(5, stop_strings=("a",))])
+
+
+def test_logits_that_are_not_finite_end_one_request_by_name() -> None:
+    decoder = tiny(seed=2)
+    decoder.embed.data[3] = torch.nan
+    ours = LocalEngine(decoder, kv_memory_mb=4)
+    broken = Request(tokens=np.array([3], np.int32), sampling=Sampling(max_tokens=4), seed=(0,))
+    (done,) = run(ours, [broken])
+    assert done.stop == Stop.ERROR and "finite" in done.error and ours.counters.errors == 1
+
+
+def test_a_caller_that_goes_away_frees_its_blocks() -> None:
+    ours = engine(None)
+
+    async def leave() -> None:
+        async for _ in ours.generate([request(5, i, max_tokens=4 + 20 * i) for i in range(4)]):
+            break
+
+    asyncio.run(leave())
+    ours._cache.check([])
+    assert not ours._running and not ours._waiting
+
+
+def test_an_error_in_a_step_reaches_every_caller() -> None:
+    ours = engine(None)
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    ours._forward = broken  # type: ignore[method-assign, assignment]
+
+    async def ask() -> list[BaseException | None]:
+        async def one(index: int) -> None:
+            async for _ in ours.generate([request(5, index)]):
+                pass
+
+        return await asyncio.gather(*(one(i) for i in range(3)), return_exceptions=True)
+
+    assert [str(e) for e in asyncio.run(ask())] == ["out of memory"] * 3

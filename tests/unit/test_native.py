@@ -1,0 +1,122 @@
+"""Native kernels against their torch twins, and the law that the engine's exactness rests on: in fp32 a row's
+result does not depend on how many rows there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.engine.paged import KVStore, NativePaged, Rows, TorchPaged
+from ostinato.model.moe import ExpertLora
+from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.ops import TORCH_OPS
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    try:
+        return load()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(ours: Tensor, twin: Tensor) -> None:
+    scale = max(1.0, float(twin.float().abs().max()))
+    assert (ours.float() - twin.float()).abs().max() <= TOLERANCE[twin.dtype] * scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 70])
+@pytest.mark.parametrize(("depth", "columns"), [(64, 48), (70, 33), (33, 5), (1600, 65)])
+def test_linear(kernels: Kernels, dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
+    x, w = draw(rows, depth, dtype=dtype), draw(columns, depth, dtype=dtype, seed=1) / depth**0.5
+    bias = draw(columns, dtype=dtype, seed=2)
+    close(kernels.ops.linear(x, w), TORCH_OPS.linear(x, w))
+    close(kernels.ops.linear(x, w, bias), TORCH_OPS.linear(x, w, bias))
+    wide = kernels.ops.linear(x, w, None, torch.float32)
+    assert wide.dtype == torch.float32
+    assert (wide - x.float() @ w.float().T).abs().max() < 1e-4  # the fp32 head: exact products, fp32 sums
+    dy = draw(rows, columns, dtype=dtype, seed=3)
+    close(kernels.matmul_nn(dy, w), dy @ w)
+
+
+def test_linear_of_a_strided_view(kernels: Kernels) -> None:
+    x = draw(20, 100)
+    close(kernels.ops.linear(x[:, 10:74], draw(9, 64, seed=1)), x[:, 10:74] @ draw(9, 64, seed=1).T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, 24, 64])
+def test_norms_rope_and_silu(kernels: Kernels, dtype: torch.dtype, width: int) -> None:
+    ours = kernels.ops
+    x, other, weight = (draw(5, width, dtype=dtype, seed=s) for s in (0, 1, 2))
+    close(ours.rms_norm(x, weight[0], 1e-6), TORCH_OPS.rms_norm(x, weight[0], 1e-6))
+    for a, b in zip(ours.add_rms_norm(x, other, weight[0], 1e-6), TORCH_OPS.add_rms_norm(x, other, weight[0], 1e-6), strict=True):
+        close(a, b)
+    heads = draw(5, 4, width, dtype=dtype)
+    close(ours.rms_norm(heads[:, 1:3], weight[0], 1e-6), TORCH_OPS.rms_norm(heads[:, 1:3], weight[0], 1e-6))
+    close(ours.rope(heads[:, 1:3], x, other), TORCH_OPS.rope(heads[:, 1:3], x, other))
+    close(ours.silu_mul(x), TORCH_OPS.silu_mul(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [True, False, None])
+def test_experts(kernels: Kernels, dtype: torch.dtype, shared: bool | None) -> None:
+    tokens, top_k, num, width, hidden, rank = 21, 2, 5, 24, 32, 4
+    x = draw(tokens, hidden, dtype=dtype)
+    ids = torch.stack([torch.randperm(num, generator=torch.Generator().manual_seed(t))[:top_k] for t in range(tokens)])
+    weights = torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(1))
+    gate_up, down = draw(num, 2 * width, hidden, dtype=dtype) / 6, draw(num, hidden, width, dtype=dtype) / 5
+    lora = None
+    if shared is not None:
+        outer = () if shared else (num,)
+        lora = ExpertLora(
+            gate_up_a=draw(*outer, 2 * rank, hidden, dtype=dtype) / 6,
+            gate_up_b=draw(num, 2 * width, 2 * rank, dtype=dtype) / 3,
+            down_a=draw(num, rank, width, dtype=dtype) / 5,
+            down_b=draw(*outer, hidden, rank, dtype=dtype) / 2,
+            scale=0.5,
+        )
+    close(kernels.ops.experts(x, ids, weights, gate_up, down, lora), TORCH_OPS.experts(x, ids, weights, gate_up, down, lora))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "groups", "key_dim", "value_dim"), [(6, 2, 64, 64), (4, 4, 24, 16), (4, 1, 10, 32)])
+def test_paged_attention(
+    kernels: Kernels, dtype: torch.dtype, heads: int, groups: int, key_dim: int, value_dim: int
+) -> None:
+    """Two sequences in scattered blocks, one with a chunk of rows, one decoding; two forwards fill the cache."""
+    native, twin = (KVStore.allocate(1, 12, (groups, key_dim, value_dim), dtype, torch.device("cpu")) for _ in range(2))
+    tables = torch.tensor([[7, 2, 9, 0], [4, 11, 1, 3]], dtype=torch.int32)
+    for first, counts in (((0, 0), (30, 41)), ((30, 41), (5, 1))):
+        owner = torch.tensor([0] * counts[0] + [1] * counts[1], dtype=torch.int32)
+        positions = torch.cat([torch.arange(f, f + n) for f, n in zip(first, counts, strict=True)])
+        slots = tables[owner.long(), positions // 16].long() * 16 + positions % 16
+        rows = Rows(slots, tables, owner, (positions + 1).to(torch.int32))
+        total = sum(counts)
+        q, k = draw(total, heads, key_dim, dtype=dtype, seed=1), draw(total, groups, key_dim, dtype=dtype, seed=2)
+        v = draw(total, groups, value_dim, dtype=dtype, seed=3)
+        ours = NativePaged(kernels, native, rows)(0, q, k, v, key_dim**-0.5)
+        close(ours, TorchPaged(twin, rows)(0, q, k, v, key_dim**-0.5))
+    assert torch.equal(native.keys, twin.keys) and torch.equal(native.values, twin.values)
+
+
+def test_a_row_is_the_same_in_any_batch(kernels: Kernels) -> None:
+    x, w = draw(70, 96), draw(130, 96, seed=1)
+    whole = kernels.ops.linear(x, w)
+    for rows in (1, 2, 5, 16, 33):
+        assert torch.equal(kernels.ops.linear(x[:rows], w), whole[:rows])
+    weight = draw(96, seed=2)
+    assert torch.equal(kernels.ops.rms_norm(x[3:4], weight, 1e-6), kernels.ops.rms_norm(x, weight, 1e-6)[3:4])
+    ids = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(t))[:2] for t in range(70)])
+    gates, gate_up, down = torch.rand(70, 2), draw(4, 64, 96), draw(4, 96, 32)
+    mixed = kernels.ops.experts(x, ids, gates, gate_up, down, None)
+    assert torch.equal(kernels.ops.experts(x[9:10], ids[9:10], gates[9:10], gate_up, down, None), mixed[9:10])
