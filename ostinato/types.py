@@ -31,7 +31,8 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one completion is drawn. ``top_k=0``, ``top_p=1`` and ``min_p=0`` mean off; ``temperature=0`` is greedy.
+    """How one completion is drawn. ``top_k=0``, ``top_p=1`` and ``min_p=0`` mean off; ``temperature=0`` is
+    greedy.
 
     Order of the filters as in vLLM: temperature, then top-k, top-p, min-p on the scaled distribution.
     """
@@ -47,7 +48,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise ValueError(f"sampling.temperature is {self.temperature}; use 0 (greedy) or a positive number")
+            raise ValueError(
+                f"sampling.temperature is {self.temperature}; use 0 (greedy) or a positive number"
+            )
         if self.top_k < 0:
             raise ValueError(f"sampling.top_k is {self.top_k}; use 0 (off) or a positive integer")
         if not 0 < self.top_p <= 1:
@@ -57,7 +60,9 @@ class Sampling:
         if self.max_tokens < 1:
             raise ValueError(f"sampling.max_tokens is {self.max_tokens}; use at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ValueError(f"sampling.min_tokens is {self.min_tokens}; use 0 to max_tokens ({self.max_tokens})")
+            raise ValueError(
+                f"sampling.min_tokens is {self.min_tokens}; use 0 to max_tokens ({self.max_tokens})"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,7 +134,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A verdict. ``value`` None means no verdict (a fault or a skip): counted by ``reason``, never scored 0."""
+    """A verdict. ``value`` None means no verdict (a fault or a skip): counted by ``reason``, never scored
+    0.
+    """
 
     value: float | None
     reason: str = ""
@@ -203,13 +210,13 @@ class Segment:
 class Microbatch:
     """Packed rows for one forward and backward, without padding.
 
-    Two siblings A and B of prompt P (loss on A and B)::
+    Two siblings A A and B B of prompt P P P (loss on A and B); the last token of each is only a target::
 
-        row        0 1 2 3 4 5 6
-        tokens     P P P A A B B
-        positions  0 1 2 3 4 3 4
-        segments   [0,3) [3,5)<-[0,3) [5,7)<-[0,3)
-        rows       2 3 2 5          the row whose hidden state predicts ...
+        row        0 1 2 3 4
+        tokens     P P P A B
+        positions  0 1 2 3 3
+        segments   [0,3) [3,4)<-[0,3) [4,5)<-[0,3)
+        rows       2 3 2 4          the row whose hidden state predicts ...
         targets    A A B B          ... this token
 
     All arrays below ``rows`` have length R, one entry per trained token, in the order of ``targets``.

@@ -1,8 +1,8 @@
 """KV blocks and their prefix tree: pure Python on ints, so that every rule is testable without a model.
 
 A block holds BLOCK positions of keys, values and routes (the arrays live with the engine; here are only ids).
-A sequence owns a list of blocks. Blocks whose content is known are also nodes of a tree keyed by (policy version,
-token prefix): a group's siblings, an agent's next turn and a preempted sequence find them again.
+A sequence owns a list of blocks. Blocks whose content is known are also nodes of a tree keyed by (policy
+version, token prefix): a group's siblings, an agent's next turn and a preempted sequence find them again.
 
 Invariants (asserted by ``check``):
 - ``refs[b]`` = sequences that use block b, plus one if a tree node holds it; it is free exactly at 0.
@@ -130,7 +130,12 @@ class KVCache:
                 break
             child = node.children.get(part)
             own = self._nodes.get(block)
-            if child is None and own is not None and own.parent is node and part[: len(own.tokens)] == own.tokens:
+            if (
+                child is None
+                and own is not None
+                and own.parent is node
+                and part[: len(own.tokens)] == own.tokens
+            ):
                 del node.children[own.tokens]  # our own partial leaf has grown
                 own.tokens, child = part, own
                 node.children[part] = own

@@ -84,7 +84,9 @@ class FakeEngine:
             return None
         layers, top_k = self._moe
         slots = np.arange(layers * top_k).reshape(1, layers, top_k)
-        return ((tokens[:, None, None] * 31 + np.arange(len(tokens))[:, None, None] + slots) % 97).astype(np.int16)
+        return ((tokens[:, None, None] * 31 + np.arange(len(tokens))[:, None, None] + slots) % 97).astype(
+            np.int16
+        )
 
 
 def scripted(answer: Callable[[Request], Sequence[int]], vocab_size: int) -> Policy:
@@ -126,4 +128,6 @@ def _stopped(token: int, text: str, sampling: Sampling) -> tuple[Stop, str]:
 def _refuse_filters(sampling: Sampling) -> None:
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if getattr(sampling, name) != off:
-            raise ValueError(f"sampling.{name} is {getattr(sampling, name)}; the fake engine only knows {off}")
+            raise ValueError(
+                f"sampling.{name} is {getattr(sampling, name)}; the fake engine only knows {off}"
+            )

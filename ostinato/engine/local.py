@@ -4,9 +4,10 @@
                              ^                  |
                              +---- preempt -----+        (out of blocks: recomputed later, same tokens)
 
-A step is one forward over a flat row of tokens: one per decoding sequence, and chunks of prompts within a budget.
-Sequences with a known prefix begin after it. A group's siblings wait one step for the first of them, then share its
-prompt. Nothing a sequence receives depends on the others: kernels work row by row and noise is addressed.
+A step is one forward over a flat row of tokens: one per decoding sequence, and chunks of prompts within a
+budget. Sequences with a known prefix begin after it. A group's siblings wait one step for the first of them,
+then share its prompt. Nothing a sequence receives depends on the others: kernels work row by row and noise is
+addressed.
 
 In-flight publish: running sequences keep their keys and values and go on under the new adapters; every token
 carries the version that sampled it, and such sequences are not added to the prefix tree.
@@ -71,8 +72,8 @@ class _Sequence:
 class LocalEngine:
     """Implements ``protocols.Engine`` on a ``Decoder``; the base weights are the decoder's own tensors.
 
-    ``decode`` turns token ids into text (needed for stop strings and ``Completion.text``). ``context_limit`` is
-    the largest number of tokens in a sequence. Raises ValueError for requests that can never fit.
+    ``decode`` turns token ids into text (needed for stop strings and ``Completion.text``). ``context_limit``
+    is the largest number of tokens in a sequence. Raises ValueError for requests that can never fit.
     """
 
     def __init__(
@@ -111,19 +112,26 @@ class LocalEngine:
         self._running: list[_Sequence] = []
         self._driver: asyncio.Task[None] | None = None
 
-    # ---- the protocol ----------------------------------------------------------------------------------------
+    # ---- the protocol
+    # ----------------------------------------------------------------------------------------
 
     def publish(self, adapters: Adapters | None, version: int) -> None:
-        """Serve a copy of ``adapters`` (None: the base) from the next step on; the prefix tree is forgotten."""
+        """Serve a copy of ``adapters`` (None: the base) from the next step on; the prefix tree is
+        forgotten.
+        """
         with torch.inference_mode():
-            self._prepared = adapters.detach_copy().prepared(self.decoder.dtype) if adapters is not None else None
+            self._prepared = (
+                adapters.detach_copy().prepared(self.decoder.dtype) if adapters is not None else None
+            )
         self.version = version
         self._cache.forget()
 
     async def generate(
         self, requests: Sequence[Request], on_token: Callable[[int, int], None] | None = None
     ) -> AsyncIterator[tuple[int, Completion]]:
-        """Yield (index, completion) as requests finish; ``on_token(index, token)`` streams. Calls share one batch."""
+        """Yield (index, completion) as requests finish; ``on_token(index, token)`` streams. Calls share one
+        batch.
+        """
         results: asyncio.Queue[tuple[int, Completion] | BaseException] = asyncio.Queue()
         mine = [self._sequence(index, request, results, on_token) for index, request in enumerate(requests)]
         self._waiting.extend(mine)
@@ -138,7 +146,8 @@ class LocalEngine:
         finally:
             self._abandon(mine)
 
-    # ---- life of a sequence ----------------------------------------------------------------------------------
+    # ---- life of a sequence
+    # ----------------------------------------------------------------------------------
 
     def _sequence(
         self,
@@ -152,18 +161,27 @@ class LocalEngine:
         if length == 0:
             raise ValueError("a request has no tokens; give at least one, for example the bos token")
         if length >= self.context_limit:
-            raise ValueError(f"a prompt has {length} tokens and the context {self.context_limit}; shorten the prompt")
+            raise ValueError(
+                f"a prompt has {length} tokens and the context {self.context_limit}; shorten the prompt"
+            )
         if (limit + BLOCK - 1) // BLOCK > self._cache.num_blocks:
             raise ValueError(
-                f"a request of up to {limit} tokens does not fit the KV cache of {self._cache.num_blocks * BLOCK}; "
-                "raise engine.kv_memory_mb or lower max_tokens"
+                f"a request of up to {limit} tokens does not fit the KV cache of "
+                f"{self._cache.num_blocks * BLOCK}; raise engine.kv_memory_mb or lower max_tokens"
             )
         if sampling.stop_strings and self._decode is None:
             raise ValueError("sampling.stop_strings need a tokenizer; give the engine decode=")
         return _Sequence(
-            index=index, request=request, results=results, on_token=on_token, tokens=[int(t) for t in request.tokens],
-            prompt_len=length, address=key(request.seed), limit=limit, version=self.version,
-        )  # fmt: skip
+            index=index,
+            request=request,
+            results=results,
+            on_token=on_token,
+            tokens=[int(t) for t in request.tokens],
+            prompt_len=length,
+            address=key(request.seed),
+            limit=limit,
+            version=self.version,
+        )
 
     async def _drive(self) -> None:
         """Step while there is work; an error of a step reaches every caller."""
@@ -191,7 +209,8 @@ class LocalEngine:
         self._cache.release(sequence.blocks)
         sequence.nodes, sequence.blocks, sequence.computed = [], [], 0
 
-    # ---- one step --------------------------------------------------------------------------------------------
+    # ---- one step
+    # --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Admit, run one forward, sample, and hand out what has finished."""
@@ -290,7 +309,9 @@ class LocalEngine:
                     return False
         return True
 
-    def _forward(self, work: list[tuple[_Sequence, int]]) -> tuple[torch.Tensor, torch.Tensor | None, np.ndarray]:
+    def _forward(
+        self, work: list[tuple[_Sequence, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, np.ndarray]:
         """Hidden states [T, D] and routes of the rows, and the cache slots that they went to."""
         counts = np.array([count for _, count in work])
         starts = np.array([sequence.computed for sequence, _ in work])
@@ -317,7 +338,11 @@ class LocalEngine:
         attend = TorchPaged(self._store, rows) if kernels is None else NativePaged(kernels, self._store, rows)
         with torch.inference_mode():
             hidden, routing = self.decoder.forward(
-                on_device(np.array(tokens)), on_device(positions), attend, adapters=self._prepared, ops=self._ops
+                on_device(np.array(tokens)),
+                on_device(positions),
+                attend,
+                adapters=self._prepared,
+                ops=self._ops,
             )
         return hidden, routing, slots
 

@@ -1,7 +1,7 @@
 """Attention over paged keys and values: what the engine hands to ``Decoder.forward``.
 
-Layout (chosen for the CPU kernels, and the same everywhere): keys [layers, blocks, Hkv, Dk / pair, 16, pair] with
-pair = 2 for bf16 and 1 for fp32, so that one vector holds a feature of 16 positions; values
+Layout (chosen for the CPU kernels, and the same everywhere): keys [layers, blocks, Hkv, Dk / pair, 16, pair]
+with pair = 2 for bf16 and 1 for fp32, so that one vector holds a feature of 16 positions; values
 [layers, blocks, Hkv, 16, Dv]. A slot is block * 16 + offset.
 """
 

@@ -55,7 +55,10 @@ def sample(
         return sample_torch(logits, settings, u)
     logits = logits.float().contiguous()
     tokens, logprobs = np.empty(len(u), np.int64), np.empty(len(u), np.float32)
-    contiguous = (np.ascontiguousarray(a) for a in (settings.temperature, settings.top_k, settings.top_p, settings.min_p))
+    contiguous = (
+        np.ascontiguousarray(a)
+        for a in (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+    )
     kernels.sample(logits, *contiguous, np.ascontiguousarray(u), tokens, logprobs)
     return tokens, logprobs
 
@@ -73,7 +76,9 @@ def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray) -> tuple[np.
     if ((settings.top_k > 0) & (settings.top_k < V)).any() or (settings.top_p < 1).any():
         keep &= scaled >= _cut_off(scaled, settings)
     if (settings.min_p > 0).any():
-        keep &= scaled >= peak + torch.from_numpy(np.log(np.maximum(settings.min_p, 1e-38))).to(device).unsqueeze(1)
+        keep &= scaled >= peak + torch.from_numpy(np.log(np.maximum(settings.min_p, 1e-38))).to(
+            device
+        ).unsqueeze(1)
     mass = (scaled - peak).exp().double().masked_fill(~keep, 0.0)
     cumulative = mass.cumsum(dim=-1)
     total = cumulative[:, -1:]

@@ -135,13 +135,13 @@ def fastest(timings: list[Timing]) -> Timing | None:
 
 
 def candidates(logical: int, physical: int) -> list[tuple[int, Policy]]:
-    """Threads in {1, physical/2, physical, logical} by policy; one thread waits for nobody, so it comes once."""
+    """Threads in {1, physical/2, physical, logical} by policy; one thread never waits, so it comes once."""
     counts = sorted({1, max(1, physical // 2), physical, logical})
     return [(n, p) for n in counts for p in (("passive",) if n == 1 else ("active", "passive"))]
 
 
 def probe(count: int, policy: Policy) -> float | None:
-    """Median milliseconds of a decode-like step in a fresh process, or None when it fails or takes too long."""
+    """Median milliseconds of a decode-like step in a fresh process; None when it fails or takes too long."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": policy.upper()}
     environ.pop("GOMP_SPINCOUNT", None)  # it would overrule the policy
     command = [sys.executable, "-P", str(Path(__file__).resolve()), str(PROBE_S)]

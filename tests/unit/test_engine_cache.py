@@ -1,4 +1,6 @@
-"""The KV cache against its rules: reference counts, sharing, eviction, and a slow twin for the prefix match."""
+"""The KV cache against its rules: reference counts, sharing, eviction, and a slow twin for the prefix
+match.
+"""
 
 from __future__ import annotations
 
@@ -92,14 +94,19 @@ def test_a_new_policy_version_forgets_the_tree() -> None:
 
 
 class ScanCache:
-    """The slow twin of ``match``: the longest common prefix with any known sequence, capped below the last token."""
+    """The slow twin of ``match``: the longest common prefix with any known sequence, capped below the last
+    token.
+    """
 
     def __init__(self) -> None:
         self.known: list[list[int]] = []
 
     def match(self, tokens: list[int]) -> int:
         def common(a: list[int]) -> int:
-            return next((i for i, (x, y) in enumerate(zip(a, tokens, strict=False)) if x != y), min(len(a), len(tokens)))
+            return next(
+                (i for i, (x, y) in enumerate(zip(a, tokens, strict=False)) if x != y),
+                min(len(a), len(tokens)),
+            )
 
         return min(max(map(common, self.known), default=0), len(tokens) - 1)
 

@@ -37,13 +37,28 @@ if KERNELS[1].values[0] is None:
 
 
 def tiny(moe: bool = True, seed: int = 0) -> Decoder:
-    config: dict[str, Any] = dict(
-        model_type="qwen3_moe", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, intermediate_size=48, moe_intermediate_size=24, num_experts=4,
-        num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[] if moe else [0, 1],
-        rms_norm_eps=1e-6, rope_theta=10000.0, max_position_embeddings=512, tie_word_embeddings=True,
-        hidden_act="silu", initializer_range=0.3,
-    )  # fmt: skip
+    config: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [] if moe else [0, 1],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "initializer_range": 0.3,
+    }
     return Decoder(parse_config(config), dtype=torch.float32).init_weights(seed)
 
 
@@ -101,7 +116,10 @@ def same(a: Completion, b: Completion) -> None:
     assert np.array_equal(a.prompt_experts, b.prompt_experts)  # type: ignore[arg-type]
 
 
-REQUESTS = [request(n, i, temperature=t) for i, (n, t) in enumerate([(5, 1.0), (17, 0.7), (33, 1.0), (16, 1.3), (40, 0.0)])]
+REQUESTS = [
+    request(n, i, temperature=t)
+    for i, (n, t) in enumerate([(5, 1.0), (17, 0.7), (33, 1.0), (16, 1.3), (40, 0.0)])
+]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -238,7 +256,9 @@ def test_stops() -> None:
     string = words(free)[6:9]
     (cut,) = run(engine(None, decode=words), [request(5, max_tokens=30, stop_strings=(string,))])
     assert cut.stop == Stop.STRING and cut.text == words(free).split(string)[0]
-    (late,) = run(engine(None), [request(5, max_tokens=30, min_tokens=10, stop_tokens=tuple(range(VOCAB - 1)))])
+    (late,) = run(
+        engine(None), [request(5, max_tokens=30, min_tokens=10, stop_tokens=tuple(range(VOCAB - 1)))]
+    )
     assert len(late.tokens) == 11 and set(late.tokens[:10].tolist()) == {VOCAB - 1}
     assert late.logprobs[:10].tolist() == [0.0] * 10  # the only token that was allowed
     (end,) = run(engine(None, context_limit=9), [request(5, max_tokens=30)])

@@ -43,10 +43,15 @@ def test_the_token_is_where_the_cumulative_mass_passes_u() -> None:
         ({"top_k": 2, "top_p": 0.6}, [0.0, 0.0, 0.5]),  # of what top-k left, 0.625 is the best token's
     ],
 )
-def test_filters_renormalise_what_they_keep(values: dict[str, float], kept: list[float], kernels: Kernels) -> None:
+def test_filters_renormalise_what_they_keep(
+    values: dict[str, float], kept: list[float], kernels: Kernels
+) -> None:
     logits = torch.log(torch.tensor([[0.2, 0.3, 0.5]])).repeat(200, 1)
     u = (np.arange(200) + 0.5) / 200
-    for result in (sample_torch(logits, settings(200, **values), u), sample(logits, settings(200, **values), u, kernels)):
+    for result in (
+        sample_torch(logits, settings(200, **values), u),
+        sample(logits, settings(200, **values), u, kernels),
+    ):
         tokens, logprobs = result
         shares = np.bincount(tokens, minlength=3) / 200
         expected = np.array(kept) / sum(kept)
@@ -64,7 +69,10 @@ def test_native_equals_its_twin(values: dict[str, float], vocab: int, kernels: K
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(0, 3, (64, vocab)).astype(np.float32))
     u = rng.random(64)
-    ours, twin = sample(logits, settings(64, **values), u, kernels), sample_torch(logits, settings(64, **values), u)
+    ours, twin = (
+        sample(logits, settings(64, **values), u, kernels),
+        sample_torch(logits, settings(64, **values), u),
+    )
     assert (ours[0] == twin[0]).mean() >= 63 / 64  # a cumulative sum in another order may move one edge
     same = ours[0] == twin[0]
     assert np.abs(ours[1] - twin[1])[same].max() < 2e-5
@@ -91,7 +99,10 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels) -> None:
 def test_logits_that_are_not_finite_are_named_not_sampled(bad: float, kernels: Kernels) -> None:
     logits = torch.zeros(2, 40)
     logits[1, 3] = bad
-    for result in (sample_torch(logits, settings(2), np.array([0.5, 0.5])), sample(logits, settings(2), np.array([0.5, 0.5]), kernels)):
+    for result in (
+        sample_torch(logits, settings(2), np.array([0.5, 0.5])),
+        sample(logits, settings(2), np.array([0.5, 0.5]), kernels),
+    ):
         assert result[0][0] == 20 and result[0][1] == -1 and math.isnan(result[1][1])
 
 

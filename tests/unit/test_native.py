@@ -59,7 +59,11 @@ def test_norms_rope_and_silu(kernels: Kernels, dtype: torch.dtype, width: int) -
     ours = kernels.ops
     x, other, weight = (draw(5, width, dtype=dtype, seed=s) for s in (0, 1, 2))
     close(ours.rms_norm(x, weight[0], 1e-6), TORCH_OPS.rms_norm(x, weight[0], 1e-6))
-    for a, b in zip(ours.add_rms_norm(x, other, weight[0], 1e-6), TORCH_OPS.add_rms_norm(x, other, weight[0], 1e-6), strict=True):
+    for a, b in zip(
+        ours.add_rms_norm(x, other, weight[0], 1e-6),
+        TORCH_OPS.add_rms_norm(x, other, weight[0], 1e-6),
+        strict=True,
+    ):
         close(a, b)
     heads = draw(5, 4, width, dtype=dtype)
     close(ours.rms_norm(heads[:, 1:3], weight[0], 1e-6), TORCH_OPS.rms_norm(heads[:, 1:3], weight[0], 1e-6))
@@ -72,7 +76,9 @@ def test_norms_rope_and_silu(kernels: Kernels, dtype: torch.dtype, width: int) -
 def test_experts(kernels: Kernels, dtype: torch.dtype, shared: bool | None) -> None:
     tokens, top_k, num, width, hidden, rank = 21, 2, 5, 24, 32, 4
     x = draw(tokens, hidden, dtype=dtype)
-    ids = torch.stack([torch.randperm(num, generator=torch.Generator().manual_seed(t))[:top_k] for t in range(tokens)])
+    ids = torch.stack(
+        [torch.randperm(num, generator=torch.Generator().manual_seed(t))[:top_k] for t in range(tokens)]
+    )
     weights = torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(1))
     gate_up, down = draw(num, 2 * width, hidden, dtype=dtype) / 6, draw(num, hidden, width, dtype=dtype) / 5
     lora = None
@@ -85,16 +91,25 @@ def test_experts(kernels: Kernels, dtype: torch.dtype, shared: bool | None) -> N
             down_b=draw(*outer, hidden, rank, dtype=dtype) / 2,
             scale=0.5,
         )
-    close(kernels.ops.experts(x, ids, weights, gate_up, down, lora), TORCH_OPS.experts(x, ids, weights, gate_up, down, lora))
+    close(
+        kernels.ops.experts(x, ids, weights, gate_up, down, lora),
+        TORCH_OPS.experts(x, ids, weights, gate_up, down, lora),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "groups", "key_dim", "value_dim"), [(6, 2, 64, 64), (4, 4, 24, 16), (4, 1, 10, 32)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "key_dim", "value_dim"), [(6, 2, 64, 64), (4, 4, 24, 16), (4, 1, 10, 32)]
+)
 def test_paged_attention(
     kernels: Kernels, dtype: torch.dtype, heads: int, groups: int, key_dim: int, value_dim: int
 ) -> None:
-    """Two sequences in scattered blocks, one with a chunk of rows, one decoding; two forwards fill the cache."""
-    native, twin = (KVStore.allocate(1, 12, (groups, key_dim, value_dim), dtype, torch.device("cpu")) for _ in range(2))
+    """Two sequences in scattered blocks, one with a chunk of rows, one decoding; two forwards fill the
+    cache.
+    """
+    native, twin = (
+        KVStore.allocate(1, 12, (groups, key_dim, value_dim), dtype, torch.device("cpu")) for _ in range(2)
+    )
     tables = torch.tensor([[7, 2, 9, 0], [4, 11, 1, 3]], dtype=torch.int32)
     for first, counts in (((0, 0), (30, 41)), ((30, 41), (5, 1))):
         owner = torch.tensor([0] * counts[0] + [1] * counts[1], dtype=torch.int32)
@@ -102,7 +117,10 @@ def test_paged_attention(
         slots = tables[owner.long(), positions // 16].long() * 16 + positions % 16
         rows = Rows(slots, tables, owner, (positions + 1).to(torch.int32))
         total = sum(counts)
-        q, k = draw(total, heads, key_dim, dtype=dtype, seed=1), draw(total, groups, key_dim, dtype=dtype, seed=2)
+        q, k = (
+            draw(total, heads, key_dim, dtype=dtype, seed=1),
+            draw(total, groups, key_dim, dtype=dtype, seed=2),
+        )
         v = draw(total, groups, value_dim, dtype=dtype, seed=3)
         ours = NativePaged(kernels, native, rows)(0, q, k, v, key_dim**-0.5)
         close(ours, TorchPaged(twin, rows)(0, q, k, v, key_dim**-0.5))

@@ -1,8 +1,8 @@
 """Native CPU kernels as a set of ``Ops``, with the paged attention and the sampler of the engine.
 
-``load()`` gives a ``Kernels`` or raises ``BuildError``; nothing is kept globally. The kernels take CPU tensors of
-one type, float32 or bfloat16, whose last dimension is contiguous; gradients do not flow through them. The twins
-are ``model.ops.TORCH_OPS``, ``engine.paged.TorchPaged`` and ``engine.sampler.sample_torch``.
+``load()`` gives a ``Kernels`` or raises ``BuildError``; nothing is kept globally. The kernels take CPU
+tensors of one type, float32 or bfloat16, whose last dimension is contiguous; gradients do not flow through
+them. The twins are ``model.ops.TORCH_OPS``, ``engine.paged.TorchPaged`` and ``engine.sampler.sample_torch``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
     nt = {dtype: functions[f"nt_{suffix}"] for dtype, suffix in _SUFFIX.items()}
     nt_wide = functions["nt_bf16_f32"]
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
         x, weight = _row(x), weight if weight.is_contiguous() else weight.contiguous()
         rows, (columns, depth) = x.shape[0], weight.shape
         dtype = x.dtype if out_dtype is None else out_dtype
@@ -108,9 +110,16 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
         y = x.new_empty(rows, columns, dtype=dtype)
         function = nt[x.dtype] if dtype == x.dtype else nt_wide
         function(
-            x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), columns,
-            0 if bias is None else bias.data_ptr(), rows, columns, depth,
-        )  # fmt: skip
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            y.data_ptr(),
+            columns,
+            0 if bias is None else bias.data_ptr(),
+            rows,
+            columns,
+            depth,
+        )
         return y
 
     return linear
@@ -127,9 +136,15 @@ def _matmul_nn(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, T
         x, weight = _row(x), weight.contiguous()
         y = x.new_empty(x.shape[0], weight.shape[1])
         function(
-            x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), y.shape[1],
-            x.shape[0], weight.shape[0], weight.shape[1],
-        )  # fmt: skip
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            y.data_ptr(),
+            y.shape[1],
+            x.shape[0],
+            weight.shape[0],
+            weight.shape[1],
+        )
         return y
 
     return matmul_nn
@@ -143,10 +158,14 @@ def _rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Te
         y = x.new_empty(x.shape)
         if x.dim() == 2:
             x = _row(x)
-            kernels[x.dtype](x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), x.shape[0], width, eps)
+            kernels[x.dtype](
+                x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), x.shape[0], width, eps
+            )
         else:  # heads: rows of one width, contiguous
             flat = x.reshape(-1, width)
-            kernels[x.dtype](flat.data_ptr(), width, weight.data_ptr(), y.data_ptr(), flat.shape[0], width, eps)
+            kernels[x.dtype](
+                flat.data_ptr(), width, weight.data_ptr(), y.data_ptr(), flat.shape[0], width, eps
+            )
         return y
 
     return rms_norm
@@ -159,9 +178,15 @@ def _add_rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[..., tu
         x, residual = x.contiguous(), residual.contiguous()
         y, total = torch.empty_like(x), torch.empty_like(x)
         kernels[x.dtype](
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), total.data_ptr(),
-            x.shape[0], x.shape[1], eps,
-        )  # fmt: skip
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            total.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            eps,
+        )
         return y, total
 
     return add_rms_norm
@@ -204,9 +229,14 @@ def _experts(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]
     def per_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         y = rows.new_empty(rows.shape[0], weight.shape[1])
         grouped[rows.dtype](
-            rows.data_ptr(), weight.data_ptr(), y.data_ptr(), ends.data_ptr(),
-            weight.shape[0], weight.shape[1], weight.shape[2],
-        )  # fmt: skip
+            rows.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            ends.data_ptr(),
+            weight.shape[0],
+            weight.shape[1],
+            weight.shape[2],
+        )
         return y
 
     def experts(
@@ -216,7 +246,9 @@ def _experts(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]
         num_tokens, top_k = ids.shape
         place = torch.empty(num_tokens, top_k, dtype=torch.int64)
         ends = torch.empty(gate_up.shape[0], dtype=torch.int32)
-        functions["moe_sort"](ids.data_ptr(), place.data_ptr(), ends.data_ptr(), num_tokens, top_k, gate_up.shape[0])
+        functions["moe_sort"](
+            ids.data_ptr(), place.data_ptr(), ends.data_ptr(), num_tokens, top_k, gate_up.shape[0]
+        )
 
         def gather(source: Tensor) -> Tensor:
             rows = source.new_empty(num_tokens * top_k, source.shape[1])
@@ -229,7 +261,13 @@ def _experts(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]
         def gathered_sum(rows: Tensor) -> Tensor:
             y = rows.new_empty(num_tokens, rows.shape[1])
             combine[rows.dtype](
-                rows.data_ptr(), place.data_ptr(), weights.data_ptr(), y.data_ptr(), num_tokens, top_k, rows.shape[1]
+                rows.data_ptr(),
+                place.data_ptr(),
+                weights.data_ptr(),
+                y.data_ptr(),
+                num_tokens,
+                top_k,
+                rows.shape[1],
             )
             return y
 
@@ -258,9 +296,18 @@ def _write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., Non
         """Put rows k [T, Hkv, Dk], v [T, Hkv, Dv] at ``slots`` [T] int64 (block * 16 + offset)."""
         k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
         kernels[k.dtype](
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slots.data_ptr(), keys.data_ptr(),
-            values.data_ptr(), k.shape[0], k.shape[1], k.shape[2], v.shape[2],
-        )  # fmt: skip
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            slots.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            k.shape[0],
+            k.shape[1],
+            k.shape[2],
+            v.shape[2],
+        )
 
     return write_cache
 
@@ -269,18 +316,38 @@ def _paged_attention(functions: dict[str, Callable[..., None]]) -> Callable[...,
     kernels = {dtype: functions[f"paged_attention_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def paged_attention(
-        q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, sequence: Tensor, lengths: Tensor, scale: float
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        sequence: Tensor,
+        lengths: Tensor,
+        scale: float,
     ) -> Tensor:
-        """q [T, H, Dk]; row t sees the first lengths[t] positions of the blocks tables[sequence[t]] -> [T, H, Dv]."""
+        """q [T, H, Dk]; row t sees the first lengths[t] positions of the blocks tables[sequence[t]] -> [T,
+        H, Dv].
+        """
         rows, heads, width = q.shape
         if q.stride(2) != 1 or q.stride(1) != width:
             q = q.contiguous()
         out = q.new_empty(rows, heads, values.shape[3])
         kernels[q.dtype](
-            q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(), tables.stride(0),
-            sequence.data_ptr(), lengths.data_ptr(), out.data_ptr(), rows, heads, values.shape[1], width,
-            values.shape[3], scale,
-        )  # fmt: skip
+            q.data_ptr(),
+            q.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            sequence.data_ptr(),
+            lengths.data_ptr(),
+            out.data_ptr(),
+            rows,
+            heads,
+            values.shape[1],
+            width,
+            values.shape[3],
+            scale,
+        )
         return out
 
     return paged_attention
@@ -299,7 +366,9 @@ def _sample(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
         tokens: np.ndarray,
         logprobs: np.ndarray,
     ) -> None:
-        """Fill ``tokens`` [B] int64 and ``logprobs`` [B] float32 from logits [B, V] float32; see engine.sampler."""
+        """Fill ``tokens`` [B] int64 and ``logprobs`` [B] float32 from logits [B, V] float32; see
+        engine.sampler.
+        """
         arrays = (temperature, top_k, top_p, min_p, u, tokens, logprobs)
         pointers = [array.ctypes.data for array in arrays]
         sample_rows(logits.data_ptr(), logits.shape[1], *pointers, logits.shape[0])

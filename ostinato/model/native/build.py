@@ -46,7 +46,7 @@ def load_library() -> ctypes.CDLL:
 
 def _openmp_runtime() -> Path:
     """The libgomp that this torch uses."""
-    package = Path(torch.__file__).parent
+    package = Path(torch.__path__[0])
     for folder in (package / "lib", package.parent / "torch.libs"):
         found = sorted(folder.glob("libgomp*.so*"))
         if found:
@@ -69,7 +69,9 @@ def _fingerprint(compiler: str) -> str:
     digest.update(subprocess.run([compiler, "--version"], capture_output=True, timeout=30).stdout)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    digest.update("".join(line for line in lines if line.startswith(("flags", "model name", "Features"))).encode())
+    digest.update(
+        "".join(line for line in lines if line.startswith(("flags", "model name", "Features"))).encode()
+    )
     return digest.hexdigest()[:16]
 
 

@@ -1,0 +1,1 @@
+"""The mathematics of RL for language models: pure functions of arrays, tensors and floats."""

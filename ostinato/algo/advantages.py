@@ -1,0 +1,157 @@
+"""Rewards -> advantages, and the shaping of rewards by length. Numpy, float64, one value per completion.
+
+NaN is "not trained on" in and out: a completion without a verdict enters as NaN, takes no part in any
+mean or deviation and leaves as NaN; the caller drops it and counts it. Nothing becomes 0 by failure.
+
+Deviations are the sample's (ddof=1) and divide as ``a / (std + 1e-4)``: TRL's convention (torch.std).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import numpy as np
+
+EPS = 1e-4
+ZERO_SPREAD = 1e-6  # rewards are fp32 sums of parts of order 1: a smaller spread is their rounding
+
+
+class Baseline(StrEnum):
+    """What is subtracted from a reward."""
+
+    NONE = "none"
+    GROUP_MEAN = "group_mean"  # mean of the prompt's completions (GRPO, arXiv 2402.03300, section 4.1)
+    LEAVE_ONE_OUT = "leave_one_out"  # mean of the prompt's other completions (RLOO, arXiv 2402.14740)
+    BATCH_MEAN = "batch_mean"  # mean of the step's completions (REINFORCE++, arXiv 2501.03262)
+
+
+class Scale(StrEnum):
+    """What the difference to the baseline is divided by, plus EPS."""
+
+    NONE = "none"  # Dr.GRPO, arXiv 2503.20783
+    GROUP = "group"  # deviation within the prompt
+    BATCH = "batch"  # deviation of the step's differences (ScaleRL, arXiv 2510.13786; TRL takes raw rewards)
+
+
+class Pool(StrEnum):
+    """Whose spread a batch scale measures: groups without variance shrink it, and ScaleRL does not say."""
+
+    KEPT = "kept"  # groups with some variance only
+    ALL = "all"
+
+
+def advantages(
+    rewards: Sequence[np.ndarray],
+    *,
+    baseline: Baseline,
+    scale: Scale,
+    batch_pool: Pool = Pool.KEPT,
+    drop_zero_variance: bool = False,
+) -> list[np.ndarray]:
+    """Advantages of every completion of a step; ``rewards`` holds one array [G] per prompt, NaN = no verdict.
+
+    A = (r - baseline) / (std + EPS). With ``drop_zero_variance`` a group whose verdicts are all equal
+    leaves as NaN. A group that kept one verdict only has nothing to be compared with: NaN under a group
+    baseline or scale. Raises ValueError for a group of fewer than 2 completions under these, for choices
+    that do not fit together (``check_choices``) and for an infinite reward.
+    """
+    check_choices(baseline, scale, batch_pool)
+    groups = [np.asarray(group, dtype=np.float64) for group in rewards]
+    for group in groups:
+        check_group_size(len(group), baseline, scale, drop_zero_variance)
+        if np.isinf(group).any():
+            raise ValueError(f"a reward is infinite: {group.tolist()}; return a finite number or None")
+    flat = np.array([zero_variance(group) for group in groups], dtype=bool)
+    centred = [_centred(group, baseline) for group in groups]
+    if baseline is Baseline.BATCH_MEAN and groups:
+        mean = _mean(np.concatenate(groups))
+        centred = [group - mean for group in groups]
+    match scale:
+        case Scale.NONE:
+            scaled = centred
+        case Scale.GROUP:
+            scaled = [group / (_std(group) + EPS) for group in centred]
+        case Scale.BATCH:
+            pool = [a for a, f in zip(centred, flat, strict=True) if batch_pool is Pool.ALL or not f]
+            std = _std(np.concatenate(pool)) if pool else 0.0  # no pool: every difference is 0
+            scaled = [group / (std + EPS) for group in centred]
+    return [
+        np.full_like(group, np.nan) if drop_zero_variance and is_flat else group
+        for group, is_flat in zip(scaled, flat, strict=True)
+    ]
+
+
+def zero_variance(rewards: np.ndarray) -> bool:
+    """Whether the verdicts of a group [G] are all equal (also when there are fewer than two)."""
+    verdicts = rewards[~np.isnan(rewards)]
+    return len(verdicts) < 2 or bool(np.ptp(verdicts) <= ZERO_SPREAD)
+
+
+def check_choices(baseline: Baseline, scale: Scale, batch_pool: Pool) -> None:
+    """Raises ValueError for choices that would divide a difference by a spread that is not its own.
+
+    Equal rewards would then become advantages of 1 / EPS.
+    """
+    batch_baseline = baseline is Baseline.BATCH_MEAN
+    if baseline is Baseline.NONE and scale is not Scale.NONE:
+        raise ValueError(
+            f"algo.baseline is 'none' but scale is '{scale}'; use scale 'none' or another baseline"
+        )
+    if batch_baseline and scale is Scale.GROUP:
+        raise ValueError("algo.baseline is 'batch_mean' but scale is 'group'; use scale 'batch' or 'none'")
+    if batch_baseline and scale is Scale.BATCH and batch_pool is Pool.KEPT:
+        raise ValueError(
+            "algo.batch_pool is 'kept' but under baseline 'batch_mean' flat groups have advantages too; "
+            "use batch_pool 'all'"
+        )
+
+
+def check_group_size(
+    group_size: int, baseline: Baseline, scale: Scale, drop_zero_variance: bool = False
+) -> None:
+    """Raises ValueError when a completion would be compared with its siblings and has none."""
+    if group_size >= 2:
+        return
+    if baseline in (Baseline.GROUP_MEAN, Baseline.LEAVE_ONE_OUT) or scale is Scale.GROUP:
+        raise ValueError(
+            f"group size is {group_size} but baseline '{baseline}' with scale '{scale}' compares siblings; "
+            "use at least 2, or baseline 'batch_mean' with scale 'batch'"
+        )
+    if drop_zero_variance:
+        raise ValueError(
+            f"group size is {group_size}, so drop_zero_variance drops all groups; use at least 2, or false"
+        )
+
+
+def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int, factor: float = 1.0) -> np.ndarray:
+    """Soft overlong punishment [G], added to the reward (DAPO, arXiv 2503.14476, eq. 13).
+
+    0 up to ``max_tokens - buffer`` tokens, falling linearly to ``-factor`` at ``max_tokens`` and beyond.
+    ``buffer=0`` means off. Raises ValueError when the buffer is negative or longer than ``max_tokens``.
+    """
+    if not 0 <= buffer <= max_tokens:
+        raise ValueError(f"overlong buffer is {buffer} tokens; use 0 (off) to max_tokens ({max_tokens})")
+    if buffer == 0:
+        return np.zeros(len(lengths))
+    return factor * np.clip((max_tokens - buffer - np.asarray(lengths, dtype=np.float64)) / buffer, -1.0, 0.0)
+
+
+def _centred(group: np.ndarray, baseline: Baseline) -> np.ndarray:
+    if baseline not in (Baseline.GROUP_MEAN, Baseline.LEAVE_ONE_OUT):
+        return group
+    num_verdicts = int((~np.isnan(group)).sum())
+    if num_verdicts < 2:
+        return np.full_like(group, np.nan)
+    own_share = num_verdicts / (num_verdicts - 1) if baseline is Baseline.LEAVE_ONE_OUT else 1.0
+    return (group - _mean(group)) * own_share
+
+
+def _mean(values: np.ndarray) -> float:
+    verdicts = values[~np.isnan(values)]
+    return float(verdicts.mean()) if len(verdicts) else np.nan
+
+
+def _std(values: np.ndarray) -> float:
+    verdicts = values[~np.isnan(values)]
+    return float(verdicts.std(ddof=1)) if len(verdicts) > 1 else 0.0

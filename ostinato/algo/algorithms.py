@@ -1,0 +1,258 @@
+"""Named algorithms: a frozen record of vetted choices, every one of which can be overridden by name.
+
+``algorithm("dapo", clip_high=0.3)`` is DAPO with one key of the user's, and says so in ``overridden``.
+A name stands for choices of advantage, aggregation and loss; the trainer sees only ``policy_loss``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+from ostinato.algo import losses
+from ostinato.algo.advantages import Baseline, Pool, Scale, check_choices
+from ostinato.algo.losses import LossTerms
+from ostinato.algo.offpolicy import Correction
+from ostinato.algo.pack import Aggregation
+
+
+class Loss(StrEnum):
+    """The policy loss (``algo.losses``)."""
+
+    CLIPPED = "clipped"
+    SEQUENCE_CLIPPED = "sequence_clipped"
+    CISPO = "cispo"
+    REINFORCE = "reinforce"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One RL algorithm. The defaults here are GRPO without its KL term; ``algorithm`` names the others.
+
+    ``correction``: without one, the sampler's log-probabilities are the anchor of the ratio (the "bypass"
+    mode: the ratio is itself the correction, and a forward is saved). With one, the anchor is the trainer
+    at the start of the step, and trainer/sampler is corrected separately (``decoupled``).
+    """
+
+    name: str = "grpo"
+    loss: Loss = Loss.CLIPPED
+    clip_low: float = 0.2  # the ratio is kept above 1 - clip_low ...
+    clip_high: float = 0.2  # ... and below 1 + clip_high
+    ratio_cap: float = 5.0  # CISPO: absolute cap of the ratio
+    baseline: Baseline = Baseline.GROUP_MEAN
+    scale: Scale = Scale.GROUP
+    batch_pool: Pool = Pool.KEPT  # scale 'batch': deviation over kept groups, or over all
+    aggregation: Aggregation = Aggregation.SAMPLE
+    drop_zero_variance: bool = False
+    mask_truncated: bool = False  # completions cut by length are not trained on
+    overlong_buffer: float = 0.0  # share of max_tokens over which the reward falls; 0 = off
+    overlong_factor: float = 1.0  # ... by this much
+    correction: Correction = Correction.NONE
+    correction_low: float = 0.0
+    correction_high: float = 2.0
+    kl_coef: float = 0.0  # of k3 to the reference policy
+    entropy_coef: float = 0.0
+    overridden: tuple[str, ...] = ()  # the user's keys, in their order
+
+    def __post_init__(self) -> None:
+        for name, lowest in _LOWEST.items():
+            if not lowest <= getattr(self, name) < float("inf"):
+                raise ValueError(f"algo.{name} is {getattr(self, name)}; use a number from {lowest:g}")
+        if self.clip_low > 1 and self.loss in (Loss.CLIPPED, Loss.SEQUENCE_CLIPPED):
+            raise ValueError(f"algo.clip_low is {self.clip_low}; a ratio is positive, use at most 1")
+        if self.overlong_buffer > 1:
+            raise ValueError(
+                f"algo.overlong_buffer is {self.overlong_buffer}; use a share of max_tokens, 0 to 1"
+            )
+        if self.correction is not Correction.NONE and self.correction_low > 1:
+            raise ValueError(f"algo.correction_low is {self.correction_low} and masks 1; use at most 1")
+        check_choices(self.baseline, self.scale, self.batch_pool)
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether the ratio is anchored to the trainer's policy, not to the sampler's."""
+        return self.correction is not Correction.NONE
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether ``policy_loss`` needs ``ref_logprobs``."""
+        return self.kl_coef > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether ``policy_loss`` needs an entropy with gradient."""
+        return self.entropy_coef > 0
+
+
+_LOWEST = {
+    "clip_low": 0.0,
+    "clip_high": 0.0,
+    "ratio_cap": 1.0,
+    "overlong_buffer": 0.0,
+    "overlong_factor": 0.0,
+    "correction_low": 0.0,
+    "correction_high": 1.0,
+    "kl_coef": 0.0,
+    "entropy_coef": 0.0,
+}
+
+# What each name changes in GRPO, and where the numbers come from.
+NAMED: Mapping[str, Mapping[str, Any]] = {
+    # arXiv 2402.03300, section 4.1. The clip of PPO; no KL term (the paper's 0.04 went out of use; TRL: 0).
+    "grpo": {},
+    # arXiv 2503.20783: neither length nor deviation in any denominator.
+    "dr_grpo": {"scale": Scale.NONE, "aggregation": Aggregation.CONSTANT},
+    # arXiv 2503.14476, section 3: clip-higher 0.28, token mean, groups without variance dropped, and a reward
+    # that falls over the last 4096 of 20480 tokens (a fifth).
+    "dapo": {
+        "clip_high": 0.28,
+        "aggregation": Aggregation.TOKEN,
+        "drop_zero_variance": True,
+        "overlong_buffer": 0.2,
+    },
+    # arXiv 2507.18071, section 4. The clip is ten times the paper's (3e-4 and 4e-4, section 5.1): ScaleRL
+    # (arXiv 2510.13786) swept it and found that scale clearly worse.
+    "gspo": {"loss": Loss.SEQUENCE_CLIPPED, "clip_low": 3e-3, "clip_high": 4e-3},
+    # ScaleRL, arXiv 2510.13786, section 4: cap in {4, 5, 8}, prompt mean, batch deviation, variance required.
+    "cispo": {
+        "loss": Loss.CISPO,
+        "scale": Scale.BATCH,
+        "aggregation": Aggregation.PROMPT,
+        "drop_zero_variance": True,
+    },
+    # arXiv 2402.14740. The sequence is one action: token log-probabilities are summed, so no length may
+    # divide them; the constant in front of the sum only scales the gradient.
+    "rloo": {
+        "loss": Loss.REINFORCE,
+        "baseline": Baseline.LEAVE_ONE_OUT,
+        "scale": Scale.NONE,
+        "aggregation": Aggregation.CONSTANT,
+    },
+    # arXiv 2501.03262: clipped, token mean, advantages whitened over the step (here per completion, not per
+    # token). The paper's KL in the reward is off; kl_coef adds one to the loss. Group size 1 is allowed.
+    "reinforce_pp": {
+        "baseline": Baseline.BATCH_MEAN,
+        "scale": Scale.BATCH,
+        "batch_pool": Pool.ALL,
+        "aggregation": Aggregation.TOKEN,
+    },
+    # ibid., REINFORCE++-baseline: the group's mean as baseline, the step's deviation as scale.
+    "reinforce_pp_baseline": {
+        "scale": Scale.BATCH,
+        "batch_pool": Pool.ALL,
+        "aggregation": Aggregation.TOKEN,
+    },
+}
+
+
+def algorithm(name: str, **overrides: Any) -> Algorithm:
+    """The algorithm called ``name`` with the user's keys on top; enum values may be given as strings.
+
+    Raises ValueError, with the nearest match, for an unknown name, key or value, for a value of the wrong
+    type, and for a key that would change nothing beside the others.
+    """
+    if name not in NAMED:
+        raise ValueError(f"algo.name is {name!r}; {_nearest(name, NAMED)}")
+    keys = [field.name for field in dataclasses.fields(Algorithm) if field.name not in ("name", "overridden")]
+    for key in overrides:
+        if key not in keys:
+            raise ValueError(f"algo.{key} is not a key; {_nearest(key, keys)}")
+    given = {key: _typed(key, value) for key, value in overrides.items()}
+    chosen = Algorithm(**{**NAMED[name], **given, "name": name, "overridden": tuple(overrides)})
+    for key, reason in _idle_keys(chosen).items():
+        if key in overrides:
+            raise ValueError(f"algo.{key} has no effect because {reason}; remove it or change that")
+    return chosen
+
+
+def policy_loss(
+    algorithm: Algorithm,
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    sample_idx: Tensor,
+    *,
+    num_samples: int,
+    correction: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> LossTerms:
+    """The loss of one microbatch: policy term + kl_coef * k3(new || ref) - entropy_coef * entropy.
+
+    Arguments as in ``algo.losses``, all [R]; ``num_samples`` is the batch's. ``entropy`` needs a gradient.
+    Raises ValueError when a term with a non-zero coefficient lacks its tensor.
+    """
+    head = (new_logprobs, old_logprobs, advantages, weights)
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    match algorithm.loss:
+        case Loss.CLIPPED:
+            terms = losses.clipped(*head, **clip, correction=correction)
+        case Loss.SEQUENCE_CLIPPED:
+            terms = losses.sequence_clipped(*head, sample_idx, num_samples, **clip, correction=correction)
+        case Loss.CISPO:
+            terms = losses.cispo(*head, ratio_cap=algorithm.ratio_cap, correction=correction)
+        case Loss.REINFORCE:
+            terms = losses.reinforce(new_logprobs, advantages, weights, correction=correction)
+    total, stats = terms.total, dict(terms.stats)
+    if algorithm.needs_reference:
+        if ref_logprobs is None:
+            raise ValueError(f"algo.kl_coef is {algorithm.kl_coef} but ref_logprobs is None; pass them")
+        kl = losses.reference_kl(new_logprobs, ref_logprobs, weights)
+        total, stats = total + algorithm.kl_coef * kl.total, stats | kl.stats
+    if algorithm.needs_entropy:
+        if entropy is None or not entropy.requires_grad:
+            raise ValueError(
+                f"algo.entropy_coef is {algorithm.entropy_coef} but the entropy has no gradient; "
+                "compute it with entropy_grad"
+            )
+        total = total - algorithm.entropy_coef * (weights * entropy).sum()
+    return LossTerms(total, terms.count, stats)
+
+
+def _idle_keys(chosen: Algorithm) -> dict[str, str]:
+    """Keys that nothing reads under the other choices, and why."""
+    clips = chosen.loss in (Loss.CLIPPED, Loss.SEQUENCE_CLIPPED)
+    truncates = chosen.correction in (Correction.TOKEN_TRUNCATE, Correction.SEQUENCE_TRUNCATE)
+    loss, correction = f"algo.loss is '{chosen.loss}'", f"algo.correction is '{chosen.correction}'"
+    rules = {
+        "clip_low": (not clips, loss),
+        "clip_high": (not clips, loss),
+        "ratio_cap": (chosen.loss is not Loss.CISPO, loss),
+        "batch_pool": (chosen.scale is not Scale.BATCH, f"algo.scale is '{chosen.scale}'"),
+        "overlong_factor": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
+        "correction_low": (truncates or not chosen.decoupled, correction),
+        "correction_high": (not chosen.decoupled, correction),
+    }
+    return {key: reason for key, (idle, reason) in rules.items() if idle}
+
+
+def _typed(key: str, value: Any) -> Any:
+    default = getattr(_DEFAULTS, key)
+    if isinstance(default, StrEnum):
+        choices = [str(choice) for choice in type(default)]
+        if value not in choices:
+            raise ValueError(f"algo.{key} is {value!r}; {_nearest(str(value), choices)}")
+        return type(default)(value)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ValueError(f"algo.{key} is {value!r}; use true or false")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"algo.{key} is {value!r}; use a number")
+    return float(value)
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(known)}"
+
+
+_DEFAULTS = Algorithm()

@@ -1,0 +1,188 @@
+"""Log-probabilities of given tokens and the entropy of their distribution, never ``[R, V]`` at once.
+
+Legend: R rows of the loss, D hidden size, V vocabulary. Logits exist for ``chunk`` rows at a time. The
+default chunk is small because [chunk, V] in fp32 is the peak memory of the head, and large enough for
+the weight to be read from memory a few times per step only.
+
+Two functions with one meaning: ``linear_logprobs`` for a frozen linear head (the fast path), and
+``chunked_logprobs`` for any differentiable head (the twin, and the path of a trainable or adapted head).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 256
+CACHE_BYTES = 1 << 20  # half of a common L2 cache
+
+Matmul = Callable[[Tensor, Tensor], Tensor]
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    targets: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    *,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+    want_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits(hidden) / temperature)[targets] and the entropy (nats) of that distribution.
+
+    hidden: [R, D], targets: [R] integer, ``logits``: [n, D] -> [n, V]. Returns logprobs [R] and entropy [R]
+    in fp32 (fp64 for fp64 logits), both with gradients to ``hidden`` and to whatever ``logits`` closes
+    over; detach the entropy to log it. Without ``want_entropy`` it is NaN, meaning not computed.
+    Logits are recomputed chunk by chunk in backward instead of being kept.
+    """
+    _check(targets, hidden, temperature, chunk)
+
+    def rows(hidden_nD: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+        scaled_nV = _at_least_fp32(logits(hidden_nD)) / temperature
+        log_p_nV = torch.log_softmax(scaled_nV, dim=-1)
+        logprobs_n = log_p_nV.gather(1, targets_n[:, None]).squeeze(1)
+        if not want_entropy:
+            return logprobs_n, torch.full_like(logprobs_n, torch.nan)
+        return logprobs_n, -(log_p_nV.exp() * log_p_nV).sum(-1)
+
+    # Checkpointing per chunk keeps the chunk's inputs only. Without gradients it would only warn and slow.
+    parts = [
+        checkpoint(rows, h, t, use_reentrant=False) if torch.is_grad_enabled() else rows(h, t)
+        for h, t in zip(hidden.split(chunk), targets.long().split(chunk), strict=True)
+    ]
+    logprobs, entropy = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+    want_entropy: bool = True,
+    entropy_grad: bool = False,
+    matmul_nt: Matmul | None = None,
+    matmul_nn: Matmul | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``chunked_logprobs`` for a frozen linear head, logits = hidden @ weight.T, one pass over the logits.
+
+    hidden: [R, D], weight: [V, D], targets: [R]. Each row's loss depends on its own logits only, so
+    d logprob_r / d hidden_r = (weight[target_r] - sum_v p_rv weight[v]) / temperature is known in the
+    forward pass. It is kept ([R, D] fp32) and backward is a multiplication: nothing is recomputed, one of
+    the three head GEMMs of a training step is saved. The entropy has a gradient with ``entropy_grad`` only
+    (one more GEMM), is NaN without ``want_entropy``, else detached.
+
+    ``matmul_nt(x [n, D], w [V, D]) -> [n, V]`` (overwritten here) and ``matmul_nn(dy [n, V], w [V, D]) ->
+    [n, D]``, both fp32 out, replace the default together: the FP32 head, both operands cast to fp32.
+    Raises ValueError for a weight that requires a gradient.
+    """
+    _check(targets, hidden, temperature, chunk)
+    if weight.requires_grad:
+        raise ValueError("weight requires a gradient; linear_logprobs freezes the head, use chunked_logprobs")
+    if entropy_grad and not want_entropy:
+        raise ValueError("entropy_grad is True but want_entropy is False; ask for both")
+    if (matmul_nt is None) != (matmul_nn is None):
+        raise ValueError("one of matmul_nt and matmul_nn is missing; give both or neither")
+    if matmul_nt is None or matmul_nn is None:
+        weight = weight.to(torch.promote_types(hidden.dtype, torch.float32))
+        matmul_nt, matmul_nn = _fp32_head(weight, min(chunk, len(hidden)))
+    logprobs, entropy = _LinearLogprobs.apply(
+        hidden, weight, targets.long(), temperature, chunk, want_entropy, entropy_grad, matmul_nt, matmul_nn
+    )
+    return logprobs, entropy
+
+
+def _fp32_head(weight_VD: Tensor, max_rows: int) -> tuple[Matmul, Matmul]:
+    # One logits buffer for all chunks: fresh pages cost the CPU more than the softmax does.
+    buffer = weight_VD.new_empty(max_rows, len(weight_VD))
+
+    def matmul_nt(x_nD: Tensor, w_VD: Tensor) -> Tensor:
+        return torch.mm(x_nD.to(w_VD.dtype), w_VD.T, out=buffer[: len(x_nD)])
+
+    return matmul_nt, torch.mm
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, chunk, want_entropy, entropy_grad, *matmuls):
+        matmul_nt, matmul_nn = matmuls
+        want_slope = ctx.needs_input_grad[0]
+        scores, slopes, entropy_slopes = [], [], []
+        for hidden_nD, targets_n in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            logits_nV = _at_least_fp32(matmul_nt(hidden_nD, weight))
+            if temperature != 1:
+                logits_nV.div_(temperature)
+            entropy_slope_nV = torch.empty_like(logits_nV) if want_slope and entropy_grad else None
+            scores.append(_score(logits_nV, targets_n, entropy_slope_nV, want_entropy))
+            if want_slope:
+                slopes.append(matmul_nn(logits_nV, weight) / temperature)
+            if entropy_slope_nV is not None:
+                entropy_slopes.append(matmul_nn(entropy_slope_nV, weight) / temperature)
+        logprobs, entropy = torch.cat(scores).unbind(1)
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        ctx.dtype = hidden.dtype
+        ctx.save_for_backward(*(torch.cat(parts) for parts in (slopes, entropy_slopes) if parts))
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        grad_logprobs, grad_entropy = grads
+        slope_RD, *entropy_slope_RD = ctx.saved_tensors
+        grad_RD = grad_logprobs[:, None] * slope_RD
+        if entropy_slope_RD:
+            grad_RD.addcmul_(grad_entropy[:, None], entropy_slope_RD[0])
+        return grad_RD.to(ctx.dtype), *(None,) * 8
+
+
+def _score(
+    logits_nV: Tensor, targets_n: Tensor, entropy_slope_nV: Tensor | None, want_entropy: bool
+) -> Tensor:
+    """[n, 2]: log p[target] and entropy. Leaves d log p[target] / d logits = onehot - p in ``logits_nV``.
+
+    On a CPU a few rows at a time, in place: six passes over a tile in the cache, five times faster than
+    six passes over the chunk in memory. On a GPU the whole chunk at once.
+    """
+    num_rows, vocab_size = logits_nV.shape
+    in_cache = max(1, CACHE_BYTES // (vocab_size * logits_nV.element_size()))
+    tile = in_cache if logits_nV.device.type == "cpu" else num_rows
+    scratch = logits_nV.new_empty(min(tile, num_rows), vocab_size)
+    scores = logits_nV.new_full((num_rows, 2), torch.nan)
+    for start in range(0, num_rows, tile):
+        rows = slice(start, start + tile)
+        z, target, score = logits_nV[rows], targets_n[rows, None], scores[rows]
+        p = scratch[: len(z)]
+        z.sub_(z.amax(-1, keepdim=True))
+        at_target = z.gather(1, target)
+        total = torch.exp(z, out=p).sum(-1, keepdim=True)
+        score[:, :1] = at_target - total.log()
+        if want_entropy:
+            score[:, 1:] = total.log() - torch.linalg.vecdot(p, z)[:, None] / total
+        if entropy_slope_nV is not None:  # dH / d logits = -p (log p + H)
+            torch.sub(z, total.log() - score[:, 1:], out=entropy_slope_nV[rows]).mul_(p).div_(-total)
+        torch.div(p, -total, out=z)
+        # 1 - p of a near-certain token by expm1, not by cancellation: it is all of that token's gradient.
+        z.scatter_(1, target, -torch.expm1(score[:, :1]))
+    return scores
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _check(targets: Tensor, hidden: Tensor, temperature: float, chunk: int) -> None:
+    if len(targets) != len(hidden) or not len(targets):
+        raise ValueError(
+            f"targets has {len(targets)} entries for {len(hidden)} rows; give one each, at least 1"
+        )
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; log-probabilities need a positive number")
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; use at least 1 row")

@@ -1,0 +1,261 @@
+"""Samples -> Batch: packing without padding, the prompt of siblings computed once, the next-token shift.
+
+This is the only place where a token is paired with the row that predicts it: token t of a sample is
+predicted by the row of token t-1, and the first token after a shared prompt by the prompt's last row.
+
+A forward row exists only if a loss depends on it: the last trained token of a sample is a target and
+never an input, and whatever follows it is context of nothing. So a microbatch holds fewer rows than
+the samples have tokens; nothing that is trained is ever left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from ostinato.types import Batch, Microbatch, Sample, Segment
+
+
+class Aggregation(StrEnum):
+    """How per-token losses become one number (compared in ScaleRL, arXiv 2510.13786, section 3)."""
+
+    TOKEN = "token"  # every token of the step counts the same (DAPO)
+    SAMPLE = "sample"  # mean over samples of the mean over tokens (GRPO)
+    PROMPT = "prompt"  # mean over prompts of the mean over the tokens of its group (ScaleRL)
+    CONSTANT = "constant"  # sum over tokens / (samples * max_tokens) (Dr.GRPO)
+
+
+def aggregation_weights(
+    samples: Sequence[Sample], mode: Aggregation, *, max_tokens: int = 0
+) -> list[np.ndarray]:
+    """Per-token weights [L] float64 of each sample, 0 outside its mask: loss = sum(weights * token loss).
+
+    They sum to 1 over the step, except ``constant`` (at most 1, and blind to lengths by intention).
+    Samples and prompts without a trained token do not count in the means of ``sample`` and ``prompt``.
+    Raises ValueError when ``constant`` is asked for without ``max_tokens``, the longest completion allowed.
+    """
+    lengths = np.array([int(sample.loss_mask.sum()) for sample in samples], dtype=np.int64)
+    match mode:
+        case Aggregation.TOKEN:
+            denominators = np.full(len(samples), lengths.sum())
+        case Aggregation.SAMPLE:
+            denominators = lengths * np.count_nonzero(lengths)
+        case Aggregation.PROMPT:
+            _, group_idx = np.unique([sample.group for sample in samples], return_inverse=True)
+            tokens = np.bincount(group_idx, weights=lengths)
+            denominators = tokens[group_idx] * np.count_nonzero(tokens)
+        case Aggregation.CONSTANT:
+            if max_tokens < 1:
+                raise ValueError(
+                    f"max_tokens is {max_tokens} but aggregation 'constant' divides by it; use 1 or more"
+                )
+            denominators = np.full(len(samples), len(samples) * max_tokens)
+    return [
+        sample.loss_mask / np.float64(max(denominator, 1))
+        for sample, denominator in zip(samples, denominators, strict=True)
+    ]
+
+
+def pack(
+    samples: Sequence[Sample],
+    weights: Sequence[np.ndarray],
+    *,
+    tokens_per_microbatch: int,
+    share_prompts: bool = True,
+    version: int = 0,
+) -> Batch:
+    """Pack samples and their weights (each [L]) into microbatches of at most ``tokens_per_microbatch`` rows.
+
+    Siblings (same group, same first ``prompt_len`` tokens) share the rows of their prompt, and its routing
+    (that of the first sibling of the microbatch). A group beyond the budget is split and its prompt
+    repeated; one sample beyond the budget has a microbatch for itself. First-fit-decreasing, twice:
+    siblings into parts, parts into microbatches; ties keep the order of ``samples``, so the result is a
+    function of the input. ``sample_idx`` indexes ``samples``, the rows of one sample are contiguous, and a
+    sample without trained tokens appears in no microbatch. ``staleness`` is ``version`` minus the token's.
+
+    Raises ValueError for a sample that trains on its prompt or whose routing is missing beside others'.
+    """
+    _check(samples, weights, tokens_per_microbatch)
+    parts = [
+        part
+        for family in _families(samples, share_prompts)
+        for part in _split(family, samples, tokens_per_microbatch)
+    ]
+    bins = _first_fit([part.num_rows for part in parts], tokens_per_microbatch)
+    contents = [[parts[i] for i in bin_] for bin_ in bins]
+    return _batch([_microbatch(content, samples, weights, version) for content in contents], len(samples))
+
+
+def pad(samples: Sequence[Sample], weights: Sequence[np.ndarray], *, version: int = 0) -> Batch:
+    """The obvious twin of ``pack``, for tests: a microbatch per sample, every token a row, nothing shared."""
+    _check(samples, weights, tokens_per_microbatch=1)
+    microbatches = []
+    for index, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
+        trained = np.array([t for t in range(len(sample.tokens)) if sample.loss_mask[t]], dtype=np.int32)
+        microbatches.append(
+            Microbatch(
+                tokens=sample.tokens.astype(np.int32),
+                positions=np.arange(len(sample.tokens), dtype=np.int32),
+                segments=(Segment(start=0, stop=len(sample.tokens)),),
+                rows=trained - 1,
+                targets=sample.tokens[trained].astype(np.int32),
+                logprobs=sample.logprobs[trained].astype(np.float32),
+                advantages=sample.advantages[trained].astype(np.float32),
+                weights=weight[trained].astype(np.float32),
+                sample_idx=np.full(len(trained), index, dtype=np.int32),
+                staleness=(version - sample.versions[trained]).astype(np.int32),
+                uids=(sample.uid,),
+                experts=sample.experts,
+            )
+        )
+    return _batch(microbatches, len(samples))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Siblings in one microbatch: ``prefix`` shared rows, then the rest of each member."""
+
+    members: tuple[int, ...]  # indices into samples
+    prefix: int  # 0 for a single member, whose prompt and answer are then one causal segment
+    num_rows: int
+
+
+def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_microbatch: int) -> None:
+    if tokens_per_microbatch < 1:
+        raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; use at least 1")
+    for sample, weight in zip(samples, weights, strict=True):
+        if len(weight) != len(sample.tokens):
+            raise ValueError(f"sample {sample.uid}: {len(weight)} weights for {len(sample.tokens)} tokens")
+        if not 1 <= sample.prompt_len <= len(sample.tokens):
+            raise ValueError(
+                f"sample {sample.uid}: prompt_len is {sample.prompt_len}; use 1 to {len(sample.tokens)}, "
+                "because the first trained token needs a row that predicts it"
+            )
+        if sample.loss_mask[: sample.prompt_len].any():
+            raise ValueError(
+                f"sample {sample.uid}: loss_mask is True inside the prompt (prompt_len {sample.prompt_len}); "
+                "mask it, or shorten prompt_len to the tokens before the first trained one"
+            )
+    if len({sample.experts is None for sample in samples}) > 1:
+        missing = next(sample.uid for sample in samples if sample.experts is None)
+        raise ValueError(
+            f"sample {missing}: experts is missing but other samples have it; replay all or none"
+        )
+
+
+def _num_inputs(sample: Sample) -> int:
+    """Tokens that must pass through the layers: all before the last trained one."""
+    return int(np.flatnonzero(sample.loss_mask)[-1])
+
+
+def _families(samples: Sequence[Sample], share_prompts: bool) -> list[list[int]]:
+    """Indices of the samples that may share a prompt, in order of appearance; untrained samples left out."""
+    families: dict[tuple[int, bytes], list[int]] = {}
+    for index, sample in enumerate(samples):
+        if sample.loss_mask.any():
+            prompt = sample.tokens[: sample.prompt_len].tobytes()
+            families.setdefault((sample.group, prompt) if share_prompts else (index, b""), []).append(index)
+    return list(families.values())
+
+
+def _split(family: list[int], samples: Sequence[Sample], budget: int) -> list[_Part]:
+    """Parts of a family, each within the budget where that is possible, each with the whole prompt."""
+    prompt_len = samples[family[0]].prompt_len
+    answers = [_num_inputs(samples[index]) - prompt_len for index in family]
+    parts = []
+    for bin_ in _first_fit(answers, budget - prompt_len):
+        num_rows = prompt_len + sum(answers[i] for i in bin_)
+        members = tuple(family[i] for i in sorted(bin_))
+        parts.append(_Part(members=members, prefix=prompt_len if len(members) > 1 else 0, num_rows=num_rows))
+    return parts
+
+
+def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """First-fit-decreasing bins of indices; an item beyond the capacity is alone in its bin."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        slot = next((b for b, free in enumerate(room) if sizes[index] <= free), len(bins))
+        if slot == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[slot].append(index)
+        room[slot] -= sizes[index]
+    return bins
+
+
+@dataclass(slots=True)
+class _Layout:
+    """A microbatch while it grows: which tokens its forward rows are, and which row predicts each target."""
+
+    slices: list[tuple[int, int, int]] = field(default_factory=list)  # (sample, first token, end token)
+    segments: list[Segment] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)  # per placed sample
+    num_rows: int = 0
+
+    def place(self, part: _Part, samples: Sequence[Sample]) -> None:
+        base = self.num_rows if part.prefix else 0
+        if part.prefix:
+            self._append(part.members[0], 0, part.prefix)
+        for index in part.members:
+            start = self.num_rows
+            self._append(index, part.prefix, _num_inputs(samples[index]), prefix_start=base)
+            predictors = np.flatnonzero(samples[index].loss_mask) - 1
+            in_prompt = predictors < part.prefix
+            self.rows.append(np.where(in_prompt, base + predictors, start + predictors - part.prefix))
+
+    def _append(self, index: int, first: int, end: int, prefix_start: int = 0) -> None:
+        if first == end:  # a completion of one token is predicted by the prompt and needs no row
+            return
+        start, stop = self.num_rows, self.num_rows + end - first
+        self.slices.append((index, first, end))
+        self.segments.append(
+            Segment(start=start, stop=stop, prefix_start=prefix_start, prefix_stop=prefix_start + first)
+        )
+        self.num_rows = stop
+
+
+def _microbatch(
+    parts: Sequence[_Part], samples: Sequence[Sample], weights: Sequence[np.ndarray], version: int
+) -> Microbatch:
+    layout = _Layout()
+    for part in parts:
+        layout.place(part, samples)
+    order = [index for part in parts for index in part.members]
+    chosen = [samples[index] for index in order]
+    trained = [np.flatnonzero(sample.loss_mask) for sample in chosen]
+
+    def inputs(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([arrays[index][first:end] for index, first, end in layout.slices])
+
+    def targets(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([array[t] for array, t in zip(arrays, trained, strict=True)]).astype(dtype)
+
+    experts = [sample.experts for sample in samples if sample.experts is not None]  # all or none: checked
+    return Microbatch(
+        tokens=inputs([sample.tokens for sample in samples]).astype(np.int32),
+        positions=np.concatenate([np.arange(first, end, dtype=np.int32) for _, first, end in layout.slices]),
+        segments=tuple(layout.segments),
+        rows=np.concatenate(layout.rows).astype(np.int32),
+        targets=targets([sample.tokens for sample in chosen], np.int32),
+        logprobs=targets([sample.logprobs for sample in chosen], np.float32),
+        advantages=targets([sample.advantages for sample in chosen], np.float32),
+        weights=targets([weights[index] for index in order], np.float32),
+        sample_idx=np.repeat(np.array(order, dtype=np.int32), [len(t) for t in trained]),
+        staleness=version - targets([sample.versions for sample in chosen], np.int32),
+        uids=tuple(sample.uid for sample in chosen),
+        experts=inputs(experts) if experts else None,
+    )
+
+
+def _batch(microbatches: Sequence[Microbatch], num_samples: int) -> Batch:
+    num_loss_rows = sum(len(np.unique(microbatch.rows)) for microbatch in microbatches)
+    return Batch(
+        microbatches=tuple(microbatches),
+        num_samples=num_samples,
+        num_tokens=sum(len(microbatch.rows) for microbatch in microbatches),
+        num_context_tokens=sum(len(microbatch.tokens) for microbatch in microbatches) - num_loss_rows,
+    )

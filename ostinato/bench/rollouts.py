@@ -1,0 +1,171 @@
+"""``ostinato bench rollouts``: tokens per second of our engine, vLLM, ``transformers`` and the GEMM
+roofline.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.bench.contender import Contender
+from ostinato.bench.settings import torch_threads, vllm_threads
+from ostinato.engine.threads import logical_cores
+
+PROMPT_TOKENS = 32
+_PEERS = Path(__file__).parent / "peers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured. ``rounds`` of every contender at every batch, alternating; the median counts."""
+
+    folder: Path
+    model: str
+    dtype: str = "bfloat16"
+    batches: tuple[int, ...] = (16, 64)
+    new_tokens: int = 64
+    rounds: int = 5
+    vllm_python: str | None = None
+    transformers_python: str | None = None
+
+
+def run(plan: Plan, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure, and return {"results": [...], "ratios": {...}} (the JSON of the command)."""
+    context = PROMPT_TOKENS + plan.new_tokens
+    with ExitStack() as stack:
+        logs = Path(tempfile.mkdtemp(prefix="ostinato-bench-"))
+        contenders = {"ostinato": stack.enter_context(_ours(plan, context, logs))}
+        if plan.transformers_python:
+            command = [
+                plan.transformers_python,
+                str(_PEERS / "transformers_rollouts.py"),
+                str(plan.folder),
+                plan.dtype,
+            ]
+            contenders["transformers"] = stack.enter_context(
+                _fastest("transformers", command, torch_threads(), plan, logs, say)
+            )
+        if plan.vllm_python:
+            command = [
+                plan.vllm_python,
+                str(_PEERS / "vllm_rollouts.py"),
+                str(plan.folder),
+                plan.dtype,
+                str(max(context, 256)),
+            ]
+            contenders["vllm"] = stack.enter_context(
+                _fastest("vllm", command, vllm_threads(), plan, logs, say)
+            )
+        for name, contender in contenders.items():
+            say(f"{name}: {contender.label}")
+        times = _measure(plan, contenders, say)
+    return _summary(plan, contenders, times)
+
+
+def _measure(
+    plan: Plan, contenders: Mapping[str, Contender], say: Callable[[str], None]
+) -> dict[tuple[str, int], list[float]]:
+    """Tokens per second of (contender, batch), one number a round; "roofline" beside them."""
+    times: dict[tuple[str, int], list[float]] = {}
+    for batch in plan.batches:
+        for round_ in range(plan.rounds + 1):
+            for name, contender in contenders.items():
+                answer = contender.ask(**_task(plan, batch, round_))
+                if round_:  # the first is a warm-up
+                    times.setdefault((name, batch), []).append(answer["tokens"] / answer["seconds"])
+            seconds = contenders["ostinato"].ask(roofline=batch)["seconds"]
+            if round_:
+                times.setdefault(("roofline", batch), []).append(batch / seconds)
+        line = ", ".join(f"{name} {statistics.median(v):.0f}" for (name, b), v in times.items() if b == batch)
+        say(f"batch {batch}: {line} tokens/s (medians of {plan.rounds})")
+    return times
+
+
+def _task(plan: Plan, batch: int, seed: int) -> dict[str, Any]:
+    """Distinct random prompts: nothing to share, for anybody."""
+    prompts = np.random.default_rng(1000 * batch + seed).integers(100, 40000, (batch, PROMPT_TOKENS))
+    return {"prompts": prompts.tolist(), "new_tokens": plan.new_tokens, "seed": seed}
+
+
+def _summary(
+    plan: Plan, contenders: Mapping[str, Contender], times: Mapping[tuple[str, int], Sequence[float]]
+) -> dict[str, Any]:
+    medians = {place: statistics.median(values) for place, values in times.items()}
+    results = [
+        {
+            "engine": name,
+            "model": plan.model,
+            "dtype": plan.dtype,
+            "batch": batch,
+            "new_tokens": plan.new_tokens,
+            "tokens_per_s": round(medians[name, batch], 1),
+            "rounds": [round(v, 1) for v in values],
+            "label": contenders[name].label if name in contenders else "matrix products only",
+        }
+        for (name, batch), values in times.items()
+    ]
+    ratios = {
+        f"{name}@{batch}": round(medians["ostinato", batch] / value, 3)
+        for (name, batch), value in medians.items()
+        if name != "ostinato"
+    }
+    return {"results": results, "ratios": ratios}
+
+
+def _ours(plan: Plan, context: int, logs: Path) -> Contender:
+    threads = os.environ.get("OMP_NUM_THREADS") or str(logical_cores())
+    command = [
+        sys.executable,
+        "-m",
+        "ostinato.bench.rollout_worker",
+        str(plan.folder),
+        plan.dtype,
+        str(context),
+        threads,
+    ]
+    return Contender("ostinato", command, logs / "ostinato.log")
+
+
+def _fastest(
+    name: str,
+    command: Sequence[str],
+    settings: Mapping[str, Mapping[str, str]],
+    plan: Plan,
+    logs: Path,
+    say: Callable[[str], None],
+) -> Contender:
+    """The peer under the thread setting in which it is fastest at the largest batch (two tries each)."""
+    best: tuple[float, str] | None = None
+    for label, environ in settings.items():
+        with Contender(name, command, logs / f"{name}.log", environ=environ) as contender:
+            batch = max(plan.batches)
+            speeds = [
+                a["tokens"] / a["seconds"]
+                for a in (contender.ask(**_task(plan, batch, 90 + i)) for i in range(3))
+            ]
+        say(f"{name} with {label}: {max(speeds[1:]):.0f} tokens/s at batch {batch}")
+        if best is None or max(speeds[1:]) > best[0]:
+            best = (max(speeds[1:]), label)
+    assert best is not None
+    return Contender(name, command, logs / f"{name}.log", environ=settings[best[1]])
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The result for people."""
+    lines = [f"{'engine':14} {'batch':>5} {'tokens/s':>9} {'ours is':>9}"]
+    for row in result["results"]:
+        ratio = result["ratios"].get(f"{row['engine']}@{row['batch']}")
+        lines.append(
+            f"{row['engine']:14} {row['batch']:5} {row['tokens_per_s']:9.0f} "
+            + (f"{ratio:8.2f}x" if ratio else "")
+        )
+    return "\n".join(lines)

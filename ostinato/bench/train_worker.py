@@ -1,0 +1,112 @@
+"""One run of our GRPO step as a contender of ``bench train``: the pieces of the loop, without its
+bookkeeping.
+
+argv: JSON with folder, dtype, prompts (texts), group, new_tokens, steps, tokens_per_microbatch, threads.
+Prints one JSON object: {"ready", "step_s": [...], "split": {rollout, train, publish}, "peak_mb"}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ostinato.algo.algorithms import algorithm
+from ostinato.algo.pack import pack
+from ostinato.engine.local import LocalEngine
+from ostinato.model.hf import load_model
+from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.native import BuildError, Kernels, load
+from ostinato.pipeline.credit import assign
+from ostinato.render import Renderer
+from ostinato.train.optimizer import OptimizerSettings
+from ostinato.train.trainer import PolicyTrainer
+from ostinato.types import Group, Prompt, Request, Reward, Sampling, Trajectory, Turn
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    task = json.loads(sys.argv[1])
+    torch.set_num_threads(task["threads"])
+    answers.write(json.dumps(run(task)) + "\n")
+
+
+def run(task: Mapping[str, Any]) -> dict[str, Any]:
+    kernels = _kernels()
+    dtype = getattr(torch, task["dtype"])
+    decoder = load_model(task["folder"], dtype=dtype, device="cpu", fp32_head=True)
+    renderer = Renderer(task["folder"])
+    adapters = init_adapters(decoder.config, AdapterSpec(rank=16, alpha=32), seed=0)
+    grpo = algorithm("grpo", drop_zero_variance=False)
+    trainer = PolicyTrainer(decoder, adapters, grpo, optimizer=OptimizerSettings(lr=1e-5), kernels=kernels)
+    engine = LocalEngine(decoder, kernels=kernels, decode=renderer.decode, kv_memory_mb=256)
+    engine.publish(trainer.adapters(), 0)
+    prompts = [Prompt(uid=str(i), text=text) for i, text in enumerate(task["prompts"])]
+    step_s: list[float] = []
+    split = {"rollout": 0.0, "train": 0.0, "publish": 0.0}
+    for step in range(task["steps"]):
+        start = time.perf_counter()
+        groups = asyncio.run(_rollouts(engine, renderer, prompts, task, step))
+        sampled = time.perf_counter()
+        credit = assign(groups, grpo, min_verdicts=2, answer_tokens=task["new_tokens"])
+        batch = pack(
+            credit.samples, credit.weights, tokens_per_microbatch=task["tokens_per_microbatch"], version=step
+        )
+        trainer.step(batch)
+        trained = time.perf_counter()
+        engine.publish(trainer.adapters(), step + 1)
+        end = time.perf_counter()
+        step_s.append(end - start)
+        if step:  # the first warms up
+            split["rollout"] += sampled - start
+            split["train"] += trained - sampled
+            split["publish"] += end - trained
+    shares = {name: seconds / max(1, task["steps"] - 1) for name, seconds in split.items()}
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    label = f"ostinato, {'native' if kernels else 'torch'} kernels, {torch.get_num_threads()} threads"
+    return {"ready": label, "step_s": step_s, "split": shares, "peak_mb": peak_mb}
+
+
+async def _rollouts(
+    engine: LocalEngine, renderer: Renderer, prompts: Sequence[Prompt], task: Mapping[str, Any], step: int
+) -> list[Group]:
+    """Siblings of every prompt, ``new_tokens`` each, with the reward that the TRL script gives too."""
+    sampling = Sampling(max_tokens=task["new_tokens"])
+    contexts = [renderer.prompt(prompt) for prompt in prompts]
+    requests = [
+        Request(tokens=context, sampling=sampling, seed=(0, step, index, member))
+        for index, context in enumerate(contexts)
+        for member in range(task["group"])
+    ]
+    done: dict[int, Trajectory] = {}
+    async for place, completion in engine.generate(requests):
+        turn = Turn(context=contexts[place // task["group"]], completion=completion)
+        reward = Reward(value=float(len(set(completion.text))))
+        done[place] = Trajectory(
+            turns=(turn,), stop=completion.stop, seed=requests[place].seed, reward=reward
+        )
+    group = task["group"]
+    return [
+        Group(prompt=prompt, trajectories=tuple(done[index * group + m] for m in range(group)), step=step)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _kernels() -> Kernels | None:
+    try:
+        return load()
+    except BuildError as error:
+        print(f"without native kernels: {error}", file=sys.stderr)
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Text and chats to tokens, and back: the tokenizer and chat template of a Hugging Face folder.
+
+Tokens in, tokens out: what a policy sampled is never tokenised again. A later turn is rendered by the chat
+template as the text between the policy's answer and its next answer, and appended as tokens:
+
+    prompt tokens | answer tokens, as sampled | after_turn(...) | answer tokens, as sampled | ...
+
+Uses the ``tokenizers`` library alone, so that importing this is light; the template semantics are those of
+``transformers`` (a sandboxed jinja2 with its few extra names), which tests compare with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.types import Prompt
+
+Message = Mapping[str, str]
+
+# Stands for an answer while a template is rendered; no template treats it specially and no message holds it.
+_ANSWER = "\u2402ostinato-answer\u2403"
+_BROKEN = "\ufffd"  # what an incomplete UTF-8 character decodes to
+
+
+class Renderer:
+    """The tokenizer of ``folder``: tokenizer.json, tokenizer_config.json and, for chats, a chat template."""
+
+    def __init__(self, folder: Path, now: datetime | None = None) -> None:
+        """``now`` is what templates that print the date see: fixed for the whole run, so prompts stay equal.
+
+        Raises ValueError when the folder has no tokenizer.json.
+        """
+        from tokenizers import Tokenizer
+
+        self.folder = folder
+        if not (folder / "tokenizer.json").is_file():
+            raise ValueError(f"tokenizer folder {folder} has no tokenizer.json; save a fast tokenizer there")
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self._now = now or datetime.now()
+        self._config = _read_json(folder / "tokenizer_config.json")
+        self._special_names = _special_names(self._config, _read_json(folder / "special_tokens_map.json"))
+        self._template_text = _template_text(folder, self._config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template_text is not None
+
+    def encode(self, text: str) -> np.ndarray:
+        """[T] int32. Special tokens that are written out in the text become single tokens; none are added."""
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
+        """The text of tokens; bytes that are no UTF-8 show as U+FFFD."""
+        return self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
+
+    def prompt(self, prompt: Prompt) -> np.ndarray:
+        """[P] int32: the context of turn 0, with what the tokenizer puts before plain text (a bos token)."""
+        if prompt.messages is not None:
+            return self.chat(prompt.messages)
+        assert prompt.text is not None
+        if (add_bos := self._config.get("add_bos_token")) is None:
+            return np.array(self.tokenizer.encode(prompt.text).ids, np.int32)
+        bos = self.tokenizer.token_to_id(self._special_names.get("bos_token", "")) if add_bos else None
+        tokens = self.encode(prompt.text)
+        return tokens if bos is None else np.concatenate([np.array([bos], np.int32), tokens])
+
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> np.ndarray:
+        """[P] int32: the chat through the template. ValueError without one, or when it refuses the chat."""
+        return self.encode(self.chat_text(messages, add_generation_prompt))
+
+    def chat_text(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The chat as the template writes it."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_names,
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template of {self.folder} refuses these messages: {error}") from error
+
+    def after_turn(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        answer: Sequence[int] | np.ndarray = (),
+    ) -> np.ndarray:
+        """[C] int32: what comes between the policy's last answer and its next one.
+
+        ``messages`` is the chat so far, ending with that answer; ``new_messages`` the tool's or user's reply;
+        ``answer`` the answer's tokens. What the template puts behind an answer (``<|im_end|>``, a newline) is
+        completed: a stop token that the policy sampled itself is not repeated, one that it never reached (a
+        truncated answer) is added. The texts of answers play no role: the policy keeps the tokens that it
+        sampled, even where a template would rewrite them (Qwen3 drops earlier thoughts).
+
+        Raises ValueError when the new messages change how the template renders what came before: then tokens
+        that are already in the context cannot stay.
+        """
+        if not messages or messages[-1]["role"] != "assistant":
+            raise ValueError("messages do not end with an assistant's answer; after_turn follows one")
+        chat = [_without_text(message) for message in messages]
+        before = self.chat_text(chat[:-1])
+        head, answered, tail = self.chat_text([*chat, *new_messages]).rpartition(_ANSWER)
+        if not answered or head.rstrip() != before.rstrip():  # blanks before its answer are the policy's own
+            raise ValueError(
+                f"the chat template of {self.folder} rewrites earlier turns when a turn is added; "
+                "train single-turn, or use a template that only appends"
+            )
+        return self._unsaid(self.encode(tail), answer)
+
+    def _unsaid(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
+        """``tail`` without the closing token that ``answer`` ends with, nor the blanks in front of it."""
+        if not len(answer) or int(answer[-1]) not in self.stop_tokens:
+            return tail
+        found = np.flatnonzero(tail == int(answer[-1]))
+        if len(found) and not self.decode(tail[: found[0]], skip_special=False).strip():
+            return tail[found[0] + 1 :]
+        return tail
+
+    @cached_property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Ids that end an answer: eos of generation_config.json, config.json and the tokenizer, and the
+        special token with which the chat template closes an assistant's message."""
+        found: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            eos = _read_json(self.folder / name).get("eos_token_id")
+            found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        if (eos := self.tokenizer.token_to_id(self._special_names.get("eos_token", ""))) is not None:
+            found.add(eos)
+        if self.has_chat_template:
+            found.update(self._turn_end())
+        return tuple(sorted(found))
+
+    def _turn_end(self) -> list[int]:
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        _, answered, tail = self.chat_text(chat, add_generation_prompt=False).partition(_ANSWER)
+        special = self.tokenizer.get_added_tokens_decoder()
+        first = self.encode(tail.lstrip())[:1] if answered else []
+        return [int(token) for token in first if int(token) in special]
+
+    @cached_property
+    def _template(self) -> Any:
+        if self._template_text is None:
+            raise ValueError(
+                f"tokenizer {self.folder} has no chat template and the rows are chats; "
+                "add a chat_template.jinja to it or give prompts as text"
+            )
+        return _jinja(self._now).from_string(self._template_text)
+
+
+class IncrementalDecoder:
+    """The text of a growing completion: never an incomplete character, and cut at the first stop string.
+
+    ``push`` returns True when a stop string has appeared; ``text`` then ends before it.
+    """
+
+    def __init__(self, renderer: Renderer, stop_strings: Sequence[str] = ()) -> None:
+        self.text = ""
+        self._renderer = renderer
+        self._stop_strings = tuple(stop_strings)
+        self._reach = max((len(stop) for stop in self._stop_strings), default=1) - 1
+        self._tokens: list[int] = []
+        self._window = self._read = 0  # tokens[window:read] are out; their text decides how the next begins
+
+    def push(self, token: int) -> bool:
+        """Take one token. Characters whose bytes are not all there yet wait for the next one."""
+        self._tokens.append(token)
+        return self._emit(self._fresh(hold=True))
+
+    def finish(self) -> bool:
+        """Take the end: what still waits shows as U+FFFD."""
+        return self._emit(self._fresh(hold=False))
+
+    def _fresh(self, hold: bool) -> str:
+        known = self._renderer.decode(self._tokens[self._window : self._read])
+        longer = self._renderer.decode(self._tokens[self._window :])
+        if len(longer) <= len(known) or (hold and longer.endswith(_BROKEN)):
+            return ""
+        self._window, self._read = self._read, len(self._tokens)
+        return longer[len(known) :]
+
+    def _emit(self, fresh: str) -> bool:
+        start = max(0, len(self.text) - self._reach)
+        self.text += fresh
+        found = [at for stop in self._stop_strings if (at := self.text.find(stop, start)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+
+def _without_text(message: Message) -> dict[str, str]:
+    is_answer = message["role"] == "assistant"
+    return {"role": "assistant", "content": _ANSWER} if is_answer else dict(message)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
+    """{"eos_token": "<|im_end|>", ...}: what templates call them; the first config wins."""
+    names: dict[str, str] = {}
+    for config in configs:
+        for key, value in config.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                names.setdefault(key, text)
+    return names
+
+
+def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _jinja(now: datetime) -> Any:
+    """The environment in which transformers renders chat templates."""
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks the assistant's text in some templates; here it only shows its content."""
+
+        tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = now.strftime
+    return environment
+
+
+__all__ = ["IncrementalDecoder", "Message", "Renderer"]

@@ -1,0 +1,370 @@
+"""The run folder: what a run leaves on disk, and the two ways of writing there that survive a crash.
+
+    runs/<recipe>-<yyyymmdd-hhmmss>/
+        recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl
+        checkpoints/  adapter/  report.html
+
+Whole files are replaced (``atomic_write``, ``atomic_folder``): a reader sees the old one or the new one.
+Logs are appended to, one JSON object per line, and forgive a torn end: what a kill or a full disk left of
+the last row is cut off before the next row is written, and readers skip it. A row that belongs to a step
+has the key "step"; ``RunFolder.truncate_after`` relies on it when a run is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ostinato.types import Group, Trajectory
+
+Row = Mapping[str, Any]
+
+
+def atomic_write(path: Path, content: bytes | Callable[[Path], object]) -> None:
+    """Replace ``path`` by ``content``: bytes, or a function that writes the file at the path it is given.
+
+    Any failure (a full disk, an exception of the function) leaves the old file and no litter, and is raised.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        if isinstance(content, bytes):
+            temporary.write_bytes(content)
+        else:
+            content(temporary)
+        _sync(temporary)
+        temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would lock out a shared run folder
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``path``; it takes the place of ``path`` when the block ends well.
+
+    A folder cannot be replaced in one call: between the two renames a crash leaves the old one under
+    ``.<name>.old``, complete, which the next write of ``path`` puts back first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = path.with_name(f".{path.name}.old")
+    if old.exists() and not path.exists():
+        old.rename(path)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            _sync(file)
+        _sync(temporary)
+        temporary.chmod(0o777 & ~_umask())
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
+        temporary.rename(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # reading it is setting it
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def to_json(row: Row) -> str:
+    """One line of JSON. Numpy values become lists and numbers; NaN and infinities, which JSON
+    lacks, null; what JSON cannot say (a date in a row's columns) its string."""
+    return json.dumps(_plain(row), separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        # By way of str: the shortest digits that give the float32 back, not the 17 of its float64 twin.
+        exact = value.astype("U16").astype(np.float64) if value.dtype == np.float32 else value
+        return _plain(exact.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _append(path: Path, data: bytes) -> None:
+    """All of ``data`` at the end of the file, or, when that fails, none of it."""
+    with path.open("ab", buffering=0) as file:
+        start = file.seek(0, os.SEEK_END)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+        except OSError:
+            file.truncate(start)
+            raise
+
+
+class Jsonl:
+    """A log of one JSON object per line, readable while it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._whole = False  # has the end of the file been looked at?
+
+    def append(self, *rows: Row) -> None:
+        """Write rows through to the operating system: they outlive the process, though not a power cut."""
+        if not self._whole:
+            self._cut_torn_end()
+        _append(self.path, "".join(to_json(row) + "\n" for row in rows).encode())
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The complete rows. A broken line before the end is a damaged file: ValueError."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            yield from _parse(file, self.path)
+
+    def keep(self, wanted: Callable[[Row], bool]) -> None:
+        """Drop, atomically, the rows that are not wanted."""
+        if self.path.exists():
+            lines = [to_json(row) + "\n" for row in self.rows() if wanted(row)]
+            atomic_write(self.path, "".join(lines).encode())
+
+    def _cut_torn_end(self) -> None:
+        if self.path.exists():
+            with self.path.open("rb+") as file:
+                file.truncate(_end_of_last_line(file))
+        self._whole = True
+
+
+def _end_of_last_line(file: BinaryIO, block: int = 65536) -> int:
+    """The offset behind the last newline, found from the end of the file."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - block)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _parse(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            return  # torn: the row was never completed
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} of {path} is not JSON; delete it to read the rest") from error
+
+
+class JsonlZst:
+    """A log of JSON lines in concatenated zstd frames, one frame per ``append``; `zstdcat` reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._whole = False
+
+    def append(self, *rows: Row) -> None:
+        import zstandard
+
+        if not self._whole:
+            self._cut_torn_end()
+        lines = "".join(to_json(row) + "\n" for row in rows).encode()
+        _append(self.path, zstandard.ZstdCompressor().compress(lines))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for _, lines in self._frames():
+            yield from _parse(lines.splitlines(keepends=True), self.path)
+
+    def keep(self, wanted: Callable[[Row], bool]) -> None:
+        """Drop, atomically, the rows that are not wanted."""
+        if not self.path.exists():
+            return
+        replacement = JsonlZst(self.path.with_name(f".{self.path.name}.kept"))
+        try:
+            replacement.path.write_bytes(b"")
+            for _, lines in self._frames():
+                kept = [row for row in _parse(lines.splitlines(keepends=True), self.path) if wanted(row)]
+                if kept:
+                    replacement.append(*kept)
+            _sync(replacement.path)
+            replacement.path.replace(self.path)
+        finally:
+            replacement.path.unlink(missing_ok=True)
+        _sync(self.path.parent)
+
+    def _cut_torn_end(self) -> None:
+        if self.path.exists():
+            end = 0
+            for end, _ in self._frames():  # noqa: B007  the last offset is what we want
+                pass
+            os.truncate(self.path, end)
+        self._whole = True
+
+    def _frames(self, block: int = 1 << 20) -> Iterator[tuple[int, bytes]]:
+        """(offset behind the frame, its content) of every complete frame."""
+        import zstandard
+
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            end, data = 0, b""
+            while data or (data := file.read(block)):
+                frame, content = zstandard.ZstdDecompressor().decompressobj(), []
+                taken = 0
+                while not frame.eof:
+                    if not data and not (data := file.read(block)):
+                        return  # torn: the frame was never completed
+                    content.append(frame.decompress(data))
+                    taken, data = taken + len(data) - len(frame.unused_data), frame.unused_data
+                end += taken
+                yield end, b"".join(content)
+
+
+def group_rows(group: Group) -> list[dict[str, Any]]:
+    """The rows of trajectories.jsonl.zst for one group, one per trajectory."""
+    prompt = group.prompt
+    shown = prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
+    return [
+        {"step": group.step, "uid": prompt.uid, "sample": index, "prompt": shown, "columns": prompt.columns}
+        | _trajectory_row(trajectory)
+        for index, trajectory in enumerate(group.trajectories)
+    ]
+
+
+def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
+    reward = trajectory.reward
+    turns = [
+        {
+            "context": turn.context,
+            "tokens": turn.completion.tokens,
+            "logprobs": turn.completion.logprobs,
+            "versions": turn.completion.versions,
+            "experts": turn.completion.experts,
+            "text": turn.completion.text,
+            "stop": turn.completion.stop,
+        }
+        for turn in trajectory.turns
+    ]
+    return {
+        "seed": trajectory.seed,
+        "stop": trajectory.stop,
+        "error": trajectory.error,
+        "reward": None if reward is None else reward.value,
+        "reason": "" if reward is None else reward.reason,
+        "parts": {} if reward is None else reward.parts,
+        "turns": turns,
+    }
+
+
+class RunFolder:
+    """The files of one run. Make one with ``create`` (a new run) or ``open`` (to resume or to read)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.toml"
+        self.checkpoints = path / "checkpoints"
+        self.adapter = path / "adapter"
+        self.report = path / "report.html"
+        self.metrics = Jsonl(path / "metrics.jsonl")
+        self.ledger = Jsonl(path / "ledger.jsonl")
+        self.eval = Jsonl(path / "eval.jsonl")
+        self.trajectories = JsonlZst(path / "trajectories.jsonl.zst")
+
+    @classmethod
+    def create(cls, path: Path, recipe: str) -> RunFolder:
+        """A new run with ``recipe`` (TOML) in it. A folder that is not empty is refused: ValueError."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ValueError(
+                f"run folder {path} is not empty; name another one or run: ostinato resume {path}"
+            )
+        run = cls(path)
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        atomic_write(run.recipe, recipe.encode())
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """The run that lives in ``path``; ValueError when none does."""
+        run = cls(path)
+        if not run.recipe.is_file():
+            raise ValueError(f"run folder {path} holds no recipe.toml; name the folder of a started run")
+        return run
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row of metrics.jsonl (the MetricWriter protocol)."""
+        self.metrics.append({"step": step, **metrics})
+
+    def truncate_after(self, step: int) -> None:
+        """Forget the rows of later steps, so that a resumed run writes them again once."""
+        for log in (self.metrics, self.ledger, self.eval, self.trajectories):
+            log.keep(lambda row: row.get("step", step) <= step)
+
+
+def new_run_path(root: Path, recipe: str, now: datetime | None = None) -> Path:
+    """``root/<recipe>-<yyyymmdd-hhmmss>``, with -2, -3 ... when that second is taken."""
+    stem = f"{recipe}-{now or datetime.now():%Y%m%d-%H%M%S}"
+    path, number = root / stem, 1
+    while path.exists():
+        number += 1
+        path = root / f"{stem}-{number}"
+    return path
+
+
+class Timer:
+    """Wall seconds by part of a step: ``with timer("rollout"): ...``, then ``timer.take()``.
+
+    Blocks that overlap (concurrent rollouts and rewards) each count their own time, so parts can add up to
+    more than "total", the seconds since the last ``take``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._start = clock()
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.add(part, self._clock() - start)
+
+    def add(self, part: str, seconds: float) -> None:
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """The seconds of each part and "total"; starts the next step."""
+        now = self._clock()
+        seconds = {**self._seconds, "total": now - self._start}
+        self._seconds, self._start = {}, now
+        return seconds

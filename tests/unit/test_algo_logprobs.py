@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato.algo.logprobs import chunked_logprobs, linear_logprobs
+
+
+def problem(rows: int = 7, dim: int = 5, vocab: int = 11) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, dim, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(vocab, dim, dtype=torch.float64, generator=generator)
+    return hidden, weight, torch.randint(vocab, (rows,), generator=generator)
+
+
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    p = torch.softmax(hidden @ weight.T / temperature, dim=-1)
+    return p[torch.arange(len(targets)), targets].log(), -(p * p.log()).sum(-1)
+
+
+def test_by_hand() -> None:
+    """Logits (0, ln 3) give p = (1/4, 3/4); at temperature 1/2 they are (0, ln 9): p = (1/10, 9/10)."""
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]])
+    for temperature, p in ((1.0, 0.25), (0.5, 0.1)):
+        entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
+        got = linear_logprobs(hidden, weight, torch.tensor([0]), temperature=temperature)
+        assert [float(x) for x in got] == pytest.approx([math.log(p), entropy], rel=1e-6)
+
+
+@given(st.integers(1, 9), st.sampled_from([0.5, 1.0, 1.7]))
+def test_both_equal_the_naive_computation(chunk: int, temperature: float) -> None:
+    """Values and gradients of a random function of logprobs and entropy, for every chunk size."""
+    compare(*problem(), chunk, temperature)
+
+
+def test_rows_are_scored_in_tiles_that_fit_the_cache() -> None:
+    """50,000 fp64 logits are 0.4 MB: two rows to a tile, and a last tile of one."""
+    compare(*problem(rows=5, dim=2, vocab=50_000), chunk=5, temperature=1.0)
+
+
+def compare(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, temperature: float) -> None:
+    probe = torch.randn(2, len(targets), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    options = {"temperature": temperature, "chunk": chunk}
+    results = [
+        naive(hidden, weight, targets, temperature),
+        chunked_logprobs(hidden, targets, lambda h: h @ weight.T, **options),
+        linear_logprobs(hidden, weight, targets, entropy_grad=True, **options),
+    ]
+    grads = [torch.autograd.grad((torch.stack(r) * probe).sum(), hidden)[0] for r in results]
+    for result, grad in zip(results[1:], grads[1:], strict=True):
+        torch.testing.assert_close(torch.stack(result), torch.stack(results[0]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, grads[0], rtol=1e-12, atol=1e-12)
+
+
+def test_gradcheck() -> None:
+    hidden, weight, targets = problem(rows=4, vocab=6)
+    options = {"temperature": 0.7, "chunk": 3}
+    assert torch.autograd.gradcheck(
+        lambda h: linear_logprobs(h, weight, targets, entropy_grad=True, **options), (hidden,)
+    )
+    weight.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_logprobs(h, targets, lambda x: x @ w.T, **options), (hidden, weight)
+    )
+
+
+def test_entropy_is_detached_unless_asked_for_and_nan_unless_wanted() -> None:
+    hidden, weight, targets = problem()
+    assert not linear_logprobs(hidden, weight, targets)[1].requires_grad
+    for _, entropy in (
+        linear_logprobs(hidden, weight, targets, want_entropy=False),
+        chunked_logprobs(hidden, targets, lambda h: h @ weight.T, want_entropy=False),
+    ):
+        assert entropy.isnan().all()
+    with torch.no_grad():
+        for logprobs, _ in (
+            linear_logprobs(hidden, weight, targets),
+            chunked_logprobs(hidden, targets, lambda h: h @ weight.T),
+        ):
+            assert not logprobs.requires_grad
+
+
+def test_bf16_inputs_are_scored_in_fp32_and_the_gradient_returns_in_bf16() -> None:
+    hidden, weight, targets = problem()
+    low = hidden.detach().bfloat16().requires_grad_()
+    logprobs, entropy = linear_logprobs(low, weight.bfloat16(), targets)
+    assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
+    exact = naive(low.detach().double(), weight.bfloat16().double(), targets, 1.0)[0]
+    torch.testing.assert_close(logprobs.double(), exact, rtol=1e-5, atol=1e-6)
+    logprobs.sum().backward()
+    assert low.grad is not None and low.grad.dtype == torch.bfloat16
+
+
+def test_near_certain_token_keeps_its_gradient_through_a_bf16_kernel() -> None:
+    """The story: p = 1 - 1e-5 rounds to 1 in bf16, so weight[target] - p @ weight would lose everything.
+
+    The product is therefore taken of (onehot - p), whose entries keep their relative precision in bf16.
+    """
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    weight, targets = torch.tensor([[11.512925], [0.0]]), torch.tensor([0])
+    kernels = {
+        "matmul_nt": lambda x, w: x @ w.T,
+        "matmul_nn": lambda dy, w: (dy.bfloat16() @ w.bfloat16()).float(),
+    }
+    linear_logprobs(hidden, weight, targets, **kernels)[0].sum().backward()
+    assert hidden.grad is not None
+    assert float(hidden.grad) == pytest.approx(11.512925e-5, rel=0.02)
+
+
+def test_never_more_logits_than_a_chunk() -> None:
+    hidden, weight, targets = problem()
+    sizes: list[int] = []
+
+    def matmul_nt(x: Tensor, w: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return x @ w.T
+
+    linear_logprobs(hidden, weight, targets, chunk=3, matmul_nt=matmul_nt, matmul_nn=torch.mm)[
+        0
+    ].sum().backward()
+    assert sizes == [3, 3, 1]  # and backward asks for none
+    sizes.clear()
+    chunked_logprobs(hidden, targets, lambda h: matmul_nt(h, weight), chunk=3)[0].sum().backward()
+    assert sizes[:3] == [3, 3, 1] and max(sizes) == 3
+
+
+def test_refusals() -> None:
+    hidden, weight, targets = problem()
+    cases = [
+        ({"targets": targets[:3]}, "targets has 3 entries for 7 rows"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"chunk": 0}, "chunk is 0"),
+        ({"weight": weight.clone().requires_grad_()}, "use chunked_logprobs"),
+        ({"entropy_grad": True, "want_entropy": False}, "want_entropy is False"),
+        ({"matmul_nn": torch.mm}, "give both or neither"),
+    ]
+    for change, message in cases:
+        with pytest.raises(ValueError, match=message):
+            linear_logprobs(**{"hidden": hidden, "weight": weight, "targets": targets, **change})

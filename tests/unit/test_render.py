@@ -1,0 +1,226 @@
+"""Rendering: chats as transformers renders them, turns appended as tokens, text as it grows."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.render import IncrementalDecoder, Renderer
+from ostinato.types import Prompt
+
+CHATML = """\
+{% for message in messages %}
+{% if loop.first and message['role'] != 'system' %}<|im_start|>system
+Be brief.<|im_end|>
+{% endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+# Llama 2: a space and the eos behind the answer, messages stripped, no prompt for the assistant.
+INST = """\
+{{ bos_token }}{% for message in messages %}\
+{% if message['role'] == 'user' %}[INST] {{ message['content'] | trim }} [/INST]\
+{% else %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"""
+REWRITES = """{% for message in messages[-2:] %}{{ message['content'] }}{% endfor %}"""
+
+
+def make_folder(folder: Path, template: str | None, **config: object) -> Path:
+    """A byte-level BPE tokenizer of some 300 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["system user assistant what is the sum of two numbers? ünï"] * 3, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>"}
+    if template is not None:
+        names["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps({**names, **config}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return Renderer(make_folder(tmp_path_factory.mktemp("chatml"), CHATML))
+
+
+@pytest.fixture(scope="module")
+def inst(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return Renderer(make_folder(tmp_path_factory.mktemp("inst"), INST))
+
+
+USER = {"role": "user", "content": "what is 3+4? "}
+ANSWER = {"role": "assistant", "content": "7"}
+REPLY = {"role": "user", "content": "and 5?"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=st.text())
+def test_decode_inverts_encode(chatml: Renderer, text: str) -> None:
+    assert chatml.decode(chatml.encode(text)) == text
+
+
+def test_special_tokens_are_single_and_can_be_hidden(chatml: Renderer) -> None:
+    tokens = chatml.encode("a<|im_end|>")
+    assert tokens.dtype == np.int32 and tokens[-1] == 2
+    assert (chatml.decode(tokens), chatml.decode(tokens, skip_special=False)) == ("a", "a<|im_end|>")
+
+
+@pytest.mark.parametrize("name", ["chatml", "inst"])
+@pytest.mark.parametrize("generation", [True, False])
+def test_chat_equals_transformers(name: str, generation: bool, request: pytest.FixtureRequest) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    renderer = request.getfixturevalue(name)
+    theirs = PreTrainedTokenizerFast.from_pretrained(renderer.folder)
+    for chat in ([USER], [USER, ANSWER, REPLY], [{"role": "system", "content": "é"}, USER]):
+        want = theirs.apply_chat_template(chat, add_generation_prompt=generation, return_dict=False)
+        assert renderer.chat(chat, generation).tolist() == want
+
+
+def test_chatml_text(chatml: Renderer) -> None:
+    assert chatml.chat_text([USER]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nwhat is 3+4? <|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_template_names_of_transformers(tmp_path: Path) -> None:
+    template = (
+        "{{ strftime_now('%Y') }} {{ {'a': 'é<'} | tojson }}{{ tools is none }}"
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    renderer = Renderer(make_folder(tmp_path, template), now=datetime(1999, 12, 31))
+    assert renderer.chat_text([USER, ANSWER]) == '1999 {"a": "é<"}Truewhat is 3+4? '
+
+
+def test_a_template_file_comes_before_the_config(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "config")
+    (folder / "chat_template.jinja").write_text("file")
+    assert Renderer(folder).chat_text([USER]) == "file"
+
+
+def test_stop_tokens_come_from_all_files_and_from_the_template(tmp_path: Path, chatml: Renderer) -> None:
+    assert chatml.stop_tokens == (0, 2)  # eos of the tokenizer, and what ChatML closes a turn with
+    folder = make_folder(tmp_path, None)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    (folder / "config.json").write_text('{"eos_token_id": 8}')
+    assert Renderer(folder).stop_tokens == (0, 7, 8, 9)
+
+
+def test_turns_appended_as_tokens_equal_the_whole_chat(chatml: Renderer) -> None:
+    """When the answer is what the tokenizer would have made of its text, appending gives the whole chat."""
+    whole = chatml.chat([USER, ANSWER, REPLY]).tolist()
+    for answer in ("7", "7<|im_end|>"):
+        tokens = chatml.encode(answer)
+        tail = chatml.after_turn([USER, ANSWER], [REPLY], tokens)
+        assert [*chatml.chat([USER]), *tokens, *tail] == whole
+
+
+def test_a_sampled_stop_token_is_not_repeated_and_a_missing_one_is_added(chatml: Renderer) -> None:
+    rest = "\n<|im_start|>user\nand 5?<|im_end|>\n<|im_start|>assistant\n"
+    closings = {"7<|im_end|>": "", "7": "<|im_end|>", "7<|endoftext|>": "<|im_end|>"}
+    for answer, closing in closings.items():
+        tail = chatml.after_turn([USER, ANSWER], [REPLY], chatml.encode(answer))
+        assert chatml.decode(tail, skip_special=False) == closing + rest
+
+
+def test_blanks_around_an_answer_are_the_policys_own(inst: Renderer) -> None:
+    """Llama 2 writes "[/INST] 7 </s>": the policy samples the space, and may sample the eos without one."""
+    closings = {" 7": " <|endoftext|>", "7<|endoftext|>": "", " 7 <|endoftext|>": ""}
+    for answer, closing in closings.items():
+        tail = inst.after_turn([USER, ANSWER], [REPLY], inst.encode(answer))
+        assert inst.decode(tail, skip_special=False) == closing + "[INST] and 5? [/INST]"
+
+
+def test_the_text_of_an_answer_plays_no_role_after_it(chatml: Renderer) -> None:
+    odd = {"role": "assistant", "content": "<think>hm</think>\n\n 7<|im_end|>\n"}
+    assert np.array_equal(chatml.after_turn([USER, odd], [REPLY]), chatml.after_turn([USER, ANSWER], [REPLY]))
+
+
+def test_a_template_that_rewrites_turns_is_refused(tmp_path: Path) -> None:
+    renderer = Renderer(make_folder(tmp_path, REWRITES))
+    with pytest.raises(ValueError, match="rewrites earlier turns when a turn is added"):
+        renderer.after_turn([USER, ANSWER], [REPLY])
+
+
+def test_after_turn_needs_an_answer(chatml: Renderer) -> None:
+    with pytest.raises(ValueError, match="do not end with an assistant's answer"):
+        chatml.after_turn([USER], [REPLY])
+
+
+def test_chat_rows_without_a_template_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    renderer = Renderer(make_folder(tmp_path, None))
+    assert not renderer.has_chat_template
+    with pytest.raises(ValueError, match="has no chat template and the rows are chats; add a chat_template"):
+        renderer.prompt(Prompt(uid="0", messages=(USER,)))
+
+
+def test_a_template_that_refuses_the_chat_says_why(tmp_path: Path) -> None:
+    renderer = Renderer(make_folder(tmp_path, "{{ raise_exception('roles must alternate') }}"))
+    with pytest.raises(ValueError, match="refuses these messages: roles must alternate"):
+        renderer.chat([USER])
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        Renderer(tmp_path)
+
+
+@pytest.mark.parametrize(("add_bos", "bos"), [(True, [1]), (False, [])])
+def test_plain_prompts_get_the_bos_that_the_config_asks_for(
+    tmp_path: Path, add_bos: bool, bos: list[int]
+) -> None:
+    renderer = Renderer(make_folder(tmp_path, None, add_bos_token=add_bos))
+    assert renderer.prompt(Prompt(uid="0", text="3+4")).tolist() == [*bos, *renderer.encode("3+4")]
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.lists(st.integers(0, 299), max_size=20))
+def test_incremental_text_is_the_whole_text(chatml: Renderer, tokens: list[int]) -> None:
+    """Whatever is sampled, broken UTF-8 included; and what is out is never taken back."""
+    tokens = [token for token in tokens if token < chatml.vocab_size]
+    decoder, out = IncrementalDecoder(chatml), ""
+    for token in tokens:
+        assert not decoder.push(token)
+        assert decoder.text.startswith(out)
+        out = decoder.text
+    decoder.finish()
+    assert decoder.text == chatml.decode(tokens)
+
+
+def test_half_a_character_waits(chatml: Renderer) -> None:
+    decoder, seen = IncrementalDecoder(chatml), []
+    for token in chatml.encode("€"):
+        decoder.push(int(token))
+        seen.append(decoder.text)
+    assert seen == ["", "", "€"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text("ab\n", max_size=12), stops=st.lists(st.text("ab\n", min_size=1, max_size=3), max_size=2))
+def test_stop_strings_cut_where_they_first_appear(chatml: Renderer, text: str, stops: list[str]) -> None:
+    decoder, stopped = IncrementalDecoder(chatml, stops), False
+    for token in chatml.encode(text):
+        if stopped := decoder.push(int(token)):
+            break
+    first = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+    assert stopped == (first is not None)
+    assert decoder.text == text[:first]

@@ -1,0 +1,200 @@
+"""The run folder: atomic files, logs that forgive a torn end, resume, timers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ostinato.run import (
+    Jsonl,
+    JsonlZst,
+    RunFolder,
+    Timer,
+    atomic_folder,
+    atomic_write,
+    group_rows,
+    new_run_path,
+    to_json,
+)
+from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+
+LOGS = pytest.mark.parametrize("log_class", [Jsonl, JsonlZst])
+
+
+def full_disk(path: Path) -> None:
+    path.write_bytes(b"half of it")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_atomic_write_replaces_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    source = tmp_path / "source"
+    source.write_text("two")
+    atomic_write(path, b"one")
+    atomic_write(path, lambda temporary: shutil.copy(source, temporary))
+    assert path.read_text() == "two"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_full_disk_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    atomic_write(path, b"old")
+    with pytest.raises(OSError, match="No space left"):
+        atomic_write(path, full_disk)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_atomic_folder_replaces_or_leaves_the_old(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    for content in ("one", "two"):
+        with atomic_folder(path) as folder:
+            (folder / "sub").mkdir()
+            (folder / "sub" / "file").write_text(content)
+    with pytest.raises(OSError, match="No space left"), atomic_folder(path) as folder:
+        full_disk(folder / "file")
+    assert (path / "sub" / "file").read_text() == "two"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_atomic_folder_after_a_crash_between_its_renames(tmp_path: Path) -> None:
+    """The only window of a folder swap: the old one already moved aside, the new one not yet in place."""
+    old = tmp_path / ".checkpoint.old"
+    old.mkdir()
+    (old / "file").write_text("survivor")
+    with pytest.raises(OSError, match="No space left"), atomic_folder(tmp_path / "checkpoint") as folder:
+        full_disk(folder / "file")
+    assert (tmp_path / "checkpoint" / "file").read_text() == "survivor"
+
+
+@LOGS
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    batches=st.lists(st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=9)), max_size=3)),
+    data=st.data(),
+)
+def test_a_log_torn_anywhere_keeps_its_complete_rows(log_class, batches, data, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.unlink(missing_ok=True)
+    sizes = [0]
+    for batch in batches:
+        log_class(path).append(*batch)
+        sizes.append(path.stat().st_size)
+    cut = data.draw(st.integers(0, sizes[-1]))
+    with path.open("ab") as file:
+        file.truncate(cut)
+    rows = [row for batch in batches for row in batch]
+    survivors = list(log_class(path).rows())
+    assert survivors == rows[: len(survivors)]
+    assert len(survivors) >= sum(len(b) for b, size in zip(batches, sizes[1:], strict=True) if size <= cut)
+    log_class(path).append({"after": "the crash"})
+    assert list(log_class(path).rows()) == [*survivors, {"after": "the crash"}]
+
+
+def test_damage_before_the_end_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*metrics\.jsonl"):
+        list(Jsonl(path).rows())
+
+
+@LOGS
+def test_append_on_a_full_disk_writes_all_of_a_row_or_nothing(log_class, tmp_path: Path) -> None:
+    """A full disk takes the first bytes of a write and refuses the rest; half a row must not stay behind,
+    or the next one is glued to it. A file size limit does the same as a full disk, for this process only."""
+    log = log_class(tmp_path / "log")
+    log.append({"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            log.append({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.append({"step": 3})
+    assert [row["step"] for row in log.rows()] == [1, 3]
+
+
+def test_json_of_numpy_and_of_what_json_lacks() -> None:
+    row = {"a": np.float32(0.1), "b": np.arange(2), "c": float("nan"), "d": np.float32("inf"), "e": Stop.EOS}
+    assert to_json(row) == '{"a":0.1,"b":[0,1],"c":null,"d":null,"e":"eos"}'
+    assert to_json({"day": datetime(2025, 1, 2), "ok": True}) == '{"day":"2025-01-02 00:00:00","ok":true}'
+
+
+def test_float32_survives_json() -> None:
+    values = np.random.default_rng(0).normal(size=200).astype(np.float32)
+    assert np.array_equal(np.array(json.loads(to_json({"x": values}))["x"], np.float32), values)
+
+
+def make_group(step: int) -> Group:
+    completion = Completion(
+        tokens=np.array([5, 2], np.int32),
+        logprobs=np.array([-0.5, -0.25], np.float32),
+        versions=np.array([3, 3], np.int32),
+        stop=Stop.EOS,
+        text="7",
+        experts=np.zeros((2, 1, 2), np.int16),
+    )
+    turn = Turn(context=np.array([1, 4], np.int32), completion=completion)
+    graded = Trajectory(turns=(turn,), stop=Stop.EOS, seed=(0, step, 0, 0), reward=Reward(value=1.0))
+    failed = Trajectory(turns=(), stop=Stop.ERROR, seed=(0, step, 0, 1), error="the engine gave up")
+    prompt = Prompt(uid="sum/3", text="3+4=", columns={"answer": "7"})
+    return Group(prompt=prompt, trajectories=(graded, failed), step=step)
+
+
+def test_group_rows_hold_the_whole_trajectory(tmp_path: Path) -> None:
+    log = JsonlZst(tmp_path / "t.zst")
+    log.append(*group_rows(make_group(step=2)))
+    first, second = log.rows()
+    assert (first["step"], first["uid"], first["sample"], first["reward"]) == (2, "sum/3", 0, 1.0)
+    assert first["turns"][0]["tokens"] == [5, 2] and first["turns"][0]["experts"] == [[[0, 0]], [[0, 0]]]
+    assert second["reward"] is None and second["error"] == "the engine gave up"
+
+
+def test_truncate_after_forgets_later_steps_everywhere(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", 'name = "x"\n')
+    for step in range(4):
+        run.write(step, {"reward": 0.5})
+        run.trajectories.append(*group_rows(make_group(step)))
+    run.ledger.append({"machine": "a row without a step stays"})
+    run.truncate_after(1)
+    assert [row["step"] for row in run.metrics.rows()] == [0, 1]
+    assert [row["step"] for row in run.trajectories.rows()] == [0, 0, 1, 1]
+    assert len(list(run.ledger.rows())) == 1
+    run.write(2, {"reward": 0.75})
+    assert [row["step"] for row in RunFolder.open(run.path).metrics.rows()] == [0, 1, 2]
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", "")
+    with pytest.raises(ValueError, match="is not empty; name another one or run: ostinato resume"):
+        RunFolder.create(tmp_path / "run", "")
+    with pytest.raises(ValueError, match=r"holds no recipe\.toml"):
+        RunFolder.open(tmp_path)
+
+
+def test_run_paths_do_not_collide(tmp_path: Path) -> None:
+    now = datetime(2025, 1, 2, 3, 4, 5)
+    first = new_run_path(tmp_path, "quickstart", now)
+    assert first.name == "quickstart-20250102-030405"
+    first.mkdir()
+    assert new_run_path(tmp_path, "quickstart", now).name == "quickstart-20250102-030405-2"
+
+
+def test_timer_adds_up_by_part() -> None:
+    times = iter([0.0, 1.0, 3.0, 4.0, 5.0, 10.0, 11.0])
+    timer = Timer(clock=lambda: next(times))
+    for _ in range(2):
+        with timer("rollout"):
+            pass
+    assert timer.take() == {"rollout": 3.0, "total": 10.0}
+    assert timer.take() == {"total": 1.0}
