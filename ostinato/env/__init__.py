@@ -1,0 +1,1 @@
+"""Task sources (``tasks``, ``arithmetic``, ``gym``, ``rows``) and episodes (``dialogue``)."""

@@ -1,0 +1,143 @@
+"""School arithmetic without a download: five families of problems, endless, addressed by a seed.
+
+A problem is its expression ("347 + 586"). The hash of the expression, not of the sentence around it,
+says whether the problem belongs to training or to evaluation, so no evaluation problem is ever
+trained on, in whatever phrasing or order of its operands, and whatever the seeds and parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+
+from ostinato.types import Prompt
+
+EVAL_SHARE = 8  # one expression in 8 belongs to the evaluation split
+MAX_DRAWS_PER_PROMPT = 200  # new draws in vain before a parameter space is called used up
+PHRASINGS = ("What is {}?", "Compute {}.", "{} = ?")
+
+
+class Family(StrEnum):
+    """What kind of problem; every answer is a natural number."""
+
+    SUM = "sum"  # 347 + 586
+    DIFFERENCE = "difference"  # 812 - 347, never below zero
+    PRODUCT = "product"  # 7 * 468
+    REMAINDER = "remainder"  # 347 mod 7
+    CHAIN = "chain"  # 7 + 8 - 5 + 9, never below zero on the way
+
+
+def rows(
+    split: str,
+    seed: int,
+    n: int,
+    *,
+    families: Sequence[str] = tuple(Family),
+    digits: int = 3,
+    terms: int = 5,
+) -> list[Prompt]:
+    """``n`` distinct problems of ``split`` ("train" or "eval"), as chat prompts.
+
+    ``families`` are drawn evenly; ``digits`` is the most digits of an operand of sum, difference,
+    product and remainder (the fewest is 2); ``terms`` the most terms of a chain (the fewest is 3).
+    The same (split, seed, parameters) gives the same stream: a larger ``n`` only continues it.
+    Columns: ``answer`` (a string), ``family``, ``expression``. The uid is the expression, so it is
+    stable over runs. Raises ValueError for a bad parameter, and when the parameters hold fewer
+    distinct problems than ``n``.
+    """
+    _check(split, n, families, digits, terms)
+    rng = random.Random(f"{split}/{seed}")  # a string seed is hashed in full: streams do not overlap
+    drawers = _drawers(rng, digits, terms)
+    prompts: dict[str, Prompt] = {}
+    for _ in range(n):
+        family = Family(rng.choice(families))
+        for _ in range(MAX_DRAWS_PER_PROMPT):
+            expression, answer = drawers[family]()
+            if split_of(expression) == split and expression not in prompts:
+                break
+        else:
+            raise ValueError(
+                f"n is {n}, but the {split} split has no more than about {len(prompts)} distinct problems"
+                f" of families {[str(f) for f in families]} with digits={digits} and terms={terms};"
+                " lower n or raise digits or terms"
+            )
+        prompts[expression] = _prompt(expression, answer, family, rng.choice(PHRASINGS))
+    return list(prompts.values())
+
+
+def split_of(expression: str) -> str:
+    """The split that owns an expression, by the SHA-256 of its sorted words: 0 modulo EVAL_SHARE is "eval".
+
+    Sorted, so that 347 + 586 and 586 + 347 fall on the same side.
+    """
+    digest = hashlib.sha256(" ".join(sorted(expression.split())).encode()).digest()
+    return "eval" if digest[0] % EVAL_SHARE == 0 else "train"
+
+
+def _prompt(expression: str, answer: int, family: Family, phrasing: str) -> Prompt:
+    return Prompt(
+        uid=f"arithmetic/{expression}",
+        messages=({"role": "user", "content": phrasing.format(expression)},),
+        columns={"answer": str(answer), "family": str(family), "expression": expression},
+    )
+
+
+def _drawers(rng: random.Random, digits: int, terms: int) -> Mapping[Family, Callable[[], tuple[str, int]]]:
+    """For each family a function that draws (expression, answer)."""
+
+    def number() -> int:
+        """Uniform in the number of digits first, so that short numbers are not rare."""
+        length = rng.randint(2, digits)
+        return rng.randrange(10 ** (length - 1), 10**length)
+
+    def sum_() -> tuple[str, int]:
+        a, b = number(), number()
+        return f"{a} + {b}", a + b
+
+    def difference() -> tuple[str, int]:
+        b, a = sorted((number(), number()))
+        return f"{a} - {b}", a - b
+
+    def product() -> tuple[str, int]:
+        a, b = rng.randint(2, 9), number()
+        return f"{a} * {b}", a * b
+
+    def remainder() -> tuple[str, int]:
+        a, b = number(), rng.randint(3, 9)
+        return f"{a} mod {b}", a % b
+
+    def chain() -> tuple[str, int]:
+        total = rng.randint(1, 9)
+        expression = str(total)
+        for _ in range(rng.randint(3, terms) - 1):
+            term = rng.randint(1, 9)
+            sign = rng.choice((1, -1)) if term <= total else 1
+            total += sign * term
+            expression += f" {'+' if sign > 0 else '-'} {term}"
+        return expression, total
+
+    return {
+        Family.SUM: sum_,
+        Family.DIFFERENCE: difference,
+        Family.PRODUCT: product,
+        Family.REMAINDER: remainder,
+        Family.CHAIN: chain,
+    }
+
+
+def _check(split: str, n: int, families: Sequence[str], digits: int, terms: int) -> None:
+    if split not in ("train", "eval"):
+        raise ValueError(f"arithmetic: split is {split!r}; use 'train' or 'eval'")
+    if n < 1:
+        raise ValueError(f"arithmetic: n is {n}; use at least 1")
+    if isinstance(families, str) or not families:
+        raise ValueError(f"arithmetic: families is {families!r}; use a list of {[str(f) for f in Family]}")
+    for family in families:
+        if family not in tuple(Family):
+            raise ValueError(f"arithmetic: families has {family!r}; use some of {[str(f) for f in Family]}")
+    if not 2 <= digits <= 18:
+        raise ValueError(f"arithmetic: digits is {digits}; use 2 to 18")
+    if not 3 <= terms <= 100:
+        raise ValueError(f"arithmetic: terms is {terms}; use 3 to 100")

@@ -1,0 +1,84 @@
+"""Any task of reasoning_gym by name: endless problems, scored by the task's own rules (reward ``gym_score``).
+
+reasoning_gym draws item i of a dataset from the generator seeded ``seed + i``, so neighbouring seeds share
+items. We spread our seeds by a hash, and the text of the question says which split it belongs to: no
+evaluation question is ever trained on, whatever the seeds, sizes and parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from ostinato.types import Prompt
+
+EVAL_SHARE = 8  # one question in 8 belongs to the evaluation split
+MAX_DRAWS_IN_VAIN = 2000  # draws in a row without a new question, before a task is called used up
+
+
+def rows(name: str, split: str, seed: int, n: int, config: Mapping[str, Any]) -> list[Prompt]:
+    """``n`` distinct questions of ``split`` as chat prompts; a larger ``n`` only continues the stream.
+
+    ``config`` are the fields of the task's own configuration. Columns: ``answer`` (the task's example of a
+    right answer, sometimes None), ``gym`` ({"name", "config"}: what the scorer is made from) and ``entry``
+    (the task's item, which the scorer reads). Raises ValueError for an unknown task or field, a bad value,
+    or a task with fewer than ``n`` questions.
+    """
+    dataset = _dataset(name, {**config, "seed": _spread(seed), "size": 2**24})
+    prompts: dict[str, Prompt] = {}
+    index = last_found = 0
+    while len(prompts) < n:
+        entry = dataset[index]
+        prompt = _prompt(name, config, entry)
+        if split_of(entry["question"]) == split and prompt.uid not in prompts:
+            prompts[prompt.uid], last_found = prompt, index
+        if index - last_found > MAX_DRAWS_IN_VAIN:
+            raise ValueError(
+                f"n is {n} but gym:{name} has only about {len(prompts)} distinct {split} questions; "
+                "ask for fewer, or widen the task in params"
+            )
+        index += 1
+    return list(prompts.values())
+
+
+def split_of(question: str) -> str:
+    """The split that owns a question, by its SHA-256: 0 modulo EVAL_SHARE is "eval"."""
+    return "eval" if hashlib.sha256(question.encode()).digest()[0] % EVAL_SHARE == 0 else "train"
+
+
+def _prompt(name: str, config: Mapping[str, Any], entry: dict[str, Any]) -> Prompt:
+    digest = hashlib.sha256(f"{entry['question']}\0{entry['answer']}".encode()).hexdigest()[:16]
+    return Prompt(
+        uid=f"gym/{name}/{digest}",
+        messages=({"role": "user", "content": entry["question"]},),
+        columns={"answer": entry["answer"], "gym": {"name": name, "config": dict(config)}, "entry": entry},
+    )
+
+
+def _spread(seed: int) -> int:
+    """31 bits far from those of the neighbouring seeds; some tasks feed numpy, which takes 32."""
+    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big") >> 1
+
+
+def _dataset(name: str, config: Mapping[str, Any]) -> Any:
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ModuleNotFoundError as error:
+        raise ValueError(f"task.source gym:{name} needs reasoning-gym; install the extra 'gym'") from error
+    if name not in DATASETS:
+        nearest = get_close_matches(name, DATASETS, n=1, cutoff=0)[0]
+        raise ValueError(f"task.source is gym:{name}, an unknown task; the nearest is gym:{nearest}")
+    known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+    for key in config:
+        if key not in known:
+            nearest = get_close_matches(key, known, n=1, cutoff=0)[0]
+            raise ValueError(
+                f"task.params.{key} is unknown for gym:{name}; nearest is {nearest!r} of {known}"
+            )
+    try:
+        return create_dataset(name, **config)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"task.params are refused by gym:{name}: {error}") from error

@@ -1,0 +1,146 @@
+"""Where prompts come from: ``load_tasks`` reads a source by name, ``Rows`` makes an endless stream of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.env import arithmetic, gym, rows
+from ostinato.types import Prompt
+
+SPLITS = ("train", "eval")
+SUBSET_EPOCH = -1  # addresses the order that picks a subset; the epochs of a stream count from 0
+
+
+class Rows:
+    """Implements protocols.Tasks: each epoch is a permutation of ``prompts`` addressed by (seed, epoch).
+
+    Without state, so a resumed run continues the stream by its index alone.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
+        if not prompts:
+            raise ValueError("tasks are empty; a run needs at least one prompt")
+        self._prompts = tuple(prompts)
+        self._seed, self._shuffle = seed, shuffle
+
+    def __len__(self) -> int:
+        """Prompts per epoch."""
+        return len(self._prompts)
+
+    def prompt(self, index: int) -> Prompt:
+        epoch, position = divmod(index, len(self._prompts))
+        if self._shuffle:
+            position = int(_order(self._seed, epoch, len(self._prompts))[position])
+        return self._prompts[position]
+
+
+@functools.lru_cache(maxsize=4)  # a batch can straddle two epochs
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """A permutation of ``count``: the order of raw Philox words, which numpy keeps stable across versions."""
+    key = np.array([seed, epoch], np.int64).view(np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+
+
+def load_tasks(
+    source: str,
+    split: str,
+    seed: int,
+    n: int | None,
+    params: Mapping[str, Any] | None = None,
+    system_prompt: str = "",
+) -> list[Prompt]:
+    """The prompts of ``split`` ("train" or "eval") of a source; ``n`` None means all rows of a file.
+
+    - ``arithmetic``: the procedural family of ``env.arithmetic``
+    - ``gym:<name>``: any task of reasoning_gym
+    - ``hf:<name>``: a dataset of the Hugging Face hub
+    - a path to a .jsonl or .parquet file, or to a folder written by ``datasets``' ``save_to_disk``
+
+    Procedural sources give exactly ``n`` distinct prompts; which split a problem belongs to is decided by
+    its own text, so the splits are disjoint for every seed and size. A file with more than ``n`` rows gives
+    a subset that depends on ``seed``, in the file's order; for files see ``rows.read`` and
+    ``check_disjoint``. ``params`` are the source's own. ``system_prompt`` opens every chat.
+
+    Raises ValueError with one sentence for whatever the user can mend.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"task.split is {split!r}; use 'train' or 'eval'")
+    if n is not None and n < 1:
+        raise ValueError(f"n is {n}; use at least 1")
+    params = dict(params or {})
+    if source == "arithmetic" or source.startswith("gym:"):
+        if n is None:
+            raise ValueError(f"n is missing; {source} is endless, say how many {split} prompts to draw")
+        prompts = _procedural(source, split, seed, n, params)
+    else:
+        _check_params(rows.read, params, source, skip=("source", "split"))
+        prompts = _subset(rows.read(_existing(source), split, **params), seed, n)
+    return [_with_system(prompt, system_prompt) for prompt in prompts] if system_prompt else prompts
+
+
+def check_disjoint(train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> None:
+    """Raise ValueError when an evaluation prompt, by uid or by content, is also trained on."""
+    uids = {prompt.uid for prompt in train}
+    contents = {_content(prompt) for prompt in train}
+    shared = [prompt.uid for prompt in evaluation if prompt.uid in uids or _content(prompt) in contents]
+    if shared:
+        raise ValueError(
+            f"{len(shared)} of {len(evaluation)} evaluation prompts are also in the training data "
+            f"(the first is {shared[0]}); set task.params.holdout to the share to hold out, e.g. 0.1"
+        )
+
+
+def _content(prompt: Prompt) -> str:
+    """The text without its system messages, which may differ between the splits."""
+    if prompt.messages is None:
+        return prompt.text or ""
+    return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages if m["role"] != "system")
+
+
+def _procedural(source: str, split: str, seed: int, n: int, params: dict[str, Any]) -> list[Prompt]:
+    if source == "arithmetic":
+        _check_params(arithmetic.rows, params, source, skip=("split", "seed", "n"))
+        return arithmetic.rows(split, seed, n, **params)
+    return gym.rows(source.removeprefix("gym:"), split, seed, n, params)
+
+
+def _existing(source: str) -> str:
+    if source.startswith("hf:") or Path(source).exists():
+        return source
+    if Path(source).suffix or "/" in source:
+        raise ValueError(f"task.source is {source!r}; there is no such file or folder, check the path")
+    nearest = get_close_matches(source.partition(":")[0], ["arithmetic", "gym", "hf"], n=1, cutoff=0)[0]
+    nearest += {"arithmetic": ""}.get(nearest, ":<name>")
+    raise ValueError(f"task.source is {source!r}, neither a source nor a file; did you mean {nearest}?")
+
+
+def _check_params(
+    reader: Callable[..., Any], params: Mapping[str, Any], source: str, skip: Sequence[str]
+) -> None:
+    known = [name for name in inspect.signature(reader).parameters if name not in skip]
+    for name in params:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1, cutoff=0)[0]
+            raise ValueError(f"task.params.{name} is unknown for {source}; nearest is {nearest!r} of {known}")
+
+
+def _subset(prompts: list[Prompt], seed: int, n: int | None) -> list[Prompt]:
+    if n is None or n >= len(prompts):
+        return prompts
+    return [prompts[k] for k in sorted(_order(seed, SUBSET_EPOCH, len(prompts))[:n].tolist())]
+
+
+def _with_system(prompt: Prompt, system_prompt: str) -> Prompt:
+    if prompt.messages is None:
+        raise ValueError(f"task.system_prompt is set but prompt {prompt.uid} is plain text; use chat rows")
+    if prompt.messages[0]["role"] == "system":
+        raise ValueError(f"task.system_prompt is set but prompt {prompt.uid} has its own; drop one")
+    return replace(prompt, messages=({"role": "system", "content": system_prompt}, *prompt.messages))

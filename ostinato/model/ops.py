@@ -1,0 +1,58 @@
+"""The arithmetic of the decoder as values: a set of plain functions that ``forward`` is given.
+
+``TORCH_OPS`` is the readable set, right on every device and under autograd. A faster set (the C++
+kernels of ``model/native``) has the same signatures, is for inference only, and is tested against it.
+Inputs may be strided views whose last dimension is contiguous.
+
+T rows, K inputs, N outputs, r rank, H heads, D head dim, F width of an MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
+from ostinato.model.moe import ExpertLora, experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """One implementation of the decoder's arithmetic. Each field is documented at its function below."""
+
+    linear: Callable[..., Tensor]  # (x [T, K], weight [N, K], bias=None, out_dtype=None) -> [T, N]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # (x [..., K], weight [K], eps) -> [..., K]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [T, H, D], cos [T, D], sin [T, D]) -> [T, H, D]
+    silu_mul: Callable[[Tensor], Tensor]  # gate_up [T, 2F] -> [T, F]
+    lora: Callable[[Tensor, Tensor, Tensor, float], Tensor]  # (x [T, K], a [r, K], b [N, r], scale) -> [T, N]
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertLora | None], Tensor]  # see moe.experts
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x weight^T + bias. With ``out_dtype`` the operands are widened first: fp32 products, fp32 sums."""
+    if out_dtype is None or out_dtype == x.dtype == weight.dtype:
+        return F.linear(x, weight, bias)
+    return F.linear(x.to(out_dtype), weight.to(out_dtype), None if bias is None else bias.to(out_dtype))
+
+
+def lora(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale * x a^T b^T: what a low-rank adapter adds to a linear map (arXiv 2106.09685 section 4.1)."""
+    return F.linear(F.linear(x, a) * scale, b)
+
+
+TORCH_OPS = Ops(
+    linear=linear,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rope=rope,
+    silu_mul=silu_mul,
+    lora=lora,
+    experts=experts,
+)

@@ -1,0 +1,202 @@
+"""Adapters in files: PEFT's format for everybody, our own beside it, and merged Hugging Face models.
+
+    adapter_config.json  adapter_model.safetensors   what peft.PeftModel.from_pretrained(model, folder) reads
+    ostinato_adapter.safetensors                     logical tensors, spec, fingerprint of the base: lossless
+
+transformers v5 holds the experts of a layer as two parameters, gate_up_proj [E, 2M, D] and down_proj
+[E, D, M], and PEFT adapts such a parameter (``target_parameters``) with one rank for all experts:
+A [E * r, in], expert after expert, and B [out, r * E], rank after rank. So gate and up become one adapter
+of twice the rank with a block-diagonal B, and factors that ours share over the experts are repeated.
+
+D hidden size, M expert width, E experts, r rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ostinato.model.decoder import Decoder
+from ostinato.model.hf import hf_module, save_model
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters, linear_shapes, merge
+from ostinato.run import atomic_write
+
+PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+LOGICAL = "ostinato_adapter.safetensors"
+# In memory, transformers v5 names the modules of every MoE family as Qwen's files do; Mixtral's files differ.
+_IN_MEMORY = "qwen3_moe"
+
+
+def save_peft(adapters: Adapters, decoder: Decoder, folder: Path, base_name: str = "") -> None:
+    """Write the adapters of ``decoder`` into ``folder``; ``base_name`` is where PEFT finds the base.
+
+    Each file appears whole or not at all; other files of the folder stay.
+    """
+    spec, base = json.dumps(asdict(adapters.spec)), base_fingerprint(decoder)
+    metadata = {"spec": spec, "base": base, "base_name": base_name}
+    _save_tensors(folder / LOGICAL, adapters.state_dict(), metadata)
+    _save_tensors(folder / PEFT_TENSORS, dict(_peft_tensors(adapters)), {"format": "pt"})
+    config = json.dumps(_peft_config(adapters, base_name), indent=2) + "\n"
+    atomic_write(folder / PEFT_CONFIG, config.encode())
+
+
+def load_peft(folder: Path, decoder: Decoder) -> Adapters:
+    """The adapters in ``folder``, bit for bit as they were saved.
+
+    Raises ValueError when there are none of ours, when the file is damaged, and when they were trained on
+    other weights than ``decoder``'s.
+    """
+    path = folder / LOGICAL
+    if not path.is_file():
+        raise ValueError(
+            f"adapter {folder} has no {LOGICAL}; give one of ours, or merge this one into its base"
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        spec = json.loads(metadata["spec"])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or not an adapter of ours ({error}); save it again") from error
+    if metadata.get("base") != base_fingerprint(decoder):
+        base = metadata.get("base_name") or "unnamed"
+        raise ValueError(f"adapter {folder} belongs to another base ({base}); load it onto that one")
+    adapters = init_adapters(decoder.config, AdapterSpec(**{**spec, "targets": tuple(spec["targets"])}))
+    with torch.no_grad():
+        adapters.load_state_dict(state)
+    return adapters.to(decoder.device)
+
+
+def export_merged(
+    decoder: Decoder, adapters: Adapters, folder: Path, tokenizer_from: Path | None = None
+) -> None:
+    """Write the decoder with its adapters added to the weights, as a Hugging Face folder.
+
+    The sums are rounded to the decoder's dtype: unmerged adapters are the exact policy.
+    """
+    save_model(merge(decoder, adapters), folder, tokenizer_from)
+
+
+def base_fingerprint(decoder: Decoder, samples: int = 64) -> str:
+    """A digest of the base: every tensor's name, shape and some values, as bf16 rounds them, so that the
+    same weights loaded in another dtype are the same base."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(decoder.named_parameters()):
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        values = weight.detach().flatten()[:: max(1, weight.numel() // samples)]
+        digest.update(values.bfloat16().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    atomic_write(path, lambda partial: save_file(content, partial, metadata=metadata))
+
+
+def _peft_config(adapters: Adapters, base_name: str) -> dict[str, Any]:
+    spec = adapters.spec
+    modules, parameters, ranks, alphas = set(), set(), {}, {}
+    for name in adapters.tensors:
+        module = _module(name)
+        if ".experts." in name:
+            prefix, _, role = name.rpartition(".")
+            parameter = "mlp.experts.down_proj" if role == "down" else "mlp.experts.gate_up_proj"
+            members = 1 if role == "down" else len(_gate_up(adapters, prefix))
+            parameters.add(parameter)
+            ranks[parameter], alphas[parameter] = members * spec.rank_of(name), members * spec.alpha
+        elif ".attn." in name or adapters.config.moe is None:
+            modules.add(module.rpartition(".")[2])
+        else:
+            # Not as modules: in a MoE model PEFT takes gate_proj and the like for the experts of transformers
+            # v4 (peft.utils.transformers_weight_conversion).
+            parameters.add(
+                module.split(".", 3)[3] + ".weight"
+            )  # model.layers.3.mlp.gate_proj -> mlp.gate_proj
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(parameters) or None,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+    }
+
+
+def _peft_tensors(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+    for name, pair in adapters.tensors.items():
+        if ".experts." not in name:
+            yield from _named(_module(name), *pair)
+    for layer in range(adapters.config.num_layers):
+        yield from _expert_tensors(adapters, layer)
+
+
+def _expert_tensors(adapters: Adapters, layer: int) -> Iterator[tuple[str, Tensor]]:
+    """PEFT nests the wrappers of one module in the order of its parameters: gate_up_proj inside."""
+    prefix, module = f"layers.{layer}.experts", f"model.layers.{layer}.mlp.experts"
+    gate_up, down = _gate_up(adapters, prefix), adapters.tensors.get(f"{prefix}.down")
+    if gate_up:
+        width = linear_shapes(adapters.config)[f"{prefix}.gate"][-2]
+        inner = f"{module}.base_layer" if down else module
+        yield from _named(inner, *_flattened(*_fused(adapters, gate_up, width)))
+    if down:
+        yield from _named(module, *_flattened(*_expanded(adapters, *down)))
+
+
+def _gate_up(adapters: Adapters, prefix: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """The adapters of the experts' gate and up, as far as there are any."""
+    names = {role: f"{prefix}.{role}" for role in ("gate", "up")}
+    return {role: adapters.tensors[name] for role, name in names.items() if name in adapters.tensors}
+
+
+def _fused(
+    adapters: Adapters, gate_up: dict[str, tuple[Tensor, Tensor]], width: int
+) -> tuple[Tensor, Tensor]:
+    """One adapter of the stacked [gate; up]: A stacked, each B in its own rows and ranks."""
+    pairs = {role: _expanded(adapters, *pair) for role, pair in gate_up.items()}
+    stacked = torch.cat([a for a, _ in pairs.values()], dim=1)
+    block_diagonal = stacked.new_zeros(len(stacked), 2 * width, stacked.shape[1])
+    rank = 0
+    for role, (a, b) in pairs.items():
+        row = width if role == "up" else 0
+        block_diagonal[:, row : row + width, rank : rank + a.shape[1]] = b
+        rank += a.shape[1]
+    return stacked, block_diagonal
+
+
+def _expanded(adapters: Adapters, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """A [E, r, in] and B [E, out, r]: a factor that all experts share is repeated."""
+    assert adapters.config.moe is not None
+    experts = adapters.config.moe.num_experts
+    return a.detach().expand(experts, *a.shape[-2:]), b.detach().expand(experts, *b.shape[-2:])
+
+
+def _flattened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """[E, r, in] -> [E * r, in] and [E, out, r] -> [out, r * E], as PEFT's ParamWrapper unfolds them."""
+    return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1, 2)
+
+
+def _named(module: str, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield f"base_model.model.{module}.lora_A.weight", a
+    yield f"base_model.model.{module}.lora_B.weight", b
+
+
+def _module(name: str) -> str:
+    return hf_module(name, _IN_MEMORY)
+
+
+__all__ = ["base_fingerprint", "export_merged", "load_peft", "save_peft"]

@@ -1,0 +1,199 @@
+"""What a decoder stores: weights that read the same input lie in one matrix (q, k, v; gate, up; all experts).
+
+The slots here point at parameters that ``Decoder`` registers under dotted names; ``named_linears`` gives
+the maps that an adapter or a checkpoint speaks of, as views.
+
+D hidden size, H query heads, G key-value heads, F width of an MLP, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ostinato.model.config import ModelConfig, QKNorm
+
+
+class New(Protocol):
+    """Makes a frozen parameter, in the dtype of the decoder unless told, and registers it."""
+
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype = ...) -> Tensor: ...
+
+
+class Linear(NamedTuple):
+    """A logical linear map: views into the stored weights. Experts have weight [E, out, in]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(slots=True)
+class Attention:
+    """Stored weights of grouped-query attention."""
+
+    qkv: Tensor  # [(H + 2G) * head_dim, D]
+    qkv_bias: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+@dataclass(slots=True)
+class LatentAttention:
+    """Stored weights of multi-head latent attention."""
+
+    q: Tensor | None  # [H * head_dim, D] without a query latent, else q_a and q_b
+    q_a: Tensor | None
+    q_a_norm: Tensor | None
+    q_b: Tensor | None
+    kv_a: Tensor  # [kv_lora_rank + rope_head_dim, D]
+    kv_a_norm: Tensor
+    kv_b: Tensor  # [H * (nope_head_dim + v_head_dim), kv_lora_rank]
+    o: Tensor
+
+
+@dataclass(slots=True)
+class Mlp:
+    """Stored weights of a SwiGLU network."""
+
+    gate_up: Tensor  # [2F, D]
+    gate_up_bias: Tensor | None
+    down: Tensor  # [D, F]
+    down_bias: Tensor | None
+
+
+@dataclass(slots=True)
+class Moe:
+    """Stored weights of a mixture of experts."""
+
+    router: Tensor  # [E, D]
+    correction_bias: Tensor | None  # [E] fp32, never trained
+    gate_up: Tensor  # [E, 2F, D]
+    down: Tensor  # [E, D, F]
+    shared: Mlp | None
+
+
+@dataclass(slots=True)
+class Block:
+    """One layer. Plain slots, because looking a weight up in nn.Module costs as much as a small kernel."""
+
+    attn_norm: Tensor
+    attn: Attention | LatentAttention
+    mlp_norm: Tensor
+    mlp: Mlp | Moe
+    next_norm: Tensor  # attn_norm of the next layer, or the final norm: fused with the residual add
+
+
+def new_block(c: ModelConfig, new: New, layer: int, next_norm: Tensor) -> Block:
+    """Allocate layer ``layer``. ``next_norm`` is the norm that follows it."""
+    moe, name = c.moe, f"layers.{layer}"
+    mlp: Mlp | Moe
+    if moe is None or layer not in moe.layers:
+        mlp = _new_mlp(new, f"{name}.mlp", c.hidden_size, c.intermediate_size, c.mlp_bias)
+    else:
+        shared = moe.shared_intermediate_size
+        mlp = Moe(
+            router=new(f"{name}.moe.router", moe.num_experts, c.hidden_size),
+            correction_bias=new(f"{name}.moe.correction_bias", moe.num_experts, dtype=torch.float32)
+            if moe.correction_bias
+            else None,
+            gate_up=new(f"{name}.moe.gate_up", moe.num_experts, 2 * moe.intermediate_size, c.hidden_size),
+            down=new(f"{name}.moe.down", moe.num_experts, c.hidden_size, moe.intermediate_size),
+            shared=_new_mlp(new, f"{name}.shared", c.hidden_size, shared, False) if shared else None,
+        )
+    return Block(
+        attn_norm=new(f"{name}.attn_norm", c.hidden_size),
+        attn=_new_latent_attention(c, new, name) if c.mla else _new_attention(c, new, name),
+        mlp_norm=new(f"{name}.mlp_norm", c.hidden_size),
+        mlp=mlp,
+        next_norm=next_norm,
+    )
+
+
+def _new_mlp(new: New, name: str, hidden: int, width: int, bias: bool) -> Mlp:
+    return Mlp(
+        gate_up=new(f"{name}.gate_up", 2 * width, hidden),
+        gate_up_bias=new(f"{name}.gate_up_bias", 2 * width) if bias else None,
+        down=new(f"{name}.down", hidden, width),
+        down_bias=new(f"{name}.down_bias", hidden) if bias else None,
+    )
+
+
+def _new_attention(c: ModelConfig, new: New, name: str) -> Attention:
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    q_norm = k_norm = None
+    if c.qk_norm != QKNorm.NONE:
+        per_head = c.qk_norm == QKNorm.HEAD
+        q_norm = new(f"{name}.attn.q_norm", c.head_dim if per_head else queries)
+        k_norm = new(f"{name}.attn.k_norm", c.head_dim if per_head else keys)
+    return Attention(
+        qkv=new(f"{name}.attn.qkv", queries + 2 * keys, c.hidden_size),
+        qkv_bias=new(f"{name}.attn.qkv_bias", queries + 2 * keys) if c.qkv_bias else None,
+        o=new(f"{name}.attn.o", c.hidden_size, queries),
+        o_bias=new(f"{name}.attn.o_bias", c.hidden_size) if c.o_bias else None,
+        q_norm=q_norm,
+        k_norm=k_norm,
+    )
+
+
+def _new_latent_attention(c: ModelConfig, new: New, name: str) -> LatentAttention:
+    mla = c.mla
+    assert mla is not None
+    queries, rank = c.num_heads * c.head_dim, mla.q_lora_rank
+    expanded = c.num_heads * (mla.nope_head_dim + mla.v_head_dim)
+    return LatentAttention(
+        q=new(f"{name}.attn.q", queries, c.hidden_size) if rank is None else None,
+        q_a=new(f"{name}.attn.q_a", rank, c.hidden_size) if rank else None,
+        q_a_norm=new(f"{name}.attn.q_a_norm", rank) if rank else None,
+        q_b=new(f"{name}.attn.q_b", queries, rank) if rank else None,
+        kv_a=new(f"{name}.attn.kv_a", mla.kv_lora_rank + mla.rope_head_dim, c.hidden_size),
+        kv_a_norm=new(f"{name}.attn.kv_a_norm", mla.kv_lora_rank),
+        kv_b=new(f"{name}.attn.kv_b", expanded, mla.kv_lora_rank),
+        o=new(f"{name}.attn.o", c.hidden_size, c.num_heads * mla.v_head_dim),
+    )
+
+
+def named_linears(c: ModelConfig, blocks: Sequence[Block]) -> Iterator[tuple[str, Linear]]:
+    """Every linear map by logical name, layer by layer (names and shapes as ``lora.linear_shapes``)."""
+    for layer, block in enumerate(blocks):
+        name, attn, mlp = f"layers.{layer}", block.attn, block.mlp
+        if isinstance(attn, Attention):
+            queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+            yield from _slices(
+                f"{name}.attn", ("q", "k", "v"), (queries, keys, keys), attn.qkv, attn.qkv_bias
+            )
+            yield f"{name}.attn.o", Linear(attn.o, attn.o_bias)
+        else:
+            for part in ("q", "q_a", "q_b", "kv_a", "kv_b", "o"):
+                if getattr(attn, part) is not None:
+                    yield f"{name}.attn.{part}", Linear(getattr(attn, part), None)
+        if isinstance(mlp, Moe):
+            yield f"{name}.router", Linear(mlp.router, None)
+            yield from _ffn_linears(f"{name}.experts", mlp.gate_up, None, mlp.down, None)
+            if mlp.shared is not None:
+                yield from _ffn_linears(f"{name}.shared", mlp.shared.gate_up, None, mlp.shared.down, None)
+        else:
+            yield from _ffn_linears(f"{name}.mlp", mlp.gate_up, mlp.gate_up_bias, mlp.down, mlp.down_bias)
+
+
+def _ffn_linears(
+    name: str, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
+) -> Iterator[tuple[str, Linear]]:
+    width = gate_up.shape[-2] // 2
+    yield from _slices(name, ("gate", "up"), (width, width), gate_up, gate_up_bias)
+    yield f"{name}.down", Linear(down, down_bias)
+
+
+def _slices(
+    name: str, parts: tuple[str, ...], sizes: tuple[int, ...], weight: Tensor, bias: Tensor | None
+) -> Iterator[tuple[str, Linear]]:
+    start = 0
+    for part, size in zip(parts, sizes, strict=True):
+        piece = None if bias is None else bias.narrow(0, start, size)
+        yield f"{name}.{part}", Linear(weight.narrow(-2, start, size), piece)
+        start += size

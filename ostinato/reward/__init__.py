@@ -1,0 +1,1 @@
+"""Rewards: functions with TRL's signature (``verify``), run in killable processes (``workers``)."""

@@ -1,0 +1,193 @@
+"""The child process in which reward functions run: killable, replaceable, started without torch or numpy.
+
+It is run by its path, so it needs nothing of the parent but one socket::
+
+    parent (workers.Worker)                      child (this file)
+    {parent, path, functions, timeout_s}  ---->  import the functions
+                                          <----  {"error": "" or one sentence}
+    n, pickle (function, columns, probe)  ---->  call it
+                                          <----  [[value, fault, detail], ...], one per completion
+
+Requests are pickles (columns hold whatever a dataset holds); replies are JSON, so nothing that a reward
+function does can run code in the trainer. Prints of a reward function go to stderr, never into the
+socket. The functions run in the main thread: SIGALRM works there.
+
+A child whose parent was killed ends by itself: a thread notices the new parent, and where a C call
+holds the interpreter (a regular expression gone wild) the kernel's limit on CPU time does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+HEADER = struct.Struct(">Q")
+MAX_FRAME = 1 << 30  # a longer frame is a broken stream, not a message
+SIGNATURE = "signature"  # opens the detail of a probe whose columns the function does not accept
+MAX_DETAIL = 300  # characters of an exception that travel back
+WATCH_S = 0.5
+
+Verdict = tuple[float | None, str, str]  # value, Fault or "", detail
+
+
+class Fault(StrEnum):
+    """Why a reward function gave no verdict."""
+
+    TIMEOUT = "timeout"
+    DIED = "died"  # the process ended: kill -9, out of memory, os._exit
+    RAISED = "raised"
+    WRONG_LENGTH = "wrong_length"
+    NOT_A_NUMBER = "not_a_number"
+    NON_FINITE = "non_finite"
+    UNPICKLABLE = "unpicklable"
+
+
+def send(sock: socket.socket, payload: bytes) -> None:
+    """Write one frame; TimeoutError when the socket's timeout is over first."""
+    sock.sendall(HEADER.pack(len(payload)) + payload)
+
+
+def receive(sock: socket.socket, deadline: float = math.inf) -> bytes:
+    """Read one frame. TimeoutError after ``deadline`` (of time.monotonic), EOFError without a peer."""
+    (length,) = HEADER.unpack(_exactly(sock, HEADER.size, deadline))
+    if length > MAX_FRAME:
+        raise EOFError(f"a frame of {length} bytes")
+    return _exactly(sock, length, deadline)
+
+
+def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    buffer = bytearray()
+    while len(buffer) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(None if left == math.inf else left)
+        chunk = sock.recv(min(count - len(buffer), 1 << 20))
+        if not chunk:
+            raise EOFError("the peer closed the socket")
+        buffer += chunk
+    return bytes(buffer)
+
+
+def judge(function: Callable[..., Any], num_completions: int, columns: dict[str, Any]) -> list[Verdict]:
+    """Call a reward function and check what it returns: one verdict per completion, always.
+
+    None is a verdict too (a skip). A fault of the whole call is given to every completion, a NaN or an
+    infinity only to its own.
+    """
+    try:
+        values = function(**columns)
+        if inspect.iscoroutine(values):
+            values = asyncio.run(values)
+        if not isinstance(values, Sequence) and not hasattr(values, "__array__"):
+            return _all(num_completions, Fault.WRONG_LENGTH, f"returned {type(values).__name__}, not a list")
+        if len(values) != num_completions:
+            return _all(num_completions, Fault.WRONG_LENGTH, f"{len(values)} values for {num_completions}")
+        return [_verdict(value) for value in values]
+    except BaseException as error:  # also SystemExit and the timeouts of libraries that are no Exception
+        return _all(num_completions, Fault.RAISED, describe(error))
+
+
+def _all(num_completions: int, fault: Fault, detail: str) -> list[Verdict]:
+    return [(None, fault, detail)] * num_completions
+
+
+def _verdict(value: Any) -> Verdict:
+    if value is None:
+        return None, "", ""
+    if isinstance(value, str | bytes):  # float("1.0") would let a text pass for a score
+        return None, Fault.NOT_A_NUMBER, type(value).__name__
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None, Fault.NOT_A_NUMBER, type(value).__name__
+    return (number, "", "") if math.isfinite(number) else (None, Fault.NON_FINITE, str(number))
+
+
+def describe(error: BaseException) -> str:
+    """``ZeroDivisionError: division by zero``, on one line and bounded."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_DETAIL]
+
+
+def probe(function: Callable[..., Any], num_completions: int, columns: dict[str, Any]) -> list[Verdict]:
+    """``judge``, after asking whether the function's signature accepts these columns at all."""
+    try:
+        inspect.signature(function).bind(**columns)
+    except TypeError as error:
+        return _all(num_completions, Fault.RAISED, f"{SIGNATURE}: {error}")
+    return judge(function, num_completions, columns)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _limit_cpu(timeout_s: float) -> None:
+    """Let the kernel end a call that outlives its parent. While the parent lives it is never reached: the
+    parent kills after ``timeout_s``, before all cores together have used that much."""
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = math.ceil(used.ru_utime + used.ru_stime + timeout_s * (os.cpu_count() or 1)) + 1
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _answer(functions: dict[str, Callable[..., Any]], request: bytes) -> list[Verdict]:
+    (num_completions,) = HEADER.unpack_from(request)
+    try:
+        name, columns, only_probe = pickle.loads(memoryview(request)[HEADER.size :])
+    except BaseException as error:  # a column of a class that cannot be imported here
+        return _all(num_completions, Fault.UNPICKLABLE, describe(error))
+    return (probe if only_probe else judge)(functions[name], num_completions, columns)
+
+
+def main(fd: int) -> None:
+    sock = socket.socket(fileno=fd)
+    hello = json.loads(receive(sock))
+    threading.Thread(target=_end_with, args=(hello["parent"],), daemon=True).start()
+    sys.path[:] = hello["path"]
+    try:
+        from ostinato.reward.verify import resolve
+
+        functions = {spec: resolve(spec) for spec in hello["functions"]}
+    except BaseException as error:  # importing a user's file can raise anything: it becomes one sentence
+        sentence = str(error) if type(error) is ValueError else describe(error)
+        send(sock, json.dumps({"error": sentence}).encode())
+        return
+    send(sock, json.dumps({"error": ""}).encode())
+    while True:
+        request = receive(sock)
+        _limit_cpu(hello["timeout_s"])
+        send(sock, json.dumps(_answer(functions, request)).encode())
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        main(int(sys.argv[1]))
+        status = 0
+    except (EOFError, OSError):
+        status = 0  # the parent has closed the socket or is gone
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)  # a thread left behind by a reward function must not keep the process

@@ -1,0 +1,335 @@
+"""Grades groups with reward functions in killable worker processes: bounded, named, counted, never 0.
+
+    grade(group) -> one call per function -> a thread of the pool -> an idle Worker -> its process
+                                                  |  time is over, or the process is gone
+                                                  +-> its process group is killed; the next call starts afresh
+
+The invariants: every wait has a limit; a fault leaves ``Reward.value`` None with the fault's name in
+``reason``; every fault is in ``counters``; a dead process is reaped before its worker is used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from ostinato.reward import worker as child
+from ostinato.reward.worker import Fault, Verdict
+from ostinato.types import Group, Prompt, Reward, Stop, Trajectory
+
+START_TIMEOUT_S = 60.0  # importing the functions may import much; a call's limit does not include it
+REAP_TIMEOUT_S = 5.0
+NO_VERDICT = frozenset({Stop.ERROR, Stop.ABORT})  # episodes whose end is not the policy's doing
+
+
+class Worker:
+    """One child process at a time, started when it is first needed and again after each fault.
+
+    Used by one thread at a time; only ``interrupt`` may come from another.
+    """
+
+    def __init__(self, functions: Sequence[str], timeout_s: float) -> None:
+        self._functions = list(functions)
+        self._timeout_s = timeout_s
+        self._folder = os.getcwd()  # relative paths keep their meaning for a process started later
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def start(self) -> str:
+        """Have a process with the functions imported. Returns "" or the sentence that says why not."""
+        if self._process is not None:
+            return ""
+        try:
+            self._spawn()
+            hello = {
+                "parent": os.getpid(),
+                "path": [str(entry) for entry in sys.path],
+                "functions": self._functions,
+                "timeout_s": self._timeout_s,
+            }
+            error = self._exchange(json.dumps(hello).encode(), START_TIMEOUT_S)["error"]
+        except TimeoutError:
+            error = f"importing the rewards {self._functions} took more than {START_TIMEOUT_S:g} s"
+        except OSError as failure:
+            error = f"no process could be started for the rewards {self._functions}: {failure}"
+        except EOFError as failure:
+            error = f"the process ended while it imported the rewards {self._functions}: {failure}"
+        if error:
+            self.kill()
+        return error
+
+    def _spawn(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", child.__file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward function prints goes to stderr
+                start_new_session=True,  # Ctrl-C is the trainer's to handle; killpg reaches grandchildren
+                cwd=self._folder,
+            )
+
+    def call(self, request: bytes) -> list[Verdict]:
+        """One verdict per completion. Raises TimeoutError or EOFError; then the process is gone."""
+        if error := self.start():
+            raise EOFError(error)
+        return [(value, fault, detail) for value, fault, detail in self._exchange(request, self._timeout_s)]
+
+    def _exchange(self, request: bytes, timeout_s: float) -> Any:
+        assert self._socket is not None
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._socket.settimeout(timeout_s)
+            child.send(self._socket, request)
+            return json.loads(child.receive(self._socket, deadline))
+        except TimeoutError:
+            self.kill()
+            raise
+        except (EOFError, OSError, ValueError) as error:  # ValueError: something else wrote into the socket
+            raise EOFError(self.kill()) from error
+
+    def interrupt(self) -> None:
+        """Kill the process and all it started; a call in flight ends at once with EOFError."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # EPERM: a zombie on macOS
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def kill(self) -> str:
+        """``interrupt`` and reap. Returns how the process ended: ``killed by signal 9``, ``exit status 3``.
+
+        A process that was already exiting keeps its own status: the signal comes too late to change it.
+        """
+        self.interrupt()
+        process, self._process = self._process, None
+        if self._socket is not None:
+            self._socket.close()
+        if process is None:
+            return ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_TIMEOUT_S)
+        status = process.returncode
+        return f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+
+
+class WorkerGrader:
+    """Implements protocols.Grader: the weighted sum of reward functions, called in killable processes.
+
+    ``functions`` are what ``verify.resolve`` accepts: a built-in name, ``module:function`` or
+    ``path.py:function``. ``timeout_s`` limits one function on one group; a call that hangs is killed, a
+    call whose process died is repeated up to ``retries`` times. ``workers`` is the number of processes.
+
+    A function's None is a skip and leaves the sum of the others, as in TRL. A fault leaves the completion
+    without a value: the sum of the others would score the fault 0. ``Reward.reason`` reads
+    ``fault: function: detail``, joined by ``; ``, or ``skipped``.
+
+    ``counters`` has ``rewards/{function}/{fault}`` and ``rewards/{function}/skipped`` in completions, and
+    ``reward_workers/{hung,died,retried}`` in calls. Close it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[str],
+        *,
+        weights: Sequence[float] | None = None,
+        timeout_s: float = 10.0,
+        workers: int = 1,
+        retries: int = 1,
+    ) -> None:
+        _refuse(functions, weights, timeout_s, workers, retries)
+        self.counters: Counter[str] = Counter()
+        self._functions = list(functions)
+        self._names = _names(functions)
+        self._weights = list(weights) if weights is not None else [1.0] * len(functions)
+        self._timeout_s, self._retries = timeout_s, retries
+        self._closed = False
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()  # as many as threads: get() never waits
+        self._workers = [Worker(functions, timeout_s) for _ in range(workers)]
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._finalizer = weakref.finalize(self, _close, self._workers, self._threads)
+
+    def __enter__(self) -> WorkerGrader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes; calls in flight end at once without a verdict. May be called twice."""
+        self._closed = True
+        self._finalizer()
+
+    def check(self, prompt: Prompt | None = None) -> None:
+        """Start the workers, and raise ValueError with one sentence for what can be known before work starts.
+
+        That is a function that cannot be imported and, given a ``prompt``, one that does not accept its
+        columns or answers two empty completions with a list of another length.
+        """
+        for started in [self._threads.submit(self._start) for _ in self._workers]:
+            if error := started.result():
+                raise ValueError(error)
+        if prompt is None:
+            return
+        columns = _columns(prompt, [([""], [])] * 2)
+        for function, name in zip(self._functions, self._names, strict=True):
+            _, fault, detail = self._threads.submit(self._ask, function, 2, columns, True).result()[0]
+            if fault == Fault.WRONG_LENGTH:
+                raise ValueError(f"reward {name} returned {detail}; return one per completion")
+            if fault == Fault.RAISED and detail.startswith(child.SIGNATURE):
+                raise ValueError(f"reward {name} does not take the row ({detail}); give it **columns")
+
+    async def grade(self, group: Group) -> list[Reward]:
+        """One Reward per trajectory, in order. Episodes that ended in ERROR or ABORT are not judged."""
+        played = [trajectory for trajectory in group.trajectories if trajectory.stop not in NO_VERDICT]
+        if not played:
+            return [_unplayed(trajectory) for trajectory in group.trajectories]
+        columns = _columns(group.prompt, [_answers(trajectory) for trajectory in played])
+        loop = asyncio.get_running_loop()
+        calls = [
+            loop.run_in_executor(self._threads, self._ask, function, len(played), columns)
+            for function in self._functions
+        ]
+        by_function = await asyncio.gather(*calls)
+        for name, verdicts in zip(self._names, by_function, strict=True):
+            for value, fault, _ in verdicts:
+                if value is None:
+                    self._count(f"rewards/{name}/{fault or 'skipped'}")
+        rewards = iter([self._sum(verdicts) for verdicts in zip(*by_function, strict=True)])
+        return [_unplayed(t) if t.stop in NO_VERDICT else next(rewards) for t in group.trajectories]
+
+    def _sum(self, verdicts: Sequence[Verdict]) -> Reward:
+        parts: dict[str, float | None] = {}
+        faults, terms = [], []
+        for name, weight, (value, fault, detail) in zip(self._names, self._weights, verdicts, strict=True):
+            parts[name] = value
+            if fault:
+                faults.append(f"{fault}: {name}: {detail}")
+            elif value is not None:
+                terms.append(weight * value)
+        if faults or not terms:
+            return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts)
+        return Reward(value=math.fsum(terms), parts=parts)
+
+    def _start(self) -> str:
+        worker = self._idle.get()
+        try:
+            return worker.start()
+        finally:
+            self._idle.put(worker)
+
+    def _ask(
+        self, function: str, num_completions: int, columns: dict[str, Any], probe: bool = False
+    ) -> list[Verdict]:
+        try:
+            request = child.HEADER.pack(num_completions) + pickle.dumps((function, columns, probe))
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError) as error:
+            return [(None, Fault.UNPICKLABLE, child.describe(error))] * num_completions
+        detail = ""
+        for attempt in range(self._retries + 1):
+            if self._closed:
+                return [(None, Fault.DIED, "the grader was closed")] * num_completions
+            if attempt:
+                self._count("reward_workers/retried")
+            worker = self._idle.get()
+            try:
+                return worker.call(request)
+            except TimeoutError:
+                self._count("reward_workers/hung")
+                return [(None, Fault.TIMEOUT, f"no verdict in {self._timeout_s:g} s")] * num_completions
+            except EOFError as error:
+                self._count("reward_workers/died")
+                detail = str(error)
+            finally:
+                self._idle.put(worker)
+        return [(None, Fault.DIED, detail)] * num_completions
+
+    def _count(self, key: str) -> None:
+        with self._lock:
+            self.counters[key] += 1
+
+
+def _close(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> None:
+    for worker in workers:
+        worker.interrupt()
+    threads.shutdown(wait=True, cancel_futures=True)
+    for worker in workers:
+        worker.kill()
+
+
+def _refuse(
+    functions: Sequence[str], weights: Sequence[float] | None, timeout_s: float, workers: int, retries: int
+) -> None:
+    if isinstance(functions, str) or not functions:
+        raise ValueError(f"reward.functions is {functions!r}; give a list of names, for example ['exact']")
+    if len(set(functions)) != len(functions):
+        raise ValueError(f"reward.functions is {list(functions)}, which names one twice; weigh it instead")
+    if weights is not None and len(weights) != len(functions):
+        raise ValueError(
+            f"reward.weights has {len(weights)} entries for {len(functions)} functions; give one each"
+        )
+    if weights is not None and not all(math.isfinite(weight) for weight in weights):
+        raise ValueError(f"reward.weights is {list(weights)}; use finite numbers")
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"reward.timeout_s is {timeout_s}; use a positive number of seconds")
+    if workers < 1:
+        raise ValueError(f"reward.workers is {workers}; use at least 1")
+    if retries < 0:
+        raise ValueError(f"reward.retries is {retries}; use 0 or more")
+
+
+def _names(functions: Sequence[str]) -> list[str]:
+    """``path.py:f`` is called ``f`` in metrics, unless two would be."""
+    short = [spec.rpartition(":")[2] for spec in functions]
+    return short if len(set(short)) == len(short) else list(functions)
+
+
+def _unplayed(trajectory: Trajectory) -> Reward:
+    return Reward(value=None, reason=f"episode: {trajectory.stop}: {trajectory.error}")
+
+
+def _answers(trajectory: Trajectory) -> tuple[list[str], list[int]]:
+    """The policy's words turn by turn, and all token ids after the prompt (tool replies included)."""
+    texts = [turn.completion.text for turn in trajectory.turns]
+    parts = [part for turn in trajectory.turns for part in (turn.context, turn.completion.tokens)][1:]
+    return texts, np.concatenate(parts).tolist() if parts else []
+
+
+def _columns(prompt: Prompt, answers: Sequence[tuple[list[str], list[int]]]) -> dict[str, Any]:
+    """What TRL hands to a reward function, all as lists: the row's columns and what was said.
+
+    For a chat prompt a completion is a chat too: the policy's messages, one per turn.
+    """
+    num_completions = len(answers)
+    columns = {name: [value] * num_completions for name, value in prompt.columns.items()}
+    if prompt.messages is None:
+        columns["prompts"] = [prompt.text] * num_completions
+        columns["completions"] = ["".join(texts) for texts, _ in answers]
+    else:
+        columns["prompts"] = [[dict(message) for message in prompt.messages]] * num_completions
+        columns["completions"] = [
+            [{"role": "assistant", "content": text} for text in texts] for texts, _ in answers
+        ]
+    columns["completion_ids"] = [ids for _, ids in answers]
+    return columns

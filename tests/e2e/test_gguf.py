@@ -1,0 +1,91 @@
+"""SmolLM2 out of its GGUF: the converted folder is a sane Hugging Face model, for transformers and for us."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ostinato.model.gguf import rotary_halves, smollm2_folder
+from ostinato.render import Renderer
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("gguf")
+    cache = tmp_path_factory.mktemp("cache")
+    try:
+        return smollm2_folder(cache)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def test_rows_of_a_rotary_pair_move_half_a_head_apart() -> None:
+    paired = np.array([[0], [4], [1], [5], [2], [6], [3], [7]])
+    assert rotary_halves(paired, heads=1).ravel().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert rotary_halves(paired, heads=2).ravel().tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_transformers_answers_paris(folder: Path) -> None:
+    """Wrong rotary order, scales or tokenizer give fluent nonsense at best; the answer needs all right."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inputs = tokenizer.apply_chat_template(
+        QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(tokens) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_our_decoder_agrees_with_transformers(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from ostinato.model.attention import CausalAttention
+    from ostinato.model.hf import load_model
+
+    tokens = torch.from_numpy(Renderer(folder).chat(QUESTION).astype(np.int64))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    decoder = load_model(folder)
+    with torch.no_grad():
+        want = model(tokens[None]).logits[0]
+        hidden, _ = decoder(tokens, torch.arange(len(tokens)), CausalAttention())
+        torch.testing.assert_close(decoder.logits(hidden), want, atol=1e-3, rtol=1e-4)
+
+
+def test_renderer_agrees_with_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Renderer(folder)
+    assert (ours.vocab_size, ours.stop_tokens) == (49152, (2,))
+    for text in ("I'd pay 1234 € for\n\n  x=3.14;", "<|im_start|>user\n你好 \t\r\n end "):
+        assert ours.encode(text).tolist() == theirs.encode(text)
+        assert ours.decode(ours.encode(text), skip_special=False) == text
+    answered = [*QUESTION, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "Sure?"}]
+    for chat in (QUESTION, answered, [{"role": "system", "content": "Be brief."}, *QUESTION]):
+        want = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert ours.chat(chat).tolist() == want
+    answer = ours.encode("Paris.<|im_end|>")
+    tail = ours.after_turn(answered[:2], answered[2:], answer)
+    assert np.concatenate([ours.chat(QUESTION), answer, tail]).tolist() == ours.chat(answered).tolist()
+
+
+def test_digits_are_single_tokens(folder: Path) -> None:
+    assert len(Renderer(folder).encode("31415")) == 5
+
+
+def test_the_cached_folder_is_reused_until_its_source_changes(folder: Path) -> None:
+    marker, config = folder / "ostinato.json", folder / "config.json"
+    before = config.stat().st_mtime_ns
+    assert smollm2_folder(folder.parent) == folder
+    assert config.stat().st_mtime_ns == before
+    marker.write_text(json.dumps({"format": 0}))
+    smollm2_folder(folder.parent)
+    assert config.stat().st_mtime_ns > before

@@ -1,0 +1,142 @@
+"""The command line without a model: help, errors as one sentence, and what is printed about a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ostinato.cli import progress
+from ostinato.cli.app import main
+from ostinato.cli.writers import open_writers
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    for command in ("train", "resume", "eval", "generate", "export", "report", "bench", "doctor"):
+        assert command in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from ostinato import __version__
+
+    assert run("--version") == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "nowhere.toml"], "recipe 'nowhere.toml' does not exist; "),
+        (["train", "quickstart", "trainer.stesp=3"], "did you mean trainer.steps?"),
+        (["train", "quickstart", "trainer.steps=many"], "trainer.steps is 'many'; use a whole number"),
+        (["train", "quickstart", "trainer.steps"], "not of the form section.key=value"),
+        (["resume", "no-such-run"], "no-such-run"),
+        (["export", "no-such-run", "out"], "no-such-run"),
+        (["eval", "no-such-thing"], "no-such-thing"),
+    ],
+)
+def test_user_errors_are_one_sentence_and_exit_code_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("ostinato: ") and captured.err.count("\n") == 1
+    assert sentence in captured.err
+
+
+def test_debug_shows_the_traceback_wherever_it_stands() -> None:
+    for arguments in (["--debug", "train", "nowhere.toml"], ["train", "nowhere.toml", "--debug"]):
+        with pytest.raises(ValueError, match="does not exist"):
+            main(arguments)
+
+
+ROW = {
+    "step": 3,
+    "reward": 0.5,
+    "tokens_per_s": 1234.4,
+    "time/rollout_share": 0.61,
+    "time/reward_share": 0.02,
+    "time/train_share": 0.35,
+}
+BEFORE = {"step": 0, "n": 100, "pass@1": 0.3, "stderr": 0.02, "pass@k": 0.8, "pass@k_stderr": 0.01, "k": 1}
+AFTER = {**BEFORE, "step": 10, "pass@1": 0.6}
+
+
+def test_a_step_is_one_line() -> None:
+    assert progress.step_line(ROW, 80, "0.300", "1:40") == (
+        "step 3/80  reward 0.500  held-out 0.300  1,234 tok/s  rollout 61% reward 2% train 35%  ETA 1:40"
+    )
+    empty = {"step": 1, "reward": math.nan, "refused_step": 1.0}
+    assert progress.step_line(empty, 2, "", "?") == "step 1/2  reward -  - tok/s  step refused  ETA ?"
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "done", "left", "text"),
+    [(10.0, 0, 5, "?"), (10.0, 5, 5, "0:10"), (100.0, 1, 50, "1:23:20"), (61.0, 1, 1, "1:01")],
+)
+def test_remaining(elapsed: float, done: int, left: int, text: str) -> None:
+    assert progress.remaining(elapsed, done, left) == text
+
+
+def test_intervals_hold_at_the_ends_too() -> None:
+    """Mean and 1.96 standard errors say [0, 0] when none of 8 prompts was solved; the truth may be a third."""
+    assert progress.interval(BEFORE, "pass@1") == "0.300 [0.262, 0.341]"
+    assert progress.interval({"pass@1": 1.0, "stderr": math.nan}, "pass@1") == "1.000"
+    for value in (0.0, 1.0):
+        low, high = progress.bounds({"n": 8, "pass@1": value, "stderr": 0.0}, "pass@1") or (0.5, 0.5)
+        assert 0 <= low <= value <= high <= 1
+        assert high - low == pytest.approx(0.324, abs=1e-3)
+
+
+def plain_console() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=False, width=100), out
+
+
+def test_without_a_terminal_every_step_is_a_plain_line() -> None:
+    console, out = plain_console()
+    with progress.Monitor(80, console=console) as monitor:
+        monitor.evaluated(BEFORE)
+        monitor.step(ROW)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "step 0: held-out pass@1 0.300 [0.262, 0.341] on 100 prompts"
+    assert lines[1].startswith("step 3/80  reward 0.500  held-out 0.300 [0.262, 0.341]")
+    assert "\x1b" not in out.getvalue()
+
+
+def test_the_table_at_the_end() -> None:
+    console, out = plain_console()
+    console.print(progress.before_after(BEFORE, AFTER))
+    assert "+0.300" in out.getvalue() and "pass@1" in out.getvalue() and "pass@k" not in out.getvalue()
+    console.print(progress.before_after(None, {**AFTER, "k": 8}))
+    assert "not measured" in out.getvalue() and "pass@8" in out.getvalue()
+
+
+def test_a_writer_whose_package_is_missing_names_the_extra(tmp_path: Path) -> None:
+    pytest.importorskip("pydantic")
+    try:
+        import wandb  # noqa: F401  # pyright: ignore
+    except ImportError:
+        with pytest.raises(ValueError, match=r"'wandb'.*ostinato\[log\]"):
+            open_writers(["wandb"], tmp_path, {})
+    assert open_writers([], tmp_path, {}) == []
+
+
+def test_recipes_print_as_json_too() -> None:
+    """The recipe that goes to wandb and trackio is plain JSON."""
+    from ostinato.config import Recipe
+
+    assert json.loads(json.dumps(Recipe.parse({}).model_dump(mode="json")))["algo"] == {"name": "grpo"}

@@ -1,0 +1,197 @@
+"""Recipes: what is read, what is refused, and with which sentence."""
+
+from __future__ import annotations
+
+import string
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.config import Recipe, dump_toml, find_recipe, override
+
+
+def refusal(tree: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        Recipe.parse(tree)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_an_empty_recipe_is_all_defaults() -> None:
+    recipe = Recipe.parse({})
+    assert (recipe.model.path, recipe.algo.name, recipe.algo.overrides) == ("asset:seed-moe", "grpo", {})
+
+
+def test_packaged_recipes_load(repository: Path) -> None:
+    files = sorted((repository / "recipes").glob("*.toml"))
+    assert len(files) >= 2
+    for file in files:
+        assert Recipe.load(file).name == file.stem
+        assert find_recipe(file.stem) == file
+
+
+def test_dotted_overrides_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[trainer]\nsteps = 7\nlr = 1e-3\n[task.params]\ndigits = 2\n")
+    recipe = Recipe.load(
+        file,
+        "trainer.steps=9",
+        "model.path=smollm2-135m",  # a bare string
+        'adapter.targets=["attn"]',
+        "engine.native=false",
+        "task.params.family=sum",
+        "algo.clip_high=0.28",
+    )
+    assert (recipe.trainer.steps, recipe.trainer.lr) == (9, 1e-3)
+    assert (recipe.model.path, recipe.adapter.targets, recipe.engine.native) == (
+        "smollm2-135m",
+        ("attn",),
+        False,
+    )
+    assert recipe.task.params == {"digits": 2, "family": "sum"}
+    assert recipe.algo.overrides == {"clip_high": 0.28}
+    assert recipe.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("3", 3),
+        ("true", True),
+        ('"a b"', "a b"),
+        ("a b", "a b"),
+        ("2024-01-01", "2024-01-01"),
+        ("[1, 2]", [1, 2]),
+        ("gym:basic_arithmetic", "gym:basic_arithmetic"),
+        ("1\nx = 2", "1\nx = 2"),
+        ("", ""),
+    ],
+)
+def test_override_values_are_toml_or_bare_strings(text: str, value: Any) -> None:
+    assert override({}, [f"a.b={text}"]) == {"a": {"b": value}}
+
+
+def test_override_leaves_its_input_alone() -> None:
+    tree = {"task": {"params": {"n": 1}}}
+    assert override(tree, ["task.params.n=2"]) == {"task": {"params": {"n": 2}}}
+    assert tree == {"task": {"params": {"n": 1}}}
+
+
+@pytest.mark.parametrize("text", ["trainer.steps", "=3", "trainer.=3", ".steps=3"])
+def test_malformed_override(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not of the form section\.key=value"):
+        override({}, [text])
+
+
+def test_override_below_a_value() -> None:
+    with pytest.raises(ValueError, match=r"trainer\.steps is a value, not a section"):
+        override({"trainer": {"steps": 3}}, ["trainer.steps.x=1"])
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"trainer": {"stesp": 3}}, "trainer.stesp is not a key of a recipe; did you mean trainer.steps?"),
+        (
+            {"trainer": {"group_size": 3}},
+            "trainer.group_size is not a key of a recipe; did you mean rollout.group_size?",
+        ),
+        ({"trianer": {}}, "trianer is not a key of a recipe; did you mean trainer?"),
+        ({"trainer": {"steps": "3"}}, "trainer.steps is '3'; use a whole number"),
+        ({"trainer": {"steps": True}}, "trainer.steps is True; use a whole number"),
+        ({"trainer": {"steps": 0}}, "trainer.steps is 0; use 1 or more"),
+        ({"trainer": {"lr": float("nan")}}, "trainer.lr is nan; use a finite number"),
+        ({"trainer": 3}, "trainer is 3; use a section of keys"),
+        ({"adapter": {"kind": "loar"}}, "adapter.kind is 'loar'; use one of 'lora', 'full'"),
+        ({"adapter": {"targets": "attn"}}, "adapter.targets is 'attn'; use a list in brackets"),
+        ({"adapter": {"targets": [1]}}, "adapter.targets[0] is 1; use a string in quotes"),
+        ({"engine": {"threads": 0}}, "engine.threads is 0; use \"auto\" or a whole number of 1 or more"),
+        ({"log": {"writers": ["x"]}}, "log.writers[0] is 'x'; use one of 'tensorboard', 'trackio', 'wandb'"),
+        ({"task": {"params": 3}}, "task.params is 3; use a table"),
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature is 0.0; use a number above 0.0"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_one_sentence_with_field_value_and_mend(tree: dict[str, Any], sentence: str) -> None:
+    assert refusal(tree) == sentence
+
+
+@pytest.mark.parametrize(
+    ("tree", "fields"),
+    [
+        ({"reward": {"weights": [1.0, 2.0]}}, ["reward.weights", "reward.functions"]),
+        ({"reward": {"functions": []}}, ["reward.functions"]),
+        ({"trainer": {"betas": [0.9]}}, ["trainer.betas"]),
+        ({"trainer": {"betas": [0.9, 1.0]}}, ["trainer.betas"]),
+        ({"trainer": {"steps": 5, "warmup_steps": 6}}, ["trainer.warmup_steps", "trainer.steps"]),
+        (
+            {"trainer": {"minibatches": 9}, "rollout": {"group_size": 8, "prompts_per_step": 1}},
+            ["minibatches"],
+        ),
+        ({"task": {"max_turns": 3}}, ["task.max_turns", "task.tools"]),
+        ({"task": {"tools": ["calculator"]}}, ["task.tools", "task.max_turns"]),
+        ({"eval": {"k": 4, "temperature": 0.0}}, ["eval.k", "eval.temperature"]),
+    ],
+)
+def test_cross_field_faults_name_both_fields(tree: dict[str, Any], fields: list[str]) -> None:
+    sentence = refusal(tree)
+    assert all(field in sentence for field in fields)
+
+
+def test_a_typo_is_named_first_and_the_rest_is_counted() -> None:
+    sentence = refusal({"seed": -1, "trainer": {"stesp": 1, "lr": "x"}})
+    assert sentence.startswith("trainer.stesp is not a key")
+    assert sentence.endswith("(and 2 more in this recipe)")
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Recipe.parse({}).trainer.steps = 3
+
+
+def test_files_that_are_missing_or_not_toml(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist; did you mean quickstart"):
+        Recipe.load("quikstart.toml")
+    with pytest.raises(ValueError, match="does not exist; give a TOML file"):
+        Recipe.load(tmp_path / "zzz.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[trainer\nsteps = 3")
+    with pytest.raises(ValueError, match=r"is not valid TOML.*line 1"):
+        Recipe.load(broken)
+
+
+KEYS = st.text(string.printable + "\u00e9\u4e2d", min_size=1, max_size=8)
+SCALARS = st.one_of(
+    st.integers(-(2**62), 2**62), st.floats(allow_nan=False, allow_infinity=False), st.booleans()
+)
+VALUES = st.recursive(
+    SCALARS | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    params=st.dictionaries(KEYS, VALUES, max_size=4),
+    lr=st.floats(1e-12, 1e3),
+    prompt=st.text(max_size=40),
+    steps=st.integers(1, 10**9),
+    clip=st.floats(0, 10),
+)
+def test_dump_and_parse_are_inverse(
+    params: dict[str, Any], lr: float, prompt: str, steps: int, clip: float
+) -> None:
+    recipe = Recipe.parse(
+        {
+            "task": {"params": params, "system_prompt": prompt},
+            "trainer": {"lr": lr, "steps": steps},
+            "algo": {"name": "dapo", "clip_high": clip},
+            "engine": {"threads": 2},
+        }
+    )
+    assert Recipe.parse(tomllib.loads(dump_toml(recipe))) == recipe

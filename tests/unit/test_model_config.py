@@ -1,0 +1,188 @@
+"""config.json: every key is understood, harmless, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.model.config import QKNorm, RopeType, Scoring, parse_config, read_config
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+QWEN3_MOE = {
+    **SMALL,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+DEEPSEEK = {
+    **SMALL,
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        parse_config({**SMALL, "model_type": "llama", **changes})
+    return str(error.value)
+
+
+def test_smollm2_as_published() -> None:
+    """SmolLM2's config.json has keys of exporters and of old transformers; none of them matters."""
+    config = parse_config(
+        {
+            **SMALL,
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "initializer_range": 0.041666666666666664,
+            "is_llama_config": True,
+            "mlp_bias": False,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_interleaved": False,
+            "rope_scaling": None,
+            "rope_theta": 100000,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+            "use_cache": True,
+        }
+    )
+    assert config.tie_embeddings
+    assert config.rope.theta == 100000
+    assert (config.head_dim, config.num_kv_heads, config.qk_norm, config.moe) == (16, 2, QKNorm.NONE, None)
+    assert config.raw["rope_theta"] == 100000
+
+
+def test_families_differ_where_they_do() -> None:
+    assert parse_config({**SMALL, "model_type": "qwen2"}).qkv_bias
+    assert not parse_config({**SMALL, "model_type": "qwen2"}).o_bias
+    assert parse_config({**SMALL, "model_type": "qwen3"}).head_dim == 128
+    assert parse_config({**SMALL, "model_type": "qwen3"}).qk_norm == QKNorm.HEAD
+    olmoe = parse_config({**SMALL, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2})
+    assert olmoe.qk_norm == QKNorm.FULL
+    mixtral = parse_config(
+        {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    )
+    assert mixtral.rope.theta == 1e6
+    assert (
+        mixtral.moe is not None
+        and mixtral.moe.norm_topk
+        and olmoe.moe is not None
+        and not olmoe.moe.norm_topk
+    )
+
+
+def test_qwen3_moe_mixes_dense_and_sparse_layers() -> None:
+    moe = parse_config({**QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).moe
+    assert moe is not None and moe.layers == (1,)
+
+
+def test_deepseek_and_kimi_are_one_family() -> None:
+    for name in ("deepseek_v3", "kimi_k2"):
+        config = parse_config({**DEEPSEEK, "model_type": name, "scoring_func": "sigmoid", "ep_size": 1})
+        assert config.moe is not None and config.mla is not None
+        assert config.moe.layers == (1, 2, 3)
+        assert config.moe.scoring == Scoring.SIGMOID
+        assert config.moe.shared_intermediate_size == 64
+        assert config.head_dim == 20 and config.v_head_dim == 10 and config.num_kv_heads == 4
+
+
+def test_rope_in_both_spellings() -> None:
+    new = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    new |= {"original_max_position_embeddings": 64, "rope_theta": 5e5}
+    old = {key: value for key, value in new.items() if key != "rope_theta"}
+    v5 = parse_config({**SMALL, "model_type": "llama", "rope_parameters": new})
+    v4 = parse_config({**SMALL, "model_type": "llama", "rope_scaling": old, "rope_theta": 5e5})
+    oldest = parse_config(
+        {**SMALL, "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5}
+    )
+    assert v5.rope == v4.rope
+    assert v5.rope.rope_type == RopeType.LLAMA3
+    assert (oldest.rope.rope_type, oldest.rope.factor) == (RopeType.LINEAR, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, ("model_type", "gpt2", "llama")),
+        ({"hidden_act": "gelu"}, ("hidden_act", "gelu", "silu")),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),
+        ({"logit_scale": 0.5}, ("logit_scale", "0.5", "llama")),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ("rope_type", "longrope", "yarn")),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 3}}, ("beta", "3", "linear")),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers", "0", "positive")),
+        ({"vocab_size": None}, ("vocab_size", "None")),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads", "3", "4")),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2},
+            ("sliding_window", "32"),
+        ),
+        (
+            {"model_type": "qwen3", "sliding_window": 32, "layer_types": ["sliding_attention"] * 4},
+            ("sliding_window", "32"),
+        ),
+        ({**QWEN3_MOE, "num_experts_per_tok": 9}, ("num_experts_per_tok", "9", "8")),
+        ({**DEEPSEEK, "topk_method": "greedy"}, ("topk_method", "greedy", "noaux_tc")),
+        ({**DEEPSEEK, "n_group": 3}, ("n_group", "3", "8")),
+        ({**DEEPSEEK, "topk_group": 5}, ("topk_group", "5", "4")),
+        ({**DEEPSEEK, "attention_bias": True}, ("attention_bias", "True")),
+    ],
+)
+def test_refusals_name_field_and_value(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = refusal(**changes)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def test_windows_that_hide_nothing_are_accepted() -> None:
+    off = {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 2}
+    assert parse_config({**SMALL, "model_type": "qwen2", **off}).num_layers == 4
+    deep = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 4}
+    assert parse_config({**SMALL, "model_type": "qwen2", **deep}).num_layers == 4
+    mixtral = {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+    }
+    assert parse_config({**SMALL, **mixtral}).num_layers == 4
+
+
+def test_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "lla')
+    with pytest.raises(ValueError, match="not valid JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="JSON object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
+    assert read_config(tmp_path).hidden_size == 64

@@ -1,0 +1,179 @@
+"""Hugging Face folders: round trips, the other spellings of experts, and damaged files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ostinato.model.attention import CausalAttention
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.hf import load_model, save_model
+
+BASE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": True, "mlp_bias": True, "attention_bias": True},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3_moe": {"model_type": "qwen3_moe", **MOE, "moe_intermediate_size": 16, "head_dim": 8},
+    "mixtral": {"model_type": "mixtral", **MOE},
+    "deepseek_v3": DEEPSEEK,
+}
+
+
+def tiny(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(parse_config({**BASE, **MODELS[name]}), dtype=dtype).init_weights(3)
+
+
+def hidden(decoder: Decoder) -> torch.Tensor:
+    with torch.no_grad():
+        return decoder(torch.tensor([3, 17, 5, 42]), torch.arange(4), CausalAttention())[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shard_bytes", [5e9, 9000])
+def test_round_trip_is_exact(name: str, shard_bytes: float, tmp_path: Path) -> None:
+    decoder = tiny(name, torch.bfloat16)
+    save_model(decoder, tmp_path, shard_bytes=shard_bytes)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_bytes < 1e6)
+    again = load_model(tmp_path, torch.bfloat16)
+    for (key, one), (other_key, other) in zip(
+        decoder.named_parameters(), again.named_parameters(), strict=True
+    ):
+        assert key == other_key and torch.equal(one, other), key
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config == {**BASE, **MODELS[name], "dtype": "bfloat16"}
+
+
+def test_tensors_are_named_as_on_the_hub(tmp_path: Path) -> None:
+    save_model(tiny("mixtral"), tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in names
+    assert "model.layers.0.block_sparse_moe.gate.weight" in names
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= names
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_in_one_tensor(name: str, tmp_path: Path) -> None:
+    """transformers v5 holds experts fused, and calls Mixtral's block mlp; a file may look like its memory."""
+    decoder = tiny(name)
+    save_model(decoder, tmp_path)
+    state = {
+        key.replace(".block_sparse_moe.", ".mlp."): tensor
+        for key, tensor in load_file(tmp_path / "model.safetensors").items()
+        if ".experts." not in key
+    }
+    for layer, block in enumerate(decoder.blocks):
+        state[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = block.mlp.gate_up.detach()
+        state[f"model.layers.{layer}.mlp.experts.down_proj"] = block.mlp.down.detach()
+    save_file(state, tmp_path / "model.safetensors")
+    assert torch.equal(hidden(load_model(tmp_path)), hidden(decoder))
+
+
+def edit(folder: Path, drop: str = "", add: dict[str, torch.Tensor] | None = None) -> None:
+    state = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in state.items() if k != drop} | (add or {}), folder / "model.safetensors")
+
+
+def test_copies_of_what_is_known_are_ignored(tmp_path: Path) -> None:
+    decoder = tiny("llama")
+    save_model(decoder, tmp_path)
+    edit(
+        tmp_path,
+        add={
+            "lm_head.weight": torch.zeros(61, 32),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+        },
+    )
+    assert torch.equal(hidden(load_model(tmp_path)), hidden(decoder))
+
+
+def test_multi_token_prediction_layers_are_left_out_loudly(tmp_path: Path) -> None:
+    decoder = tiny("deepseek_v3")
+    save_model(decoder, tmp_path)
+    edit(tmp_path, add={"model.layers.2.eh_proj.weight": torch.zeros(4, 4)})
+    with pytest.warns(UserWarning, match="1 tensors of multi-token-prediction"):
+        assert torch.equal(hidden(load_model(tmp_path)), hidden(decoder))
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    """In one sentence each: missing, unexpected, misshapen, quantised tensors; truncated and absent files."""
+    save_model(tiny("qwen2"), tmp_path)
+    key, path = "model.layers.1.self_attn.k_proj.bias", tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"drop": key}, rf"lacks 1 tensors .* {key}"),
+        (
+            {"add": {"model.layers.1.mlp.gate_proj.bias": torch.zeros(48)}},
+            r"has 1 tensors .*1\.mlp\.gate_proj\.bias",
+        ),
+        ({"add": {key: torch.zeros(3)}}, rf"{key} .* shape \[3\], config\.json calls for \[16\]"),
+        ({"add": {key: torch.zeros(16, dtype=torch.int8)}}, "torch.int8; quantised"),
+        ({"add": {key: torch.zeros(16).to(torch.float8_e4m3fn)}}, "float8_e4m3fn; quantised"),
+    ]
+    for change, words in cases:
+        edit(tmp_path, **change)
+        with pytest.raises(ValueError, match=words):
+            load_model(tmp_path)
+        path.write_bytes(whole)
+    for cut in (len(whole) // 2, 100, 4):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=r"model\.safetensors is truncated"):
+            load_model(tmp_path)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors does not exist"):
+        load_model(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save_model(tiny("llama"), tmp_path, shard_bytes=9000)
+    next(iter(sorted(tmp_path.glob("model-00002-*")))).unlink()
+    with pytest.raises(ValueError, match=r"model-00002-of-\d+\.safetensors does not exist"):
+        load_model(tmp_path)
+
+
+def test_saving_over_an_earlier_save_leaves_no_shard_behind(tmp_path: Path) -> None:
+    save_model(tiny("llama"), tmp_path, shard_bytes=9000)
+    decoder = tiny("llama").init_weights(9)
+    save_model(decoder, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert torch.equal(hidden(load_model(tmp_path)), hidden(decoder))
+
+
+def test_companions_travel(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "notes.txt"):
+        (source / name).write_text(name)
+    save_model(tiny("llama"), target, tokenizer_from=source)
+    names = {path.name for path in target.iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}

@@ -1,0 +1,177 @@
+"""Fast arithmetic against its slow twin: closed-form backwards, adapted maps, grouped experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato.model.attention import CausalAttention, DenseMaskAttention, NaiveCache, segment_mask
+from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
+from ostinato.model.lora import Lora, lora_linear
+from ostinato.model.moe import ExpertLora, experts, experts_loop, grouped_linear
+from ostinato.model.ops import TORCH_OPS
+from ostinato.types import Segment
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, grad: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+
+def naive_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def naive_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (x1, x2) as a complex number, turned by its angle."""
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos, sin)[:, None, :half]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def angles(rows: int, dim: int) -> tuple[Tensor, Tensor]:
+    theta = normal(rows, dim // 2, seed=9)
+    return torch.cat((theta, theta), -1).cos(), torch.cat((theta, theta), -1).sin()
+
+
+def test_elementwise_forwards() -> None:
+    x, w = normal(5, 3, 8), normal(8, seed=1)
+    cos, sin = angles(5, 8)
+    torch.testing.assert_close(rms_norm(x, w, 1e-3), naive_rms_norm(x, w, 1e-3))
+    torch.testing.assert_close(rope(x, cos, sin), naive_rope(x, cos, sin))
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(silu_mul(x), gate / (1 + (-gate).exp()) * up)
+    normed, total = add_rms_norm(x, x * 2, w, 1e-3)
+    torch.testing.assert_close(total, x * 3)
+    torch.testing.assert_close(normed, naive_rms_norm(x * 3, w, 1e-3))
+
+
+def test_closed_form_backwards_match_finite_differences() -> None:
+    x, w = normal(3, 2, 6, grad=True), normal(6, seed=1, grad=True)
+    cos, sin = angles(3, 6)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-2), (x, w))
+    assert torch.autograd.gradcheck(lambda x: rope(x, cos, sin), (x,))
+    assert torch.autograd.gradcheck(silu_mul, (normal(4, 10, grad=True),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_and_sampling_run_the_same_arithmetic(dtype: torch.dtype) -> None:
+    """The first importance ratio is exactly 1 only if autograd changes no bit of a forward."""
+    x, w = normal(7, 4, 16, dtype=dtype), normal(16, seed=1, dtype=dtype)
+    cos, sin = (t.to(dtype) for t in angles(7, 16))
+    calls = [lambda: rms_norm(x, w, 1e-5), lambda: rope(x, cos, sin), lambda: silu_mul(x)]
+    for call in calls:
+        with torch.no_grad():
+            sampled = call()
+        assert torch.equal(sampled, call())
+
+
+def test_rms_norm_rounds_before_it_scales() -> None:
+    """transformers rounds the normalised value to bf16 before it multiplies by the weight."""
+    x, w = normal(64, 32, dtype=torch.bfloat16), normal(32, seed=1, dtype=torch.bfloat16)
+    wide = x.float()
+    expected = w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(torch.bfloat16)
+    assert torch.equal(rms_norm(x, w, 1e-5), expected)
+
+
+def test_linear_can_accumulate_in_fp32() -> None:
+    x, w = normal(3, 300, dtype=torch.bfloat16), normal(5, 300, seed=1, dtype=torch.bfloat16)
+    out = TORCH_OPS.linear(x, w, None, torch.float32)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, x.float() @ w.float().T)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_lora_linear_is_the_plain_composition(bias: bool) -> None:
+    """Same value and gradients as x W^T + bias + s x A^T B^T under ordinary autograd, in float64."""
+    x, w, a, b = (normal(*s, seed=i, grad=i != 1) for i, s in enumerate([(6, 5), (7, 5), (3, 5), (7, 3)]))
+    offset = normal(7, seed=8) if bias else None
+    plain = F.linear(x, w, offset) + 0.7 * (x @ a.T) @ b.T
+    fast = lora_linear(x, w, offset, Lora(a, b, 0.7))
+    torch.testing.assert_close(fast, plain)
+    upstream = normal(6, 7, seed=9)
+    expected = torch.autograd.grad(plain, (x, a, b), upstream)
+    torch.testing.assert_close(torch.autograd.grad(fast, (x, a, b), upstream), expected)
+
+
+def test_lora_linear_also_trains_the_base() -> None:
+    x, w, a, b = (normal(*s, seed=i, grad=True) for i, s in enumerate([(6, 5), (7, 5), (3, 5), (7, 3)]))
+    lora_linear(x, w, None, Lora(a, b, 0.7)).sum().backward()
+    assert w.grad is not None and a.grad is not None
+
+
+def expert_lora(scheme: str, count: int, dim: int, width: int, rank: int, dtype: torch.dtype) -> ExpertLora:
+    per_expert = scheme == "per_expert"
+    return ExpertLora(
+        normal(*([count] if per_expert else []), 2 * rank, dim, seed=11, dtype=dtype, grad=True),
+        normal(count, 2 * width, 2 * rank, seed=12, dtype=dtype, grad=True),
+        normal(count, rank, width, seed=13, dtype=dtype, grad=True),
+        normal(*([count] if per_expert else []), dim, rank, seed=14, dtype=dtype, grad=True),
+        0.3,
+    )
+
+
+@pytest.mark.parametrize("scheme", ["none", "shared_outer", "per_expert"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_grouped_experts_are_the_loop(scheme: str, dtype: torch.dtype) -> None:
+    """Values and gradients to x, mixture weights and adapter factors; fp32 takes the grouped kernel."""
+    count, dim, width, rank, rows, k = 5, 8, 12, 4, 9, 2
+    x = normal(rows, dim, dtype=dtype, grad=True)
+    weights = normal(rows, k, seed=3, dtype=dtype, grad=True)
+    ids = torch.stack(
+        [torch.randperm(count, generator=torch.Generator().manual_seed(i))[:k] for i in range(rows)]
+    )
+    gate_up = normal(count, 2 * width, dim, seed=4, dtype=dtype)
+    down = normal(count, dim, width, seed=5, dtype=dtype)
+    lora = None if scheme == "none" else expert_lora(scheme, count, dim, width, rank, dtype)
+    fast, slow = (f(x, ids, weights, gate_up, down, lora) for f in (experts, experts_loop))
+    rtol, atol = (1e-4, 1e-3) if dtype == torch.float32 else (1e-9, 1e-9)
+    torch.testing.assert_close(fast, slow, rtol=rtol, atol=atol)
+    leaves = [x, weights, *(lora[:4] if lora else ())]
+    upstream = normal(rows, dim, seed=6, dtype=dtype)
+    ours, expected = (torch.autograd.grad(out, leaves, upstream) for out in (fast, slow))
+    torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_grouped_linear_with_any_group_sizes(sizes: list[int], dtype: torch.dtype) -> None:
+    """Empty experts, one expert, no rows at all: each row meets the weight of its own group."""
+    x, weight = normal(sum(sizes), 8, dtype=dtype), normal(len(sizes), 4, 8, seed=1, dtype=dtype)
+    out = grouped_linear(x, weight, torch.tensor(sizes).cumsum(0).to(torch.int32))
+    owner = [expert for expert, size in enumerate(sizes) for _ in range(size)]
+    expected = (
+        torch.stack([weight[e] @ row for e, row in zip(owner, x, strict=True)])
+        if owner
+        else x.new_zeros(0, 4)
+    )
+    torch.testing.assert_close(out, expected)
+
+
+def test_segment_mask_of_two_siblings() -> None:
+    """The example of types.Microbatch: prompt P P P, then siblings A A and B B, who never see each other."""
+    mask = segment_mask(
+        [Segment(start=0, stop=3), *(Segment(start=s, stop=s + 2, prefix_stop=3) for s in (3, 5))]
+    )
+    expected = ["1000000", "1100000", "1110000", "1111000", "1111100", "1110010", "1110011"]
+    assert ["".join(str(int(seen)) for seen in row) for row in mask] == expected
+
+
+def test_attends_agree_on_one_sequence() -> None:
+    q, k, v = normal(6, 4, 8), normal(6, 2, 8, seed=1), normal(6, 2, 5, seed=2)
+    causal = CausalAttention()(0, q, k, v, 0.3)
+    masked = DenseMaskAttention([Segment(start=0, stop=6)])(0, q, k, v, 0.3)
+    cache = NaiveCache()
+    pieces = torch.cat([cache(0, q[a:b], k[a:b], v[a:b], 0.3) for a, b in ((0, 4), (4, 5), (5, 6))])
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.3
+    scores = scores.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(2, 1))
+    for out in (causal, masked, pieces):
+        torch.testing.assert_close(out, expected)

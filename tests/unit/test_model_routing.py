@@ -1,0 +1,115 @@
+"""Routing as a value: the choice, the replay of a choice, and what cannot be a choice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato.model.config import MoEConfig, Scoring
+from ostinato.model.moe import check_routing, choose, route
+
+QWEN = MoEConfig(num_experts=8, top_k=3, intermediate_size=4, layers=(0, 1), norm_topk=True)
+OLMOE = replace(QWEN, norm_topk=False)
+DEEPSEEK = replace(
+    QWEN, scoring=Scoring.SIGMOID, scaling=2.5, num_groups=4, topk_groups=2, correction_bias=True
+)
+BIAS = torch.tensor([0.0, 0.3, -0.2, 0.0, 0.5, -0.5, 0.1, 0.0])
+
+
+def logits(rows: int, seed: int = 0, experts: int = 8) -> Tensor:
+    return torch.randn(rows, experts, generator=torch.Generator().manual_seed(seed))
+
+
+def test_softmax_then_top_k_by_hand() -> None:
+    row = torch.tensor([[math.log(p) for p in (0.1, 0.4, 0.05, 0.2, 0.05, 0.1, 0.06, 0.04)]])
+    ids, weights = route(row, replace(OLMOE, top_k=2))
+    assert ids.tolist() == [[1, 3]]
+    torch.testing.assert_close(weights, torch.tensor([[0.4, 0.2]]))
+    _, normalised = route(row, replace(QWEN, top_k=2))
+    torch.testing.assert_close(normalised, torch.tensor([[2 / 3, 1 / 3]]))
+
+
+def test_group_limit_and_correction_bias_by_hand() -> None:
+    """Groups (0 1) (2 3) (4 5) (6 7) score by their best two, 0.9 0.8 1.3 1.0 with the bias: the last win.
+
+    Expert 0 has the best raw score but its group loses; the weights come from raw scores, without the bias.
+    """
+    scores = torch.tensor([[0.8, 0.1, 0.4, 0.4, 0.3, 0.5, 0.7, 0.2]])
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.1, 0.0])
+    moe = replace(DEEPSEEK, top_k=2)
+    assert sorted(choose(scores, moe, bias)[0].tolist()) == [4, 6]
+    ids, weights = route(scores.logit(), moe, bias)
+    raw = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
+    assert raw == pytest.approx({4: 2.5 * 0.3 / 1.0, 6: 2.5 * 0.7 / 1.0})
+
+
+@pytest.mark.parametrize("moe", [QWEN, OLMOE, DEEPSEEK])
+def test_identity_replay_is_bit_exact(moe: MoEConfig) -> None:
+    x = logits(20)
+    ids, weights = route(x, moe, BIAS)
+    again, same = route(x, moe, BIAS, given=ids.to(torch.int16))
+    assert torch.equal(again, ids)
+    assert torch.equal(same, weights)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), moe=st.sampled_from([QWEN, OLMOE, DEEPSEEK]))
+def test_forced_ids_get_the_models_own_formula(seed: int, moe: MoEConfig) -> None:
+    """Any choice, also outside the best groups, has positive weights: group limits shape the choice only."""
+    x = logits(6, seed)
+    forced = torch.stack(
+        [torch.randperm(8, generator=torch.Generator().manual_seed(seed + i))[:3] for i in range(6)]
+    )
+    ids, weights = route(x, moe, BIAS, given=forced)
+    raw = x.sigmoid() if moe.scoring == Scoring.SIGMOID else x.softmax(-1)
+    expected = raw.gather(1, forced)
+    if moe.norm_topk:
+        expected = expected / expected.sum(-1, keepdim=True)
+    assert torch.equal(ids, forced)
+    assert (weights > 0).all()
+    torch.testing.assert_close(weights, expected * moe.scaling)
+
+
+def test_missing_rows_choose_natively() -> None:
+    x = logits(5)
+    native, native_weights = route(x, QWEN)
+    given = torch.tensor([[7, 6, 5], [-1, -1, -1], [0, 1, 2], [-1, -1, -1], [3, 4, 5]], dtype=torch.int16)
+    ids, weights = route(x, QWEN, given=given)
+    assert torch.equal(ids[[1, 3]], native[[1, 3]])
+    assert torch.equal(weights[[1, 3]], native_weights[[1, 3]])
+    assert torch.equal(ids[[0, 2, 4]], given[[0, 2, 4]].long())
+
+
+@pytest.mark.parametrize("moe", [QWEN, OLMOE, DEEPSEEK])
+def test_replayed_weights_have_the_gradient_of_the_live_logits(moe: MoEConfig) -> None:
+    x = logits(4).double().requires_grad_()
+    given = route(x, moe, BIAS)[0]
+    assert torch.autograd.gradcheck(lambda x: route(x, moe, BIAS, given=given)[1], (x,))
+
+
+@pytest.mark.parametrize(
+    ("routing", "words"),
+    [
+        (torch.zeros(4, 2, 3), "dtype"),
+        (torch.zeros(4, 1, 3, dtype=torch.int16), r"\(4, 2, 3\)"),
+        (torch.tensor([0, 1, 8]).expand(4, 2, 3), "experts are 0 to 7"),
+        (torch.tensor([0, 1, -2]).expand(4, 2, 3), "ids from -2"),
+        (torch.tensor([0, 1, -1]).expand(4, 2, 3), "whole or not at all"),
+        (torch.tensor([5, 1, 5]).expand(4, 2, 3), "same expert twice"),
+    ],
+)
+def test_impossible_routings_are_refused(routing: Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_routing(routing, 4, QWEN)
+
+
+def test_possible_routings_pass() -> None:
+    check_routing(torch.tensor([5, 1, 0]).expand(4, 2, 3), 4, QWEN)
+    check_routing(torch.full((4, 2, 3), -1), 4, QWEN)
+    check_routing(torch.zeros(0, 2, 3, dtype=torch.int64), 0, QWEN)

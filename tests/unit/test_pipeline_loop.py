@@ -1,0 +1,355 @@
+"""The loop on a bandit: a softmax over ten tokens, trained by its exact policy gradient in numpy.
+
+Small enough to run a whole training in milliseconds, real enough that every room takes part: addressed
+rollouts, credit, packing, publishing, books, evaluation, checkpoints, resume, signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.algo.algorithms import algorithm
+from ostinato.engine.fake import FakeEngine
+from ostinato.pipeline.evaluate import Evaluation
+from ostinato.pipeline.loop import Finish, Finished, Loop, LoopState, NoSignal, Plan
+from ostinato.rollout.play import Stage
+from ostinato.run import RunFolder
+from ostinato.types import Batch, Completion, Group, Prompt, Request, Reward, Sampling, StepReport
+
+RIGHT = 3
+SAMPLING = Sampling(max_tokens=2)
+
+
+class Stream:
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(uid=f"p{index}", text="?")
+
+
+class Once:
+    """A single-turn episode whose prompt is three tokens."""
+
+    def __init__(self, prompt: Prompt) -> None: ...
+
+    def start(self) -> np.ndarray:
+        return np.array([7, 8, 9], np.int32)
+
+    async def step(self, completion: Completion) -> None:
+        return None
+
+
+class IsRight:
+    """1 when the first sampled token is RIGHT."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+
+    async def grade(self, group: Group) -> list[Reward]:
+        rewards = [self.value * float(t.turns[0].completion.tokens[0] == RIGHT) for t in group.trajectories]
+        return [Reward(value=value, parts={"right": value}) for value in rewards]
+
+
+class BanditTrainer:
+    """Gradient ascent on sum(weights * advantages * log p): the logits are the adapters."""
+
+    def __init__(self, lr: float = 5.0) -> None:
+        self.logits, self.lr = np.zeros(10), lr
+        self.refuse = False
+
+    def adapters(self) -> np.ndarray:
+        return self.logits.copy()
+
+    def step(self, batch: Batch) -> StepReport:
+        if self.refuse:
+            return StepReport(
+                metrics={"loss": math.nan}, skipped="the loss is nan", uids=batch.microbatches[0].uids
+            )
+        probs = np.exp(self.logits) / np.exp(self.logits).sum()
+        slope = np.zeros(10)
+        for microbatch in batch.microbatches:
+            assert (microbatch.staleness == 0).all()
+            push = (microbatch.weights * microbatch.advantages).astype(np.float64)
+            np.add.at(slope, microbatch.targets, push)
+            slope -= push.sum() * probs
+        self.logits = self.logits + self.lr * slope
+        return StepReport(metrics={"loss": float(-slope.sum())})
+
+
+def bandit(adapters: Any, request: Request, said: Sequence[int]) -> np.ndarray:
+    return adapters
+
+
+def plan(**changes: Any) -> Plan:
+    usual: dict[str, Any] = {"steps": 6, "prompts_per_step": 4, "group_size": 8, "answer_tokens": 2}
+    return Plan(**{**usual, "tokens_per_microbatch": 64, **changes})
+
+
+class Killed(BaseException):
+    """What kill -9 does, as far as a test in one process can: nothing of ours handles it."""
+
+
+class Bench:
+    """A loop and the things that a test wants to look at."""
+
+    def __init__(
+        self, path: Path, *, state: LoopState | None = None, logits: Any = None, **changes: Any
+    ) -> None:
+        options = {name: changes.pop(name) for name in ("grader", "algorithm", "delay_s") if name in changes}
+        path.mkdir(exist_ok=True)
+        self.folder = RunFolder(path)
+        self.engine = FakeEngine(bandit, delay_s=options.get("delay_s", 0.0))
+        self.trainer = BanditTrainer()
+        if logits is not None:
+            self.trainer.logits = np.array(logits)
+        self.saved: list[tuple[dict[str, Any], np.ndarray]] = []
+        self.rows: list[Mapping[str, float]] = []
+        self.notes: list[str] = []
+        evaluation = Evaluation(
+            split="eval",
+            prompts=[Prompt(uid=f"e{i}", text="?") for i in range(8)],
+            sampling=SAMPLING,
+            samples=4,
+            k=2,
+        )
+        self.grader = options.get("grader", IsRight())
+        self.loop = Loop(
+            plan=plan(**changes),
+            stage=Stage(
+                engine=self.engine, env=Once, grader=self.grader, sampling=SAMPLING, context_limit=16
+            ),
+            tasks=Stream(),
+            trainer=self.trainer,
+            algorithm=options.get("algorithm", algorithm("grpo", scale="none", aggregation="token")),
+            folder=self.folder,
+            state=state or LoopState(),
+            evaluations=[evaluation],
+            save=lambda state: self.saved.append((state.to_json(), self.trainer.logits.copy())),
+            on_step=self.rows.append,
+            on_note=self.notes.append,
+        )
+
+    def run(self) -> Finished:
+        return asyncio.run(self.loop.run())
+
+
+def deterministic(row: Mapping[str, Any]) -> dict[str, Any]:
+    timed = ("time", "seconds", "per_s", "from_spool")
+    return {name: value for name, value in row.items() if not any(word in name for word in timed)}
+
+
+def test_it_learns_and_keeps_its_books(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=8, eval_every=3, checkpoint_every=5, trajectories_every=4)
+    finished = bench.run()
+    assert finished.why is Finish.DONE
+    assert (finished.state.step, finished.state.cursor, finished.state.version) == (8, 32, 8)
+    evals = list(bench.folder.eval.rows())
+    assert [row["step"] for row in evals] == [0, 3, 6, 8]
+    assert evals[-1]["pass@1"] > 0.7 > 0.3 > evals[0]["pass@1"]
+    assert [state["step"] for state, _ in bench.saved] == [5, 8]
+    assert [row["step"] for row in bench.folder.metrics.rows()] == list(range(1, 9))
+    assert {row["step"] for row in bench.folder.trajectories.rows()} == {1, 4, 8}
+    assert len(list(bench.folder.ledger.rows())) == 8
+    assert bench.engine.version == 8
+
+
+def test_every_sampled_token_is_trained_or_wasted_by_name(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=3, forward_flops_per_token=10.0)
+    bench.run()
+    for row in bench.rows:
+        assert row["tokens/sampled"] == 4 * 8 * 2 == row["tokens/trained"] + row["tokens/wasted"]
+        assert row["tokens/wasted"] == sum(v for name, v in row.items() if name.startswith("tokens/wasted/"))
+        assert row["flops/useful"] + row["flops/wasted"] == pytest.approx(
+            row["flops/rollout"] + row["flops/train"]
+        )
+        shares = [row[f"time/{part}_share"] for part in ("rollout", "reward", "train", "other")]
+        assert sum(shares) == pytest.approx(1.0) and min(shares) >= 0
+    assert bench.rows[-1]["total/sampled_tokens"] == 3 * 64
+
+
+def test_resumed_is_uninterrupted_and_pays_for_no_rollout_twice(tmp_path: Path) -> None:
+    """Ten steps at once, against: killed in step 7 with the checkpoint of step 5 as the last. The groups that
+    the killed process had finished are read back, and everything that follows is the same to the last bit."""
+    whole = Bench(tmp_path / "whole", steps=10, checkpoint_every=5)
+    whole.run()
+
+    class DiesLater(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.step == 7 and group.prompt.uid in ("p26", "p27"):
+                raise Killed
+            return await super().grade(group)
+
+    killed = Bench(tmp_path / "torn", steps=10, checkpoint_every=5, grader=DiesLater())
+    with pytest.raises(Killed):
+        killed.run()
+    (saved, logits) = killed.saved[-1]
+    state = LoopState(**json.loads(json.dumps(saved)))
+    assert state.step == 5
+    resumed = Bench(tmp_path / "torn", steps=10, checkpoint_every=5, state=state, logits=logits)
+    resumed.run()
+
+    assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
+    rows = [list(map(deterministic, bench.folder.metrics.rows())) for bench in (whole, resumed)]
+    assert rows[0] == rows[1]
+    spooled = [row["rollout/from_spool"] for row in resumed.rows]
+    assert spooled == [4, 2, 0, 0, 0]  # step 6 whole, step 7 as far as it had come
+    evals = [list(map(deterministic, bench.folder.eval.rows())) for bench in (whole, resumed)]
+    assert evals[0] == evals[1]
+
+
+def test_a_changed_recipe_finds_nothing_in_the_spool(tmp_path: Path) -> None:
+    class Dies(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.step == 2:
+                raise Killed
+            return await super().grade(group)
+
+    with pytest.raises(Killed):
+        Bench(tmp_path, grader=Dies()).run()
+    again = Bench(tmp_path, seed=1)
+    again.run()
+    assert sum(row["rollout/from_spool"] for row in again.rows) == 0
+
+
+def test_zero_variance_everywhere_is_reported_then_a_named_stop(tmp_path: Path) -> None:
+    """A reward that never differs: the field's commonest question, 'why does it not learn?'."""
+    bench = Bench(tmp_path, grader=IsRight(value=0.0), algorithm=algorithm("dapo"), max_empty_steps=3)
+    with pytest.raises(NoSignal, match="3 steps in a row had nothing to learn from"):
+        bench.run()
+    assert [row["frac_reward_zero_std"] for row in bench.rows] == [1.0] * 3
+    assert bench.rows[0]["groups/dropped/zero_variance"] == 4
+    assert bench.rows[0]["tokens/wasted/zero_variance"] == 64
+    assert bench.rows[0]["tokens/trained"] == 0
+    assert bench.saved[-1][0]["step"] == 3 and bench.saved[-1][0]["version"] == 0
+
+
+def test_zero_advantages_are_not_computed_and_change_nothing(tmp_path: Path) -> None:
+    """GRPO keeps groups without variance in its denominators; their gradient is 0, so they are not packed."""
+    bench = Bench(tmp_path, grader=IsRight(value=0.0), max_empty_steps=1)
+    with pytest.raises(NoSignal):
+        bench.run()
+    assert bench.rows[0]["tokens/wasted/zero_advantage"] == 64
+    assert bench.rows[0]["groups/dropped"] == 0
+
+
+def test_a_refused_step_is_counted_named_and_gone_over(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=2, forward_flops_per_token=1.0)
+    bench.trainer.refuse = True
+    assert bench.run().why is Finish.DONE
+    assert [row["refused_step"] for row in bench.rows] == [1, 1]
+    assert bench.rows[0]["flops/useful"] == 0
+    assert "step 1 was refused: the loss is nan (p" in bench.notes[0]
+
+
+def test_a_failure_of_the_engine_passes_through_after_a_checkpoint(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    honest = bench.engine.generate
+
+    def generate(requests: Sequence[Request]) -> Any:
+        if bench.loop.state.step == 3:
+            raise RuntimeError("lost the device")
+        return honest(requests)
+
+    bench.engine.generate = generate  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="lost the device"):
+        bench.run()
+    assert bench.saved[-1][0]["step"] == 3
+
+
+def test_a_failure_inside_a_training_step_is_never_checkpointed(tmp_path: Path) -> None:
+    """A trainer that breaks after the first of two optimizer steps is neither before nor after the step:
+    saved under the number of the last one, it would make a resumed run different without a word."""
+    bench = Bench(tmp_path, checkpoint_every=2)
+    honest = bench.trainer.step
+
+    def step(batch: Batch) -> StepReport:
+        report = honest(batch)
+        if bench.loop.state.step == 3:
+            raise RuntimeError("out of memory")
+        return report
+
+    bench.trainer.step = step  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bench.run()
+    assert bench.saved[-1][0]["step"] == 2
+    resumed = Bench(tmp_path, state=LoopState(**bench.saved[-1][0]), logits=bench.saved[-1][1])
+    resumed.run()
+    assert [row["rollout/from_spool"] for row in resumed.rows] == [4, 4, 0, 0]  # no rollout is paid twice
+
+
+def send(bench: Bench, number: signal.Signals, after_steps: int) -> None:
+    """Deliver a signal to this process when ``after_steps`` steps are reported."""
+
+    def on_step(row: Mapping[str, float]) -> None:
+        bench.rows.append(row)
+        if row["step"] == after_steps:
+            os.kill(os.getpid(), number)
+
+    bench.loop.on_step = on_step
+
+
+@pytest.mark.parametrize(
+    ("number", "why"), [(signal.SIGINT, Finish.INTERRUPTED), (signal.SIGTERM, Finish.TERMINATED)]
+)
+def test_one_signal_ends_after_the_step_with_a_checkpoint(
+    tmp_path: Path, number: signal.Signals, why: Finish
+) -> None:
+    before = signal.getsignal(number)
+    bench = Bench(tmp_path)
+    send(bench, number, 2)
+    finished = bench.run()
+    assert (finished.why, finished.state.step) == (why, 2)
+    assert bench.saved[-1][0]["step"] == 2
+    assert signal.getsignal(number) is before
+
+
+def test_sigterm_abandons_a_step_that_takes_too_long(tmp_path: Path) -> None:
+    """The run saves what it has; the groups that were finished stay in the spool for the resumed run."""
+
+    class Stuck(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.step == 2 and int(group.prompt.uid[1:]) % 2:
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                await asyncio.sleep(60)
+            return await super().grade(group)
+
+    bench = Bench(tmp_path, grader=Stuck(), grace_s=0.1)
+    finished = bench.run()
+    assert (finished.why, finished.state.step) == (Finish.TERMINATED, 1)
+    assert bench.saved[-1][0]["step"] == 1
+    assert "what followed step 1 was abandoned" in bench.notes[0]
+    resumed = Bench(tmp_path, state=finished.state, logits=bench.trainer.logits)
+    resumed.run()
+    assert resumed.rows[0]["rollout/from_spool"] == 2
+
+
+def test_a_second_ctrl_c_ends_at_once_and_loses_nothing_reported(tmp_path: Path) -> None:
+    class Stuck(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.step == 3:
+                for delay in (0.02, 0.06):
+                    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+                await asyncio.sleep(60)
+            return await super().grade(group)
+
+    bench = Bench(tmp_path, grader=Stuck(), prompts_per_step=1, checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run()
+    assert [row["step"] for row in bench.folder.metrics.rows()] == [1, 2]
+    assert bench.saved[-1][0]["step"] == 2
+
+
+def test_a_group_of_one_is_refused_where_siblings_are_compared(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="group size is 1"):
+        Bench(tmp_path, group_size=1)
+    with pytest.raises(ValueError, match=r"plan\.steps is 0"):
+        Bench(tmp_path, steps=0)

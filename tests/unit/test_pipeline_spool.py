@@ -1,0 +1,112 @@
+"""The spool gives back what it was given, byte for byte, and only to those who ask the same question."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.pipeline.spool import Spool, address
+from ostinato.rollout.play import Ask
+from ostinato.types import Completion, Group, Prompt, Reward, Sampling, Stop, Trajectory, Turn
+
+PROMPT = Prompt(
+    uid="p", text="p", columns={"answer": object()}
+)  # columns need not be JSON: they are not stored
+
+
+def ask(step: int = 1) -> Ask:
+    return Ask(prompt=PROMPT, seed=(0, step, 5), group_size=2, step=step)
+
+
+def group(rng: np.random.Generator, step: int, reward: float | None, routed: bool) -> Group:
+    length = int(rng.integers(0, 4))
+    completion = Completion(
+        tokens=rng.integers(0, 2**31 - 1, length).astype(np.int32),
+        logprobs=rng.normal(size=length).astype(np.float32),
+        versions=rng.integers(0, 9, length).astype(np.int32),
+        stop=Stop.LENGTH,
+        text="ä\n\x00",
+        experts=rng.integers(-1, 99, (length, 2, 3)).astype(np.int16) if routed else None,
+        prompt_experts=rng.integers(-1, 99, (2, 2, 3)).astype(np.int16) if routed else None,
+        cached_tokens=1,
+    )
+    turn = Turn(context=rng.integers(0, 99, 2).astype(np.int32), completion=completion)
+    verdict = Reward(value=reward, reason="because", parts={"exact": reward, "other": None})
+    played = Trajectory(turns=(turn, turn), stop=Stop.EOS, seed=(0, step, 5, 0), reward=verdict)
+    failed = Trajectory(turns=(), stop=Stop.ERROR, seed=(0, step, 5, 1), error="env: no")
+    return Group(prompt=PROMPT, trajectories=(played, failed), step=step)
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, np.ndarray):
+        return (
+            isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.tobytes() == b.tobytes()
+        )
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Group | Trajectory | Turn | Completion):
+        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    return a == b
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 999), reward=st.none() | st.floats(-1e9, 1e9), routed=st.booleans())
+def test_round_trip(tmp_path_factory, seed: int, reward: float | None, routed: bool) -> None:
+    path = tmp_path_factory.mktemp("spool") / "inflight.jsonl.zst"
+    played = group(np.random.default_rng(seed), 1, reward, routed)
+    Spool(path).put("here", played)
+    found = Spool(path)
+    assert same(found.take("here", ask()), played)
+    assert found.take("here", ask()) is None  # given once
+    assert Spool(path).take("there", ask()) is None
+
+
+def test_a_checkpoint_forgets_what_it_covers(tmp_path: Path) -> None:
+    path = tmp_path / "inflight.jsonl.zst"
+    spool, rng = Spool(path), np.random.default_rng(0)
+    for step in (1, 2, 3):
+        spool.put(f"step {step}", group(rng, step, 1.0, False))
+    spool.forget(2)
+    assert [Spool(path).take(f"step {step}", ask(step)) is not None for step in (1, 2, 3)] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_an_end_torn_by_a_kill_costs_one_group(tmp_path: Path) -> None:
+    path = tmp_path / "inflight.jsonl.zst"
+    spool, rng = Spool(path), np.random.default_rng(0)
+    spool.put("first", group(rng, 1, 1.0, True))
+    spool.put("second", group(rng, 1, 1.0, True))
+    path.write_bytes(path.read_bytes()[:-5])
+    torn = Spool(path)
+    torn.put("third", group(rng, 1, 1.0, True))
+    found = Spool(path)
+    assert [found.take(name, ask()) is not None for name in ("first", "second", "third")] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_the_address_names_everything_that_a_group_depends_on() -> None:
+    sampling = Sampling(max_tokens=4)
+    base = address(ask(), sampling, 64, 0)
+    others = [
+        address(replace(ask(), seed=(1, 1, 5)), sampling, 64, 0),
+        address(replace(ask(), group_size=3), sampling, 64, 0),
+        address(replace(ask(), prompt=Prompt(uid="q", text="q")), sampling, 64, 0),
+        address(ask(), replace(sampling, temperature=0.5), 64, 0),
+        address(ask(), replace(sampling, stop_tokens=(1,)), 64, 0),
+        address(ask(), sampling, 65, 0),
+        address(ask(), sampling, 64, 1),
+    ]
+    assert len({base, *others}) == len(others) + 1

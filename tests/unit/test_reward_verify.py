@@ -1,0 +1,204 @@
+"""Reward functions: what they read as an answer, and how names become functions."""
+
+from __future__ import annotations
+
+import math
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.reward.verify import (
+    answer_tags,
+    exact,
+    final_answer,
+    gym_score,
+    last_number,
+    marked_answer,
+    math_verify,
+    numeric,
+    resolve,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    [
+        ("so <answer> 42 </answer>", "42"),
+        ("<answer>1</answer> no, <answer>2</answer>.", "2"),
+        (r"thus \boxed{\frac{1}{2}} holds", r"\frac{1}{2}"),
+        ("it costs 3*24=72\n#### 72\n", "72"),
+        (r"\boxed{1} <answer>2</answer>", "2"),
+        (r"\boxed{never closed", None),
+        ("<answer>never closed", None),
+        ("42", None),
+    ],
+)
+def test_marked_answer(text: str, marked: str | None) -> None:
+    assert marked_answer(text) == marked
+
+
+def test_final_answer_is_the_last_line_and_never_a_thought() -> None:
+    assert final_answer("First.\nThen 42\n\n") == "Then 42"
+    assert final_answer("<think>is it 7?</think>\n42") == "42"
+    assert final_answer("it is 7</think>42") == "42"  # the template had opened the thought
+    assert final_answer("<think>so it must be 42") == ""  # truncated while thinking
+
+
+@pytest.mark.parametrize(
+    ("text", "readings"),
+    [
+        ("The answer is -3.", [Fraction(-3)]),
+        ("1,234,567.5 euros", [Fraction("1234567.5")]),
+        ("4, 5", [Fraction(5)]),
+        ("3-4", [Fraction(4)]),
+        ("x=-4", [Fraction(-4)]),
+        ("-$20", [Fraction(-20)]),
+        ("\N{MINUS SIGN}7", [Fraction(-7)]),
+        (".5", [Fraction(1, 2)]),
+        ("2e-3", [Fraction(1, 500)]),
+        ("3/4", [Fraction(3, 4)]),
+        (r"-\dfrac{3}{4}", [Fraction(-3, 4)]),
+        ("50%", [Fraction(50), Fraction(1, 2)]),
+        (r"50\%", [Fraction(50), Fraction(1, 2)]),
+        ("1/0", []),
+        ("none at all", []),
+        ("9" * 5000, []),
+    ],
+)
+def test_last_number(text: str, readings: list[Fraction]) -> None:
+    assert list(last_number(text)) == readings
+
+
+@given(st.integers(-(10**30), 10**30), st.sampled_from(["{}", "{:,}", "so x = {}.", "#### {}", "${}$"]))
+@settings(max_examples=50, deadline=None)
+def test_an_integer_is_read_as_it_was_written(value: int, form: str) -> None:
+    assert last_number(form.format(value))[0] == value
+
+
+@given(st.text(alphabet="0123456789-+.,/%$eE\\{}frac <>answer#boxed()\n", max_size=200))
+@settings(max_examples=50, deadline=None)
+def test_any_text_is_judged(text: str) -> None:
+    for reward in (exact, numeric, answer_tags):
+        assert reward([text], answer=["1"])[0] in (0.0, 1.0)
+
+
+def test_a_long_text_is_judged_in_linear_time() -> None:
+    """Lazy patterns such as <answer>(.*?)</answer> take quadratic time on openings that are never closed."""
+    texts = ["<answer>" * 50_000, "\\boxed{" * 50_000, "1," * 100_000, "1" * 200_000, "- $" * 50_000]
+    start = time.perf_counter()
+    numeric(texts, answer=["1"] * len(texts))
+    assert time.perf_counter() - start < 2
+
+
+def test_exact() -> None:
+    texts = ["42", "It is\n42", "<answer>42</answer> because", "42.0", "the answer is 42"]
+    assert exact(texts, answer=[42] * 5) == [1, 1, 1, 0, 0]
+    assert exact(["a\nb", "None"], answer=["a\nb", None]) == [1, None]
+
+
+def test_numeric() -> None:
+    texts = ["so 42", "42.0", "\\boxed{41} not 42", "<answer>42</answer> after 7 tries", "<think>42"]
+    assert numeric(texts, answer=["#### 42"] * 5) == [1, 1, 0, 1, 0]
+    assert numeric(["0.3333333", "0.333", "1/3"], answer=["1/3"] * 3) == [1, 0, 1]
+    assert numeric(["0.5", "50", "50%"], answer=["50%"] * 3) == [1, 1, 1]
+
+
+def test_numeric_tells_large_integers_apart() -> None:
+    """Compared as floats, a product of 20 digits was right when only its first 16 were."""
+    product = 12345678901234567890
+    assert numeric([str(product), str(product + 1)], answer=[str(product)] * 2) == [1, 0]
+
+
+def test_numeric_refuses_an_answer_without_a_number() -> None:
+    with pytest.raises(ValueError, match="holds no number"):
+        numeric(["1"], answer=["blue"])
+
+
+def test_chat_completions_count_by_their_last_message() -> None:
+    chat = [{"role": "assistant", "content": "41"}, {"role": "assistant", "content": "42"}]
+    assert exact([chat], answer=["42"]) == [1]
+
+
+def test_answer_tags() -> None:
+    texts = [
+        "because.\n<answer>4</answer>\n",
+        "<answer>4</answer> ok",
+        "<answer>1</answer><answer>2</answer>",
+    ]
+    assert answer_tags(texts) == [1, 0, 0]
+
+
+def test_math_verify() -> None:
+    pytest.importorskip("math_verify")
+    texts = [r"$\frac{1}{2}$", r"\boxed{0.5}", "<answer>1/2</answer>", r"\boxed{\frac{2}{3}}", "no idea"]
+    assert math_verify(texts, answer=[r"\frac{1}{2}"] * 5) == [1, 1, 1, 0, 0]
+
+
+def test_math_verify_gives_no_verdict_on_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library turns its own time-outs into "not equal", which scores a hang 0. Ours is NaN."""
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr("ostinato.reward.verify.MEMBER_LIMIT_S", 0.1)
+    tower, right = math_verify([r"$\sum_{i=1}^{10^{9}} \sin(i)$", "$42$"], answer=["42"] * 2)
+    assert math.isnan(tower)
+    assert right == 1
+
+
+def test_gym_score_uses_the_rules_of_the_task() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = reasoning_gym.create_dataset("chain_sum", seed=7, size=1)[0]
+    answer = entry["answer"]
+    texts = [answer, f"<answer>{answer}</answer>", f"The sum is {answer}.", "<answer>no</answer>", "no"]
+    task = {"name": "chain_sum", "config": {}}
+    assert gym_score(texts, gym=[task] * 5, entry=[entry] * 5) == [1, 1, 1, 0, 0]
+
+
+def test_gym_score_on_a_text_that_the_scorer_cannot_take() -> None:
+    """prime_factorization raises ValueError on words: wrong. boxnet breaks on a bare number: no verdict."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+
+    def score(name: str, text: str) -> float:
+        entry = reasoning_gym.create_dataset(name, seed=7, size=1)[0]
+        return gym_score([text], gym=[{"name": name, "config": {}}], entry=[entry])[0]
+
+    assert score("prime_factorization", "no idea") == 0
+    assert math.isnan(score("boxnet", "42"))
+
+
+def test_resolve_by_name_module_and_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def reward(completions, **columns):\n    return [1.0 for _ in completions]\n"
+    )
+    assert resolve("exact") is exact
+    assert resolve("ostinato.reward.verify:numeric") is numeric
+    assert resolve(f"{tmp_path}/mine.py:reward")(["a"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("exakt", "nearest built-in is 'exact'"),
+        ("nowhere.py:reward", "there is no file nowhere.py"),
+        ("no_such_module:reward", "there is no module 'no_such_module'"),
+        ("ostinato.reward.nothing:reward", "there is no module 'ostinato.reward.nothing'"),
+        ("ostinato.reward.verify:nothing", "has no function 'nothing'"),
+    ],
+)
+def test_resolve_refuses_with_a_sentence(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        resolve(spec)
+
+
+def test_a_function_in_verls_form_is_adapted(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': float(solution_str == ground_truth and extra_info['index'] == 3)}\n"
+    )
+    reward = resolve(f"{tmp_path}/theirs.py:compute_score")
+    chat = [[{"role": "assistant", "content": text}] for text in ("4", "5")]
+    assert reward(
+        completions=chat, answer=["4"] * 2, data_source=["x"] * 2, extra_info=[{"index": 3}] * 2
+    ) == [1, 0]

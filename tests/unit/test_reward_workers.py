@@ -1,0 +1,191 @@
+"""The grader's arithmetic and its sentences; real faults are in tests/e2e/test_reward_faults.py."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.reward.worker import Fault, judge, probe
+from ostinato.reward.workers import WorkerGrader
+from ostinato.types import Completion, Group, Prompt, Stop, Trajectory, Turn
+
+REWARDS = '''
+"""Rewards as a user writes them."""
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+def sometimes(completions, **columns):
+    return [None if text == "skip" else 1.0 for text in completions]
+
+def echo(prompts, completions, completion_ids, answer, **columns):
+    assert len(prompts) == len(answer) == len(completions)
+    return [float(sum(ids)) for ids in completion_ids]
+
+def nan_for_b(completions, **columns):
+    return [float("nan") if text == "b" else 1.0 for text in completions]
+
+def short(completions, **columns):
+    return [1.0]
+
+def strict(completions, wanted):
+    return [1.0 for _ in completions]
+
+async def later(completions, **columns):
+    return [2.0 for _ in completions]
+'''
+
+
+def trajectory(*texts: str, stop: Stop = Stop.EOS) -> Trajectory:
+    """One turn per text; context tokens are 10 each, answer tokens 1 each."""
+    turns = tuple(
+        Turn(
+            context=np.full(2, 10, np.int32),
+            completion=Completion(
+                tokens=np.ones(3, np.int32),
+                logprobs=np.zeros(3, np.float32),
+                versions=np.zeros(3, np.int32),
+                stop=stop,
+                text=text,
+            ),
+        )
+        for text in texts
+    )
+    return Trajectory(turns=turns, stop=stop, seed=(0,), error="boom" if stop is Stop.ERROR else "")
+
+
+def group(*texts: str, **columns: Any) -> Group:
+    prompt = Prompt(uid="p", text="What?", columns={"answer": "a", **columns})
+    return Group(prompt=prompt, trajectories=tuple(trajectory(text) for text in texts), step=0)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(REWARDS)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def grader(file: str) -> Iterator[WorkerGrader]:
+    names = ("length", "sometimes")
+    with WorkerGrader([f"{file}:{name}" for name in names], weights=[0.5, 2.0]) as grader:
+        yield grader
+
+
+def values(grader: WorkerGrader, group: Group) -> list[float | None]:
+    return [reward.value for reward in asyncio.run(grader.grade(group))]
+
+
+def test_a_reward_is_the_weighted_sum_and_a_skipped_part_leaves_the_others(grader: WorkerGrader) -> None:
+    rewards = asyncio.run(grader.grade(group("ab", "skip")))
+    assert [reward.value for reward in rewards] == [0.5 * 2 + 2, 0.5 * 4]
+    assert rewards[1].parts == {"length": 4.0, "sometimes": None}
+    assert grader.counters["rewards/sometimes/skipped"] == 1
+
+
+def test_the_same_grader_serves_several_event_loops_and_concurrent_groups(grader: WorkerGrader) -> None:
+    async def both() -> list[list[float | None]]:
+        graded = await asyncio.gather(*(grader.grade(group("a" * k)) for k in range(1, 5)))
+        return [[reward.value for reward in rewards] for rewards in graded]
+
+    assert asyncio.run(both()) == asyncio.run(both()) == [[0.5 * k + 2] for k in range(1, 5)]
+
+
+def test_failed_episodes_are_not_judged(grader: WorkerGrader) -> None:
+    mixed = Group(
+        prompt=group("a").prompt,
+        trajectories=(trajectory("a"), trajectory("a", stop=Stop.ERROR), trajectory("ab")),
+        step=0,
+    )
+    rewards = asyncio.run(grader.grade(mixed))
+    assert [reward.value for reward in rewards] == [2.5, None, 3.0]
+    assert rewards[1].reason == "episode: error: boom"
+
+
+def test_all_skipped_is_no_verdict(file: str) -> None:
+    with WorkerGrader([f"{file}:sometimes"]) as grader:
+        (reward,) = asyncio.run(grader.grade(group("skip")))
+    assert (reward.value, reward.reason) == (None, "skipped")
+
+
+def test_a_nan_is_a_fault_of_its_own_completion_only_and_is_never_left_out_of_a_sum(file: str) -> None:
+    """With TRL's nansum a NaN part vanishes from the sum, which scores the fault 0."""
+    with WorkerGrader([f"{file}:nan_for_b", f"{file}:length"]) as grader:
+        a, b = asyncio.run(grader.grade(group("a", "b")))
+        assert a.value == 2.0
+        assert (b.value, b.reason) == (None, "non_finite: nan_for_b: nan")
+        assert grader.counters == {"rewards/nan_for_b/non_finite": 1}
+
+
+def test_columns_and_ids_are_trls_and_coroutines_are_awaited(file: str) -> None:
+    with WorkerGrader([f"{file}:echo", f"{file}:later"]) as grader:
+        two_turns = Group(prompt=group("a").prompt, trajectories=(trajectory("a", "b"),), step=0)
+        assert values(grader, two_turns) == [
+            3 + 2 * 10 + 3 + 2.0
+        ]  # the tool's reply counts, the prompt does not
+
+
+def test_check_names_what_is_wrong_before_work_starts(file: str) -> None:
+    for functions, sentence in [
+        ([f"{file}:nothing"], "has no function 'nothing'"),
+        (["exakt"], "nearest built-in is 'exact'"),
+        ([f"{file}:short"], "short returned 1 values for 2"),
+        ([f"{file}:strict"], "does not take the row"),
+    ]:
+        with WorkerGrader(functions) as grader, pytest.raises(ValueError, match=sentence):
+            grader.check(group("a").prompt)
+
+
+def test_a_bad_call_is_refused() -> None:
+    for bad, sentence in [
+        ({"functions": []}, "reward.functions"),
+        ({"functions": "exact"}, "reward.functions"),
+        ({"functions": ["exact", "exact"]}, "names one twice"),
+        ({"functions": ["exact"], "weights": [1.0, 2.0]}, "reward.weights has 2"),
+        ({"functions": ["exact"], "weights": [math.inf]}, "finite"),
+        ({"functions": ["exact"], "timeout_s": 0}, "reward.timeout_s"),
+        ({"functions": ["exact"], "workers": 0}, "reward.workers"),
+        ({"functions": ["exact"], "retries": -1}, "reward.retries"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            WorkerGrader(**bad)
+
+
+@pytest.mark.parametrize(
+    ("returned", "fault"),
+    [
+        ([1.0], Fault.WRONG_LENGTH),
+        (None, Fault.WRONG_LENGTH),
+        (1.0, Fault.WRONG_LENGTH),
+        (["1", 1.0], Fault.NOT_A_NUMBER),
+        ([[1.0], 1.0], Fault.NOT_A_NUMBER),
+        ([math.inf, 1.0], Fault.NON_FINITE),
+        ([math.nan, 1.0], Fault.NON_FINITE),
+        ([10**400, 1.0], Fault.NOT_A_NUMBER),
+    ],
+)
+def test_judge_names_every_bad_value(returned: Any, fault: Fault) -> None:
+    assert judge(lambda completions: returned, 2, {"completions": ["a", "b"]})[0][:2] == (None, fault)
+
+
+def test_judge_takes_what_counts_as_numbers() -> None:
+    assert [v for v, _, _ in judge(lambda: np.array([1, 2]), 2, {})] == [1.0, 2.0]
+    assert [v for v, _, _ in judge(lambda: [True, None, np.float32(0.5)], 3, {})] == [1.0, None, 0.5]
+
+
+def test_judge_survives_whatever_is_raised() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    assert judge(leave, 1, {}) == [(None, Fault.RAISED, "SystemExit: 3")]
+    assert judge(lambda: [1 / 0], 1, {}) == [(None, Fault.RAISED, "ZeroDivisionError: division by zero")]
+    assert probe(lambda completions: [1.0], 1, {"completions": [""], "extra": [1]})[0][2].startswith(
+        "signature"
+    )

@@ -1,0 +1,202 @@
+"""The packaged seed model: its size, its tokenizer, what its recipe writes, and where it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ostinato
+from ostinato.engine.local import LocalEngine
+from ostinato.env.arithmetic import Family, rows
+from ostinato.model.config import read_config
+from ostinato.model.hf import load_model
+from ostinato.render import Renderer
+from ostinato.reward.verify import exact
+from ostinato.types import Completion, Prompt, Request, Sampling
+
+FOLDER = Path(ostinato.__file__).parent / "assets" / "seed-moe"
+RECIPE = Path(__file__).parents[2] / "recipes" / "seed_moe.py"
+END = "<|im_end|>"
+
+
+def load_recipe() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("seed_moe_recipe", RECIPE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    return load_recipe()
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer(FOLDER)
+
+
+def read_log() -> list[dict]:
+    return [json.loads(line) for line in (FOLDER / "train_log.jsonl").read_text().splitlines()]
+
+
+# ---- size and form -----------------------------------------------------------------------------
+
+
+def test_it_is_small_and_sparse_with_one_dense_layer() -> None:
+    decoder, config = load_model(FOLDER, dtype=torch.bfloat16), read_config(FOLDER)
+    assert 5e6 <= sum(p.numel() for p in decoder.parameters()) <= 10e6
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 16e6
+    assert config.model_type == "qwen3_moe" and config.moe is not None
+    assert set(range(config.num_layers)) - set(config.moe.layers) == {0}
+
+
+def test_the_log_ends_with_the_evaluation_that_the_foundation_asks_for() -> None:
+    settings, *steps, evaluation = read_log()
+    assert steps[-1]["step"] == settings["textbook_steps"] + settings["crowd_steps"]
+    assert 0.2 <= evaluation["pass@1"] <= 0.4
+    assert evaluation["pass@16"] > 0.7
+
+
+# ---- tokenizer and template --------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=40))
+def test_any_text_survives_the_tokenizer(text: str) -> None:
+    renderer = Renderer(FOLDER)
+    assert renderer.decode(renderer.encode(text), skip_special=False) == text
+
+
+def test_digits_stand_alone(renderer: Renderer) -> None:
+    assert len(renderer.encode("3141592653")) == 10
+
+
+def test_chats_are_rendered_as_chatml(renderer: Renderer) -> None:
+    chat = [{"role": "system", "content": "Be careful."}, {"role": "user", "content": "1 + 1 = ?"}]
+    assert renderer.chat_text(chat) == (
+        "<|im_start|>system\nBe careful.<|im_end|>\n"
+        "<|im_start|>user\n1 + 1 = ?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert len(renderer.encode(END)) == 1
+    assert renderer.vocab_size == read_config(FOLDER).vocab_size
+
+
+def test_the_recipe_writes_the_packaged_files(recipe: ModuleType, tmp_path: Path) -> None:
+    recipe.write_folder(tmp_path, read_log()[0]["seed"])
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / name).read_text() == (FOLDER / name).read_text(), name
+    assert read_config(tmp_path) == read_config(FOLDER)
+
+
+# ---- the annotators ----------------------------------------------------------------------------
+
+
+def said(text: str, prompt: Prompt) -> bool:
+    return exact([text], [prompt.columns["answer"]]) == [1.0]
+
+
+def test_the_careful_annotator_is_right_in_every_step(recipe: ModuleType) -> None:
+    careful = recipe.CROWD["careful"]
+    for prompt in rows("train", 0, 500, digits=4):
+        text = recipe.write_answer(prompt, careful, random.Random(0))
+        assert said(text, prompt), text
+        for step in text.partition(" ####")[0].split():
+            left, _, right = step.partition("=")
+            assert eval(left) == int(right), text
+
+
+def test_the_guessing_annotator_shows_no_work_and_is_wrong(recipe: ModuleType) -> None:
+    rng = random.Random(0)
+    for prompt in rows("train", 0, 300):
+        text = recipe.write_answer(prompt, recipe.CROWD["guessing"], rng)
+        assert text.startswith("#### ") and not said(text, prompt)
+
+
+def test_the_careless_annotator_is_often_wrong_and_still_answers_a_number(recipe: ModuleType) -> None:
+    rng, right = random.Random(0), []
+    for prompt in rows("train", 0, 1000):
+        text = recipe.write_answer(prompt, recipe.CROWD["careless"], rng)
+        right.append(said(text, prompt))
+        assert text.rpartition("#### ")[2].isdigit(), text
+    assert 0.2 < np.mean(right) < 0.6
+
+
+def test_by_hand(recipe: ModuleType) -> None:
+    prompts = {
+        "347 + 586": (Family.SUM, "7+6=13 4+8+1=13 3+5+1=9 #### 933"),
+        "812 - 347": (Family.DIFFERENCE, "12-7=5 11-4-1=6 8-3-1=4 #### 465"),
+        "7 * 468": (Family.PRODUCT, "7*8=56 7*6+5=47 7*4+4=32 #### 3276"),
+        "347 mod 7": (Family.REMAINDER, "34%7=6 67%7=4 #### 4"),
+        "7 + 8 - 5 + 9": (Family.CHAIN, "7+8=15 15-5=10 10+9=19 #### 19"),
+    }
+    for expression, (family, expected) in prompts.items():
+        prompt = Prompt(uid="", text="", columns={"family": family, "expression": expression})
+        assert recipe.write_answer(prompt, recipe.CROWD["careful"], random.Random(0)) == expected
+
+
+# ---- training ----------------------------------------------------------------------------------
+
+
+def test_balance_loss_is_one_when_balanced_and_the_number_of_experts_when_collapsed(
+    recipe: ModuleType,
+) -> None:
+    balanced = torch.tensor([[0, 1], [2, 3]]).unsqueeze(1)
+    assert recipe.balance_loss([torch.zeros(2, 4)], balanced).item() == pytest.approx(1.0)
+    collapsed = torch.tensor([[0], [0]]).unsqueeze(1)
+    logits = torch.tensor([[100.0, 0.0, 0.0, 0.0]] * 2)
+    assert recipe.balance_loss([logits], collapsed).item() == pytest.approx(4.0)
+
+
+def test_microbatches_are_a_function_of_the_seed_and_train_on_answers_only(
+    recipe: ModuleType, renderer: Renderer
+) -> None:
+    crowd = list(recipe.CROWD.values())
+    first, again = ([*recipe.microbatches(renderer, crowd, random.Random(5), 3, 8)] for _ in range(2))
+    assert len(first) == 3
+    for a, b in zip(first, again, strict=True):
+        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.targets, b.targets)
+        assert len(a.segments) == 8
+        assert (a.targets == renderer.encode(END)[0]).sum() == 8
+        assert a.weights.sum() == pytest.approx(1.0)
+
+
+# ---- the model ---------------------------------------------------------------------------------
+
+
+async def complete(engine: LocalEngine, requests: Sequence[Request]) -> list[Completion]:
+    found = {index: completion async for index, completion in engine.generate(requests)}
+    return [found[index] for index in range(len(requests))]
+
+
+def test_it_starts_where_rl_has_room(renderer: Renderer) -> None:
+    """A small sample of what the log says: wide bounds, so that only a broken checkpoint or engine fails."""
+    engine = LocalEngine(load_model(FOLDER), decode=renderer.decode, kv_memory_mb=64)
+    prompts = rows("eval", 1234, 16)
+    sampling = Sampling(max_tokens=64, stop_tokens=(int(renderer.encode(END)[0]),))
+    requests = [
+        Request(tokens=renderer.prompt(p), sampling=sampling, seed=(0, i, s))
+        for i, p in enumerate(prompts)
+        for s in range(8)
+    ]
+    completions = asyncio.run(complete(engine, requests))
+    answers = [p.columns["answer"] for p in prompts for _ in range(8)]
+    right = np.array(exact([c.text for c in completions], answers)).reshape(16, 8)
+    assert 0.1 < right.mean() < 0.55
+    assert right.max(1).mean() > 0.5
+    assert all(c.stop == "eos" for c in completions)

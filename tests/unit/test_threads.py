@@ -1,0 +1,67 @@
+"""The choice of threads: who is asked first, what is cached, which candidates there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ostinato.engine import threads
+from ostinato.engine.threads import Threads, Timing
+
+TORCH_LOADED = "ignore:threads.configure was called after torch"
+
+
+def write_cache(count: int, policy: str) -> None:
+    threads.cache_file().parent.mkdir(parents=True)
+    threads.cache_file().write_text(json.dumps({"best": {"count": count, "policy": policy}}))
+
+
+def test_candidates_are_few_and_one_thread_comes_once() -> None:
+    assert threads.candidates(2, 2) == [(1, "passive"), (2, "active"), (2, "passive")]
+    assert threads.candidates(1, 1) == [(1, "passive")]
+    counts = [count for count, _ in threads.candidates(16, 8)]
+    assert counts == [1, 4, 4, 8, 8, 16, 16]
+
+
+def test_the_fastest_that_did_not_fail_wins() -> None:
+    slow = Timing(count=1, policy="passive", ms_per_step=3.0)
+    fast = Timing(count=2, policy="active", ms_per_step=2.0)
+    failed = Timing(count=4, policy="active", ms_per_step=None)
+    assert threads.fastest([slow, failed, fast]) is fast
+    assert threads.fastest([failed]) is None
+
+
+@pytest.mark.filterwarnings(TORCH_LOADED)
+def test_given_then_environment_then_cache(own_cache: Path) -> None:
+    write_cache(3, "active")
+    empty: dict[str, str] = {}
+    assert threads.configure(environ=empty) == Threads(count=3, policy="active", source="cache")
+    assert empty == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"}
+    user = {"OMP_NUM_THREADS": "5"}
+    assert threads.configure(environ=user) == Threads(count=5, policy="passive", source="environment")
+    assert threads.configure(7, "active", environ=user) == Threads(count=7, policy="active", source="given")
+    assert user == {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}
+    waits = {"OMP_WAIT_POLICY": "PASSIVE"}
+    assert threads.configure(environ=waits).policy == "passive"
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"best": 3}', '{"best": {"count": "x", "policy": "active"}}'])
+def test_a_broken_cache_is_as_none(own_cache: Path, text: str) -> None:
+    threads.cache_file().parent.mkdir(parents=True)
+    threads.cache_file().write_text(text)
+    assert threads.cached() is None
+
+
+def test_configuring_after_torch_warns(own_cache: Path) -> None:
+    import torch  # noqa: F401
+
+    with pytest.warns(UserWarning, match="call it first"):
+        threads.configure(1, environ={})
+
+
+def test_cores_are_plausible() -> None:
+    assert 1 <= threads.physical_cores() <= threads.logical_cores()
+    assert threads.fingerprint() == threads.fingerprint()
+    assert str(Threads(count=2, policy="active", source="cache")) == "2 threads, wait policy active (cache)"

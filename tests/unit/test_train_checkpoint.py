@@ -1,0 +1,209 @@
+"""Checkpoints are whole or not there, whatever happens to the process, the disk or the files."""
+
+from __future__ import annotations
+
+import json
+import resource
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    checkpoints,
+    find_damage,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+IDENTITY = {"model": "tiny", "base": "0123"}
+
+
+def checkpoint_of(step: int, size: int = 10) -> Checkpoint:
+    return Checkpoint(
+        step=step,
+        tensors={
+            "parameters.x.A": torch.arange(size) / 7 + step,
+            "optimizer.x.A.step": torch.tensor(float(step)),
+        },
+        state={"trainer": {"version": step}, "loop": {"cursor": 3 * step, "note": "ä"}},
+        identity=IDENTITY,
+        files={"pending.npz": bytes(range(256))},
+    )
+
+
+def load(folder: Path, **options) -> tuple[Checkpoint | None, list[str]]:
+    warned: list[str] = []
+    options = {"identity": IDENTITY, **options}
+    return load_checkpoint(folder, warn=warned.append, **options), warned
+
+
+def test_round_trip_is_exact(tmp_path: Path) -> None:
+    saved = checkpoint_of(20)
+    path = save_checkpoint(tmp_path, saved)
+    assert path.name == "step-00000020"
+    assert find_damage(path) == ""
+    loaded, warned = load(tmp_path)
+    assert loaded is not None
+    assert not warned
+    assert (loaded.step, loaded.state, loaded.identity, loaded.files) == (
+        20,
+        saved.state,
+        IDENTITY,
+        saved.files,
+    )
+    assert loaded.tensors.keys() == saved.tensors.keys()
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in saved.tensors.items())
+
+
+def test_an_empty_folder_has_none(tmp_path: Path) -> None:
+    assert load(tmp_path / "missing") == (None, [])
+    assert load(tmp_path) == (None, [])
+
+
+def test_the_newest_k_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 30, 100):
+        save_checkpoint(tmp_path, checkpoint_of(step), keep=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000030", "step-00000100"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000100"]
+    early, _ = load(tmp_path, step=30)
+    assert early is not None
+    assert early.step == 30
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, checkpoint_of(5))
+    again = Checkpoint(step=5, tensors={"y": torch.ones(2)}, state={}, identity=IDENTITY)
+    save_checkpoint(tmp_path, again)
+    loaded, _ = load(tmp_path)
+    assert loaded is not None
+    assert list(loaded.tensors) == ["y"]
+    assert loaded.files == {}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def truncate(path: Path) -> None:
+    file = path / "tensors.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    file = path / "tensors.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def cut_manifest(path: Path) -> None:
+    file = path / "manifest.json"
+    file.write_bytes(file.read_bytes()[:30])
+
+
+def forget_state(path: Path) -> None:
+    (path / "state.json").unlink()
+
+
+def another_format(path: Path) -> None:
+    file = path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (truncate, "tensors.safetensors has"),
+        (flip, "tensors.safetensors has changed"),
+        (cut_manifest, "manifest.json is missing or not readable"),
+        (forget_state, "state.json is missing"),
+        (another_format, "its format is 99"),
+    ],
+)
+def test_a_damaged_checkpoint_is_skipped_with_a_sentence_or_named(tmp_path: Path, harm, told: str) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, checkpoint_of(step))
+    harm(tmp_path / "step-00000002")
+    loaded, warned = load(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 1
+    assert len(warned) == 1
+    assert told in warned[0]
+    with pytest.raises(CheckpointError, match=f"step-00000002 is damaged .*{told}"):
+        load(tmp_path, step=2)
+    harm(tmp_path / "step-00000001")
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        load(tmp_path)
+
+
+def test_damage_warns_by_default(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, checkpoint_of(step))
+    truncate(tmp_path / "step-00000002")
+    with warnings.catch_warnings(), pytest.warns(UserWarning, match="step-00000002 is damaged"):
+        assert load_checkpoint(tmp_path, identity=IDENTITY) is not None
+
+
+def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, checkpoint_of(4))
+    with pytest.raises(CheckpointError, match=r"step-00000009 does not exist.*step-00000004"):
+        load(tmp_path, step=9)
+
+
+@pytest.mark.parametrize("other", [{"model": "tiny", "base": "9999"}, {"model": "tiny"}])
+def test_another_base_is_refused_by_name(tmp_path: Path, other: dict) -> None:
+    save_checkpoint(tmp_path, checkpoint_of(1))
+    with pytest.raises(ValueError, match=r"made with base = 0123, this run has (9999|None)"):
+        load(tmp_path, identity=other)
+
+
+def test_what_a_killed_process_left_is_ignored_and_cleared(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, checkpoint_of(1))
+    torn = tmp_path / ".step-00000002.abc"
+    torn.mkdir()
+    (torn / "tensors.safetensors").write_bytes(b"half")
+    loaded, warned = load(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, warned) == (1, [])
+    save_checkpoint(tmp_path, checkpoint_of(3))
+    assert not torn.exists()
+
+
+def test_a_replacement_that_was_killed_between_two_renames_is_found(tmp_path: Path) -> None:
+    """Replacing a folder takes two renames; killed between them, the old version lies under a hidden name."""
+    path = save_checkpoint(tmp_path, checkpoint_of(1))
+    path.rename(tmp_path / ".step-00000001.old")
+    loaded, warned = load(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, warned) == (1, [])
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, size: int) -> None:
+    """A limit on file size stands for the full disk: to the writer both are an error of write()."""
+    save_checkpoint(tmp_path, checkpoint_of(1), keep=1)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200 if size == 10 else 100_000, limit[1]))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"step-00000002 could not be written .*the last good one is"
+        ):
+            save_checkpoint(tmp_path, checkpoint_of(2, size), keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    loaded, warned = load(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, warned) == (1, [])
+    save_checkpoint(tmp_path, checkpoint_of(2, size), keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep_checkpoints is 0"):
+        save_checkpoint(tmp_path, checkpoint_of(1), keep=0)
+    clash = Checkpoint(step=1, tensors={}, state={}, identity={}, files={"state.json": b""})
+    with pytest.raises(ValueError, match=r"state\.json"):
+        save_checkpoint(tmp_path, clash)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,505 @@
+"""The trainer against its slow twin, and its laws: exact ratios, refused steps, minibatches, restoring."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ostinato.algo.algorithms import algorithm
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.model.attention import CausalAttention, DenseMaskAttention
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.native import BuildError, load
+from ostinato.train.optimizer import OptimizerSettings
+from ostinato.train.trainer import PolicyTrainer, Totals, TrainingStopped, fingerprint, trained_parameters
+from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample
+
+VOCAB = 61
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+DENSE = {"model_type": "llama", **SHAPE}
+MOE = {
+    "model_type": "qwen3_moe",
+    **SHAPE,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+LR = OptimizerSettings(lr=1e-2)
+
+
+def decoder_of(raw: dict, dtype: torch.dtype = torch.float32, fp32_head: bool = False) -> Decoder:
+    return Decoder(parse_config(raw), dtype=dtype, fp32_head=fp32_head).init_weights(seed=0)
+
+
+def adapters_of(decoder: Decoder, dtype: torch.dtype = torch.float32) -> Adapters:
+    """Adapters with B drawn too, so that every factor has a gradient."""
+    targets = ("attn", "experts") if decoder.num_moe_layers else ("attn", "mlp")
+    adapters = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8, targets=targets), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    leaves = {}
+    for name, (a, b) in adapters.tensors.items():
+        drawn = torch.randn(b.shape, generator=generator) * 0.1
+        leaves[name] = (a.detach().to(dtype).requires_grad_(), drawn.to(dtype).requires_grad_())
+    return Adapters(adapters.spec, leaves, adapters.config)
+
+
+def samples_of(decoder: Decoder, groups: int = 3, siblings: int = 3, seed: int = 0) -> list[Sample]:
+    """Groups of siblings of different lengths; the last one of each has a tool reply in the middle."""
+    rng = np.random.default_rng(seed)
+    moe, samples = decoder.config.moe, []
+    for group in range(groups):
+        prompt = rng.integers(0, VOCAB, size=4 + group)
+        prompt_experts = experts_of(rng, len(prompt), moe)
+        for sibling in range(siblings):
+            answer = rng.integers(0, VOCAB, size=5 + 2 * sibling + group)
+            tokens = np.concatenate([prompt, answer]).astype(np.int32)
+            mask = np.arange(len(tokens)) >= len(prompt)
+            logprobs = 0.1 * rng.standard_normal(len(tokens)) - math.log(VOCAB)
+            if sibling == siblings - 1:
+                mask[len(prompt) + 2 : len(prompt) + 4] = False
+            experts = None
+            if moe is not None:
+                experts = np.concatenate([prompt_experts, experts_of(rng, len(answer), moe)])
+                experts[-1] = NO_EXPERT
+            samples.append(
+                Sample(
+                    tokens=tokens,
+                    loss_mask=mask,
+                    logprobs=np.where(mask, logprobs, 0).astype("f4"),
+                    advantages=np.where(mask, rng.standard_normal(), 0).astype("f4"),
+                    versions=np.where(mask, 0, -1).astype(np.int32),
+                    group=group,
+                    prompt_len=len(prompt),
+                    uid=f"{group}#{sibling}",
+                    experts=experts,
+                )
+            )
+    return samples
+
+
+def experts_of(rng: np.random.Generator, count: int, moe) -> np.ndarray:
+    if moe is None:
+        return np.zeros(0)
+    shape = (count, len(moe.layers), moe.num_experts)
+    return rng.random(shape).argsort(axis=-1)[..., : moe.top_k].astype(np.int16)
+
+
+def batch_of(samples: list[Sample], budget: int = 60, version: int = 0) -> Batch:
+    weights = aggregation_weights(samples, Aggregation.TOKEN)
+    return pack(samples, weights, tokens_per_microbatch=budget, version=version)
+
+
+def naive_gradients(
+    decoder: Decoder, adapters: Adapters | None, samples: list[Sample], *, temperature: float, replay: bool
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The slow twin of a CISPO step with no cap in reach: one sample, all its logits, at a time."""
+    weights = aggregation_weights(samples, Aggregation.TOKEN)
+    total = torch.zeros((), dtype=torch.float64)
+    for sample, weight in zip(samples, weights, strict=True):
+        tokens = torch.from_numpy(sample.tokens.astype(np.int64))
+        positions = torch.arange(len(tokens))
+        routing = torch.from_numpy(sample.experts) if replay and sample.experts is not None else None
+        hidden, _ = decoder(tokens, positions, CausalAttention(), adapters=adapters, routing=routing)
+        log_p = torch.log_softmax(decoder.logits(hidden).double() / temperature, dim=-1)
+        for t in np.flatnonzero(sample.loss_mask):
+            logprob = log_p[t - 1, tokens[t]]
+            ratio = (logprob.detach() - float(sample.logprobs[t])).exp()
+            total = total - float(weight[t]) * float(sample.advantages[t]) * ratio * logprob
+    total.backward()
+    leaves = trained_parameters(decoder, adapters)
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    for leaf in leaves.values():
+        leaf.grad = None
+    return total.item(), gradients
+
+
+def trainer_gradients(trainer: PolicyTrainer, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """What one optimizer step would be given, read out of the trainer before it applies it."""
+    totals = Totals()
+    trainer._accumulate([trainer._inputs(m) for m in batch.microbatches], batch.num_samples, 1, totals)
+    gradients = {name: leaf.grad for name, leaf in trainer._named.items() if leaf.grad is not None}
+    return float(torch.stack(totals.loss).sum()), gradients
+
+
+CISPO = algorithm("cispo", ratio_cap=1e6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("raw", [DENSE, MOE], ids=["dense", "moe"])
+def test_packed_gradients_equal_one_sample_at_a_time(raw: dict, replay: bool, recompute: bool) -> None:
+    decoder = decoder_of(raw)
+    adapters, samples = adapters_of(decoder), samples_of(decoder)
+    expected_loss, expected = naive_gradients(decoder, adapters, samples, temperature=0.7, replay=replay)
+    options = {"temperature": 0.7, "replay": replay, "recompute": recompute}
+    trainer = PolicyTrainer(decoder, adapters, CISPO, optimizer=LR, **options)
+    loss, gradients = trainer_gradients(trainer, batch_of(samples))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("raw", [DENSE, MOE], ids=["dense", "moe"])
+def test_packed_gradients_equal_the_twin_in_float64(raw: dict) -> None:
+    decoder = decoder_of(raw, torch.float64)
+    adapters = adapters_of(decoder, torch.float64)
+    samples = samples_of(decoder)
+    _, expected = naive_gradients(decoder, adapters, samples, temperature=1.0, replay=True)
+    _, gradients = trainer_gradients(PolicyTrainer(decoder, adapters, CISPO, optimizer=LR), batch_of(samples))
+    for name, gradient in gradients.items():
+        # weights and advantages arrive as fp32, which bounds the agreement
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("raw", [DENSE, MOE], ids=["dense", "moe"])
+def test_full_parameter_gradients_equal_the_twin(raw: dict) -> None:
+    decoder = decoder_of(raw).trainable(True)
+    samples = samples_of(decoder)
+    _, expected = naive_gradients(decoder, None, samples, temperature=1.0, replay=True)
+    _, gradients = trainer_gradients(PolicyTrainer(decoder, None, CISPO, optimizer=LR), batch_of(samples))
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+GRPO = algorithm("grpo", correction="token_truncate")
+
+
+def trainer_of(decoder: Decoder, **options) -> PolicyTrainer:
+    return PolicyTrainer(
+        decoder, adapters_of(decoder), options.pop("algorithm", GRPO), optimizer=LR, **options
+    )
+
+
+def poisoned(batch: Batch, index: int, value: float) -> Batch:
+    """The batch with one advantage of microbatch ``index`` replaced."""
+    bad = batch.microbatches[index]
+    advantages = bad.advantages.copy()
+    advantages[0] = value
+    microbatches = list(batch.microbatches)
+    microbatches[index] = replace(bad, advantages=advantages)
+    return replace(batch, microbatches=tuple(microbatches))
+
+
+def bytes_of(trainer: PolicyTrainer) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in trainer.tensors().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("raw", [DENSE, MOE], ids=["dense", "moe"])
+def test_old_logprobs_are_bitwise_those_of_the_training_forward(raw: dict, dtype: torch.dtype) -> None:
+    """So the ratio of a minibatch that nothing was learned before is exactly 1, not 1 within rounding."""
+    decoder = decoder_of(raw, dtype)
+    trainer = trainer_of(decoder)
+    for microbatch in batch_of(samples_of(decoder)).microbatches:
+        part = trainer._inputs(microbatch)
+        logprobs, _ = trainer._logprobs(part, trainer._adapters, part.routing)
+        old = trainer._with_old(part).old
+        assert logprobs.requires_grad
+        assert old is not None
+        assert not old.requires_grad
+        assert torch.equal(old, logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fp32_head", [False, True])
+def test_logprobs_are_those_of_the_decoders_head(dtype: torch.dtype, fp32_head: bool) -> None:
+    """The trainer's fast head must be the engine's: same precision, same temperature."""
+    decoder = decoder_of(DENSE, dtype, fp32_head)
+    trainer = trainer_of(decoder, temperature=0.8)
+    part = trainer._inputs(batch_of(samples_of(decoder), budget=1000).microbatches[0])
+    with torch.no_grad():
+        logprobs, entropy = trainer._logprobs(part, trainer._adapters, part.routing)
+        attend = DenseMaskAttention(part.source.segments)
+        hidden, _ = decoder(part.tokens, part.positions, attend, adapters=trainer._adapters)
+        log_p = torch.log_softmax(decoder.logits(hidden[part.rows]).float() / 0.8, dim=-1)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # the two attentions round differently in bf16
+    expected = log_p.gather(1, part.targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=tolerance)
+
+
+def test_native_head_products_agree_with_torch() -> None:
+    """bf16 products summed in fp32 are the FP32 head up to the order of summation."""
+    try:
+        kernels = load()
+    except BuildError as error:
+        pytest.skip(str(error))
+    decoder = decoder_of(DENSE, torch.bfloat16, fp32_head=True)
+    plain, native = trainer_of(decoder), trainer_of(decoder, kernels=kernels)
+    batch = batch_of(samples_of(decoder), budget=1000)
+    part = plain._inputs(batch.microbatches[0])
+    with torch.no_grad():
+        ours = native._logprobs(part, native._adapters, part.routing)
+        theirs = plain._logprobs(part, plain._adapters, part.routing)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    _, expected = trainer_gradients(plain, batch)
+    _, gradients = trainer_gradients(native, batch)
+    for name, gradient in gradients.items():
+        assert torch.linalg.vector_norm(gradient - expected[name]) < 0.02 * torch.linalg.vector_norm(
+            expected[name]
+        )
+
+
+def test_agreeing_sampler_has_no_mismatch() -> None:
+    decoder = decoder_of(MOE)
+    trainer = trainer_of(decoder)
+    batch = batch_of(samples_of(decoder))
+    own = [trainer._with_old(trainer._inputs(microbatch)).old for microbatch in batch.microbatches]
+    agreed = [
+        replace(microbatch, logprobs=old.numpy())
+        for microbatch, old in zip(batch.microbatches, own, strict=True)
+        if old is not None
+    ]
+    metrics = trainer.step(replace(batch, microbatches=tuple(agreed))).metrics
+    assert metrics["sampling/sampling_logp_difference/max"] == 0
+    assert metrics["sampling/importance_sampling_ratio/min"] == 1
+    assert metrics["sampling/importance_sampling_ratio/max"] == 1
+    assert metrics["sampling/ess"] == pytest.approx(1)
+    assert metrics["sampling/kl_k3"] == 0
+    assert metrics["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "cispo", "rloo"])
+def test_cutting_a_step_into_microbatches_changes_memory_not_gradients(name: str) -> None:
+    decoder = decoder_of(DENSE)
+    samples = samples_of(decoder)
+    trainer = trainer_of(decoder, algorithm=algorithm(name))
+    whole_loss, whole = trainer_gradients(trainer, batch_of(samples, budget=1000))
+    cut_loss, cut = trainer_gradients(trainer, batch_of(samples, budget=20))
+    assert cut_loss == pytest.approx(whole_loss, rel=1e-5, abs=1e-7)
+    for parameter, gradient in cut.items():
+        torch.testing.assert_close(gradient, whole[parameter], rtol=1e-4, atol=1e-7, msg=parameter)
+
+
+def test_minibatches_are_optimizer_steps_whose_losses_average_to_the_batch() -> None:
+    decoder = decoder_of(DENSE)
+    batch = batch_of(samples_of(decoder), budget=20)
+    count = len(batch.microbatches)
+    still = OptimizerSettings(lr=1e-12)  # nothing moves, so that the losses can be compared
+    one = PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=still).step(batch).metrics
+    many = (
+        PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=still, minibatches=3).step(batch).metrics
+    )
+    more = (
+        PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=still, minibatches=99)
+        .step(batch)
+        .metrics
+    )
+    assert (one["optimizer_steps"], many["optimizer_steps"], more["optimizer_steps"]) == (1, 3, count)
+    assert many["loss"] == pytest.approx(one["loss"], abs=1e-7)
+    assert one["clip_ratio/region_mean"] == many["clip_ratio/region_mean"] == 0
+
+
+def test_later_minibatches_have_a_ratio() -> None:
+    """With a large step the policy leaves the clip range of its old self: the ratio is not 1 throughout."""
+    decoder = decoder_of(DENSE)
+    hot = OptimizerSettings(lr=0.3)
+    trainer = PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=hot, minibatches=3)
+    assert trainer.step(batch_of(samples_of(decoder), budget=20)).metrics["clip_ratio/region_mean"] > 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_is_refused_and_names_its_samples(value: float) -> None:
+    decoder = decoder_of(DENSE)
+    seen: list[Microbatch] = []
+    trainer = trainer_of(decoder, on_refused=seen.append, minibatches=1)
+    batch = batch_of(samples_of(decoder), budget=20)
+    trainer.step(batch)
+    before = bytes_of(trainer)
+    report = trainer.step(poisoned(batch, 1, value))
+    assert bytes_of(trainer) == before
+    assert report.skipped
+    assert report.uids == batch.microbatches[1].uids
+    assert [microbatch.uids for microbatch in seen] == [report.uids]
+    assert report.metrics["refused_steps"] == 1
+    after = trainer.step(batch)
+    assert not after.skipped
+    assert bytes_of(trainer) != before
+    assert all(math.isfinite(metric) for metric in after.metrics.values())
+
+
+def test_an_overflow_that_no_microbatch_has_alone_names_them_all() -> None:
+    decoder = decoder_of(DENSE)
+    trainer = trainer_of(decoder, algorithm=algorithm("rloo"))
+    batch = batch_of(samples_of(decoder), budget=20)
+    huge = [
+        replace(m, advantages=np.full_like(m.advantages, 2e38), weights=m.weights * 0 + 1e-3)
+        for m in batch.microbatches
+    ]
+    report = trainer.step(replace(batch, microbatches=tuple(huge)))
+    assert report.skipped
+    assert set(report.uids) == {uid for microbatch in batch.microbatches for uid in microbatch.uids}
+
+
+def test_one_refused_minibatch_leaves_the_others_their_step() -> None:
+    decoder = decoder_of(DENSE)
+    trainer = trainer_of(decoder, minibatches=3)
+    batch = batch_of(samples_of(decoder), budget=20)
+    metrics = trainer.step(poisoned(batch, 1, math.nan)).metrics
+    assert (metrics["optimizer_steps"], metrics["refused_steps"]) == (2, 1)
+
+
+def test_training_stops_after_refusals_in_a_row_only() -> None:
+    decoder = decoder_of(DENSE)
+    trainer = trainer_of(decoder, max_refused=2)
+    good = batch_of(samples_of(decoder), budget=20)
+    bad = poisoned(good, 0, math.nan)
+    for batch in (bad, good, bad):
+        trainer.step(batch)
+    with pytest.raises(TrainingStopped, match=r"2 optimizer steps in a row .*#"):
+        trainer.step(bad)
+
+
+@pytest.mark.parametrize("raw", [DENSE, MOE], ids=["dense", "moe"])
+def test_restoring_is_bitwise(raw: dict) -> None:
+    decoder = decoder_of(raw)
+    batch = batch_of(samples_of(decoder))
+    straight, broken, resumed = (trainer_of(decoder) for _ in range(3))
+    for _ in range(4):
+        straight.step(batch)
+    for _ in range(2):
+        broken.step(batch)
+    resumed.restore({name: t.clone() for name, t in broken.tensors().items()}, broken.counters())
+    for _ in range(2):
+        resumed.step(batch)
+    assert bytes_of(resumed) == bytes_of(straight)
+    assert resumed.counters() == straight.counters()
+
+
+def test_restoring_another_adapter_names_the_parameter() -> None:
+    decoder = decoder_of(DENSE)
+    trainer = trainer_of(decoder)
+    tensors = dict(trainer.tensors())
+    missing = next(name for name in tensors if name.startswith("parameters."))
+    del tensors[missing]
+    with pytest.raises(ValueError, match=missing.removeprefix("parameters.")):
+        trainer.restore(tensors, trainer.counters())
+
+
+def test_kl_is_measured_from_the_base() -> None:
+    decoder = decoder_of(MOE)
+    options = {"algorithm": algorithm("grpo", kl_coef=0.1), "replay": False}
+    fresh = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8, targets=("attn",)), seed=1)
+    base = PolicyTrainer(decoder, fresh, options["algorithm"], optimizer=LR, replay=False)
+    batch = batch_of(samples_of(decoder))
+    assert base.step(batch).metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert trainer_of(decoder, **options).step(batch).metrics["kl"] > 1e-4
+
+
+def test_an_entropy_bonus_has_a_gradient() -> None:
+    decoder = decoder_of(DENSE)
+    batch = batch_of(samples_of(decoder))
+    _, without = trainer_gradients(trainer_of(decoder, algorithm=algorithm("grpo")), batch)
+    without = {name: gradient.clone() for name, gradient in without.items()}
+    _, bonus = trainer_gradients(trainer_of(decoder, algorithm=algorithm("grpo", entropy_coef=1.0)), batch)
+    assert any(not torch.allclose(bonus[name], gradient) for name, gradient in without.items())
+
+
+def test_a_positive_advantage_makes_its_sample_likelier() -> None:
+    decoder = decoder_of(MOE)
+    trainer = trainer_of(decoder)
+    liked = [
+        replace(s, advantages=s.loss_mask.astype("f4")) for s in samples_of(decoder, groups=1, siblings=1)
+    ]
+    batch = batch_of(liked)
+    part = trainer._inputs(batch.microbatches[0])
+
+    def likelihood() -> float:
+        return trainer._logprobs(part, trainer._adapters, part.routing)[0].sum().item()
+
+    before = likelihood()
+    for _ in range(5):
+        trainer.step(batch)
+    assert likelihood() > before + 0.5
+
+
+def test_full_parameter_training_moves_the_decoder() -> None:
+    decoder = decoder_of(MOE).trainable(True)
+    trainer = PolicyTrainer(decoder, None, GRPO, optimizer=LR)
+    before = fingerprint(decoder)
+    assert not trainer.step(batch_of(samples_of(decoder))).skipped
+    assert fingerprint(decoder) != before
+    assert trainer.adapters() is None
+
+
+def test_published_adapters_stay_what_they_were() -> None:
+    decoder = decoder_of(DENSE)
+    trainer = trainer_of(decoder)
+    published = trainer.adapters()
+    assert published is not None
+    before = {name: t.clone() for name, t in published.state_dict().items()}
+    trainer.step(batch_of(samples_of(decoder)))
+    assert all(torch.equal(t, before[name]) for name, t in published.state_dict().items())
+
+
+def test_identity_tells_bases_and_adapters_apart() -> None:
+    decoder, other = decoder_of(DENSE), decoder_of(DENSE).init_weights(seed=9)
+    identity = trainer_of(decoder).identity()
+    assert identity == trainer_of(decoder_of(DENSE)).identity()
+    assert identity["base"] != trainer_of(other).identity()["base"]
+    wider = init_adapters(decoder.config, AdapterSpec(rank=8, alpha=8, targets=("attn",)), seed=1)
+    assert identity["adapter"] != PolicyTrainer(decoder, wider, GRPO, optimizer=LR).identity()["adapter"]
+
+
+def test_metrics_have_their_names() -> None:
+    decoder = decoder_of(DENSE)
+    settings = replace(LR, warmup_steps=4)
+    trainer = PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=settings)
+    batch = batch_of(samples_of(decoder), version=2)
+    metrics = trainer.step(batch).metrics
+    assert metrics["learning_rate"] == pytest.approx(settings.lr / 4)
+    assert trainer.step(batch).metrics["learning_rate"] == pytest.approx(settings.lr / 2)
+    assert metrics["num_tokens"] == batch.num_tokens + batch.num_context_tokens
+    assert metrics["staleness/mean"] == metrics["staleness/max"] == 2
+    assert 0 < metrics["entropy"] < math.log(VOCAB) * 1.01
+    assert {
+        "loss",
+        "grad_norm",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "sampling/truncated",
+    } <= metrics.keys()
+
+
+def test_settings_that_cannot_work_are_refused_by_name() -> None:
+    decoder = decoder_of(DENSE)
+    for field, options in {
+        "rollout.temperature": {"temperature": 0.0},
+        "trainer.minibatches": {"minibatches": 0},
+        "trainer.max_refused_in_a_row": {"max_refused": 0},
+    }.items():
+        with pytest.raises(ValueError, match=field):
+            trainer_of(decoder, **options)
+    with pytest.raises(ValueError, match="nothing is trainable"):
+        PolicyTrainer(decoder, None, GRPO, optimizer=LR)
+    with pytest.raises(ValueError, match="trainable beside its adapters"):
+        trainer_of(decoder_of(DENSE).trainable(True))
+    with pytest.raises(ValueError, match=r"algo\.kl_coef"):
+        PolicyTrainer(decoder_of(DENSE).trainable(True), None, algorithm("grpo", kl_coef=0.1), optimizer=LR)
+    with pytest.raises(ValueError, match=r"model\.dtype"):
+        PolicyTrainer(decoder_of(DENSE, torch.bfloat16).trainable(True), None, GRPO, optimizer=LR)
+    with pytest.raises(ValueError, match="no microbatch"):
+        trainer_of(decoder).step(Batch(microbatches=(), num_samples=0, num_tokens=0, num_context_tokens=0))
