@@ -28,6 +28,7 @@ Policy = Literal["active", "passive"]  # spin or sleep while waiting for work (O
 
 PROBE_S = 1.2  # of timed work per candidate
 PROBE_LIMIT_S = 60.0  # a candidate that takes longer, import of torch included, is out
+SPIN_GAIN = 1.1  # what spinning must gain to be chosen: it steals from whatever else wants the core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +113,11 @@ def cached() -> Threads | None:
 
 
 def measure(*, say: Callable[[str], None] = lambda line: None) -> Threads:
-    """Time every candidate, keep the fastest in the cache file and return it."""
+    """Time every candidate and return the fastest, kept in the cache file unless the machine is busy."""
     options = candidates(logical_cores(), physical_cores())
-    if len(options) > 1:
-        say(f"measuring {len(options)} thread settings, once on this machine")
+    busy = is_busy()
+    when = "again next time, since the machine is busy" if busy else "once on this machine"
+    say(f"measuring {len(options)} thread settings, {when}")
     timings = [Timing(count=n, policy=p, ms_per_step=probe(n, p)) for n, p in options]
     best = fastest(timings)
     if best is None:
@@ -124,14 +126,24 @@ def measure(*, say: Callable[[str], None] = lambda line: None) -> Threads:
         mark = " <- fastest" if timing is best else ""
         ms = "failed" if timing.ms_per_step is None else f"{timing.ms_per_step:.2f} ms per step"
         say(f"  {timing.count:3d} threads {timing.policy:8s} {ms}{mark}")
-    _write_cache(best, timings)
+    if not busy:
+        _write_cache(best, timings)
     return Threads(count=best.count, policy=best.policy, source="measured")
 
 
 def fastest(timings: list[Timing]) -> Timing | None:
-    """The timing with the lowest median; None when every probe failed."""
+    """The timing with the lowest median, spinning handicapped by SPIN_GAIN; None when every probe failed."""
     done = [timing for timing in timings if timing.ms_per_step is not None]
-    return min(done, key=lambda timing: timing.ms_per_step or 0.0, default=None)
+    return min(done, key=_handicapped, default=None)
+
+
+def _handicapped(timing: Timing) -> float:
+    return (timing.ms_per_step or 0.0) * (SPIN_GAIN if timing.policy == "active" else 1.0)
+
+
+def is_busy() -> bool:
+    """Whether others want the cores: more than half of them were wanted over the last minute."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > logical_cores() / 2
 
 
 def candidates(logical: int, physical: int) -> list[tuple[int, Policy]]:

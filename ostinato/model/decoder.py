@@ -301,7 +301,7 @@ def _linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, lora: Lora | 
     if lora is None:
         return ops.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        return lora_linear(x, weight, bias, lora)
+        return lora_linear(x, weight, bias, lora, ops.gemm.nt, ops.gemm.nn)
     return ops.linear(x, weight, bias).add_(ops.lora(x, lora.a, lora.b, lora.scale))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from ostinato.model.moe import ExpertLora
 if TYPE_CHECKING:
     from ostinato.model.decoder import Decoder
 
+Product = Callable[..., Tensor]
 ROLES = ("attn", "mlp", "shared", "experts", "router")
 
 
@@ -344,33 +345,36 @@ def _prepare_experts(
     return ExpertLora(a.to(dtype), b.to(dtype), down_a.to(dtype), down_b.to(dtype), scale)
 
 
-def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora) -> Tensor:
+def lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora, nt: Product = F.linear, nn: Product = torch.mm
+) -> Tensor:
     """x W^T + bias + scale * x a^T b^T for training: x [T, K] -> [T, N].
 
-    With a frozen W only x and the [T, R] projection are kept for the backward.
+    With a frozen W only x and the [T, R] projection are kept for the backward. ``nt`` and ``nn`` multiply
+    with the large matrices (see ``ops.Gemm``).
     """
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return F.linear(x, weight, bias) + F.linear(F.linear(x, lora.a) * lora.scale, lora.b)
-    return _LoraLinear.apply(x, weight, bias, lora.a, lora.b, lora.scale)  # type: ignore[return-value]
+    return _LoraLinear.apply(x, weight, bias, lora.a, lora.b, lora.scale, nt, nn)  # type: ignore[return-value]
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, a, b, scale):
+    def forward(ctx, x, weight, bias, a, b, scale, nt, nn):
         low = F.linear(x, a) * scale
         ctx.save_for_backward(x, low, weight, a, b)
-        ctx.scale = scale
-        return F.linear(x, weight, bias).add_(F.linear(low, b))
+        ctx.scale, ctx.nn = scale, nn
+        return nt(x, weight, bias).add_(F.linear(low, b))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, low, weight, a, b = ctx.saved_tensors
         grad_low = grad.mm(b) * ctx.scale
-        grad_x = grad.mm(weight).addmm_(grad_low, a) if ctx.needs_input_grad[0] else None
+        grad_x = ctx.nn(grad, weight).addmm_(grad_low, a) if ctx.needs_input_grad[0] else None
         grad_a = grad_low.t().mm(x) if ctx.needs_input_grad[3] else None
         grad_b = grad.t().mm(low) if ctx.needs_input_grad[4] else None
-        return grad_x, None, None, grad_a, grad_b, None
+        return grad_x, None, None, grad_a, grad_b, None, None, None
 
 
 def merge(decoder: Decoder, adapters: Adapters) -> Decoder:

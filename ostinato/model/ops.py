@@ -1,7 +1,8 @@
 """The arithmetic of the decoder as values: a set of plain functions that ``forward`` is given.
 
-``TORCH_OPS`` is the readable set, right on every device and under autograd. A faster set (the C++
-kernels of ``model/native``) has the same signatures, is for inference only, and is tested against it.
+``TORCH_OPS`` is the readable set, right on every device and under autograd. Faster sets have the same
+signatures and are tested against it: ``model/native`` has one for inference, and one for training that
+replaces only ``gemm``, the matrix products inside our own autograd functions.
 Inputs may be strided views whose last dimension is contiguous.
 
 T rows, K inputs, N outputs, r rank, H heads, D head dim, F width of an MLP.
@@ -21,6 +22,14 @@ from ostinato.model.moe import ExpertLora, experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """Matrix products without autograd: what our own autograd functions are made of."""
+
+    nt: Callable[..., Tensor]  # (x [M, K], w [N, K], bias=None, out_dtype=None) -> x w^T + bias
+    nn: Callable[[Tensor, Tensor], Tensor]  # (x [M, N], w [N, K]) -> x w
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """One implementation of the decoder's arithmetic. Each field is documented at its function below."""
 
@@ -31,6 +40,7 @@ class Ops:
     silu_mul: Callable[[Tensor], Tensor]  # gate_up [T, 2F] -> [T, F]
     lora: Callable[[Tensor, Tensor, Tensor, float], Tensor]  # (x [T, K], a [r, K], b [N, r], scale) -> [T, N]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertLora | None], Tensor]  # see moe.experts
+    gemm: Gemm  # under autograd; ``linear`` is the product outside of it
 
 
 def linear(
@@ -55,4 +65,5 @@ TORCH_OPS = Ops(
     silu_mul=silu_mul,
     lora=lora,
     experts=experts,
+    gemm=Gemm(nt=linear, nn=torch.mm),
 )

@@ -75,12 +75,13 @@ BEFORE = {"step": 0, "n": 100, "pass@1": 0.3, "stderr": 0.02, "pass@k": 0.8, "pa
 AFTER = {**BEFORE, "step": 10, "pass@1": 0.6}
 
 
-def test_a_step_is_one_line() -> None:
-    assert progress.step_line(ROW, 80, "0.300", "1:40") == (
-        "step 3/80  reward 0.500  held-out 0.300  1,234 tok/s  rollout 61% reward 2% train 35%  ETA 1:40"
+def test_a_step_is_what_was_learned_and_what_it_took() -> None:
+    assert progress.step_parts(ROW, 80, "0.300", "1:40") == (
+        "step 3/80  reward 0.500  held-out 0.300",
+        "1,234 tok/s  rollout 61% reward 2% train 35%  ETA 1:40",
     )
     empty = {"step": 1, "reward": math.nan, "refused_step": 1.0}
-    assert progress.step_line(empty, 2, "", "?") == "step 1/2  reward -  - tok/s  step refused  ETA ?"
+    assert progress.step_parts(empty, 2, "", "?") == ("step 1/2  reward -  step refused", "- tok/s  ETA ?")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_remaining(elapsed: float, done: int, left: int, text: str) -> None:
 
 
 def test_intervals_hold_at_the_ends_too() -> None:
-    """Mean and 1.96 standard errors say [0, 0] when none of 8 prompts was solved; the truth may be a third."""
+    """Mean and 1.96 standard errors say [0, 0] when none of 8 prompts is solved; the truth may be a third."""
     assert progress.interval(BEFORE, "pass@1") == "0.300 [0.262, 0.341]"
     assert progress.interval({"pass@1": 1.0, "stderr": math.nan}, "pass@1") == "1.000"
     for value in (0.0, 1.0):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.engine.paged import KVStore, NativePaged, Rows, TorchPaged
+from ostinato.model.lora import Lora, lora_linear
 from ostinato.model.moe import ExpertLora
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.ops import TORCH_OPS
@@ -45,7 +46,7 @@ def test_linear(kernels: Kernels, dtype: torch.dtype, rows: int, depth: int, col
     assert wide.dtype == torch.float32
     assert (wide - x.float() @ w.float().T).abs().max() < 1e-4  # the fp32 head: exact products, fp32 sums
     dy = draw(rows, columns, dtype=dtype, seed=3)
-    close(kernels.matmul_nn(dy, w), dy @ w)
+    close(kernels.training.gemm.nn(dy, w), dy @ w)
 
 
 def test_linear_of_a_strided_view(kernels: Kernels) -> None:
@@ -138,3 +139,19 @@ def test_a_row_is_the_same_in_any_batch(kernels: Kernels) -> None:
     gates, gate_up, down = torch.rand(70, 2), draw(4, 64, 96), draw(4, 96, 32)
     mixed = kernels.ops.experts(x, ids, gates, gate_up, down, None)
     assert torch.equal(kernels.ops.experts(x[9:10], ids[9:10], gates[9:10], gate_up, down, None), mixed[9:10])
+
+
+def test_training_with_native_products_is_training(kernels: Kernels) -> None:
+    """The LoRA linear in bf16: outputs and gradients of the native products against torch's."""
+    x, w = draw(70, 64, dtype=torch.bfloat16), draw(96, 64, dtype=torch.bfloat16, seed=1) / 8
+    factors = [draw(8, 64, seed=2) / 8, draw(96, 8, seed=3)]
+    results = []
+    for gemm in (TORCH_OPS.gemm, kernels.training.gemm):
+        leaves = [t.clone().requires_grad_() for t in (x, *factors)]
+        inputs, a, b = leaves
+        lora = Lora(a.to(torch.bfloat16), b.to(torch.bfloat16), 0.5)
+        y = lora_linear(inputs, w, None, lora, gemm.nt, gemm.nn)
+        y.square().sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for twin, ours in zip(*results, strict=True):
+        assert (ours.float() - twin.float()).norm() <= 0.01 * twin.float().norm()

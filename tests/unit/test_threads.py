@@ -30,6 +30,8 @@ def test_the_fastest_that_did_not_fail_wins() -> None:
     fast = Timing(count=2, policy="active", ms_per_step=2.0)
     failed = Timing(count=4, policy="active", ms_per_step=None)
     assert threads.fastest([slow, failed, fast]) is fast
+    hardly = Timing(count=2, policy="passive", ms_per_step=2.1)
+    assert threads.fastest([fast, hardly]) is hardly  # spinning has to be worth it
     assert threads.fastest([failed]) is None
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.model.moe import ExpertLora
 from ostinato.model.native.build import BuildError, load_library
-from ostinato.model.ops import Ops
+from ostinato.model.native.experts import native_experts
+from ostinato.model.ops import TORCH_OPS, Gemm, Ops
+from ostinato.model.ops import linear as torch_linear
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
@@ -42,33 +43,33 @@ _MIXED = {"nt_bf16_f32": "plpplplll", "nn_bf16": "plpplll" + "l", "nn_bf16_f32":
 class Kernels:
     """The compiled functions: ``ops`` for the decoder, the rest for the engine and the trainer."""
 
-    ops: Ops
+    ops: Ops  # for inference
+    training: Ops  # under autograd: torch's, with our matrix products
     write_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]
     sample: Callable[..., None]
-    matmul_nt: Callable[[Tensor, Tensor], Tensor]
-    matmul_nn: Callable[[Tensor, Tensor], Tensor]
 
 
 def load() -> Kernels:
     """Build (once per machine and version) and load. Raises BuildError with one sentence."""
     functions = _bind(load_library())
-    linear = _linear(functions)
+    linear, silu_mul = _linear(functions), _silu_mul(functions)
+    gemm = Gemm(nt=_training_nt(linear), nn=_matmul_nn(functions))
     return Kernels(
         ops=Ops(
             linear=linear,
             rms_norm=_rms_norm(functions),
             add_rms_norm=_add_rms_norm(functions),
             rope=_rope(functions),
-            silu_mul=_silu_mul(functions),
+            silu_mul=silu_mul,
             lora=lambda x, a, b, scale: linear(linear(x, a) * scale, b),
-            experts=_experts(functions),
+            experts=native_experts(functions, linear, silu_mul),
+            gemm=gemm,
         ),
+        training=replace(TORCH_OPS, gemm=gemm),
         write_cache=_write_cache(functions),
         paged_attention=_paged_attention(functions),
         sample=_sample(functions),
-        matmul_nt=lambda x, w: linear(x, w, None, torch.float32),
-        matmul_nn=_matmul_nn(functions),
     )
 
 
@@ -98,7 +99,11 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
     nt_wide = functions["nt_bf16_f32"]
 
     def linear(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         x, weight = _row(x), weight if weight.is_contiguous() else weight.contiguous()
         rows, (columns, depth) = x.shape[0], weight.shape
@@ -107,7 +112,7 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
             raise TypeError(f"native linear gives {x.dtype} or float32, not {dtype}")
         if weight.dtype != x.dtype:
             raise TypeError(f"native linear has inputs of {x.dtype} and weights of {weight.dtype}")
-        y = x.new_empty(rows, columns, dtype=dtype)
+        y = x.new_empty(rows, columns, dtype=dtype) if out is None else out
         function = nt[x.dtype] if dtype == x.dtype else nt_wide
         function(
             x.data_ptr(),
@@ -123,6 +128,19 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
         return y
 
     return linear
+
+
+def _training_nt(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """bf16 by our kernel, faster than torch's at every size measured; fp32 by torch, which packs for many
+    rows.
+    """
+
+    def nt(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return (linear if x.dtype == torch.bfloat16 else torch_linear)(x, weight, bias, out_dtype)
+
+    return nt
 
 
 def _matmul_nn(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -219,74 +237,6 @@ def _silu_mul(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor], T
         return y
 
     return silu_mul
-
-
-def _experts(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
-    combine = {dtype: functions[f"moe_combine_{suffix}"] for dtype, suffix in _SUFFIX.items()}
-    grouped = {dtype: functions[f"grouped_nt_{suffix}"] for dtype, suffix in _SUFFIX.items()}
-    linear, silu_mul = _linear(functions), _silu_mul(functions)
-
-    def per_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        y = rows.new_empty(rows.shape[0], weight.shape[1])
-        grouped[rows.dtype](
-            rows.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
-            ends.data_ptr(),
-            weight.shape[0],
-            weight.shape[1],
-            weight.shape[2],
-        )
-        return y
-
-    def experts(
-        x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None
-    ) -> Tensor:
-        x, ids, weights = x.contiguous(), ids.contiguous().long(), weights.float().contiguous()
-        num_tokens, top_k = ids.shape
-        place = torch.empty(num_tokens, top_k, dtype=torch.int64)
-        ends = torch.empty(gate_up.shape[0], dtype=torch.int32)
-        functions["moe_sort"](
-            ids.data_ptr(), place.data_ptr(), ends.data_ptr(), num_tokens, top_k, gate_up.shape[0]
-        )
-
-        def gather(source: Tensor) -> Tensor:
-            rows = source.new_empty(num_tokens * top_k, source.shape[1])
-            row_bytes = source.shape[1] * source.element_size()
-            functions["moe_gather"](
-                source.data_ptr(), place.data_ptr(), rows.data_ptr(), num_tokens, top_k, row_bytes
-            )
-            return rows
-
-        def gathered_sum(rows: Tensor) -> Tensor:
-            y = rows.new_empty(num_tokens, rows.shape[1])
-            combine[rows.dtype](
-                rows.data_ptr(),
-                place.data_ptr(),
-                weights.data_ptr(),
-                y.data_ptr(),
-                num_tokens,
-                top_k,
-                rows.shape[1],
-            )
-            return y
-
-        rows = gather(x)
-        hidden = per_expert(rows, gate_up, ends)
-        if lora is not None:
-            shared = lora.gate_up_a.dim() == 2
-            low = gather(linear(x, lora.gate_up_a)) if shared else per_expert(rows, lora.gate_up_a, ends)
-            hidden += per_expert(low * lora.scale, lora.gate_up_b, ends)
-        act = silu_mul(hidden)
-        out = gathered_sum(per_expert(act, down, ends))
-        if lora is None:
-            return out
-        low = per_expert(act, lora.down_a, ends) * lora.scale
-        if lora.down_b.dim() == 2:
-            return out.add_(linear(gathered_sum(low), lora.down_b))
-        return out.add_(gathered_sum(per_expert(low, lora.down_b, ends)))
-
-    return experts
 
 
 def _write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:

@@ -1,0 +1,32 @@
+"""Ostinato: frugal RL for LLMs, dense and mixture-of-experts, from a laptop CPU to a cluster.
+
+The file and the API say the same thing::
+
+    from ostinato import Recipe, learn
+
+    recipe = Recipe.load("recipes/quickstart.toml", "trainer.steps=10")
+    outcome = learn(recipe)
+    print(outcome.before, outcome.after, outcome.folder)
+
+Importing the package loads nothing heavy; each name is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ostinato.cli.session import Outcome, learn
+    from ostinato.config import Recipe
+
+__version__ = "0.1.0"
+__all__ = ["Outcome", "Recipe", "__version__", "learn"]
+
+_HOMES = {"Recipe": "ostinato.config", "learn": "ostinato.cli.session", "Outcome": "ostinato.cli.session"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ostinato' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

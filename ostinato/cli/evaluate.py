@@ -1,0 +1,36 @@
+"""``ostinato eval``: held-out scores without training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from ostinato.cli.models import recipe_of, trained
+from ostinato.cli.progress import interval
+from ostinato.engine import threads
+
+
+def evaluate(target: str, overrides: Sequence[str]) -> None:
+    """Print pass@1 (and pass@k where eval.k > 1) of the last policy of a run, or of an untrained model."""
+    recipe, run = recipe_of(target, *overrides)
+    console = Console()
+    threads.configure_early(recipe.engine.threads, say=console.print)
+    from ostinato.cli import build
+    from ostinato.pipeline.evaluate import evaluate as measure
+
+    with build.prepare(recipe, training=False) as prepared:
+        step, adapters = trained(recipe, run, prepared.decoder) if run else (0, None)
+        engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, console.print)
+        engine.publish(adapters, step)
+        stage = build.new_stage(prepared, engine, prepared.grader)
+        row = asyncio.run(measure(stage, build.new_evaluation(prepared), step))
+    console.print(
+        f"{target} after {step} steps, {row['split']} split, {row['n']} prompts, {row['seconds']:.1f} s"
+    )
+    console.print(f"pass@1  {interval(row, 'pass@1')}")
+    if row["k"] > 1:
+        console.print(f"pass@{row['k']}  {interval(row, 'pass@k')}")
+    if row["excluded"]:
+        console.print(f"{row['excluded']} prompts without enough verdicts were left out")

@@ -1,0 +1,121 @@
+"""``ostinato generate``: a prompt or a conversation, answered as the tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, TextIO
+
+import numpy as np
+
+from ostinato.cli.models import load_policy, recipe_of
+from ostinato.engine import threads
+from ostinato.render import IncrementalDecoder, Renderer
+from ostinato.types import Prompt, Request, Sampling, Stop
+
+if TYPE_CHECKING:
+    from ostinato.engine.local import LocalEngine
+
+
+def generate(target: str, *, prompt: str, system: str, sampling: Sampling, seed: int) -> None:
+    """Answer ``prompt``, or each line of stdin as the next turn of one conversation, on stdout."""
+    recipe, _ = recipe_of(target)
+    threads.configure_early(recipe.engine.threads)
+    from ostinato.cli.build import serve
+
+    policy = load_policy(target)
+    engine = serve(policy)
+    sampling = replace(sampling, stop_tokens=policy.renderer.stop_tokens)
+    lines = [prompt] if prompt else _lines(sys.stdin)
+    asyncio.run(
+        converse(engine, policy.renderer, lines, system=system, sampling=sampling, seed=seed, out=sys.stdout)
+    )
+
+
+def _lines(source: TextIO) -> Iterator[str]:
+    """Lines of a pipe, or what a person types after a prompt sign, until end of file."""
+    interactive = source.isatty()
+    while True:
+        if interactive:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = source.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+async def converse(
+    engine: LocalEngine,
+    renderer: Renderer,
+    lines: Iterable[str],
+    *,
+    system: str,
+    sampling: Sampling,
+    seed: int,
+    out: TextIO,
+) -> None:
+    """Write the answer to each line; without a chat template each line is a text of its own to go on with.
+
+    Raises ValueError when the context is full, and RuntimeError with the engine's sentence when it fails.
+    """
+    talk = Conversation(renderer, system)
+    for turn, line in enumerate(lines):
+        request = Request(tokens=talk.ask(line), sampling=sampling, seed=(seed, turn))
+        voice = Voice(renderer, out)
+        async for _, completion in engine.generate(
+            [request], on_token=lambda _, token, say=voice.say: say(token)
+        ):
+            if completion.stop is Stop.ERROR:
+                raise RuntimeError(completion.error)
+            voice.end()
+            talk.answered(completion.tokens, completion.text)
+
+
+class Voice:
+    """Writes the text of one answer while its tokens come."""
+
+    def __init__(self, renderer: Renderer, out: TextIO) -> None:
+        self._decoder, self._out, self._said = IncrementalDecoder(renderer), out, 0
+
+    def say(self, token: int) -> None:
+        self._decoder.push(token)
+        self._flush()
+
+    def end(self) -> None:
+        self._decoder.finish()
+        self._flush("\n")
+
+    def _flush(self, end: str = "") -> None:
+        print(self._decoder.text[self._said :], end=end, file=self._out, flush=True)
+        self._said = len(self._decoder.text)
+
+
+class Conversation:
+    """A chat as tokens that only grow: the policy's answers are never tokenised again."""
+
+    def __init__(self, renderer: Renderer, system: str) -> None:
+        self._renderer = renderer
+        self._messages = [{"role": "system", "content": system}] if system else []
+        self._context = np.empty(0, np.int32)
+        self._answer = np.empty(0, np.int32)
+
+    def ask(self, text: str) -> np.ndarray:
+        """[P] int32: the whole context up to and with the user's ``text``."""
+        if not self._renderer.has_chat_template:
+            return self._renderer.prompt(Prompt(uid="cli", text=text))
+        message = {"role": "user", "content": text}
+        if len(self._answer):
+            new = self._renderer.after_turn(self._messages, [message], self._answer)
+            self._context = np.concatenate([self._context, self._answer, new])
+        else:
+            self._context = self._renderer.chat([*self._messages, message])
+        self._messages = [*self._messages, message]
+        return self._context
+
+    def answered(self, tokens: np.ndarray, text: str) -> None:
+        """Take the policy's answer: its tokens, and its text for the template."""
+        self._answer = tokens
+        self._messages = [*self._messages, {"role": "assistant", "content": text}]

@@ -1,0 +1,130 @@
+"""What a person sees of a run: a live line on a terminal, plain lines elsewhere, a table at the end.
+
+The rows come from the loop with TRL's metric names; everything here is a function of rows, so it is tested
+without a terminal.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+Row = Mapping[str, Any]
+Z95 = 1.959964  # two-sided 95 % of the normal distribution
+
+
+_ODD_STEPS = {"refused_step": "step refused", "empty_step": "nothing to learn from"}
+
+
+class Monitor:
+    """Shows the rows of a run as they come. A context: the live line ends with it."""
+
+    def __init__(self, total: int, *, done: int = 0, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._total, self._first, self._held_out = total, done, ""
+        self._start = time.perf_counter()
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Monitor:
+        if self.console.is_terminal:
+            columns = BarColumn(bar_width=12), TextColumn("{task.description}", markup=False)
+            live = Progress(*columns, console=self.console)
+            self._task = live.add_task("sampling the first step", total=self._total, completed=self._first)
+            live.start()
+            self._live = live
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def step(self, row: Row) -> None:
+        """A row of metrics.jsonl."""
+        done = int(row["step"])
+        eta = remaining(time.perf_counter() - self._start, done - self._first, self._total - done)
+        parts = step_parts(row, self._total, self._held_out, eta)
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, completed=done, description="\n".join(parts))
+        else:
+            self.say("  ".join(parts))
+
+    def evaluated(self, row: Row) -> None:
+        """A row of eval.jsonl."""
+        self._held_out = interval(row, "pass@1")
+        self.say(f"step {row['step']}: held-out pass@1 {self._held_out} on {row['n']} prompts")
+
+    def say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def step_parts(row: Row, total: int, held_out: str, eta: str) -> tuple[str, str]:
+    """One step in two halves, each short enough for a terminal: what was learned, and what it took."""
+    learned = [f"step {int(row['step'])}/{total}", f"reward {_number(row, 'reward')}"]
+    learned += [f"held-out {held_out}"] if held_out else []
+    learned += [words for key, words in _ODD_STEPS.items() if row.get(key)]
+    took = [f"{_number(row, 'tokens_per_s', ',.0f')} tok/s", shares(row), f"ETA {eta}"]
+    return "  ".join(learned), "  ".join(part for part in took if part)
+
+
+def shares(row: Row, names: Sequence[str] = ("rollout", "reward", "train")) -> str:
+    """Where the seconds of the step went: "rollout 61% reward 2% train 35%"."""
+    known = [(name, row.get(f"time/{name}_share")) for name in names]
+    return " ".join(
+        f"{name} {share:.0%}" for name, share in known if share is not None and math.isfinite(share)
+    )
+
+
+def remaining(elapsed_s: float, done: int, left: int) -> str:
+    """Minutes and seconds for ``left`` steps at the pace so far."""
+    if done <= 0:
+        return "?"
+    seconds = round(elapsed_s / done * left)
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
+
+
+def bounds(row: Row, name: str) -> tuple[float, float] | None:
+    """95 % interval of a share by Wilson's score (1927), which holds at 0 and 1 too; None without an error.
+
+    The standard error is over prompts, so it is turned into the number of independent answers that would
+    have it; where it is 0 (all prompts alike) that number is ``n``.
+    """
+    value, error = row.get(name), row.get("stderr" if name == "pass@1" else f"{name}_stderr")
+    if value is None or error is None or not math.isfinite(value + error):
+        return None
+    n = value * (1 - value) / error**2 if error > 0 else row["n"]
+    middle = (value + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
+    half = Z95 / (1 + Z95**2 / n) * math.sqrt(value * (1 - value) / n + Z95**2 / (4 * n**2))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def interval(row: Row, name: str) -> str:
+    """A score with its 95 % interval: "0.312 [0.256, 0.368]"."""
+    limits = bounds(row, name)
+    return _number(row, name) + (f" [{limits[0]:.3f}, {limits[1]:.3f}]" if limits else "")
+
+
+def before_after(before: Row | None, after: Row) -> Table:
+    """The table at the end of a run: held-out score before and after, with 95 % intervals."""
+    title = f"held-out score on {after['n']} prompts (95 % interval)"
+    table = Table("", "before", "after", "change", title=title)
+    for name in ("pass@1", "pass@k") if after.get("k", 1) > 1 else ("pass@1",):
+        label = name.replace("k", str(after.get("k", "k")))
+        old = interval(before, name) if before else "not measured"
+        table.add_row(
+            label, old, interval(after, name), f"{after[name] - before[name]:+.3f}" if before else ""
+        )
+    return table
+
+
+def _number(row: Row, name: str, form: str = ".3f") -> str:
+    value = row.get(name)
+    return "-" if value is None or not math.isfinite(value) else format(value, form)

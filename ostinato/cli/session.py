@@ -1,0 +1,112 @@
+"""A run from its recipe to its outcome: what ``ostinato train``, ``resume`` and ``ostinato.learn`` do.
+
+    recipe -> threads -> prepare -> run folder -> loop -> adapter, report -> Outcome
+
+Nothing heavy is imported at the top: threads have to be chosen before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from ostinato.cli.failure import RunFailed
+from ostinato.cli.progress import Monitor
+from ostinato.cli.writers import open_writers
+from ostinato.config import Recipe, dump_toml
+from ostinato.engine import threads
+from ostinato.run import RunFolder, atomic_write, new_run_path
+
+if TYPE_CHECKING:
+    from ostinato.pipeline.loop import Finish, Finished, Loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run came to. ``before`` and ``after`` are rows of eval.jsonl, None when not measured."""
+
+    folder: Path
+    step: int  # finished
+    why: Finish
+    before: Mapping[str, Any] | None
+    after: Mapping[str, Any] | None
+
+
+def learn(recipe: Recipe | str | Path, *overrides: str, quiet: bool = False) -> Outcome:
+    """Train what ``recipe`` says, from the start, in a new run folder. The command ``train`` is this.
+
+    Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe.load(recipe, *overrides)
+    elif overrides:
+        raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
+    path = new_run_path(Path(recipe.log.dir), recipe.name)
+    return _train(recipe, path, Console(quiet=quiet), resume=False)
+
+
+def resume(path: Path, *overrides: str, quiet: bool = False) -> Outcome:
+    """Go on with the run in ``path`` from its newest whole checkpoint; without one, from the start.
+
+    ``overrides`` change its recipe from here on, e.g. ``trainer.steps=200`` to train for longer.
+    """
+    run = RunFolder.open(path)
+    return _train(Recipe.load(run.recipe, *overrides), path, Console(quiet=quiet), resume=True)
+
+
+def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Outcome:
+    chosen = threads.configure_early(recipe.engine.threads, say=console.print)
+    from ostinato.cli import build
+    from ostinato.cli.export import write_policy
+
+    with build.prepare(recipe, training=True) as prepared:
+        adapters = build.new_adapters(recipe, prepared.decoder)
+        trainer = build.new_trainer(recipe, prepared.decoder, adapters, build.save_refused(path / "refused"))
+        engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, console.print)
+        state = build.restore(RunFolder.open(path), trainer, console.print) if resume else build.LoopState()
+        writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
+        run = _folder(path, dump_toml(recipe), resume)
+        with Monitor(recipe.trainer.steps, done=state.step, console=console) as monitor:
+            for line in (f"run folder   {path}", f"threads      {chosen or 'as torch was started'}"):
+                monitor.say(line)
+            for line in build.introduction(prepared, adapters):
+                monitor.say(line)
+            callbacks = {"on_step": monitor.step, "on_eval": monitor.evaluated, "on_note": monitor.say}
+            finished = _run(
+                build.new_loop(prepared, trainer, engine, run, state, writers=writers, **callbacks)
+            )
+        write_policy(prepared.decoder, trainer.adapters(), prepared.folder, run.adapter)
+    rows = [row for row in run.eval.rows() if row["split"] == recipe.eval.split]
+    before = next((row for row in rows if row["step"] == 0), None)
+    after = rows[-1] if rows and rows[-1]["step"] else None
+    return Outcome(folder=path, step=finished.state.step, why=finished.why, before=before, after=after)
+
+
+def _folder(path: Path, recipe: str, resume: bool) -> RunFolder:
+    if not resume:
+        return RunFolder.create(path, recipe)
+    run = RunFolder.open(path)
+    atomic_write(run.recipe, recipe.encode())
+    return run
+
+
+def _run(loop: Loop) -> Finished:
+    """Run the loop; its named failures become RunFailed."""
+    from ostinato.pipeline.loop import NoSignal
+    from ostinato.train.checkpoint import CheckpointError
+    from ostinato.train.trainer import TrainingStopped
+
+    path = loop.folder.path
+    try:
+        return asyncio.run(loop.run())
+    except (NoSignal, TrainingStopped, CheckpointError, OSError) as error:
+        raise RunFailed(f"{error}; what was saved is in {path}, to go on: ostinato resume {path}") from error
+    except ValueError as error:  # past all checks it is not the user's, and is not told as if it were
+        raise RunFailed(
+            f"the run in {path} broke: {error} (--debug shows where); to go on: ostinato resume {path}"
+        ) from error

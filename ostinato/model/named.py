@@ -1,0 +1,72 @@
+"""From what a user calls a model to its Hugging Face folder: packaged assets, SmolLM2, folders, hub names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+ASSETS = Path(__file__).parent.parent / "assets"
+SMOLLM = "smollm2-135m"
+HUB_NAME = r"[\w.-]+/[\w.-]+"
+
+
+def model_folder(path: str) -> Path:
+    """The Hugging Face folder behind ``model.path``; a hub name is downloaded, SmolLM2 unpacked once.
+
+    Raises ValueError when there is no such model.
+    """
+    if path.startswith("asset:"):
+        return _asset(path)
+    if path == SMOLLM:
+        from ostinato.model.gguf import smollm2_folder
+
+        return smollm2_folder()
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists() or not re.fullmatch(HUB_NAME, path):
+        mend = f'"asset:seed-moe", "{SMOLLM}", a folder with config.json, or a hub name'
+        raise ValueError(f"model.path is {path!r}, which is no Hugging Face folder; give {mend}")
+    return _download(path)
+
+
+def _asset(path: str) -> Path:
+    name = path.removeprefix("asset:")
+    known = sorted(folder.parent.name for folder in ASSETS.glob("*/config.json"))
+    if name in known:
+        return ASSETS / name
+    near = difflib.get_close_matches(name, known, n=1)
+    mend = (
+        f"did you mean asset:{near[0]}?" if near else f"the packaged models are: {', '.join(known) or 'none'}"
+    )
+    raise ValueError(f"model.path is {path!r}, which is not packaged; {mend}")
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise ValueError(
+            f'model.path is {name!r}, a hub name, but huggingface_hub is missing; pip install "ostinato[hub]"'
+        ) from error
+    wanted = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"model.path is {name!r}, which could not be downloaded ({reason}); give a folder instead"
+        ) from error
+
+
+def is_model_name(name: str) -> bool:
+    """Whether ``name`` can only mean a model: an asset, SmolLM2, a folder with a config.json, a hub name."""
+    path = Path(name).expanduser()
+    return (
+        name.startswith("asset:")
+        or name == SMOLLM
+        or (path / "config.json").is_file()
+        or (re.fullmatch(HUB_NAME, name) is not None and not path.exists() and path.suffix != ".toml")
+    )

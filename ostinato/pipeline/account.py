@@ -1,0 +1,117 @@
+"""The books of a step: where seconds, tokens and FLOPs went, useful and wasted. Pure, but for the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ostinato.pipeline.credit import Credit
+from ostinato.rollout.health import health
+from ostinato.rollout.play import Played
+from ostinato.types import Batch, Group, StepReport
+
+PARTS = ("rollout", "reward", "train", "other")
+
+
+class Clock:
+    """Wall seconds of one step, split so that the parts add up to the whole.
+
+    Grading overlaps with generation; only what is left of it after the last token counts as "reward".
+    """
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self._seconds = {"rollout": 0.0, "reward": 0.0, "train": 0.0}
+
+    def rollouts(self, played: Sequence[Played]) -> None:
+        generated = max((item.generated_at for item in played), default=self.start)
+        graded = max((item.graded_at for item in played), default=self.start)
+        self._seconds["rollout"] = generated - self.start
+        self._seconds["reward"] = max(0.0, graded - generated)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds["train"] = time.perf_counter() - started
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """(seconds so far, seconds by part)."""
+        total = time.perf_counter() - self.start
+        return total, {**self._seconds, "other": total - sum(self._seconds.values())}
+
+
+def step_row(
+    groups: Sequence[Group],
+    credit: Credit,
+    batch: Batch | None,
+    report: StepReport | None,
+    clock: Clock,
+    *,
+    solved_at: float,
+    forward_flops: float,
+    backward_ratio: float,
+) -> dict[str, float]:
+    """The metrics of one step; ``batch`` and ``report`` are None when there was nothing to learn from."""
+    row = health(groups, solved_at=solved_at)
+    row |= {f"groups/dropped/{name}": float(count) for name, count in sorted(credit.dropped_groups.items())}
+    row |= {f"tokens/wasted/{name}": float(count) for name, count in sorted(credit.wasted_tokens.items())}
+    row["groups/dropped"] = float(credit.dropped_groups.total())
+    row["tokens/wasted"] = float(credit.wasted_tokens.total())
+    row["tokens/trained"] = float(batch.num_tokens if batch else 0)
+    row["tokens/trained_context"] = float(batch.num_context_tokens if batch else 0)
+    row["empty_step"] = float(batch is None)
+    row["refused_step"] = float(report is not None and bool(report.skipped))
+    row |= dict(report.metrics) if report else {}
+    if forward_flops:
+        row |= flops(row, forward_flops, backward_ratio)
+    total, parts = clock.read()
+    row["step_time"] = total
+    row["tokens_per_s"] = row["tokens/sampled"] / total
+    for name in PARTS:
+        row[f"time/{name}_s"] = parts[name]
+        row[f"time/{name}_share"] = parts[name] / total
+    return row
+
+
+def flops(row: Mapping[str, float], forward: float, backward_ratio: float) -> dict[str, float]:
+    """Estimated FLOPs of a step from its token counts; ``forward`` is per token (2 x active parameters).
+
+    Generation is useful in proportion to the sampled tokens that were trained on, training unless refused.
+    """
+    generation = forward * (row["tokens/prefilled"] + row["tokens/sampled"])
+    training = forward * (1 + backward_ratio) * (row["tokens/trained"] + row["tokens/trained_context"])
+    share = row["tokens/trained"] / row["tokens/sampled"] if row["tokens/sampled"] else 0.0
+    useful = 0.0 if row["refused_step"] else generation * share + training
+    return {
+        "flops/rollout": generation,
+        "flops/train": training,
+        "flops/useful": useful,
+        "flops/wasted": generation + training - useful,
+    }
+
+
+SUMMED = {
+    "step_time": "total/seconds",
+    "tokens/sampled": "total/sampled_tokens",
+    "tokens/trained": "total/trained_tokens",
+    "flops/useful": "total/useful_flops",
+    "flops/wasted": "total/wasted_flops",
+}
+
+
+def add_totals(totals: Mapping[str, float], row: Mapping[str, float]) -> dict[str, float]:
+    """Sums over the run, this step included."""
+    return {total: totals.get(total, 0.0) + row[name] for name, total in SUMMED.items() if name in row}
+
+
+def ledger_row(step: int, row: Mapping[str, float]) -> dict[str, Any]:
+    """One line of ledger.jsonl: seconds, tokens and FLOPs of a step by pool."""
+    picked = {"seconds": "time/", "tokens": "tokens/", "flops": "flops/"}
+    entry: dict[str, Any] = {"step": step, "wall_s": row["step_time"], "ended_at": time.time()}
+    for key, prefix in picked.items():
+        names = [name for name in row if name.startswith(prefix) and not name.endswith("_share")]
+        entry[key] = {name.removeprefix(prefix).removesuffix("_s"): row[name] for name in names}
+    return entry

@@ -1,0 +1,114 @@
+"""Credit assignment: the graded groups of a step -> samples with advantages, weights, and the waste by name.
+
+Pure. Every sampled token ends in exactly one place: a sample, or a named entry of ``wasted_tokens``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ostinato.algo.advantages import advantages, overlong_penalty, zero_variance
+from ostinato.algo.algorithms import Algorithm
+from ostinato.algo.pack import aggregation_weights
+from ostinato.rollout.convert import samples
+from ostinato.rollout.health import sampled_tokens
+from ostinato.rollout.play import FAILED, Drop, drop_reason, verdicts
+from ostinato.types import Group, Sample, Stop, Trajectory
+
+NO_ADVANTAGE = 1e-9  # below it an advantage is the rounding of a mean of equal rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Credit:
+    """What to train on, and what was sampled in vain."""
+
+    samples: list[Sample]
+    weights: list[np.ndarray]  # per token, of the whole step
+    dropped_groups: Counter[str]
+    wasted_tokens: Counter[str]  # sampled tokens by the reason why they are not trained on
+
+
+def assign(groups: Sequence[Group], algorithm: Algorithm, *, min_verdicts: int, answer_tokens: int) -> Credit:
+    """Shape rewards, drop what cannot be learned from, compute advantages and aggregation weights.
+
+    ``answer_tokens`` is the longest answer allowed (all turns): the unit of the overlong penalty and of the
+    constant aggregation. A sample whose advantage is 0 contributes nothing to the gradient unless a KL or
+    entropy term is on; it then keeps its share in the weights' denominators and is not computed.
+    """
+    drops = [drop_reason(group, min_verdicts) for group in groups]
+    rewards = [
+        _shaped(group, drop, algorithm, answer_tokens) for group, drop in zip(groups, drops, strict=True)
+    ]
+    values = advantages(
+        rewards,
+        baseline=algorithm.baseline,
+        scale=algorithm.scale,
+        batch_pool=algorithm.batch_pool,
+        drop_zero_variance=algorithm.drop_zero_variance,
+    )
+    wasted: Counter[str] = Counter()
+    made: list[Sample] = []
+    for index, (group, drop, reward, value) in enumerate(zip(groups, drops, rewards, values, strict=True)):
+        if drop is None and zero_variance(reward):
+            drop = drops[index] = Drop.ZERO_VARIANCE if algorithm.drop_zero_variance else None
+        reasons = [_left_out(t, drop, algorithm) for t in group.trajectories]
+        for trajectory, reason in zip(group.trajectories, reasons, strict=True):
+            wasted[reason] += sampled_tokens(trajectory) if reason else 0
+        kept = np.array([not reason for reason in reasons])
+        made += samples(group, index, np.where(kept, value, np.nan))
+    made = _with_routes(made, wasted)
+    weights = aggregation_weights(made, algorithm.aggregation, max_tokens=answer_tokens)
+    pairs = _with_gradient(list(zip(made, weights, strict=True)), algorithm, wasted)
+    return Credit(
+        samples=[sample for sample, _ in pairs],
+        weights=[weight for _, weight in pairs],
+        dropped_groups=Counter(str(drop) for drop in drops if drop),
+        wasted_tokens=+wasted,
+    )
+
+
+def _shaped(group: Group, drop: Drop | None, algorithm: Algorithm, answer_tokens: int) -> np.ndarray:
+    """Rewards [G] with the overlong penalty; all NaN for a dropped group: it sways no statistic."""
+    rewards = verdicts(group)
+    if drop is not None:
+        return np.full_like(rewards, np.nan)
+    lengths = np.array([sampled_tokens(trajectory) for trajectory in group.trajectories])
+    buffer = round(algorithm.overlong_buffer * answer_tokens)
+    return rewards + overlong_penalty(
+        lengths, max_tokens=answer_tokens, buffer=buffer, factor=algorithm.overlong_factor
+    )
+
+
+def _left_out(trajectory: Trajectory, drop: Drop | None, algorithm: Algorithm) -> str:
+    """Why this member is not trained on; empty when it is."""
+    if trajectory.stop in FAILED:
+        return "failed"
+    if drop is not None:
+        return str(drop)
+    if trajectory.reward is None or trajectory.reward.value is None:
+        return "no_verdict"
+    return "truncated" if algorithm.mask_truncated and trajectory.stop is Stop.LENGTH else ""
+
+
+def _with_routes(made: list[Sample], wasted: Counter[str]) -> list[Sample]:
+    """All samples, unless only some carry routes: replay takes all or none, so the others are left out."""
+    routed = [sample for sample in made if sample.experts is not None]
+    if routed and len(routed) < len(made):
+        wasted["no_routes"] += sum(int(sample.loss_mask.sum()) for sample in made if sample.experts is None)
+        return routed
+    return made
+
+
+def _with_gradient(
+    pairs: list[tuple[Sample, np.ndarray]], algorithm: Algorithm, wasted: Counter[str]
+) -> list[tuple[Sample, np.ndarray]]:
+    if algorithm.needs_reference or algorithm.needs_entropy:
+        return pairs
+    kept = [pair for pair in pairs if np.abs(pair[0].advantages).max() > NO_ADVANTAGE]
+    total = sum(int(sample.loss_mask.sum()) for sample, _ in pairs)
+    wasted["zero_advantage"] += total - sum(int(sample.loss_mask.sum()) for sample, _ in kept)
+    return kept

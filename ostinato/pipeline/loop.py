@@ -1,0 +1,266 @@
+"""The loop: one policy, one stream of prompts, everything that happens between them.
+
+    tasks -> play -> credit -> pack -> trainer.step -> engine.publish      (a step)
+               |                                            |
+             spool                          metrics, ledger, trajectories; every k steps evaluate and save
+
+Steps are numbered from 1; ``LoopState.step`` counts the finished ones and is all the history there is.
+Randomness is addressed by (seed, step, index of the prompt in the stream, sample), so a run resumed from
+``LoopState`` draws what the interrupted one would have drawn; groups that it had already finished are read
+back from the spool. The loop prints nothing: it calls ``on_step``, ``on_eval`` and ``on_note``.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from ostinato.algo.advantages import check_group_size
+from ostinato.algo.algorithms import Algorithm
+from ostinato.algo.pack import pack
+from ostinato.pipeline.account import Clock, add_totals, ledger_row, step_row
+from ostinato.pipeline.credit import Credit, assign
+from ostinato.pipeline.evaluate import Evaluation, evaluate
+from ostinato.pipeline.signals import Abandoned, StopSignals
+from ostinato.pipeline.spool import Spool, address
+from ostinato.protocols import MetricWriter, Tasks, Trainer
+from ostinato.rollout.play import Ask, Played, Stage, play
+from ostinato.run import RunFolder, group_rows
+from ostinato.types import Batch, Group, StepReport
+
+
+class NoSignal(RuntimeError):
+    """Too many steps in a row had nothing to learn from."""
+
+
+class Finish(StrEnum):
+    """Why the loop came back."""
+
+    DONE = "done"
+    INTERRUPTED = "interrupted"  # Ctrl-C: the step was finished
+    TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much of everything. ``*_every`` counts steps, 0 is never (checkpoints: only at the end)."""
+
+    steps: int
+    prompts_per_step: int
+    group_size: int
+    answer_tokens: int  # longest answer allowed, all turns together
+    tokens_per_microbatch: int
+    seed: int = 0
+    solved_at: float = 1.0  # a reward from here on is a solution
+    eval_every: int = 0
+    eval_at_start: bool = True
+    checkpoint_every: int = 0
+    trajectories_every: int = 0
+    max_empty_steps: int = 10  # in a row without anything to learn from
+    grace_s: float = 20.0  # for a step to end after SIGTERM
+    forward_flops_per_token: float = 0.0  # 0: unknown, no FLOPs are reported
+    backward_ratio: float = 2.0  # FLOPs of backward over forward; about 1 where the base is frozen
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts_per_step", "group_size", "answer_tokens", "tokens_per_microbatch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"plan.{name} is {getattr(self, name)}; use at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopState:
+    """Where a run stands; a checkpoint carries it as JSON (``asdict``, ``LoopState(**d)``)."""
+
+    step: int = 0  # finished
+    cursor: int = 0  # prompts taken from the stream
+    version: int = 0  # of the policy that the engine serves
+    empty_in_a_row: int = 0
+    totals: Mapping[str, float] = field(default_factory=dict)  # sums over the whole run
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    state: LoopState
+    why: Finish
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """A run, assembled. ``await loop.run()`` trains until ``plan.steps`` are done or a signal asks to stop.
+
+    ``save`` writes a checkpoint of the trainer and of the state it is given; it is called every
+    ``checkpoint_every`` steps and whenever the loop ends in a way that it can foresee.
+    """
+
+    plan: Plan
+    stage: Stage
+    tasks: Tasks
+    trainer: Trainer
+    algorithm: Algorithm
+    folder: RunFolder
+    state: LoopState = LoopState()
+    evaluations: Sequence[Evaluation] = ()
+    writers: Sequence[MetricWriter] = ()  # beside metrics.jsonl
+    save: Callable[[LoopState], None] = lambda state: None
+    on_step: Callable[[Mapping[str, float]], None] = lambda row: None
+    on_eval: Callable[[Mapping[str, Any]], None] = lambda row: None
+    on_note: Callable[[str], None] = lambda sentence: None  # what a person should know, in one sentence
+
+    def __post_init__(self) -> None:
+        check_group_size(self.plan.group_size, self.algorithm.baseline, self.algorithm.scale)
+
+    async def run(self) -> Finished:
+        """Raises NoSignal when ``max_empty_steps`` steps in a row had nothing to learn from. What the engine
+        and the trainer raise passes through, after a checkpoint unless the trainer is between two steps."""
+        self.folder.truncate_after(self.state.step)
+        self._evaluated = {(row["step"], row["split"]) for row in self.folder.eval.rows()}
+        self._spool = Spool(self.folder.path / "inflight.jsonl.zst")
+        self._saved_step, self._between_steps = self.state.step, False
+        self.stage.engine.publish(self.trainer.adapters(), self.state.version)
+        with StopSignals(self.plan.grace_s) as self._signals:
+            try:
+                await self._train(self._signals)
+            except Abandoned:
+                self.on_note(
+                    f"what followed step {self.state.step} was abandoned: "
+                    f"it was not done {self.plan.grace_s:g} s after SIGTERM"
+                )
+            except RuntimeError:
+                if not self._between_steps:
+                    self._checkpoint()
+                raise
+            self._checkpoint()
+        if self.state.step == self.plan.steps:
+            return Finished(state=self.state, why=Finish.DONE)
+        why = Finish.TERMINATED if self._signals.received is signal.SIGTERM else Finish.INTERRUPTED
+        return Finished(state=self.state, why=why)
+
+    async def _train(self, signals: StopSignals) -> None:
+        if self.plan.eval_at_start and self.state.step == 0:
+            await signals.bounded(self._evaluate())
+        while self.state.step < self.plan.steps and signals.received is None:
+            await signals.bounded(self._step())
+            if self._due(self.plan.eval_every) and signals.received is None:
+                await signals.bounded(self._evaluate())
+            if self._due(self.plan.checkpoint_every):
+                self._checkpoint()
+            if self.state.empty_in_a_row >= self.plan.max_empty_steps:
+                raise NoSignal(self._no_signal())
+
+    async def _step(self) -> None:
+        """Play, learn, publish, report. Nothing after the rollouts awaits: a step happens or it does not."""
+        clock = Clock()
+        step = self.state.step + 1
+        played, num_spooled = await self._play(step, clock)
+        groups = [item.group for item in played]
+        clock.rollouts(played)
+        credit = assign(
+            groups,
+            self.algorithm,
+            min_verdicts=min(2, self.plan.group_size),
+            answer_tokens=self.plan.answer_tokens,
+        )
+        version, batch, report = self.state.version, None, None
+        if credit.samples:
+            self._between_steps = True
+            with clock.training(), self._signals.blocking():
+                batch = self._pack(credit)
+                report = self.trainer.step(batch)
+                version += 1
+                self.stage.engine.publish(self.trainer.adapters(), version)
+        row = step_row(
+            groups,
+            credit,
+            batch,
+            report,
+            clock,
+            solved_at=self.plan.solved_at,
+            forward_flops=self.plan.forward_flops_per_token,
+            backward_ratio=self.plan.backward_ratio,
+        )
+        row["rollout/from_spool"] = float(num_spooled)
+        self.state = replace(
+            self.state,
+            step=step,
+            cursor=self.state.cursor + self.plan.prompts_per_step,
+            version=version,
+            empty_in_a_row=0 if credit.samples else self.state.empty_in_a_row + 1,
+            totals=add_totals(self.state.totals, row),
+        )
+        self._between_steps = False
+        self._report({**row, **self.state.totals}, groups, report)
+
+    async def _play(self, step: int, clock: Clock) -> tuple[list[Played], int]:
+        """The groups of the step in the order of the stream, and how many of them the spool had."""
+        first, limit = self.state.cursor, self.stage.context_limit
+        asks = [
+            Ask(
+                prompt=self.tasks.prompt(index),
+                seed=(self.plan.seed, step, index),
+                group_size=self.plan.group_size,
+                step=step,
+            )
+            for index in range(first, first + self.plan.prompts_per_step)
+        ]
+        places = [address(ask, self.stage.sampling, limit, self.state.version) for ask in asks]
+        found = {
+            i: group for i, ask in enumerate(asks) if (group := self._spool.take(places[i], ask)) is not None
+        }
+        missing = [i for i in range(len(asks)) if i not in found]
+
+        def keep(index: int, item: Played) -> None:
+            self._spool.put(places[missing[index]], item.group)
+
+        fresh = await play(self.stage, [asks[i] for i in missing], keep)
+        played = dict(zip(missing, fresh, strict=True)) | {
+            i: Played(group=group, generated_at=clock.start, graded_at=clock.start)
+            for i, group in found.items()
+        }
+        return [played[i] for i in range(len(asks))], len(found)
+
+    def _pack(self, credit: Credit) -> Batch:
+        return pack(
+            credit.samples,
+            credit.weights,
+            tokens_per_microbatch=self.plan.tokens_per_microbatch,
+            version=self.state.version,
+        )
+
+    def _report(self, row: dict[str, float], groups: Sequence[Group], report: StepReport | None) -> None:
+        step = self.state.step
+        for writer in (self.folder, *self.writers):
+            writer.write(step, row)
+        self.folder.ledger.append(ledger_row(step, row))
+        if self.plan.trajectories_every and (step == 1 or self._due(self.plan.trajectories_every)):
+            self.folder.trajectories.append(*(line for group in groups for line in group_rows(group)))
+        if report is not None and report.skipped:
+            self.on_note(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
+        self.on_step({"step": step, **row})
+
+    async def _evaluate(self) -> None:
+        for evaluation in self.evaluations:
+            if (self.state.step, evaluation.split) not in self._evaluated:
+                row = await evaluate(self.stage, evaluation, self.state.step)
+                self.folder.eval.append(row)
+                self.on_eval(row)
+
+    def _due(self, every: int) -> bool:
+        return self.state.step == self.plan.steps or (every > 0 and self.state.step % every == 0)
+
+    def _checkpoint(self) -> None:
+        if self.state.step > self._saved_step:
+            self.save(self.state)
+            self._saved_step = self.state.step
+            self._spool.forget(self.state.step)
+
+    def _no_signal(self) -> str:
+        return (
+            f"{self.state.empty_in_a_row} steps in a row had nothing to learn from; see groups/dropped and "
+            f"faults in {self.folder.metrics.path.name}, then change the task's difficulty or mend the reward"
+        )

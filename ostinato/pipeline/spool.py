@@ -1,0 +1,105 @@
+"""Graded groups that no checkpoint covers yet, so that a resumed run does not pay for them twice.
+
+Randomness is addressed, so a resumed run would play the same groups again, token for token; reading them
+back is the same and free. A group is found by its whole address (what was asked, of which policy version),
+so a changed recipe finds nothing and plays anew. Prompts are not stored: the stream gives them again.
+
+Of a step that was interrupted, only the missing groups are played, in a smaller batch than before. Their
+tokens are the same; their log-probabilities are the same bits where the engine's kernels work row by row
+(the native ones), and equal up to rounding (1e-6) where they do not (torch's).
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.rollout.play import Ask
+from ostinato.run import JsonlZst
+from ostinato.types import Completion, Group, Reward, Sampling, Stop, Trajectory, Turn
+
+
+class Spool:
+    """The file ``inflight.jsonl.zst`` of a run folder: one compressed row per group, a torn end forgiven."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = JsonlZst(path)
+        self._found = {row["address"]: row for row in self._log.rows()}
+
+    def put(self, address: str, group: Group) -> None:
+        trajectories = [_trajectory_row(trajectory) for trajectory in group.trajectories]
+        self._log.append({"step": group.step, "address": address, "trajectories": trajectories})
+
+    def take(self, address: str, ask: Ask) -> Group | None:
+        """The group that an earlier process played under this address; given once."""
+        row = self._found.pop(address, None)
+        return None if row is None else _group(row, ask)
+
+    def forget(self, step: int) -> None:
+        """Drop the groups up to ``step``: a checkpoint covers them."""
+        self._log.keep(lambda row: row["step"] > step)
+        self._found = {key: row for key, row in self._found.items() if row["step"] > step}
+
+
+def address(ask: Ask, sampling: Sampling, context_limit: int, version: int) -> str:
+    """All that a played group is a function of, given the base model and the task."""
+    return f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version} context={context_limit} {sampling}"
+
+
+def _group(row: Mapping[str, Any], ask: Ask) -> Group:
+    trajectories = tuple(_trajectory(item) for item in row["trajectories"])
+    return Group(prompt=ask.prompt, trajectories=trajectories, step=ask.step)
+
+
+def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
+    reward = trajectory.reward
+    return {
+        "turns": [{"context": _pack(t.context), **_completion_row(t.completion)} for t in trajectory.turns],
+        "stop": trajectory.stop,
+        "seed": trajectory.seed,
+        "reward": None
+        if reward is None
+        else {"value": reward.value, "reason": reward.reason, "parts": reward.parts},
+        "error": trajectory.error,
+    }
+
+
+def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+    return Trajectory(
+        turns=tuple(_turn(item) for item in row["turns"]),
+        stop=Stop(row["stop"]),
+        seed=tuple(row["seed"]),
+        reward=None if row["reward"] is None else Reward(**row["reward"]),
+        error=row["error"],
+    )
+
+
+def _turn(row: Mapping[str, Any]) -> Turn:
+    values = {name: _unpack(value) for name, value in row.items()}
+    context = values.pop("context")
+    values["stop"] = Stop(values["stop"])
+    return Turn(context=context, completion=Completion(**values))
+
+
+def _completion_row(completion: Completion) -> dict[str, Any]:
+    return {field.name: _pack(getattr(completion, field.name)) for field in fields(completion)}
+
+
+def _pack(value: Any) -> Any:
+    """Arrays as bytes: exact, and a hundred times faster than digits for the routes of a large model."""
+    if not isinstance(value, np.ndarray):
+        return value
+    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {"dtype": str(value.dtype), "shape": value.shape, "base64": data}
+
+
+def _unpack(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    flat = np.frombuffer(base64.b64decode(value["base64"]), value["dtype"])
+    return flat.reshape(value["shape"])

@@ -1,0 +1,159 @@
+"""Is there anything to learn from? Figures of graded groups, from the first step on.
+
+Names are TRL's where TRL has one. A figure without data is NaN (null in the run folder), never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ostinato.rollout.play import FAILED, fault_name, verdicts
+from ostinato.types import Group, Stop, Trajectory
+
+
+def health(groups: Sequence[Group], *, solved_at: float = 1.0) -> dict[str, float]:
+    """All figures of one step's groups, dropped ones included: rewards, solved shares, lengths, counters.
+
+    A trajectory is solved when its reward is at least ``solved_at``.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return {
+        **reward_figures(groups),
+        **solved_figures(groups, solved_at),
+        **length_figures(trajectories),
+        **counters(groups),
+    }
+
+
+def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """``reward`` and ``rewards/{function}/mean|std`` over trajectories with a verdict; ``reward_std`` is the
+    mean over groups of the standard deviation inside a group (n - 1), as TRL reports it."""
+    rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
+    pairs = [values for values in rewards if len(values) > 1]
+    parts: dict[str, list[float]] = {}
+    for reward in (t.reward for group in groups for t in group.trajectories):
+        for name, value in {} if reward is None else reward.parts.items():
+            parts.setdefault(name, []).extend([] if value is None else [value])
+    figures = {
+        "reward": _mean(np.concatenate(rewards) if rewards else []),
+        "reward_std": _mean([values.std(ddof=1) for values in pairs]),
+        "frac_reward_zero_std": _mean([zero_variance(values) for values in pairs]),
+    }
+    for name, values in sorted(parts.items()):
+        figures[f"rewards/{name}/mean"] = _mean(values)
+        figures[f"rewards/{name}/std"] = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    return figures
+
+
+def solved_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
+    """Shares of prompts solved by none, some and all of their samples; pass@1, pass@k and their difference,
+    the headroom that RL can turn into pass@1. k is the size of the smallest judged group."""
+    judged = [values[np.isfinite(values)] for values in map(verdicts, groups)]
+    outcomes = [(len(values), int((values >= solved_at).sum())) for values in judged if len(values)]
+    k = min((n for n, _ in outcomes), default=0)
+    first = _mean([c / n for n, c in outcomes])
+    best = _mean([pass_at_k(n, c, k) for n, c in outcomes])
+    return {
+        "solved_none": _mean([c == 0 for _, c in outcomes]),
+        "solved_some": _mean([0 < c < n for n, c in outcomes]),
+        "solved_all": _mean([c == n for n, c in outcomes]),
+        "pass@1": first,
+        "pass@k": best,
+        "k": float(k),
+        "headroom": best - first,
+    }
+
+
+def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Sampled tokens per trajectory, all turns, failed ones left out; terminated ones ended by themselves."""
+    played = [trajectory for trajectory in trajectories if trajectory.stop not in FAILED]
+    lengths = [sampled_tokens(trajectory) for trajectory in played]
+    ended = [n for n, trajectory in zip(lengths, played, strict=True) if trajectory.stop is not Stop.LENGTH]
+    return {
+        **{f"completions/{name}_length": value for name, value in _spread(lengths).items()},
+        **{f"completions/{name}_terminated_length": value for name, value in _spread(ended).items()},
+        "completions/clipped_ratio": _mean([trajectory.stop is Stop.LENGTH for trajectory in played]),
+        "turns/mean": _mean([len(trajectory.turns) for trajectory in played]),
+    }
+
+
+def counters(groups: Sequence[Group]) -> dict[str, float]:
+    """What was played, what it cost and what went wrong; ``faults/{kind}`` appears when it happened."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    context = sum(len(turn.context) for turn in turns)
+    prefilled = sum(map(prefilled_tokens, trajectories))
+    return {
+        "rollout/groups": float(len(groups)),
+        "rollout/trajectories": float(len(trajectories)),
+        "rollout/failed": float(sum(trajectory.stop in FAILED for trajectory in trajectories)),
+        "rollout/no_verdict": float(sum(_unjudged(trajectory) for trajectory in trajectories)),
+        "tokens/context": float(context),
+        "tokens/prefilled": float(prefilled),
+        "tokens/sampled": float(sum(map(sampled_tokens, trajectories))),
+        **{f"faults/{name}": float(count) for name, count in sorted(faults(trajectories).items())},
+    }
+
+
+def faults(trajectories: Iterable[Trajectory]) -> Counter[str]:
+    """How many trajectories failed or have no verdict, by kind (the first word of their sentence)."""
+    named: Counter[str] = Counter()
+    for trajectory in trajectories:
+        if trajectory.stop is Stop.ABORT:
+            named["aborted"] += 1
+        elif trajectory.stop is Stop.ERROR:
+            named[fault_name(trajectory.error)] += 1
+        elif _unjudged(trajectory):
+            named[fault_name(trajectory.reward.reason if trajectory.reward else "") or "no_reason"] += 1
+    return named
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that one of k samples is right, from c right ones among n: 1 - C(n-c, k) / C(n, k).
+
+    Unbiased for every k <= n (Chen et al. 2021, arXiv 2107.03374, section 2.1).
+    """
+    if not 0 <= c <= n or not 0 <= k <= n:
+        raise ValueError(f"pass@{k} of {c} right in {n} samples; use 0 <= right <= samples and k <= samples")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def zero_variance(rewards: np.ndarray) -> bool:
+    """No member of the group differs from another, but for the rounding of fp32 sums: nothing to compare."""
+    return bool(np.ptp(rewards) <= 1e-6)
+
+
+def sampled_tokens(trajectory: Trajectory) -> int:
+    """Tokens of all its answers."""
+    return sum(len(turn.completion.tokens) for turn in trajectory.turns)
+
+
+def prefilled_tokens(trajectory: Trajectory) -> int:
+    """Tokens that the engine computed before answering: of each turn's whole context, what was not cached."""
+    computed, history = 0, 0
+    for turn in trajectory.turns:
+        history += len(turn.context)
+        computed += history - turn.completion.cached_tokens
+        history += len(turn.completion.tokens)
+    return computed
+
+
+def _unjudged(trajectory: Trajectory) -> bool:
+    return trajectory.stop not in FAILED and (trajectory.reward is None or trajectory.reward.value is None)
+
+
+def _mean(values: Sequence[float] | Sequence[bool] | np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else math.nan
+
+
+def _spread(values: Sequence[int]) -> dict[str, float]:
+    ends = (
+        {"min": float(min(values)), "max": float(max(values))}
+        if values
+        else {"min": math.nan, "max": math.nan}
+    )
+    return {"mean": _mean(values), **ends}

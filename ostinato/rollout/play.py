@@ -1,0 +1,267 @@
+"""Play episodes, and grade siblings as soon as the last of them has ended.
+
+    play            one task per prompt, all at once: the engine batches what it is asked
+      play_group    G episodes; their first turns are one call, so the engine computes their prompt once;
+                    every later turn is a call of its own, made the moment the environment has answered
+        grade       while other groups are still being generated
+
+Failures are data. An episode that breaks ends with ``Stop.ERROR`` and one sentence, a grader that breaks
+gives verdicts of None with a reason, and the group carries both: ``health`` counts them and ``drop_reason``
+says whether enough is left to learn from. A sentence begins with its kind ("env: ...", "grader: ..."), the
+name under which it is counted. Only a failure of the engine itself, which no other episode would survive,
+is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from ostinato.protocols import Engine, Env, Grader
+from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory, Turn
+
+FAILED = (Stop.ERROR, Stop.ABORT)  # ends after which a trajectory is neither graded nor trained on
+
+
+class Fault(StrEnum):
+    """The kinds of failure that this module names; the first word of the sentence."""
+
+    PROMPT_TOO_LONG = "prompt_too_long"
+    ENV = "env"
+    ENGINE = "engine"
+    GRADER = "grader"
+    NOT_FINITE = "reward_not_finite"
+
+
+class Drop(StrEnum):
+    """Why a whole group is not trained on."""
+
+    PROMPT_TOO_LONG = "prompt_too_long"
+    TOO_FEW_EPISODES = "too_few_episodes"  # the others ended in an error
+    TOO_FEW_VERDICTS = "too_few_verdicts"
+    ZERO_VARIANCE = "zero_variance"  # judged by the loop, where the algorithm asks for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Where episodes are played, and how."""
+
+    engine: Engine
+    env: Callable[[Prompt], Env]  # a fresh episode
+    grader: Grader
+    sampling: Sampling
+    context_limit: int  # tokens of prompt, answers and replies together
+
+    def __post_init__(self) -> None:
+        if self.context_limit < 2:
+            raise ValueError(f"context_limit is {self.context_limit}; use at least 2 (one in, one out)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ask:
+    """A group to be played. Member k is seeded (*seed, k)."""
+
+    prompt: Prompt
+    seed: tuple[int, ...]  # (run seed, step, index of the prompt in the stream)
+    group_size: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Played:
+    """A graded group, and when (``time.perf_counter``) its last token and its last verdict came."""
+
+    group: Group
+    generated_at: float
+    graded_at: float
+
+
+async def play(
+    stage: Stage, asks: Sequence[Ask], on_group: Callable[[int, Played], None] = lambda index, played: None
+) -> list[Played]:
+    """Play all groups at once and return them in the order asked; ``on_group`` sees each as it finishes.
+
+    A cancelled or failed call leaves no episode running.
+    """
+
+    async def one(index: int) -> Played:
+        played = await play_group(stage, asks[index])
+        on_group(index, played)
+        return played
+
+    tasks = [asyncio.create_task(one(index)) for index in range(len(asks))]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _end(tasks)
+
+
+async def play_group(stage: Stage, ask: Ask) -> Played:
+    """The siblings of one prompt, played and graded together."""
+    episodes = [_Episode(stage, ask.prompt, (*ask.seed, k)) for k in range(ask.group_size)]
+    await _play_together(stage.engine, episodes)
+    generated_at = time.perf_counter()
+    trajectories = tuple(episode.trajectory() for episode in episodes)
+    group = await grade(stage.grader, Group(prompt=ask.prompt, trajectories=trajectories, step=ask.step))
+    return Played(group=group, generated_at=generated_at, graded_at=time.perf_counter())
+
+
+async def play_episode(stage: Stage, prompt: Prompt, seed: tuple[int, ...]) -> Trajectory:
+    """One episode by itself, ungraded: what each member of ``play_group`` does, one call at a time."""
+    episode = _Episode(stage, prompt, seed)
+    await _play_on(stage.engine, episode)
+    return episode.trajectory()
+
+
+async def grade(grader: Grader, group: Group) -> Group:
+    """The group with a Reward for every member whose episode did not fail; the others keep None."""
+    played = [k for k, trajectory in enumerate(group.trajectories) if trajectory.stop not in FAILED]
+    if not played:
+        return group
+    siblings = replace(group, trajectories=tuple(group.trajectories[k] for k in played))
+    try:
+        rewards = await grader.grade(siblings)
+        if len(rewards) != len(played):
+            raise ValueError(f"{len(rewards)} verdicts for {len(played)} trajectories")
+    except Exception as error:  # a user's code: whatever it raises is counted, and never scored 0
+        rewards = [Reward(value=None, reason=_sentence(Fault.GRADER, error))] * len(played)
+    judged = list(group.trajectories)
+    for k, reward in zip(played, rewards, strict=True):
+        judged[k] = replace(judged[k], reward=_finite(reward))
+    return replace(group, trajectories=tuple(judged))
+
+
+def verdicts(group: Group) -> np.ndarray:
+    """Rewards [G] float64; NaN where there is no verdict."""
+    values = [None if t.reward is None else t.reward.value for t in group.trajectories]
+    return np.array([math.nan if value is None else value for value in values], np.float64)
+
+
+def drop_reason(group: Group, min_verdicts: int) -> Drop | None:
+    """Why too little of the group is left to train on; None when at least ``min_verdicts`` members count."""
+    if np.isfinite(verdicts(group)).sum() >= min_verdicts:
+        return None
+    if any(fault_name(t.error) == Fault.PROMPT_TOO_LONG for t in group.trajectories):
+        return Drop.PROMPT_TOO_LONG
+    played = sum(t.stop not in FAILED for t in group.trajectories)
+    return Drop.TOO_FEW_EPISODES if played < min_verdicts else Drop.TOO_FEW_VERDICTS
+
+
+def fault_name(sentence: str) -> str:
+    """The kind of failure that a sentence reports: what stands before its first colon."""
+    return sentence.partition(":")[0].strip()
+
+
+class _Episode:
+    """One episode under way: ``request`` is what the engine is to answer next, None when it is over."""
+
+    def __init__(self, stage: Stage, prompt: Prompt, seed: tuple[int, ...]) -> None:
+        self.request: Request | None = None
+        self._stage, self._seed = stage, seed
+        self._turns: list[Turn] = []
+        self._stop, self._error = Stop.ABORT, ""
+        self._history = np.zeros(0, np.int32)
+        try:
+            self._env = stage.env(prompt)
+            context = self._env.start()
+        except Exception as error:  # a user's code: counted, and the siblings go on
+            self._fail(_sentence(Fault.ENV, error))
+        else:
+            self._ask(context)
+
+    def trajectory(self) -> Trajectory:
+        return Trajectory(turns=tuple(self._turns), stop=self._stop, seed=self._seed, error=self._error)
+
+    async def hear(self, completion: Completion) -> None:
+        """Take the answer to ``request``, and let the environment say what comes next."""
+        assert self.request is not None
+        context = self.request.tokens[len(self._history) :]
+        self._turns.append(Turn(context=context, completion=completion))
+        self._history = np.concatenate([self.request.tokens, completion.tokens])
+        self.request, self._stop = None, completion.stop
+        if completion.stop is Stop.ERROR:
+            return self._fail(f"{Fault.ENGINE}: {completion.error or 'no reason given'}")
+        if completion.stop in (Stop.LENGTH, Stop.ABORT):
+            return  # a reply to half an answer would teach nothing
+        try:
+            reply = await self._env.step(completion)
+        except Exception as error:  # a user's code: counted, and the siblings go on
+            return self._fail(_sentence(Fault.ENV, error))
+        if reply is not None:
+            self._ask(reply)
+
+    def _ask(self, context: Any) -> None:
+        tokens = np.concatenate([self._history, np.asarray(context, np.int32)])
+        room = self._stage.context_limit - len(tokens)
+        if room > 0:
+            sampling = _within(self._stage.sampling, room)
+            self.request = Request(tokens=tokens, sampling=sampling, seed=self._seed)
+        elif self._turns:
+            self._stop = Stop.LENGTH
+        else:
+            self._fail(
+                f"{Fault.PROMPT_TOO_LONG}: {len(tokens)} tokens leave no room for an answer in a context of "
+                f"{self._stage.context_limit}; shorten the prompt or raise the limit"
+            )
+
+    def _fail(self, sentence: str) -> None:
+        self._stop, self._error = Stop.ERROR, sentence
+
+
+async def _play_together(engine: Engine, episodes: Sequence[_Episode]) -> None:
+    """First turns in one call; each episode goes on by itself as soon as its own answer is there."""
+    asked = [episode for episode in episodes if episode.request is not None]
+    requests = [episode.request for episode in asked if episode.request is not None]
+    tasks: list[asyncio.Task[None]] = []
+
+    async def go_on(episode: _Episode, completion: Completion) -> None:
+        await episode.hear(completion)
+        await _play_on(engine, episode)
+
+    try:
+        if asked:
+            async for index, completion in engine.generate(requests):
+                tasks.append(asyncio.create_task(go_on(asked[index], completion)))
+        if len(tasks) != len(asked):
+            raise RuntimeError(f"the engine gave {len(tasks)} completions for {len(asked)} requests")
+        await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+
+
+async def _play_on(engine: Engine, episode: _Episode) -> None:
+    while episode.request is not None:
+        completions = [completion async for _, completion in engine.generate([episode.request])]
+        if len(completions) != 1:
+            raise RuntimeError(f"the engine gave {len(completions)} completions for 1 request")
+        await episode.hear(completions[0])
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs and wait for it: nobody may go on behind the back of a failed call."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _within(sampling: Sampling, room: int) -> Sampling:
+    if sampling.max_tokens <= room:
+        return sampling
+    return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+
+
+def _finite(reward: Reward) -> Reward:
+    if reward.value is None or math.isfinite(reward.value):
+        return reward
+    return replace(reward, value=None, reason=f"{Fault.NOT_FINITE}: the reward is {reward.value}")
+
+
+def _sentence(fault: Fault, error: Exception) -> str:
+    return f"{fault}: {type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""Training: the policy trainer, its optimizer, and checkpoints."""

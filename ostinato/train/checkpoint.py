@@ -1,0 +1,210 @@
+"""Checkpoints: everything a resumed run needs, in folders that are either whole or not there.
+
+    checkpoints/
+        step-00000020/
+            manifest.json        size and SHA-256 of every other file, written last
+            state.json           step, identity, counters of the trainer and the loop
+            tensors.safetensors  parameters and optimizer moments, by name
+            pending.npz ...      whatever the loop adds, as bytes
+        step-00000030/
+
+No random-number state is saved, because there is none: randomness in Ostinato is addressed by (run seed,
+step, prompt, sample, position), so the step alone says which noise comes next. That, bitwise optimizer state
+and one order of summation make a resumed run on CPU equal to one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ostinato.run import atomic_folder
+
+FORMAT = 1
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or the one that was asked for cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Checkpoint:
+    """The state of a run after ``step`` steps.
+
+    ``identity`` says what must be unchanged for a resume to make sense (base weights, adapter shape, ...), as
+    strings a person can compare; ``state`` is JSON; ``files`` are opaque bytes by file name.
+    """
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+    identity: Mapping[str, str]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> Path:
+    """Write ``checkpoint`` into ``folder``, then delete all but the newest ``keep``. Returns its path.
+
+    The new folder appears under its name only when all of it is on the disk, and nothing is deleted before
+    that: whenever the process or the disk gives up, the last good checkpoint is still there.
+
+    Raises:
+        CheckpointError: the disk is full or refuses to be written to.
+    """
+    if keep < 1:
+        raise ValueError(f"trainer.keep_checkpoints is {keep}; use at least 1")
+    if reserved := {MANIFEST, STATE, TENSORS} & checkpoint.files.keys():
+        raise ValueError(f"checkpoint file {min(reserved)} is written by save_checkpoint; use another name")
+    path = folder / f"step-{checkpoint.step:08d}"
+    _undo_replacements(folder)
+    for leftover in folder.glob(".step-*"):  # half written or half deleted when a process was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        with atomic_folder(path) as temporary:
+            _write(temporary, checkpoint)
+    except (OSError, SafetensorError) as error:
+        good = checkpoints(folder)
+        last = f"the last good one is {good[-1]}" if good else "there is no earlier one"
+        raise CheckpointError(
+            f"checkpoint {path} could not be written ({error}); free disk space: {last}"
+        ) from error
+    for old in checkpoints(folder)[:-keep]:
+        _delete(old)
+    return path
+
+
+def load_checkpoint(
+    folder: Path,
+    *,
+    identity: Mapping[str, str],
+    step: int | None = None,
+    warn: Callable[[str], None] = warnings.warn,
+) -> Checkpoint | None:
+    """The newest whole checkpoint in ``folder``, or that of ``step``; None when the folder has none at all.
+
+    Damaged checkpoints are skipped with one sentence to ``warn``.
+
+    Raises:
+        CheckpointError: the step that was asked for is missing or damaged, or every checkpoint is damaged.
+        ValueError: the checkpoint was made with another ``identity``.
+    """
+    _undo_replacements(folder)
+    found = checkpoints(folder)
+    if step is not None:
+        path = folder / f"step-{step:08d}"
+        if path not in found:
+            have = ", ".join(p.name for p in found) or "none"
+            raise CheckpointError(f"checkpoint {path} does not exist; those that do: {have}")
+        if damage := find_damage(path):
+            raise CheckpointError(f"checkpoint {path} is damaged ({damage}); ask for another step")
+        return _read(path, identity)
+    for path in reversed(found):
+        if damage := find_damage(path):
+            warn(f"checkpoint {path} is damaged ({damage}) and was skipped")
+        else:
+            return _read(path, identity)
+    if found:
+        raise CheckpointError(f"none of the {len(found)} checkpoints in {folder} is whole; start a new run")
+    return None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder`` by step, oldest first; `find_damage` says whether they are whole."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def find_damage(path: Path) -> str:
+    """What is wrong with a checkpoint, compared with its manifest; empty when it is whole."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is missing or not readable"
+    if manifest.get("format") != FORMAT:
+        return f"its format is {manifest.get('format')}, this version reads {FORMAT}"
+    for name, (size, digest) in expected.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if _sha256(file) != digest:
+            return f"{name} has changed since it was written"
+    return ""
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    save_file(
+        {name: tensor.detach().contiguous() for name, tensor in checkpoint.tensors.items()}, folder / TENSORS
+    )
+    state = {"step": checkpoint.step, "identity": dict(checkpoint.identity), "state": dict(checkpoint.state)}
+    (folder / STATE).write_text(json.dumps(state, indent=1))
+    for name, content in checkpoint.files.items():
+        (folder / name).write_bytes(content)
+    entries = {
+        file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+        for file in sorted(folder.iterdir())
+    }
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1))
+
+
+def _read(path: Path, identity: Mapping[str, str]) -> Checkpoint:
+    state = json.loads((path / STATE).read_bytes())
+    saved = state["identity"]
+    for name in sorted(saved.keys() | identity.keys()):
+        if saved.get(name) != identity.get(name):
+            raise ValueError(
+                f"checkpoint {path} was made with {name} = {saved.get(name)}, this run has "
+                f"{identity.get(name)}; resume it with the recipe it was made with"
+            )
+    known = {MANIFEST, STATE, TENSORS}
+    names = json.loads((path / MANIFEST).read_bytes())["files"].keys() - known
+    return Checkpoint(
+        step=state["step"],
+        tensors=load_file(path / TENSORS),
+        state=state["state"],
+        identity=saved,
+        files={name: (path / name).read_bytes() for name in sorted(names)},
+    )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _delete(path: Path) -> None:
+    """Remove a checkpoint so that no half of one is ever found under its name."""
+    grave = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    path.rename(grave / path.name)
+    shutil.rmtree(grave)
+
+
+def _undo_replacements(folder: Path) -> None:
+    """Put back a checkpoint that was moved aside by `atomic_folder` when its replacement never arrived."""
+    for aside in folder.glob(".step-*.old"):
+        path = folder / aside.name.removeprefix(".").removesuffix(".old")
+        if not path.exists():
+            aside.rename(path)
+
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "checkpoints",
+    "find_damage",
+    "load_checkpoint",
+    "save_checkpoint",
+]

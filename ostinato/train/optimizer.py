@@ -1,0 +1,151 @@
+"""AdamW over fp32 parameters, learning-rate schedules as functions of the step, and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # torch's names of AdamW's state
+
+
+class Schedule(StrEnum):
+    """The shape of the learning rate after warmup."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"  # to 0 at total_steps
+    COSINE = "cosine"  # to 0 at total_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW (arXiv 1711.05101, algorithm 2) as torch has it: decay subtracts lr * weight_decay * parameter.
+
+    Vectors (biases, norms) do not decay. ``max_grad_norm=inf`` turns clipping off.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: Schedule = Schedule.CONSTANT
+    warmup_steps: int = 0
+    total_steps: int = 0  # of the run; read by the schedules that end
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise ValueError(f"trainer.lr is {self.lr}; use a positive number")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"trainer.betas is {self.betas}; use two numbers in [0, 1)")
+        if not self.eps > 0:
+            raise ValueError(f"trainer.eps is {self.eps}; use a positive number")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"trainer.weight_decay is {self.weight_decay}; use 0 (off) or a positive number")
+        if not self.max_grad_norm > 0:
+            raise ValueError(
+                f"trainer.max_grad_norm is {self.max_grad_norm}; use a positive number (inf is off)"
+            )
+        if self.warmup_steps < 0:
+            raise ValueError(
+                f"trainer.warmup_steps is {self.warmup_steps}; use 0 (off) or a positive integer"
+            )
+        if self.schedule not in list(Schedule):
+            names = ", ".join(Schedule)
+            raise ValueError(f"trainer.schedule is {self.schedule!r}; use one of {names}")
+        if self.schedule != Schedule.CONSTANT and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"trainer.total_steps is {self.total_steps}; a {self.schedule} schedule "
+                f"needs more than warmup_steps ({self.warmup_steps})"
+            )
+
+
+def lr_factor(settings: OptimizerSettings, step: int) -> float:
+    """The learning rate of step ``step`` (the first is 0) as a share of ``settings.lr``.
+
+    Warmup climbs linearly and reaches 1 at step ``warmup_steps - 1``; no step has rate 0, since a step that
+    learns nothing is paid for all the same. Then linear and cosine fall, and would be 0 at ``total_steps``.
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    if settings.schedule == Schedule.CONSTANT:
+        return 1.0
+    span = settings.total_steps - settings.warmup_steps
+    progress = min(1.0, (step - settings.warmup_steps) / span)
+    return (
+        1.0 - progress if settings.schedule == Schedule.LINEAR else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
+
+
+def build_optimizer(parameters: Iterable[Tensor], settings: OptimizerSettings) -> torch.optim.AdamW:
+    """AdamW over ``parameters``, matrices with decay and vectors without, in one fused kernel per group."""
+    parameters = list(parameters)
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The L2 norm of all gradients together, a scalar; not finite when one is not, or on overflow."""
+    return torch.nn.utils.get_total_norm(gradients)
+
+
+def clip_gradients(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:
+    """Scale ``gradients`` in place to a joint norm of at most ``max_norm``; ``norm`` is what it is now."""
+    if norm > max_norm:
+        torch._foreach_mul_(list(gradients), max_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The optimizer's state by "<parameter>.<moment>"; empty before its first step."""
+    return {
+        f"{name}.{moment}": optimizer.state[parameter][moment]
+        for name, parameter in named.items()
+        if parameter in optimizer.state
+        for moment in MOMENTS
+    }
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    """Put back, bit for bit, what `optimizer_tensors` gave. A parameter without any state starts afresh."""
+    for name, parameter in named.items():
+        if f"{name}.step" in tensors:
+            optimizer.state[parameter] = {
+                moment: tensors[f"{name}.{moment}"].to(parameter.device, copy=True) for moment in MOMENTS
+            }
+        else:
+            optimizer.state.pop(parameter, None)
+
+
+__all__ = [
+    "OptimizerSettings",
+    "Schedule",
+    "build_optimizer",
+    "clip_gradients",
+    "gradient_norm",
+    "load_optimizer_tensors",
+    "lr_factor",
+    "optimizer_tensors",
+    "set_lr",
+]

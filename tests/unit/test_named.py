@@ -1,0 +1,39 @@
+"""What a user may call a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ostinato.model.named import is_model_name, model_folder
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert model_folder(str(tmp_path)) == tmp_path
+    assert is_model_name(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("asset:no-such-asset", "not packaged"),
+        ("nowhere", "no Hugging Face folder"),
+        ("a/b/c", "no Hugging Face folder"),
+        ("", "no Hugging Face folder"),
+    ],
+)
+def test_what_is_no_model_is_refused(name: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        model_folder(name)
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no Hugging Face folder; give .* a folder with config\.json"):
+        model_folder(str(tmp_path))
+
+
+def test_names_of_models_and_of_recipes_are_told_apart() -> None:
+    assert all(map(is_model_name, ("asset:seed-moe", "smollm2-135m", "Qwen/Qwen3-0.6B")))
+    assert not any(map(is_model_name, ("quickstart", "recipes/mine.toml", "runs", "tests/unit")))
