@@ -131,9 +131,10 @@ class TrainerSection(Section):
             raise ValueError(
                 f"trainer.betas is {list(self.betas)}; give two numbers in [0, 1), e.g. [0.9, 0.999]"
             )
-        if self.warmup_steps > self.steps:
+        if self.schedule != "constant" and self.warmup_steps >= self.steps:
             raise ValueError(
-                f"trainer.warmup_steps is {self.warmup_steps}, above trainer.steps ({self.steps}); lower it"
+                f"trainer.warmup_steps is {self.warmup_steps} of {self.steps} trainer.steps, which leaves "
+                f"nothing for the {self.schedule} schedule; lower it"
             )
         return self
 

@@ -33,7 +33,7 @@ from ostinato.algo.logprobs import Matmul, chunked_logprobs, linear_logprobs
 from ostinato.algo.offpolicy import Mismatch, importance_weights, mismatch, mismatch_metrics
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
-from ostinato.model.native import Kernels
+from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
 from ostinato.train.optimizer import (
     OptimizerSettings,
@@ -93,7 +93,7 @@ class PolicyTrainer:
     ``minibatches``: optimizer steps per batch; microbatches are dealt to them like cards. ``temperature``:
     the sampler's, so that log-probabilities are of the distribution that was sampled from. ``replay``: MoE
     layers use the experts that the batch carries. ``recompute``: keep one activation per layer, recompute the
-    rest in backward. ``kernels``: native products for an FP32 head over bf16 weights (`head_products`).
+    rest in backward. ``ops``: arithmetic that has gradients, such as ``model.native.Kernels.training``.
 
     An optimizer step whose loss or gradient is not finite is refused: nothing is updated, the report names
     the samples of the microbatches at fault, ``on_refused`` gets each of these, and training goes on.
@@ -114,7 +114,7 @@ class PolicyTrainer:
         recompute: bool = False,
         max_refused: int = 3,
         on_refused: Callable[[Microbatch], None] | None = None,
-        kernels: Kernels | None = None,
+        ops: Ops = TORCH_OPS,
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"rollout.temperature is {temperature}; training needs a positive temperature")
@@ -129,7 +129,7 @@ class PolicyTrainer:
             )
         self._decoder, self._adapters, self._algorithm = decoder, adapters, algorithm
         self._settings, self._temperature, self._minibatches = optimizer, temperature, minibatches
-        self._replay, self._recompute, self._kernels = replay, recompute, kernels
+        self._replay, self._recompute, self._ops = replay, recompute, ops
         self._max_refused, self._on_refused = max_refused, on_refused
         self._named = trained_parameters(decoder, adapters)
         for leaf in self._named.values():
@@ -242,35 +242,42 @@ class PolicyTrainer:
             routing=None if routing is None else tensor(routing, np.int16),
         )
 
-    @torch.no_grad()
     def _with_old(self, part: Inputs) -> Inputs:
-        return replace(part, old=self._logprobs(part, self._adapters, part.routing, want_entropy=False)[0])
+        """With ``old``, from the very forward that training runs: without gradients a layer may multiply
+        in another order, and a ratio that should be 1 would be 1 within rounding."""
+        hidden = self._hidden(part, self._adapters, part.routing)
+        with torch.no_grad():
+            return replace(part, old=self._logprobs(hidden, part, want_entropy=False)[0])
 
-    def _logprobs(
-        self, part: Inputs, adapters: Adapters | None, routing: Tensor | None, *, want_entropy: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [R] of the targets and the entropy [R], logits for the rows of the loss only."""
+    def _hidden(self, part: Inputs, adapters: Adapters | None, routing: Tensor | None) -> Tensor:
+        """Hidden states [R, D] of the rows that predict a target."""
         hidden, _ = self._decoder(
             part.tokens,
             part.positions,
             PackedAttention(part.source.segments),
             adapters=adapters,
             routing=routing,
+            ops=self._ops,
             recompute=self._recompute and torch.is_grad_enabled(),
         )
-        hidden, head = hidden[part.rows], self._decoder.head_weight
+        return hidden[part.rows]
+
+    def _logprobs(self, hidden: Tensor, part: Inputs, *, want_entropy: bool) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [R] of the targets and the entropy [R] (NaN where it is not wanted)."""
+        head = self._decoder.head_weight
         options: dict[str, Any] = {"temperature": self._temperature, "want_entropy": want_entropy}
         if head.requires_grad:
             return chunked_logprobs(hidden, part.targets, self._decoder.logits, **options)
         options["entropy_grad"] = want_entropy and self._algorithm.needs_entropy
-        matmul_nt, matmul_nn = head_products(self._decoder, self._kernels)
+        matmul_nt, matmul_nn = head_products(self._decoder, self._ops)
         options |= {"matmul_nt": matmul_nt, "matmul_nn": matmul_nn}
         return linear_logprobs(hidden, head, part.targets, **options)
 
     def _backward(self, part: Inputs, num_samples: int, scale: int, totals: Totals) -> None:
         """Add a microbatch's gradients and measurements to what is there; its graph is gone on return."""
         algorithm = self._algorithm
-        logprobs, entropy = self._logprobs(part, self._adapters, part.routing)
+        hidden = self._hidden(part, self._adapters, part.routing)
+        logprobs, entropy = self._logprobs(hidden, part, want_entropy=True)
         old = logprobs.detach() if part.old is None else part.old
         weights = None
         if algorithm.decoupled:
@@ -302,7 +309,7 @@ class PolicyTrainer:
     @torch.no_grad()
     def _reference(self, part: Inputs) -> Tensor:
         """The base policy's log-probabilities: the same model without adapters, choosing its own experts."""
-        return self._logprobs(part, None, None, want_entropy=False)[0]
+        return self._logprobs(self._hidden(part, None, None), part, want_entropy=False)[0]
 
     def _update(
         self, minibatch: Sequence[Inputs], num_samples: int, scale: int, totals: Totals
@@ -376,22 +383,24 @@ def trained_parameters(decoder: Decoder, adapters: Adapters | None) -> dict[str,
     return named
 
 
-def head_products(decoder: Decoder, kernels: Kernels | None) -> tuple[Matmul, Matmul] | tuple[None, None]:
+def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None, None]:
     """The two products of `linear_logprobs` for a frozen head, the logits as ``Decoder.logits`` has them.
 
-    None twice means both in fp32, the weight widened: right everywhere, but for bf16 weights on a CPU several
-    times slower than ``kernels``, which multiply bf16 and sum in fp32.
+    None twice means both in fp32, the weight widened once: what torch can do for an FP32 head over bf16
+    weights. Native products multiply in bf16 and sum in fp32, which is as exact and several times faster.
     """
-    if decoder.head_weight.dtype.itemsize >= 4 or (decoder.fp32_head and kernels is None):
+    head = decoder.head_weight
+    if head.dtype.itemsize >= 4 or (decoder.fp32_head and ops.gemm is TORCH_OPS.gemm):
         return None, None
-    multiply = torch.mm if kernels is None else kernels.matmul_nn
+    out_dtype = torch.float32 if decoder.fp32_head else None
 
-    def slope_product(slope_nV: Tensor, head_VD: Tensor) -> Tensor:
-        return multiply(slope_nV.to(head_VD.dtype), head_VD)
+    def logits(hidden_nD: Tensor, head_VD: Tensor) -> Tensor:
+        return ops.gemm.nt(hidden_nD, head_VD, None, out_dtype)
 
-    if decoder.fp32_head and kernels is not None:
-        return kernels.matmul_nt, slope_product
-    return lambda hidden_nD, _: decoder.logits(hidden_nD), slope_product
+    def slopes(logit_slopes_nV: Tensor, head_VD: Tensor) -> Tensor:
+        return ops.gemm.nn(logit_slopes_nV.to(head_VD.dtype), head_VD)
+
+    return logits, slopes
 
 
 def fingerprint(decoder: Decoder, samples: int = 64) -> str:

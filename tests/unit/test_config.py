@@ -128,7 +128,10 @@ def test_a_fault_is_one_sentence_with_field_value_and_mend(tree: dict[str, Any],
         ({"reward": {"functions": []}}, ["reward.functions"]),
         ({"trainer": {"betas": [0.9]}}, ["trainer.betas"]),
         ({"trainer": {"betas": [0.9, 1.0]}}, ["trainer.betas"]),
-        ({"trainer": {"steps": 5, "warmup_steps": 6}}, ["trainer.warmup_steps", "trainer.steps"]),
+        (
+            {"trainer": {"steps": 5, "warmup_steps": 5, "schedule": "cosine"}},
+            ["trainer.warmup_steps", "trainer.steps"],
+        ),
         (
             {"trainer": {"minibatches": 9}, "rollout": {"group_size": 8, "prompts_per_step": 1}},
             ["minibatches"],

@@ -1,0 +1,96 @@
+"""``ostinato report``, and what a run has to write down while it can: the machine that it ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import webbrowser
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ostinato import __version__
+from ostinato.cli.models import model_folder
+from ostinato.render import Renderer
+from ostinato.run import Jsonl, RunFolder
+
+
+def report(run: Path, out: Path | None = None, *, show: bool = False) -> Path:
+    """Write the report of a run folder, open it in a browser if ``show``, and return its path."""
+    path = write_report(RunFolder.open(run), out)
+    if show:
+        webbrowser.open(path.resolve().as_uri())
+    return path
+
+
+def write_report(run: RunFolder, out: Path | None = None) -> Path:
+    """The report with the tokenizer of the run's model, where it is on this machine."""
+    from ostinato.report import write_report as write
+
+    return write(run, out, renderer=local_renderer(run))
+
+
+def local_renderer(run: RunFolder) -> Renderer | None:
+    """The tokenizer that the run sampled with; None where it is not at hand. Downloads nothing."""
+    from ostinato.config import Recipe
+
+    try:
+        path = Recipe.load(run.recipe).model.path
+        return Renderer(_cached(path) or model_folder(path))
+    except ValueError:  # a recipe of another version, a model that has moved: the report does without
+        return None
+
+
+def _cached(path: str) -> Path | None:
+    """The cached folder of a hub name, None for other paths; ValueError for a hub name that is not there."""
+    is_hub_name = path.count("/") == 1 and ":" not in path and not Path(path).expanduser().exists()
+    if not is_hub_name:
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError as error:
+        raise ValueError(f"{path} is a hub name and huggingface_hub is missing") from error
+    file = try_to_load_from_cache(path, "tokenizer.json")
+    if not isinstance(file, str):
+        raise ValueError(f"the tokenizer of {path} is not in the cache")
+    return Path(file).parent
+
+
+def record_start(run: RunFolder, device: str = "") -> None:
+    """Append to starts.jsonl which machine and versions work on the run from now on; ``device`` names the
+    accelerator. A report written elsewhere or later can then say so."""
+    row = {"at": time.time(), "machine": machine(device), "versions": versions()}
+    Jsonl(run.path / "starts.jsonl").append(row)
+
+
+def machine(device: str = "") -> str:
+    """ "AMD EPYC 7763, 2 cores, 7.8 GiB, Linux x86_64"; no name of the host or the user."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts = [processor(), f"{cores} cores"]
+    if (size := memory_gib()) is not None:
+        parts.append(f"{size:.1f} GiB")
+    return ", ".join([*parts, *([device] if device else []), f"{platform.system()} {platform.machine()}"])
+
+
+def processor() -> str:
+    """The name on the processor, as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def memory_gib() -> float | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (ValueError, OSError, AttributeError):  # not every system has these names
+        return None
+
+
+def versions() -> str:
+    """ "ostinato 0.1.0, torch 2.13.0, Python 3.12.4"."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "missing"
+    return f"ostinato {__version__}, torch {torch}, Python {platform.python_version()}"

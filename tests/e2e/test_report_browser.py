@@ -1,0 +1,215 @@
+"""The report in a real browser: its scripts run, its samples open, and what a model wrote stays text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ostinato.config import Recipe, dump_toml
+from ostinato.render import Renderer
+from ostinato.report import write_report
+from ostinato.run import RunFolder, group_rows
+from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+STEPS, EVERY, PROMPTS, SIBLINGS, LAYERS, TOP_K, EXPERTS = 80, 20, 4, 8, 3, 2, 16
+PROBE = "</script><img src=x onerror=\"document.documentElement.dataset.pwned='yes'\">"
+
+
+def renderer(folder: Path) -> Renderer:
+    """A byte-level BPE tokenizer of some 400 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["What is the sum? First we add, so the answer is 12 + 34 = 46."] * 3, trainer
+    )
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Renderer(folder)
+
+
+def wave(step: int, speed: float = 3.0) -> float:
+    """From 0 towards 1 over the run, with a ripple."""
+    return 1 - math.exp(-speed * step / STEPS) + 0.03 * math.sin(step * 2.1)
+
+
+def metrics(step: int) -> dict[str, float]:
+    """A row as the loop writes it."""
+    some, every = 0.35 + 0.2 * math.sin(step / 12), 0.55 * max(0.0, wave(step))
+    sampled, truncated = 4200.0 - 18 * step, 0.04 + 0.02 * math.sin(step)
+    wasted = {"zero_variance": round(sampled * max(0.0, 1 - some)), "truncated": round(sampled * truncated)}
+    times = {"rollout": 1.3 + 0.1 * math.sin(step), "reward": 0.05, "train": 0.8, "other": 0.03}
+    gap = 2e-5 * (1 + 0.5 * math.sin(step / 3))
+    return {
+        "reward": 0.25 + 0.5 * wave(step),
+        "reward_std": 0.35 - 0.2 * wave(step),
+        "frac_reward_zero_std": max(0.0, 1 - some),
+        "solved_none": 1 - some - every,
+        "solved_some": some,
+        "solved_all": every,
+        "completions/mean_length": 16.0 + 3 * math.sin(step / 9),
+        "completions/min_length": 5.0,
+        "completions/max_length": 48.0,
+        "completions/clipped_ratio": truncated,
+        "rollout/groups": float(PROMPTS),
+        "rollout/trajectories": float(PROMPTS * SIBLINGS),
+        "rollout/failed": float(step == 31),
+        "rollout/no_verdict": 0.0,
+        **({"faults/env": 1.0} if step == 31 else {}),
+        "groups/dropped": 1.0,
+        "groups/dropped/zero_variance": 1.0,
+        "tokens/sampled": sampled,
+        "tokens/trained": sampled - sum(wasted.values()),
+        **{f"tokens/wasted/{name}": float(count) for name, count in wasted.items()},
+        "empty_step": 0.0,
+        "refused_step": float(step == 44),
+        "loss": math.nan if step == 44 else -0.01,
+        "entropy": 1.1 - 0.6 * wave(step),
+        "grad_norm": math.nan if step == 44 else 0.5 + 0.2 * math.sin(step),
+        "learning_rate": 1e-3 * min(1.0, step / 5),
+        "clip_ratio/low_mean": 0.004,
+        "clip_ratio/high_mean": 0.007 + 0.002 * math.sin(step),
+        "sampling/sampling_logp_difference/mean": gap,
+        "sampling/sampling_logp_difference/max": 40 * gap,
+        "sampling/kl_k3": gap * gap,
+        "sampling/importance_sampling_ratio/mean": 1.0,
+        "sampling/importance_sampling_ratio/min": 1 - 40 * gap,
+        "sampling/importance_sampling_ratio/max": 1 + 40 * gap,
+        "sampling/ess": 1 - gap,
+        "flops/useful": 5e10,
+        "flops/wasted": 3e10,
+        "step_time": sum(times.values()),
+        "tokens_per_s": sampled / sum(times.values()),
+        **{f"time/{name}_s": seconds for name, seconds in times.items()},
+        "total/seconds": 2.2 * step,
+        "total/sampled_tokens": 3500.0 * step,
+        "total/trained_tokens": 1400.0 * step,
+        "total/useful_flops": 5e10 * step,
+        "total/wasted_flops": 3e10 * step,
+    }
+
+
+def group(step: int, index: int, tokens: Renderer) -> Group:
+    """Siblings; one of them wrote the probe, another was cut off."""
+    noise = np.random.default_rng((step, index))
+    a, b = (int(value) for value in noise.integers(10, 99, 2))
+    question = f"What is {a} + {b}? Think first, then give the answer as one number."
+
+    def play(sample: int) -> Trajectory:
+        right = noise.random() < 0.3 + 0.5 * wave(step)
+        guess = a + b + (0 if right else int(noise.integers(1, 9)))
+        words = f"First we add {a} and {b} → é🎼,\nso the answer is {guess}."
+        stop = Stop.LENGTH if sample == 3 else Stop.EOS
+        answer = PROBE if sample == 1 else words
+        ids = [*tokens.encode(answer), *([0] if stop is Stop.EOS else [])]
+        experts = noise.integers(0, EXPERTS, (len(ids), LAYERS, TOP_K)).astype(np.int16)
+        experts[-1] = -1
+        completion = Completion(
+            tokens=np.array(ids, np.int32),
+            logprobs=-(noise.exponential(0.6, len(ids)).astype(np.float32) ** 2),
+            versions=np.full(len(ids), step - 1, np.int32),
+            stop=stop,
+            text=answer,
+            experts=experts,
+        )
+        value = float(right and sample != 1)
+        return Trajectory(
+            turns=(Turn(context=tokens.encode(question), completion=completion),),
+            stop=stop,
+            seed=(0, step, index, sample),
+            reward=Reward(value=value, parts={"exact": value}),
+        )
+
+    prompt = Prompt(
+        uid=f"arithmetic:{step * PROMPTS + index}",
+        messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": question}),
+        columns={"answer": str(a + b), "probe": PROBE},
+    )
+    return Group(prompt=prompt, trajectories=tuple(play(sample) for sample in range(SIBLINGS)), step=step)
+
+
+def make_run(path: Path, tokens: Renderer) -> RunFolder:
+    """A finished run of 80 steps with one fault and one refused step."""
+    tree = {"name": "quickstart", "trainer": {"steps": STEPS}, "eval": {"k": 4}, "algo": {"name": "dr_grpo"}}
+    run = RunFolder.create(path, dump_toml(Recipe.parse(tree)))
+    for step in range(STEPS + 1):
+        if step:
+            run.write(step, metrics(step))
+            run.ledger.append({"step": step, "wall_s": 2.2, "ended_at": 1.76e9 + 2.4 * step})
+        if step % EVERY == 0:
+            score = 0.28 + 0.47 * max(0.0, wave(step))
+            error = math.sqrt(score * (1 - score) / 256)
+            best = {"pass@k": min(0.98, score + 0.2), "pass@k_stderr": 0.02, "k": 4, "samples": 4}
+            spread = {"reward": score, "reward_stderr": error, "completions/mean_length": 15.0 - step / 40}
+            row = {"step": step, "split": "eval", "n": 256, "excluded": 0, "pass@1": score, "stderr": error}
+            run.eval.append({**row, **best, **spread, "completions/clipped_ratio": 0.05})
+        if step == 1 or (step and step % 10 == 0):
+            groups = [group(step, index, tokens) for index in range(PROMPTS)]
+            run.trajectories.append(*(row for one in groups for row in group_rows(one)))
+    return run
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is installed")
+    return found
+
+
+def dump_dom(browser: str, page: Path, profile: Path) -> str:
+    """The document after its scripts have run."""
+    command = [
+        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *(f"--user-data-dir={profile}", "--virtual-time-budget=8000", "--dump-dom", page.as_uri()),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+@pytest.fixture(scope="module")
+def dom(browser: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("report")
+    tokens = renderer(folder / "tokenizer")
+    run = make_run(folder / "quickstart-20251120-101500", tokens)
+    return dump_dom(browser, write_report(run, renderer=tokens), folder / "profile")
+
+
+def test_scripts_run_without_an_error(dom: str) -> None:
+    opening = dom[dom.index("<html") : dom.index(">", dom.index("<html"))]
+    assert "data-error" not in opening
+    assert f'data-samples="{SIBLINGS}"' in opening
+    charts = json.loads(re.findall(r'id="chart-data">(.*?)</script>', dom, re.DOTALL)[0])
+    assert f'data-charts="{len(charts)}"' in opening
+    assert dom.count("<svg") == len(charts) > 12
+
+
+def test_the_browser_of_samples_opens_with_the_last_step(dom: str) -> None:
+    assert dom.count('<article class="answer') == SIBLINGS
+    assert f'<option value="{STEPS}">{STEPS}</option>' in dom
+    assert "truncated</span>" in dom
+    assert len(re.findall(r'<span class="t p\d', dom)) > SIBLINGS * 10
+    assert "🎼" in dom  # one character of several tokens
+
+
+def test_what_a_model_wrote_is_inert(dom: str) -> None:
+    """A completion, a column and a prompt with markup: shown as written, and nothing of it runs."""
+    assert "data-pwned" not in dom
+    assert "<img" not in dom
+    assert "&lt;img src=x onerror=" in dom  # in the column of the row
