@@ -63,9 +63,9 @@ class Annotator:
 
 
 CROWD = {
-    "careful": Annotator(share=0.15),
+    "careful": Annotator(share=0.20),
     "careless": Annotator(share=0.40, forgets=0.5, misremembers=0.1),
-    "guessing": Annotator(share=0.45, guesses=1.0),
+    "guessing": Annotator(share=0.40, guesses=1.0),
 }
 
 
@@ -259,7 +259,7 @@ def build_tokenizer(seed: int) -> Tokenizer:
     return tokenizer
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -327,10 +327,8 @@ def balance_loss(logits: Sequence[Tensor], routing: Tensor) -> Tensor:
     losses = []
     for layer, logits_TE in enumerate(logits):
         num_experts = logits_TE.shape[1]
-        load_E = (
-            torch.bincount(routing[:, layer].flatten().long(), minlength=num_experts)
-            / routing[:, layer].numel()
-        )
+        chosen = routing[:, layer].flatten().long()
+        load_E = torch.bincount(chosen, minlength=num_experts) / len(chosen)
         losses.append(num_experts * (load_E * logits_TE.softmax(-1).mean(0)).sum())
     return torch.stack(losses).mean()
 
@@ -344,10 +342,10 @@ def losses(decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
         PackedAttention(micro.segments),
         ops=probe.ops(),
     )
+    assert routing is not None
     logits = decoder.logits(hidden[torch.from_numpy(micro.rows)])
-    return F.cross_entropy(logits, torch.from_numpy(micro.targets).long()), balance_loss(
-        probe.logits, routing
-    )
+    cross_entropy = F.cross_entropy(logits, torch.from_numpy(micro.targets).long())
+    return cross_entropy, balance_loss(probe.logits, routing)
 
 
 BALANCE = 0.02  # weight of the balance loss
@@ -376,9 +374,8 @@ def train(
         tokens += len(micro.tokens)
         recent.append((cross_entropy.item(), balance.item(), norm))
         if step % LOG_EVERY == 0:
-            means = dict(
-                zip(("loss", "balance", "grad_norm"), np.mean(recent, axis=0).round(4).tolist(), strict=True)
-            )
+            loss, mean_balance, mean_norm = np.mean(recent, axis=0).round(4).tolist()
+            means = {"loss": loss, "balance": mean_balance, "grad_norm": mean_norm}
             log({"step": step, **means, "tokens": tokens, "seconds": round(time.perf_counter() - started, 1)})
             recent.clear()
     decoder.trainable(False)
@@ -438,14 +435,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--textbook-steps", type=int, default=1400, help="steps on careful answers only")
-    parser.add_argument("--crowd-steps", type=int, default=400, help="steps on answers of the whole crowd")
+    parser.add_argument("--crowd-steps", type=int, default=300, help="steps on answers of the whole crowd")
     parser.add_argument("--batch-size", type=int, default=48, help="conversations per step")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--threads", type=int, default=1, help="part of the arithmetic: another number, other weights"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     write_folder(args.out, args.seed)
-    with (args.out / "train_log.jsonl").open("w", encoding="utf-8") as file:
+    with (args.out / "train_log.jsonl").open("w", encoding="utf-8", buffering=1) as file:
 
         def log(row: Mapping[str, object]) -> None:
             print(row, flush=True)

@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.hf import load_model
 from ostinato.model.lora import AdapterSpec, init_adapters
 from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.ops import TORCH_OPS
 from ostinato.pipeline.credit import assign
 from ostinato.render import Renderer
 from ostinato.train.optimizer import OptimizerSettings
@@ -43,10 +45,16 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
     kernels = _kernels()
     dtype = getattr(torch, task["dtype"])
     decoder = load_model(task["folder"], dtype=dtype, device="cpu", fp32_head=True)
-    renderer = Renderer(task["folder"])
+    renderer = Renderer(Path(task["folder"]))
     adapters = init_adapters(decoder.config, AdapterSpec(rank=16, alpha=32), seed=0)
     grpo = algorithm("grpo", drop_zero_variance=False)
-    trainer = PolicyTrainer(decoder, adapters, grpo, optimizer=OptimizerSettings(lr=1e-5), kernels=kernels)
+    trainer = PolicyTrainer(
+        decoder,
+        adapters,
+        grpo,
+        optimizer=OptimizerSettings(lr=1e-5),
+        ops=kernels.training if kernels else TORCH_OPS,
+    )
     engine = LocalEngine(decoder, kernels=kernels, decode=renderer.decode, kv_memory_mb=256)
     engine.publish(trainer.adapters(), 0)
     prompts = [Prompt(uid=str(i), text=text) for i, text in enumerate(task["prompts"])]

@@ -31,6 +31,7 @@ from ostinato.model.named import model_folder
 from ostinato.model.native import Kernels
 from ostinato.model.native import load as load_kernels
 from ostinato.model.native.build import BuildError
+from ostinato.model.ops import TORCH_OPS
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.protocols import Engine, Grader
@@ -176,6 +177,7 @@ def new_trainer(
         recompute=settings.recompute,
         max_refused=settings.max_refused_in_a_row,
         on_refused=on_refused,
+        ops=found.training if (found := kernels(recipe, decoder, lambda line: None)) else TORCH_OPS,
     )
 
 

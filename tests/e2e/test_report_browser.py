@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -183,12 +184,53 @@ def dump_dom(browser: str, page: Path, profile: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
+# A reader who hovers over a word and works the controls, in a narrow window inside a wide one.
+READER = """<script>
+const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+const form = document.querySelector(".controls");
+const cards = () => document.querySelectorAll(".answer").length;
+(async () => {
+  await wait(1500);
+  const seen = { wide: document.documentElement.scrollWidth - innerWidth, all: cards() };
+  const word = [...document.querySelectorAll(".t")].find((token) => token.textContent.includes("answer"));
+  word.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+  seen.token = document.getElementById("token").textContent;
+  const plot = document.querySelector('[data-chart="entropy"]');
+  plot.focus();
+  plot.dispatchEvent(new KeyboardEvent("keydown", { key: "Home", bubbles: true }));
+  seen.step = plot.parentElement.querySelector(".at").textContent;
+  form.filter.value = "truncated";
+  form.filter.dispatchEvent(new Event("change"));
+  seen.truncated = cards();
+  form.filter.value = "all";
+  form.find.value = "onerror";
+  form.find.dispatchEvent(new Event("input"));
+  seen.found = cards();
+  form.step.value = "1";
+  form.step.dispatchEvent(new Event("change"));
+  await wait(500);
+  seen.groups = form.group.options.length;
+  seen.pwned = document.documentElement.dataset.pwned ?? null;
+  seen.error = document.documentElement.dataset.error ?? null;
+  parent.postMessage(JSON.stringify(seen), "*");
+})();
+</script>"""
+FRAME = """<iframe src="read.html" width="WIDTH" height="800"></iframe><script>
+const seen = document.createElement("output");
+addEventListener("message", (event) => { seen.textContent = event.data; document.body.append(seen); });
+</script>"""
+
+
 @pytest.fixture(scope="module")
-def dom(browser: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     tokens = renderer(folder / "tokenizer")
-    run = make_run(folder / "quickstart-20251120-101500", tokens)
-    return dump_dom(browser, write_report(run, renderer=tokens), folder / "profile")
+    return write_report(make_run(folder / "quickstart-20251120-101500", tokens), renderer=tokens)
+
+
+@pytest.fixture(scope="module")
+def dom(browser: str, page: Path) -> str:
+    return dump_dom(browser, page, page.parent / "profile")
 
 
 def test_scripts_run_without_an_error(dom: str) -> None:
@@ -213,3 +255,29 @@ def test_what_a_model_wrote_is_inert(dom: str) -> None:
     assert "data-pwned" not in dom
     assert "<img" not in dom
     assert "&lt;img src=x onerror=" in dom  # in the column of the row
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_reader_hovers_filters_and_searches(browser: str, page: Path, tmp_path: Path, width: int) -> None:
+    """Without the page's policy, which rightly keeps this reader's script out."""
+    policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+    text, removed = policy.subn("", page.read_text(encoding="utf-8"))
+    assert removed == 1
+    (tmp_path / "read.html").write_text(text.replace("</body>", READER + "</body>"), encoding="utf-8")
+    (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
+    dom = dump_dom(browser, tmp_path / "frame.html", tmp_path / "profile")
+    (found,) = re.findall(r"<output>(.*?)</output>", dom)
+    seen = json.loads(html.unescape(found))
+    assert seen["wide"] <= 0  # nothing to scroll sideways
+    assert seen["error"] is None and seen["pwned"] is None
+    assert '" answer"' in seen["token"] and "log p" in seen["token"]
+    assert re.search(r"experts by MoE layer0: \d+ \d+1: \d+ \d+2: \d+ \d+$", seen["token"])
+    assert seen["step"] == "step 1"
+    assert (seen["all"], seen["truncated"], seen["found"], seen["groups"]) == (SIBLINGS, 1, 1, PROMPTS)
+
+
+def test_an_empty_run_has_no_script_error(browser: str, tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "empty", dump_toml(Recipe()))
+    dom = dump_dom(browser, write_report(run), tmp_path / "profile")
+    assert 'data-charts="0"' in dom and 'data-samples="none"' in dom
+    assert "data-error" not in dom

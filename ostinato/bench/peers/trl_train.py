@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer as a contender of ``bench train``; run by the Python of TRL's own environment.
 
 argv: JSON with folder, dtype, prompts (texts), group, new_tokens, steps, batch (per device). Prints one JSON
-object: {"ready", "step_s": [...], "peak_mb"}. All completions have exactly ``new_tokens`` tokens; 32 of them make
-one optimizer step at any ``batch``.
+object: {"ready", "step_s": [...], "peak_mb"}. Every completion has exactly ``new_tokens`` tokens, and
+32 of them make one optimizer step at any ``batch``.
 """
 
 from __future__ import annotations

@@ -256,65 +256,95 @@ void paged_attention(const T* q, long ldq, const T* keys, const T* values, const
 
 // ---- sampling ---------------------------------------------------------------------------------------------
 
-// Calls visit(scaled logit, its mass relative to the peak) for every logit.
-template <class Visit>
-inline void each_mass(const float* z, long V, float inverse, float peak, Visit visit) {
-  for (long j = 0; j < V; j += 16) {
-    v16f s;
-    if (j + 16 <= V) s = load16(z + j) * inverse;
-    else for (long l = 0; l < 16; l++) s[l] = j + l < V ? z[j + l] * inverse : -INFINITY;
-    const v16f e = exp16(s - peak);
-    float scaled[16], mass[16];
-    store16(scaled, s);
-    store16(mass, e);
-    for (long l = 0; l < std::min(16L, V - j); l++) visit(scaled[l], mass[l]);
+// A scaled logit that at least k logits reach: the k-th best of the maxima of chunks.
+float reached_by(const float* z, long V, float inverse, long k) {
+  const long chunk = std::max(16L, V / (8 * k) / 16 * 16), chunks = V / chunk;
+  if (chunks < k) return -INFINITY;
+  static thread_local std::vector<float> maxima;
+  maxima.resize(chunks);
+  for (long c = 0; c < chunks; c++) {
+    v16f top = load16(z + c * chunk);
+    for (long j = 16; j < chunk; j += 16) top = max16(top, load16(z + c * chunk + j));
+    maxima[c] = max_lane(top);
   }
+  std::nth_element(maxima.begin(), maxima.begin() + (k - 1), maxima.end(), std::greater<>());
+  return maxima[k - 1] * inverse;
 }
 
-// The smallest scaled logit that top-k and top-p keep; ties at the edge are kept. Buckets over the last 32 nats
-// below the peak find the edge, then only its bucket is sorted. top-p is taken over what top-k left, as vLLM and
-// transformers do.
-float cut_off(const float* z, long V, float inverse, float peak, long top_k, float top_p) {
-  constexpr long BUCKETS = 2048;
-  constexpr float PER_NAT = BUCKETS / 32.0f;
-  // The bucket, then the logit, at which the running (mass, count) satisfies reached().
-  auto find = [&](float above, auto reached) {
-    static thread_local std::vector<double> mass;
-    static thread_local std::vector<int32_t> count;
-    mass.assign(BUCKETS + 1, 0);
-    count.assign(BUCKETS + 1, 0);
-    auto bucket = [&](float s) { return s > -INFINITY ? std::min(BUCKETS, long((peak - s) * PER_NAT)) : BUCKETS; };
-    double total = 0;
-    each_mass(z, V, inverse, peak, [&](float s, float e) {
-      if (s < above) return;
-      const long b = bucket(s);
-      mass[b] += e;
-      count[b]++;
-    });
-    for (double m : mass) total += m;
-    double m = 0;
-    long c = 0;
-    for (long b = 0; b <= BUCKETS; b++) {
-      if (!reached(m + mass[b], c + count[b], total)) {
-        m += mass[b];
-        c += count[b];
-        continue;
-      }
-      std::vector<std::pair<float, float>> inside;
-      each_mass(z, V, inverse, peak, [&](float s, float e) { if (s >= above && bucket(s) == b) inside.push_back({s, e}); });
-      std::sort(inside.begin(), inside.end(), std::greater<>());
-      for (auto [s, e] : inside) {
-        m += e;
-        c++;
-        if (reached(m, c, total)) return s;
-      }
-      return inside.back().first;
+// Scaled logits [j, j + 16), -inf beyond the vocabulary.
+inline v16f scaled16(const float* z, long V, float inverse, long j) {
+  if (j + 16 <= V) return load16(z + j) * inverse;
+  v16f s;
+  for (long l = 0; l < 16; l++) s[l] = j + l < V ? z[j + l] * inverse : -INFINITY;
+  return s;
+}
+
+// The k-th best scaled logit. The maxima of chunks give a bound that few logits reach.
+float top_k_cut(const float* z, long V, float inverse, long k) {
+  static thread_local std::vector<float> found;
+  const float bound = reached_by(z, V, inverse, k);
+  found.clear();
+  for (long j = 0; j < V; j += 16) {
+    const v16f s = scaled16(z, V, inverse, j);
+    if (max_lane(s) < bound) continue;
+    for (long l = 0; l < std::min(16L, V - j); l++)
+      if (s[l] >= bound) found.push_back(s[l]);
+  }
+  std::nth_element(found.begin(), found.begin() + (k - 1), found.end(), std::greater<>());
+  return found[k - 1];
+}
+
+// The smallest scaled logit of the nucleus: the best logits of at least `above` that together hold p of their mass.
+// Masses are computed once; halving the interval of the edge in log space leaves few logits to sort.
+float top_p_cut(const float* z, long V, float inverse, float peak, float p, float above) {
+  static thread_local std::vector<float> mass;
+  static thread_local std::vector<std::pair<float, long>> inside;
+  mass.assign((V + 15) / 16 * 16, 0);
+  v16f sum{};
+  for (long j = 0; j < V; j += 16) {
+    const v16f s = scaled16(z, V, inverse, j);
+    const v16f e = (v16f)((v16i)exp16(s - peak) & (s >= v16f{} + above));
+    store16(mass.data() + j, e);
+    sum = sum + e;
+  }
+  const double want = double(p) * sum16(sum);
+  auto held = [&](float edge) {  // by the masses of at least `edge`
+    v16f total{};
+    for (long j = 0; j < V; j += 16) {
+      const v16f m = load16(mass.data() + j);
+      total = total + (v16f)((v16i)m & (m >= v16f{} + edge));
     }
-    return above;
+    return double(sum16(total));
   };
+  float low = (1.0f - p) / V, high = 2.0f;  // V masses below `low` are less than 1 - p in all; the peak has mass 1
+  double above_high = 0;
+  for (int round = 0; round < 8; round++) {
+    const float middle = std::sqrt(low * high);
+    const double m = held(middle);
+    if (m >= want) low = middle;
+    else { high = middle; above_high = m; }
+  }
+  inside.clear();
+  for (long j = 0; j < V; j += 16) {
+    const v16f m = load16(mass.data() + j);
+    const v16i in = (m >= v16f{} + low) & (m < v16f{} + high);
+    if (max_lane((v16f)((v16i)m & in)) <= 0) continue;
+    for (long l = 0; l < 16; l++)
+      if (in[l]) inside.push_back({m[l], j + l});
+  }
+  std::sort(inside.begin(), inside.end(), std::greater<>());
+  double total = above_high;
+  for (auto [m, i] : inside)
+    if ((total += m) >= want) return z[i] * inverse;
+  return inside.empty() ? above : z[inside.back().second] * inverse;
+}
+
+// The smallest scaled logit that top-k and top-p keep; ties at the edge are kept. top-p is taken over what top-k
+// left, as vLLM and transformers do.
+float cut_off(const float* z, long V, float inverse, float peak, long top_k, float top_p) {
   float cut = -INFINITY;
-  if (top_k > 0 && top_k < V) cut = find(cut, [&](double, long c, double) { return c >= top_k; });
-  if (top_p < 1) cut = find(cut, [&](double m, long, double total) { return m >= top_p * total; });
+  if (top_k > 0 && top_k < V) cut = top_k_cut(z, V, inverse, top_k);
+  if (top_p < 1) cut = std::max(cut, top_p_cut(z, V, inverse, peak, top_p, cut));
   return cut;
 }
 
@@ -347,11 +377,8 @@ void sample_row(const float* z, long V, float temperature, long top_k, float top
   partial.resize(chunks);
   double total = 0;
   auto mass16 = [&](long j) {  // of logits j .. j + 15
-    v16f s;
-    if (j + 16 <= V) s = load16(z + j) * inverse;
-    else for (long l = 0; l < 16; l++) s[l] = j + l < V ? z[j + l] * inverse : -INFINITY;
-    v16f e = exp16(s - peak);
-    return (v16f)((v16i)e & (s >= v16f{} + cut));
+    const v16f s = scaled16(z, V, inverse, j);
+    return (v16f)((v16i)exp16(s - peak) & (s >= v16f{} + cut));
   };
   for (long c = 0; c < chunks; c++) {
     v16f mass{};

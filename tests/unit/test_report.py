@@ -1,0 +1,488 @@
+"""The report: numbers, warnings and plots from rows; samples within a budget; no markup from outside."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import socket
+import zlib
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.cli.report import local_renderer, machine, record_start, report
+from ostinato.config import Recipe, dump_toml
+from ostinato.render import Renderer
+from ostinato.report import write_report
+from ostinato.report.charts import MAX_POINTS, held_out, sections
+from ostinato.report.concerns import concerns
+from ostinato.report.facts import (
+    comparisons,
+    difference,
+    estimate,
+    faults,
+    headline,
+    seconds_text,
+    si,
+    steps_text,
+    waste,
+    wilson,
+)
+from ostinato.report.reading import RunData, read_run
+from ostinato.report.samples import Chunk, Pieces, choose, pack_samples, spread
+from ostinato.run import RunFolder, group_rows
+from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+
+PROBE = "</script><img src=x onerror=alert(1)><!--"
+
+
+def data(
+    *, metrics: list[dict[str, Any]] | None = None, evals: list[dict[str, Any]] | None = None, **recipe: Any
+) -> RunData:
+    return RunData(
+        name="run",
+        recipe_text="",
+        recipe=recipe or {"trainer": {"steps": len(metrics or [])}},
+        metrics=metrics or [],
+        evals=evals or [],
+        ledger=[],
+        starts=[],
+        damage=[],
+    )
+
+
+def row(step: int, **values: Any) -> dict[str, Any]:
+    """Metrics of a healthy step; ``tokens__sampled`` stands for "tokens/sampled"."""
+    healthy = {
+        "reward": 0.5,
+        "reward_std": 0.4,
+        "frac_reward_zero_std": 0.1,
+        "completions/clipped_ratio": 0.01,
+        "rollout/trajectories": 16.0,
+        "rollout/groups": 4.0,
+        "entropy": 1.0,
+        "grad_norm": 1.0,
+        "sampling/kl_k3": 1e-8,
+        "sampling/ess": 1.0,
+        "tokens/sampled": 100.0,
+        "tokens/trained": 80.0,
+    }
+    return {"step": step, **healthy, **{name.replace("__", "/"): value for name, value in values.items()}}
+
+
+def score(step: int, value: float | None, error: float | None = 0.03, **more: Any) -> dict[str, Any]:
+    return {"step": step, "split": "eval", "n": 256, "pass@1": value, "stderr": error, **more}
+
+
+def new_run(path: Path, **sections: Mapping[str, Any]) -> RunFolder:
+    tree = {"name": "test", "trainer": {"steps": 3}, **sections}
+    return RunFolder.create(path / "run", dump_toml(Recipe.parse(tree)))
+
+
+def trajectory(
+    tokens: list[int], text: str = "", *, reward: float | None = 1.0, experts: bool = False
+) -> Trajectory:
+    completion = Completion(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.full(len(tokens), -0.12345, np.float32),
+        versions=np.zeros(len(tokens), np.int32),
+        stop=Stop.EOS,
+        text=text,
+        experts=np.ones((len(tokens), 2, 3), np.int16) if experts else None,
+    )
+    turn = Turn(context=np.array([1, 2], np.int32), completion=completion)
+    verdict = Reward(value=reward, reason="" if reward is not None else "timeout: 10 s")
+    return Trajectory(turns=(turn,), stop=Stop.EOS, seed=(0, 1, 2), reward=verdict)
+
+
+def log_group(
+    run: RunFolder, step: int, *trajectories: Trajectory, uid: str = "p", prompt: str = "add"
+) -> None:
+    group = Group(prompt=Prompt(uid=uid, text=prompt), trajectories=trajectories, step=step)
+    run.trajectories.append(*group_rows(group))
+
+
+def opened(chunk: Chunk) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(chunk.data)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    """Byte-level, so that most characters outside ASCII are several tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        ["the answer is 12"] * 3,
+        trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False),
+    )
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made.save(str(folder / "tokenizer.json"))
+    return Renderer(folder)
+
+
+class Tags(HTMLParser):
+    """The tags of a page, and the texts of its script elements."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][0] == "script" and self.cdata_elem == "script":
+            self.scripts[-1] += data
+
+
+# -- numbers
+
+
+def test_the_headline_compares_with_step_zero() -> None:
+    head = headline(data(evals=[score(0, 0.3), score(20, 0.9), score(40, 0.7)]))
+    assert (head.before, head.after, head.after_step) == ("0.300", "0.700", 40)
+    assert head.before_interval == "[0.245, 0.362]"
+    assert head.change == "+0.400 [+0.313, +0.478]"
+    assert head.tone == "good" and "improved" in head.verdict
+
+
+@pytest.mark.parametrize(
+    ("evals", "words"),
+    [
+        ([], "No held-out score"),
+        ([score(0, 0.3)], "Only the model before"),
+        ([score(20, 0.3)], "nothing to compare with"),
+        ([score(0, 0.3), score(20, 0.33)], "told from chance"),
+        ([score(0, 0.5), score(20, 0.3)], "got worse"),
+        ([score(0, 0.5, None), score(20, 0.9, None)], "no interval"),
+        ([score(0, None), score(20, 0.9)], "nothing to compare with"),
+    ],
+)
+def test_every_state_of_the_headline_has_its_sentence(evals: list[dict[str, Any]], words: str) -> None:
+    assert words in headline(data(evals=evals)).verdict
+
+
+def test_intervals_of_shares_stay_inside_zero_and_one() -> None:
+    assert wilson(0.0, 0.0, 64) == (0.0, pytest.approx(0.0566, abs=1e-4))  # 3.84 / (64 + 3.84)
+    assert wilson(1.0, 0.0, 64) == (pytest.approx(0.9434, abs=1e-4), 1.0)
+    assert wilson(0.5, 0.05, 256) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
+
+
+@given(st.floats(0, 1), st.floats(0, 0.5), st.floats(0, 1), st.floats(0, 0.5))
+def test_the_interval_of_a_change_contains_it(a: float, a_error: float, b: float, b_error: float) -> None:
+    old, new = (estimate(score(0, v, e), "pass@1") for v, e in ((a, a_error), (b, b_error)))
+    assert old is not None and new is not None
+    change = difference(old, new)
+    if change.interval is not None:
+        assert change.interval[0] <= change.value <= change.interval[1]
+
+
+def test_the_table_names_k_and_says_what_is_missing() -> None:
+    more = {"pass@k": 0.8, "k": 4, "pass@k_stderr": 0.02, "completions/mean_length": 12.5}
+    lines = {line.name: line for line in comparisons(data(evals=[score(20, 0.5, **more)]))}
+    assert lines["pass@4"].after == "0.800 [0.758, 0.836]"
+    assert lines["pass@4"].before == "not measured" and lines["pass@4"].change == ""
+    assert lines["answer length"].after == "12.5"
+    assert lines["mean reward"].after == "not measured"
+
+
+def test_waste_is_ordered_and_adds_up_with_what_was_trained_on() -> None:
+    rows = [row(1, tokens__wasted__truncated=5.0), row(2, tokens__wasted__zero_variance=15.0)]
+    lines = waste(data(metrics=rows))
+    assert [line.name for line in lines] == ["trained on", "zero_variance", "truncated"]
+    assert [line.share for line in lines] == ["80.0 %", "7.5 %", "2.5 %"]
+    assert lines[1].steps == "2"
+
+
+def test_faults_that_did_not_happen_are_said() -> None:
+    lines = {line.name: line for line in faults(data(metrics=[row(1), row(2, faults__env=2.0)]))}
+    assert lines["fault: env"].count == "2" and lines["fault: env"].steps == "2"
+    assert lines["episodes failed"].zero and lines["episodes failed"].count == "0"
+    assert lines["steps refused"].zero
+
+
+def test_words_for_numbers() -> None:
+    assert [seconds_text(s) for s in (8.21, 59.97, 245, 12_000, 187_200)] == [
+        "8.2 s",
+        "1 min 00 s",
+        "4 min 05 s",
+        "3 h 20 min",
+        "2 d 04 h",
+    ]
+    assert [si(v) for v in (812, 999.9, 81_234, 1.234e15)] == ["812", "1 k", "81.2 k", "1.23 P"]
+    assert steps_text([1, 2, 3, 7, 8, 10, 20, 21]) == "1 to 3, 7, 8, 10 and 2 more up to 21"
+    assert steps_text([]) == ""
+
+
+# -- warnings
+
+
+def test_a_healthy_run_has_no_concern() -> None:
+    rows = [row(step) for step in range(1, 41)]
+    assert concerns(data(metrics=rows, evals=[score(0, 0.3), score(40, 0.7)])) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "words"),
+    [
+        ({"frac_reward_zero_std": 0.7, "solved_none": 0.6}, "look", "70% of groups had equal rewards"),
+        ({"completions__clipped_ratio": 0.25}, "look", "25% of answers were cut off"),
+        ({"entropy": 0.05}, "look", "Entropy fell to 5%"),
+        ({"refused_step": 1.0}, "bad", "4 steps were refused"),
+        ({"empty_step": 1.0}, "look", "(step 37 to 40)"),
+        ({"sampling__kl_k3": 0.02}, "look", "0.02 nats per token at step 40"),
+        ({"sampling__ess": 0.5}, "look", "fell to 50%"),
+        ({"grad_norm": 50.0}, "look", "50 times its median"),
+        ({"rollout__failed": 4.0}, "bad", "16 of 640 answers failed"),
+    ],
+)
+def test_each_concern_names_figure_and_step(change: dict[str, float], level: str, words: str) -> None:
+    rows = [row(step, **(change if step > 36 else {})) for step in range(1, 41)]
+    (found,) = concerns(data(metrics=rows, evals=[score(0, 0.3), score(40, 0.7)]))
+    assert found.level == level
+    assert words in found.text
+
+
+def test_a_score_that_fell_from_its_peak_is_the_first_concern() -> None:
+    rows = [row(1, completions__clipped_ratio=0.5)]
+    found = concerns(data(metrics=rows, evals=[score(0, 0.3), score(20, 0.8), score(40, 0.4)]))
+    assert "peaked at step 20" in found[0].text
+
+
+# -- plots
+
+
+def test_what_is_not_a_number_is_a_gap() -> None:
+    rows = [row(1), row(2, entropy=None), row(3, entropy="nan"), row(4, entropy=math.inf)]
+    charts = {chart.key: chart for section in sections(data(metrics=rows)) for chart in section.charts}
+    assert charts["entropy"].series[0].values == [1.0, None, None, None]
+
+
+def test_a_chart_without_data_is_a_sentence() -> None:
+    charts = {chart.key: chart for section in sections(data(metrics=[row(1)])) for chart in section.charts}
+    assert charts["flops"].empty == "Not recorded in this run."
+    assert not charts["reward"].empty
+    assert all(chart.empty for section in sections(data()) for chart in section.charts)
+    assert "eval.jsonl" in held_out(data()).empty
+
+
+def test_long_runs_are_joined_and_say_so() -> None:
+    """A spike of the maximum must survive the joining: a mean would hide it."""
+    name = "sampling/sampling_logp_difference/max"
+    rows = [{**row(step), name: 9.0 if step == 777 else 0.1} for step in range(1, 2001)]
+    charts = {chart.key: chart for section in sections(data(metrics=rows)) for chart in section.charts}
+    chart = charts["mismatch"]
+    assert len(chart.steps) == MAX_POINTS and chart.steps[-1] == 2000
+    assert max(value for value in chart.series[0].values if value is not None) == 9.0
+    assert "joins 5 steps" in chart.note
+
+
+# -- samples
+
+
+def test_rewards_and_routes_reach_the_page(tmp_path: Path, tokenizer: Renderer) -> None:
+    run = new_run(tmp_path)
+    tokens = [int(token) for token in tokenizer.encode("the answer")]
+    log_group(run, 1, trajectory(tokens, "the answer", experts=True), trajectory(tokens, reward=None))
+    packed = pack_samples(run.trajectories, tokenizer)
+    assert (packed.recorded, packed.shown, packed.cut_tokens, packed.damage) == (2, 2, 0, "")
+    assert packed.chunks[0].rewards == (1.0, None)
+    first, second = opened(packed.chunks[0])["answers"]
+    (turn,) = first["turns"]
+    assert "".join(turn["pieces"]) == "the answer"
+    assert turn["routing"] == [2, 3] and len(turn["experts"]) == 6 * len(tokens)
+    assert turn["logprobs"] == [-0.123] * len(tokens) and turn["versions"] == [0]
+    assert second["reason"].startswith("timeout") and second["turns"][0]["experts"] is None
+
+
+def test_without_a_tokenizer_ids_are_left(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    log_group(run, 1, trajectory([5, 6], "hi"))
+    (turn,) = opened(pack_samples(run.trajectories, None).chunks[0])["answers"][0]["turns"]
+    assert turn["pieces"] is None and turn["tokens"] == [5, 6] and turn["text"] == "hi"
+
+
+def test_overlong_answers_are_cut_and_counted(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    log_group(run, 1, trajectory(list(range(3000))))
+    packed = pack_samples(run.trajectories, None)
+    assert packed.cut_tokens == 3000 - 2048
+    (turn,) = opened(packed.chunks[0])["answers"][0]["turns"]
+    assert turn["num_tokens"] == 3000 and len(turn["tokens"]) == 2048
+
+
+def test_the_budget_is_kept_and_every_step_is_seen(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    noise = np.random.default_rng(0)
+    for step in range(1, 9):
+        for index in range(4):
+            log_group(run, step, trajectory(noise.integers(0, 9999, 200).tolist()), uid=f"p{index}")
+    packed = pack_samples(run.trajectories, None, budget=20_000)
+    assert sum(len(chunk.data) for chunk in packed.chunks) <= 20_000
+    assert {chunk.step for chunk in packed.chunks} == set(range(1, 9))
+    assert packed.recorded == 32 and packed.shown == len(packed.chunks) < 32
+
+
+def test_the_same_prompt_twice_in_a_step_is_two_groups(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    for _ in range(2):
+        log_group(run, 1, trajectory([1]), trajectory([2]))
+    assert [len(chunk.rewards) for chunk in pack_samples(run.trajectories, None).chunks] == [2, 2]
+
+
+def test_a_torn_log_shows_what_is_whole_and_a_damaged_one_says_so(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    log_group(run, 1, trajectory([1]))
+    whole = run.trajectories.path.read_bytes()
+    run.trajectories.path.write_bytes(whole + whole[: len(whole) // 2])
+    packed = pack_samples(run.trajectories, None)
+    assert packed.shown == 1 and packed.damage == ""
+    run.trajectories.path.write_bytes(whole + b"no frame at all")
+    packed = pack_samples(run.trajectories, None)
+    assert packed.shown == 1 and "damaged" in packed.damage
+
+
+@given(st.integers(0, 40))
+def test_spread_visits_everything_once_and_the_ends_first(n: int) -> None:
+    order = spread(n)
+    assert sorted(order) == list(range(n))
+    assert order[:2] == [0, n - 1][:n] if n != 1 else order == [0]
+
+
+@given(
+    st.dictionaries(st.integers(1, 30), st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1),
+    st.integers(1, 300),
+)
+def test_choose_fills_the_budget_evenly(sizes: dict[int, list[int]], budget: int) -> None:
+    def chunk(step: int, size: int) -> Chunk:
+        return Chunk(step=step, uid="", preview="", rewards=(), cut_tokens=0, data="x" * size)
+
+    kept = choose({step: [chunk(step, s) for s in given_] for step, given_ in sizes.items()}, budget)
+    total = sum(len(one.data) for chunks in kept.values() for one in chunks)
+    assert kept and (total <= budget or sum(map(len, kept.values())) == 1)
+    if sum(sum(values) for values in sizes.values()) <= budget:
+        assert {step: len(chunks) for step, chunks in kept.items()} == {s: len(v) for s, v in sizes.items()}
+
+
+@settings(max_examples=40)
+@given(text=st.text(max_size=30))
+def test_pieces_join_to_the_text(text: str, tokenizer: Renderer) -> None:
+    tokens = [int(token) for token in tokenizer.encode(text)]
+    pieces = Pieces(tokenizer).split(tokens)
+    assert len(pieces) == len(tokens)
+    assert "".join(pieces) == text
+
+
+# -- the page
+
+
+def test_what_others_wrote_never_becomes_markup(tmp_path: Path, tokenizer: Renderer) -> None:
+    """A completion, a prompt, a recipe's system prompt and a fault's name that try to leave their place."""
+    run = new_run(tmp_path, task={"system_prompt": PROBE})
+    run.write(1, row(1, **{f"faults__{PROBE}": 1.0}))
+    log_group(run, 1, trajectory([int(t) for t in tokenizer.encode(PROBE)], PROBE), prompt=PROBE, uid=PROBE)
+    page = write_report(run, renderer=tokenizer).read_text(encoding="utf-8")
+    found = Tags(page)
+    assert "img" not in {tag for tag, _ in found.tags}
+    assert not [name for _, attributes in found.tags for name in attributes if name.startswith("on")]
+    assert sum(tag == "script" for tag, _ in found.tags) == 5  # two of data, one chunk, two of code
+    index = json.loads(found.scripts[1])
+    assert index["groups"][0]["uid"] == PROBE
+
+
+def test_the_page_admits_its_own_scripts_and_nothing_from_outside(tmp_path: Path) -> None:
+    page = write_report(new_run(tmp_path)).read_text(encoding="utf-8")
+    found = Tags(page)
+    policy = next(
+        a["content"] for tag, a in found.tags if tag == "meta" and "content" in a and a.get("http-equiv")
+    )
+    assert policy is not None and "default-src 'none'" in policy
+    for script in found.scripts[-2:]:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    assert not [a for _, a in found.tags if "src" in a or (a.get("href") or "#")[0] != "#"]
+    assert not re.findall(r"url\(|@import", page)
+
+
+def test_a_run_without_a_step_renders_as_sentences(tmp_path: Path) -> None:
+    page = write_report(new_run(tmp_path, log={"trajectories_every": 0})).read_text(encoding="utf-8")
+    for words in (
+        "no step of 3 done yet",
+        "No held-out score has been measured",
+        "No step has been finished yet.",
+        "log.trajectories_every is 0",
+        "not recorded by this run",
+    ):
+        assert words in page
+    assert 'class="plot"' not in page
+
+
+def test_a_killed_run_with_torn_and_broken_logs_renders(tmp_path: Path) -> None:
+    """Rows cut in the middle, nulls where numbers were, a broken line: each shows as far as it goes."""
+    run = new_run(tmp_path, adapter={"kind": "full"})
+    run.write(1, row(1, reward=math.nan))
+    run.write(2, row(2))
+    with run.metrics.path.open("ab") as file:
+        file.write(b'{"step": 3, "rew')
+    run.eval.path.write_text('{"step": 0, "split": "eval", "pass@1": null}\nnot json\n{"step": 2}\n')
+    run.ledger.path.write_text("5\n" + json.dumps({"step": 2, "ended_at": 1.7e9, "wall_s": 2.0}) + "\n")
+    run.trajectories.path.write_bytes(b"\x00damaged")
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "2 of 3 steps" in page and "all parameters" in page
+    assert "line 2 of" in page and "is not JSON" in page
+    assert "2023-11-14 22:13 to 22:13 UTC" in page
+
+
+def test_a_dense_finished_run_renders_and_lands_where_asked(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    for step in (1, 2, 3):
+        run.write(step, row(step))
+    for step in (0, 3):
+        run.eval.append(score(step, 0.3 + 0.1 * step))
+    log_group(run, 3, trajectory([1, 2]))
+    record_start(run, "CUDA device X")
+    out = report(run.path, tmp_path / "elsewhere.html")
+    page = out.read_text(encoding="utf-8")
+    assert out == tmp_path / "elsewhere.html" and not run.report.exists()
+    assert "finished, 3 steps" in page and "0.600" in page and "CUDA device X" in page
+    assert socket.gethostname() not in machine()
+
+
+def test_a_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.report.write_text("old")
+    assert write_report(run) == run.report
+    assert run.report.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "recipe.toml", "report.html"]
+
+
+def test_of_rows_for_one_step_the_last_counts(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.write(1, {"reward": 0.1})
+    run.write(1, {"reward": 0.2})
+    assert [one["reward"] for one in read_run(run).metrics] == [0.2]
+
+
+def test_a_model_that_is_not_here_costs_the_tokens_text_only(tmp_path: Path) -> None:
+    for path in (str(tmp_path / "moved"), "some-one/never-downloaded"):
+        run = RunFolder.create(
+            tmp_path / path.replace("/", "-"), dump_toml(Recipe.parse({"model": {"path": path}}))
+        )
+        assert local_renderer(run) is None
