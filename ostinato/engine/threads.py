@@ -24,7 +24,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-Policy = Literal["active", "passive"]  # spin or sleep while waiting for work (OMP_WAIT_POLICY)
+Policy = Literal["active", "passive"]  # spin before sleeping, or sleep at once, while waiting for work
+# OMP_WAIT_POLICY=active alone spins for minutes and starves whatever shares the cores. Some 0.3 ms bridges the
+# gap between two kernels of a decode step, which is all that spinning is good for here.
+SPINS = {"active": "20000", "passive": "0"}  # GOMP_SPINCOUNT
 
 PROBE_S = 1.2  # of timed work per candidate
 PROBE_LIMIT_S = 60.0  # a candidate that takes longer, import of torch included, is out
@@ -73,6 +76,8 @@ def configure(
     choice = _choose(threads, policy, environ, say)
     environ["OMP_NUM_THREADS"] = str(choice.count)
     environ["OMP_WAIT_POLICY"] = choice.policy.upper()
+    if policy != "auto" or "GOMP_SPINCOUNT" not in environ:
+        environ["GOMP_SPINCOUNT"] = SPINS[choice.policy]
     return choice
 
 
@@ -155,7 +160,7 @@ def candidates(logical: int, physical: int) -> list[tuple[int, Policy]]:
 def probe(count: int, policy: Policy) -> float | None:
     """Median milliseconds of a decode-like step in a fresh process; None when it fails or takes too long."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": policy.upper()}
-    environ.pop("GOMP_SPINCOUNT", None)  # it would overrule the policy
+    environ["GOMP_SPINCOUNT"] = SPINS[policy]
     command = [sys.executable, "-P", str(Path(__file__).resolve()), str(PROBE_S)]
     try:
         done = subprocess.run(command, env=environ, capture_output=True, timeout=PROBE_LIMIT_S, check=True)

@@ -40,11 +40,13 @@ def test_given_then_environment_then_cache(own_cache: Path) -> None:
     write_cache(3, "active")
     empty: dict[str, str] = {}
     assert threads.configure(environ=empty) == Threads(count=3, policy="active", source="cache")
-    assert empty == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"}
+    assert empty == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "20000"}
     user = {"OMP_NUM_THREADS": "5"}
     assert threads.configure(environ=user) == Threads(count=5, policy="passive", source="environment")
     assert threads.configure(7, "active", environ=user) == Threads(count=7, policy="active", source="given")
-    assert user == {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}
+    assert user == {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "20000"}
+    spins = {"GOMP_SPINCOUNT": "7"}
+    assert threads.configure(environ=spins).policy == "active" and spins["GOMP_SPINCOUNT"] == "7"
     waits = {"OMP_WAIT_POLICY": "PASSIVE"}
     assert threads.configure(environ=waits).policy == "passive"
 
