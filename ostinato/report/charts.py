@@ -1,0 +1,300 @@
+"""What is plotted over the steps: charts as data, drawn by page/charts.js.
+
+A chart without data carries a sentence instead. More than ``MAX_POINTS`` steps are joined into buckets (mean,
+or the extreme where a series is one) and the chart says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ostinato.report.facts import estimate
+from ostinato.report.reading import Row, RunData, column, names_under, number
+
+MAX_POINTS = 400
+
+Values = list[float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """A line, or a layer of a stack. ``color`` is a CSS variable; ``low`` and ``high`` draw a band."""
+
+    label: str
+    values: Values
+    color: str
+    low: Values | None = None
+    high: Values | None = None
+    join: Callable[[Sequence[float]], float] | None = None  # of a bucket; None: its mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One figure. ``note`` says what the lines are, in the reader's words; ``empty`` replaces it when set."""
+
+    key: str
+    title: str
+    note: str
+    unit: str  # of the values, for axis and read-out; "%" shows shares as percent
+    steps: list[int]
+    series: list[Series]
+    stacked: bool = False
+    log: bool = False
+    low: float | None = None  # the axis covers at least [low, high]
+    high: float | None = None
+    mark: tuple[float, str] | None = None  # a dashed line and its name
+    empty: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    title: str
+    charts: list[Chart]
+
+
+def sections(data: RunData) -> list[Section]:
+    """All charts of the page, the held-out score apart."""
+    rows = data.metrics
+    groups = [
+        ("Signal", _signal(rows)),
+        ("Policy", _policy(data)),
+        ("Sampler against trainer", _mismatch(rows)),
+        ("Cost", _cost(rows)),
+    ]
+    return [Section(title=title, charts=[_ready(chart) for chart in charts]) for title, charts in groups]
+
+
+def held_out(data: RunData) -> Chart:
+    """pass@1, and pass@k where k > 1, with their 95 % intervals."""
+    rows = data.evals
+    series = [_score(rows, "pass@1", "pass@1", "--blue")]
+    k = max((number(row, "k") or 1 for row in rows), default=1)
+    if k > 1:
+        series.append(_score(rows, "pass@k", f"pass@{k:.0f}", "--teal"))
+    chart = Chart(
+        key="held-out",
+        title="Held-out score",
+        note="Share of held-out prompts solved by one answer (pass@1), or any of k; band: 95 % interval.",
+        unit="",
+        steps=_steps(rows),
+        series=series,
+        low=0.0,
+        high=1.0,
+        empty="" if rows else "No evaluation has been made: eval.jsonl has no rows.",
+    )
+    return _ready(chart)
+
+
+def _score(rows: Sequence[Row], key: str, label: str, color: str) -> Series:
+    estimates = [estimate(row, key) for row in rows]
+    intervals = [None if value is None else value.interval for value in estimates]
+    return Series(
+        label=label,
+        values=[None if value is None else value.value for value in estimates],
+        color=color,
+        low=[None if interval is None else interval[0] for interval in intervals],
+        high=[None if interval is None else interval[1] for interval in intervals],
+    )
+
+
+def _signal(rows: Sequence[Row]) -> list[Chart]:
+    solved_note = "Share of prompts solved by none, some or all of their answers; only “some” teaches."
+    solved = [
+        _line(rows, f"solved_{name}", name, color)
+        for name, color in (("none", "--red"), ("some", "--blue"), ("all", "--teal"))
+    ]
+    lost = [
+        _line(rows, "completions/clipped_ratio", "truncated answers", "--orange"),
+        _line(rows, "frac_reward_zero_std", "groups of equal reward", "--purple"),
+    ]
+    lost_note = "Answers cut off, and groups whose answers all got one reward."
+    length = _banded(rows, "completions/{}_length", "mean")
+    length_note = "Sampled tokens per answer; band: shortest to longest."
+    return [
+        _reward(rows),
+        _chart(rows, "Prompts solved", solved_note, "%", solved, stacked=True),
+        _chart(rows, "Lost signal", lost_note, "%", lost, low=0.0),
+        _chart(rows, "Answer length", length_note, "tokens", [length], low=0.0),
+    ]
+
+
+def _reward(rows: Sequence[Row]) -> Chart:
+    """The total with its spread, and each function where there are several."""
+    reward, spread = column(rows, "reward"), column(rows, "reward_std")
+    pairs = list(zip(reward, spread, strict=True))
+    low, high = (
+        [None if mean is None or std is None else mean + sign * std for mean, std in pairs]
+        for sign in (-1, 1)
+    )
+    keys = [key for key in names_under(rows, "rewards/") if key.endswith("/mean")]
+    functions = [
+        _line(rows, f"rewards/{key}", key.removesuffix("/mean"), color)
+        for key, color in zip(keys if len(keys) > 1 else [], _colors(), strict=False)
+    ]
+    whole = Series(label="reward", values=reward, color="--blue", low=low, high=high)
+    note = "Mean of training answers; band: ± the mean spread inside a group."
+    return _chart(rows, "Reward", note, "", [whole, *functions])
+
+
+def _policy(data: RunData) -> list[Chart]:
+    rows = data.metrics
+    entropy = _line(rows, "entropy", "entropy", "--purple")
+    entropy_note = "Mean over trained tokens, at the sampling temperature."
+    norm = _line(rows, "grad_norm", "norm", "--blue")
+    limit = data.setting("trainer.max_grad_norm")
+    clip = (float(limit), "clip") if isinstance(limit, int | float) and math.isfinite(limit) else None
+    lr = _line(rows, "learning_rate", "lr", "--blue")
+    charts = [
+        _chart(rows, "Entropy", entropy_note, "nats", [entropy], low=0.0),
+        _chart(rows, "Gradient norm", "Before clipping.", "", [norm], low=0.0, mark=clip),
+        _chart(rows, "Learning rate", "Of each step's optimizer update.", "", [lr], low=0.0),
+    ]
+    clipped = [
+        _line(rows, f"clip_ratio/{key}", key.removesuffix("_mean"), color)
+        for key, color in zip(names_under(rows, "clip_ratio/"), _colors(), strict=False)
+    ]
+    if clipped:
+        note = "Share of tokens beyond the trust region."
+        charts.append(_chart(rows, "Clipped tokens", note, "%", clipped, low=0.0))
+    if any("kl" in row for row in rows):
+        kl = _line(rows, "kl", "KL", "--teal")
+        charts.append(_chart(rows, "KL to the base", "Estimate per trained token.", "nats", [kl], low=0.0))
+    return charts
+
+
+def _mismatch(rows: Sequence[Row]) -> list[Chart]:
+    gap = "sampling/sampling_logp_difference"
+    gaps = [
+        _line(rows, f"{gap}/max", "max |Δ log p|", "--orange", join=max),
+        _line(rows, f"{gap}/mean", "mean |Δ log p|", "--blue"),
+        _line(rows, "sampling/kl_k3", "KL (k3)", "--purple"),
+    ]
+    gap_note = "Trainer minus sampler, per token in nats; 0 is exact agreement."
+    ratio = _banded(rows, "sampling/importance_sampling_ratio/{}", "mean")
+    ratio_note = "Trainer over sampler; band: smallest to largest token."
+    ess = _line(rows, "sampling/ess", "effective share", "--teal", join=min)
+    ess_note = "Share of tokens that count after weighting; 100 % is on-policy."
+    return [
+        _chart(rows, "Log-probability gap", gap_note, "", gaps, log=True),
+        _chart(rows, "Importance ratio", ratio_note, "", [ratio], low=0.9, high=1.1, mark=(1.0, "")),
+        _chart(rows, "Effective sample size", ess_note, "%", [ess], low=0.9, high=1.0),
+    ]
+
+
+def _cost(rows: Sequence[Row]) -> list[Chart]:
+    parts = (("rollout", "--blue"), ("reward", "--orange"), ("train", "--teal"), ("other", "--grey"))
+    times = [_line(rows, f"time/{name}_s", name, color) for name, color in parts]
+    time_note = "Where the seconds went; rewards only where they kept training waiting."
+    speed = _line(rows, "tokens_per_s", "speed", "--blue")
+    speed_note = "Sampled tokens per second of the whole step."
+    lost = [
+        _line(rows, f"tokens/wasted/{name}", name.replace("_", " "), color, missing=0.0)
+        for name, color in zip(names_under(rows, "tokens/wasted/"), _colors("--red"), strict=False)
+    ]
+    tokens = [_line(rows, "tokens/trained", "trained on", "--blue"), *lost]
+    pools = (("useful", "--blue"), ("wasted", "--red"))
+    flops = [_line(rows, f"flops/{name}", name, color) for name, color in pools]
+    flops_note = "Estimated from token counts; wasted: sampled but not trained on, or a refused step."
+    return [
+        _chart(rows, "Time per step", time_note, "s", times, stacked=True),
+        _chart(rows, "Throughput", speed_note, "tokens/s", [speed], low=0.0),
+        _chart(rows, "Sampled tokens", "Trained on, or wasted and why.", "tokens", tokens, stacked=True),
+        _chart(rows, "FLOPs", flops_note, "FLOP", flops, stacked=True),
+    ]
+
+
+def _chart(
+    rows: Sequence[Row], title: str, note: str, unit: str, series: list[Series], **options: Any
+) -> Chart:
+    key = title.lower().replace(" ", "-")
+    return Chart(key=key, title=title, note=note, unit=unit, steps=_steps(rows), series=series, **options)
+
+
+def _banded(rows: Sequence[Row], keys: str, label: str) -> Series:
+    """The mean in a band from the minimum to the maximum; ``keys`` has a place for "mean", "min", "max"."""
+    mean, low, high = (column(rows, keys.format(name)) for name in ("mean", "min", "max"))
+    return Series(label=label, values=mean, color="--blue", low=low, high=high)
+
+
+def _line(
+    rows: Sequence[Row],
+    key: str,
+    label: str,
+    color: str,
+    *,
+    missing: float | None = None,
+    join: Callable[[Sequence[float]], float] | None = None,
+) -> Series:
+    values = [missing if value is None else value for value in column(rows, key)]
+    return Series(label=label, values=values, color=color, join=join)
+
+
+def _steps(rows: Sequence[Row]) -> list[int]:
+    return [int(row["step"]) for row in rows]
+
+
+def _colors(first: str = "--teal") -> list[str]:
+    return [first, "--orange", "--purple", "--grey", "--teal", "--red", "--blue"] * 4
+
+
+def _ready(chart: Chart) -> Chart:
+    """Without series that have no value, with a sentence when none is left, and with few enough points."""
+    series = [one for one in chart.series if any(value is not None for value in one.values)]
+    if not series:
+        sentence = "Not recorded in this run." if chart.steps else "No step has been finished yet."
+        return replace(chart, series=[], steps=[], empty=chart.empty or sentence)
+    size = math.ceil(len(chart.steps) / MAX_POINTS)
+    if size <= 1:
+        return replace(chart, series=series)
+    return replace(
+        chart,
+        note=f"{chart.note} Each point joins {size} steps.",
+        steps=[bucket[-1] for bucket in _buckets(chart.steps, size)],
+        series=[_joined(one, size) for one in series],
+    )
+
+
+def _joined(series: Series, size: int) -> Series:
+    def joined(values: Values | None, how: Callable[[Sequence[float]], float] | None) -> Values | None:
+        return None if values is None else [_join(bucket, how) for bucket in _buckets(values, size)]
+
+    return replace(
+        series,
+        values=joined(series.values, series.join) or [],
+        low=joined(series.low, min),
+        high=joined(series.high, max),
+    )
+
+
+def _join(bucket: Sequence[float | None], how: Callable[[Sequence[float]], float] | None) -> float | None:
+    known = [value for value in bucket if value is not None]
+    if not known:
+        return None
+    return how(known) if how else sum(known) / len(known)
+
+
+def _buckets(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def to_plain(chart: Chart) -> dict[str, Any]:
+    """What charts.js reads: five significant digits are more than a screen shows."""
+
+    def short(values: Values | None) -> Values | None:
+        return None if values is None else [None if v is None else float(f"{v:.5g}") for v in values]
+
+    series = [
+        {
+            "label": one.label,
+            "color": one.color,
+            "values": short(one.values),
+            "low": short(one.low),
+            "high": short(one.high),
+        }
+        for one in chart.series
+    ]
+    keys = ("key", "title", "unit", "steps", "stacked", "log", "low", "high", "mark")
+    return {**{key: getattr(chart, key) for key in keys}, "series": series}

@@ -1,0 +1,114 @@
+"""A run folder as plain rows. What is damaged is left out and named; what is missing is empty."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.run import Jsonl, RunFolder
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunData:
+    """All of a run but its trajectories."""
+
+    name: str
+    recipe_text: str
+    recipe: Mapping[str, Any]  # the tree of the recipe; empty when it could not be read
+    metrics: Sequence[Row]  # one per finished step, in order
+    evals: Sequence[Row]  # of the main split, one per step, in order
+    ledger: Sequence[Row]
+    starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
+    damage: Sequence[str]  # one sentence per file that could not be read to its end
+
+    def setting(self, dotted: str, default: Any = None) -> Any:
+        """A value of the recipe, e.g. "trainer.steps"."""
+        value: Any = self.recipe
+        for key in dotted.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+
+def read_run(run: RunFolder) -> RunData:
+    """Read what is there. Raises nothing for a run that is going on, was killed, or has damaged logs."""
+    damage: list[str] = []
+    text = run.recipe.read_text(encoding="utf-8", errors="replace") if run.recipe.is_file() else ""
+    try:
+        recipe = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        recipe = {}
+        damage.append(f"{run.recipe.name} cannot be read: {error}.")
+    evals = _rows(run.eval, damage)
+    splits = [row.get("split") for row in evals]
+    wanted = recipe.get("eval", {}).get("split")
+    split = wanted if wanted in splits or not splits else splits[0]
+    return RunData(
+        name=run.path.resolve().name,
+        recipe_text=text,
+        recipe=recipe,
+        metrics=_by_step(_rows(run.metrics, damage)),
+        evals=_by_step([row for row in evals if row.get("split") == split]),
+        ledger=_by_step(_rows(run.ledger, damage)),
+        starts=_rows(Jsonl(run.path / "starts.jsonl"), damage),
+        damage=damage,
+    )
+
+
+def _rows(log: Jsonl, damage: list[str]) -> list[Row]:
+    """The rows up to the first broken line; a torn last line is the ordinary end of a killed run."""
+    rows: list[Row] = []
+    iterator: Iterator[Row] = log.rows()
+    try:
+        for row in iterator:
+            if isinstance(row, dict):
+                rows.append(row)
+    except ValueError as error:
+        damage.append(f"{error}; this report ends there.")
+    return rows
+
+
+def _by_step(rows: Sequence[Row]) -> list[Row]:
+    """In order of steps; of rows for the same step the last one."""
+    numbered = {int(step): row for row in rows if (step := number(row, "step")) is not None}
+    return [numbered[step] for step in sorted(numbered)]
+
+
+def number(row: Row, name: str) -> float | None:
+    """A finite value of a row; None for what is missing, null or no number."""
+    value = row.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def column(rows: Sequence[Row], name: str) -> list[float | None]:
+    return [number(row, name) for row in rows]
+
+
+def total(rows: Sequence[Row], name: str) -> float:
+    return sum(value for value in column(rows, name) if value is not None)
+
+
+def mean(rows: Sequence[Row], name: str) -> float | None:
+    """Over the rows that have a value; None when none has."""
+    values = [value for value in column(rows, name) if value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def names_under(rows: Sequence[Row], prefix: str) -> list[str]:
+    """What follows ``prefix`` in the keys of any row, sorted."""
+    return sorted({key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix)})
+
+
+def first_step(rows: Sequence[Row]) -> int:
+    return int(rows[0]["step"])
+
+
+def last_step(rows: Sequence[Row]) -> int:
+    """Of the last row; 0 without rows."""
+    return int(rows[-1]["step"]) if rows else 0
