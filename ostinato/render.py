@@ -35,14 +35,19 @@ class Renderer:
     def __init__(self, folder: Path, now: datetime | None = None) -> None:
         """``now`` is what templates that print the date see: fixed for the whole run, so prompts stay equal.
 
-        Raises ValueError when the folder has no tokenizer.json.
+        Raises ValueError when the folder has no tokenizer.json, or one of its files is damaged.
         """
         from tokenizers import Tokenizer
 
         self.folder = folder
         if not (folder / "tokenizer.json").is_file():
             raise ValueError(f"tokenizer folder {folder} has no tokenizer.json; save a fast tokenizer there")
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"{folder / 'tokenizer.json'} is truncated or not a tokenizer ({error}); save it again"
+            ) from error
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self._now = now or datetime.now()
@@ -94,8 +99,10 @@ class Renderer:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_names,
             )
-        except TemplateError as error:
-            raise ValueError(f"the chat template of {self.folder} refuses these messages: {error}") from error
+        except (TemplateError, TypeError, LookupError, ArithmeticError) as error:  # a template is a program
+            raise ValueError(
+                f"the chat template of {self.folder} refuses these messages: {error}; mend either"
+            ) from error
 
     def after_turn(
         self,
@@ -212,7 +219,10 @@ def _without_text(message: Message) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); save it again") from error
 
 
 def _special_names(*configs: Mapping[str, Any]) -> dict[str, str]:

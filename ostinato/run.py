@@ -41,11 +41,12 @@ def atomic_write(path: Path, content: bytes | Callable[[Path], object]) -> None:
     os.close(handle)
     temporary = Path(name)
     try:
-        if isinstance(content, bytes):
-            temporary.write_bytes(content)
-        else:
-            content(temporary)
-        _sync(temporary)
+        with _naming(path):
+            if isinstance(content, bytes):
+                temporary.write_bytes(content)
+            else:
+                content(temporary)
+            _sync(temporary)
         temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would lock out a shared run folder
         temporary.replace(path)
     finally:
@@ -116,9 +117,19 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """The error of a write knows no file by itself: tell it, for whoever has to free the disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def _append(path: Path, data: bytes) -> None:
     """All of ``data`` at the end of the file, or, when that fails, none of it."""
-    with path.open("ab", buffering=0) as file:
+    with _naming(path), path.open("ab", buffering=0) as file:
         start = file.seek(0, os.SEEK_END)
         try:
             view = memoryview(data)
@@ -301,14 +312,19 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, recipe: str) -> RunFolder:
-        """A new run with ``recipe`` (TOML) in it. A folder that is not empty is refused: ValueError."""
+        """A new run with ``recipe`` (TOML) in it. ValueError when it is not empty or cannot be written."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ValueError(
                 f"run folder {path} is not empty; name another one or run: ostinato resume {path}"
             )
         run = cls(path)
-        run.checkpoints.mkdir(parents=True, exist_ok=True)
-        atomic_write(run.recipe, recipe.encode())
+        try:
+            run.checkpoints.mkdir(parents=True, exist_ok=True)
+            atomic_write(run.recipe, recipe.encode())
+        except OSError as error:
+            raise ValueError(
+                f"run folder {path} cannot be written ({error}); set log.dir to a folder that can"
+            ) from error
         return run
 
     @classmethod

@@ -71,7 +71,7 @@ def train(
 
 
 def _folder(model: str) -> Path:
-    from ostinato.cli.models import model_folder
+    from ostinato.model.named import model_folder
 
     return Path(model_folder(model))
 

@@ -111,11 +111,17 @@ def export(
 
 
 @app.command()
-def report(run: RunPath) -> None:
+def report(
+    run: RunPath,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write it there, not into the run folder.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
     """Write report.html of a run: one file that opens offline."""
-    from ostinato.cli.train import write_report
+    from ostinato.cli.report import report as command
 
-    typer.echo(write_report(run))
+    typer.echo(command(run, out, show=show))
 
 
 @app.command(
@@ -142,14 +148,15 @@ def doctor(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit. Errors that have a name are one sentence on stderr.
 
-    A ValueError is the user's (exit code 2), RunFailed a run's (1); the rest is ours and keeps its traceback.
+    A ValueError is the user's (exit code 2), RunFailed a run's and OSError the machine's (1); the rest is
+    ours and keeps its traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     kept = [argument for argument in given if argument != "--debug"]
     try:
         app(kept, prog_name="ostinato")
-    except (ValueError, RunFailed) as error:
+    except (ValueError, RunFailed, OSError) as error:
         if len(kept) < len(given):
             raise
-        print(f"ostinato: {error}", file=sys.stderr)
+        print("ostinato:", " ".join(str(error).splitlines()), file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)

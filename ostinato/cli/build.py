@@ -10,16 +10,18 @@ Everything raises ValueError with one sentence for what the user can mend, befor
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm, algorithm
-from ostinato.cli.models import Policy, adapter_spec, load_decoder
+from ostinato.cli.models import Policy, adapter_spec, load_decoder, newest_checkpoint
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.env.dialogue import Dialogue, resolve_tools
@@ -39,7 +41,7 @@ from ostinato.render import Renderer
 from ostinato.reward.workers import WorkerGrader
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
-from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from ostinato.train.checkpoint import Checkpoint, save_checkpoint
 from ostinato.train.optimizer import OptimizerSettings, Schedule
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Microbatch, Prompt, Sampling
@@ -50,7 +52,10 @@ Say = Callable[[str], None]
 def check(recipe: Recipe) -> Algorithm:
     """The algorithm that the recipe asks for, checked against the rest of it."""
     chosen = algorithm(recipe.algo.name, **recipe.algo.overrides)
-    check_group_size(recipe.rollout.group_size, chosen.baseline, chosen.scale)
+    try:
+        check_group_size(recipe.rollout.group_size, chosen.baseline, chosen.scale, chosen.drop_zero_variance)
+    except ValueError as error:
+        raise ValueError(f"rollout.group_size: {error}") from error
     return chosen
 
 
@@ -65,6 +70,7 @@ class Prepared:
     grader: WorkerGrader
     train_prompts: Sequence[Prompt]  # empty for an evaluation
     eval_prompts: Sequence[Prompt]
+    tool_counters: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def __enter__(self) -> Prepared:
         return self
@@ -215,7 +221,7 @@ def new_stage(prepared: Prepared, engine: Engine, grader: Grader) -> Stage:
     recipe = prepared.recipe
     return Stage(
         engine=engine,
-        env=environment(recipe, prepared.renderer),
+        env=environment(recipe, prepared.renderer, prepared.tool_counters),
         grader=grader,
         sampling=Sampling(
             temperature=recipe.rollout.temperature,
@@ -229,10 +235,12 @@ def new_stage(prepared: Prepared, engine: Engine, grader: Grader) -> Stage:
     )
 
 
-def environment(recipe: Recipe, renderer: Renderer) -> Callable[[Prompt], Dialogue]:
-    """A fresh episode per prompt: one turn, or a conversation with tools."""
-    tools = resolve_tools(recipe.task.tools)
-    return lambda prompt: Dialogue(prompt, renderer, tools=tools, max_turns=recipe.task.max_turns)
+def environment(
+    recipe: Recipe, renderer: Renderer, counters: Counter[str] | None = None
+) -> Callable[[Prompt], Dialogue]:
+    """A fresh episode per prompt: one turn, or a conversation with tools, whose calls ``counters`` counts."""
+    tools, turns = resolve_tools(recipe.task.tools), recipe.task.max_turns
+    return lambda prompt: Dialogue(prompt, renderer, tools=tools, max_turns=turns, counters=counters)
 
 
 def new_evaluation(prepared: Prepared) -> Evaluation:
@@ -276,6 +284,11 @@ def new_plan(recipe: Recipe, config: ModelConfig) -> Plan:
     )
 
 
+def device_name(decoder: Decoder) -> str:
+    """The name of the GPU that the decoder is on; empty on a CPU."""
+    return torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else ""
+
+
 def active_parameters(config: ModelConfig) -> int:
     """Weights that one token is multiplied with: all linear maps, of the experts top_k, and the head."""
     total = config.vocab_size * config.hidden_size
@@ -314,6 +327,7 @@ def new_loop(
         folder=run,
         state=state,
         evaluations=[new_evaluation(prepared)],
+        counters=(prepared.grader.counters, prepared.tool_counters),
         save=save,
         **callbacks,
     )
@@ -321,7 +335,7 @@ def new_loop(
 
 def restore(run: RunFolder, trainer: PolicyTrainer, say: Say) -> LoopState:
     """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one."""
-    checkpoint = load_checkpoint(run.checkpoints, identity=trainer.identity(), warn=say)
+    checkpoint = newest_checkpoint(run, trainer, say)
     if checkpoint is None:
         say(f"{run.path} has no checkpoint, so the run begins again")
         return LoopState()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def export(run: Path, to: Path, *, merged: bool) -> None:
     """Write the policy of ``run`` into ``to``, which must be empty or not exist."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ValueError(f"the folder {to} is not empty; name another one")
+        raise ValueError(f"{to} exists and is not empty; name another folder")
     if not (run / "recipe.toml").is_file():
         raise ValueError(f"run folder {run} holds no recipe.toml; name the folder of a started run")
     policy = load_policy(str(run))

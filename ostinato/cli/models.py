@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ostinato.cli.failure import RunFailed
 from ostinato.config import AdapterSection, ModelSection, Recipe, find_recipe
 from ostinato.model.named import is_model_name, model_folder
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from ostinato.model.lora import Adapters, AdapterSpec
     from ostinato.render import Renderer
     from ostinato.run import RunFolder
+    from ostinato.train.checkpoint import Checkpoint
+    from ostinato.train.trainer import PolicyTrainer
 
 
 def load_decoder(section: ModelSection, folder: Path) -> Decoder:
@@ -92,17 +97,31 @@ def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
         ) from error
 
 
+def newest_checkpoint(
+    run: RunFolder, trainer: PolicyTrainer, say: Callable[[str], None]
+) -> Checkpoint | None:
+    """The newest whole checkpoint of ``run``, None without any; ``say`` hears of damaged ones.
+
+    Raises ValueError for one of another base, and RunFailed when all are damaged.
+    """
+    from ostinato.train.checkpoint import CheckpointError, load_checkpoint
+
+    try:
+        return load_checkpoint(run.checkpoints, identity=trainer.identity(), warn=say)
+    except CheckpointError as error:
+        raise RunFailed(str(error)) from error
+
+
 def trained(recipe: Recipe, run: RunFolder, decoder: Decoder) -> tuple[int, Adapters | None]:
     """(step, adapters) of the newest whole checkpoint of ``run``.
 
     Full-parameter checkpoints are loaded into ``decoder`` itself, and the adapters are None.
     """
     from ostinato.cli.build import new_adapters, new_trainer
-    from ostinato.train.checkpoint import load_checkpoint
 
     adapters = new_adapters(recipe, decoder)
     trainer = new_trainer(recipe, decoder, adapters)
-    checkpoint = load_checkpoint(run.checkpoints, identity=trainer.identity())
+    checkpoint = newest_checkpoint(run, trainer, lambda line: print(f"ostinato: {line}", file=sys.stderr))
     if checkpoint is None:
         raise ValueError(
             f"run {run.path} has no checkpoint yet; let it train first: ostinato resume {run.path}"

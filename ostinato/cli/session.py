@@ -8,8 +8,10 @@ Nothing heavy is imported at the top: threads have to be chosen before torch is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +19,14 @@ from rich.console import Console
 
 from ostinato.cli.failure import RunFailed
 from ostinato.cli.progress import Monitor
-from ostinato.cli.writers import open_writers
+from ostinato.cli.report import record_start
+from ostinato.cli.writers import check_writers, open_writers
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine import threads
 from ostinato.run import RunFolder, atomic_write, new_run_path
 
 if TYPE_CHECKING:
-    from ostinato.pipeline.loop import Finish, Finished, Loop
+    from ostinato.pipeline.loop import Finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,27 +63,30 @@ def resume(path: Path, *overrides: str, quiet: bool = False) -> Outcome:
 
 
 def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Outcome:
-    chosen = threads.configure_early(recipe.engine.threads, say=console.print)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    chosen = threads.configure_early(recipe.engine.threads, say=say)
     from ostinato.cli import build
     from ostinato.cli.export import write_policy
 
     with build.prepare(recipe, training=True) as prepared:
         adapters = build.new_adapters(recipe, prepared.decoder)
         trainer = build.new_trainer(recipe, prepared.decoder, adapters, build.save_refused(path / "refused"))
-        engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, console.print)
-        state = build.restore(RunFolder.open(path), trainer, console.print) if resume else build.LoopState()
-        writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
+        engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, say)
+        state = build.restore(RunFolder.open(path), trainer, say) if resume else build.LoopState()
+        check_writers(recipe.log.writers)
         run = _folder(path, dump_toml(recipe), resume)
+        record_start(run, build.device_name(prepared.decoder))
+        writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         with Monitor(recipe.trainer.steps, done=state.step, console=console) as monitor:
             for line in (f"run folder   {path}", f"threads      {chosen or 'as torch was started'}"):
                 monitor.say(line)
             for line in build.introduction(prepared, adapters):
                 monitor.say(line)
             callbacks = {"on_step": monitor.step, "on_eval": monitor.evaluated, "on_note": monitor.say}
-            finished = _run(
-                build.new_loop(prepared, trainer, engine, run, state, writers=writers, **callbacks)
-            )
-        write_policy(prepared.decoder, trainer.adapters(), prepared.folder, run.adapter)
+            with _named_failures(path):
+                loop = build.new_loop(prepared, trainer, engine, run, state, writers=writers, **callbacks)
+                finished = asyncio.run(loop.run())
+                write_policy(prepared.decoder, trainer.adapters(), prepared.folder, run.adapter)
     rows = [row for row in run.eval.rows() if row["split"] == recipe.eval.split]
     before = next((row for row in rows if row["step"] == 0), None)
     after = rows[-1] if rows and rows[-1]["step"] else None
@@ -95,18 +101,19 @@ def _folder(path: Path, recipe: str, resume: bool) -> RunFolder:
     return run
 
 
-def _run(loop: Loop) -> Finished:
-    """Run the loop; its named failures become RunFailed."""
+@contextmanager
+def _named_failures(path: Path) -> Iterator[None]:
+    """Around the run in ``path``: its named failures become RunFailed, and Ctrl-C learns where it was."""
     from ostinato.pipeline.loop import NoSignal
     from ostinato.train.checkpoint import CheckpointError
     from ostinato.train.trainer import TrainingStopped
 
-    path = loop.folder.path
+    mend = f"to go on: ostinato resume {path}"
     try:
-        return asyncio.run(loop.run())
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"what was saved is in {path}, {mend}") from None
     except (NoSignal, TrainingStopped, CheckpointError, OSError) as error:
-        raise RunFailed(f"{error}; what was saved is in {path}, to go on: ostinato resume {path}") from error
+        raise RunFailed(f"{error}; what was saved is in {path}, {mend}") from error
     except ValueError as error:  # past all checks it is not the user's, and is not told as if it were
-        raise RunFailed(
-            f"the run in {path} broke: {error} (--debug shows where); to go on: ostinato resume {path}"
-        ) from error
+        raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {mend}") from error

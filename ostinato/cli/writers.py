@@ -39,6 +39,12 @@ class ClientWriter:
         self._client.log(dict(metrics), step=step)
 
 
+def check_writers(names: Sequence[str]) -> None:
+    """Raises ValueError for a writer whose package is missing: to be known before there is a run folder."""
+    for name in names:
+        _need(name, name)
+
+
 def open_writers(names: Sequence[str], folder: Path, recipe: Mapping[str, Any]) -> list[MetricWriter]:
     """The writers of ``log.writers`` for the run in ``folder``."""
     return [

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Literal
 
 Policy = Literal["active", "passive"]  # spin before sleeping, or sleep at once, while waiting for work
-# OMP_WAIT_POLICY=active alone spins for minutes and starves whatever shares the cores. Some 0.3 ms bridges the
-# gap between two kernels of a decode step, which is all that spinning is good for here.
+# OMP_WAIT_POLICY=active alone spins for minutes and starves whatever shares the cores. Some 0.3 ms bridges
+# the gap between two kernels of a decode step, which is all that spinning is good for here.
 SPINS = {"active": "20000", "passive": "0"}  # GOMP_SPINCOUNT
 
 PROBE_S = 1.2  # of timed work per candidate

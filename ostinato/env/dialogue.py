@@ -284,7 +284,7 @@ BUILT_IN: dict[str, Tool] = {"calculator": calculator}
 def resolve_tools(specs: Sequence[str]) -> dict[str, Tool]:
     """Tools by name: a built-in (``calculator``), ``module:function`` or ``path.py:function``.
 
-    Raises ValueError with one sentence; what the user's own file raises while imported passes through.
+    Raises ValueError with one sentence.
     """
     return {spec.rpartition(":")[2]: BUILT_IN.get(spec) or _import_tool(spec) for spec in specs}
 
@@ -300,7 +300,12 @@ def _import_tool(spec: str) -> Tool:
         loader = importlib.util.spec_from_file_location(Path(where).stem, where)
         assert loader is not None and loader.loader is not None
         module = importlib.util.module_from_spec(loader)
-        loader.loader.exec_module(module)
+        try:
+            loader.loader.exec_module(module)
+        except Exception as error:  # a user's file can raise anything while it is imported
+            raise ValueError(
+                f"tool {spec!r}: importing {where} raised {type(error).__name__}: {error}; mend the file"
+            ) from error
     elif importlib.util.find_spec(where.partition(".")[0]) is None:
         raise ValueError(f"tool {spec!r}: there is no module {where!r}; check the name")
     else:

@@ -132,13 +132,13 @@ def _rows(source: str, split: str, config: str, holdout: float) -> tuple[Iterabl
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # no JSON, or no UTF-8
                 raise ValueError(f"row {number} of {path} is not JSON ({error}); mend the line") from error
             if not isinstance(row, dict):
                 raise ValueError(

@@ -212,8 +212,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a folder with a Hugging Face config.json")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        raw = json.loads(path.read_bytes())
+    except ValueError as error:  # no JSON, or no UTF-8
         raise ValueError(f"{path} is not valid JSON ({error}); download the model again") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}; it must hold a JSON object")
@@ -237,8 +237,8 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         kv_heads = heads
     else:
         # `head_dim: null` means derived, as an absent key does
-        head_dim = c.get("head_dim") or _positive(c, "hidden_size") // heads
-        kv_heads = c.get("num_key_value_heads") or heads
+        head_dim = _positive(c, "head_dim") if c.get("head_dim") else _positive(c, "hidden_size") // heads
+        kv_heads = _positive(c, "num_key_value_heads") if c.get("num_key_value_heads") else heads
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads is {kv_heads}; it must divide num_attention_heads ({heads})")
     attention_bias = bool(c.get("attention_bias", False))
@@ -252,7 +252,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=_positive(c, "max_position_embeddings"),
-        rms_norm_eps=float(c["rms_norm_eps"]),
+        rms_norm_eps=_number(c, "rms_norm_eps"),
         tie_embeddings=bool(c["tie_word_embeddings"]),
         rope=_rope(c),
         qkv_bias=attention_bias or family == "qwen2",
@@ -260,7 +260,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=bool(c.get("mlp_bias", False)),
         qk_norm=_QK_NORM.get(family, QKNorm.NONE),
         clip_qkv=c.get("clip_qkv"),
-        initializer_range=float(c["initializer_range"]),
+        initializer_range=_number(c, "initializer_range"),
         moe=_moe(c, family),
         mla=mla,
         raw=dict(raw),
@@ -320,14 +320,18 @@ def _sliding_window(c: Mapping[str, Any], family: str) -> int | None:
 
 
 def _rope(c: Mapping[str, Any]) -> RopeConfig:
-    scaling = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+    scaling = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"rope_scaling is {scaling!r}; config.json needs an object there")
+    scaling = dict(scaling)
     name = scaling.pop("rope_type", scaling.pop("type", "default"))
     scaling.pop("type", None)
     if name not in tuple(RopeType):
         raise ValueError(f"rope_type is {name!r}; supported are {', '.join(RopeType)}")
     if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor in rope_parameters is not 1.0; only 1.0 is supported")
-    theta = float(scaling.pop("rope_theta", None) or c.get("rope_theta") or 10000.0)
+    theta = scaling.pop("rope_theta", None) or c.get("rope_theta") or 10000.0
+    theta = _number({"rope_theta": theta}, "rope_theta")
     rope_type = RopeType(name)
     if rope_type == RopeType.DEFAULT:
         return RopeConfig(theta=theta)
@@ -419,6 +423,13 @@ def _deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
 def _experts(c: Mapping[str, Any], *names: str) -> int:
     """transformers knows the number of experts under two names per family."""
     return _positive(c, next((name for name in names if name in c), names[0]))
+
+
+def _number(c: Mapping[str, Any], key: str) -> float:
+    value = c.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}; config.json needs a number there")
+    return float(value)
 
 
 def _positive(c: Mapping[str, Any], key: str) -> int:

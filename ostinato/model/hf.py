@@ -7,11 +7,10 @@ copies files into the views and saving writes the views to files, so the two can
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.weights import Attention, Moe
+from ostinato.run import atomic_write
 
 # Files that travel with the weights: tokenizer, chat template, generation defaults.
 _COMPANIONS = (
@@ -246,9 +246,7 @@ def save_model(
     )
     for name, tensors in zip(names, shards, strict=True):
         content = {key: view.detach().cpu().contiguous() for key, view in tensors.items()}
-        _write(
-            folder / name, lambda path, content=content: save_file(content, path, metadata={"format": "pt"})
-        )
+        write_tensors(folder / name, content, {"format": "pt"})
     index = folder / "model.safetensors.index.json"
     if len(shards) > 1:
         size = sum(_num_bytes(view) for tensors in shards for view in tensors.values())
@@ -289,15 +287,13 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    partial = path.with_name(path.name + ".partial")
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """A safetensors file, whole or not at all. A full disk is an OSError, as for every other file."""
     try:
-        write(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        atomic_write(path, lambda partial: save_file(tensors, partial, metadata=metadata))
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written ({error}); free disk space") from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    _write(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    atomic_write(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())

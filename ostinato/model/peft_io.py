@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ostinato.model.decoder import Decoder
-from ostinato.model.hf import hf_module, save_model
+from ostinato.model.hf import hf_module, save_model, write_tensors
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters, linear_shapes, merge
 from ostinato.run import atomic_write
 
@@ -43,8 +42,8 @@ def save_peft(adapters: Adapters, decoder: Decoder, folder: Path, base_name: str
     """
     spec, base = json.dumps(asdict(adapters.spec)), base_fingerprint(decoder)
     metadata = {"spec": spec, "base": base, "base_name": base_name}
-    _save_tensors(folder / LOGICAL, adapters.state_dict(), metadata)
-    _save_tensors(folder / PEFT_TENSORS, dict(_peft_tensors(adapters)), {"format": "pt"})
+    write_tensors(folder / LOGICAL, _on_cpu(adapters.state_dict()), metadata)
+    write_tensors(folder / PEFT_TENSORS, _on_cpu(dict(_peft_tensors(adapters))), {"format": "pt"})
     config = json.dumps(_peft_config(adapters, base_name), indent=2) + "\n"
     atomic_write(folder / PEFT_CONFIG, config.encode())
 
@@ -97,9 +96,8 @@ def base_fingerprint(decoder: Decoder, samples: int = 64) -> str:
     return digest.hexdigest()[:16]
 
 
-def _save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    atomic_write(path, lambda partial: save_file(content, partial, metadata=metadata))
+def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _peft_config(adapters: Adapters, base_name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ back from the spool. The loop prints nothing: it calls ``on_step``, ``on_eval`` 
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -27,7 +28,8 @@ from ostinato.pipeline.evaluate import Evaluation, evaluate
 from ostinato.pipeline.signals import Abandoned, StopSignals
 from ostinato.pipeline.spool import Spool, address
 from ostinato.protocols import MetricWriter, Tasks, Trainer
-from ostinato.rollout.play import Ask, Played, Stage, play
+from ostinato.rollout.health import failure
+from ostinato.rollout.play import Ask, Played, Stage, fault_name, play
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Batch, Group, StepReport
 
@@ -107,6 +109,7 @@ class Loop:
     state: LoopState = LoopState()
     evaluations: Sequence[Evaluation] = ()
     writers: Sequence[MetricWriter] = ()  # beside metrics.jsonl
+    counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
     save: Callable[[LoopState], None] = lambda state: None
     on_step: Callable[[Mapping[str, float]], None] = lambda row: None
     on_eval: Callable[[Mapping[str, Any]], None] = lambda row: None
@@ -122,6 +125,7 @@ class Loop:
         self._evaluated = {(row["step"], row["split"]) for row in self.folder.eval.rows()}
         self._spool = Spool(self.folder.path / "inflight.jsonl.zst")
         self._saved_step, self._between_steps = self.state.step, False
+        self._counted, self._told = sum(self.counters, Counter()), set[str]()
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
         with StopSignals(self.plan.grace_s) as self._signals:
             try:
@@ -184,7 +188,7 @@ class Loop:
             forward_flops=self.plan.forward_flops_per_token,
             backward_ratio=self.plan.backward_ratio,
         )
-        row["rollout/from_spool"] = float(num_spooled)
+        row |= {"rollout/from_spool": float(num_spooled), **self._new_counts()}
         self.state = replace(
             self.state,
             step=step,
@@ -241,12 +245,27 @@ class Loop:
             self.folder.trajectories.append(*(line for group in groups for line in group_rows(group)))
         if report is not None and report.skipped:
             self.on_note(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
+        self._tell_faults(groups)
         self.on_step({"step": step, **row})
+
+    def _tell_faults(self, groups: Sequence[Group]) -> None:
+        """Each kind of failure once, in its own words (a skip has none); the rows count them all."""
+        for sentence in (failure(trajectory) for group in groups for trajectory in group.trajectories):
+            if (kind := fault_name(sentence)) != sentence and kind not in self._told:
+                self._told.add(kind)
+                self.on_note(f"step {self.state.step}: {sentence} (told once; faults/{kind} counts them)")
+
+    def _new_counts(self) -> dict[str, float]:
+        """What the counters have counted since they were last asked."""
+        now = sum(self.counters, Counter[str]())
+        new, self._counted = now - self._counted, now
+        return {name: float(count) for name, count in sorted(new.items())}
 
     async def _evaluate(self) -> None:
         for evaluation in self.evaluations:
             if (self.state.step, evaluation.split) not in self._evaluated:
                 row = await evaluate(self.stage, evaluation, self.state.step)
+                row |= self._new_counts()
                 self.folder.eval.append(row)
                 self.on_eval(row)
 

@@ -94,7 +94,7 @@ def judge(function: Callable[..., Any], num_completions: int, columns: dict[str,
         if inspect.iscoroutine(values):
             values = asyncio.run(values)
         if not isinstance(values, Sequence) and not hasattr(values, "__array__"):
-            return _all(num_completions, Fault.WRONG_LENGTH, f"returned {type(values).__name__}, not a list")
+            return _all(num_completions, Fault.WRONG_LENGTH, f"{type(values).__name__}, not a list")
         if len(values) != num_completions:
             return _all(num_completions, Fault.WRONG_LENGTH, f"{len(values)} values for {num_completions}")
         return [_verdict(value) for value in values]
@@ -164,12 +164,16 @@ def main(fd: int) -> None:
     hello = json.loads(receive(sock))
     threading.Thread(target=_end_with, args=(hello["parent"],), daemon=True).start()
     sys.path[:] = hello["path"]
+    functions: dict[str, Callable[..., Any]] = {}
+    spec = ""
     try:
         from ostinato.reward.verify import resolve
 
-        functions = {spec: resolve(spec) for spec in hello["functions"]}
+        for spec in hello["functions"]:
+            functions[spec] = resolve(spec)
     except BaseException as error:  # importing a user's file can raise anything: it becomes one sentence
-        sentence = str(error) if type(error) is ValueError else describe(error)
+        named = f"importing the reward {spec!r} raised {describe(error)}; mend it"
+        sentence = str(error) if type(error) is ValueError else named
         send(sock, json.dumps({"error": sentence}).encode())
         return
     send(sock, json.dumps({"error": ""}).encode())

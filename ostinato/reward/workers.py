@@ -185,7 +185,8 @@ class WorkerGrader:
         """Start the workers, and raise ValueError with one sentence for what can be known before work starts.
 
         That is a function that cannot be imported and, given a ``prompt``, one that does not accept its
-        columns or answers two empty completions with a list of another length.
+        columns, or that answers two empty completions with a list of another length, not in time, or not at
+        all because its process ends.
         """
         for started in [self._threads.submit(self._start) for _ in self._workers]:
             if error := started.result():
@@ -196,9 +197,20 @@ class WorkerGrader:
         for function, name in zip(self._functions, self._names, strict=True):
             _, fault, detail = self._threads.submit(self._ask, function, 2, columns, True).result()[0]
             if fault == Fault.WRONG_LENGTH:
-                raise ValueError(f"reward {name} returned {detail}; return one per completion")
+                raise ValueError(f"reward {name} returned {detail}; return one number per completion")
+            if fault == Fault.TIMEOUT:
+                raise ValueError(
+                    f"reward {name} gave two empty completions no verdict in reward.timeout_s="
+                    f"{self._timeout_s:g} s; mend it or raise the limit"
+                )
+            if fault == Fault.DIED:
+                raise ValueError(
+                    f"reward {name} ended its process on two empty completions ({detail}); mend it"
+                )
             if fault == Fault.RAISED and detail.startswith(child.SIGNATURE):
-                raise ValueError(f"reward {name} does not take the row ({detail}); give it **columns")
+                lacks = "missing a required" in detail
+                mend = "add the column to the rows or choose another reward" if lacks else "give it **columns"
+                raise ValueError(f"reward {name} does not take the row ({detail}); {mend}")
 
     async def grade(self, group: Group) -> list[Reward]:
         """One Reward per trajectory, in order. Episodes that ended in ERROR or ABORT are not judged."""

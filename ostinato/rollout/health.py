@@ -101,15 +101,18 @@ def counters(groups: Sequence[Group]) -> dict[str, float]:
 
 def faults(trajectories: Iterable[Trajectory]) -> Counter[str]:
     """How many trajectories failed or have no verdict, by kind (the first word of their sentence)."""
-    named: Counter[str] = Counter()
-    for trajectory in trajectories:
-        if trajectory.stop is Stop.ABORT:
-            named["aborted"] += 1
-        elif trajectory.stop is Stop.ERROR:
-            named[fault_name(trajectory.error)] += 1
-        elif _unjudged(trajectory):
-            named[fault_name(trajectory.reward.reason if trajectory.reward else "") or "no_reason"] += 1
-    return named
+    return Counter(fault_name(sentence) for t in trajectories if (sentence := failure(t)))
+
+
+def failure(trajectory: Trajectory) -> str:
+    """The sentence that says why an episode failed or has no verdict; empty when it has one."""
+    if trajectory.stop is Stop.ABORT:
+        return "aborted"
+    if trajectory.stop is Stop.ERROR:
+        return trajectory.error or "no_reason"
+    if _unjudged(trajectory):
+        return (trajectory.reward.reason if trajectory.reward else "") or "no_reason"
+    return ""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

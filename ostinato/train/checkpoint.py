@@ -167,7 +167,7 @@ def _read(path: Path, identity: Mapping[str, str]) -> Checkpoint:
         if saved.get(name) != identity.get(name):
             raise ValueError(
                 f"checkpoint {path} was made with {name} = {saved.get(name)}, this run has "
-                f"{identity.get(name)}; resume it with the recipe it was made with"
+                f"{identity.get(name)}; use the recipe and the model that it was made with"
             )
     known = {MANIFEST, STATE, TENSORS}
     names = json.loads((path / MANIFEST).read_bytes())["files"].keys() - known

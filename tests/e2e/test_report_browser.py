@@ -107,12 +107,14 @@ def metrics(step: int) -> dict[str, float]:
 
 
 def group(step: int, index: int, tokens: Renderer) -> Group:
-    """Siblings; one of them wrote the probe, another was cut off."""
+    """Siblings; one wrote the probe, one was cut off, one called a tool, one failed before it began."""
     noise = np.random.default_rng((step, index))
     a, b = (int(value) for value in noise.integers(10, 99, 2))
     question = f"What is {a} + {b}? Think first, then give the answer as one number."
 
     def play(sample: int) -> Trajectory:
+        if sample == 6:
+            return Trajectory(turns=(), stop=Stop.ERROR, seed=(0,), error="env: the tool <b>broke</b>")
         right = noise.random() < 0.3 + 0.5 * wave(step)
         guess = a + b + (0 if right else int(noise.integers(1, 9)))
         words = f"First we add {a} and {b} → é🎼,\nso the answer is {guess}."
@@ -130,8 +132,10 @@ def group(step: int, index: int, tokens: Renderer) -> Group:
             experts=experts,
         )
         value = float(right and sample != 1)
+        first = Turn(context=tokens.encode(question), completion=completion)
+        second = Turn(context=tokens.encode(f"the tool says {a + b}"), completion=completion)
         return Trajectory(
-            turns=(Turn(context=tokens.encode(question), completion=completion),),
+            turns=(first, second) if sample == 5 else (first,),
             stop=stop,
             seed=(0, step, index, sample),
             reward=Reward(value=value, parts={"exact": value}),
@@ -248,6 +252,12 @@ def test_the_browser_of_samples_opens_with_the_last_step(dom: str) -> None:
     assert "truncated</span>" in dom
     assert len(re.findall(r'<span class="t p\d', dom)) > SIBLINGS * 10
     assert "🎼" in dom  # one character of several tokens
+    assert "context of turn 2" in dom and "the tool says" in dom
+
+
+def test_a_failed_episode_is_shown_with_its_reason(dom: str) -> None:
+    assert "no verdict" in dom and "nothing was sampled" in dom
+    assert "env: the tool &lt;b&gt;broke&lt;/b&gt;" in dom
 
 
 def test_what_a_model_wrote_is_inert(dom: str) -> None:

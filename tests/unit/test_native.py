@@ -72,6 +72,14 @@ def test_norms_rope_and_silu(kernels: Kernels, dtype: torch.dtype, width: int) -
     close(ours.silu_mul(x), TORCH_OPS.silu_mul(x))
 
 
+def test_the_norm_of_a_single_head_reads_its_own_rows(kernels: Kernels) -> None:
+    """With one key-value head, reshape keeps the strided view instead of copying it. The kernel was told that
+    rows are one width apart, so it normalised the neighbours of the head, and log-probabilities were off by
+    0.6."""
+    heads, weight = draw(5, 4, 24), draw(24, seed=1)
+    close(kernels.ops.rms_norm(heads[:, 2:3], weight, 1e-6), TORCH_OPS.rms_norm(heads[:, 2:3], weight, 1e-6))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shared", [True, False, None])
 def test_experts(kernels: Kernels, dtype: torch.dtype, shared: bool | None) -> None:

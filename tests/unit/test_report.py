@@ -218,6 +218,18 @@ def test_faults_that_did_not_happen_are_said() -> None:
     assert lines["steps refused"].zero
 
 
+def test_what_reward_workers_and_tools_counted_is_listed() -> None:
+    rows = [
+        row(1, rewards__exact__mean=0.5, rewards__exact__timeout=3.0, tools__calls=9.0),
+        row(2, tools__cut=1.0),
+    ]
+    events = [line for line in faults(data(metrics=rows)) if line.name.startswith("event")]
+    assert [(line.name, line.count, line.steps) for line in events] == [
+        ("event: rewards/exact/timeout", "3", "1"),
+        ("event: tools/cut", "1", "2"),
+    ]
+
+
 def test_words_for_numbers() -> None:
     assert [seconds_text(s) for s in (8.21, 59.97, 245, 12_000, 187_200)] == [
         "8.2 s",
@@ -288,7 +300,7 @@ def test_long_runs_are_joined_and_say_so() -> None:
     name = "sampling/sampling_logp_difference/max"
     rows = [{**row(step), name: 9.0 if step == 777 else 0.1} for step in range(1, 2001)]
     charts = {chart.key: chart for section in sections(data(metrics=rows)) for chart in section.charts}
-    chart = charts["mismatch"]
+    chart = charts["log-probability-gap"]
     assert len(chart.steps) == MAX_POINTS and chart.steps[-1] == 2000
     assert max(value for value in chart.series[0].values if value is not None) == 9.0
     assert "joins 5 steps" in chart.note

@@ -179,10 +179,10 @@ def _rms_norm(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Te
             kernels[x.dtype](
                 x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), x.shape[0], width, eps
             )
-        else:  # heads: rows of one width, contiguous
-            flat = x.reshape(-1, width)
+        else:  # heads; a single one of several stays a view whose rows are further apart than its width
+            flat = _row(x.reshape(-1, width))
             kernels[x.dtype](
-                flat.data_ptr(), width, weight.data_ptr(), y.data_ptr(), flat.shape[0], width, eps
+                flat.data_ptr(), flat.stride(0), weight.data_ptr(), y.data_ptr(), flat.shape[0], width, eps
             )
         return y
 
