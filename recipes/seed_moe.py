@@ -69,19 +69,27 @@ CROWD = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Mind:
+    """An annotator at work: where the slips come from."""
+
+    annotator: Annotator
+    rng: random.Random
+
+    def forgets(self) -> bool:
+        return self.rng.random() < self.annotator.forgets
+
+    def recall(self, value: int) -> int:
+        slips = self.rng.random() < self.annotator.misremembers
+        return abs(value + self.rng.choice((-1, 1))) if slips else value
+
+
 def write_answer(prompt: Prompt, annotator: Annotator, rng: random.Random) -> str:
     """An answer in the annotator's manner: working, then "#### number" ("7+6=13 4+8+1=13 ... #### 933")."""
-
-    def forgets() -> bool:
-        return rng.random() < annotator.forgets
-
-    def recall(value: int) -> int:
-        return abs(value + rng.choice((-1, 1))) if rng.random() < annotator.misremembers else value
-
     if rng.random() < annotator.guesses:
         return f"#### {_near(int(prompt.columns['answer']), rng)}"
     working = WORKINGS[Family(prompt.columns["family"])]
-    steps, answer = working(prompt.columns["expression"].split(), forgets, recall)
+    steps, answer = working(prompt.columns["expression"].split(), Mind(annotator, rng))
     return f"{' '.join(steps)} #### {answer}"
 
 
@@ -93,75 +101,62 @@ def _near(answer: int, rng: random.Random) -> int:
     return int("".join(digits))
 
 
-Working = Callable[[Sequence[str], Callable[[], bool], Callable[[int], int]], tuple[list[str], int]]
-
-
-def _sum(
-    words: Sequence[str], forgets: Callable[[], bool], recall: Callable[[int], int]
-) -> tuple[list[str], int]:
+def _sum(words: Sequence[str], mind: Mind) -> tuple[list[str], int]:
     """Columns from the right, the carry as the last term."""
     steps, value, carry, place = [], 0, 0, 1
     for x, y in _columns(words[0], words[2]):
-        total = recall(x + y + carry)
+        total = mind.recall(x + y + carry)
         steps.append(f"{x}+{y}" + (f"+{carry}" if carry else "") + f"={total}")
         value += total % 10 * place
-        carry = 0 if total > 9 and forgets() else total // 10
+        carry = 0 if total > 9 and mind.forgets() else total // 10
         place *= 10
     return steps, value + carry * place
 
 
-def _difference(
-    words: Sequence[str], forgets: Callable[[], bool], recall: Callable[[int], int]
-) -> tuple[list[str], int]:
+def _difference(words: Sequence[str], mind: Mind) -> tuple[list[str], int]:
     """Columns from the right; a column that borrows writes its ten, and the next one subtracts 1 more."""
     steps, value, borrow, place = [], 0, 0, 1
     for x, y in _columns(words[0], words[2]):
         lent = x < y + borrow
-        left = recall(x + 10 * lent - y - borrow)
+        left = mind.recall(x + 10 * lent - y - borrow)
         steps.append(f"{x + 10 * lent}-{y}" + ("-1" if borrow else "") + f"={left}")
         value += left % 10 * place
-        borrow = int(lent and not forgets())
+        borrow = int(lent and not mind.forgets())
         place *= 10
     return steps, value
 
 
-def _product(
-    words: Sequence[str], forgets: Callable[[], bool], recall: Callable[[int], int]
-) -> tuple[list[str], int]:
+def _product(words: Sequence[str], mind: Mind) -> tuple[list[str], int]:
     """One digit times each digit from the right, plus the carry."""
     steps, value, carry, place = [], 0, 0, 1
     for y in map(int, reversed(words[2])):
-        total = recall(int(words[0]) * y + carry)
+        total = mind.recall(int(words[0]) * y + carry)
         steps.append(f"{words[0]}*{y}" + (f"+{carry}" if carry else "") + f"={total}")
         value += total % 10 * place
-        carry = 0 if total > 9 and forgets() else total // 10
+        carry = 0 if total > 9 and mind.forgets() else total // 10
         place *= 10
     return steps, value + carry * place
 
 
-def _remainder(
-    words: Sequence[str], forgets: Callable[[], bool], recall: Callable[[int], int]
-) -> tuple[list[str], int]:
+def _remainder(words: Sequence[str], mind: Mind) -> tuple[list[str], int]:
     """Long division from the left, remainders only; forgetting is to drop the remainder so far."""
     divisor = int(words[2])
     steps, left = [], int(words[0][0])
     for digit in map(int, words[0][1:]):
         value = 10 * left + digit
-        left = recall(value % divisor)
+        left = mind.recall(value % divisor)
         steps.append(f"{value}%{divisor}={left}")
-        if left and forgets():
+        if left and mind.forgets():
             left = 0
     return steps, left
 
 
-def _chain(
-    words: Sequence[str], forgets: Callable[[], bool], recall: Callable[[int], int]
-) -> tuple[list[str], int]:
+def _chain(words: Sequence[str], mind: Mind) -> tuple[list[str], int]:
     """Term by term from the left; forgetting is to read a minus as a plus."""
     steps, total = [], int(words[0])
     for sign, term in zip(words[1::2], words[2::2], strict=True):
-        sign = "+" if sign == "-" and (forgets() or total < int(term)) else sign
-        value = recall(total + int(term) if sign == "+" else total - int(term))
+        sign = "+" if sign == "-" and (mind.forgets() or total < int(term)) else sign
+        value = mind.recall(total + int(term) if sign == "+" else total - int(term))
         steps.append(f"{total}{sign}{term}={value}")
         total = value
     return steps, total
@@ -170,6 +165,8 @@ def _chain(
 def _columns(a: str, b: str) -> Iterable[tuple[int, int]]:
     return ((int(x), int(y)) for x, y in zip_longest(reversed(a), reversed(b), fillvalue="0"))
 
+
+Working = Callable[[Sequence[str], Mind], tuple[list[str], int]]  # (steps, answer) of an expression's words
 
 WORKINGS: dict[Family, Working] = {
     Family.SUM: _sum,

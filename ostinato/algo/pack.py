@@ -64,6 +64,7 @@ def pack(
     weights: Sequence[np.ndarray],
     *,
     tokens_per_microbatch: int,
+    min_microbatches: int = 1,
     share_prompts: bool = True,
     version: int = 0,
 ) -> Batch:
@@ -75,17 +76,20 @@ def pack(
     siblings into parts, parts into microbatches; ties keep the order of ``samples``, so the result is a
     function of the input. ``sample_idx`` indexes ``samples``, the rows of one sample are contiguous, and a
     sample without trained tokens appears in no microbatch. ``staleness`` is ``version`` minus the token's.
+    With ``min_microbatches`` the budget shrinks until that many share the rows about evenly, as far as there
+    are samples: a trainer cannot take more optimizer steps on a batch than it has microbatches.
 
     Raises ValueError for a sample that trains on its prompt or whose routing is missing beside others'.
     """
     _check(samples, weights, tokens_per_microbatch)
-    parts = [
-        part
-        for family in _families(samples, share_prompts)
-        for part in _split(family, samples, tokens_per_microbatch)
-    ]
-    bins = _first_fit([part.num_rows for part in parts], tokens_per_microbatch)
-    contents = [[parts[i] for i in bin_] for bin_ in bins]
+    families = _families(samples, share_prompts)
+    wanted = min(min_microbatches, sum(map(len, families)))
+    budget = tokens_per_microbatch
+    contents = _fill(families, samples, budget)
+    while len(contents) < wanted:  # ends: with budget 0 every sample is alone
+        rows = sum(part.num_rows for content in contents for part in content)
+        budget = min(rows // wanted, budget - 1 - budget // 16)
+        contents = _fill(families, samples, budget)
     return _batch([_microbatch(content, samples, weights, version) for content in contents], len(samples))
 
 
@@ -144,6 +148,12 @@ def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_
         raise ValueError(
             f"sample {missing}: experts is missing but other samples have it; replay all or none"
         )
+
+
+def _fill(families: Sequence[list[int]], samples: Sequence[Sample], budget: int) -> list[list[_Part]]:
+    """The parts of every microbatch of at most ``budget`` rows."""
+    parts = [part for family in families for part in _split(family, samples, budget)]
+    return [[parts[i] for i in bin_] for bin_ in _first_fit([part.num_rows for part in parts], budget)]
 
 
 def _num_inputs(sample: Sample) -> int:

@@ -287,7 +287,7 @@ class Decoder(nn.Module):
         # fp32 whatever the model is: a rounded logit flips experts between sampler and trainer
         logits = ops.linear(x, w.router, None, torch.promote_types(x.dtype, torch.float32))
         if lora.router is not None:
-            logits = logits + ops.lora(x, lora.router.a, lora.router.b, lora.router.scale)
+            logits = ops.add_lora(logits, x, lora.router.a, lora.router.b, lora.router.scale)
         ids, weights = route(logits, self.config.moe, w.correction_bias, given)
         out = ops.experts(x, ids, weights, w.gate_up, w.down, lora.experts)
         if w.shared is not None:
@@ -302,7 +302,7 @@ def _linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, lora: Lora | 
         return ops.linear(x, weight, bias)
     if torch.is_grad_enabled():
         return lora_linear(x, weight, bias, lora, ops.gemm.nt, ops.gemm.nn)
-    return ops.linear(x, weight, bias).add_(ops.lora(x, lora.a, lora.b, lora.scale))
+    return ops.add_lora(ops.linear(x, weight, bias), x, lora.a, lora.b, lora.scale)
 
 
 def _mlp(w: Mlp, x: Tensor, gate_up: Lora | None, down: Lora | None, ops: Ops) -> Tensor:

@@ -38,7 +38,7 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [T, H, D], cos [T, D], sin [T, D]) -> [T, H, D]
     silu_mul: Callable[[Tensor], Tensor]  # gate_up [T, 2F] -> [T, F]
-    lora: Callable[[Tensor, Tensor, Tensor, float], Tensor]  # (x [T, K], a [r, K], b [N, r], scale) -> [T, N]
+    add_lora: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]  # (y, x, a, b, scale) -> y + update
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertLora | None], Tensor]  # see moe.experts
     gemm: Gemm  # under autograd; ``linear`` is the product outside of it
 
@@ -52,9 +52,12 @@ def linear(
     return F.linear(x.to(out_dtype), weight.to(out_dtype), None if bias is None else bias.to(out_dtype))
 
 
-def lora(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """scale * x a^T b^T: what a low-rank adapter adds to a linear map (arXiv 2106.09685 section 4.1)."""
-    return F.linear(F.linear(x, a) * scale, b)
+def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """y + scale * x a^T b^T: a linear map with its low-rank adapter (arXiv 2106.09685 section 4.1).
+
+    x [T, K], a [r, K], b [N, r], y [T, N]; outside of autograd y may be overwritten.
+    """
+    return y + F.linear(F.linear(x, a) * scale, b)
 
 
 TORCH_OPS = Ops(
@@ -63,7 +66,7 @@ TORCH_OPS = Ops(
     add_rms_norm=add_rms_norm,
     rope=rope,
     silu_mul=silu_mul,
-    lora=lora,
+    add_lora=add_lora,
     experts=experts,
     gemm=Gemm(nt=linear, nn=torch.mm),
 )

@@ -55,6 +55,7 @@ class Plan:
     group_size: int
     answer_tokens: int  # longest answer allowed, all turns together
     tokens_per_microbatch: int
+    minibatches: int = 1  # the trainer's optimizer steps per batch: no fewer microbatches are packed
     seed: int = 0
     solved_at: float = 1.0  # a reward from here on is a solution
     eval_every: int = 0
@@ -67,7 +68,8 @@ class Plan:
     backward_ratio: float = 2.0  # FLOPs of backward over forward; about 1 where the base is frozen
 
     def __post_init__(self) -> None:
-        for name in ("steps", "prompts_per_step", "group_size", "answer_tokens", "tokens_per_microbatch"):
+        names = ("steps", "prompts_per_step", "group_size", "answer_tokens", "tokens_per_microbatch")
+        for name in (*names, "minibatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"plan.{name} is {getattr(self, name)}; use at least 1")
 
@@ -233,6 +235,7 @@ class Loop:
             credit.samples,
             credit.weights,
             tokens_per_microbatch=self.plan.tokens_per_microbatch,
+            min_microbatches=self.plan.minibatches,
             version=self.state.version,
         )
 

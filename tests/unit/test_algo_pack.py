@@ -150,6 +150,18 @@ def test_packing_changes_nothing_that_a_loss_depends_on(
         assert sum(mb.weights.sum() for mb in batch.microbatches) == pytest.approx(1, abs=1e-6)
 
 
+@given(steps(), st.integers(1, 30), st.integers(1, 12))
+def test_as_many_microbatches_as_optimizer_steps_are_asked_for(
+    samples: list[Sample], budget: int, wanted: int
+) -> None:
+    """trainer.minibatches=2 on a step that fits into one microbatch once meant one optimizer step."""
+    weights = token_weights(samples)
+    batch = pack(samples, weights, tokens_per_microbatch=budget, min_microbatches=wanted)
+    trained = sum(bool(sample.loss_mask.any()) for sample in samples)
+    assert len(batch.microbatches) >= min(wanted, trained)
+    assert loss_entries(batch) == loss_entries(pad(samples, weights))
+
+
 @given(steps(), st.integers(1, 30), st.booleans())
 def test_budget_economy_and_contiguity(samples: list[Sample], budget: int, share: bool) -> None:
     weights = token_weights(samples)

@@ -163,3 +163,15 @@ def test_training_with_native_products_is_training(kernels: Kernels) -> None:
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     for twin, ours in zip(*results, strict=True):
         assert (ours.float() - twin.float()).norm() <= 0.01 * twin.float().norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 15, 16, 70])
+@pytest.mark.parametrize(("rank", "columns"), [(4, 33), (7, 64), (48, 960)])
+def test_add_lora(kernels: Kernels, dtype: torch.dtype, rows: int, rank: int, columns: int) -> None:
+    x, y = draw(rows, 64, dtype=dtype), draw(rows, columns, dtype=dtype, seed=1)
+    a, b = draw(rank, 64, dtype=dtype, seed=2) / 8, draw(columns, rank, dtype=dtype, seed=3) / rank**0.5
+    close(kernels.ops.add_lora(y.clone(), x, a, b, 0.5), TORCH_OPS.add_lora(y, x, a, b, 0.5))
+    wide = kernels.ops.add_lora(y.clone().float(), x, a, b, 0.5)  # the router's logits are fp32 whatever the model is
+    assert wide.dtype == torch.float32
+    close(wide.to(dtype), TORCH_OPS.add_lora(y, x, a, b, 0.5))

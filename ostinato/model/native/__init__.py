@@ -26,6 +26,7 @@ _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
 # Arguments by kernel: p pointer, l long, d double.
 _SIGNATURES = {
     "nt": "plpplplll",
+    "nt_add": "ppplll" + "l",
     "rms_norm": "plpplld",
     "add_rms_norm": "ppppplld",
     "rope": "plppplll",
@@ -62,7 +63,7 @@ def load() -> Kernels:
             add_rms_norm=_add_rms_norm(functions),
             rope=_rope(functions),
             silu_mul=silu_mul,
-            lora=lambda x, a, b, scale: linear(linear(x, a) * scale, b),
+            add_lora=_add_lora(functions, linear),
             experts=native_experts(functions, linear, silu_mul),
             gemm=gemm,
         ),
@@ -128,6 +129,23 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
         return y
 
     return linear
+
+
+def _add_lora(
+    functions: dict[str, Callable[..., None]], linear: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    kernels = {dtype: functions[f"nt_add_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+
+    def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        low = linear(x, a).mul_(scale)
+        if y.dtype != low.dtype:  # the router's fp32 logits
+            return y + linear(low, b)
+        b = b.contiguous()
+        rows, columns = y.shape
+        kernels[y.dtype](low.data_ptr(), b.data_ptr(), y.data_ptr(), y.stride(0), rows, columns, low.shape[1])
+        return y
+
+    return add_lora
 
 
 def _training_nt(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -68,7 +68,7 @@ inline v16f sum_lanes_16(v16f* v) {
 }
 
 // One tile of up to 4 rows of x and 4 rows of w.
-template <class T, class Y, int MR, int NR, int AHEAD>
+template <class T, class Y, int MR, int NR, int AHEAD, bool ADD>
 inline void dot_tile(const T* x, long ldx, const T* w, long K, Y* y, long ldy, const T* bias) {
   v16f acc[16];
   for (int i = 0; i < 16; i++) acc[i] = v16f{};
@@ -92,19 +92,20 @@ inline void dot_tile(const T* x, long ldx, const T* w, long K, Y* y, long ldy, c
   v16f sums = sum_lanes_16(acc);
   for (int m = 0; m < MR; m++)
     for (int n = 0; n < NR; n++)
-      store1(y + m * ldy + n, sums[m * TILE + n] + (bias ? to_float(bias[n]) : 0.0f));
+      store1(y + m * ldy + n,
+             sums[m * TILE + n] + (bias ? to_float(bias[n]) : 0.0f) + (ADD ? to_float(y[m * ldy + n]) : 0.0f));
 }
 
-template <class T, class Y, int AHEAD>
+template <class T, class Y, int AHEAD, bool ADD>
 inline void dot_block(const T* x, long ldx, long mr, const T* w, long nr, long K, Y* y, long ldy, const T* bias) {
-#define CASE(M_, N_) if (mr == M_ && nr == N_) return dot_tile<T, Y, M_, N_, AHEAD>(x, ldx, w, K, y, ldy, bias);
+#define CASE(M_, N_) if (mr == M_ && nr == N_) return dot_tile<T, Y, M_, N_, AHEAD, ADD>(x, ldx, w, K, y, ldy, bias);
   CASE(4, 4) CASE(1, 4) CASE(2, 4) CASE(3, 4)
   CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(2, 1) CASE(2, 2) CASE(2, 3)
   CASE(3, 1) CASE(3, 2) CASE(3, 3) CASE(4, 1) CASE(4, 2) CASE(4, 3)
 #undef CASE
 }
 
-template <class T, class Y>
+template <class T, class Y, bool ADD = false>
 void nt_dot(const T* x, long ldx, const T* w, Y* y, long ldy, const T* bias, long M, long N, long K) {
   constexpr long ROWS = 64;  // rows of x held in L2 while a block of w passes by
   const long tiles = (N + TILE - 1) / TILE;
@@ -117,9 +118,9 @@ void nt_dot(const T* x, long ldx, const T* w, Y* y, long ldy, const T* bias, lon
         const long n = t * TILE, nr = std::min(TILE, N - n), m1 = std::min(m0 + ROWS, M);
         const T* b = bias ? bias + n : nullptr;
         // The first tile of rows fetches the columns that come next: memory and arithmetic overlap.
-        dot_block<T, Y, FETCH>(x + m0 * ldx, ldx, std::min(TILE, m1 - m0), w + n * K, nr, K, y + m0 * ldy + n, ldy, b);
+        dot_block<T, Y, FETCH, ADD>(x + m0 * ldx, ldx, std::min(TILE, m1 - m0), w + n * K, nr, K, y + m0 * ldy + n, ldy, b);
         for (long m = m0 + TILE; m < m1; m += TILE)
-          dot_block<T, Y, 0>(x + m * ldx, ldx, std::min(TILE, m1 - m), w + n * K, nr, K, y + m * ldy + n, ldy, b);
+          dot_block<T, Y, 0, ADD>(x + m * ldx, ldx, std::min(TILE, m1 - m), w + n * K, nr, K, y + m * ldy + n, ldy, b);
       }
   }
 }
@@ -147,7 +148,7 @@ inline void panel_tile(const bf16* x, long ldx, const bf16* panel, long pairs, v
   }
 }
 
-template <int MR, class Y>
+template <int MR, bool ADD, class Y>
 inline void panel_rows(const bf16* x, long ldx, const bf16* panel, long pairs, Y* y, long ldy, long cols,
                        const bf16* bias, float* sums, bool first, bool final) {
   v16f acc[MR][4];
@@ -158,10 +159,14 @@ inline void panel_rows(const bf16* x, long ldx, const bf16* panel, long pairs, Y
     if (!final) {
       for (int j = 0; j < 4; j++) store16(sums + m * PANEL + j * 16, acc[m][j]);
     } else if (cols == PANEL && !bias) {
-      for (int j = 0; j < 4; j++) store16(y + m * ldy + j * 16, acc[m][j]);
+      for (int j = 0; j < 4; j++) {
+        Y* to = y + m * ldy + j * 16;
+        store16(to, ADD ? acc[m][j] + load16(to) : acc[m][j]);
+      }
     } else {
       for (long c = 0; c < cols; c++)
-        store1(y + m * ldy + c, acc[m][c / 16][c % 16] + (bias ? to_float(bias[c]) : 0.0f));
+        store1(y + m * ldy + c, acc[m][c / 16][c % 16] + (bias ? to_float(bias[c]) : 0.0f) +
+                                    (ADD ? to_float(y[m * ldy + c]) : 0.0f));
     }
   }
 }
@@ -238,7 +243,7 @@ inline void pack_nn(const bf16* w, long K, long k, long cols, long n, long depth
 }
 
 // y[M, C] = x[M, S] B, where pack(c, cols, s, depth, out) yields panels of B.
-template <class Y, class Pack>
+template <bool ADD, class Y, class Pack>
 void panels(const bf16* x, long ldx, Y* y, long ldy, const bf16* bias, long M, long S, long C, Pack pack) {
   constexpr long DEPTH = 768, ROWS = 192;
   const long blocks = (C + PANEL - 1) / PANEL;
@@ -262,12 +267,12 @@ void panels(const bf16* x, long ldx, Y* y, long ldy, const bf16* bias, long M, l
           const bf16* bs = bias ? bias + c : nullptr;
           const bool start = s == 0, final = s + depth == S;
           switch (std::min(MROWS, M - m)) {
-            case 6: panel_rows<6>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
-            case 5: panel_rows<5>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
-            case 4: panel_rows<4>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
-            case 3: panel_rows<3>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
-            case 2: panel_rows<2>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
-            default: panel_rows<1>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final);
+            case 6: panel_rows<6, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
+            case 5: panel_rows<5, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
+            case 4: panel_rows<4, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
+            case 3: panel_rows<3, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
+            case 2: panel_rows<2, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
+            default: panel_rows<1, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final);
           }
         }
       }
@@ -286,16 +291,17 @@ void nt_f32(const float* x, long ldx, const float* w, float* y, long ldy, const 
 
 #if defined(__AVX512BF16__)
 constexpr long PANEL_FROM = 16;  // rows from which packing pays
+constexpr long PANEL_COLUMNS = 40;  // fewer would leave most of a panel empty (the A of an adapter)
 // An odd K would let a pair read past the row of x.
 #define NT_BF16(NAME, Y)                                                                                        \
   void NAME(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, const bf16* bias, long M, long N, long K) { \
-    if (M < PANEL_FROM || K % 2) return nt_dot(x, ldx, w, y, ldy, bias, M, N, K);                               \
-    panels(x, ldx, y, ldy, bias, M, K, N,                                                                       \
+    if (M < PANEL_FROM || N < PANEL_COLUMNS || K % 2) return nt_dot(x, ldx, w, y, ldy, bias, M, N, K);                               \
+    panels<false>(x, ldx, y, ldy, bias, M, K, N,                                                                       \
            [=](long c, long cols, long s, long depth, bf16* out) { pack_nt(w, K, c, cols, s, depth, out); });   \
   }
 #define NN_BF16(NAME, Y)                                                                                        \
   void NAME(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, long M, long N, long K) {                   \
-    panels(x, ldx, y, ldy, nullptr, M, N, K,                                                                    \
+    panels<false>(x, ldx, y, ldy, nullptr, M, N, K,                                                                    \
            [=](long c, long cols, long s, long depth, bf16* out) { pack_nn(w, K, c, cols, s, depth, out); });   \
   }
 #else
@@ -309,7 +315,16 @@ NT_BF16(nt_bf16, bf16)
 NT_BF16(nt_bf16_f32, float)
 NN_BF16(nn_bf16, bf16)
 NN_BF16(nn_bf16_f32, float)
-void nt_dot_bf16(const bf16* x, long ldx, const bf16* w, bf16* y, long ldy, long M, long N, long K) {
-  nt_dot(x, ldx, w, y, ldy, (const bf16*)nullptr, M, N, K);
+// y += x w^T: the second product of a low-rank adapter.
+void nt_add_f32(const float* x, const float* w, float* y, long ldy, long M, long N, long K) {
+  nt_dot<float, float, true>(x, K, w, y, ldy, nullptr, M, N, K);
+}
+void nt_add_bf16(const bf16* x, const bf16* w, bf16* y, long ldy, long M, long N, long K) {
+#if defined(__AVX512BF16__)
+  if (M >= PANEL_FROM && K % 2 == 0)
+    return panels<true>(x, K, y, ldy, (const bf16*)nullptr, M, K, N,
+                        [=](long c, long cols, long s, long depth, bf16* out) { pack_nt(w, K, c, cols, s, depth, out); });
+#endif
+  nt_dot<bf16, bf16, true>(x, K, w, y, ldy, nullptr, M, N, K);
 }
 }

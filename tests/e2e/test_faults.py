@@ -1,0 +1,410 @@
+"""Faults injected into real runs of the packaged model: each ends in recovery or in a named error, bounded in
+time, with nothing lost, nothing scored 0, and a resumed run that equals an undisturbed one bit for bit.
+
+A run that is to be hurt is a process of its own. ``LAUNCHER`` starts the command line in it and listens to
+Python's audit events: at the moment that a test names (the n-th opening of a file, a rename) it kills the
+process or fills its disk, so every fault strikes at the same place every time. docs/faults.md is the table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.cli.app import main
+from ostinato.run import JsonlZst
+
+LIMIT_S = 60
+SAVED = re.compile(r"what was saved is in (\S+), to go on: ostinato resume \1")
+
+# python -c LAUNCHER '["open", "/metrics.jsonl", 3, "kill"]' train recipe.toml ...
+LAUNCHER = """
+import json, os, resource, signal, sys
+
+event, wanted, left, action = json.loads(sys.argv[1])
+
+def strike(path):
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    size = os.path.getsize(path) if os.path.exists(path) else 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, resource.RLIM_INFINITY))  # 20 bytes, then EFBIG
+
+def hook(name, arguments):
+    global left
+    paths = [str(value) for value in arguments if isinstance(value, str | os.PathLike)]
+    if name == event and (hit := [path for path in paths if wanted in path + "$"]):
+        left -= 1
+        if left == 0:
+            strike(hit[0])
+
+sys.addaudithook(hook)
+from ostinato.cli.app import main
+main(sys.argv[2:])
+"""
+
+# The n-th group that is graded, counted over all processes of a run, meets the fault that faults.json names.
+REWARD = """
+import ctypes, json, os, signal, time
+from pathlib import Path
+
+def graded(completions, **columns):
+    texts = [completion[-1]["content"] for completion in completions]
+    fault = None if len(texts) == 2 else next_fault()  # two empty texts are the check before work starts
+    scores = [text.count("1") / (1 + len(text)) for text in texts]
+    return scores if fault is None else globals()[fault](scores)
+
+def next_fault():
+    with open("workers", "a") as file:
+        file.write(f"{os.getpid()} ")
+    plan = Path("faults.json")
+    number = len(Path("workers").read_text().split())
+    return json.loads(plan.read_text()).get(str(number)) if plan.exists() else None
+
+def sleeps(scores):
+    time.sleep(60)
+
+def hangs_in_c(scores):
+    ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock: no thread of Python runs meanwhile
+
+def raises(scores):
+    raise KeyError("a column that is not there")
+
+def nan(scores):
+    return [float("nan"), *scores[1:]]
+
+def dies(scores):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+RECIPE = """
+[adapter]
+rank = 4
+alpha = 8.0
+targets = ["attn", "experts"]
+[task]
+n_train = 32
+[reward]
+functions = ["reward.py:graded"]
+timeout_s = 30
+[rollout]
+prompts_per_step = 3
+group_size = 4
+max_tokens = 8
+[trainer]
+steps = 5
+lr = 1e-3
+checkpoint_every = 2
+[eval]
+n = 2
+every = 0
+[log]
+trajectories_every = 1
+"""
+GROUPS_PER_STEP, GROUP_SIZE, EVAL_GROUPS, STEPS = 3, 4, 2, 5
+
+
+class Place:
+    """A working directory with one recipe, its reward and at most one run."""
+
+    def __init__(self, path: Path, faults: dict[int, str] | None = None) -> None:
+        self.path = path
+        (path / "reward.py").write_text(REWARD)
+        (path / "tiny.toml").write_text(RECIPE)
+        if faults is not None:
+            (path / "faults.json").write_text(json.dumps(faults))
+
+    @property
+    def run(self) -> Path:
+        (folder,) = (self.path / "runs").iterdir()
+        return folder
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / name).read_text().splitlines()]
+
+    @contextmanager
+    def training(self, *overrides: str, fault: tuple[str, str, int, str] | None = None) -> Iterator[Any]:
+        """``ostinato train`` as a process of its own, which does not outlive the block."""
+        arguments = [sys.executable, "-c", LAUNCHER, json.dumps(fault or ("", "", 0, ""))]
+        process = subprocess.Popen(
+            [*arguments, "train", "tiny.toml", *overrides],
+            cwd=self.path,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def train(self, *overrides: str, fault: tuple[str, str, int, str] | None = None) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) of a run that meets ``fault``."""
+        with self.training(*overrides, fault=fault) as process:
+            out, error = process.communicate(timeout=LIMIT_S)
+            return process.returncode, out, error
+
+    def command(self, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+        """The exit code of a command in this process: it costs a tenth of a new one."""
+        monkeypatch.chdir(self.path)
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    place = Place(tmp_path_factory.mktemp("undisturbed"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert place.command(monkeypatch, "train", "tiny.toml") == 0
+    return place
+
+
+CLOCK = ("time/", "step_time", "tokens_per_s", "total/seconds", "seconds")
+PAID_TWICE_OR_NOT = ("rollout/from_spool", "tokens/cached", "tokens/prefilled", "flops/", "total/", "reward_w")
+
+
+def stable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what depends on the clock, or on which groups were read back instead of played again."""
+    left_out = CLOCK + PAID_TWICE_OR_NOT
+    return [{key: value for key, value in row.items() if not key.startswith(left_out)} for row in rows]
+
+
+def assert_as_if_nothing_had_happened(place: Place, undisturbed: Place) -> None:
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        assert stable(place.rows(name)) == stable(undisturbed.rows(name)), name
+    for name in ("adapter/adapter_model.safetensors", f"checkpoints/step-{STEPS:08d}/tensors.safetensors"):
+        assert (place.run / name).read_bytes() == (undisturbed.run / name).read_bytes(), name
+    samples = [list(JsonlZst(p.run / "trajectories.jsonl.zst").rows()) for p in (place, undisturbed)]
+    assert samples[0] == samples[1]
+    assert not list(place.run.glob("checkpoints/.*")), "a resumed run clears what a dead one left"
+
+
+def gone(pid: int) -> bool:
+    """Not running: no such process, or one that only waits to be reaped by whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(condition: Any, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+# --- rewards ----------------------------------------------------------------------------------------------
+
+
+def test_each_reward_fault_is_told_counted_and_survived(tmp_path: Path) -> None:
+    """One run, one fault per step: hang, hang in C, exception, NaN, killed twice in a row, killed once."""
+    first = {step: GROUPS_PER_STEP * (step - 1) + 1 for step in range(1, 8)}
+    plan = {first[2]: "sleeps", first[3]: "hangs_in_c", first[4]: "raises", first[5]: "nan"}
+    plan |= {first[6]: "dies", first[6] + 1: "dies", first[7] + 1: "dies"}  # + 1: the repeated call counts too
+    place = Place(tmp_path, plan)
+    code, out, error = place.train(
+        "trainer.steps=7", "reward.timeout_s=0.5", "eval.at_start=false", "rollout.prompts_per_step=3"
+    )
+    assert (code, "Traceback" in error) == (0, False), error
+    rows = place.rows("metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert [faults(row) for row in rows] == [
+        {},
+        {"faults/timeout": 4, "rewards/graded/timeout": 4, "reward_workers/hung": 1},
+        {"faults/timeout": 4, "rewards/graded/timeout": 4, "reward_workers/hung": 1},
+        {"faults/raised": 4, "rewards/graded/raised": 4},
+        {"faults/non_finite": 1, "rewards/graded/non_finite": 1},
+        {
+            "faults/died": 4,
+            "rewards/graded/died": 4,
+            "reward_workers/died": 2,
+            "reward_workers/retried": 1,
+        },
+        {"reward_workers/died": 1, "reward_workers/retried": 1},
+    ]
+    assert [row["rollout/no_verdict"] for row in rows] == [0, 4, 4, 4, 1, 4, 0]
+    assert [row.get("groups/dropped/too_few_verdicts", 0) for row in rows] == [0, 1, 1, 1, 0, 1, 0]
+    for row in rows:
+        assert row["tokens/trained"] + row["tokens/wasted"] == row["tokens/sampled"], "each token is somewhere"
+    told = [line.partition(" (told once")[0] for line in out.splitlines() if "(told once" in line]
+    assert told == [
+        "step 2: timeout: graded: no verdict in 0.5 s",
+        "step 4: raised: graded: KeyError: 'a column that is not there'",
+        "step 5: non_finite: graded: nan",
+        "step 6: died: graded: killed by signal 9",
+    ]
+    assert_no_fault_was_scored(place)
+
+
+def faults(row: dict[str, Any]) -> dict[str, int]:
+    named = ("timeout", "raised", "non_finite", "died", "hung", "retried", "skipped")
+    return {key: value for key, value in row.items() if key.endswith(named)}
+
+
+def assert_no_fault_was_scored(place: Place) -> None:
+    """Every sample has the score of its text, or none and the reason why."""
+    rows = list(JsonlZst(place.run / "trajectories.jsonl.zst").rows())
+    assert len(rows) == 7 * GROUPS_PER_STEP * GROUP_SIZE
+    for row in rows:
+        text = row["turns"][-1]["text"]
+        expected = None if row["reason"] else text.count("1") / (1 + len(text))
+        assert row["reward"] == pytest.approx(expected)
+    assert sum(row["reward"] is None for row in rows) == 17
+
+
+def test_a_reward_that_never_works_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(tmp_path, dict.fromkeys(range(1000), "raises"))
+    code = place.command(monkeypatch, "train", "tiny.toml", "trainer.steps=99", "eval.at_start=false")
+    printed = capsys.readouterr()
+    assert code == 1
+    assert printed.err.startswith("ostinato: 10 steps in a row had nothing to learn from; see groups/dropped")
+    assert printed.err.count("\n") == 1 and SAVED.search(printed.err)
+    assert "step 1: raised: graded: KeyError: 'a column that is not there'" in printed.out
+    assert [row["faults/raised"] for row in place.rows("metrics.jsonl")] == [12.0] * 10
+    assert [row["reward"] for row in place.rows("metrics.jsonl")] == [None] * 10
+
+
+# --- the trainer is killed --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "last_row", "last_checkpoint"),
+    [
+        pytest.param(("open", "/inflight.jsonl.zst$", 9, "kill"), 2, 2, id="while rolling out"),
+        pytest.param(("open", "/metrics.jsonl$", 3, "kill"), 2, 2, id="after training, before the report"),
+        pytest.param(("open", ".step-00000004.", 3, "kill"), 4, 2, id="inside a checkpoint"),
+        pytest.param(("os.rename", "/step-00000004$", 1, "kill"), 4, 2, id="before it gets its name"),
+    ],
+)
+def test_kill_9_then_resume_is_as_if_nothing_had_happened(
+    place: Place,
+    undisturbed: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: tuple[str, str, int, str],
+    last_row: int,
+    last_checkpoint: int,
+) -> None:
+    code, _, _ = place.train(fault=fault)
+    assert code == -signal.SIGKILL
+    assert place.rows("metrics.jsonl")[-1]["step"] == last_row
+    assert max(path.name for path in place.run.glob("checkpoints/step-*")) == f"step-{last_checkpoint:08d}"
+    workers = {int(pid) for pid in (place.path / "workers").read_text().split()}
+    assert wait_until(lambda: all(gone(pid) for pid in workers), 10), "a reward worker outlived its trainer"
+    assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    assert_as_if_nothing_had_happened(place, undisturbed)
+    if "inflight" in fault[1]:
+        read_back = [row["rollout/from_spool"] for row in place.rows("metrics.jsonl")]
+        assert read_back == [0, 0, 1, 0, 0], "the group that was graded before the kill is not played again"
+
+
+# --- the disk is full -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "named", "last_checkpoint"),
+    [
+        pytest.param(
+            ("tempfile.mkdtemp", ".step-00000004.", 1, "fill"),
+            r"checkpoint \S+/step-00000004 could not be written \(.*File too large.*\); free disk space: "
+            r"the last good one is \S+/step-00000002",
+            2,
+            id="checkpoint",
+        ),
+        pytest.param(
+            ("open", "/metrics.jsonl$", 3, "fill"), r"File too large: '\S+/metrics\.jsonl'", 2, id="metrics"
+        ),
+        pytest.param(
+            ("open", "/inflight.jsonl.zst$", 9, "fill"),
+            r"File too large: '\S+/inflight\.jsonl\.zst'",
+            2,
+            id="rollouts in flight",
+        ),
+        pytest.param(
+            ("tempfile.mkstemp", "adapter/.ostinato_adapter", 1, "fill"),
+            r"adapter/ostinato_adapter\.safetensors could not be written \(.*File too large.*\)",
+            5,
+            id="adapter",
+        ),
+    ],
+)
+def test_a_full_disk_is_named_and_the_last_checkpoint_goes_on(
+    place: Place,
+    undisturbed: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: tuple[str, str, int, str],
+    named: str,
+    last_checkpoint: int,
+) -> None:
+    code, _, error = place.train(fault=fault)
+    assert code == 1
+    assert error.startswith("ostinato: ") and error.count("\n") == 1
+    assert re.search(named, error) and SAVED.search(error)
+    assert max(path.name for path in place.run.glob("checkpoints/step-*")) == f"step-{last_checkpoint:08d}"
+    assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    assert_as_if_nothing_had_happened(place, undisturbed)
+
+
+# --- a person or a scheduler wants it to stop ---------------------------------------------------------------
+
+
+def test_sigterm_finishes_the_step_and_saves(
+    place: Place, undisturbed: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place.training() as process:
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                process.send_signal(signal.SIGTERM)
+                break
+        out = process.stdout.read()
+        assert process.wait(LIMIT_S) == 143
+    done = place.rows("metrics.jsonl")[-1]["step"]
+    assert f"terminated after step {done}; to go on: ostinato resume {place.run.relative_to(place.path)}" in out
+    assert (place.run / f"checkpoints/step-{done:08d}").is_dir() and done < STEPS
+    assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    assert_as_if_nothing_had_happened(place, undisturbed)
+
+
+def test_ctrl_c_twice_ends_a_hanging_run_at_once(
+    tmp_path: Path, undisturbed: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward hangs in the second step, for longer than the test would wait; the first Ctrl-C asks to finish
+    that step, the second ends it. Steps and groups that were done come from the spool afterwards."""
+    hanging = EVAL_GROUPS + GROUPS_PER_STEP + 2
+    place = Place(tmp_path, {hanging: "hangs_in_c"})
+    with place.training() as process:
+        graded = place.path / "workers"
+        assert wait_until(lambda: graded.exists() and len(graded.read_text().split()) == hanging, LIMIT_S)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        stopped = time.monotonic()
+        _, error = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 130
+        assert time.monotonic() - stopped < 10, "less than the reward's limit of 30 s"
+    assert error.startswith("ostinato: stopped at once; ") and error.count("\n") == 1 and SAVED.search(error)
+    assert [row["step"] for row in place.rows("metrics.jsonl")] == [1]
+    assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    assert_as_if_nothing_had_happened(place, undisturbed)
+    assert [row["rollout/from_spool"] for row in place.rows("metrics.jsonl")] == [3, 1, 0, 0, 0]
