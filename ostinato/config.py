@@ -68,6 +68,7 @@ class RewardSection(Section):
 
     functions: Names = ("exact",)
     weights: Floats = ()  # empty: 1 each
+    solved_at: float | Literal["full"] = "full"  # the reward of a solved answer; full: all positive weights
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per group and function
     workers: Positive = 1
 
@@ -93,6 +94,13 @@ class RolloutSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Share = 0.0
     max_tokens: Positive = 64  # per turn
+    stop: Names = ()  # strings that end an answer, beside the model's own stop tokens
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutSection:
+        if "" in self.stop:
+            raise ValueError("rollout.stop has an empty string, which ends every answer; remove it")
+        return self
 
 
 class AlgoSection(Section):
@@ -305,6 +313,11 @@ _MENDS = {
     "finite_number": "use a finite number",
 }
 
+_UNIONS = {
+    "engine.threads": 'use "auto" or a whole number of 1 or more',
+    "reward.solved_at": 'use "full" or a number',
+}
+
 
 def explain(error: ValidationError) -> str:
     """The first fault in one sentence: field, value, mend. The number of other faults follows in brackets."""
@@ -322,8 +335,8 @@ def _sentence(fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         return _unknown_key(loc)
     field = _dotted(loc)
-    if field == "engine.threads":  # a union: pydantic reports each branch by itself
-        mend = 'use "auto" or a whole number of 1 or more'
+    if field in _UNIONS:  # pydantic reports each branch by itself
+        mend = _UNIONS[field]
     elif fault["type"] == "literal_error":
         mend = f"use one of {fault['ctx']['expected'].replace(' or ', ', ')}"
     else:

@@ -151,7 +151,8 @@ def mismatch_metrics(parts: Sequence[Mismatch]) -> dict[str, float]:
         "sampling/importance_sampling_ratio/mean": total["ratio"] / count,
         "sampling/importance_sampling_ratio/max": highest["ratio"],
         "sampling/importance_sampling_ratio/min": -highest["-ratio"],
-        "sampling/ess": total["ratio"] ** 2 / (count * total["ratio_squared"]),
+        # by Cauchy and Schwarz at most 1, but for the rounding of the sums
+        "sampling/ess": min(1.0, total["ratio"] ** 2 / (count * total["ratio_squared"])),
     }
     metrics |= {f"sampling/kl_{name}": total[name] / count for name in ("k1", "k2", "k3")}
     shares = [name for name in total if name.startswith("tail_") or name in ("masked", "truncated")]

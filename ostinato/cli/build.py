@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ostinato.algo.advantages import check_group_size
-from ostinato.algo.algorithms import Algorithm, algorithm
+from ostinato.algo.algorithms import Algorithm, Loss, algorithm
 from ostinato.cli.models import Policy, adapter_spec, load_decoder, newest_checkpoint
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
@@ -230,6 +230,7 @@ def new_stage(prepared: Prepared, engine: Engine, grader: Grader) -> Stage:
             min_p=recipe.rollout.min_p,
             max_tokens=recipe.rollout.max_tokens,
             stop_tokens=prepared.renderer.stop_tokens,
+            stop_strings=recipe.rollout.stop,
         ),
         context_limit=prepared.decoder.config.max_positions,
     )
@@ -252,6 +253,7 @@ def new_evaluation(prepared: Prepared) -> Evaluation:
             temperature=recipe.eval.temperature,
             max_tokens=recipe.rollout.max_tokens,
             stop_tokens=prepared.renderer.stop_tokens,
+            stop_strings=recipe.rollout.stop,
         ),
         samples=recipe.eval.k,
         k=recipe.eval.k,
@@ -261,7 +263,10 @@ def new_evaluation(prepared: Prepared) -> Evaluation:
 
 
 def solved_at(recipe: Recipe) -> float:
-    """The reward from which an answer is solved: full marks of every function with a positive weight."""
+    """The reward from which an answer is solved: the recipe's own, or full marks of every function with a
+    positive weight."""
+    if recipe.reward.solved_at != "full":
+        return recipe.reward.solved_at - 1e-6
     weights = recipe.reward.weights or (1.0,) * len(recipe.reward.functions)
     return sum(weight for weight in weights if weight > 0) - 1e-6
 
@@ -273,6 +278,7 @@ def new_plan(recipe: Recipe, config: ModelConfig) -> Plan:
         group_size=recipe.rollout.group_size,
         answer_tokens=recipe.rollout.max_tokens * recipe.task.max_turns,
         tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
+        minibatches=recipe.trainer.minibatches,
         seed=recipe.seed,
         solved_at=solved_at(recipe),
         eval_every=recipe.eval.every,
@@ -359,6 +365,23 @@ def introduction(prepared: Prepared, adapters: Adapters | None) -> Iterator[str]
     yield f"algorithm    {chosen.name}" + (f" with your {yours}" if yours else "")
     train, held_out = len(prepared.train_prompts), len(prepared.eval_prompts)
     yield f"tasks        {recipe.task.source}: {train} to train on, {held_out} held out"
+    yield from (f"note         {caveat}" for caveat in caveats(recipe, chosen))
+
+
+def caveats(recipe: Recipe, chosen: Algorithm) -> Iterator[str]:
+    """What is allowed and is not exact, one sentence each."""
+    rollout = recipe.rollout
+    filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
+    if used := " and ".join(f"rollout.{name}" for name, on in filters.items() if on):
+        yield (
+            f"{used} cut what is sampled from, and the trainer scores the whole vocabulary: the ratio of "
+            "trainer to sampler begins below 1 and can be clipped; see sampling/* in the metrics"
+        )
+    if chosen.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:
+        yield (
+            f"algo.loss '{chosen.loss}' has no ratio, so the trainer.minibatches "
+            "after the first one learn off-policy without a correction"
+        )
 
 
 def save_refused(folder: Path) -> Callable[[Microbatch], None]:

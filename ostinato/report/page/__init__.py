@@ -72,7 +72,11 @@ def _sample_index(data: RunData, samples: Samples) -> dict[str, Any]:
 
 
 def solved_at(data: RunData) -> float:
-    """The reward from which an answer counts as solved: full marks of every function of positive weight."""
+    """The reward from which an answer counts as solved, by default full marks of every function of positive
+    weight."""
+    asked = data.setting("reward.solved_at", "full")
+    if isinstance(asked, int | float):
+        return asked - 1e-6
     functions = data.setting("reward.functions", ("",))
     weights = data.setting("reward.weights") or [1.0] * len(functions)
     return sum(weight for weight in weights if weight > 0) - 1e-6
