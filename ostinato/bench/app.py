@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ostinato.engine import threads
+
 app = typer.Typer(
     name="bench", help="Measure this machine, ours and the peers side by side.", no_args_is_help=True
 )
@@ -50,6 +52,7 @@ def rollouts(
         vllm_python=vllm_python,
         transformers_python=None if quick else transformers_python or None,
     )
+    threads.configure_early("auto", say=_say)
     _tell(bench.run(plan, _say), bench.table, json_file)
 
 
@@ -67,6 +70,7 @@ def train(
     plan = bench.Plan(
         folder=_folder(model), model=model, dtype=dtype, trl_python=trl_python, rounds=1 if quick else 3
     )
+    threads.configure_early("auto", say=_say)
     _tell(bench.run(plan, _say), bench.table, json_file)
 
 

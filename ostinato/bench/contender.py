@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ostinato.bench.settings import environment
+
 
 class ContenderFailed(Exception):
     """One sentence: who, in what, and the end of what it said."""
@@ -36,7 +38,7 @@ class Contender:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, **(environ or {})},
+                env=environment(environ or {}),
                 start_new_session=True,
             )
         self._pending = b""

@@ -1,7 +1,7 @@
 """Our engine, and the roofline of its matrix products, as a contender of ``bench rollouts``.
 
 argv: model folder, dtype, context length. Tasks as in ``peers/vllm_rollouts.py``, and {"roofline": batch} for
-the seconds that the matrix products of one decode step take by themselves.
+the seconds that the matrix products of one decode step, and the drawing of its tokens, take by themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from ostinato.bench.contender import serve
 from ostinato.engine.local import LocalEngine
+from ostinato.engine.sampler import Settings, sample
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.native import BuildError, Kernels, load
@@ -38,7 +39,11 @@ def main() -> None:
     def answer(task: dict[str, Any]) -> dict[str, float]:
         nonlocal version
         if "roofline" in task:
-            return {"seconds": roofline_s(decoder, kernels, task["roofline"])}
+            batch = task["roofline"]
+            return {
+                "seconds": roofline_s(decoder, kernels, batch),
+                "sampling_s": sampling_s(decoder, kernels, batch),
+            }
         version += 1
         engine.publish(None, version)  # empties the prefix tree: no prompt is found from the task before
         return rollout(engine, task)
@@ -64,8 +69,9 @@ def rollout(engine: LocalEngine, task: dict[str, Any]) -> dict[str, float]:
 def roofline_s(decoder: Decoder, kernels: Kernels | None, batch: int, rounds: int = 5) -> float:
     """Seconds of the matrix products of one decode step, nothing else: every weight once, in the model's
     order, by whichever of torch and ours is faster (median of ``rounds`` each, alternating)."""
-    weights = [p for name, p in decoder.named_parameters() if p.dim() == 2 and p is not decoder.embed]
-    weights.append(decoder.head_weight)
+    tables = (decoder.embed, decoder.head_weight)  # a lookup, and the last product
+    matrices = [p for p in decoder.parameters() if p.dim() == 2 and all(p is not table for table in tables)]
+    weights: list[torch.Tensor] = [*matrices, decoder.head_weight]
     inputs = {w.shape[1]: torch.randn(batch, w.shape[1]).to(decoder.dtype) for w in weights}
     linears = [torch.nn.functional.linear] + ([kernels.ops.linear] if kernels else [])
     times: list[list[float]] = [[] for _ in linears]
@@ -77,6 +83,18 @@ def roofline_s(decoder: Decoder, kernels: Kernels | None, batch: int, rounds: in
                     linear(inputs[weight.shape[1]], weight)
                 times[index].append(time.perf_counter() - start)
     return min(statistics.median(run[1:]) for run in times)
+
+
+def sampling_s(decoder: Decoder, kernels: Kernels | None, batch: int, rounds: int = 5) -> float:
+    """Seconds to draw one token for every row from logits over the model's vocabulary, at temperature 1."""
+    logits = 3 * torch.randn(batch, decoder.config.vocab_size)
+    settings, u = Settings.of([Sampling()] * batch), np.random.default_rng(0).random(batch)
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        sample(logits, settings, u, kernels)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ roofline.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import tempfile
@@ -17,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.bench.contender import Contender
-from ostinato.bench.settings import torch_threads, vllm_threads
-from ostinato.engine.threads import logical_cores
+from ostinato.bench.settings import our_threads, torch_threads, vllm_threads
 
 PROMPT_TOKENS = 32
 _PEERS = Path(__file__).parent / "peers"
@@ -74,7 +72,8 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> dict[str, Any]:
 def _measure(
     plan: Plan, contenders: Mapping[str, Contender], say: Callable[[str], None]
 ) -> dict[tuple[str, int], list[float]]:
-    """Tokens per second of (contender, batch), one number a round; "roofline" beside them."""
+    """Tokens per second of (contender, batch), one number a round; "roofline" and "sampling" beside them are
+    the matrix products and the drawing of tokens by themselves."""
     times: dict[tuple[str, int], list[float]] = {}
     for batch in plan.batches:
         for round_ in range(plan.rounds + 1):
@@ -82,9 +81,10 @@ def _measure(
                 answer = contender.ask(**_task(plan, batch, round_))
                 if round_:  # the first is a warm-up
                     times.setdefault((name, batch), []).append(answer["tokens"] / answer["seconds"])
-            seconds = contenders["ostinato"].ask(roofline=batch)["seconds"]
+            parts = contenders["ostinato"].ask(roofline=batch)
             if round_:
-                times.setdefault(("roofline", batch), []).append(batch / seconds)
+                times.setdefault(("roofline", batch), []).append(batch / parts["seconds"])
+                times.setdefault(("sampling", batch), []).append(batch / parts["sampling_s"])
         line = ", ".join(f"{name} {statistics.median(v):.0f}" for (name, b), v in times.items() if b == batch)
         say(f"batch {batch}: {line} tokens/s (medians of {plan.rounds})")
     return times
@@ -112,17 +112,18 @@ def _summary(
             "label": contenders[name].label if name in contenders else "matrix products only",
         }
         for (name, batch), values in times.items()
+        if name != "sampling"
     ]
     ratios = {
         f"{name}@{batch}": round(medians["ostinato", batch] / value, 3)
         for (name, batch), value in medians.items()
-        if name != "ostinato"
+        if name not in ("ostinato", "sampling")
     }
-    return {"results": results, "ratios": ratios}
+    shares = {str(b): round(medians["ostinato", b] / medians["sampling", b], 4) for b in plan.batches}
+    return {"results": results, "ratios": ratios, "sampling_share_of_a_step": shares}
 
 
 def _ours(plan: Plan, context: int, logs: Path) -> Contender:
-    threads = os.environ.get("OMP_NUM_THREADS") or str(logical_cores())
     command = [
         sys.executable,
         "-m",
@@ -130,7 +131,7 @@ def _ours(plan: Plan, context: int, logs: Path) -> Contender:
         str(plan.folder),
         plan.dtype,
         str(context),
-        threads,
+        str(our_threads()),
     ]
     return Contender("ostinato", command, logs / "ostinato.log")
 
@@ -168,4 +169,8 @@ def table(result: Mapping[str, Any]) -> str:
             f"{row['engine']:14} {row['batch']:5} {row['tokens_per_s']:9.0f} "
             + (f"{ratio:8.2f}x" if ratio else "")
         )
+    shares = ", ".join(
+        f"{share:.1%} at {batch}" for batch, share in result["sampling_share_of_a_step"].items()
+    )
+    lines.append(f"drawing the tokens takes {shares} of a step")
     return "\n".join(lines)

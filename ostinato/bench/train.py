@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.bench.contender import ContenderFailed
-from ostinato.bench.settings import torch_threads
-from ostinato.engine.threads import logical_cores
+from ostinato.bench.settings import environment, our_threads, torch_threads
 
 _PEERS = Path(__file__).parent / "peers"
 RUN_LIMIT_S = 1200.0
@@ -38,7 +36,7 @@ class Plan:
     new_tokens: int = 64
     rounds: int = 3  # runs of each, alternating
     steps: int = 4  # of a run; the first warms up
-    tokens_per_microbatch: int = 1024
+    tokens_per_microbatch: int = 576  # a group: prompt 30, 8 x 63 rows
     trl_python: str | None = None
 
 
@@ -118,7 +116,10 @@ def _best_trl(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _ours(plan: Plan) -> dict[str, Any]:
-    task = _task(plan) | {"tokens_per_microbatch": plan.tokens_per_microbatch, "threads": logical_cores()}
+    task = _task(plan) | {
+        "tokens_per_microbatch": plan.tokens_per_microbatch,
+        "threads": our_threads(),
+    }
     return _run("ostinato", [sys.executable, "-m", "ostinato.bench.train_worker", json.dumps(task)], {})
 
 
@@ -147,7 +148,7 @@ def _run(name: str, command: Sequence[str], environ: Mapping[str, str]) -> dict[
     """Run one contender to its end; its only line of output is its answer."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=RUN_LIMIT_S, env={**os.environ, **environ}
+            command, capture_output=True, text=True, timeout=RUN_LIMIT_S, env=environment(environ)
         )
     except subprocess.TimeoutExpired:
         raise ContenderFailed(f"{name} took longer than {RUN_LIMIT_S:.0f} s") from None
