@@ -47,9 +47,9 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(
-                f"sampling.temperature is {self.temperature}; use 0 (greedy) or a positive number"
+        if not (self.temperature == 0 or 1e-4 <= self.temperature < float("inf")):
+            raise ValueError(  # below, logits divided by it leave what fp32 can hold
+                f"sampling.temperature is {self.temperature}; use 0 (greedy) or a number from 0.0001"
             )
         if self.top_k < 0:
             raise ValueError(f"sampling.top_k is {self.top_k}; use 0 (off) or a positive integer")

@@ -80,11 +80,13 @@ def cispo(
     """CISPO: -sg(min(rho, ratio_cap)) A log p (MiniMax-M1, arXiv 2506.13585; ScaleRL, 2510.13786, eq. 4).
 
     ``ratio_cap`` is the absolute cap (TRL's convention for this loss; verl's is cap - 1). A capped token
-    keeps its gradient with a bounded weight; there is no lower clip and none is dropped.
+    keeps its gradient with a bounded weight; there is no lower clip and none is dropped. As in TRL,
+    ``cispo_clip_ratio`` counts the capped tokens of positive advantage.
     """
     ratio = bounded_exp(new_logprobs - old_logprobs).detach()
     token_loss = -ratio.clamp(max=ratio_cap) * advantages * new_logprobs
-    return _terms(token_loss, weights, correction, {"clip_ratio/cap_mean": ratio > ratio_cap})
+    capped = (ratio > ratio_cap) & (advantages > 0)
+    return _terms(token_loss, weights, correction, {"cispo_clip_ratio": capped})
 
 
 def reinforce(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +54,7 @@ def rollouts(
         transformers_python=None if quick else transformers_python or None,
     )
     threads.configure_early("auto", say=_say)
-    _tell(bench.run(plan, _say), bench.table, json_file)
+    _tell(lambda: bench.run(plan, _say), bench.table, json_file)
 
 
 @app.command()
@@ -71,7 +72,7 @@ def train(
         folder=_folder(model), model=model, dtype=dtype, trl_python=trl_python, rounds=1 if quick else 3
     )
     threads.configure_early("auto", say=_say)
-    _tell(bench.run(plan, _say), bench.table, json_file)
+    _tell(lambda: bench.run(plan, _say), bench.table, json_file)
 
 
 def _folder(model: str) -> Path:
@@ -84,7 +85,14 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _tell(result: dict[str, Any], table: Any, json_file: Path | None) -> None:
+def _tell(measure: Callable[[], dict[str, Any]], table: Any, json_file: Path | None) -> None:
+    from ostinato.bench.contender import ContenderFailed
+
+    try:
+        result = measure()
+    except ContenderFailed as error:
+        _say(f"ostinato: {error}")
+        raise typer.Exit(1) from None
     if json_file is not None and str(json_file) == "-":
         print(json.dumps(result, indent=1))
         return

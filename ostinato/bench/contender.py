@@ -42,7 +42,11 @@ class Contender:
                 start_new_session=True,
             )
         self._pending = b""
-        self.label = str(self._answer()["ready"])
+        try:
+            self.label = str(self._answer()["ready"])
+        except BaseException:  # Ctrl-C too: in a session of its own it would outlive us
+            self.close(patience_s=0)
+            raise
 
     def __enter__(self) -> Contender:
         return self
@@ -60,15 +64,18 @@ class Contender:
             raise self._failed("ended") from None
         return self._answer()
 
-    def close(self) -> None:
+    def close(self, patience_s: float = 5.0) -> None:
         """End it, politely first, and everything that it has started."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # what an ended process was still to read
+            self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=patience_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
         self._process.wait(timeout=30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -77,14 +84,16 @@ class Contender:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._pending:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self.close()
                     raise self._failed(f"gave no answer in {self._limit_s:.0f} s")
                 read = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not read:
                     raise self._failed("ended")
                 self._pending += read
         line, _, self._pending = self._pending.partition(b"\n")
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except ValueError:
+            raise self._failed("answered what is no JSON") from None
 
     def _failed(self, what: str) -> ContenderFailed:
         last = self._log.read_text(errors="replace").strip().splitlines()[-1:] or ["nothing"]

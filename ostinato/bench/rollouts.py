@@ -4,6 +4,7 @@ roofline.
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import tempfile
@@ -92,7 +93,10 @@ def _measure(
 
 def _task(plan: Plan, batch: int, seed: int) -> dict[str, Any]:
     """Distinct random prompts: nothing to share, for anybody."""
-    prompts = np.random.default_rng(1000 * batch + seed).integers(100, 40000, (batch, PROMPT_TOKENS))
+    vocab = min(40000, json.loads((plan.folder / "config.json").read_text())["vocab_size"])
+    prompts = np.random.default_rng(1000 * batch + seed).integers(
+        min(100, vocab // 2), vocab, (batch, PROMPT_TOKENS)
+    )
     return {"prompts": prompts.tolist(), "new_tokens": plan.new_tokens, "seed": seed}
 
 

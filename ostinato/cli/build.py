@@ -379,8 +379,8 @@ def caveats(recipe: Recipe, chosen: Algorithm) -> Iterator[str]:
         )
     if chosen.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:
         yield (
-            f"algo.loss '{chosen.loss}' has no ratio, so the trainer.minibatches "
-            "after the first one learn off-policy without a correction"
+            f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
+            "all but the first learn off-policy without a correction"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 
@@ -15,22 +16,21 @@ from ostinato.engine import threads
 def evaluate(target: str, overrides: Sequence[str]) -> None:
     """Print pass@1 (and pass@k where eval.k > 1) of the last policy of a run, or of an untrained model."""
     recipe, run = recipe_of(target, *overrides)
-    console = Console()
-    threads.configure_early(recipe.engine.threads, say=console.print)
+    say = partial(Console().print, highlight=False, markup=False, soft_wrap=True)
+    threads.configure_early(recipe.engine.threads, say=say)
     from ostinato.cli import build
     from ostinato.pipeline.evaluate import evaluate as measure
 
     with build.prepare(recipe, training=False) as prepared:
         step, adapters = trained(recipe, run, prepared.decoder) if run else (0, None)
-        engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, console.print)
+        engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, say)
         engine.publish(adapters, step)
         stage = build.new_stage(prepared, engine, prepared.grader)
         row = asyncio.run(measure(stage, build.new_evaluation(prepared), step))
-    console.print(
-        f"{target} after {step} steps, {row['split']} split, {row['n']} prompts, {row['seconds']:.1f} s"
-    )
-    console.print(f"pass@1  {interval(row, 'pass@1')}")
+    say(f"{target} after {step} steps, {row['split']} split, {row['n']} prompts, {row['seconds']:.1f} s")
+    say(f"pass@1  {interval(row, 'pass@1')}")
     if row["k"] > 1:
-        console.print(f"pass@{row['k']}  {interval(row, 'pass@k')}")
+        say(f"pass@{row['k']}  {interval(row, 'pass@k')}")
     if row["excluded"]:
-        console.print(f"{row['excluded']} prompts without enough verdicts were left out")
+        why = [f"{row[key]:.0f} {key}" for key in row if key.startswith("faults/")]
+        say(f"{row['excluded']} prompts without enough verdicts were left out ({', '.join(why)})")

@@ -24,16 +24,21 @@ def export(run: Path, to: Path, *, merged: bool) -> None:
 
         export_merged(policy.decoder, policy.adapters, to, tokenizer_from=policy.folder)
     else:
-        write_policy(policy.decoder, policy.adapters, policy.folder, to)
+        write_policy(policy.decoder, policy.adapters, policy.folder, to, policy.recipe.model.path)
     print(f"wrote {to}: the policy after {policy.step} steps")
 
 
-def write_policy(decoder: Decoder, adapters: Adapters | None, base: Path, to: Path) -> None:
-    """The trained part: a PEFT adapter, or, for full-parameter training, the whole model."""
+def write_policy(decoder: Decoder, adapters: Adapters | None, base: Path, to: Path, path: str) -> None:
+    """The trained part: a PEFT adapter, or, for full-parameter training, the whole model.
+
+    ``path`` is what the recipe calls the model in ``base``. A hub name goes into the adapter as it is: the
+    cache folder behind it means nothing on another machine.
+    """
     from ostinato.model.hf import save_model
+    from ostinato.model.named import is_hub_name
     from ostinato.model.peft_io import save_peft
 
     if adapters is None:
         save_model(decoder, to, tokenizer_from=base)
     else:
-        save_peft(adapters, decoder, to, base_name=str(base))
+        save_peft(adapters, decoder, to, base_name=path if is_hub_name(path) else str(base))

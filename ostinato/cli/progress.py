@@ -119,10 +119,14 @@ def before_after(before: Row | None, after: Row) -> Table:
     for name in ("pass@1", "pass@k") if after.get("k", 1) > 1 else ("pass@1",):
         label = name.replace("k", str(after.get("k", "k")))
         old = interval(before, name) if before else "not measured"
-        table.add_row(
-            label, old, interval(after, name), f"{after[name] - before[name]:+.3f}" if before else ""
-        )
+        table.add_row(label, old, interval(after, name), _change(before, after, name))
     return table
+
+
+def _change(before: Row | None, after: Row, name: str) -> str:
+    """The gain of a score; nothing where one of the two could not be measured (None in eval.jsonl)."""
+    old, new = before and before[name], after[name]
+    return "" if old is None or new is None else f"{new - old:+.3f}"
 
 
 def _number(row: Row, name: str, form: str = ".3f") -> str:

@@ -86,7 +86,9 @@ def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Out
             with _named_failures(path):
                 loop = build.new_loop(prepared, trainer, engine, run, state, writers=writers, **callbacks)
                 finished = asyncio.run(loop.run())
-                write_policy(prepared.decoder, trainer.adapters(), prepared.folder, run.adapter)
+                write_policy(
+                    prepared.decoder, trainer.adapters(), prepared.folder, run.adapter, recipe.model.path
+                )
     rows = [row for row in run.eval.rows() if row["split"] == recipe.eval.split]
     before = next((row for row in rows if row["step"] == 0), None)
     after = rows[-1] if rows and rows[-1]["step"] else None

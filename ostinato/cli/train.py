@@ -30,7 +30,7 @@ def _finish(work: Callable[[], Outcome]) -> int:
     try:
         outcome = work()
     except KeyboardInterrupt as stop:
-        print(f"ostinato: stopped at once; {stop or 'nothing had begun'}", file=sys.stderr)
+        print(f"ostinato: stopped at once; {str(stop) or 'nothing had begun'}", file=sys.stderr)
         return SIGNAL_EXIT["interrupted"]
     console = Console()
     if outcome.after is not None:
@@ -40,6 +40,7 @@ def _finish(work: Callable[[], Outcome]) -> int:
         f"report       {write_report(RunFolder.open(outcome.folder))}", highlight=False, soft_wrap=True
     )
     if code := SIGNAL_EXIT.get(outcome.why, 0):
-        console.print(f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}")
+        line = f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
+        console.print(line, highlight=False, soft_wrap=True)
         return code
     return 0

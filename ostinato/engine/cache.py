@@ -152,14 +152,16 @@ class KVCache:
 
     def discard(self, nodes: Sequence[Node]) -> None:
         """Take back nodes that were never made ready, with all that hangs below them."""
-        for node in nodes:
+        below = list(nodes)  # a list and not a recursion: a long prompt is a deep chain
+        while below:
+            node = below.pop()
             if self._nodes.get(node.block) is not node:
-                continue  # the tree has been forgotten since
+                continue  # the tree has been forgotten since, or its parent was discarded
             assert node.parent is not None
-            self.discard(list(node.children.values()))
             del node.parent.children[node.tokens]
             del self._nodes[node.block]
             self.release([node.block])
+            below.extend(node.children.values())
 
     def forget(self) -> None:
         """Empty the tree: its content belongs to a policy that is no longer served."""

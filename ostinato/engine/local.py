@@ -134,6 +134,7 @@ class LocalEngine:
         """
         results: asyncio.Queue[tuple[int, Completion] | BaseException] = asyncio.Queue()
         mine = [self._sequence(index, request, results, on_token) for index, request in enumerate(requests)]
+        self._leave_other_loops()
         self._waiting.extend(mine)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
@@ -145,6 +146,17 @@ class LocalEngine:
                 yield result
         finally:
             self._abandon(mine)
+
+    def _leave_other_loops(self) -> None:
+        """Drop what was asked for in an event loop that has been closed; refuse to be shared by two."""
+        if self._driver is None or self._driver.done():
+            return
+        loop = self._driver.get_loop()
+        if loop.is_closed():
+            self._abandon([*self._running, *self._waiting])
+            self._driver = None
+        elif loop is not asyncio.get_running_loop():
+            raise RuntimeError("the engine is at work in another event loop; make one engine for each loop")
 
     # ---- life of a sequence
     # ----------------------------------------------------------------------------------
@@ -160,6 +172,10 @@ class LocalEngine:
         limit = min(length + sampling.max_tokens, self.context_limit)
         if length == 0:
             raise ValueError("a request has no tokens; give at least one, for example the bos token")
+        tokens, vocab = [int(t) for t in request.tokens], self.decoder.config.vocab_size
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < vocab:
+                raise ValueError(f"a prompt has the token {token}, but the model's are 0 to {vocab - 1}")
         if length >= self.context_limit:
             raise ValueError(
                 f"a prompt has {length} tokens and the context {self.context_limit}; shorten the prompt"
@@ -176,7 +192,7 @@ class LocalEngine:
             request=request,
             results=results,
             on_token=on_token,
-            tokens=[int(t) for t in request.tokens],
+            tokens=tokens,
             prompt_len=length,
             address=key(request.seed),
             limit=limit,
@@ -218,6 +234,7 @@ class LocalEngine:
         work = self._schedule()
         if not work:
             return
+        version = self.version  # a callback that publishes changes it for the next step
         hidden, routing, slots = self._forward(work)
         if self._routes is not None and routing is not None:
             self._routes[slots] = routing.to(torch.int16).cpu().numpy()
@@ -233,7 +250,7 @@ class LocalEngine:
         self.counters.steps += 1
         self.counters.prefilled += int(ends[-1]) + 1 - len(ready)
         if ready:
-            self._sample(hidden, ready)
+            self._sample(hidden, ready, version)
 
     def _admit(self) -> None:
         """Move waiting sequences to running while there is room."""
@@ -255,13 +272,11 @@ class LocalEngine:
                 break
             self._cache.share(match.blocks)
             sequence.blocks = list(match.blocks)
-            # the source may be evicted by the allocation that follows: hold it until the copy is made
+            # The source may be evicted here, even to be the target: it keeps its content until the copies are
+            # made below, before any forward.
             if match.copied:
-                self._cache.share([match.source])
-                block = self._cache.allocate()
-                self._cache.release([match.source])
-                sequence.blocks.append(block)
-                copies.append((match.source, block))
+                sequence.blocks.append(self._cache.allocate())
+                copies.append((match.source, sequence.blocks[-1]))
             while len(sequence.blocks) * BLOCK < len(sequence.tokens):
                 sequence.blocks.append(self._cache.allocate())
             sequence.computed = match.tokens
@@ -346,7 +361,7 @@ class LocalEngine:
             )
         return hidden, routing, slots
 
-    def _sample(self, hidden: torch.Tensor, ready: list[tuple[_Sequence, int]]) -> None:
+    def _sample(self, hidden: torch.Tensor, ready: list[tuple[_Sequence, int]], version: int) -> None:
         """Draw the next token of every sequence whose last row has run, and finish those that stop."""
         vocab = self.decoder.config.vocab_size
         chunk = max(1, _LOGIT_BYTES // (4 * vocab))
@@ -366,20 +381,20 @@ class LocalEngine:
             settings = Settings.of([sequence.request.sampling for sequence, _ in part])
             tokens, logprobs = sample(logits, settings, uniform(addresses, places), self._kernels)
             for (sequence, _), token, logprob in zip(part, tokens.tolist(), logprobs.tolist(), strict=True):
-                stop = self._append(sequence, token, logprob)
+                stop = self._append(sequence, token, logprob, version)
                 if stop is not None:
                     self._finish(sequence, stop)
                     finished.add(id(sequence))
         if finished:
             self._running = [s for s in self._running if id(s) not in finished]
 
-    def _append(self, sequence: _Sequence, token: int, logprob: float) -> Stop | None:
+    def _append(self, sequence: _Sequence, token: int, logprob: float, version: int) -> Stop | None:
         """Take one sampled token; the reason to stop, if it is one."""
         if token < 0:
             return Stop.ERROR
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
-        sequence.versions.append(self.version)
+        sequence.versions.append(version)
         self.counters.decoded += 1
         if sequence.on_token is not None:
             sequence.on_token(sequence.index, token)
@@ -394,8 +409,8 @@ class LocalEngine:
         """The text before the first stop string, or None when there is none."""
         assert self._decode is not None
         strings = sequence.request.sampling.stop_strings
-        # a token adds at least one character, so a new match lies within the last tokens
-        recent = max(map(len, strings)) + 4
+        # a token adds at least one byte, so a new match lies within the last tokens
+        recent = max(len(string.encode()) for string in strings) + 4
         tail = self._decode(sequence.tokens[max(sequence.prompt_len, len(sequence.tokens) - recent) :])
         if not any(string in tail for string in strings):
             return None
@@ -424,7 +439,9 @@ class LocalEngine:
             cached_tokens=sequence.cached,
             error=error,
         )
-        if sequence.version == self.version and stop is not Stop.ERROR:
+        if stop is Stop.ERROR:
+            self._cache.forget()  # its prompt is in the tree, and the numbers of it may be broken
+        elif sequence.version == self.version:
             self._cache.insert(sequence.tokens[: sequence.computed], sequence.blocks)
         self._release(sequence)
         sequence.results.put_nowait((sequence.index, completion))

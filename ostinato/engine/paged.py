@@ -36,6 +36,8 @@ class KVStore:
         """Zeros for ``blocks`` blocks; ``shape`` is the decoder's (num_kv_heads, key_dim, value_dim)."""
         heads, key_dim, value_dim = shape
         pair = key_pair(dtype)
+        if key_dim % pair:
+            raise ValueError(f"keys of an odd width ({key_dim}) cannot be cached in {dtype}; use float32")
         keys = torch.zeros(layers, blocks, heads, key_dim // pair, BLOCK, pair, dtype=dtype, device=device)
         values = torch.zeros(layers, blocks, heads, BLOCK, value_dim, dtype=dtype, device=device)
         return cls(keys, values)
@@ -104,7 +106,12 @@ class TorchPaged:
         k_all = keys[tables].permute(0, 2, 1, 4, 3, 5).flatten(4, 5).flatten(2, 3)
         v_all = values[tables].transpose(1, 2).flatten(2, 3)
         sequence = rows.sequence.long()
-        seen = torch.arange(k_all.shape[2], device=q.device) < rows.lengths.unsqueeze(1)
+        places = torch.arange(k_all.shape[2], device=q.device)
+        seen = places < rows.lengths.unsqueeze(1)
+        # What was left behind a sequence's end may be NaN, and a masked NaN is still NaN in the sum.
+        ends = rows.lengths.new_zeros(len(tables)).scatter_reduce_(0, sequence, rows.lengths, "amax")
+        beyond = (places >= ends.unsqueeze(1))[:, None, :, None]
+        k_all, v_all = k_all.masked_fill_(beyond, 0), v_all.masked_fill_(beyond, 0)
         out = F.scaled_dot_product_attention(
             q.unsqueeze(2),  # every row is a batch of its own: [T, H, 1, Dk]
             k_all[sequence],

@@ -40,7 +40,7 @@ def route(
     ``logits`` [T, E] fp32. ``bias`` [E] is DeepSeek-V3's correction, which acts on the choice only (arXiv
     2412.19437 section 2.1.2). ``given`` [T, K] replays a choice; a row of NO_EXPERT chooses natively.
     """
-    scores = logits.sigmoid() if moe.scoring == Scoring.SIGMOID else logits.softmax(dim=-1)
+    scores = _sigmoid(logits) if moe.scoring == Scoring.SIGMOID else logits.softmax(dim=-1)
     if given is None:
         ids = choose(scores.detach(), moe, bias)
     else:
@@ -54,6 +54,12 @@ def route(
         tiny = 1e-20 if moe.scoring == Scoring.SIGMOID else 0.0
         weights = weights / (weights.sum(dim=-1, keepdim=True) + tiny)
     return ids, weights if moe.scaling == 1.0 else weights * moe.scaling
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """The sigmoid, alike in every batch: torch's own rounds otherwise where a tensor is no multiple of its
+    vectors, so a token's weights would depend on how many tokens there are."""
+    return 1 / (1 + (-x.clamp(min=-80)).exp())  # below -80 the exponential overflows, and its gradient is NaN
 
 
 def choose(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:

@@ -68,5 +68,10 @@ def is_model_name(name: str) -> bool:
         name.startswith("asset:")
         or name == SMOLLM
         or (path / "config.json").is_file()
-        or (re.fullmatch(HUB_NAME, name) is not None and not path.exists() and path.suffix != ".toml")
+        or (is_hub_name(name) and path.suffix != ".toml")
     )
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``name`` is of the form owner/name and no folder or file here."""
+    return re.fullmatch(HUB_NAME, name) is not None and not Path(name).expanduser().exists()

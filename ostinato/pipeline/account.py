@@ -76,6 +76,19 @@ def step_row(
     return row
 
 
+TOOL_FAILURES = ("unreadable", "unknown", "raised", "timeout")
+
+
+def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str, float]:
+    """TRL's figures from what the tools counted in a step: calls per trajectory, share of calls that failed.
+    Empty where nothing was called."""
+    calls = counts.get("tools/calls", 0.0)
+    if not calls:
+        return {}
+    failures = sum(counts.get(f"tools/{name}", 0.0) for name in TOOL_FAILURES)
+    return {"tools/call_frequency": calls / num_trajectories, "tools/failure_frequency": failures / calls}
+
+
 def flops(row: Mapping[str, float], forward: float, backward_ratio: float) -> dict[str, float]:
     """Estimated FLOPs of a step from its token counts; ``forward`` is per token (2 x active parameters).
 
@@ -103,8 +116,10 @@ SUMMED = {
 
 
 def add_totals(totals: Mapping[str, float], row: Mapping[str, float]) -> dict[str, float]:
-    """Sums over the run, this step included."""
-    return {total: totals.get(total, 0.0) + row[name] for name, total in SUMMED.items() if name in row}
+    """Sums over the run, this step included. ``num_tokens`` is TRL's: all that was read and sampled."""
+    added = {total: row[name] for name, total in SUMMED.items() if name in row}
+    added["num_tokens"] = row["tokens/context"] + row["tokens/sampled"]
+    return {total: totals.get(total, 0.0) + value for total, value in added.items()}
 
 
 def ledger_row(step: int, row: Mapping[str, float]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import pack
-from ostinato.pipeline.account import Clock, add_totals, ledger_row, step_row
+from ostinato.pipeline.account import Clock, add_totals, ledger_row, step_row, tool_rates
 from ostinato.pipeline.credit import Credit, assign
 from ostinato.pipeline.evaluate import Evaluation, evaluate
 from ostinato.pipeline.signals import Abandoned, StopSignals
@@ -190,7 +190,9 @@ class Loop:
             forward_flops=self.plan.forward_flops_per_token,
             backward_ratio=self.plan.backward_ratio,
         )
-        row |= {"rollout/from_spool": float(num_spooled), **self._new_counts()}
+        counts = self._new_counts()
+        row |= {"rollout/from_spool": float(num_spooled), **counts}
+        row |= tool_rates(counts, row["rollout/trajectories"])
         self.state = replace(
             self.state,
             step=step,

@@ -135,7 +135,7 @@ def _reward(rows: Sequence[Row]) -> Chart:
         for key, color in zip(keys if len(keys) > 1 else [], _colors(), strict=False)
     ]
     whole = Series(label="reward", values=reward, color="--blue", low=low, high=high)
-    note = "Mean of training answers; band: ± the mean spread inside a group."
+    note = "Mean of training answers; band: ± their standard deviation."
     return _chart(rows, "Reward", note, "", [whole, *functions])
 
 
@@ -156,6 +156,8 @@ def _policy(data: RunData) -> list[Chart]:
         _line(rows, f"clip_ratio/{key}", key.removesuffix("_mean"), color)
         for key, color in zip(names_under(rows, "clip_ratio/"), _colors(), strict=False)
     ]
+    if any("cispo_clip_ratio" in row for row in rows):
+        clipped.append(_line(rows, "cispo_clip_ratio", "capped", "--blue"))
     if clipped:
         note = "Share of tokens beyond the trust region."
         charts.append(_chart(rows, "Clipped tokens", note, "%", clipped, low=0.0))

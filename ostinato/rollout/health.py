@@ -30,22 +30,24 @@ def health(groups: Sequence[Group], *, solved_at: float = 1.0) -> dict[str, floa
 
 
 def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """``reward`` and ``rewards/{function}/mean|std`` over trajectories with a verdict; ``reward_std`` is the
-    mean over groups of the standard deviation inside a group (n - 1), as TRL reports it."""
+    """``reward``, ``reward_std`` and ``rewards/{function}/mean|std`` over trajectories with a verdict, as TRL
+    reports them (deviations with n - 1); ``reward_group_std`` is the mean of the deviations inside groups."""
     rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
+    judged = np.concatenate(rewards) if rewards else np.empty(0)
     pairs = [values for values in rewards if len(values) > 1]
     parts: dict[str, list[float]] = {}
     for reward in (t.reward for group in groups for t in group.trajectories):
         for name, value in {} if reward is None else reward.parts.items():
             parts.setdefault(name, []).extend([] if value is None else [value])
     figures = {
-        "reward": _mean(np.concatenate(rewards) if rewards else []),
-        "reward_std": _mean([values.std(ddof=1) for values in pairs]),
+        "reward": _mean(judged),
+        "reward_std": _std(judged),
+        "reward_group_std": _mean([_std(values) for values in pairs]),
         "frac_reward_zero_std": _mean([zero_variance(values) for values in pairs]),
     }
     for name, values in sorted(parts.items()):
         figures[f"rewards/{name}/mean"] = _mean(values)
-        figures[f"rewards/{name}/std"] = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+        figures[f"rewards/{name}/std"] = _std(values)
     return figures
 
 
@@ -151,6 +153,10 @@ def _unjudged(trajectory: Trajectory) -> bool:
 
 def _mean(values: Sequence[float] | Sequence[bool] | np.ndarray) -> float:
     return float(np.mean(values)) if len(values) else math.nan
+
+
+def _std(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
 def _spread(values: Sequence[int]) -> dict[str, float]:

@@ -137,7 +137,7 @@ class PolicyTrainer:
         self._optimizer = build_optimizer(self._named.values(), optimizer)
         self._steps = 0  # calls of step(): what the schedule reads
         self._refused_in_a_row = 0
-        self._num_tokens = 0
+        self._num_rows = 0
 
     def adapters(self) -> Adapters | None:
         """A copy to publish, which later steps leave alone; None where the decoder itself is the policy."""
@@ -147,7 +147,7 @@ class PolicyTrainer:
         """Train on ``batch``: ``minibatches`` optimizer steps (at most one per microbatch).
 
         A minibatch's loss is scaled by their number, so the mean over minibatches is the loss of the batch.
-        Metrics are means over trained tokens; ``num_tokens`` counts all forward rows since the run began.
+        Metrics are means over trained tokens; ``num_rows`` counts all forward rows since the run began.
         With a bypass algorithm the mismatch of a later minibatch includes what the earlier ones changed.
 
         Raises:
@@ -169,12 +169,12 @@ class PolicyTrainer:
             refused += [at_fault] if at_fault else []
             self._refused_in_a_row = self._refused_in_a_row + 1 if at_fault else 0
         self._steps += 1
-        self._num_tokens += batch.num_tokens + batch.num_context_tokens
+        self._num_rows += batch.num_tokens + batch.num_context_tokens
         metrics = totals.metrics(batch.num_tokens) | _staleness(batch)
         metrics |= {
             "grad_norm": sum(norms) / deals,
             "learning_rate": lr,
-            "num_tokens": float(self._num_tokens),
+            "num_rows": float(self._num_rows),
             "optimizer_steps": float(deals - len(refused)),
             "refused_steps": float(len(refused)),
         }
@@ -191,7 +191,7 @@ class PolicyTrainer:
         return {
             "steps": self._steps,
             "refused_in_a_row": self._refused_in_a_row,
-            "num_tokens": self._num_tokens,
+            "num_rows": self._num_rows,
         }
 
     @torch.no_grad()
@@ -212,7 +212,7 @@ class PolicyTrainer:
         for name, parameter in self._named.items():
             parameter.copy_(saved[name])
         load_optimizer_tensors(self._optimizer, self._named, _under("optimizer.", tensors))
-        self._steps, self._num_tokens = counters["steps"], counters["num_tokens"]
+        self._steps, self._num_rows = counters["steps"], counters["num_rows"]
         self._refused_in_a_row = counters["refused_in_a_row"]
 
     def identity(self) -> dict[str, str]:

@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 
 from ostinato.cli.app import main
+from ostinato.model.native import BuildError
+from ostinato.model.native import load as load_kernels
 from ostinato.run import JsonlZst
 
 LIMIT_S = 60
@@ -37,8 +39,8 @@ event, wanted, left, action = json.loads(sys.argv[1])
 def strike(path):
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    size = os.path.getsize(path) if os.path.exists(path) else 0
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, resource.RLIM_INFINITY))  # 20 bytes, then EFBIG
+    room = 20 + (os.path.getsize(path) if os.path.exists(path) else 0)  # a torn write, then EFBIG
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 def hook(name, arguments):
     global left
@@ -178,7 +180,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 CLOCK = ("time/", "step_time", "tokens_per_s", "total/seconds", "seconds")
-PAID_TWICE_OR_NOT = ("rollout/from_spool", "tokens/cached", "tokens/prefilled", "flops/", "total/", "reward_w")
+PAID_TWICE_OR_NOT = (
+    "rollout/from_spool",
+    "tokens/cached",
+    "tokens/prefilled",
+    "flops/",
+    "total/",
+    "reward_w",
+)
 
 
 def stable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -195,6 +204,15 @@ def assert_as_if_nothing_had_happened(place: Place, undisturbed: Place) -> None:
     samples = [list(JsonlZst(p.run / "trajectories.jsonl.zst").rows()) for p in (place, undisturbed)]
     assert samples[0] == samples[1]
     assert not list(place.run.glob("checkpoints/.*")), "a resumed run clears what a dead one left"
+
+
+def skip_without_native_kernels() -> None:
+    """A step that is resumed half way plays its missing groups in a smaller batch. Our kernels give a row the
+    same bits in any batch; torch's do so up to rounding (see pipeline/spool.py)."""
+    try:
+        load_kernels()
+    except BuildError as error:
+        pytest.skip(f"bitwise only with the native kernels: {error}")
 
 
 def gone(pid: int) -> bool:
@@ -219,7 +237,11 @@ def test_each_reward_fault_is_told_counted_and_survived(tmp_path: Path) -> None:
     """One run, one fault per step: hang, hang in C, exception, NaN, killed twice in a row, killed once."""
     first = {step: GROUPS_PER_STEP * (step - 1) + 1 for step in range(1, 8)}
     plan = {first[2]: "sleeps", first[3]: "hangs_in_c", first[4]: "raises", first[5]: "nan"}
-    plan |= {first[6]: "dies", first[6] + 1: "dies", first[7] + 1: "dies"}  # + 1: the repeated call counts too
+    plan |= {
+        first[6]: "dies",
+        first[6] + 1: "dies",
+        first[7] + 1: "dies",
+    }  # + 1: the repeated call counts too
     place = Place(tmp_path, plan)
     code, out, error = place.train(
         "trainer.steps=7", "reward.timeout_s=0.5", "eval.at_start=false", "rollout.prompts_per_step=3"
@@ -244,7 +266,9 @@ def test_each_reward_fault_is_told_counted_and_survived(tmp_path: Path) -> None:
     assert [row["rollout/no_verdict"] for row in rows] == [0, 4, 4, 4, 1, 4, 0]
     assert [row.get("groups/dropped/too_few_verdicts", 0) for row in rows] == [0, 1, 1, 1, 0, 1, 0]
     for row in rows:
-        assert row["tokens/trained"] + row["tokens/wasted"] == row["tokens/sampled"], "each token is somewhere"
+        assert row["tokens/trained"] + row["tokens/wasted"] == row["tokens/sampled"], (
+            "each token is somewhere"
+        )
     told = [line.partition(" (told once")[0] for line in out.splitlines() if "(told once" in line]
     assert told == [
         "step 2: timeout: graded: no verdict in 0.5 s",
@@ -285,6 +309,19 @@ def test_a_reward_that_never_works_ends_the_run_by_name(
     assert [row["reward"] for row in place.rows("metrics.jsonl")] == [None] * 10
 
 
+def test_a_policy_that_has_diverged_is_named_and_scores_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table at the end once subtracted the score before from one that could not be measured."""
+    overrides = ("trainer.steps=3", "trainer.lr=1e30", "trainer.max_grad_norm=inf")
+    code = place.command(monkeypatch, "train", "tiny.toml", *overrides)
+    printed = capsys.readouterr()
+    assert (code, printed.err) == (0, "")
+    assert "step 2: engine: the logits are not finite (told once; faults/engine counts them)" in printed.out
+    assert [row.get("faults/engine", 0) for row in place.rows("metrics.jsonl")] == [0, 12, 12]
+    assert [(row["pass@1"], row["excluded"]) for row in place.rows("eval.jsonl")] == [(0.0, 0), (None, 2)]
+
+
 # --- the trainer is killed --------------------------------------------------------------------------------
 
 
@@ -312,6 +349,8 @@ def test_kill_9_then_resume_is_as_if_nothing_had_happened(
     workers = {int(pid) for pid in (place.path / "workers").read_text().split()}
     assert wait_until(lambda: all(gone(pid) for pid in workers), 10), "a reward worker outlived its trainer"
     assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    if "inflight" in fault[1]:
+        skip_without_native_kernels()
     assert_as_if_nothing_had_happened(place, undisturbed)
     if "inflight" in fault[1]:
         read_back = [row["rollout/from_spool"] for row in place.rows("metrics.jsonl")]
@@ -322,27 +361,34 @@ def test_kill_9_then_resume_is_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize(
-    ("fault", "named", "last_checkpoint"),
+    ("fault", "named", "last_row", "last_checkpoint"),
     [
         pytest.param(
             ("tempfile.mkdtemp", ".step-00000004.", 1, "fill"),
             r"checkpoint \S+/step-00000004 could not be written \(.*File too large.*\); free disk space: "
             r"the last good one is \S+/step-00000002",
+            4,
             2,
             id="checkpoint",
         ),
         pytest.param(
-            ("open", "/metrics.jsonl$", 3, "fill"), r"File too large: '\S+/metrics\.jsonl'", 2, id="metrics"
+            ("open", "/metrics.jsonl$", 3, "fill"),
+            r"File too large: '\S+/metrics\.jsonl'",
+            2,
+            2,
+            id="metrics",
         ),
         pytest.param(
             ("open", "/inflight.jsonl.zst$", 9, "fill"),
             r"File too large: '\S+/inflight\.jsonl\.zst'",
+            2,
             2,
             id="rollouts in flight",
         ),
         pytest.param(
             ("tempfile.mkstemp", "adapter/.ostinato_adapter", 1, "fill"),
             r"adapter/ostinato_adapter\.safetensors could not be written \(.*File too large.*\)",
+            5,
             5,
             id="adapter",
         ),
@@ -354,14 +400,18 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     fault: tuple[str, str, int, str],
     named: str,
+    last_row: int,
     last_checkpoint: int,
 ) -> None:
     code, _, error = place.train(fault=fault)
     assert code == 1
     assert error.startswith("ostinato: ") and error.count("\n") == 1
     assert re.search(named, error) and SAVED.search(error)
+    assert place.rows("metrics.jsonl")[-1]["step"] == last_row, "whole rows only"
     assert max(path.name for path in place.run.glob("checkpoints/step-*")) == f"step-{last_checkpoint:08d}"
     assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    if "inflight" in fault[1]:
+        skip_without_native_kernels()
     assert_as_if_nothing_had_happened(place, undisturbed)
 
 
@@ -379,7 +429,9 @@ def test_sigterm_finishes_the_step_and_saves(
         out = process.stdout.read()
         assert process.wait(LIMIT_S) == 143
     done = place.rows("metrics.jsonl")[-1]["step"]
-    assert f"terminated after step {done}; to go on: ostinato resume {place.run.relative_to(place.path)}" in out
+    assert (
+        f"terminated after step {done}; to go on: ostinato resume {place.run.relative_to(place.path)}" in out
+    )
     assert (place.run / f"checkpoints/step-{done:08d}").is_dir() and done < STEPS
     assert place.command(monkeypatch, "resume", str(place.run)) == 0
     assert_as_if_nothing_had_happened(place, undisturbed)
@@ -388,8 +440,8 @@ def test_sigterm_finishes_the_step_and_saves(
 def test_ctrl_c_twice_ends_a_hanging_run_at_once(
     tmp_path: Path, undisturbed: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reward hangs in the second step, for longer than the test would wait; the first Ctrl-C asks to finish
-    that step, the second ends it. Steps and groups that were done come from the spool afterwards."""
+    """The reward hangs in the second step, for longer than the test would wait: the first Ctrl-C asks to
+    finish that step, the second ends it. Groups that were graded come from the spool afterwards."""
     hanging = EVAL_GROUPS + GROUPS_PER_STEP + 2
     place = Place(tmp_path, {hanging: "hangs_in_c"})
     with place.training() as process:
@@ -406,5 +458,6 @@ def test_ctrl_c_twice_ends_a_hanging_run_at_once(
     assert error.startswith("ostinato: stopped at once; ") and error.count("\n") == 1 and SAVED.search(error)
     assert [row["step"] for row in place.rows("metrics.jsonl")] == [1]
     assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    skip_without_native_kernels()
     assert_as_if_nothing_had_happened(place, undisturbed)
     assert [row["rollout/from_spool"] for row in place.rows("metrics.jsonl")] == [3, 1, 0, 0, 0]

@@ -71,6 +71,18 @@ def test_an_abandoned_prefill_leaves_nothing_to_wait_for() -> None:
     assert cache.available == 8
 
 
+def test_a_long_abandoned_prefill_is_no_deep_recursion() -> None:
+    """Discarding node by node called itself for the node below: a preempted prompt of 16,000 tokens, a chain
+    of 1,000 blocks, ended the run with a RecursionError."""
+    cache = KVCache(3000)
+    prompt = list(range(3000 * BLOCK))
+    blocks = [cache.allocate() for _ in range(3000)]
+    cache.discard(cache.insert(prompt, blocks, ready=False))
+    cache.release(blocks)
+    cache.check([])
+    assert cache.free == 3000
+
+
 def test_eviction_takes_the_oldest_leaf_and_never_a_block_in_use() -> None:
     cache = KVCache(4)
     old, new = list(range(100, 100 + BLOCK)), list(range(200, 200 + BLOCK))

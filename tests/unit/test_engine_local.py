@@ -265,6 +265,26 @@ def test_stops() -> None:
     assert end.stop == Stop.LENGTH and len(end.tokens) == 4
 
 
+def test_a_stop_string_whose_characters_take_several_tokens_each() -> None:
+    """As many tokens as the string has characters were searched, and four more: a Chinese word whose every
+    byte is a token was never found."""
+    word = "\u4f60\u597d\u4e16\u754c"  # 12 bytes, 4 characters
+    spelt = word.encode()
+
+    def spell(tokens: Sequence[int]) -> str:  # token t is byte t of the word
+        return bytes(spelt[t] if t < len(spelt) else ord("-") for t in tokens).decode(errors="replace")
+
+    ours = engine(None, decode=spell)
+    answer = [20, *range(len(spelt)), 20, 20]
+
+    def scripted(sequence: Any, token: int, *rest: Any) -> Stop | None:
+        return append(sequence, answer[len(sequence.tokens) - sequence.prompt_len], *rest)
+
+    append, ours._append = ours._append, scripted  # type: ignore[method-assign]
+    (done,) = run(ours, [request(5, max_tokens=15, stop_strings=(word,))])
+    assert done.stop == Stop.STRING and done.text == "-" and len(done.tokens) == 1 + len(spelt)
+
+
 def test_requests_that_cannot_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="prompt has 9 tokens and the context 9"):
         run(engine(None, context_limit=9), [request(9)])
@@ -283,6 +303,80 @@ def test_logits_that_are_not_finite_end_one_request_by_name() -> None:
     broken = Request(tokens=np.array([3], np.int32), sampling=Sampling(max_tokens=4), seed=(0,))
     (done,) = run(ours, [broken])
     assert done.stop == Stop.ERROR and "finite" in done.error and ours.counters.errors == 1
+
+
+def test_a_partial_block_may_be_the_only_one_left() -> None:
+    """The block to copy from was held while the copy's was allocated. Where it was the only one that could be
+    freed, admission failed with OutOfBlocks, and the request, in no queue at that moment, was waited for for
+    ever."""
+    ours = engine(None)
+    ours._cache = type(ours._cache)(2)
+    asked = request(20)  # 32 tokens in the end: both blocks
+    first, again = run(ours, [asked]), run(ours, [asked])
+    assert first[0].tokens.tolist() == again[0].tokens.tolist() == naive(asked)[0]
+    assert again[0].cached_tokens == 19
+    ours._cache.check([])
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_broken_numbers_stay_with_their_request(
+    kernels: Kernels | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the torch twin a masked NaN was still NaN: one broken request broke every shorter one of its batch,
+    whose block tables are filled up with block 0, and whoever got its blocks later."""
+    embedding = torch.nn.functional.embedding
+
+    def broken(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return embedding(tokens, table).masked_fill((tokens == 3).unsqueeze(1), torch.nan)
+
+    def of(*tokens: int) -> Request:
+        return Request(tokens=np.array(tokens, np.int32), sampling=Sampling(max_tokens=4, top_k=1), seed=(0,))
+
+    monkeypatch.setattr(torch.nn.functional, "embedding", broken)
+    ours = engine(kernels)
+    stops = [done.stop for done in run(ours, [of(*[5] * 20, *[3] * 20), of(6, 7, 8)])]
+    assert stops == [Stop.ERROR, Stop.LENGTH]
+    assert run(ours, [of(*[5] * 20, 6)])[0].stop == Stop.LENGTH  # not from the broken one's prefix
+    assert run(ours, [of(*[5] * 60)])[0].stop == Stop.LENGTH  # in its blocks
+    ours._cache.check([])
+
+
+def test_tokens_carry_the_version_that_sampled_them_even_if_a_callback_publishes() -> None:
+    """The version was read token by token: after a publish by the callback of one sequence the others of the
+    same step were marked with the policy to come."""
+    ours = engine(None)
+    asked, seen = [request(5 + i, i, max_tokens=4) for i in range(3)], 0
+
+    def publish_once(index: int, token: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 4:  # the first token of the second step
+            ours.publish(None, 1)
+
+    async def go() -> list[list[int]]:
+        return [c.versions.tolist() async for _, c in ours.generate(asked, on_token=publish_once)]
+
+    assert asyncio.run(go()) == [[0, 0, 1, 1]] * 3
+
+
+def test_an_engine_outlives_a_closed_event_loop() -> None:
+    """A driver left behind in a closed loop is never done, and the next caller waited for it for ever."""
+    ours = engine(None)
+    loop = asyncio.new_event_loop()
+    stream = ours.generate([request(5, i, max_tokens=4 + 60 * i) for i in range(2)])
+    loop.run_until_complete(anext(stream))
+    with pytest.raises(RuntimeError, match="another event loop"):
+        run(ours, [request(9)])
+    loop.close()
+    assert len(run(ours, [request(9)])[0].tokens) == 12
+    ours._cache.check([])
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused_by_name() -> None:
+    """It reached the embedding, whose IndexError named nobody and ended every other request too."""
+    bad = Request(tokens=np.array([1, VOCAB], np.int32), sampling=Sampling(max_tokens=3), seed=(0,))
+    with pytest.raises(ValueError, match=f"token {VOCAB}, but the model's are 0 to {VOCAB - 1}"):
+        run(engine(None), [bad])
 
 
 def test_a_caller_that_goes_away_frees_its_blocks() -> None:

@@ -3,6 +3,9 @@ result does not depend on how many rows there are."""
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from ostinato.engine.paged import KVStore, NativePaged, Rows, TorchPaged
 from ostinato.model.lora import Lora, lora_linear
 from ostinato.model.moe import ExpertLora
 from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native.build import load_library
 from ostinato.model.ops import TORCH_OPS
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -136,6 +140,79 @@ def test_paged_attention(
     assert torch.equal(native.keys, twin.keys) and torch.equal(native.values, twin.values)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value_dim", [300, 1040])
+def test_attention_takes_values_of_any_width(kernels: Kernels, dtype: torch.dtype, value_dim: int) -> None:
+    """The sums of an unusual width lived in an array of 1024: wider values wrote over the stack."""
+    native, twin = (KVStore.allocate(1, 3, (1, 8, value_dim), dtype, torch.device("cpu")) for _ in range(2))
+    places = torch.arange(20)
+    tables = torch.tensor([[2, 0]], dtype=torch.int32)
+    slots = tables[0, places // 16].long() * 16 + places % 16
+    rows = Rows(slots, tables, torch.zeros(20, dtype=torch.int32), (places + 1).to(torch.int32))
+    q, k, v = (draw(20, 1, n, dtype=dtype, seed=n) for n in (8, 8, value_dim))
+    close(NativePaged(kernels, native, rows)(0, q, k, v, 0.3), TorchPaged(twin, rows)(0, q, k, v, 0.3))
+
+
+def test_keys_that_cannot_be_paired_are_refused() -> None:
+    """bf16 keys are stored in pairs: of an odd width the kernel wrote past the end of the cache."""
+    with pytest.raises(ValueError, match="odd width"):
+        KVStore.allocate(1, 2, (1, 7, 8), torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_bias_of_another_type_is_refused(kernels: Kernels) -> None:
+    x, w, bias = draw(2, 8, dtype=torch.bfloat16), draw(3, 8, dtype=torch.bfloat16), draw(3)
+    with pytest.raises(TypeError, match="bias"):
+        kernels.ops.linear(x, w, bias)
+
+
+def test_the_exponential() -> None:
+    """Relative error under 2e-7 from -87 on, exactly 0 below."""
+    try:
+        library = load_library()
+    except BuildError as error:
+        pytest.skip(str(error))
+    x = torch.linspace(-87, 88, 1 << 14)
+    y = torch.empty_like(x)
+    library.exp_f32(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_long(x.numel()))
+    exact = x.double().exp()
+    assert float(((y - exact) / exact)[1:].abs().max()) < 2e-7
+    x = torch.full((16,), -87.5)
+    library.exp_f32(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_long(16))
+    assert (y[:16] == 0).all()
+
+
+@pytest.mark.parametrize("trouble", ["no home", "locked home", "broken compiler", "no compiler"])
+def test_what_keeps_kernels_from_being_built_is_a_named_error(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container whose user has no home, or may not enter it, a RuntimeError or PermissionError ended the
+    run where torch could have done the work."""
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such flag' >&2; echo '  ^' >&2; exit 1\n")
+    compiler.chmod(0o755)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    def locked(path: Path, *args: object, **kwargs: object) -> bool:
+        if tmp_path in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return path.is_file()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "" if trouble == "no home" else str(tmp_path / "cache"))
+    if trouble == "no home":
+        monkeypatch.setattr(Path, "home", no_home)
+    elif trouble == "locked home":
+        monkeypatch.setattr(Path, "exists", locked)
+        monkeypatch.setattr(Path, "mkdir", locked)
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path) if trouble == "broken compiler" else "")
+    said = {"no home": "XDG_CACHE_HOME", "locked home": "Permission denied"}
+    said |= {"broken compiler": "error: no such flag$", "no compiler": "install one"}
+    with pytest.raises(BuildError, match=said[trouble]):
+        load_library()
+
+
 def test_a_row_is_the_same_in_any_batch(kernels: Kernels) -> None:
     x, w = draw(70, 96), draw(130, 96, seed=1)
     whole = kernels.ops.linear(x, w)
@@ -172,6 +249,8 @@ def test_add_lora(kernels: Kernels, dtype: torch.dtype, rows: int, rank: int, co
     x, y = draw(rows, 64, dtype=dtype), draw(rows, columns, dtype=dtype, seed=1)
     a, b = draw(rank, 64, dtype=dtype, seed=2) / 8, draw(columns, rank, dtype=dtype, seed=3) / rank**0.5
     close(kernels.ops.add_lora(y.clone(), x, a, b, 0.5), TORCH_OPS.add_lora(y, x, a, b, 0.5))
-    wide = kernels.ops.add_lora(y.clone().float(), x, a, b, 0.5)  # the router's logits are fp32 whatever the model is
+    wide = kernels.ops.add_lora(
+        y.clone().float(), x, a, b, 0.5
+    )  # the router's logits are fp32 whatever the model is
     assert wide.dtype == torch.float32
     close(wide.to(dtype), TORCH_OPS.add_lora(y, x, a, b, 0.5))

@@ -21,6 +21,7 @@ import pytest
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.engine.fake import FakeEngine
+from ostinato.pipeline.account import tool_rates
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finish, Finished, Loop, LoopState, NoSignal, Plan
 from ostinato.rollout.play import Stage
@@ -174,6 +175,15 @@ def test_every_sampled_token_is_trained_or_wasted_by_name(tmp_path: Path) -> Non
         shares = [row[f"time/{part}_share"] for part in ("rollout", "reward", "train", "other")]
         assert sum(shares) == pytest.approx(1.0) and min(shares) >= 0
     assert bench.rows[-1]["total/sampled_tokens"] == 3 * 64
+    read = sum(row["tokens/context"] for row in bench.rows)
+    assert bench.rows[-1]["num_tokens"] == read + 3 * 64  # TRL's count: read and sampled, trained on or not
+
+
+def test_tool_rates_by_hand() -> None:
+    """12 calls of 8 trajectories, of which one was no JSON and two raised; refused ones were not made."""
+    counts = {"tools/calls": 12.0, "tools/unreadable": 1.0, "tools/raised": 2.0, "tools/refused": 3.0}
+    assert tool_rates(counts, 8.0) == {"tools/call_frequency": 1.5, "tools/failure_frequency": 0.25}
+    assert tool_rates({}, 8.0) == {}
 
 
 def test_resumed_is_uninterrupted_and_pays_for_no_rollout_twice(tmp_path: Path) -> None:

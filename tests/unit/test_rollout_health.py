@@ -43,7 +43,8 @@ def test_by_hand() -> None:
         ]
     )
     assert figures["reward"] == pytest.approx(5 / 11)
-    assert figures["reward_std"] == pytest.approx((0.5 + 0 + 0) / 3)
+    assert figures["reward_std"] == pytest.approx(math.sqrt(5 / 11 * 6 / 11 * 11 / 10))
+    assert figures["reward_group_std"] == pytest.approx((0.5 + 0 + 0) / 3)
     assert figures["frac_reward_zero_std"] == pytest.approx(2 / 3)
     assert figures["rewards/exact/mean"] == pytest.approx(5 / 11)
     assert [figures[f"solved_{name}"] for name in ("none", "some", "all")] == pytest.approx([1 / 3] * 3)
@@ -70,6 +71,7 @@ def test_nothing_played_is_nan_and_not_zero() -> None:
     for name in (
         "reward",
         "reward_std",
+        "reward_group_std",
         "pass@1",
         "pass@k",
         "completions/mean_length",

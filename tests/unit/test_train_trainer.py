@@ -505,7 +505,7 @@ def test_metrics_have_their_names() -> None:
     metrics = trainer.step(batch).metrics
     assert metrics["learning_rate"] == pytest.approx(settings.lr / 4)
     assert trainer.step(batch).metrics["learning_rate"] == pytest.approx(settings.lr / 2)
-    assert metrics["num_tokens"] == batch.num_tokens + batch.num_context_tokens
+    assert metrics["num_rows"] == batch.num_tokens + batch.num_context_tokens
     assert metrics["staleness/mean"] == metrics["staleness/max"] == 2
     assert 0 < metrics["entropy"] < math.log(VOCAB) * 1.01
     assert {

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
     import transformers
 
     folder, dtype = sys.argv[1], getattr(torch, sys.argv[2])
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     answers.write(json.dumps({"ready": f"transformers {transformers.__version__}"}) + "\n")
     for line in sys.stdin:
         task = json.loads(line)

@@ -37,7 +37,7 @@ _SIGNATURES = {
     "grouped_nt": "pppplll",
 }
 _PLAIN = {"sample": "plppppppp" + "l", "moe_sort": "ppplll", "moe_gather": "ppplll", "exp_f32": "ppl"}
-_MIXED = {"nt_bf16_f32": "plpplplll", "nn_bf16": "plpplll" + "l", "nn_bf16_f32": "plpplll" + "l"}
+_MIXED = {"nt_bf16_f32": "plpplplll", "nn_bf16": "plpplll" + "l"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,10 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
             raise TypeError(f"native linear gives {x.dtype} or float32, not {dtype}")
         if weight.dtype != x.dtype:
             raise TypeError(f"native linear has inputs of {x.dtype} and weights of {weight.dtype}")
+        if bias is not None:
+            if bias.dtype != x.dtype:
+                raise TypeError(f"native linear has inputs of {x.dtype} and a bias of {bias.dtype}")
+            bias = bias.contiguous()
         y = x.new_empty(rows, columns, dtype=dtype) if out is None else out
         function = nt[x.dtype] if dtype == x.dtype else nt_wide
         function(

@@ -35,7 +35,7 @@ def load_library() -> ctypes.CDLL:
         raise BuildError("no C++ compiler (c++, g++ or clang++) was found; install one for faster sampling")
     runtime = _openmp_runtime()
     library = _cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
-    if not library.exists():
+    if not os.path.exists(library):  # unlike Path.exists, False in a folder that may not be entered
         _compile(compiler, library)
     try:
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
@@ -55,7 +55,10 @@ def _openmp_runtime() -> Path:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # a user id without an entry, in a container
+        raise BuildError("there is no home folder to keep the kernels in; set XDG_CACHE_HOME") from error
     return Path(base) / "ostinato" / "native"
 
 
@@ -66,7 +69,7 @@ def _fingerprint(compiler: str) -> str:
     for name in (*SOURCES, "common.h"):
         digest.update((folder / name).read_bytes())
     digest.update(" ".join(FLAGS).encode())
-    digest.update(subprocess.run([compiler, "--version"], capture_output=True, timeout=30).stdout)
+    digest.update(_run([compiler, "--version"]).encode())
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     digest.update(
@@ -92,10 +95,18 @@ def _compile(compiler: str, library: Path) -> None:
         raise BuildError(f"the kernels cannot be written to {library.parent}: {error}") from error
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
+    """What the command says on standard output."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_LIMIT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=BUILD_LIMIT_S
+        )
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"compiling took longer than {BUILD_LIMIT_S:.0f} s") from error
+        raise BuildError(f"{command[0]} took longer than {BUILD_LIMIT_S:.0f} s") from error
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error
     if done.returncode != 0:
-        raise BuildError(f"{command[0]} failed: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        # the last line is a caret or "compilation terminated"; the first error says what is wrong
+        raise BuildError(f"{command[0]} failed: {next((line for line in said if 'error' in line), said[-1])}")
+    return done.stdout

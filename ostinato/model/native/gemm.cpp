@@ -314,7 +314,6 @@ constexpr long PANEL_COLUMNS = 40;  // fewer would leave most of a panel empty (
 NT_BF16(nt_bf16, bf16)
 NT_BF16(nt_bf16_f32, float)
 NN_BF16(nn_bf16, bf16)
-NN_BF16(nn_bf16_f32, float)
 // y += x w^T: the second product of a low-rank adapter.
 void nt_add_f32(const float* x, const float* w, float* y, long ldy, long M, long N, long K) {
   nt_dot<float, float, true>(x, K, w, y, ldy, nullptr, M, N, K);

@@ -201,12 +201,16 @@ inline void weigh_values(const float* p, const int32_t* table, const T* values, 
 }
 template <class T>
 inline void weigh_values_any(const float* p, const int32_t* table, const T* values, long n, long Hkv, long h, long Dv, T* out) {
-  float acc[1024] = {};
-  for (long i = 0; i < n; i++) {
-    const T* v = values + ((table[i / BLOCK] * Hkv + h) * BLOCK + i % BLOCK) * Dv;
-    for (long d = 0; d < Dv; d++) acc[d] += p[i] * to_float(v[d]);
+  constexpr long WIDTH = 256;  // features at a time
+  for (long first = 0; first < Dv; first += WIDTH) {
+    float acc[WIDTH] = {};
+    const long width = std::min(WIDTH, Dv - first);
+    for (long i = 0; i < n; i++) {
+      const T* v = values + ((table[i / BLOCK] * Hkv + h) * BLOCK + i % BLOCK) * Dv + first;
+      for (long d = 0; d < width; d++) acc[d] += p[i] * to_float(v[d]);
+    }
+    for (long d = 0; d < width; d++) store1(out + first + d, acc[d]);
   }
-  for (long d = 0; d < Dv; d++) store1(out + d, acc[d]);
 }
 
 // Row t attends to the first lengths[t] positions of the sequence whose blocks are tables[sequence[t]].

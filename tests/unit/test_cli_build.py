@@ -1,0 +1,50 @@
+"""What a recipe becomes, as far as no model is needed for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ostinato.cli.build import caveats, check, solved_at
+from ostinato.config import Recipe
+from ostinato.report.page import solved_at as solved_at_in_report
+from ostinato.report.reading import RunData
+
+
+@pytest.mark.parametrize(
+    ("reward", "mark"),
+    [
+        ({}, 1.0),
+        ({"functions": ["exact", "answer_tags"], "weights": [1.0, 0.2]}, 1.2),
+        ({"functions": ["exact", "length.py:penalty"], "weights": [1.0, -0.1]}, 1.0),
+        ({"functions": ["exact", "length.py:penalty"], "solved_at": 0.5}, 0.5),
+        ({"solved_at": 0}, 0.0),
+    ],
+)
+def test_a_solved_answer_has_full_marks_or_what_the_recipe_says(reward: dict, mark: float) -> None:
+    """A function that returns penalties has no full marks: pass@1 of such a run was 0 for ever."""
+    recipe = Recipe.parse({"reward": reward})
+    tree = recipe.model_dump(mode="json")
+    data = RunData(
+        name="", recipe_text="", recipe=tree, metrics=[], evals=[], ledger=[], starts=[], damage=[]
+    )
+    for found in (solved_at(recipe), solved_at_in_report(data)):
+        assert found == pytest.approx(mark, abs=1e-5) and found < mark
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({}, []),
+        ({"rollout": {"top_p": 0.9}}, ["rollout.top_p cut"]),
+        ({"rollout": {"top_k": 5, "min_p": 0.05}}, ["rollout.top_k and rollout.min_p cut"]),
+        ({"trainer": {"minibatches": 4}}, []),
+        ({"algo": {"name": "rloo"}, "trainer": {"minibatches": 4}}, ["trainer.minibatches = 4"]),
+    ],
+)
+def test_what_is_not_exact_is_said_before_the_run(tree: dict, words: list[str]) -> None:
+    """Tokens of a cut distribution are scored by the trainer over the whole vocabulary: a ratio below 1
+    on the first minibatch looked like a defect."""
+    recipe = Recipe.parse(tree)
+    said = list(caveats(recipe, check(recipe)))
+    assert len(said) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, said, strict=True))
