@@ -36,7 +36,7 @@ if KERNELS[1].values[0] is None:
     KERNELS.pop()
 
 
-def tiny(moe: bool = True, seed: int = 0) -> Decoder:
+def tiny(moe: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
     config: dict[str, Any] = {
         "model_type": "qwen3_moe",
         "vocab_size": VOCAB,
@@ -59,7 +59,7 @@ def tiny(moe: bool = True, seed: int = 0) -> Decoder:
         "hidden_act": "silu",
         "initializer_range": 0.3,
     }
-    return Decoder(parse_config(config), dtype=torch.float32).init_weights(seed)
+    return Decoder(parse_config(config), dtype=dtype).init_weights(seed)
 
 
 DECODER = tiny()
@@ -147,17 +147,23 @@ def test_routes_are_those_of_a_forward_over_the_finished_sequence(kernels: Kerne
 
 
 @pytest.mark.parametrize("kernels", [p for p in KERNELS if p.id == "native"])
-def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels) -> None:
-    alone = [run(engine(kernels), [asked])[0] for asked in REQUESTS]
-    for a, b in zip(alone, run(engine(kernels), REQUESTS), strict=True):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels, dtype: torch.dtype) -> None:
+    decoder = DECODER if dtype == torch.float32 else tiny(dtype=dtype)
+
+    def fresh(**options: int) -> LocalEngine:
+        return LocalEngine(decoder, kernels=kernels, **{"kv_memory_mb": 4, "context_limit": 256, **options})
+
+    alone = [run(fresh(), [asked])[0] for asked in REQUESTS]
+    for a, b in zip(alone, run(fresh(), REQUESTS), strict=True):
         same(a, b)
-    for a, b in zip(alone, reversed(run(engine(kernels), REQUESTS[::-1])), strict=True):
+    for a, b in zip(alone, reversed(run(fresh(), REQUESTS[::-1])), strict=True):
         same(a, b)
-    for a, b in zip(alone, run(engine(kernels, step_tokens=7, max_batch=3), REQUESTS), strict=True):
+    for a, b in zip(alone, run(fresh(step_tokens=7, max_batch=3), REQUESTS), strict=True):
         same(a, b)
     growing = [request(5 + i, i, max_tokens=60) for i in range(3)]
-    alone = [run(engine(kernels), [asked])[0] for asked in growing]
-    tight = engine(kernels)
+    alone = [run(fresh(), [asked])[0] for asked in growing]
+    tight = fresh()
     tight._cache = type(tight._cache)(9)  # 144 positions for three sequences that want 198
     for a, b in zip(alone, run(tight, growing), strict=True):
         same(a, b)

@@ -112,3 +112,10 @@ def test_a_banned_token_is_never_drawn(kernels: Kernels) -> None:
     u = np.linspace(0.001, 0.999999999, 100)
     for result in (sample_torch(logits, settings(100), u), sample(logits, settings(100), u, kernels)):
         assert result[0].max() == 15
+
+
+@pytest.mark.parametrize("temperature", [math.nan, math.inf, 1e-39, -1.0])
+def test_a_temperature_that_fp32_cannot_divide_by_is_refused(temperature: float) -> None:
+    """At 1e-39 its inverse is infinite: the best token came back with the log-probability NaN."""
+    with pytest.raises(ValueError, match="0 \\(greedy\\)"):
+        Sampling(temperature=temperature)

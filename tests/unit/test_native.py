@@ -213,15 +213,23 @@ def test_what_keeps_kernels_from_being_built_is_a_named_error(
         load_library()
 
 
-def test_a_row_is_the_same_in_any_batch(kernels: Kernels) -> None:
-    x, w = draw(70, 96), draw(130, 96, seed=1)
-    whole = kernels.ops.linear(x, w)
-    for rows in (1, 2, 5, 16, 33):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [96, 97])
+def test_a_row_is_the_same_in_any_batch(kernels: Kernels, dtype: torch.dtype, depth: int) -> None:
+    """The law that the engine's exactness rests on; the forms of bf16 all add in one order."""
+    x, w = draw(70, depth, dtype=dtype), draw(130, depth, dtype=dtype, seed=1)
+    whole, wide = kernels.ops.linear(x, w), kernels.ops.linear(x, w, None, torch.float32)
+    for rows in (1, 2, 5, 16, 17, 33, 49, 64, 65):
         assert torch.equal(kernels.ops.linear(x[:rows], w), whole[:rows])
-    weight = draw(96, seed=2)
+        assert torch.equal(kernels.ops.linear(x[:rows], w, None, torch.float32), wide[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_is_the_same_in_any_batch(kernels: Kernels, dtype: torch.dtype) -> None:
+    x, weight = draw(70, 96, dtype=dtype), draw(96, dtype=dtype, seed=2)
     assert torch.equal(kernels.ops.rms_norm(x[3:4], weight, 1e-6), kernels.ops.rms_norm(x, weight, 1e-6)[3:4])
     ids = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(t))[:2] for t in range(70)])
-    gates, gate_up, down = torch.rand(70, 2), draw(4, 64, 96), draw(4, 96, 32)
+    gates, gate_up, down = torch.rand(70, 2), draw(4, 64, 96, dtype=dtype), draw(4, 96, 32, dtype=dtype)
     mixed = kernels.ops.experts(x, ids, gates, gate_up, down, None)
     assert torch.equal(kernels.ops.experts(x[9:10], ids[9:10], gates[9:10], gate_up, down, None), mixed[9:10])
 

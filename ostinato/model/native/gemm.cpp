@@ -1,8 +1,9 @@
 // Matrix products for skinny activations x [M, K] and row-major weights w [N, K].
 //
-// nt: y[M, N] = x w^T. Two forms. "dot" reads w exactly once and packs nothing: 16 lanes run along K and
-// are summed at the end, so an output depends on its own row and column only, never on M (the batch).
-// "panel" packs 16 columns at a time and broadcasts x: faster from about 48 rows on (bf16 only).
+// nt: y[M, N] = x w^T, in three forms. "dot" packs nothing: 16 lanes run along K and are summed at the end.
+// "lanes" (bf16, up to 64 rows) packs x once, makes its rows the lanes and broadcasts w as it streams by, read
+// exactly once. "panel" (bf16, more rows) packs 64 columns of w at a time and broadcasts x. The last two add the
+// pairs of K in the same order, so a row's result depends on neither the form nor the number of rows.
 // nn: y[M, K] = x[M, N] w[N, K], the gradient of nt with respect to x.
 //
 // bf16 accumulates in fp32 (vdpbf16ps where the machine has it, widened multiply-add elsewhere).
@@ -171,13 +172,9 @@ inline void panel_rows(const bf16* x, long ldx, const bf16* panel, long pairs, Y
   }
 }
 
-// 16 rows of w, 32 columns from k: a 16 x 16 transpose of pairs, written with a stride of one panel row.
-inline void transpose_pairs(const bf16* w, long ldw, bf16* out) {
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; i++) {
-    r[i] = _mm512_loadu_si512(w + i * ldw);
-    __builtin_prefetch(w + (i + 16) * ldw);
-  }
+// r[i][j] -> r[j][i], 16 x 16 of 32 bits.
+inline void transpose16(__m512i r[16]) {
+  __m512i t[16];
   for (int i = 0; i < 8; i++) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
     t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
@@ -195,29 +192,32 @@ inline void transpose_pairs(const bf16* w, long ldw, bf16* out) {
     t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
   }
   for (int i = 0; i < 4; i++) {
-    _mm512_storeu_si512(out + (i)*PANEL * 2, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-    _mm512_storeu_si512(out + (i + 8) * PANEL * 2, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-    _mm512_storeu_si512(out + (i + 4) * PANEL * 2, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-    _mm512_storeu_si512(out + (i + 12) * PANEL * 2, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// Columns [0, depth) of up to 16 rows, as pairs: out[p][lane][2], one vector every `stride` elements; zeros where
+// there is no row or column.
+inline void pack_pairs(const bf16* x, long ldx, long rows, long depth, bf16* out, long stride) {
+  for (long d = 0; d < depth; d += 32) {
+    const __mmask32 inside = depth - d >= 32 ? ~0u : (1u << (depth - d)) - 1;
+    __m512i r[16];
+    for (long i = 0; i < 16; i++) {
+      r[i] = i < rows ? _mm512_maskz_loadu_epi16(inside, x + i * ldx + d) : _mm512_setzero_si512();
+      __builtin_prefetch(x + (i + 16) * ldx + d);
+    }
+    transpose16(r);
+    for (long p = 0; p < std::min(16L, (depth - d + 1) / 2); p++) _mm512_storeu_si512(out + (d / 2 + p) * stride, r[p]);
   }
 }
 
 // Pack columns [n, n + cols) of w^T over [k, k + depth): pairs along k.
 inline void pack_nt(const bf16* w, long K, long n, long cols, long k, long depth, bf16* out) {
   for (long c = 0; c < PANEL; c += 16)
-    for (long d = 0; d < depth; d += 32) {
-      bf16* to = out + d / 2 * PANEL * 2 + c * 2;
-      if (c + 16 <= cols && d + 32 <= depth) {
-        transpose_pairs(w + (n + c) * K + k + d, K, to);
-      } else {
-        for (long p = 0; p < 16 && d + 2 * p < depth + 1; p++)
-          for (long i = 0; i < 16; i++)
-            for (long j = 0; j < 2; j++) {
-              const bool inside = c + i < cols && d + 2 * p + j < depth;
-              to[p * PANEL * 2 + 2 * i + j] = inside ? w[(n + c + i) * K + k + d + 2 * p + j] : bf16{0};
-            }
-      }
-    }
+    pack_pairs(w + (n + c) * K + k, K, std::max(0L, std::min(16L, cols - c)), depth, out + c * 2, PANEL * 2);
 }
 
 // Pack columns [k, k + cols) of w over rows [n, n + depth): rows interleaved in pairs.
@@ -279,6 +279,88 @@ void panels(const bf16* x, long ldx, Y* y, long ldy, const bf16* bias, long M, l
     }
   }
 }
+
+// ---- lanes form: few rows. x is packed once, its rows are the lanes, and weights are broadcast as they stream by
+
+template <int MV, int NR>
+inline void lanes_tile(const bf16* w, long K, const bf16* packed, long pairs, v16f* out) {
+  v16f acc[NR][MV] = {};
+  for (long block = 0; block < pairs; block += 16) {
+    for (int r = 0; r < NR; r++) __builtin_prefetch(w + (NR + r) * K + 2 * block);  // the next tile
+    for (long p = block; p < std::min(pairs, block + 16); p++) {
+      Pack16 b[MV];
+      for (int v = 0; v < MV; v++) b[v] = load_pack(packed + (p * MV + v) * 32);
+      for (int r = 0; r < NR; r++) {
+        int pair;
+        memcpy(&pair, w + r * K + 2 * p, 4);
+        const Pack16 a = (Pack16)_mm512_set1_epi32(pair);
+        for (int v = 0; v < MV; v++) acc[r][v] = multiply_add(acc[r][v], b[v], a);
+      }
+    }
+  }
+  for (int r = 0; r < NR; r++)
+    for (int v = 0; v < MV; v++) out[r * MV + v] = acc[r][v];
+}
+
+inline v16f load_some(const float* p, __mmask16 m) { return (v16f)_mm512_maskz_loadu_ps(m, p); }
+inline v16f load_some(const bf16* p, __mmask16 m) {
+  return (v16f)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16);
+}
+inline void store_some(float* p, __mmask16 m, v16f v) { _mm512_mask_storeu_ps(p, m, (__m512)v); }
+inline void store_some(bf16* p, __mmask16 m, v16f v) {
+  _mm256_mask_storeu_epi16(p, m, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
+
+// MV vectors of rows: M in (16 (MV - 1), 16 MV].
+template <int MV, bool ADD, class Y>
+void nt_lanes(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, const bf16* bias, long M, long N, long K) {
+  // 24 accumulators, but with one vector 24 rows of w and the next 24 would not fit the first cache.
+  constexpr long GROUP = 48, NR = MV == 1 ? 12 : 24 / MV;
+  const long pairs = K / 2, groups = (N + GROUP - 1) / GROUP;
+#pragma omp parallel
+  {
+    static thread_local std::vector<bf16> packed;
+    packed.resize((pairs + 16) * MV * 32);
+    for (long v = 0; v < MV; v++)
+      pack_pairs(x + v * 16 * ldx, ldx, std::min(16L, M - v * 16), K, packed.data() + v * 32, MV * 32);
+    v16f sums[GROUP * MV];
+    long first, last;
+    share(groups, first, last);
+    for (long g = first; g < last; g++) {
+      const long n0 = g * GROUP, columns = std::min(GROUP, N - n0);
+      long n = 0;
+      for (; n + NR <= columns; n += NR) lanes_tile<MV, NR>(w + (n0 + n) * K, K, packed.data(), pairs, sums + n * MV);
+      for (; n < columns; n++) lanes_tile<MV, 1>(w + (n0 + n) * K, K, packed.data(), pairs, sums + n * MV);
+      for (long c = 0; c < columns; c += 16) {
+        const long some = std::min(16L, columns - c);
+        const __mmask16 mask = some == 16 ? 0xffff : (1u << some) - 1;
+        const v16f offset = bias ? load_some(bias + n0 + c, mask) : v16f{};
+        for (int v = 0; v < MV; v++) {
+          __m512i r[16];
+          for (long i = 0; i < 16; i++) r[i] = i < some ? (__m512i)sums[(c + i) * MV + v] : _mm512_setzero_si512();
+          transpose16(r);
+          for (long m = v * 16; m < std::min(M, v * 16 + 16L); m++) {
+            Y* to = y + m * ldy + n0 + c;
+            v16f value = (v16f)r[m - v * 16] + offset;
+            if (ADD) value = value + load_some(to, mask);
+            store_some(to, mask, value);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Every output is the sum of its pairs in order, in both forms: a row's result does not depend on their number.
+template <bool ADD, class Y>
+void nt_pairs(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, const bf16* bias, long M, long N, long K) {
+  if (M <= 16) return nt_lanes<1, ADD>(x, ldx, w, y, ldy, bias, M, N, K);
+  if (M <= 32) return nt_lanes<2, ADD>(x, ldx, w, y, ldy, bias, M, N, K);
+  if (M <= 48) return nt_lanes<3, ADD>(x, ldx, w, y, ldy, bias, M, N, K);
+  if (M <= 64) return nt_lanes<4, ADD>(x, ldx, w, y, ldy, bias, M, N, K);
+  panels<ADD>(x, ldx, y, ldy, bias, M, K, N,
+              [=](long c, long cols, long s, long depth, bf16* out) { pack_nt(w, K, c, cols, s, depth, out); });
+}
 #endif
 
 }  // namespace
@@ -290,39 +372,32 @@ void nt_f32(const float* x, long ldx, const float* w, float* y, long ldy, const 
 }
 
 #if defined(__AVX512BF16__)
-constexpr long PANEL_FROM = 16;  // rows from which packing pays
-constexpr long PANEL_COLUMNS = 40;  // fewer would leave most of a panel empty (the A of an adapter)
-// An odd K would let a pair read past the row of x.
+// An odd K has a last half pair: the dot form, for any number of rows.
 #define NT_BF16(NAME, Y)                                                                                        \
   void NAME(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, const bf16* bias, long M, long N, long K) { \
-    if (M < PANEL_FROM || N < PANEL_COLUMNS || K % 2) return nt_dot(x, ldx, w, y, ldy, bias, M, N, K);                               \
-    panels<false>(x, ldx, y, ldy, bias, M, K, N,                                                                       \
-           [=](long c, long cols, long s, long depth, bf16* out) { pack_nt(w, K, c, cols, s, depth, out); });   \
+    if (K % 2) return nt_dot(x, ldx, w, y, ldy, bias, M, N, K);                                                 \
+    nt_pairs<false>(x, ldx, w, y, ldy, bias, M, N, K);                                                          \
   }
-#define NN_BF16(NAME, Y)                                                                                        \
-  void NAME(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, long M, long N, long K) {                   \
-    panels<false>(x, ldx, y, ldy, nullptr, M, N, K,                                                                    \
-           [=](long c, long cols, long s, long depth, bf16* out) { pack_nn(w, K, c, cols, s, depth, out); });   \
-  }
+// N is even: see the caller.
+void nn_bf16(const bf16* x, long ldx, const bf16* w, bf16* y, long ldy, long M, long N, long K) {
+  panels<false>(x, ldx, y, ldy, (const bf16*)nullptr, M, N, K,
+                [=](long c, long cols, long s, long depth, bf16* out) { pack_nn(w, K, c, cols, s, depth, out); });
+}
 #else
 #define NT_BF16(NAME, Y)                                                                                        \
   void NAME(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, const bf16* bias, long M, long N, long K) { \
     nt_dot(x, ldx, w, y, ldy, bias, M, N, K);                                                                   \
   }
-#define NN_BF16(NAME, Y)
 #endif
 NT_BF16(nt_bf16, bf16)
 NT_BF16(nt_bf16_f32, float)
-NN_BF16(nn_bf16, bf16)
 // y += x w^T: the second product of a low-rank adapter.
 void nt_add_f32(const float* x, const float* w, float* y, long ldy, long M, long N, long K) {
   nt_dot<float, float, true>(x, K, w, y, ldy, nullptr, M, N, K);
 }
 void nt_add_bf16(const bf16* x, const bf16* w, bf16* y, long ldy, long M, long N, long K) {
 #if defined(__AVX512BF16__)
-  if (M >= PANEL_FROM && K % 2 == 0)
-    return panels<true>(x, K, y, ldy, (const bf16*)nullptr, M, K, N,
-                        [=](long c, long cols, long s, long depth, bf16* out) { pack_nt(w, K, c, cols, s, depth, out); });
+  if (K % 2 == 0) return nt_pairs<true>(x, K, w, y, ldy, (const bf16*)nullptr, M, N, K);
 #endif
   nt_dot<bf16, bf16, true>(x, K, w, y, ldy, nullptr, M, N, K);
 }
