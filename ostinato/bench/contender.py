@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -55,27 +56,38 @@ class Contender:
         self.close()
 
     def ask(self, **task: Any) -> dict[str, Any]:
-        """The answer to one task. Raises ContenderFailed."""
+        """The answer to one task; before and after it the contender is stopped. Raises ContenderFailed.
+
+        Idle, some engines spin for a while: whoever is measured next would pay for it.
+        """
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(task).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failed("ended") from None
-        return self._answer()
+        answer = self._answer()
+        self._signal(signal.SIGSTOP)
+        return answer
 
     def close(self, patience_s: float = 5.0) -> None:
         """End it, politely first, and everything that it has started."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # what an ended process was still to read
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=patience_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, 9)
+        self._signal(signal.SIGKILL)
         self._process.wait(timeout=30)
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
