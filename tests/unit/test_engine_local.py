@@ -151,7 +151,7 @@ def test_routes_are_those_of_a_forward_over_the_finished_sequence(kernels: Kerne
 def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels, dtype: torch.dtype) -> None:
     decoder = DECODER if dtype == torch.float32 else tiny(dtype=dtype)
 
-    def fresh(**options: int) -> LocalEngine:
+    def fresh(**options: Any) -> LocalEngine:
         return LocalEngine(decoder, kernels=kernels, **{"kv_memory_mb": 4, "context_limit": 256, **options})
 
     alone = [run(fresh(), [asked])[0] for asked in REQUESTS]
