@@ -33,6 +33,7 @@ RewardFunction = Callable[..., Any]
 TOLERANCE = 1e-6  # relative, for numbers that are not both integers
 MAX_DIGITS = 300  # of a number; longer ones are no answer and cost quadratic time
 MEMBER_LIMIT_S = 1.0  # of math_verify, per completion
+RING_AGAIN_S = 0.1  # until it is heard
 VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth"})
 
 _NUMBER = re.compile(
@@ -174,12 +175,23 @@ def _time_limit(seconds: float) -> Iterator[None]:
         raise _OutOfTime
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # It rings again: an exception raised inside a destructor or a weak reference's callback is swallowed.
+    signal.setitimer(signal.ITIMER_REAL, seconds, RING_AGAIN_S)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _silence()
         signal.signal(signal.SIGALRM, before)
+
+
+def _silence() -> None:
+    """Stop the timer, even if it rings on the way."""
+    while True:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            return
+        except _OutOfTime:
+            continue
 
 
 def _parse_gold(target: str) -> list[Any]:
