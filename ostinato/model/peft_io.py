@@ -40,9 +40,9 @@ def save_peft(adapters: Adapters, decoder: Decoder, folder: Path, base_name: str
 
     Each file appears whole or not at all; other files of the folder stay.
     """
-    spec, base = json.dumps(asdict(adapters.spec)), base_fingerprint(decoder)
-    metadata = {"spec": spec, "base": base, "base_name": base_name}
-    write_tensors(folder / LOGICAL, _on_cpu(adapters.state_dict()), metadata)
+    facts = {"spec": asdict(adapters.spec), "base": base_fingerprint(decoder), "base_name": base_name}
+    # one entry, because safetensors writes several in random order and equal runs should give equal files
+    write_tensors(folder / LOGICAL, _on_cpu(adapters.state_dict()), {"ostinato": json.dumps(facts)})
     write_tensors(folder / PEFT_TENSORS, _on_cpu(dict(_peft_tensors(adapters))), {"format": "pt"})
     config = json.dumps(_peft_config(adapters, base_name), indent=2) + "\n"
     atomic_write(folder / PEFT_CONFIG, config.encode())
@@ -61,13 +61,13 @@ def load_peft(folder: Path, decoder: Decoder) -> Adapters:
         )
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            facts = json.loads((file.metadata() or {})["ostinato"])
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        spec = json.loads(metadata["spec"])
+        spec = facts["spec"]
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is truncated or not an adapter of ours ({error}); save it again") from error
-    if metadata.get("base") != base_fingerprint(decoder):
-        base = metadata.get("base_name") or "unnamed"
+    if facts.get("base") != base_fingerprint(decoder):
+        base = facts.get("base_name") or "unnamed"
         raise ValueError(f"adapter {folder} belongs to another base ({base}); load it onto that one")
     adapters = init_adapters(decoder.config, AdapterSpec(**{**spec, "targets": tuple(spec["targets"])}))
     with torch.no_grad():
@@ -87,7 +87,11 @@ def export_merged(
 
 def base_fingerprint(decoder: Decoder, samples: int = 64) -> str:
     """A digest of the base: every tensor's name, shape and some values, as bf16 rounds them, so that the
-    same weights loaded in another dtype are the same base."""
+    same weights loaded in another dtype are the same base.
+
+    Fine-tuning moves all of a tensor, so a few values tell two bases apart; reading all of them would make
+    every start and save as slow as loading the model.
+    """
     digest = hashlib.sha256()
     for name, weight in sorted(decoder.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)}".encode())

@@ -18,7 +18,6 @@ for old / behaviour, the sampler-trainer mismatch, with a weight. Others anchor 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
+from ostinato.model.peft_io import base_fingerprint
 from ostinato.train.optimizer import (
     OptimizerSettings,
     build_optimizer,
@@ -219,10 +219,10 @@ class PolicyTrainer:
         """What must be the same to resume from a checkpoint: the model, its frozen weights, the adapter."""
         config = self._decoder.config
         shape = f"{config.num_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"
-        model = f"{config.model_type}, {shape}"
+        model = f"{config.model_type} in {self._decoder.dtype}, {shape}"
         if self._adapters is None:
             return {"model": model, "adapter": "none, all parameters are trained"}
-        return {"model": model, "base": fingerprint(self._decoder), "adapter": str(self._adapters.spec)}
+        return {"model": model, "base": base_fingerprint(self._decoder), "adapter": str(self._adapters.spec)}
 
     def _inputs(self, microbatch: Microbatch) -> Inputs:
         def tensor(array: np.ndarray, dtype: type) -> Tensor:
@@ -403,20 +403,6 @@ def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[N
     return logits, slopes
 
 
-def fingerprint(decoder: Decoder, samples: int = 64) -> str:
-    """A digest of the frozen weights: every tensor's name, shape, dtype and ``samples`` of its values.
-
-    Fine-tuning moves all of a tensor, so a few values tell two bases apart; reading all of them would make
-    every start and save as slow as loading the model.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in decoder.state_dict().items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.flatten()
-        digest.update(flat[:: max(1, flat.numel() // samples)].double().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose name starts with ``prefix``, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -428,4 +414,4 @@ def _staleness(batch: Batch) -> dict[str, float]:
     return {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
 
 
-__all__ = ["PolicyTrainer", "TrainingStopped", "fingerprint", "head_products", "trained_parameters"]
+__all__ = ["PolicyTrainer", "TrainingStopped", "head_products", "trained_parameters"]

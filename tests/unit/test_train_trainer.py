@@ -17,13 +17,13 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.ops import TORCH_OPS
+from ostinato.model.peft_io import base_fingerprint
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import (
     Inputs,
     PolicyTrainer,
     Totals,
     TrainingStopped,
-    fingerprint,
     trained_parameters,
 )
 from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample
@@ -472,9 +472,9 @@ def test_a_positive_advantage_makes_its_sample_likelier() -> None:
 def test_full_parameter_training_moves_the_decoder() -> None:
     decoder = decoder_of(MOE).trainable(True)
     trainer = PolicyTrainer(decoder, None, GRPO, optimizer=LR)
-    before = fingerprint(decoder)
+    before = base_fingerprint(decoder)
     assert not trainer.step(batch_of(samples_of(decoder))).skipped
-    assert fingerprint(decoder) != before
+    assert base_fingerprint(decoder) != before
     assert trainer.adapters() is None
 
 
