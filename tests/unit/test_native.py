@@ -262,3 +262,26 @@ def test_add_lora(kernels: Kernels, dtype: torch.dtype, rows: int, rank: int, co
     )  # the router's logits are fp32 whatever the model is
     assert wide.dtype == torch.float32
     close(wide.to(dtype), TORCH_OPS.add_lora(y, x, a, b, 0.5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_the_work_and_change_nothing(kernels: Kernels, dtype: torch.dtype) -> None:
+    w, gate_up = draw(130, 96, dtype=dtype, seed=1), draw(300, 192, dtype=dtype)
+    weight, dy = draw(192, dtype=dtype, seed=2), draw(70, 130, dtype=dtype, seed=3)
+
+    def everything() -> list[Tensor]:
+        products = [kernels.ops.linear(draw(rows, 96, dtype=dtype), w) for rows in (1, 20, 40, 64, 70)]
+        rows = [kernels.ops.rms_norm(gate_up, weight, 1e-6), kernels.ops.silu_mul(gate_up)]
+        return [*products, *rows, kernels.training.gemm.nn(dy, w)]
+
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            results.append(everything())
+        finally:
+            torch.set_num_threads(before)
+    # torch's own fp32 product (nn) may be cut differently; ours may not
+    assert all(torch.equal(a, b) for a, b in zip(results[0][:-1], results[1][:-1], strict=True))
+    close(results[0][-1], results[1][-1])
