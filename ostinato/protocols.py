@@ -1,4 +1,4 @@
-"""The seams of Ostinato: five Protocols of one to three methods.
+"""The seams of Ostinato: Protocols of one or two methods.
 
 Concrete classes meet only in ``cli`` and ``recipes``; everything between sees these.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ostinato.types import Batch, Completion, Group, Prompt, Request, Reward, StepReport, Turn
+from ostinato.types import Batch, Completion, Group, Prompt, Request, Reward, StepReport
 
 
 class Engine(Protocol):
@@ -71,4 +71,4 @@ class MetricWriter(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
-__all__ = ["Drafter", "Engine", "Env", "Grader", "MetricWriter", "Tasks", "Trainer", "Turn"]
+__all__ = ["Drafter", "Engine", "Env", "Grader", "MetricWriter", "Tasks", "Trainer"]
