@@ -49,6 +49,16 @@ class AdapterSection(Section):
     targets: Names = ("attn", "mlp", "shared", "experts")  # roles; "router" only when it is named
     expert_scheme: Literal["shared_outer", "per_expert"] = "shared_outer"
     expert_rank: Count = 0  # 0: the same as rank
+    path: str = ""  # an adapter to begin with, as a run or export leaves it; its shape is then its own
+
+    @model_validator(mode="after")
+    def _check(self) -> AdapterSection:
+        if self.path and self.kind == "full":
+            raise ValueError(
+                f'adapter.path is {self.path!r} with adapter.kind "full", which trains no adapter; '
+                "drop one of them"
+            )
+        return self
 
 
 class TaskSection(Section):

@@ -34,6 +34,7 @@ from ostinato.model.native import Kernels
 from ostinato.model.native import load as load_kernels
 from ostinato.model.native.build import BuildError
 from ostinato.model.ops import TORCH_OPS
+from ostinato.model.peft_io import load_peft
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.protocols import Engine, Grader
@@ -143,7 +144,9 @@ def _bytes(prompt: Prompt) -> int:
 
 
 def new_adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
-    """Fresh adapters; None, and the decoder's own parameters trainable, for adapter.kind = "full"."""
+    """Those at adapter.path, or fresh ones; for adapter.kind = "full" None, and the decoder is trainable."""
+    if recipe.adapter.path:
+        return load_peft(Path(recipe.adapter.path).expanduser(), decoder)
     if recipe.adapter.kind == "lora":
         return init_adapters(decoder.config, adapter_spec(recipe.adapter), recipe.seed, decoder.device)
     if recipe.model.dtype != "float32":
@@ -377,6 +380,8 @@ def caveats(recipe: Recipe, chosen: Algorithm) -> Iterator[str]:
             f"{used} cut what is sampled from, and the trainer scores the whole vocabulary: the ratio of "
             "trainer to sampler begins below 1 and can be clipped; see sampling/* in the metrics"
         )
+    if recipe.adapter.path and chosen.needs_reference:
+        yield f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path"
     if chosen.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:
         yield (
             f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "

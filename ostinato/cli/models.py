@@ -61,7 +61,7 @@ class Policy:
 
 
 def load_policy(target: str, *overrides: str) -> Policy:
-    """The last policy of a run folder, or the untrained model of a recipe or of a model name.
+    """The last policy of a run folder, or the model of a recipe or name with its adapter.path, if any.
 
     Raises ValueError when ``target`` is none of these.
     """
@@ -71,10 +71,17 @@ def load_policy(target: str, *overrides: str) -> Policy:
     folder = model_folder(recipe.model.path)
     renderer = Renderer(folder)
     decoder = load_decoder(recipe.model, folder)
-    step, adapters = trained(recipe, run, decoder) if run else (0, None)
+    step, adapters = trained(recipe, run, decoder) if run else (0, _given(recipe, decoder))
     return Policy(
         recipe=recipe, folder=folder, decoder=decoder, adapters=adapters, renderer=renderer, step=step
     )
+
+
+def _given(recipe: Recipe, decoder: Decoder) -> Adapters | None:
+    """The adapter that an untrained recipe begins with, None without adapter.path."""
+    from ostinato.cli.build import new_adapters
+
+    return new_adapters(recipe, decoder) if recipe.adapter.path else None
 
 
 def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from ostinato.cli.build import caveats, check, solved_at
+import pytest
+import torch
+
+from ostinato.cli.build import caveats, check, new_adapters, solved_at
 from ostinato.config import Recipe
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.peft_io import save_peft
 from ostinato.report.page import solved_at as solved_at_in_report
 from ostinato.report.reading import RunData
 
@@ -38,6 +44,10 @@ def test_a_solved_answer_has_full_marks_or_what_the_recipe_says(reward: dict, ma
         ({"rollout": {"top_p": 0.9}}, ["rollout.top_p cut"]),
         ({"rollout": {"top_k": 5, "min_p": 0.05}}, ["rollout.top_k and rollout.min_p cut"]),
         ({"trainer": {"minibatches": 4}}, []),
+        (
+            {"adapter": {"path": "a"}, "algo": {"kl_coef": 0.1}},
+            ["from the base model, not from adapter.path"],
+        ),
         ({"algo": {"name": "rloo"}, "trainer": {"minibatches": 4}}, ["trainer.minibatches = 4"]),
     ],
 )
@@ -48,3 +58,34 @@ def test_what_is_not_exact_is_said_before_the_run(tree: dict, words: list[str]) 
     said = list(caveats(recipe, check(recipe)))
     assert len(said) == len(words)
     assert all(word in sentence for word, sentence in zip(words, said, strict=True))
+
+
+def small_decoder(seed: int) -> Decoder:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return Decoder(parse_config(config)).init_weights(seed)
+
+
+def test_a_run_can_begin_with_an_adapter_and_refuses_one_of_another_base(tmp_path: Path) -> None:
+    decoder = small_decoder(0)
+    trained = new_adapters(Recipe.parse({"adapter": {"rank": 3}}), decoder)
+    assert trained is not None
+    with torch.no_grad():
+        for _, b in trained.tensors.values():
+            b.normal_()
+    save_peft(trained, decoder, tmp_path, "base")
+    recipe = Recipe.parse({"adapter": {"path": str(tmp_path)}})
+    found = new_adapters(recipe, decoder)
+    assert found is not None and found.spec == trained.spec
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), trained.parameters(), strict=True))
+    with pytest.raises(ValueError, match="belongs to another base"):
+        new_adapters(recipe, small_decoder(1))
+    with pytest.raises(ValueError, match=r"adapter\.path is 'x' with adapter\.kind"):
+        Recipe.parse({"adapter": {"path": "x", "kind": "full"}})
