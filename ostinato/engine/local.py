@@ -113,7 +113,6 @@ class LocalEngine:
         self._driver: asyncio.Task[None] | None = None
 
     # ---- the protocol
-    # ----------------------------------------------------------------------------------------
 
     def publish(self, adapters: Adapters | None, version: int) -> None:
         """Serve a copy of ``adapters`` (None: the base) from the next step on; the prefix tree is
@@ -159,7 +158,6 @@ class LocalEngine:
             raise RuntimeError("the engine is at work in another event loop; make one engine for each loop")
 
     # ---- life of a sequence
-    # ----------------------------------------------------------------------------------
 
     def _sequence(
         self,
@@ -226,7 +224,6 @@ class LocalEngine:
         sequence.nodes, sequence.blocks, sequence.computed = [], [], 0
 
     # ---- one step
-    # --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Admit, run one forward, sample, and hand out what has finished."""
