@@ -186,6 +186,25 @@ class EngineSection(Section):
     threads: Positive | Literal["auto"] = "auto"
 
 
+class DraftSection(Section):
+    """Guesses from what was sampled before, verified by the engine: the same tokens in fewer passes."""
+
+    enabled: bool = True
+    memory_mb: Positive = 256  # of past answers, over all prompts
+    epochs: Positive = 3  # kept of each prompt
+    leaves: Positive = 4  # most leaves of a draft while few sequences run; 1: chains only
+    run_ahead: bool = False  # idle slots sample the next step's prompts, for drafts
+
+    @model_validator(mode="after")
+    def _check(self) -> DraftSection:
+        if self.run_ahead and not self.enabled:
+            raise ValueError(
+                "draft.run_ahead is true with draft.enabled false, so nothing would use what it samples; "
+                "drop one of them"
+            )
+        return self
+
+
 class LogSection(Section):
     """``dir`` holds the run folders; JSONL is always written, ``writers`` come on top."""
 
@@ -208,6 +227,7 @@ class Recipe(Section):
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
     engine: EngineSection = EngineSection()
+    draft: DraftSection = DraftSection()
     log: LogSection = LogSection()
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The seams of Ostinato: Protocols of one or two methods.
+"""The seams of Ostinato: Protocols of one to three methods.
 
 Concrete classes meet only in ``cli`` and ``recipes``; everything between sees these.
 """
@@ -8,7 +8,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ostinato.types import Batch, Completion, Group, Prompt, Request, Reward, StepReport
+from ostinato.types import (
+    Batch,
+    Completion,
+    Drafts,
+    Emitted,
+    Group,
+    Prompt,
+    Request,
+    Reward,
+    Running,
+    StepReport,
+)
 
 
 class Engine(Protocol):
@@ -24,11 +35,19 @@ class Engine(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of running sequences; exactness never depends on it."""
+    """Guesses the next tokens of running sequences. Tokens never depend on it, only the time they take."""
 
-    def propose(self, contexts: Sequence[Any], budget: int) -> list[Any]: ...
+    def open(self, request: Request) -> int:
+        """A sequence begins; the handle under which it is continued."""
+        ...
 
-    def observe(self, tokens: Any) -> None: ...
+    def propose(self, running: Running) -> Drafts:
+        """The draft tokens that are worth their time in the coming pass; often none."""
+        ...
+
+    def observe(self, emitted: Emitted) -> None:
+        """What the pass gave, drafted or not."""
+        ...
 
 
 class Env(Protocol):

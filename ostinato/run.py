@@ -1,8 +1,8 @@
 """The run folder: what a run leaves on disk, and the two ways of writing there that survive a crash.
 
     runs/<recipe>-<yyyymmdd-hhmmss>/
-        recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl
-        checkpoints/  adapter/  report.html
+        recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl  drafts.jsonl
+        checkpoints/  adapter/  history.bin  report.html
 
 Whole files are replaced (``atomic_write``, ``atomic_folder``): a reader sees the old one or the new one.
 Logs are appended to, one JSON object per line, and forgive a torn end: what a kill or a full disk left of
@@ -304,10 +304,12 @@ class RunFolder:
         self.recipe = path / "recipe.toml"
         self.checkpoints = path / "checkpoints"
         self.adapter = path / "adapter"
+        self.history = path / "history.bin"
         self.report = path / "report.html"
         self.metrics = Jsonl(path / "metrics.jsonl")
         self.ledger = Jsonl(path / "ledger.jsonl")
         self.eval = Jsonl(path / "eval.jsonl")
+        self.drafts = Jsonl(path / "drafts.jsonl")
         self.trajectories = JsonlZst(path / "trajectories.jsonl.zst")
 
     @classmethod
@@ -341,7 +343,7 @@ class RunFolder:
 
     def truncate_after(self, step: int) -> None:
         """Forget the rows of later steps, so that a resumed run writes them again once."""
-        for log in (self.metrics, self.ledger, self.eval, self.trajectories):
+        for log in (self.metrics, self.ledger, self.eval, self.drafts, self.trajectories):
             log.keep(lambda row: row.get("step", step) <= step)
 
 

@@ -9,14 +9,33 @@ Everything here is a frozen dataclass of numpy arrays. This module imports nothi
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
 NO_EXPERT = -1  # routing of a token that never passed through the layers (the last one sampled)
+
+
+def _brief(self: Any) -> str:
+    """The repr of what holds arrays: they are told by type and shape, tuples of ours by their number.
+
+    ``asyncio.run`` formats its main task, result and all, whenever it ends (``signal`` looks the handler up
+    as an enum member and throws the message away), so a repr has to cost nothing, however much it stands for.
+    """
+    told = (f"{one.name}={_told(getattr(self, one.name))}" for one in fields(self))
+    return f"{type(self).__name__}({', '.join(told)})"
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return f"<{len(value)} {type(value[0]).__name__}>"
+    return reprlib.repr(value)
 
 
 class Stop(StrEnum):
@@ -76,6 +95,7 @@ class Request:
     tokens: np.ndarray  # [P] int32, the whole context
     sampling: Sampling
     seed: tuple[int, ...]
+    uid: str = ""  # of the Prompt: whose history may be drafted from; empty: nobody's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,22 +105,30 @@ class Completion:
     ``logprobs`` are under the distribution that was really sampled from (after temperature and filters).
     ``experts[t]`` are the experts that token t chose on its way through the layers; the last sampled
     token was never an input, so its row is NO_EXPERT.
+
+    ``edges[t]`` is the probability of all tokens before token t in vocabulary order. The sampler draws by
+    inverse transform, so the uniform of t fell into [edge, edge + p); under the next policy, a near one, a
+    uniform in that interval will most likely give the same token.
     """
 
     tokens: np.ndarray  # [T] int32, the stop token included when one was sampled
     logprobs: np.ndarray  # [T] float32
+    edges: np.ndarray | None = None  # [T] float32
     versions: np.ndarray  # [T] int32, the policy version that sampled each token
     stop: Stop
     text: str = ""  # decoded without special tokens, up to a stop string; empty without a tokenizer
     experts: np.ndarray | None = None  # [T, moe_layers, top_k] int16
     prompt_experts: np.ndarray | None = None  # [P, moe_layers, top_k] int16
-    drafted: int = 0
-    accepted: int = 0
+    drafted: int = 0  # draft tokens that were verified for it
+    accepted: int = 0  # of them, those that turned out to be what is sampled
+    passes: int = 0  # forward passes that gave it a token
     cached_tokens: int = 0  # prompt tokens whose keys and values were found in the prefix tree
     error: str = ""  # one sentence when stop is ERROR
 
+    __repr__ = _brief
+
     def __post_init__(self) -> None:
-        for name in ("logprobs", "versions", "experts"):
+        for name in ("logprobs", "edges", "versions", "experts"):
             array = getattr(self, name)
             if array is not None and len(array) != len(self.tokens):
                 raise ValueError(f"{name} has {len(array)} entries for {len(self.tokens)} tokens")
@@ -156,6 +184,8 @@ class Trajectory:
     reward: Reward | None = None
     error: str = ""
 
+    __repr__ = _brief
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
@@ -164,6 +194,8 @@ class Group:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     step: int  # the step that asked for it
+
+    __repr__ = _brief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,6 +219,8 @@ class Sample:
     uid: str = ""  # "prompt uid#sample": what a refused step names
     experts: np.ndarray | None = None  # [L, moe_layers, top_k] int16
     truncated: bool = False
+
+    __repr__ = _brief
 
     def __post_init__(self) -> None:
         for name in ("loss_mask", "logprobs", "advantages", "versions", "experts"):
@@ -235,6 +269,8 @@ class Microbatch:
     uids: tuple[str, ...]  # of the samples in it, to name them when a step is refused
     experts: np.ndarray | None = None  # [T, moe_layers, top_k] int16, to replay
 
+    __repr__ = _brief
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
@@ -253,3 +289,50 @@ class StepReport:
     metrics: Mapping[str, float]
     skipped: str = ""  # one sentence when a non-finite loss or gradient refused the step
     uids: tuple[str, ...] = ()  # the samples it names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Running:
+    """What a drafter is asked to continue: S sequences that are about to run their last token.
+
+    Depth d of a draft stands for the token at position (length of the sequence) + d of its request.
+    """
+
+    handles: np.ndarray  # [S] int64, from ``Drafter.open``
+    room: np.ndarray  # [S] int32: most draft tokens that could still be emitted
+    weights: np.ndarray  # [S] float32: worth of one token of it now, 1 for all while requests wait
+    seconds: np.ndarray  # [N + 1] float64: what this pass takes with n draft tokens in it; N: most allowed
+    leaves: int = 1  # most leaves in the draft of one sequence: 1 asks for chains
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drafts:
+    """Guesses, sequence after sequence. Within a sequence a parent stands before its children; ``parents``
+    are indices into the sequence's own nodes, -1 for what follows its last token: a chain is -1, 0, 1, ..."""
+
+    counts: np.ndarray  # [S] int32, nodes of each sequence
+    tokens: np.ndarray  # [n] int32
+    parents: np.ndarray  # [n] int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Emitted:
+    """What a pass gave: the tokens really sampled, whatever was drafted, sequence after sequence."""
+
+    handles: np.ndarray  # [S] int64
+    counts: np.ndarray  # [S] int32; 0 for a sequence that was given up
+    tokens: np.ndarray  # [n] int32
+    probs: np.ndarray  # [n] float32, of the token under the distribution sampled from
+    edges: np.ndarray  # [n] float32, see Completion
+    ended: np.ndarray  # [S] bool: its handle is closed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Past:
+    """A finished response as history keeps it."""
+
+    context: np.ndarray  # [C] int32, the last tokens before it (a few are enough)
+    tokens: np.ndarray  # [T] int32
+    probs: np.ndarray  # [T] float32
+    edges: np.ndarray  # [T] float32
+    reward: float | None = None

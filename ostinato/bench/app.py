@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ostinato.bench.settings import Clock
 from ostinato.engine import threads
 
 app = typer.Typer(
@@ -58,6 +59,34 @@ def rollouts(
 
 
 @app.command()
+def decode(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    model: Model = "smollm2-135m",
+    dtype: str = "bfloat16",
+    batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,8,64",
+) -> None:
+    """One decode step by part, against the roofline of its matrix products."""
+    threads.configure_early("auto", say=_say)
+
+    def measure() -> dict[str, Any]:
+        from ostinato.bench import decode as bench
+
+        sizes = tuple(int(size) for size in batch.split(","))
+        plan = bench.Plan(
+            folder=_folder(model), model=model, dtype=dtype, batches=sizes, rounds=2 if quick else 5
+        )
+        return bench.run(plan, _say)
+
+    def table(result: dict[str, Any]) -> Any:
+        from ostinato.bench import decode as bench
+
+        return bench.table(result)
+
+    _tell(measure, table, json_file)
+
+
+@app.command()
 def train(
     quick: Quick = False,
     json_file: JsonFile = None,
@@ -73,6 +102,87 @@ def train(
     )
     threads.configure_early("auto", say=_say)
     _tell(lambda: bench.run(plan, _say), bench.table, json_file)
+
+
+@app.command()
+def draft(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    recipe: Annotated[str, typer.Option(help="A recipe, by name or file.")] = "quickstart",
+    batch: Annotated[
+        str, typer.Option(help="How many sequences run together, with commas; the first is the headline.")
+    ] = "",
+    epochs: int = 3,
+    prompts: Annotated[int, typer.Option(help="Prompts of an epoch.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Replays of the whole run; medians count.")] = 2,
+    leaves: Annotated[int, typer.Option(help="Most leaves of a draft; 1 is chains.")] = 4,
+    clock: Annotated[
+        Clock, typer.Option(help="cpu is for one thread on a machine that others use too.")
+    ] = Clock.WALL,
+    never_slower: Annotated[
+        bool,
+        typer.Option("--never-slower", help="Instead: the worst ratio of all settings."),
+    ] = False,
+) -> None:
+    """Rollouts with drafts from history and without, epoch by epoch, beside other drafters."""
+    threads.configure_early("auto", say=_say)
+    if never_slower:
+        _never_slower(quick, json_file, batch, leaves, clock)
+        return
+    from ostinato.bench import draft as bench
+    from ostinato.config import Recipe
+
+    def measure() -> dict[str, Any]:
+        loaded = Recipe.load(recipe, f"task.n_train={32 if quick else prompts}")
+        sizes = batch or ("64,8" if quick else "256,64,32,16,8")
+        plan = bench.Plan(
+            recipe=loaded,
+            batches=_sizes(sizes),
+            epochs=epochs,
+            rounds=1 if quick else rounds,
+            leaves=leaves,
+            clock=clock,
+        )
+        return bench.run(plan, _say)
+
+    _tell(measure, bench.table, json_file)
+
+
+def _never_slower(quick: bool, json_file: Path | None, batch: str, leaves: int, clock: Clock) -> None:
+    from ostinato.bench import never_slower as bench
+
+    def measure() -> dict[str, Any]:
+        plan = bench.Plan(
+            batches=_sizes(batch or ("1,16" if quick else "1,4,16,64,256")),
+            temperatures=(1.0,) if quick else (0.6, 1.0),
+            cell_s=3.0 if quick else 14.0,
+            leaves=leaves,
+            clock=clock,
+        )
+        return bench.run(plan, _say)
+
+    _tell(measure, bench.table, json_file)
+
+
+@app.command()
+def history(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    prompts: Annotated[int, typer.Option(help="16 answers of some 1,220 tokens to each.")] = 512,
+) -> None:
+    """What history costs at ten million tokens: to build, to hold, to search, to draft from."""
+    threads.configure_early("auto", say=_say)
+    from ostinato.bench import history as bench
+
+    plan = bench.Plan(prompts=16 if quick else prompts, passes=100 if quick else 300)
+    _tell(lambda: bench.run(plan, _say), bench.table, json_file)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise ValueError(f"--batch is {text!r}; give whole numbers with commas, e.g. 64,16") from None
 
 
 def _folder(model: str) -> Path:
@@ -96,7 +206,18 @@ def _tell(measure: Callable[[], dict[str, Any]], table: Any, json_file: Path | N
     if json_file is not None and str(json_file) == "-":
         print(json.dumps(result, indent=1))
         return
-    print(table(result))
+    _show(table(result))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _show(table: Any) -> None:
+    """Text as it is; a rich table at the width of the terminal, and wide where there is none."""
+    from rich.console import Console
+
+    console = Console()
+    if isinstance(table, str):
+        print(table)
+    else:
+        (console if console.is_terminal else Console(width=140)).print(table)

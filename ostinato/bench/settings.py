@@ -1,11 +1,28 @@
-"""Thread settings that a peer is tried under, so that each is measured at its best."""
+"""What a benchmark runs under: the threads that suit each best, and the machine that its figures are of."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import platform
+import time
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 from ostinato.engine.threads import logical_cores
+
+
+class Clock(StrEnum):
+    """What counts as a second."""
+
+    WALL = "wall"
+    CPU = "cpu"  # of all threads of this process: for one thread on a machine that is shared with others
+
+    @property
+    def read(self) -> Callable[[], float]:
+        return time.process_time if self is Clock.CPU else time.perf_counter
 
 
 def torch_threads() -> dict[str, dict[str, str]]:
@@ -28,6 +45,24 @@ def vllm_threads() -> dict[str, dict[str, str]]:
 def our_threads() -> int:
     """What ``engine.threads.configure`` chose for this machine, or the user."""
     return int(os.environ.get("OMP_NUM_THREADS") or logical_cores())
+
+
+def machine() -> dict[str, Any]:
+    """What a figure is of: processor, cores, threads, versions, and how busy others kept it."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
+    except OSError:
+        names = []
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": logical_cores(),
+        "threads": our_threads(),
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "torch": version("torch"),
+        "python": platform.python_version(),
+    }
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
     check      what needs no model: the algorithm's keys, the size of a group
     prepare    model, tokenizer, prompts, rewards; everything that can be wrong in a recipe is found here
-    trainer, serve, loop      the parts of a run, from what was prepared
+    trainer, engine, loop      the parts of a run, from what was prepared
 
 Everything raises ValueError with one sentence for what the user can mend, before any work starts.
 """
@@ -21,7 +21,8 @@ import torch
 
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm, Loss, algorithm
-from ostinato.cli.models import Policy, adapter_spec, load_decoder, newest_checkpoint
+from ostinato.cli.drafts import Memory, save_history
+from ostinato.cli.models import adapter_spec, load_decoder, newest_checkpoint
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.env.dialogue import Dialogue, resolve_tools
@@ -37,6 +38,7 @@ from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import load_peft
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Loop, LoopState, Plan
+from ostinato.pipeline.remember import Drafting
 from ostinato.protocols import Engine, Grader
 from ostinato.render import Renderer
 from ostinato.reward.workers import WorkerGrader
@@ -190,8 +192,10 @@ def new_trainer(
     )
 
 
-def new_engine(recipe: Recipe, decoder: Decoder, renderer: Renderer, say: Say) -> LocalEngine:
-    """The in-process engine on the decoder's own tensors, serving the base."""
+def new_engine(
+    recipe: Recipe, decoder: Decoder, renderer: Renderer, say: Say, memory: Memory | None = None
+) -> LocalEngine:
+    """The in-process engine on the decoder's own tensors, serving the base; with drafts from ``memory``."""
     return LocalEngine(
         decoder,
         kernels=kernels(recipe, decoder, say),
@@ -199,14 +203,10 @@ def new_engine(recipe: Recipe, decoder: Decoder, renderer: Renderer, say: Say) -
         kv_memory_mb=recipe.engine.kv_memory_mb,
         max_batch=recipe.engine.max_batch,
         context_limit=decoder.config.max_positions,
+        drafter=memory.drafter if memory else None,
+        leaves=recipe.draft.leaves,
+        expect=memory.expect if memory else None,
     )
-
-
-def serve(policy: Policy, say: Say = lambda line: None) -> LocalEngine:
-    """An engine that samples from ``policy``."""
-    engine = new_engine(policy.recipe, policy.decoder, policy.renderer, say)
-    engine.publish(policy.adapters, policy.step)
-    return engine
 
 
 def kernels(recipe: Recipe, decoder: Decoder, say: Say) -> Kernels | None:
@@ -310,12 +310,14 @@ def active_parameters(config: ModelConfig) -> int:
 def new_loop(
     prepared: Prepared,
     trainer: PolicyTrainer,
-    engine: Engine,
+    engine: LocalEngine,
     run: RunFolder,
     state: LoopState,
+    memory: Memory | None = None,
     **callbacks: Any,
 ) -> Loop:
-    """The run, assembled; ``callbacks`` are the loop's writers, on_step, on_eval and on_note."""
+    """The run, assembled; ``memory`` is what ``engine`` drafts from, ``callbacks`` are the loop's writers,
+    on_step, on_eval and on_note."""
     recipe = prepared.recipe
 
     def save(state: LoopState) -> None:
@@ -326,6 +328,8 @@ def new_loop(
             identity=trainer.identity(),
         )
         save_checkpoint(run.checkpoints, checkpoint, keep=recipe.trainer.keep_checkpoints)
+        if memory is not None:
+            save_history(memory.history, run.history, callbacks.get("on_note", lambda note: None))
 
     return Loop(
         plan=new_plan(recipe, prepared.decoder.config),
@@ -337,8 +341,18 @@ def new_loop(
         state=state,
         evaluations=[new_evaluation(prepared)],
         counters=(prepared.grader.counters, prepared.tool_counters),
+        drafting=new_drafting(memory, engine) if memory else None,
+        run_ahead=engine.run_ahead if memory and recipe.draft.run_ahead else None,
         save=save,
         **callbacks,
+    )
+
+
+def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
+    """The books of drafts, and what remembers the answers for the next ones."""
+    history = memory.history
+    return Drafting(
+        store=history, lengths=history.lengths, drafter=memory.drafter, meter=engine, past=memory.past
     )
 
 

@@ -126,8 +126,7 @@ def self_test() -> Finding:
 
 async def sampled_tokens_per_s(model: str, seconds: float) -> float:
     """Tokens per second over whole calls of the engine, ``BATCH`` short answers each, until time is up."""
-    from ostinato.cli.build import serve
-    from ostinato.cli.models import load_policy
+    from ostinato.cli.policy import load_policy, serve
     from ostinato.types import Prompt, Request, Sampling
 
     policy = load_policy(model)

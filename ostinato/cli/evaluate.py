@@ -8,7 +8,8 @@ from functools import partial
 
 from rich.console import Console
 
-from ostinato.cli.models import recipe_of, trained
+from ostinato.cli.models import recipe_of
+from ostinato.cli.policy import trained
 from ostinato.cli.progress import interval
 from ostinato.engine import threads
 

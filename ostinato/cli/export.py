@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.cli.models import load_policy
+from ostinato.cli.policy import load_policy
 
 if TYPE_CHECKING:
     from ostinato.model.decoder import Decoder

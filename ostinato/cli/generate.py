@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from ostinato.cli.models import load_policy, recipe_of
+from ostinato.cli.models import recipe_of
+from ostinato.cli.policy import load_policy, serve
 from ostinato.engine import threads
 from ostinato.render import IncrementalDecoder, Renderer
 from ostinato.types import Prompt, Request, Sampling, Stop
@@ -23,8 +24,6 @@ def generate(target: str, *, prompt: str, system: str, sampling: Sampling, seed:
     """Answer ``prompt``, or each line of stdin as the next turn of one conversation, on stdout."""
     recipe, _ = recipe_of(target)
     threads.configure_early(recipe.engine.threads)
-    from ostinato.cli.build import serve
-
     policy = load_policy(target)
     engine = serve(policy)
     sampling = replace(sampling, stop_tokens=policy.renderer.stop_tokens)

@@ -1,21 +1,18 @@
-"""From what a user names, a run, a recipe or a model, to a policy that can be sampled from."""
+"""What a user names, a run, a recipe or a model: its recipe, its base model, its checkpoint."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.cli.failure import RunFailed
 from ostinato.config import AdapterSection, ModelSection, Recipe, find_recipe
-from ostinato.model.named import is_model_name, model_folder
+from ostinato.model.named import is_model_name
 
 if TYPE_CHECKING:
     from ostinato.model.decoder import Decoder
-    from ostinato.model.lora import Adapters, AdapterSpec
-    from ostinato.render import Renderer
+    from ostinato.model.lora import AdapterSpec
     from ostinato.run import RunFolder
     from ostinato.train.checkpoint import Checkpoint
     from ostinato.train.trainer import PolicyTrainer
@@ -46,42 +43,6 @@ def adapter_spec(section: AdapterSection) -> AdapterSpec:
         expert_scheme=ExpertScheme(section.expert_scheme),
         expert_rank=section.expert_rank or None,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """A model that can be sampled from: base, adapters (None: the base itself), tokenizer and its recipe."""
-
-    recipe: Recipe
-    folder: Path  # of the base model
-    decoder: Decoder
-    adapters: Adapters | None
-    renderer: Renderer
-    step: int = 0  # training steps behind it
-
-
-def load_policy(target: str, *overrides: str) -> Policy:
-    """The last policy of a run folder, or the model of a recipe or name with its adapter.path, if any.
-
-    Raises ValueError when ``target`` is none of these.
-    """
-    from ostinato.render import Renderer
-
-    recipe, run = recipe_of(target, *overrides)
-    folder = model_folder(recipe.model.path)
-    renderer = Renderer(folder)
-    decoder = load_decoder(recipe.model, folder)
-    step, adapters = trained(recipe, run, decoder) if run else (0, _given(recipe, decoder))
-    return Policy(
-        recipe=recipe, folder=folder, decoder=decoder, adapters=adapters, renderer=renderer, step=step
-    )
-
-
-def _given(recipe: Recipe, decoder: Decoder) -> Adapters | None:
-    """The adapter that an untrained recipe begins with, None without adapter.path."""
-    from ostinato.cli.build import new_adapters
-
-    return new_adapters(recipe, decoder) if recipe.adapter.path else None
 
 
 def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
@@ -117,22 +78,3 @@ def newest_checkpoint(
         return load_checkpoint(run.checkpoints, identity=trainer.identity(), warn=say)
     except CheckpointError as error:
         raise RunFailed(str(error)) from error
-
-
-def trained(recipe: Recipe, run: RunFolder, decoder: Decoder) -> tuple[int, Adapters | None]:
-    """(step, adapters) of the newest whole checkpoint of ``run``.
-
-    Full-parameter checkpoints are loaded into ``decoder`` itself, and the adapters are None.
-    """
-    from ostinato.cli.build import new_adapters, new_trainer
-
-    adapters = new_adapters(recipe, decoder)
-    trainer = new_trainer(recipe, decoder, adapters)
-    checkpoint = newest_checkpoint(run, trainer, lambda line: print(f"ostinato: {line}", file=sys.stderr))
-    if checkpoint is None:
-        raise ValueError(
-            f"run {run.path} has no checkpoint yet; let it train first: ostinato resume {run.path}"
-        )
-    trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
-    decoder.trainable(False)
-    return checkpoint.step, trainer.adapters()

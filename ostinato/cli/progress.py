@@ -70,8 +70,14 @@ def step_parts(row: Row, total: int, held_out: str, eta: str) -> tuple[str, str]
     learned = [f"step {int(row['step'])}/{total}", f"reward {_number(row, 'reward')}"]
     learned += [f"held-out {held_out}"] if held_out else []
     learned += [words for key, words in _ODD_STEPS.items() if row.get(key)]
-    took = [f"{_number(row, 'tokens_per_s', ',.0f')} tok/s", shares(row), f"ETA {eta}"]
+    took = [f"{_number(row, 'tokens_per_s', ',.0f')} tok/s", per_pass(row), shares(row), f"ETA {eta}"]
     return "  ".join(learned), "  ".join(part for part in took if part)
+
+
+def per_pass(row: Row) -> str:
+    """What drafts gave: "2.31 tok/pass"; nothing where none are made."""
+    name = "draft/tokens_per_pass"
+    return f"{_number(row, name, '.2f')} tok/pass" if name in row else ""
 
 
 def shares(row: Row, names: Sequence[str] = ("rollout", "reward", "train")) -> str:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ostinato import __version__
-from ostinato.cli.models import model_folder
+from ostinato.model.named import model_folder
 from ostinato.render import Renderer
 from ostinato.run import Jsonl, RunFolder
 

@@ -66,12 +66,14 @@ def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Out
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     chosen = threads.configure_early(recipe.engine.threads, say=say)
     from ostinato.cli import build
+    from ostinato.cli.drafts import new_memory
     from ostinato.cli.export import write_policy
 
     with build.prepare(recipe, training=True) as prepared:
         adapters = build.new_adapters(recipe, prepared.decoder)
         trainer = build.new_trainer(recipe, prepared.decoder, adapters, build.save_refused(path / "refused"))
-        engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, say)
+        memory = new_memory(recipe.draft, RunFolder(path).history if resume else None, say)
+        engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, say, memory)
         state = build.restore(RunFolder.open(path), trainer, say) if resume else build.LoopState()
         check_writers(recipe.log.writers)
         run = _folder(path, dump_toml(recipe), resume)
@@ -84,7 +86,9 @@ def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Out
                 monitor.say(line)
             callbacks = {"on_step": monitor.step, "on_eval": monitor.evaluated, "on_note": monitor.say}
             with _named_failures(path):
-                loop = build.new_loop(prepared, trainer, engine, run, state, writers=writers, **callbacks)
+                loop = build.new_loop(
+                    prepared, trainer, engine, run, state, memory, writers=writers, **callbacks
+                )
                 finished = asyncio.run(loop.run())
                 write_policy(
                     prepared.decoder, trainer.adapters(), prepared.folder, run.adapter, recipe.model.path

@@ -1,13 +1,14 @@
 """The in-process engine: continuous batching on the trainer's own base tensors.
 
-    generate -> submit -> waiting --admit--> running --step--> running | finished
-                             ^                  |
-                             +---- preempt -----+        (out of blocks: recomputed later, same tokens)
+    generate -> waiting --admit--> seated --step--> seated | finished
+                   ^                 |
+                   +---- preempt ----+        (out of blocks: recomputed later, same tokens)
 
-A step is one forward over a flat row of tokens: one per decoding sequence, and chunks of prompts within a
-budget. Sequences with a known prefix begin after it. A group's siblings wait one step for the first of them,
-then share its prompt. Nothing a sequence receives depends on the others: kernels work row by row and noise is
-addressed.
+A step is one forward over a flat row of tokens: the last token of every decoding sequence with its draft,
+and chunks of prompts within a budget. Sequences with a known prefix begin after it. A group's siblings wait
+one step for the first of them, then share its prompt. Nothing a sequence receives depends on the others, or
+on drafts: kernels work row by row, noise is addressed, and a draft counts only as far as it is what was
+sampled.
 
 In-flight publish: running sequences keep their keys and values and go on under the new adapters; every token
 carries the version that sampled it, and such sequences are not added to the prefix tree.
@@ -16,24 +17,29 @@ carries the version that sampled it, and such sequences are not added to the pre
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ostinato.algo.noise import key, uniform
 from ostinato.engine.cache import BLOCK, KVCache, OutOfBlocks
-from ostinato.engine.paged import KVStore, NativePaged, Rows, TorchPaged, block_bytes
-from ostinato.engine.sampler import Settings, sample
+from ostinato.engine.cost import CostTable
+from ostinato.engine.drafting import TREES_UP_TO, afford, idle_rows, propose
+from ostinato.engine.paged import KVStore, Rows, block_bytes
+from ostinato.engine.passes import NO_DRAFTS, Pass, draft_counts, plan_pass
+from ostinato.engine.runner import Runner
+from ostinato.engine.seats import NO_HANDLE, Seats, Sequence
+from ostinato.engine.taking import Taken, take_in
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
-from ostinato.model.ops import TORCH_OPS
-from ostinato.types import NO_EXPERT, Completion, Request, Stop
-
-_LOGIT_BYTES = 64 << 20  # logits held at once; rows beyond it are sampled in chunks
+from ostinato.protocols import Drafter
+from ostinato.types import NO_EXPERT, Completion, Drafts, Emitted, Request, Stop
 
 
 @dataclass(slots=True)
@@ -46,34 +52,24 @@ class Counters:
     cached: int = 0  # prompt tokens found in the prefix tree
     preempted: int = 0
     errors: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A request on its way."""
-
-    index: int  # of the request in its call
-    request: Request
-    results: asyncio.Queue[tuple[int, Completion] | BaseException]
-    on_token: Callable[[int, int], None] | None
-    tokens: list[int]  # prompt and what has been sampled
-    prompt_len: int
-    address: int  # key of its noise
-    limit: int  # length at which it is truncated
-    version: int  # when its cache was begun
-    blocks: list[int] = field(default_factory=list)
-    computed: int = 0  # positions whose keys and values are known
-    cached: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    nodes: list = field(default_factory=list)  # tree nodes that this prefill is about to make ready
+    drafted: int = 0  # draft tokens run
+    accepted: int = 0  # of them, those that were what was sampled
+    ahead: int = 0  # tokens sampled in idle rows for requests to come: drafts and nothing else
+    cut_drafts: int = 0  # draft tokens given up for want of KV blocks
+    passes: int = 0  # sums over the steps the sequences that were given tokens
+    seconds: float = 0.0  # in steps, drafting included
+    seconds_without: float = (
+        0.0  # that plain decoding would have taken for the same tokens, by the cost table
+    )
 
 
 class LocalEngine:
     """Implements ``protocols.Engine`` on a ``Decoder``; the base weights are the decoder's own tensors.
 
     ``decode`` turns token ids into text (needed for stop strings and ``Completion.text``). ``context_limit``
-    is the largest number of tokens in a sequence. Raises ValueError for requests that can never fit.
+    is the largest number of tokens in a sequence. ``drafter`` guesses ahead, in trees of up to ``leaves``
+    leaves where few sequences run. ``expect`` predicts how many tokens a request will be answered with (0:
+    unknown): the longest are begun first. Raises ValueError for requests that can never fit.
     """
 
     def __init__(
@@ -81,52 +77,53 @@ class LocalEngine:
         decoder: Decoder,
         *,
         kernels: Kernels | None = None,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Callable[[Seq[int]], str] | None = None,
         kv_memory_mb: int = 512,
         max_batch: int = 256,
         step_tokens: int = 2048,
         context_limit: int = 4096,
         record_routing: bool = True,
+        drafter: Drafter | None = None,
+        leaves: int = 4,
+        expect: Callable[[Request], float] | None = None,
+        cost: CostTable | None = None,
     ) -> None:
         if max_batch < 1 or step_tokens < 1:
             raise ValueError(f"engine.max_batch {max_batch} and step_tokens {step_tokens} must be at least 1")
         self.decoder = decoder
         self.counters = Counters()
+        self.trace: deque[tuple[int, int, int]] = deque(maxlen=4096)  # (sequences, drafted, emitted) per step
         self.version = 0
-        self._kernels = kernels
-        self._ops = kernels.ops if kernels else TORCH_OPS
         self._decode = decode
         self._max_batch, self._step_tokens, self.context_limit = max_batch, step_tokens, context_limit
-        self._device = decoder.device
-        self._prepared = None
+        self._drafter, self._leaves, self._expect = drafter, leaves, expect
         layers, shape = decoder.config.num_layers, decoder.kv_shape
         blocks = (kv_memory_mb << 20) // block_bytes(layers, shape, decoder.dtype)
         self._cache = KVCache(blocks)
-        self._store = KVStore.allocate(layers, blocks, shape, decoder.dtype, self._device)
+        store = KVStore.allocate(layers, blocks, shape, decoder.dtype, decoder.device)
+        self._runner = Runner(decoder, kernels, store)
         moe = decoder.config.moe
         self._routes: np.ndarray | None = None
         if moe is not None and record_routing:
             routes_shape = (blocks * BLOCK, len(moe.layers), moe.top_k)
             self._routes = np.full(routes_shape, NO_EXPERT, np.int16)
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
+        self._seats = Seats(max_batch, context_limit)
+        self._waiting: deque[Sequence] = deque()
+        self._ahead: deque[Sequence] = deque()
         self._driver: asyncio.Task[None] | None = None
+        measure = drafter is not None and cost is None
+        self.cost = CostTable.measured(self._runner.seconds) if measure else cost
 
     # ---- the protocol
 
     def publish(self, adapters: Adapters | None, version: int) -> None:
-        """Serve a copy of ``adapters`` (None: the base) from the next step on; the prefix tree is
-        forgotten.
-        """
-        with torch.inference_mode():
-            self._prepared = (
-                adapters.detach_copy().prepared(self.decoder.dtype) if adapters is not None else None
-            )
+        """Serve a copy of ``adapters`` (None: the base) from the next step on, and forget the prefix tree."""
+        self._runner.serve(adapters)
         self.version = version
         self._cache.forget()
 
     async def generate(
-        self, requests: Sequence[Request], on_token: Callable[[int, int], None] | None = None
+        self, requests: Seq[Request], on_token: Callable[[int, int], None] | None = None
     ) -> AsyncIterator[tuple[int, Completion]]:
         """Yield (index, completion) as requests finish; ``on_token(index, token)`` streams. Calls share one
         batch.
@@ -135,6 +132,8 @@ class LocalEngine:
         mine = [self._sequence(index, request, results, on_token) for index, request in enumerate(requests)]
         self._leave_other_loops()
         self._waiting.extend(mine)
+        if self._expect is not None:  # a long answer that begins late is what everybody waits for
+            self._waiting = deque(sorted(self._waiting, key=lambda sequence: -sequence.expected))
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         try:
@@ -146,13 +145,28 @@ class LocalEngine:
         finally:
             self._abandon(mine)
 
+    def run_ahead(self, requests: Seq[Request]) -> None:
+        """Requests that are expected next, under a policy to come. While others run, idle rows answer them as
+        drafts for the drafter: with the noise that they will have, so what comes will mostly be the same.
+
+        That is exact, as every draft is: nothing that training sees depends on it. What was asked before is
+        dropped, and all of it when the last request that somebody waits for has ended.
+        """
+        self._drop_ahead()
+        if self._drafter is not None:
+            self._ahead.extend(self._sequence(index, r, None, None) for index, r in enumerate(requests))
+
+    def _drop_ahead(self) -> None:
+        seated = [self._seats.at(seat) for seat in self._seats.order if self._seats.ahead[seat]]
+        self._abandon([*self._ahead, *seated])
+
     def _leave_other_loops(self) -> None:
         """Drop what was asked for in an event loop that has been closed; refuse to be shared by two."""
         if self._driver is None or self._driver.done():
             return
         loop = self._driver.get_loop()
         if loop.is_closed():
-            self._abandon([*self._running, *self._waiting])
+            self._abandon([*map(self._seats.at, self._seats.order), *self._waiting])
             self._driver = None
         elif loop is not asyncio.get_running_loop():
             raise RuntimeError("the engine is at work in another event loop; make one engine for each loop")
@@ -163,15 +177,15 @@ class LocalEngine:
         self,
         index: int,
         request: Request,
-        results: asyncio.Queue[tuple[int, Completion] | BaseException],
+        results: asyncio.Queue[tuple[int, Completion] | BaseException] | None,
         on_token: Callable[[int, int], None] | None,
-    ) -> _Sequence:
+    ) -> Sequence:
         sampling, length = request.sampling, len(request.tokens)
         limit = min(length + sampling.max_tokens, self.context_limit)
         if length == 0:
             raise ValueError("a request has no tokens; give at least one, for example the bos token")
-        tokens, vocab = [int(t) for t in request.tokens], self.decoder.config.vocab_size
-        for token in (min(tokens), max(tokens)):
+        tokens, vocab = np.array(request.tokens, np.int32), self.decoder.config.vocab_size
+        for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < vocab:
                 raise ValueError(f"a prompt has the token {token}, but the model's are 0 to {vocab - 1}")
         if length >= self.context_limit:
@@ -185,86 +199,115 @@ class LocalEngine:
             )
         if sampling.stop_strings and self._decode is None:
             raise ValueError("sampling.stop_strings need a tokenizer; give the engine decode=")
-        return _Sequence(
+        expected = self._expect(request) if self._expect is not None else 0.0
+        return Sequence(
             index=index,
             request=request,
             results=results,
             on_token=on_token,
-            tokens=tokens,
-            prompt_len=length,
             address=key(request.seed),
             limit=limit,
-            version=self.version,
+            text=tokens,
+            expected=length + expected if expected else 0.0,
         )
 
     async def _drive(self) -> None:
         """Step while there is work; an error of a step reaches every caller."""
         try:
-            while self._waiting or self._running:
+            while self._waiting or len(self._seats.wanted):
                 await asyncio.sleep(0)  # callers submit and consume between steps
                 self.step()
+            self._drop_ahead()
         except BaseException as error:
-            for sequence in (*self._waiting, *self._running):
-                sequence.results.put_nowait(error)
+            for sequence in (*self._waiting, *map(self._seats.at, self._seats.order)):
+                if sequence.results is not None:
+                    sequence.results.put_nowait(error)
             if not isinstance(error, Exception):
                 raise  # a cancelled loop or Ctrl-C is not ours to swallow; the callers have the rest
 
-    def _abandon(self, sequences: list[_Sequence]) -> None:
+    def _abandon(self, sequences: list[Sequence]) -> None:
         """Drop what the caller no longer waits for."""
         dropped = set(map(id, sequences))
-        for sequence in self._running:
-            if id(sequence) in dropped:
-                self._release(sequence)
-        self._running = [s for s in self._running if id(s) not in dropped]
+        given_up = [sequence for sequence in self._waiting if id(sequence) in dropped]
+        for seat in [seat for seat in self._seats.order if id(self._seats.at(seat)) in dropped]:
+            given_up.append(self._unseat(seat))
         self._waiting = deque(s for s in self._waiting if id(s) not in dropped)
+        self._ahead = deque(s for s in self._ahead if id(s) not in dropped)
+        handles = np.array([s.handle for s in given_up if s.handle != NO_HANDLE], np.int64)
+        if self._drafter is not None and len(handles):
+            nothing = np.zeros(len(handles), np.int32)
+            none, ended = np.zeros(0, np.float32), np.ones(len(handles), bool)
+            self._drafter.observe(
+                Emitted(
+                    handles=handles,
+                    counts=nothing,
+                    tokens=np.zeros(0, np.int32),
+                    probs=none,
+                    edges=none,
+                    ended=ended,
+                )
+            )
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _unseat(self, seat: int) -> Sequence:
+        """Take a sequence from its seat, and its blocks from it."""
+        sequence = self._seats.leave(seat)
         self._cache.discard(sequence.nodes)
         self._cache.release(sequence.blocks)
-        sequence.nodes, sequence.blocks, sequence.computed = [], [], 0
+        sequence.nodes, sequence.blocks = [], []
+        return sequence
 
     # ---- one step
 
     def step(self) -> None:
-        """Admit, run one forward, sample, and hand out what has finished."""
+        """Admit, draft, run one forward, sample, and hand out what has finished."""
+        start = time.perf_counter()
         self._admit()
-        work = self._schedule()
-        if not work:
+        chosen, counts = self._schedule()
+        if len(chosen) == 0:
             return
         version = self.version  # a callback that publishes changes it for the next step
-        hidden, routing, slots = self._forward(work)
-        if self._routes is not None and routing is not None:
-            self._routes[slots] = routing.to(torch.int16).cpu().numpy()
-        ends = np.cumsum([count for _, count in work]) - 1
-        ready: list[tuple[_Sequence, int]] = []
-        for (sequence, count), end in zip(work, ends.tolist(), strict=True):
-            sequence.computed += count
-            if sequence.computed == len(sequence.tokens):
+        before = time.perf_counter()
+        drafts = self._draft(chosen, counts)
+        drafting = time.perf_counter() - before
+        if self._ahead or self._seats.ahead[self._seats.order].any():
+            chosen, counts, drafts = self._fill_idle_rows(chosen, counts, drafts)
+        plan = plan_pass(self._seats, chosen, counts, drafts, self._cache.allocate)
+        hidden = self._forward(plan)
+        seats = self._seats
+        seats.computed[chosen] += counts
+        ready = np.flatnonzero(seats.computed[chosen] == seats.length[chosen])
+        for seat in chosen[ready].tolist():
+            if (sequence := seats.at(seat)).nodes:
                 for node in sequence.nodes:
                     node.ready = True
                 sequence.nodes = []
-                ready.append((sequence, end))
         self.counters.steps += 1
-        self.counters.prefilled += int(ends[-1]) + 1 - len(ready)
-        if ready:
-            self._sample(hidden, ready, version)
+        self.counters.prefilled += int(counts.sum()) - len(ready)
+        self.counters.drafted += len(drafts.tokens)
+        if len(ready):
+            taken = self._sample(hidden, plan, drafts, ready, version)
+            self._report(plan, drafts, taken, len(chosen), time.perf_counter() - start, drafting)
+        else:
+            self.counters.seconds += time.perf_counter() - start
 
     def _admit(self) -> None:
-        """Move waiting sequences to running while there is room."""
-        if not self._waiting or len(self._running) >= self._max_batch:
+        """Seat waiting sequences while there is room."""
+        queue = self._waiting or self._ahead
+        if not queue or self._seats.full:
             return
         copies: list[tuple[int, int]] = []
-        later: deque[_Sequence] = deque()
-        room = self._cache.available - len(self._running)  # one spare block for each that runs
-        while self._waiting and len(self._running) < self._max_batch:
-            sequence = self._waiting.popleft()
-            match = self._cache.match(sequence.tokens)
+        later: deque[Sequence] = deque()
+        room = self._cache.available - len(self._seats)  # one spare block for each that runs
+        while queue and not self._seats.full:
+            sequence = queue.popleft()
+            tokens = sequence.text.tolist()
+            match = self._cache.match(tokens)
             if match.pending:  # a sibling is computing this prefix right now
                 later.append(sequence)
                 continue
             # a matched block that only the tree holds was counted as room
-            needed = len(sequence.tokens) // BLOCK + 1 - sum(self._cache.refs[b] > 1 for b in match.blocks)
-            if needed > room and self._running:
+            needed = len(tokens) // BLOCK + 1 - sum(self._cache.refs[b] > 1 for b in match.blocks)
+            if needed > room and len(self._seats):
                 later.append(sequence)
                 break
             self._cache.share(match.blocks)
@@ -274,181 +317,265 @@ class LocalEngine:
             if match.copied:
                 sequence.blocks.append(self._cache.allocate())
                 copies.append((match.source, sequence.blocks[-1]))
-            while len(sequence.blocks) * BLOCK < len(sequence.tokens):
+            while len(sequence.blocks) * BLOCK < len(tokens):
                 sequence.blocks.append(self._cache.allocate())
-            sequence.computed = match.tokens
             sequence.version = self.version
-            if not sequence.logprobs:
+            if sequence.sampled is None:
                 sequence.cached = min(match.tokens, sequence.prompt_len)
                 self.counters.cached += sequence.cached
-            sequence.nodes = self._cache.insert(sequence.tokens, sequence.blocks, ready=False)
+            sequence.nodes = self._cache.insert(tokens, sequence.blocks, ready=False)
+            if self._drafter is not None and sequence.handle == NO_HANDLE:
+                sequence.handle = self._drafter.open(sequence.request)
             room -= needed
-            self._running.append(sequence)
-        later.extend(self._waiting)
-        self._waiting = later
-        if copies:
-            sources, targets = [s for s, _ in copies], [t for _, t in copies]
-            self._store.copy_blocks(sources, targets)
-            if self._routes is not None:
-                shaped = self._routes.reshape(-1, BLOCK, *self._routes.shape[1:])
-                shaped[targets] = shaped[sources]
+            self._seats.take(sequence, match.tokens)
+        queue.extendleft(reversed(later))
+        self._copy_blocks(copies)
 
-    def _schedule(self) -> list[tuple[_Sequence, int]]:
-        """(sequence, rows) of this step: decoding first, then prompts as far as the budget goes."""
-        work: list[tuple[_Sequence, int]] = []
-        budget = self._step_tokens
-        by_need = sorted(self._running, key=lambda s: len(s.tokens) - s.computed > 1)
-        for sequence in by_need:
-            if budget == 0:
-                break
-            if sequence.blocks and self._grow(sequence):
-                count = min(len(sequence.tokens) - sequence.computed, budget)
-                work.append((sequence, count))
-                budget -= count
-        return [(sequence, count) for sequence, count in work if sequence.blocks]
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Keys, values and routes of (source, target) blocks."""
+        if not copies:
+            return
+        sources, targets = [s for s, _ in copies], [t for _, t in copies]
+        self._runner.store.copy_blocks(sources, targets)
+        if self._routes is not None:
+            shaped = self._routes.reshape(-1, BLOCK, *self._routes.shape[1:])
+            shaped[targets] = shaped[sources]
 
-    def _grow(self, sequence: _Sequence) -> bool:
-        """Give it the block of its next token; False when it had to be preempted itself."""
-        while len(sequence.blocks) * BLOCK < len(sequence.tokens):
+    def _schedule(self) -> tuple[np.ndarray, np.ndarray]:
+        """(seats, rows of known text) of this step: decoding first, then prompts within the budget."""
+        seats = self._seats
+        order = seats.wanted
+        need = seats.length[order] - seats.computed[order]
+        order = order[np.argsort(need > 1, kind="stable")]
+        need = seats.length[order] - seats.computed[order]
+        before = np.cumsum(need) - need
+        counts = np.minimum(need, self._step_tokens - before)
+        order, counts = order[counts > 0], counts[counts > 0]
+        short = seats.num_blocks[order] * BLOCK < seats.length[order]
+        preempted: set[int] = set()
+        for seat in order[short].tolist():
+            if seat not in preempted:
+                self._grow(seat, preempted)
+        if preempted:
+            kept = ~np.isin(order, list(preempted))
+            order, counts = order[kept], counts[kept]
+        return order, counts
+
+    def _grow(self, seat: int, preempted: set[int]) -> None:
+        """Give it the block of its next token; others, or itself, are preempted where nothing is free."""
+        sequence, length = self._seats.at(seat), int(self._seats.length[seat])
+        while len(sequence.blocks) * BLOCK < length:
             try:
                 sequence.blocks.append(self._cache.allocate())
             except OutOfBlocks:
-                victim = self._running.pop()  # the youngest has the least to lose
-                self._release(victim)
-                self._waiting.appendleft(victim)
-                self.counters.preempted += 1
+                ahead = [seat for seat in self._seats.order if self._seats.ahead[seat]]
+                youngest = (ahead or self._seats.order)[-1]  # it has the least to lose
+                victim = self._unseat(youngest)
+                preempted.add(youngest)
+                (self._waiting if victim.results is not None else self._ahead).appendleft(victim)
+                self.counters.preempted += victim.results is not None
                 if victim is sequence:
-                    return False
-        return True
+                    return
+        self._seats.show_blocks(seat)
 
-    def _forward(
-        self, work: list[tuple[_Sequence, int]]
-    ) -> tuple[torch.Tensor, torch.Tensor | None, np.ndarray]:
-        """Hidden states [T, D] and routes of the rows, and the cache slots that they went to."""
-        counts = np.array([count for _, count in work])
-        starts = np.array([sequence.computed for sequence, _ in work])
-        tables = np.zeros((len(work), max(len(sequence.blocks) for sequence, _ in work)), np.int32)
-        tokens: list[int] = []
-        for row, (sequence, count) in enumerate(work):
-            tables[row, : len(sequence.blocks)] = sequence.blocks
-            tokens.extend(sequence.tokens[sequence.computed : sequence.computed + count])
-        owner = np.repeat(np.arange(len(work), dtype=np.int32), counts)
-        firsts = np.cumsum(counts) - counts
-        positions = np.arange(len(tokens)) - firsts[owner] + starts[owner]
-        slots = tables[owner, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
-
-        def on_device(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(self._device)
-
-        rows = Rows(
-            slots=on_device(slots),
-            tables=on_device(tables),
-            sequence=on_device(owner),
-            lengths=on_device((positions + 1).astype(np.int32)),
+    def _draft(self, chosen: np.ndarray, counts: np.ndarray) -> Drafts:
+        """What is worth verifying in this pass, cut to the KV blocks that are free."""
+        if self._drafter is None or self.cost is None:
+            return NO_DRAFTS
+        leaves = self._leaves if len(chosen) <= TREES_UP_TO else 1
+        waiting = bool(self._waiting)
+        drafts = propose(
+            self._drafter, self.cost, self._seats, chosen, counts, leaves=leaves, waiting=waiting
         )
-        kernels = self._kernels
-        attend = TorchPaged(self._store, rows) if kernels is None else NativePaged(kernels, self._store, rows)
-        with torch.inference_mode():
-            hidden, routing = self.decoder.forward(
-                on_device(np.array(tokens)),
-                on_device(positions),
-                attend,
-                adapters=self._prepared,
-                ops=self._ops,
+        if len(drafts.tokens):
+            drafts, cut = afford(self._seats, self._cache, chosen, drafts, leaves)
+            self.counters.cut_drafts += cut
+        return drafts
+
+    def _fill_idle_rows(
+        self, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts
+    ) -> tuple[np.ndarray, np.ndarray, Drafts]:
+        """Add rows of sequences run ahead, as many as cost next to nothing; they get free blocks or none."""
+        seats, rows = self._seats, int(counts.sum()) + len(drafts.tokens)
+        ahead = np.array([seat for seat in seats.order if seats.ahead[seat]], np.int64)
+        if self._waiting or self.cost is None or len(ahead) == 0:
+            return chosen, counts, drafts
+        context = int(seats.length[ahead].max())
+        idle = idle_rows(self.cost, rows, float(seats.length[chosen] @ counts), context)
+        more: list[int] = []
+        taken: list[int] = []
+        for seat in ahead.tolist():
+            need = min(int(seats.length[seat] - seats.computed[seat]), idle - sum(taken))
+            if need > 0 and (self._cache.free or seats.num_blocks[seat] * BLOCK >= seats.length[seat]):
+                self._grow(seat, set())
+                more.append(seat)
+                taken.append(need)
+        padded = np.concatenate([draft_counts(drafts, len(chosen)), np.zeros(len(more), np.int64)])
+        drafts = Drafts(counts=padded.astype(np.int32), tokens=drafts.tokens, parents=drafts.parents)
+        extra = np.array([more, taken], np.int64)
+        return np.concatenate([chosen, extra[0]]), np.concatenate([counts, extra[1]]), drafts
+
+    # ---- the pass
+
+    def _forward(self, plan: Pass) -> torch.Tensor:
+        """Hidden states [T, D] of the rows; their keys, values and routes are in the cache."""
+        copies = []
+        for leaf in plan.further:
+            sequence = self._seats.at(int(plan.seats[leaf.owner]))
+            if self._seats.length[plan.seats[leaf.owner]] % BLOCK:
+                copies.append((sequence.blocks[leaf.first], leaf.blocks[0]))
+        self._copy_blocks(copies)
+        rows = Rows(
+            slots=self._runner.on_device(plan.slots),
+            tables=self._runner.on_device(np.ascontiguousarray(plan.tables)),
+            sequence=self._runner.on_device(plan.table),
+            lengths=self._runner.on_device((plan.positions + 1).astype(np.int32)),
+            write=None if plan.write is None else self._runner.on_device(plan.write),
+        )
+        hidden, routing = self._runner.forward(plan.tokens, plan.positions, rows)
+        if self._routes is not None and routing is not None:
+            self._routes[plan.slots] = routing if plan.write is None else routing[plan.write]
+        return hidden
+
+    # ---- taking in
+
+    def _sample(
+        self, hidden: torch.Tensor, plan: Pass, drafts: Drafts, ready: np.ndarray, version: int
+    ) -> Taken:
+        """Draw a token on every row that may emit one, keep what follows from the last one that is real."""
+        seats = self._seats
+        lengths = draft_counts(drafts, len(plan.seats))[ready] + 1
+        heads = plan.firsts[ready] + plan.counts[ready] - lengths  # the row of the last token
+        starts = np.cumsum(lengths) - lengths
+        owner = np.repeat(np.arange(len(ready)), lengths)
+        rows = np.arange(len(owner)) - starts[owner] + heads[owner]
+        by_row = plan.seats[ready][owner]
+        u = uniform(seats.address[by_row], plan.positions[rows] + 1)
+        banned = [
+            (row, list(seats.at(int(by_row[row])).request.sampling.stop_tokens))
+            for row in np.flatnonzero(plan.positions[rows] + 1 < seats.unstoppable[by_row]).tolist()
+        ]
+        picked = hidden if len(rows) == len(plan.tokens) else hidden[self._runner.on_device(rows)]
+        drawn = self._runner.draw(picked, seats.settings(by_row), u, banned)
+        taken = take_in(seats, plan, drafts, ready, drawn, version, self._cut)
+        self._settle_trees(plan, ready, taken)
+        wanted = ~seats.ahead[plan.seats[ready]]
+        self.counters.decoded += int(taken.counts[wanted].sum())
+        self.counters.ahead += int(taken.counts[~wanted].sum())
+        self.counters.accepted += int(taken.accepted.sum())
+        self.counters.passes += int(wanted.sum())
+        if self._drafter is not None:
+            ended = np.zeros(len(ready), bool)
+            ended[list(taken.stops)] = True
+            self._drafter.observe(
+                Emitted(
+                    handles=seats.handle[plan.seats[ready]],
+                    counts=taken.counts.astype(np.int32),
+                    tokens=taken.tokens,
+                    probs=np.exp(taken.logprobs),
+                    edges=taken.edges,
+                    ended=ended,
+                )
             )
-        return hidden, routing, slots
+        for r, stop in taken.stops.items():
+            self._finish(int(plan.seats[ready[r]]), stop)
+        return taken
 
-    def _sample(self, hidden: torch.Tensor, ready: list[tuple[_Sequence, int]], version: int) -> None:
-        """Draw the next token of every sequence whose last row has run, and finish those that stop."""
-        vocab = self.decoder.config.vocab_size
-        chunk = max(1, _LOGIT_BYTES // (4 * vocab))
-        finished: set[int] = set()
-        for first in range(0, len(ready), chunk):
-            part = ready[first : first + chunk]
-            rows = [end for _, end in part]
-            with torch.inference_mode():
-                picked = hidden if len(rows) == hidden.shape[0] else hidden[rows]
-                logits = self.decoder.logits(picked, adapters=self._prepared, ops=self._ops).float()
-                for row, (sequence, _) in enumerate(part):
-                    sampling = sequence.request.sampling
-                    if len(sequence.logprobs) < sampling.min_tokens and sampling.stop_tokens:
-                        logits[row, list(sampling.stop_tokens)] = -torch.inf
-            addresses = np.array([sequence.address for sequence, _ in part], np.uint64)
-            places = np.array([len(sequence.tokens) for sequence, _ in part])
-            settings = Settings.of([sequence.request.sampling for sequence, _ in part])
-            tokens, logprobs = sample(logits, settings, uniform(addresses, places), self._kernels)
-            for (sequence, _), token, logprob in zip(part, tokens.tolist(), logprobs.tolist(), strict=True):
-                stop = self._append(sequence, token, logprob, version)
-                if stop is not None:
-                    self._finish(sequence, stop)
-                    finished.add(id(sequence))
-        if finished:
-            self._running = [s for s in self._running if id(s) not in finished]
+    def _settle_trees(self, plan: Pass, ready: np.ndarray, taken: Taken) -> None:
+        """The winning leaf's blocks become the sequence's; those of the others are free again."""
+        place = {int(s): r for r, s in enumerate(ready)}
+        settled: set[int] = set()
+        for leaf in plan.further:
+            path, seat = taken.paths.get(place[leaf.owner], []), int(plan.seats[leaf.owner])
+            wins = leaf.owner not in settled and bool(path) and path == leaf.path[: len(path)]
+            if wins and not leaf.main.issuperset(path):
+                settled.add(leaf.owner)
+                sequence = self._seats.at(seat)
+                end = leaf.first + len(leaf.blocks)
+                own = sequence.blocks[leaf.first : end]
+                sequence.blocks[leaf.first : end], leaf.blocks = leaf.blocks, own
+                self._seats.num_blocks[seat] = leaf.first
+                self._seats.show_blocks(seat)
+            self._cache.release(leaf.blocks)
 
-    def _append(self, sequence: _Sequence, token: int, logprob: float, version: int) -> Stop | None:
-        """Take one sampled token; the reason to stop, if it is one."""
-        if token < 0:
-            return Stop.ERROR
-        sequence.tokens.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.versions.append(version)
-        self.counters.decoded += 1
-        if sequence.on_token is not None:
-            sequence.on_token(sequence.index, token)
-        sampling = sequence.request.sampling
-        if token in sampling.stop_tokens:
-            return Stop.EOS
-        if sampling.stop_strings and self._cut(sequence) is not None:
-            return Stop.STRING
-        return Stop.LENGTH if len(sequence.tokens) >= sequence.limit else None
+    def _report(
+        self, plan: Pass, drafts: Drafts, taken: Taken, running: int, seconds: float, drafting: float
+    ) -> None:
+        """Refine the cost table by this pass, and note what it was good for."""
+        emitted, counters = int(taken.counts.sum()), self.counters
+        counters.seconds += seconds
+        if self.cost is None:
+            return
+        rows, attended, nodes = len(plan.tokens), plan.attended, len(drafts.tokens)
+        self.cost.observe(rows, attended, seconds - drafting)
+        plain = float(self.cost.seconds(rows - nodes, attended * (rows - nodes) / rows))
+        counters.seconds_without += plain * emitted / len(taken.counts) if nodes else seconds - drafting
+        self.trace.append((running, nodes, emitted))
 
-    def _cut(self, sequence: _Sequence) -> str | None:
-        """The text before the first stop string, or None when there is none."""
+    def _cut(self, sequence: Sequence, answer: np.ndarray) -> str | None:
+        """The text of ``answer`` before the first stop string, or None when there is none."""
         assert self._decode is not None
         strings = sequence.request.sampling.stop_strings
         # a token adds at least one byte, so a new match lies within the last tokens
         recent = max(len(string.encode()) for string in strings) + 4
-        tail = self._decode(sequence.tokens[max(sequence.prompt_len, len(sequence.tokens) - recent) :])
+        tail = self._decode(answer[-recent:].tolist())
         if not any(string in tail for string in strings):
             return None
-        text = self._decode(sequence.tokens[sequence.prompt_len :])
+        text = self._decode(answer.tolist())
         cuts = [text.index(string) for string in strings if string in text]
         return text[: min(cuts)] if cuts else None
 
-    def _finish(self, sequence: _Sequence, stop: Stop) -> None:
+    def _finish(self, seat: int, stop: Stop) -> None:
         """Hand out the completion and leave its blocks to the prefix tree."""
-        tokens = sequence.tokens[sequence.prompt_len :]
-        prompt_experts, experts = self._recorded_routes(sequence)
+        seats, sequence = self._seats, self._seats.at(seat)
+        if sequence.results is None:
+            self._unseat(seat)
+            return
+        computed, prompt = int(seats.computed[seat]), sequence.prompt_len
+        whole = seats.text[seat, : int(seats.length[seat])].copy()
+        tokens = whole[prompt:]
+        prompt_experts, experts = self._recorded_routes(sequence, computed, len(whole))
         text = ""
         if self._decode is not None:
-            cut = self._cut(sequence) if stop is Stop.STRING else None
-            text = cut if cut is not None else self._decode(tokens[:-1] if stop is Stop.EOS else tokens)
-        error = "the logits are not finite" if stop is Stop.ERROR else ""
+            cut = self._cut(sequence, tokens) if stop is Stop.STRING else None
+            text = (
+                cut
+                if cut is not None
+                else self._decode((tokens[:-1] if stop is Stop.EOS else tokens).tolist())
+            )
         self.counters.errors += stop is Stop.ERROR
+        if stop is Stop.ERROR:
+            self._cache.forget()  # its prompt is in the tree, and the numbers of it may be broken
+        elif sequence.version == self.version:
+            self._cache.insert(whole[:computed].tolist(), sequence.blocks)
+        self._unseat(seat)
+        assert sequence.sampled is not None
+        logprobs, edges, versions = sequence.sampled
         completion = Completion(
-            tokens=np.array(tokens, np.int32),
-            logprobs=np.array(sequence.logprobs, np.float32),
-            versions=np.array(sequence.versions, np.int32),
+            tokens=tokens,
+            logprobs=logprobs,
+            edges=edges,
+            versions=versions,
             stop=stop,
             text=text,
             experts=experts,
             prompt_experts=prompt_experts,
+            drafted=sequence.drafted,
+            accepted=sequence.accepted,
+            passes=sequence.passes,
             cached_tokens=sequence.cached,
-            error=error,
+            error="the logits are not finite" if stop is Stop.ERROR else "",
         )
-        if stop is Stop.ERROR:
-            self._cache.forget()  # its prompt is in the tree, and the numbers of it may be broken
-        elif sequence.version == self.version:
-            self._cache.insert(sequence.tokens[: sequence.computed], sequence.blocks)
-        self._release(sequence)
         sequence.results.put_nowait((sequence.index, completion))
 
-    def _recorded_routes(self, sequence: _Sequence) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _recorded_routes(
+        self, sequence: Sequence, computed: int, length: int
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Routes of the prompt and of the answer; NO_EXPERT for tokens that were never an input."""
         if self._routes is None:
             return None, None
-        places = np.arange(sequence.computed)
+        places = np.arange(computed)
         slots = np.array(sequence.blocks, np.int64)[places // BLOCK] * BLOCK + places % BLOCK
-        routes = np.full((len(sequence.tokens), *self._routes.shape[1:]), NO_EXPERT, np.int16)
-        routes[: sequence.computed] = self._routes[slots]
+        routes = np.full((length, *self._routes.shape[1:]), NO_EXPERT, np.int16)
+        routes[:computed] = self._routes[slots]
         return routes[: sequence.prompt_len], routes[sequence.prompt_len :]

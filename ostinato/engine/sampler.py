@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,27 +44,29 @@ class Settings:
         return Settings(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
 
 
-def sample(
-    logits: Tensor, settings: Settings, u: np.ndarray, kernels: Kernels | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [B] int64, logprobs [B] float32) from logits [B, V] and uniforms u [B] float64 in (0, 1).
+class Drawn(NamedTuple):
+    """B tokens. A row whose logits are not finite has token -1 and NaN: the caller names its request."""
 
-    Log-probabilities are under the filtered, renormalised distribution that was sampled from. A row whose
-    logits are not finite gets token -1 and log-probability NaN: the caller names its request.
-    """
+    tokens: np.ndarray  # [B] int64
+    logprobs: np.ndarray  # [B] float32, under the filtered, renormalised distribution that was sampled from
+    edges: np.ndarray  # [B] float32: its mass before the token, so that u lay in [edge, edge + exp(logprob))
+
+
+def sample(logits: Tensor, settings: Settings, u: np.ndarray, kernels: Kernels | None = None) -> Drawn:
+    """Tokens from logits [B, V] and uniforms u [B] float64 in (0, 1)."""
     if kernels is None:
         return sample_torch(logits, settings, u)
     logits = logits.float().contiguous()
-    tokens, logprobs = np.empty(len(u), np.int64), np.empty(len(u), np.float32)
+    drawn = Drawn(np.empty(len(u), np.int64), np.empty(len(u), np.float32), np.empty(len(u), np.float32))
     contiguous = (
         np.ascontiguousarray(a)
         for a in (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
     )
-    kernels.sample(logits, *contiguous, np.ascontiguousarray(u), tokens, logprobs)
-    return tokens, logprobs
+    kernels.sample(logits, *contiguous, np.ascontiguousarray(u), *drawn)
+    return drawn
 
 
-def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray) -> Drawn:
     """The twin of the native sampler, in torch on the device of the logits."""
     device, V = logits.device, logits.shape[1]
     z = logits.float()
@@ -86,10 +89,13 @@ def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray) -> tuple[np.
     # u times the total may round up to the total: the last token with mass stands in
     last = V - 1 - (mass > 0).flip(-1).int().argmax(dim=-1)
     tokens = torch.minimum(tokens, last)
-    logprobs = (scaled - peak).double().gather(1, tokens.unsqueeze(1)).squeeze(1) - total.squeeze(1).log()
-    tokens, logprobs = tokens.where(~greedy, best), logprobs.where(~greedy, torch.zeros_like(logprobs))
-    tokens, logprobs = tokens.masked_fill(broken, -1), logprobs.masked_fill(broken, torch.nan)
-    return tokens.cpu().numpy(), logprobs.float().cpu().numpy()
+    place, nothing = tokens.unsqueeze(1), torch.zeros(len(u), dtype=torch.float64, device=device)
+    logprobs = (scaled - peak).double().gather(1, place).squeeze(1) - total.squeeze(1).log()
+    edges = (cumulative.gather(1, place) - mass.gather(1, place)).squeeze(1) / total.squeeze(1)
+    tokens = tokens.where(~greedy, best).masked_fill(broken, -1)
+    logprobs = logprobs.where(~greedy, nothing).masked_fill(broken, torch.nan)
+    edges = edges.where(~greedy, nothing).masked_fill(broken, torch.nan)
+    return Drawn(tokens.cpu().numpy(), logprobs.float().cpu().numpy(), edges.float().cpu().numpy())
 
 
 def _cut_off(scaled: Tensor, settings: Settings) -> Tensor:

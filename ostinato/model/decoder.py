@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ostinato.model.attention import Attend, mla_scale, rope_frequencies
 from ostinato.model.config import ModelConfig, QKNorm
 from ostinato.model.lora import NO_LORA, Adapters, LayerLora, Lora, Prepared, lora_linear
-from ostinato.model.moe import check_routing, route
+from ostinato.model.moe import check_routing
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.weights import (
     Attention,
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
         loras = (
             adapters.prepared(self.dtype).layers if adapters is not None else (NO_LORA,) * len(self.blocks)
         )
-        cos, sin = self._rotations(positions)
+        cos, sin = self.rotations(positions)
         residual = F.embedding(tokens, self.embed)
         x = ops.rms_norm(residual, self.blocks[0].attn_norm, self.config.rms_norm_eps)
         chosen: list[Tensor] = []
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         """[R, D] -> [R, V], in fp32 with ``fp32_head``. ``adapters`` as in forward; none adapts the head."""
         return ops.linear(hidden, self.head_weight, None, torch.float32 if self.fp32_head else None)
 
-    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, rotary dim] of all rows, once for all layers; both halves of a head turn alike."""
         if self.inv_freq.dtype.itemsize < 4:
             raise ValueError(f"dtype was changed to {self.dtype} by .to(); give the dtype when loading")
@@ -288,7 +288,7 @@ class Decoder(nn.Module):
         logits = ops.linear(x, w.router, None, torch.promote_types(x.dtype, torch.float32))
         if lora.router is not None:
             logits = ops.add_lora(logits, x, lora.router.a, lora.router.b, lora.router.scale)
-        ids, weights = route(logits, self.config.moe, w.correction_bias, given)
+        ids, weights = ops.route(logits, self.config.moe, w.correction_bias, given)
         out = ops.experts(x, ids, weights, w.gate_up, w.down, lora.experts)
         if w.shared is not None:
             out = out + _mlp(w.shared, x, lora.shared_gate_up, lora.shared_down, ops)

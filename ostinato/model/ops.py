@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
-from ostinato.model.moe import ExpertLora, experts
+from ostinato.model.moe import ExpertLora, experts, route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class Ops:
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [T, H, D], cos [T, D], sin [T, D]) -> [T, H, D]
     silu_mul: Callable[[Tensor], Tensor]  # gate_up [T, 2F] -> [T, F]
     add_lora: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]  # (y, x, a, b, scale) -> y + update
+    route: Callable[..., tuple[Tensor, Tensor]]  # (logits [T, E], moe, bias, given) -> ids, weights [T, K]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertLora | None], Tensor]  # see moe.experts
     gemm: Gemm  # under autograd; ``linear`` is the product outside of it
 
@@ -67,6 +68,7 @@ TORCH_OPS = Ops(
     rope=rope,
     silu_mul=silu_mul,
     add_lora=add_lora,
+    route=route,
     experts=experts,
     gemm=Gemm(nt=linear, nn=torch.mm),
 )

@@ -37,6 +37,10 @@ class Clock:
         yield
         self._seconds["train"] = time.perf_counter() - started
 
+    @property
+    def rollout_s(self) -> float:
+        return self._seconds["rollout"]
+
     def read(self) -> tuple[float, dict[str, float]]:
         """(seconds so far, seconds by part)."""
         total = time.perf_counter() - self.start
@@ -53,9 +57,11 @@ def step_row(
     solved_at: float,
     forward_flops: float,
     backward_ratio: float,
+    drafts: Mapping[str, float],
 ) -> dict[str, float]:
-    """The metrics of one step; ``batch`` and ``report`` are None when there was nothing to learn from."""
-    row = health(groups, solved_at=solved_at)
+    """The metrics of one step; ``batch`` and ``report`` are None when there was nothing to learn from, and
+    ``drafts`` is empty where nothing is drafted."""
+    row = health(groups, solved_at=solved_at) | dict(drafts)
     row |= {f"groups/dropped/{name}": float(count) for name, count in sorted(credit.dropped_groups.items())}
     row |= {f"tokens/wasted/{name}": float(count) for name, count in sorted(credit.wasted_tokens.items())}
     row["groups/dropped"] = float(credit.dropped_groups.total())
@@ -92,17 +98,19 @@ def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str
 def flops(row: Mapping[str, float], forward: float, backward_ratio: float) -> dict[str, float]:
     """Estimated FLOPs of a step from its token counts; ``forward`` is per token (2 x active parameters).
 
-    Generation is useful in proportion to the sampled tokens that were trained on, training unless refused.
+    Generation is useful in proportion to the sampled tokens that were trained on, training unless refused;
+    what was run for drafts that failed is wasted.
     """
     generation = forward * (row["tokens/prefilled"] + row["tokens/sampled"])
+    failed = forward * (row.get("tokens/drafted", 0.0) - row.get("tokens/accepted", 0.0))
     training = forward * (1 + backward_ratio) * (row["tokens/trained"] + row["tokens/trained_context"])
     share = row["tokens/trained"] / row["tokens/sampled"] if row["tokens/sampled"] else 0.0
     useful = 0.0 if row["refused_step"] else generation * share + training
     return {
-        "flops/rollout": generation,
+        "flops/rollout": generation + failed,
         "flops/train": training,
         "flops/useful": useful,
-        "flops/wasted": generation + training - useful,
+        "flops/wasted": generation + failed + training - useful,
     }
 
 

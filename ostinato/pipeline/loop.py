@@ -2,7 +2,7 @@
 
     tasks -> play -> credit -> pack -> trainer.step -> engine.publish      (a step)
                |                                            |
-             spool                          metrics, ledger, trajectories; every k steps evaluate and save
+        spool, drafting                     metrics, ledger, trajectories; every k steps evaluate and save
 
 Steps are numbered from 1; ``LoopState.step`` counts the finished ones and is all the history there is.
 Randomness is addressed by (seed, step, index of the prompt in the stream, sample), so a run resumed from
@@ -25,13 +25,14 @@ from ostinato.algo.pack import pack
 from ostinato.pipeline.account import Clock, add_totals, ledger_row, step_row, tool_rates
 from ostinato.pipeline.credit import Credit, assign
 from ostinato.pipeline.evaluate import Evaluation, evaluate
+from ostinato.pipeline.remember import Drafted, Drafting
 from ostinato.pipeline.signals import Abandoned, StopSignals
 from ostinato.pipeline.spool import Spool, address
 from ostinato.protocols import MetricWriter, Tasks, Trainer
 from ostinato.rollout.health import failure
-from ostinato.rollout.play import Ask, Played, Stage, fault_name, play
+from ostinato.rollout.play import Ask, Played, Stage, fault_name, first_request, play
 from ostinato.run import RunFolder, group_rows
-from ostinato.types import Batch, Group, StepReport
+from ostinato.types import Batch, Group, Request, StepReport
 
 
 class NoSignal(RuntimeError):
@@ -112,6 +113,8 @@ class Loop:
     evaluations: Sequence[Evaluation] = ()
     writers: Sequence[MetricWriter] = ()  # beside metrics.jsonl
     counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
+    drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
+    run_ahead: Callable[[Sequence[Request]], None] | None = None  # the next step's, to an engine that can
     save: Callable[[LoopState], None] = lambda state: None
     on_step: Callable[[Mapping[str, float]], None] = lambda row: None
     on_eval: Callable[[Mapping[str, Any]], None] = lambda row: None
@@ -163,9 +166,12 @@ class Loop:
         """Play, learn, publish, report. Nothing after the rollouts awaits: a step happens or it does not."""
         clock = Clock()
         step = self.state.step + 1
+        if self.drafting is not None:
+            self.drafting.begin()
         played, num_spooled = await self._play(step, clock)
         groups = [item.group for item in played]
         clock.rollouts(played)
+        drafted = None if self.drafting is None else self.drafting.end(groups, step, clock.rollout_s)
         credit = assign(
             groups,
             self.algorithm,
@@ -189,6 +195,7 @@ class Loop:
             solved_at=self.plan.solved_at,
             forward_flops=self.plan.forward_flops_per_token,
             backward_ratio=self.plan.backward_ratio,
+            drafts=drafted.row if drafted else {},
         )
         counts = self._new_counts()
         row |= {"rollout/from_spool": float(num_spooled), **counts}
@@ -202,20 +209,11 @@ class Loop:
             totals=add_totals(self.state.totals, row),
         )
         self._between_steps = False
-        self._report({**row, **self.state.totals}, groups, report)
+        self._report({**row, **self.state.totals}, groups, report, drafted)
 
     async def _play(self, step: int, clock: Clock) -> tuple[list[Played], int]:
         """The groups of the step in the order of the stream, and how many of them the spool had."""
-        first, limit = self.state.cursor, self.stage.context_limit
-        asks = [
-            Ask(
-                prompt=self.tasks.prompt(index),
-                seed=(self.plan.seed, step, index),
-                group_size=self.plan.group_size,
-                step=step,
-            )
-            for index in range(first, first + self.plan.prompts_per_step)
-        ]
+        limit, asks = self.stage.context_limit, self._asks(step, self.state.cursor)
         places = [address(ask, self.stage.sampling, limit, self.state.version) for ask in asks]
         found = {
             i: group for i, ask in enumerate(asks) if (group := self._spool.take(places[i], ask)) is not None
@@ -225,12 +223,36 @@ class Loop:
         def keep(index: int, item: Played) -> None:
             self._spool.put(places[missing[index]], item.group)
 
+        if self.run_ahead is not None and step < self.plan.steps:
+            self.run_ahead(self._next_requests(step))
         fresh = await play(self.stage, [asks[i] for i in missing], keep)
         played = dict(zip(missing, fresh, strict=True)) | {
             i: Played(group=group, generated_at=clock.start, graded_at=clock.start)
             for i, group in found.items()
         }
         return [played[i] for i in range(len(asks))], len(found)
+
+    def _asks(self, step: int, first: int) -> list[Ask]:
+        """The groups of ``step``, whose prompts begin at ``first`` in the stream."""
+        return [
+            Ask(
+                prompt=self.tasks.prompt(index),
+                seed=(self.plan.seed, step, index),
+                group_size=self.plan.group_size,
+                step=step,
+            )
+            for index in range(first, first + self.plan.prompts_per_step)
+        ]
+
+    def _next_requests(self, step: int) -> list[Request]:
+        """What the first turns of the step after ``step`` will ask of the engine; others are not known."""
+        coming = self._asks(step + 1, self.state.cursor + self.plan.prompts_per_step)
+        made = (
+            first_request(self.stage, ask.prompt, (*ask.seed, member))
+            for ask in coming
+            for member in range(ask.group_size)
+        )
+        return [request for request in made if request is not None]
 
     def _pack(self, credit: Credit) -> Batch:
         return pack(
@@ -241,11 +263,19 @@ class Loop:
             version=self.state.version,
         )
 
-    def _report(self, row: dict[str, float], groups: Sequence[Group], report: StepReport | None) -> None:
+    def _report(
+        self,
+        row: dict[str, float],
+        groups: Sequence[Group],
+        report: StepReport | None,
+        drafted: Drafted | None,
+    ) -> None:
         step = self.state.step
         for writer in (self.folder, *self.writers):
             writer.write(step, row)
         self.folder.ledger.append(ledger_row(step, row))
+        if drafted is not None:
+            self.folder.drafts.append(drafted.detail)
         if self.plan.trajectories_every and (step == 1 or self._due(self.plan.trajectories_every)):
             self.folder.trajectories.append(*(line for group in groups for line in group_rows(group)))
         if report is not None and report.skipped:
@@ -271,6 +301,8 @@ class Loop:
             if (self.state.step, evaluation.split) not in self._evaluated:
                 row = await evaluate(self.stage, evaluation, self.state.step)
                 row |= self._new_counts()
+                if self.drafting is not None:
+                    self.drafting.forget(evaluation.prompts)
                 self.folder.eval.append(row)
                 self.on_eval(row)
 

@@ -33,7 +33,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One figure. ``note`` says what the lines are, in the reader's words; ``empty`` replaces it when set."""
+    """One figure. ``note`` says what the lines are, in the reader's words; ``empty`` replaces it when set.
+
+    ``along`` names a place on the horizontal axis, of which ``steps`` are the places; "#" is its number.
+    """
 
     key: str
     title: str
@@ -46,6 +49,7 @@ class Chart:
     low: float | None = None  # the axis covers at least [low, high]
     high: float | None = None
     mark: tuple[float, str] | None = None  # a dashed line and its name
+    along: str = "step #"
     empty: str = ""
 
 
@@ -53,6 +57,7 @@ class Chart:
 class Section:
     title: str
     charts: list[Chart]
+    lead: str = ""  # what it comes to, in a sentence or two
 
 
 def sections(data: RunData) -> list[Section]:
@@ -64,7 +69,7 @@ def sections(data: RunData) -> list[Section]:
         ("Sampler against trainer", _mismatch(rows)),
         ("Cost", _cost(rows)),
     ]
-    return [Section(title=title, charts=[_ready(chart) for chart in charts]) for title, charts in groups]
+    return [Section(title=title, charts=[ready(chart) for chart in charts]) for title, charts in groups]
 
 
 def held_out(data: RunData) -> Chart:
@@ -85,7 +90,7 @@ def held_out(data: RunData) -> Chart:
         high=1.0,
         empty="" if rows else "No evaluation has been made: eval.jsonl has no rows.",
     )
-    return _ready(chart)
+    return ready(chart)
 
 
 def _score(rows: Sequence[Row], key: str, label: str, color: str) -> Series:
@@ -103,21 +108,21 @@ def _score(rows: Sequence[Row], key: str, label: str, color: str) -> Series:
 def _signal(rows: Sequence[Row]) -> list[Chart]:
     solved_note = "Share of prompts solved by none, some or all of their answers; only “some” teaches."
     solved = [
-        _line(rows, f"solved_{name}", name, color)
+        line(rows, f"solved_{name}", name, color)
         for name, color in (("none", "--red"), ("some", "--blue"), ("all", "--teal"))
     ]
     lost = [
-        _line(rows, "completions/clipped_ratio", "truncated answers", "--orange"),
-        _line(rows, "frac_reward_zero_std", "groups of equal reward", "--purple"),
+        line(rows, "completions/clipped_ratio", "truncated answers", "--orange"),
+        line(rows, "frac_reward_zero_std", "groups of equal reward", "--purple"),
     ]
     lost_note = "Answers cut off, and groups whose answers all got one reward."
     length = _banded(rows, "completions/{}_length", "mean")
     length_note = "Sampled tokens per answer; band: shortest to longest."
     return [
         _reward(rows),
-        _chart(rows, "Prompts solved", solved_note, "%", solved, stacked=True),
-        _chart(rows, "Lost signal", lost_note, "%", lost, low=0.0),
-        _chart(rows, "Answer length", length_note, "tokens", [length], low=0.0),
+        figure(rows, "Prompts solved", solved_note, "%", solved, stacked=True),
+        figure(rows, "Lost signal", lost_note, "%", lost, low=0.0),
+        figure(rows, "Answer length", length_note, "tokens", [length], low=0.0),
     ]
 
 
@@ -131,86 +136,87 @@ def _reward(rows: Sequence[Row]) -> Chart:
     )
     keys = [key for key in names_under(rows, "rewards/") if key.endswith("/mean")]
     functions = [
-        _line(rows, f"rewards/{key}", key.removesuffix("/mean"), color)
+        line(rows, f"rewards/{key}", key.removesuffix("/mean"), color)
         for key, color in zip(keys if len(keys) > 1 else [], _colors(), strict=False)
     ]
     whole = Series(label="reward", values=reward, color="--blue", low=low, high=high)
     note = "Mean of training answers; band: ± their standard deviation."
-    return _chart(rows, "Reward", note, "", [whole, *functions])
+    return figure(rows, "Reward", note, "", [whole, *functions])
 
 
 def _policy(data: RunData) -> list[Chart]:
     rows = data.metrics
-    entropy = _line(rows, "entropy", "entropy", "--purple")
+    entropy = line(rows, "entropy", "entropy", "--purple")
     entropy_note = "Mean over trained tokens, at the sampling temperature."
-    norm = _line(rows, "grad_norm", "norm", "--blue")
+    norm = line(rows, "grad_norm", "norm", "--blue")
     limit = data.setting("trainer.max_grad_norm")
     clip = (float(limit), "clip") if isinstance(limit, int | float) and math.isfinite(limit) else None
-    lr = _line(rows, "learning_rate", "lr", "--blue")
+    lr = line(rows, "learning_rate", "lr", "--blue")
     charts = [
-        _chart(rows, "Entropy", entropy_note, "nats", [entropy], low=0.0),
-        _chart(rows, "Gradient norm", "Before clipping.", "", [norm], low=0.0, mark=clip),
-        _chart(rows, "Learning rate", "Of each step's optimizer update.", "", [lr], low=0.0),
+        figure(rows, "Entropy", entropy_note, "nats", [entropy], low=0.0),
+        figure(rows, "Gradient norm", "Before clipping.", "", [norm], low=0.0, mark=clip),
+        figure(rows, "Learning rate", "Of each step's optimizer update.", "", [lr], low=0.0),
     ]
     clipped = [
-        _line(rows, f"clip_ratio/{key}", key.removesuffix("_mean"), color)
+        line(rows, f"clip_ratio/{key}", key.removesuffix("_mean"), color)
         for key, color in zip(names_under(rows, "clip_ratio/"), _colors(), strict=False)
     ]
     if any("cispo_clip_ratio" in row for row in rows):
-        clipped.append(_line(rows, "cispo_clip_ratio", "capped", "--blue"))
+        clipped.append(line(rows, "cispo_clip_ratio", "capped", "--blue"))
     if clipped:
         note = "Share of tokens beyond the trust region."
-        charts.append(_chart(rows, "Clipped tokens", note, "%", clipped, low=0.0))
+        charts.append(figure(rows, "Clipped tokens", note, "%", clipped, low=0.0))
     if any("kl" in row for row in rows):
-        kl = _line(rows, "kl", "KL", "--teal")
-        charts.append(_chart(rows, "KL to the base", "Estimate per trained token.", "nats", [kl], low=0.0))
+        kl = line(rows, "kl", "KL", "--teal")
+        charts.append(figure(rows, "KL to the base", "Estimate per trained token.", "nats", [kl], low=0.0))
     return charts
 
 
 def _mismatch(rows: Sequence[Row]) -> list[Chart]:
     gap = "sampling/sampling_logp_difference"
     gaps = [
-        _line(rows, f"{gap}/max", "max |Δ log p|", "--orange", join=max),
-        _line(rows, f"{gap}/mean", "mean |Δ log p|", "--blue"),
-        _line(rows, "sampling/kl_k3", "KL (k3)", "--purple"),
+        line(rows, f"{gap}/max", "max |Δ log p|", "--orange", join=max),
+        line(rows, f"{gap}/mean", "mean |Δ log p|", "--blue"),
+        line(rows, "sampling/kl_k3", "KL (k3)", "--purple"),
     ]
     gap_note = "Trainer minus sampler, per token in nats; 0 is exact agreement."
     ratio = _banded(rows, "sampling/importance_sampling_ratio/{}", "mean")
     ratio_note = "Trainer over sampler; band: smallest to largest token."
-    ess = _line(rows, "sampling/ess", "effective share", "--teal", join=min)
+    ess = line(rows, "sampling/ess", "effective share", "--teal", join=min)
     ess_note = "Share of tokens that count after weighting; 100 % is on-policy."
     return [
-        _chart(rows, "Log-probability gap", gap_note, "", gaps, log=True),
-        _chart(rows, "Importance ratio", ratio_note, "", [ratio], low=0.9, high=1.1, mark=(1.0, "")),
-        _chart(rows, "Effective sample size", ess_note, "%", [ess], low=0.9, high=1.0),
+        figure(rows, "Log-probability gap", gap_note, "", gaps, log=True),
+        figure(rows, "Importance ratio", ratio_note, "", [ratio], low=0.9, high=1.1, mark=(1.0, "")),
+        figure(rows, "Effective sample size", ess_note, "%", [ess], low=0.9, high=1.0),
     ]
 
 
 def _cost(rows: Sequence[Row]) -> list[Chart]:
     parts = (("rollout", "--blue"), ("reward", "--orange"), ("train", "--teal"), ("other", "--grey"))
-    times = [_line(rows, f"time/{name}_s", name, color) for name, color in parts]
+    times = [line(rows, f"time/{name}_s", name, color) for name, color in parts]
     time_note = "Where the seconds went; rewards only where they kept training waiting."
-    speed = _line(rows, "tokens_per_s", "speed", "--blue")
+    speed = line(rows, "tokens_per_s", "speed", "--blue")
     speed_note = "Sampled tokens per second of the whole step."
     lost = [
-        _line(rows, f"tokens/wasted/{name}", name.replace("_", " "), color, missing=0.0)
+        line(rows, f"tokens/wasted/{name}", name.replace("_", " "), color, missing=0.0)
         for name, color in zip(names_under(rows, "tokens/wasted/"), _colors("--red"), strict=False)
     ]
-    tokens = [_line(rows, "tokens/trained", "trained on", "--blue"), *lost]
+    tokens = [line(rows, "tokens/trained", "trained on", "--blue"), *lost]
     pools = (("useful", "--blue"), ("wasted", "--red"))
-    flops = [_line(rows, f"flops/{name}", name, color) for name, color in pools]
+    flops = [line(rows, f"flops/{name}", name, color) for name, color in pools]
     flops_note = "Estimated from token counts; wasted: sampled but not trained on, or a refused step."
     return [
-        _chart(rows, "Time per step", time_note, "s", times, stacked=True),
-        _chart(rows, "Throughput", speed_note, "tokens/s", [speed], low=0.0),
-        _chart(rows, "Sampled tokens", "Trained on, or wasted and why.", "tokens", tokens, stacked=True),
-        _chart(rows, "FLOPs", flops_note, "FLOP", flops, stacked=True),
+        figure(rows, "Time per step", time_note, "s", times, stacked=True),
+        figure(rows, "Throughput", speed_note, "tokens/s", [speed], low=0.0),
+        figure(rows, "Sampled tokens", "Trained on, or wasted and why.", "tokens", tokens, stacked=True),
+        figure(rows, "FLOPs", flops_note, "FLOP", flops, stacked=True),
     ]
 
 
-def _chart(
+def figure(
     rows: Sequence[Row], title: str, note: str, unit: str, series: list[Series], **options: Any
 ) -> Chart:
+    """A chart over the steps of ``rows``."""
     key = title.lower().replace(" ", "-")
     return Chart(key=key, title=title, note=note, unit=unit, steps=_steps(rows), series=series, **options)
 
@@ -221,7 +227,7 @@ def _banded(rows: Sequence[Row], keys: str, label: str) -> Series:
     return Series(label=label, values=mean, color="--blue", low=low, high=high)
 
 
-def _line(
+def line(
     rows: Sequence[Row],
     key: str,
     label: str,
@@ -230,6 +236,7 @@ def _line(
     missing: float | None = None,
     join: Callable[[Sequence[float]], float] | None = None,
 ) -> Series:
+    """A metric over the rows; ``missing`` stands where a row has none."""
     values = [missing if value is None else value for value in column(rows, key)]
     return Series(label=label, values=values, color=color, join=join)
 
@@ -242,7 +249,7 @@ def _colors(first: str = "--teal") -> list[str]:
     return [first, "--orange", "--purple", "--grey", "--teal", "--red", "--blue"] * 4
 
 
-def _ready(chart: Chart) -> Chart:
+def ready(chart: Chart) -> Chart:
     """Without series that have no value, with a sentence when none is left, and with few enough points."""
     series = [one for one in chart.series if any(value is not None for value in one.values)]
     if not series:
@@ -298,5 +305,5 @@ def to_plain(chart: Chart) -> dict[str, Any]:
         }
         for one in chart.series
     ]
-    keys = ("key", "title", "unit", "steps", "stacked", "log", "low", "high", "mark")
+    keys = ("key", "title", "unit", "steps", "stacked", "log", "low", "high", "mark", "along")
     return {**{key: getattr(chart, key) for key in keys}, "series": series}

@@ -21,6 +21,7 @@ K3_NATS = 1e-3  # per token; exact arithmetic gives 0, bf16 rounding about 1e-4
 ESS_LEFT = 0.9
 SPIKE = 10.0  # gradient norm over its median
 FAULT_SHARE = 0.01  # of answers
+DRAFT_LOSS = 0.03  # of the rollouts' time, beyond what the estimate of it can be trusted with
 
 
 class Level(StrEnum):
@@ -39,7 +40,7 @@ def concerns(data: RunData) -> list[Concern]:
     """Everything noteworthy, the gravest first; empty when there is nothing."""
     found = [*_files(data), *_score(data)]
     if data.metrics:
-        found += [*_training(data), *_signal(data), *_mismatch(data), *_losses(data)]
+        found += [*_training(data), *_signal(data), *_mismatch(data), *_losses(data), *_drafts(data)]
     order = list(Level)
     return sorted(found, key=lambda concern: order.index(concern.level))
 
@@ -159,6 +160,17 @@ def _losses(data: RunData) -> Iterator[Concern]:
             when = steps_text(_when(rows, key))
             text = f"{count:,.0f} of {answers:,.0f} answers {what}, in step {when}; see the faults below."
             yield Concern(level=level, text=text)
+
+
+def _drafts(data: RunData) -> Iterator[Concern]:
+    tenth = _tenth(data.metrics)
+    saved, spent = total(tenth, "draft/seconds_saved"), total(tenth, "time/rollout_s")
+    if spent and saved < -DRAFT_LOSS * spent:
+        text = (
+            f"In {_span(tenth)}, drafts made rollouts {-saved / spent:.0%} longer by the engine's estimate; "
+            "draft.enabled = false does without."
+        )
+        yield Concern(level=Level.LOOK, text=text)
 
 
 def _when(rows: Sequence[Row], key: str) -> list[int]:

@@ -23,6 +23,7 @@ class RunData:
     metrics: Sequence[Row]  # one per finished step, in order
     evals: Sequence[Row]  # of the main split, one per step, in order
     ledger: Sequence[Row]
+    drafts: Sequence[Row] = ()  # one per step of a run that drafted, in order
     starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
     damage: Sequence[str]  # one sentence per file that could not be read to its end
 
@@ -54,6 +55,7 @@ def read_run(run: RunFolder) -> RunData:
         metrics=_by_step(_rows(run.metrics, damage)),
         evals=_by_step([row for row in evals if row.get("split") == split]),
         ledger=_by_step(_rows(run.ledger, damage)),
+        drafts=_by_step(_rows(run.drafts, damage)),
         starts=_rows(Jsonl(run.path / "starts.jsonl"), damage),
         damage=damage,
     )

@@ -120,6 +120,11 @@ async def play_episode(stage: Stage, prompt: Prompt, seed: tuple[int, ...]) -> T
     return episode.trajectory()
 
 
+def first_request(stage: Stage, prompt: Prompt, seed: tuple[int, ...]) -> Request | None:
+    """What an episode would ask of the engine first; None where it fails before."""
+    return _Episode(stage, prompt, seed).request
+
+
 async def grade(grader: Grader, group: Group) -> Group:
     """The group with a Reward for every member whose episode did not fail; the others keep None."""
     played = [k for k, trajectory in enumerate(group.trajectories) if trajectory.stop not in FAILED]
@@ -164,7 +169,7 @@ class _Episode:
 
     def __init__(self, stage: Stage, prompt: Prompt, seed: tuple[int, ...]) -> None:
         self.request: Request | None = None
-        self._stage, self._seed = stage, seed
+        self._stage, self._seed, self._uid = stage, seed, prompt.uid
         self._turns: list[Turn] = []
         self._stop, self._error = Stop.ABORT, ""
         self._history = np.zeros(0, np.int32)
@@ -202,7 +207,7 @@ class _Episode:
         room = self._stage.context_limit - len(tokens)
         if room > 0:
             sampling = _within(self._stage.sampling, room)
-            self.request = Request(tokens=tokens, sampling=sampling, seed=self._seed)
+            self.request = Request(tokens=tokens, sampling=sampling, seed=self._seed, uid=self._uid)
         elif self._turns:
             self._stop = Stop.LENGTH
         else:

@@ -238,6 +238,15 @@ CLOCK = (
     "rollout/from_spool",
     "tokens/prefilled",
     "flops/",
+    "tokens/drafted",
+    "tokens/accepted",
+    "draft/tokens_per_pass",  # what is worth a draft is a matter of measured time
+    "draft/drafted_per_pass",
+    "draft/acceptance",
+    "draft/share_",
+    "draft/cpu_share",
+    "draft/seconds_saved",
+    "draft/length_rank_",  # over all prompts that came back since the process began
 )
 
 

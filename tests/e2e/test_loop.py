@@ -21,6 +21,9 @@ import pytest
 import torch
 
 from ostinato.algo.algorithms import algorithm
+from ostinato.cli.build import new_drafting
+from ostinato.cli.drafts import Memory, new_memory, save_history
+from ostinato.config import DraftSection
 from ostinato.engine.local import LocalEngine
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -56,8 +59,13 @@ SAMPLING = Sampling(max_tokens=6, stop_tokens=(0,))
 
 
 class Stream:
+    """``epoch`` prompts, again and again."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+
     def prompt(self, index: int) -> Prompt:
-        return Prompt(uid=str(index), text=str(index))
+        return Prompt(uid=str(index % self._epoch), text=str(index % self._epoch))
 
 
 class TwoTurns:
@@ -98,7 +106,21 @@ def kernels() -> Kernels | None:
         return None
 
 
-def build(path: Path, *, steps: int, kill_step: int = -1) -> tuple[Loop, PolicyTrainer]:
+def remembered(folder: RunFolder) -> Memory | None:
+    """The memory that a run in ``folder`` goes on with; None without a compiler."""
+    saved = folder.history if folder.history.exists() else None
+    return new_memory(DraftSection(memory_mb=4), saved, print)
+
+
+def build(
+    path: Path,
+    *,
+    steps: int,
+    kill_step: int = -1,
+    epoch: int = 12,
+    drafts: bool = True,
+    run_ahead: bool = False,
+) -> tuple[Loop, PolicyTrainer]:
     """A run in ``path``, resumed from the checkpoint that is there."""
     decoder = Decoder(parse_config(CONFIG)).init_weights(seed=0)
     adapters = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8), 0)
@@ -111,6 +133,15 @@ def build(path: Path, *, steps: int, kill_step: int = -1) -> tuple[Loop, PolicyT
     if checkpoint is not None:
         trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
 
+    memory = remembered(folder) if drafts else None
+    engine = LocalEngine(
+        decoder,
+        kernels=kernels(),
+        kv_memory_mb=8,
+        drafter=memory.drafter if memory else None,
+        expect=memory.expect if memory else None,
+    )
+
     def save(state: LoopState) -> None:
         made = Checkpoint(
             step=state.step,
@@ -119,6 +150,8 @@ def build(path: Path, *, steps: int, kill_step: int = -1) -> tuple[Loop, PolicyT
             identity=trainer.identity(),
         )
         save_checkpoint(folder.checkpoints, made)
+        if memory is not None:
+            save_history(memory.history, folder.history, print)
 
     loop = Loop(
         plan=Plan(
@@ -132,13 +165,13 @@ def build(path: Path, *, steps: int, kill_step: int = -1) -> tuple[Loop, PolicyT
             forward_flops_per_token=1e4,
         ),
         stage=Stage(
-            engine=LocalEngine(decoder, kernels=kernels(), kv_memory_mb=8),
+            engine=engine,
             env=TwoTurns,
             grader=Even(kill_step),
             sampling=SAMPLING,
             context_limit=64,
         ),
-        tasks=Stream(),
+        tasks=Stream(epoch),
         trainer=trainer,
         algorithm=algorithm("grpo"),
         folder=folder,
@@ -148,6 +181,8 @@ def build(path: Path, *, steps: int, kill_step: int = -1) -> tuple[Loop, PolicyT
                 split="eval", prompts=[Prompt(uid=f"e{i}", text=str(i)) for i in range(8)], sampling=SAMPLING
             )
         ],
+        drafting=new_drafting(memory, engine) if memory else None,
+        run_ahead=engine.run_ahead if run_ahead else None,
         save=save,
     )
     return loop, trainer
@@ -160,9 +195,17 @@ def digest(trainer: PolicyTrainer) -> str:
 
 
 def steady(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what depends on the clock, or on which other groups were in the prefix tree."""
-    loose = ("time", "seconds", "per_s", "from_spool", "prefilled", "flops")
-    return {name: value for name, value in row.items() if not any(word in name for word in loose)}
+    """Without what depends on the clock, on which other groups were in the prefix tree, or on drafts."""
+    loose = ("time", "seconds", "per_s", "from_spool", "prefilled", "flops", "draft", "accepted")
+    exact = ("draft/history_tokens", "draft/reuse")
+    return {
+        name: value for name, value in row.items() if name in exact or not any(word in name for word in loose)
+    }
+
+
+def unaided(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without anything about drafts."""
+    return {name: value for name, value in steady(row).items() if not name.startswith("draft/")}
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +214,7 @@ def one_thread() -> None:
 
 
 def test_it_learns_and_every_part_reports(tmp_path: Path) -> None:
-    loop, _ = build(tmp_path, steps=12)
+    loop, _ = build(tmp_path, steps=12, epoch=1000)
     assert asyncio.run(loop.run()).why is Finish.DONE
     rows = list(loop.folder.metrics.rows())
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
@@ -194,6 +237,28 @@ def test_siblings_share_their_prompt(tmp_path: Path) -> None:
     asyncio.run(loop.run())
     (row,) = loop.folder.metrics.rows()
     assert row["tokens/prefilled"] < row["tokens/context"] + 16
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_drafts_change_no_byte_of_a_run(tmp_path: Path, run_ahead: bool) -> None:
+    """Two epochs and a half of drafts from history and siblings, and from the next step's answers sampled
+    ahead, against plain decoding: the same parameters, optimizer moments and metrics."""
+    if kernels() is None:
+        pytest.skip("no compiler: torch's kernels round a row differently in a batch of another size")
+    (plain, trainer), (drafting, again) = (
+        build(tmp_path / name, steps=8, drafts=drafts, run_ahead=drafts and run_ahead)
+        for name, drafts in (("plain", False), ("drafting", True))
+    )
+    for loop in (plain, drafting):
+        asyncio.run(loop.run())
+    assert digest(again) == digest(trainer)
+    logs = [[unaided(row) for row in loop.folder.metrics.rows()] for loop in (plain, drafting)]
+    assert logs[0] == logs[1]
+    rows = list(drafting.folder.metrics.rows())
+    assert all("draft/reuse" in row for row in rows[3:]) and "draft/reuse" not in rows[2]
+    assert sum(row["tokens/accepted"] for row in rows) > 0
+    assert not run_ahead or drafting.stage.engine.counters.ahead > 0  # type: ignore[attr-defined]
+    assert drafting.folder.history.exists() and len(list(drafting.folder.drafts.rows())) == 8
 
 
 @pytest.mark.parametrize("kill_step", [4, 7])

@@ -103,6 +103,42 @@ def metrics(step: int) -> dict[str, float]:
         "total/trained_tokens": 1400.0 * step,
         "total/useful_flops": 5e10 * step,
         "total/wasted_flops": 3e10 * step,
+        **drafting(step, sampled),
+    }
+
+
+def drafting(step: int, sampled: float) -> dict[str, float]:
+    """Four epochs of twenty steps: history begins with the second."""
+    past = 0.0 if step <= 20 else 0.3 + 0.002 * step
+    shares = {"history": past, "sibling": 0.12, "own": 0.05, "other": 0.03 - 0.0002 * step}
+    guessed = sum(shares.values())
+    epochs = {"draft/reuse": 0.6 + 0.002 * step, "draft/length_rank_correlation": 0.7 + 0.03 * math.sin(step)}
+    return {
+        "tokens/drafted": 1.15 * guessed * sampled,
+        "tokens/accepted": guessed * sampled,
+        "draft/tokens_per_pass": 1 / (1 - guessed),
+        "draft/drafted_per_pass": 1.15 * guessed / (1 - guessed),
+        "draft/acceptance": 1 / 1.15,
+        **{f"draft/share_{name}": share for name, share in shares.items()},
+        "draft/cpu_share": 0.021,
+        "draft/seconds_saved": 0.9 * guessed,
+        "draft/history_tokens": 5e5,
+        "draft/history_bytes": 5e6,
+        **(epochs | {"draft/length_rank_moved": 0.2} if step > 20 else {}),
+    }
+
+
+def draft_detail(step: int) -> dict[str, object]:
+    labels = [0, 3, 10, 25, 40, 60, 90, 180, 420, 2100]
+    passes = [(max(1, 32 - i // 2), 30 - i // 3, 60 - i // 2) for i in range(70)]
+    return {
+        "step": step,
+        "labels": labels,
+        "hits": [round(n * (i + 0.4) / 10) for i, n in enumerate(labels)],
+        "predicted": [n * (i + 0.5) / 10 for i, n in enumerate(labels)],
+        "drafted_at": [900, 800, 650, 400, 120],
+        "accepted_at": [810, 700, 560, 330, 96],
+        "trace": [list(map(float, point)) for point in passes],
     }
 
 
@@ -156,6 +192,7 @@ def make_run(path: Path, tokens: Renderer) -> RunFolder:
     for step in range(STEPS + 1):
         if step:
             run.write(step, metrics(step))
+            run.drafts.append(draft_detail(step))
             run.ledger.append({"step": step, "wall_s": 2.2, "ended_at": 1.76e9 + 2.4 * step})
         if step % EVERY == 0:
             score = 0.28 + 0.47 * max(0.0, wave(step))

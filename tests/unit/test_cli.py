@@ -80,6 +80,8 @@ def test_a_step_is_what_was_learned_and_what_it_took() -> None:
         "step 3/80  reward 0.500  held-out 0.300",
         "1,234 tok/s  rollout 61% reward 2% train 35%  ETA 1:40",
     )
+    drafted = progress.step_parts({**ROW, "draft/tokens_per_pass": 2.314}, 80, "", "1:40")
+    assert drafted[1] == "1,234 tok/s  2.31 tok/pass  rollout 61% reward 2% train 35%  ETA 1:40"
     empty = {"step": 1, "reward": math.nan, "refused_step": 1.0}
     assert progress.step_parts(empty, 2, "", "?") == ("step 1/2  reward -  step refused", "- tok/s  ETA ?")
 

@@ -115,6 +115,8 @@ def test_override_below_a_value() -> None:
         ({"reward": {"solved_at": "all"}}, "reward.solved_at is 'all'; use \"full\" or a number"),
         ({"log": {"writers": ["x"]}}, "log.writers[0] is 'x'; use one of 'tensorboard', 'trackio', 'wandb'"),
         ({"task": {"params": 3}}, "task.params is 3; use a table"),
+        ({"draft": {"memory_mb": 0}}, "draft.memory_mb is 0; use 1 or more"),
+        ({"draft": {"leafs": 2}}, "draft.leafs is not a key of a recipe; did you mean draft.leaves?"),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature is 0.0; use a number above 0.0"),
     ],
 )  # fmt: skip
@@ -141,6 +143,7 @@ def test_a_fault_is_one_sentence_with_field_value_and_mend(tree: dict[str, Any],
         ({"task": {"max_turns": 3}}, ["task.max_turns", "task.tools"]),
         ({"task": {"tools": ["calculator"]}}, ["task.tools", "task.max_turns"]),
         ({"eval": {"k": 4, "temperature": 0.0}}, ["eval.k", "eval.temperature"]),
+        ({"draft": {"run_ahead": True, "enabled": False}}, ["draft.run_ahead", "draft.enabled"]),
     ],
 )
 def test_cross_field_faults_name_both_fields(tree: dict[str, Any], fields: list[str]) -> None:

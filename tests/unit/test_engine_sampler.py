@@ -28,9 +28,10 @@ def settings(rows: int, **values: float) -> Settings:
 def test_the_token_is_where_the_cumulative_mass_passes_u() -> None:
     logits = torch.log(torch.tensor([[0.2, 0.3, 0.5]]))
     for u, token in ((0.1, 0), (0.21, 1), (0.49, 1), (0.51, 2), (0.999999, 2)):
-        tokens, logprobs = sample_torch(logits, settings(1), np.array([u]))
+        tokens, logprobs, edges = sample_torch(logits, settings(1), np.array([u]))
         assert tokens[0] == token
         assert logprobs[0] == pytest.approx(math.log([0.2, 0.3, 0.5][token]), abs=1e-6)
+        assert edges[0] == pytest.approx([0.0, 0.2, 0.5][token], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_filters_renormalise_what_they_keep(
         sample_torch(logits, settings(200, **values), u),
         sample(logits, settings(200, **values), u, kernels),
     ):
-        tokens, logprobs = result
+        tokens, logprobs, _ = result
         shares = np.bincount(tokens, minlength=3) / 200
         expected = np.array(kept) / sum(kept)
         assert np.abs(shares - expected).max() <= 0.01
@@ -76,11 +77,14 @@ def test_native_equals_its_twin(values: dict[str, float], vocab: int, kernels: K
     assert (ours[0] == twin[0]).mean() >= 63 / 64  # a cumulative sum in another order may move one edge
     same = ours[0] == twin[0]
     assert np.abs(ours[1] - twin[1])[same].max() < 2e-5
+    assert np.abs(ours[2] - twin[2])[same].max() < 2e-6
+    if "temperature" not in values or values["temperature"] > 0:  # where the uniform fell
+        assert (ours.edges <= u + 1e-6).all() and (u <= ours.edges + np.exp(ours.logprobs) + 1e-6).all()
 
 
 def test_frequencies_follow_the_distribution(kernels: Kernels) -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)).repeat(20000, 1)
-    tokens, _ = sample(logits, settings(20000), np.random.default_rng(2).random(20000), kernels)
+    tokens, *_ = sample(logits, settings(20000), np.random.default_rng(2).random(20000), kernels)
     expected = torch.softmax(logits[0], -1).numpy() * 20000
     chi2 = ((np.bincount(tokens, minlength=50) - expected) ** 2 / expected).sum()
     assert chi2 < 85.4  # the 99.9 % point of chi-squared with 49 degrees of freedom is 85.35

@@ -22,17 +22,21 @@ ARROWS: dict[str, set[str]] = {
     "run": {"types"},
     "render": {"types"},
     "algo": {"types"},
-    "model": {"types", "run"},
+    "model": {"types", "run", "compiler"},
     "engine": {"types", "protocols", "run", "render", "algo", "model"},
+    "compiler": set(),
+    "history": {"types", "protocols", "run", "compiler", "algo"},
     "env": {"types", "protocols", "render"},
     "reward": {"types", "protocols", "render"},
     "rollout": {"types", "protocols", "run"},
     "train": {"types", "protocols", "run", "algo", "model"},
-    "pipeline": {"types", "protocols", "config", "run", "algo", "rollout", "train"},
+    "pipeline": {"types", "protocols", "config", "run", "algo", "history", "rollout", "train"},
     "report": LEAVES,
-    "bench": LEAVES | {"algo", "model", "engine", "env", "reward", "rollout", "train", "pipeline"},
+    "interop": {"types", "protocols", "algo", "history"},
+    "bench": LEAVES | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline"},
     "cli": LEAVES
-    | {"algo", "model", "engine", "env", "reward", "rollout", "train", "pipeline", "report", "bench", ""},
+    | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline"}
+    | {"report", "bench", "interop", ""},
     "": {"config", "cli"},  # the lazy names of __init__, and __main__
 }
 

@@ -12,7 +12,9 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ import pytest
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.engine.fake import FakeEngine
+from ostinato.history.rules import DraftStats, Source
 from ostinato.pipeline.account import tool_rates
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finish, Finished, Loop, LoopState, NoSignal, Plan
+from ostinato.pipeline.remember import Drafting
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
-from ostinato.types import Batch, Completion, Group, Prompt, Request, Reward, Sampling, StepReport
+from ostinato.types import Batch, Completion, Group, Past, Prompt, Request, Reward, Sampling, StepReport
 
 RIGHT = 3
 SAMPLING = Sampling(max_tokens=2)
@@ -99,16 +103,77 @@ class Killed(BaseException):
     """What kill -9 does, as far as a test in one process can: nothing of ours handles it."""
 
 
+class TellingEngine(FakeEngine):
+    """Tells of every token where its uniform fell, and of every answer that one of three drafts was right."""
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
+        async for index, answer in super().generate(requests):
+            edges = np.zeros(len(answer.tokens), np.float32)
+            yield index, replace(answer, edges=edges, drafted=3, accepted=1, passes=len(answer.tokens) - 1)
+
+
+@dataclass
+class Seconds:
+    seconds: float = 0.0
+    seconds_without: float = 0.0
+
+
+class FakeMemory:
+    """Store, lengths, drafter and meter of ``Drafting``: notes what it is told."""
+
+    num_tokens, num_bytes = 7, 70
+
+    def __init__(self) -> None:
+        self.added: list[tuple[int, str]] = []
+        self.forgotten: list[str] = []
+        self.observed = 0
+        self.counters = Seconds()
+        self.trace = deque([(9, 9, 9)])  # of an evaluation before the step
+        self.books = Drafting(store=self, lengths=self, drafter=self, meter=self, past=self.past)
+
+    def past(self, uid: str) -> list[np.ndarray]:
+        return [np.array([RIGHT, RIGHT])] if (1, uid) in self.added else []
+
+    def add(self, uid: str, step: int, pasts: Sequence[Past]) -> None:
+        assert len(pasts) == 8 and pasts[0].context.tolist() == [7, 8, 9]
+        self.added.append((step, uid))
+
+    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
+        self.observed += sum(lengths)
+
+    def forget(self, uids: list[str] | None = None) -> None:
+        self.forgotten += uids or []
+
+    def stats(self) -> DraftStats:
+        """Ten times as much at each look: 1, 10, 100 ..."""
+        self.looked = 10 * getattr(self, "looked", 0.1)
+        self.counters.seconds_without = 3 * self.looked
+        self.trace.append((2, 4, 3))
+        counts, zeros = {source: int(self.looked) for source in Source}, (0,) * 10
+        return DraftStats(
+            **dict.fromkeys(("passes", "naps", "looked", "slept", "emitted"), int(10 * self.looked)),
+            **dict.fromkeys(("live_bytes", "sequences", "groups"), 0),
+            **dict.fromkeys(("open_s", "propose_s", "observe_s"), 0.0),
+            **dict.fromkeys(("labels", "hits", "predicted"), zeros),
+            **dict.fromkeys(("drafted_at", "accepted_at"), (int(self.looked), 0, 0)),
+            drafted=counts,
+            accepted=counts,
+        )
+
+
 class Bench:
     """A loop and the things that a test wants to look at."""
 
     def __init__(
         self, path: Path, *, state: LoopState | None = None, logits: Any = None, **changes: Any
     ) -> None:
-        options = {name: changes.pop(name) for name in ("grader", "algorithm", "delay_s") if name in changes}
+        names = ("grader", "algorithm", "delay_s", "drafting")
+        options = {name: changes.pop(name) for name in names if name in changes}
         path.mkdir(exist_ok=True)
         self.folder = RunFolder(path)
-        self.engine = FakeEngine(bandit, delay_s=options.get("delay_s", 0.0))
+        self.drafting = options.get("drafting")
+        kind = FakeEngine if self.drafting is None else TellingEngine
+        self.engine = kind(bandit, delay_s=options.get("delay_s", 0.0))
         self.trainer = BanditTrainer()
         if logits is not None:
             self.trainer.logits = np.array(logits)
@@ -134,6 +199,7 @@ class Bench:
             folder=self.folder,
             state=state or LoopState(),
             evaluations=[evaluation],
+            drafting=self.drafting and self.drafting.books,
             save=lambda state: self.saved.append((state.to_json(), self.trainer.logits.copy())),
             on_step=self.rows.append,
             on_note=self.notes.append,
@@ -214,6 +280,59 @@ def test_resumed_is_uninterrupted_and_pays_for_no_rollout_twice(tmp_path: Path) 
     assert spooled == [4, 2, 0, 0, 0]  # step 6 whole, step 7 as far as it had come
     evals = [list(map(deterministic, bench.folder.eval.rows())) for bench in (whole, resumed)]
     assert evals[0] == evals[1]
+
+
+def test_a_run_that_drafts_is_the_same_run_with_books_of_drafts(tmp_path: Path) -> None:
+    plain = Bench(tmp_path / "plain", steps=3, eval_every=2)
+    plain.run()
+    memory = FakeMemory()
+    drafting = Bench(tmp_path / "drafting", steps=3, eval_every=2, drafting=memory)
+    drafting.run()
+
+    assert drafting.trainer.logits.tobytes() == plain.trainer.logits.tobytes()
+    assert memory.added == [(step, f"p{4 * step - 4 + i}") for step in (1, 2, 3) for i in range(4)]
+    assert memory.observed == 3 * 64
+    assert {f"p{i}" for i in range(12)} | {f"e{i}" for i in range(8)} == set(memory.forgotten)
+    for row in drafting.rows:
+        assert row["draft/share_sibling"] == pytest.approx(0.1)  # 1 of 10 tokens came from each source
+        assert (row["draft/tokens_per_pass"], row["draft/acceptance"]) == (2.0, pytest.approx(1 / 3))
+        assert (row["tokens/drafted"], row["tokens/accepted"]) == (96, 32)
+        assert (row["draft/history_tokens"], row["draft/history_bytes"]) == (7, 70)
+        assert "draft/not_remembered" not in row and "draft/reuse" not in row  # no prompt came twice
+    assert drafting.rows[0]["draft/seconds_saved"] == pytest.approx(3 * (10 - 1))
+    details = list(drafting.folder.drafts.rows())
+    assert [row["step"] for row in details] == [1, 2, 3]
+    assert details[0]["trace"] == [[2, 4, 3]] and details[0]["drafted_at"] == [9]
+    assert next(drafting.folder.ledger.rows())["tokens"]["drafted"] == 96
+    assert not plain.folder.drafts.path.exists() and not any("draft" in key for key in plain.rows[0])
+
+
+def test_groups_that_come_back_from_the_spool_are_remembered_too(tmp_path: Path) -> None:
+    """The history of a resumed run has no hole where the kill was."""
+
+    class Dies(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.step == 2 and group.prompt.uid == "p7":
+                raise Killed
+            return await super().grade(group)
+
+    with pytest.raises(Killed):
+        Bench(tmp_path, steps=2, grader=Dies(), drafting=FakeMemory()).run()
+    memory = FakeMemory()
+    resumed = Bench(tmp_path, steps=2, drafting=memory)
+    resumed.run()
+    assert resumed.rows[0]["rollout/from_spool"] == 4
+    assert memory.added == [(step, f"p{4 * step - 4 + i}") for step in (1, 2) for i in range(4)]
+    assert resumed.rows[0]["draft/tokens_per_pass"] == 2.0  # as it was when they were played
+
+
+def test_answers_of_an_engine_that_tells_no_edges_are_counted(tmp_path: Path) -> None:
+    memory = FakeMemory()
+    bench = Bench(tmp_path, steps=1, drafting=memory)
+    bench.engine = FakeEngine(bandit)
+    bench.loop.stage = replace(bench.loop.stage, engine=bench.engine)
+    bench.run()
+    assert memory.added == [] and bench.rows[0]["draft/not_remembered"] == 32
 
 
 def test_a_changed_recipe_finds_nothing_in_the_spool(tmp_path: Path) -> None:

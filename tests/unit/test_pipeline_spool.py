@@ -27,11 +27,15 @@ def group(rng: np.random.Generator, step: int, reward: float | None, routed: boo
     completion = Completion(
         tokens=rng.integers(0, 2**31 - 1, length).astype(np.int32),
         logprobs=rng.normal(size=length).astype(np.float32),
+        edges=rng.uniform(size=length).astype(np.float32) if routed else None,
         versions=rng.integers(0, 9, length).astype(np.int32),
         stop=Stop.LENGTH,
         text="ä\n\x00",
         experts=rng.integers(-1, 99, (length, 2, 3)).astype(np.int16) if routed else None,
         prompt_experts=rng.integers(-1, 99, (2, 2, 3)).astype(np.int16) if routed else None,
+        drafted=5,
+        accepted=2,
+        passes=3,
         cached_tokens=1,
     )
     turn = Turn(context=rng.integers(0, 99, 2).astype(np.int32), completion=completion)

@@ -93,6 +93,7 @@ def test_siblings_ask_in_one_call_and_keep_their_order() -> None:
     group = play_one(stage(engine), 3)
     assert [len(call) for call in engine.calls] == [3]
     assert [request.seed for request in engine.calls[0]] == [(0, 1, 0, 0), (0, 1, 0, 1), (0, 1, 0, 2)]
+    assert {request.uid for request in engine.calls[0]} == {PROMPT.uid}  # whose history may be drafted from
     assert [trajectory.seed[-1] for trajectory in group.trajectories] == [0, 1, 2]
     assert verdicts(group).tolist() == [4, 2, 3]
     assert group.step == 1 and drop_reason(group, 2) is None

@@ -10,13 +10,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Prepared
 from ostinato.model.native.build import BuildError, load_library
-from ostinato.model.native.experts import native_experts
+from ostinato.model.native.experts import native_experts, native_route
+from ostinato.model.native.fused import FusedStep, supported
 from ostinato.model.ops import TORCH_OPS, Gemm, Ops
 from ostinato.model.ops import linear as torch_linear
 
@@ -31,13 +35,12 @@ _SIGNATURES = {
     "add_rms_norm": "ppppplld",
     "rope": "plppplll",
     "silu_mul": "ppll",
-    "write_cache": "plplpppllll",
+    "write_cache": "plplppppllll",
     "paged_attention": "plppplppplllll" + "d",
-    "moe_combine": "pppplll",
-    "grouped_nt": "pppplll",
 }
-_PLAIN = {"sample": "plppppppp" + "l", "moe_sort": "ppplll", "moe_gather": "ppplll", "exp_f32": "ppl"}
+_PLAIN = {"sample": "plpppppppp" + "l", "route_rows": "pppllll" + "d", "exp_f32": "ppl"}
 _MIXED = {"nt_bf16_f32": "plpplplll", "nn_bf16": "plpplll" + "l"}
+_SIZED = {"experts": "pppppllp", "step": "pppl"}  # answer what workspace they need
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +49,16 @@ class Kernels:
 
     ops: Ops  # for inference
     training: Ops  # under autograd: torch's, with our matrix products
-    write_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    write_cache: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     sample: Callable[..., None]
+    fused: Callable[[Decoder, Prepared | None], FusedStep | None]  # None where it does not know the model
 
 
 def load() -> Kernels:
     """Build (once per machine and version) and load. Raises BuildError with one sentence."""
     functions = _bind(load_library())
-    linear, silu_mul = _linear(functions), _silu_mul(functions)
+    linear = _linear(functions)
     gemm = Gemm(nt=_training_nt(linear), nn=_matmul_nn(functions))
     return Kernels(
         ops=Ops(
@@ -62,30 +66,42 @@ def load() -> Kernels:
             rms_norm=_rms_norm(functions),
             add_rms_norm=_add_rms_norm(functions),
             rope=_rope(functions),
-            silu_mul=silu_mul,
+            silu_mul=_silu_mul(functions),
             add_lora=_add_lora(functions, linear),
-            experts=native_experts(functions, linear, silu_mul),
+            route=native_route(functions),
+            experts=native_experts(functions),
             gemm=gemm,
         ),
         training=replace(TORCH_OPS, gemm=gemm),
         write_cache=_write_cache(functions),
         paged_attention=_paged_attention(functions),
         sample=_sample(functions),
+        fused=_fused(functions, linear),
     )
 
 
-def _bind(library: ctypes.CDLL) -> dict[str, Callable[..., None]]:
-    """Every kernel by name, with its argument types set once."""
+def _fused(
+    functions: dict[str, Callable[..., Any]], linear: Callable[..., Tensor]
+) -> Callable[[Decoder, Prepared | None], FusedStep | None]:
+    def fused(decoder: Decoder, adapters: Prepared | None) -> FusedStep | None:
+        return FusedStep(functions, linear, decoder, adapters) if supported(decoder) else None
+
+    return fused
+
+
+def _bind(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+    """Every kernel by name, with its types set once."""
     kinds = {"p": _POINTER, "l": _LONG, "d": _DOUBLE}
-    names = {f"{name}_{suffix}": code for name, code in _SIGNATURES.items() for suffix in _SUFFIX.values()}
-    functions: dict[str, Callable[..., None]] = {}
+    typed = {**_SIGNATURES, **_SIZED}
+    names = {f"{name}_{suffix}": code for name, code in typed.items() for suffix in _SUFFIX.values()}
+    functions: dict[str, Callable[..., Any]] = {}
     for name, code in {**names, **_PLAIN, **_MIXED}.items():
         try:
             function = getattr(library, name)
         except AttributeError:  # the nn kernels exist only where the processor multiplies bf16
             continue
         function.argtypes = [kinds[letter] for letter in code]
-        function.restype = None
+        function.restype = _LONG if name.rpartition("_")[0] in _SIZED else None
         functions[name] = function
     return functions
 
@@ -264,8 +280,13 @@ def _silu_mul(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor], T
 def _write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
     kernels = {dtype: functions[f"write_cache_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
-    def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put rows k [T, Hkv, Dk], v [T, Hkv, Dv] at ``slots`` [T] int64 (block * 16 + offset)."""
+    def write_cache(
+        k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor, write: Tensor | None = None
+    ) -> None:
+        """Put rows k [T, Hkv, Dk], v [T, Hkv, Dv] at ``slots`` [W] int64 (block * 16 + offset).
+
+        Slot i gets row write[i] ([W] int32), or row i without ``write``.
+        """
         k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
         kernels[k.dtype](
             k.data_ptr(),
@@ -273,9 +294,10 @@ def _write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., Non
             v.data_ptr(),
             v.stride(0),
             slots.data_ptr(),
+            None if write is None else write.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
-            k.shape[0],
+            slots.shape[0],
             k.shape[1],
             k.shape[2],
             v.shape[2],
@@ -337,15 +359,16 @@ def _sample(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
         u: np.ndarray,
         tokens: np.ndarray,
         logprobs: np.ndarray,
+        edges: np.ndarray,
     ) -> None:
-        """Fill ``tokens`` [B] int64 and ``logprobs`` [B] float32 from logits [B, V] float32; see
+        """Fill ``tokens`` [B] int64, ``logprobs`` and ``edges`` [B] float32 from logits [B, V] float32; see
         engine.sampler.
         """
-        arrays = (temperature, top_k, top_p, min_p, u, tokens, logprobs)
+        arrays = (temperature, top_k, top_p, min_p, u, tokens, logprobs, edges)
         pointers = [array.ctypes.data for array in arrays]
         sample_rows(logits.data_ptr(), logits.shape[1], *pointers, logits.shape[0])
 
     return sample
 
 
-__all__ = ["BuildError", "Kernels", "load"]
+__all__ = ["BuildError", "FusedStep", "Kernels", "load"]

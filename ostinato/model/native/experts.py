@@ -1,91 +1,86 @@
-"""The mixture of experts by native kernels: tokens sorted by expert, one product per expert, summed in top-k
-order.
+"""Choosing experts, and the mixture of experts, by native kernels.
 
-The twin is ``model.moe.experts``.
+Tokens are sorted by expert, each expert is one product over its own rows, and results are summed in top-k
+order. The twins are ``model.moe.route`` and ``model.moe.experts``.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.moe import ExpertLora
+from ostinato.model.moe import route as torch_route
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-Kernel = Callable[..., None]
+Kernel = Callable[..., int]
 
 
-class _Sorted:
-    """The rows of a batch, sorted by expert, and the ways there and back."""
+class Experts(ctypes.Structure):
+    """The struct of moe.h: sizes, and pointers to tensors that somebody else keeps alive."""
 
-    def __init__(
-        self, functions: Mapping[str, Kernel], ids: Tensor, weights: Tensor, num_experts: int
-    ) -> None:
-        self._functions = functions
-        self._num_tokens, self._top_k = ids.shape
-        self._weights = weights
-        self._place = torch.empty(ids.shape, dtype=torch.int64)
-        self._ends = torch.empty(num_experts, dtype=torch.int32)
-        functions["moe_sort"](
-            ids.data_ptr(), self._place.data_ptr(), self._ends.data_ptr(), *ids.shape, num_experts
-        )
-
-    def gather(self, x: Tensor) -> Tensor:
-        """x [T, N] -> [T * K, N], a copy of each token for each of its experts."""
-        rows = x.new_empty(self._num_tokens * self._top_k, x.shape[1])
-        row_bytes = x.shape[1] * x.element_size()
-        pointers = x.data_ptr(), self._place.data_ptr(), rows.data_ptr()
-        self._functions["moe_gather"](*pointers, self._num_tokens, self._top_k, row_bytes)
-        return rows
-
-    def linear(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Rows of expert e times weight[e]^T, weight [E, N, K]."""
-        y = rows.new_empty(rows.shape[0], weight.shape[1])
-        pointers = rows.data_ptr(), weight.data_ptr(), y.data_ptr(), self._ends.data_ptr()
-        self._functions[f"grouped_nt_{_SUFFIX[rows.dtype]}"](*pointers, *weight.shape)
-        return y
-
-    def combine(self, rows: Tensor) -> Tensor:
-        """sum_k weights[t, k] * (row of token t and its k-th expert) -> [T, N]."""
-        y = rows.new_empty(self._num_tokens, rows.shape[1])
-        pointers = rows.data_ptr(), self._place.data_ptr(), self._weights.data_ptr(), y.data_ptr()
-        self._functions[f"moe_combine_{_SUFFIX[rows.dtype]}"](
-            *pointers, self._num_tokens, self._top_k, rows.shape[1]
-        )
-        return y
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("gate_up", "down")],
+        *[(name, ctypes.c_void_p) for name in ("gate_up_a", "gate_up_b", "down_a", "down_b")],
+        *[(name, ctypes.c_long) for name in ("count", "width", "hidden", "rank_up", "rank_down", "shared")],
+        ("scale", ctypes.c_double),
+    ]
 
 
-def native_experts(
-    functions: Mapping[str, Kernel], linear: Callable[..., Tensor], silu_mul: Callable[[Tensor], Tensor]
-) -> Callable[..., Tensor]:
+def experts_struct(gate_up: Tensor, down: Tensor, lora: ExpertLora | None) -> Experts:
+    """gate_up [E, 2F, D], down [E, D, F]; all tensors contiguous and of one type."""
+    count, hidden, width = down.shape
+    experts = Experts(
+        gate_up=gate_up.data_ptr(), down=down.data_ptr(), count=count, width=width, hidden=hidden, scale=1.0
+    )
+    if lora is not None:
+        experts.gate_up_a, experts.gate_up_b = lora.gate_up_a.data_ptr(), lora.gate_up_b.data_ptr()
+        experts.down_a, experts.down_b = lora.down_a.data_ptr(), lora.down_b.data_ptr()
+        experts.rank_up, experts.rank_down = lora.gate_up_a.shape[-2], lora.down_a.shape[-2]
+        experts.shared, experts.scale = lora.gate_up_a.dim() == 2, lora.scale
+    return experts
+
+
+def native_experts(functions: Mapping[str, Kernel]) -> Callable[..., Tensor]:
     """``Ops.experts`` from the compiled functions."""
+    kernels = {dtype: functions[f"experts_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def experts(
         x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None
     ) -> Tensor:
-        x = x.contiguous()
-        by_expert = _Sorted(
-            functions, ids.long().contiguous(), weights.float().contiguous(), gate_up.shape[0]
-        )
-        rows = by_expert.gather(x)
-        hidden = by_expert.linear(rows, gate_up)
+        x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
+        gate_up, down = gate_up.contiguous(), down.contiguous()
         if lora is not None:
-            shared = lora.gate_up_a.dim() == 2
-            low = (
-                by_expert.gather(linear(x, lora.gate_up_a))
-                if shared
-                else by_expert.linear(rows, lora.gate_up_a)
-            )
-            hidden += by_expert.linear(low.mul_(lora.scale), lora.gate_up_b)
-        act = silu_mul(hidden)
-        out = by_expert.combine(by_expert.linear(act, down))
-        if lora is None:
-            return out
-        low = by_expert.linear(act, lora.down_a).mul_(lora.scale)
-        if lora.down_b.dim() == 2:  # a shared B commutes with the weighted sum
-            return out.add_(linear(by_expert.combine(low), lora.down_b))
-        return out.add_(by_expert.combine(by_expert.linear(low, lora.down_b)))
+            lora = ExpertLora(*(factor.contiguous() for factor in lora[:4]), scale=lora.scale)
+        run, struct, y = kernels[x.dtype], experts_struct(gate_up, down, lora), torch.empty_like(x)
+        pointers = [tensor.data_ptr() for tensor in (x, ids, weights, y)]
+        bytes_needed = run(ctypes.byref(struct), *pointers, *ids.shape, None)
+        workspace = torch.empty(bytes_needed, dtype=torch.uint8)
+        run(ctypes.byref(struct), *pointers, *ids.shape, workspace.data_ptr())
+        return y
 
     return experts
+
+
+def native_route(functions: Mapping[str, Kernel]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``Ops.route``: native for a free choice by softmax, torch's for replays and the other routers."""
+
+    def route(
+        logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        plain = moe.scoring == Scoring.SOFTMAX and moe.num_groups == 1 and bias is None and given is None
+        if not plain:
+            return torch_route(logits, moe, bias, given)
+        logits = logits.contiguous()
+        rows, experts = logits.shape
+        ids = torch.empty(rows, moe.top_k, dtype=torch.int32)
+        weights = torch.empty(rows, moe.top_k)
+        pointers = logits.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        functions["route_rows"](*pointers, rows, experts, moe.top_k, moe.norm_topk, moe.scaling)
+        return ids, weights
+
+    return route

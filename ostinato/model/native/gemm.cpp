@@ -1,15 +1,15 @@
 // Matrix products for skinny activations x [M, K] and row-major weights w [N, K].
 //
 // nt: y[M, N] = x w^T, in three forms. "dot" packs nothing: 16 lanes run along K and are summed at the end.
-// "lanes" (bf16, up to 64 rows) packs x once, makes its rows the lanes and broadcasts w as it streams by, read
-// exactly once. "panel" (bf16, more rows) packs 64 columns of w at a time and broadcasts x. The last two add the
-// pairs of K in the same order, so a row's result depends on neither the form nor the number of rows.
-// nn: y[M, K] = x[M, N] w[N, K], the gradient of nt with respect to x.
+// "columns" (bf16, a few rows) turns tiles of w in registers until 16 columns are the lanes, and broadcasts x.
+// "lanes" (bf16, more rows) packs 64 rows of x at a time, makes them the lanes and broadcasts w as it streams by. The
+// last two add the pairs of K in the same order, so a row's result depends on neither the form nor the number of rows.
+// nn: y[M, K] = x[M, N] w[N, K], the gradient of nt with respect to x: panels of 64 columns of w, packed.
 //
 // bf16 accumulates in fp32 (vdpbf16ps where the machine has it, widened multiply-add elsewhere).
 // Plain vectors of the compiler: the same source serves AVX-512, AVX2 and NEON.
 
-#include "common.h"
+#include "gemm.h"
 
 namespace {
 
@@ -69,109 +69,58 @@ inline v16f sum_lanes_16(v16f* v) {
 }
 
 // One tile of up to 4 rows of x and 4 rows of w.
-template <class T, class Y, int MR, int NR, int AHEAD, bool ADD>
-inline void dot_tile(const T* x, long ldx, const T* w, long K, Y* y, long ldy, const T* bias) {
+template <class T, class Y, int MR, int NR, int AHEAD>
+inline void dot_tile(const T* const* x, const T* w, long K, Y* y, long ldy, const T* bias, bool add) {
   v16f acc[16];
   for (int i = 0; i < 16; i++) acc[i] = v16f{};
   const long step = lanes<T>(), full = K / step * step;
   for (long k = 0; k < full; k += step) {
-    decltype(load_pack(x)) b[NR];
+    decltype(load_pack(w)) b[NR];
     for (int n = 0; n < NR; n++) {
       b[n] = load_pack(w + n * K + k);
       if (AHEAD) __builtin_prefetch(w + (n + AHEAD) * K + k);
     }
     for (int m = 0; m < MR; m++) {
-      auto a = load_pack(x + m * ldx + k);
+      auto a = load_pack(x[m] + k);
       for (int n = 0; n < NR; n++) acc[m * TILE + n] = multiply_add(acc[m * TILE + n], a, b[n]);
     }
   }
   if (full < K)
     for (int m = 0; m < MR; m++)
       for (int n = 0; n < NR; n++)
-        acc[m * TILE + n] = multiply_add(acc[m * TILE + n], load_tail(x + m * ldx + full, K - full),
+        acc[m * TILE + n] = multiply_add(acc[m * TILE + n], load_tail(x[m] + full, K - full),
                                          load_tail(w + n * K + full, K - full));
   v16f sums = sum_lanes_16(acc);
   for (int m = 0; m < MR; m++)
     for (int n = 0; n < NR; n++)
       store1(y + m * ldy + n,
-             sums[m * TILE + n] + (bias ? to_float(bias[n]) : 0.0f) + (ADD ? to_float(y[m * ldy + n]) : 0.0f));
+             sums[m * TILE + n] + (bias ? to_float(bias[n]) : 0.0f) + (add ? to_float(y[m * ldy + n]) : 0.0f));
 }
 
-template <class T, class Y, int AHEAD, bool ADD>
-inline void dot_block(const T* x, long ldx, long mr, const T* w, long nr, long K, Y* y, long ldy, const T* bias) {
-#define CASE(M_, N_) if (mr == M_ && nr == N_) return dot_tile<T, Y, M_, N_, AHEAD, ADD>(x, ldx, w, K, y, ldy, bias);
+template <class T, class Y, int AHEAD>
+inline void dot_block(const Product<T, Y>& p, long m, long mr, long n, long nr) {
+  const T *xs[TILE], *w = p.w + n * p.K, *bias = p.bias ? p.bias + n : nullptr;
+  for (long i = 0; i < mr; i++) xs[i] = p.x[m + i];
+  Y* y = p.y + m * p.ldy + n;
+#define CASE(M_, N_) if (mr == M_ && nr == N_) return dot_tile<T, Y, M_, N_, AHEAD>(xs, w, p.K, y, p.ldy, bias, p.add);
   CASE(4, 4) CASE(1, 4) CASE(2, 4) CASE(3, 4)
   CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(2, 1) CASE(2, 2) CASE(2, 3)
   CASE(3, 1) CASE(3, 2) CASE(3, 3) CASE(4, 1) CASE(4, 2) CASE(4, 3)
 #undef CASE
 }
 
-template <class T, class Y, bool ADD = false>
-void nt_dot(const T* x, long ldx, const T* w, Y* y, long ldy, const T* bias, long M, long N, long K) {
+template <class T, class Y> void dot(const Product<T, Y>& p, long first, long last) {
   constexpr long ROWS = 64;  // rows of x held in L2 while a block of w passes by
-  const long tiles = (N + TILE - 1) / TILE;
-#pragma omp parallel
-  {
-    long first, last;
-    share(tiles, first, last);
-    for (long m0 = 0; m0 < M; m0 += ROWS)
-      for (long t = first; t < last; t++) {
-        const long n = t * TILE, nr = std::min(TILE, N - n), m1 = std::min(m0 + ROWS, M);
-        const T* b = bias ? bias + n : nullptr;
-        // The first tile of rows fetches the columns that come next: memory and arithmetic overlap.
-        dot_block<T, Y, FETCH, ADD>(x + m0 * ldx, ldx, std::min(TILE, m1 - m0), w + n * K, nr, K, y + m0 * ldy + n, ldy, b);
-        for (long m = m0 + TILE; m < m1; m += TILE)
-          dot_block<T, Y, 0, ADD>(x + m * ldx, ldx, std::min(TILE, m1 - m), w + n * K, nr, K, y + m * ldy + n, ldy, b);
-      }
-  }
+  for (long m0 = 0; m0 < p.M; m0 += ROWS)
+    for (long n = first; n < last; n += TILE) {
+      const long nr = std::min(TILE, last - n), m1 = std::min(m0 + ROWS, p.M);
+      // The first tile of rows fetches the columns that come next: memory and arithmetic overlap.
+      dot_block<T, Y, FETCH>(p, m0, std::min(TILE, m1 - m0), n, nr);
+      for (long m = m0 + TILE; m < m1; m += TILE) dot_block<T, Y, 0>(p, m, std::min(TILE, m1 - m), n, nr);
+    }
 }
 
 #if defined(__AVX512BF16__)
-// ---- panel form: b holds pairs along the summed dimension, [pairs][LANES][2] -------------------------------
-
-constexpr long PANEL = 64;   // output columns of one panel: four vectors
-constexpr long MROWS = 6;    // 6 x 4 accumulators of 32 registers
-
-template <int MR>
-inline void panel_tile(const bf16* x, long ldx, const bf16* panel, long pairs, v16f acc[MR][4]) {
-  for (long p = 0; p < pairs; p++) {
-    const bf16* b = panel + p * PANEL * 2;
-    Pack16 b0 = load_pack(b), b1 = load_pack(b + 32), b2 = load_pack(b + 64), b3 = load_pack(b + 96);
-    for (int m = 0; m < MR; m++) {
-      int pair;
-      memcpy(&pair, x + m * ldx + 2 * p, 4);
-      Pack16 a = (Pack16)_mm512_set1_epi32(pair);
-      acc[m][0] = multiply_add(acc[m][0], a, b0);
-      acc[m][1] = multiply_add(acc[m][1], a, b1);
-      acc[m][2] = multiply_add(acc[m][2], a, b2);
-      acc[m][3] = multiply_add(acc[m][3], a, b3);
-    }
-  }
-}
-
-template <int MR, bool ADD, class Y>
-inline void panel_rows(const bf16* x, long ldx, const bf16* panel, long pairs, Y* y, long ldy, long cols,
-                       const bf16* bias, float* sums, bool first, bool final) {
-  v16f acc[MR][4];
-  for (int m = 0; m < MR; m++)
-    for (int j = 0; j < 4; j++) acc[m][j] = first ? v16f{} : load16(sums + m * PANEL + j * 16);
-  panel_tile<MR>(x, ldx, panel, pairs, acc);
-  for (int m = 0; m < MR; m++) {
-    if (!final) {
-      for (int j = 0; j < 4; j++) store16(sums + m * PANEL + j * 16, acc[m][j]);
-    } else if (cols == PANEL && !bias) {
-      for (int j = 0; j < 4; j++) {
-        Y* to = y + m * ldy + j * 16;
-        store16(to, ADD ? acc[m][j] + load16(to) : acc[m][j]);
-      }
-    } else {
-      for (long c = 0; c < cols; c++)
-        store1(y + m * ldy + c, acc[m][c / 16][c % 16] + (bias ? to_float(bias[c]) : 0.0f) +
-                                    (ADD ? to_float(y[m * ldy + c]) : 0.0f));
-    }
-  }
-}
-
 // r[i][j] -> r[j][i], 16 x 16 of 32 bits.
 inline void transpose16(__m512i r[16]) {
   __m512i t[16];
@@ -199,25 +148,171 @@ inline void transpose16(__m512i r[16]) {
   }
 }
 
-// Columns [0, depth) of up to 16 rows, as pairs: out[p][lane][2], one vector every `stride` elements; zeros where
-// there is no row or column.
-inline void pack_pairs(const bf16* x, long ldx, long rows, long depth, bf16* out, long stride) {
-  for (long d = 0; d < depth; d += 32) {
-    const __mmask32 inside = depth - d >= 32 ? ~0u : (1u << (depth - d)) - 1;
+inline v16f load_some(const float* p, __mmask16 m) { return (v16f)_mm512_maskz_loadu_ps(m, p); }
+inline v16f load_some(const bf16* p, __mmask16 m) {
+  return (v16f)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16);
+}
+inline void store_some(float* p, __mmask16 m, v16f v) { _mm512_mask_storeu_ps(p, m, (__m512)v); }
+inline void store_some(bf16* p, __mmask16 m, v16f v) {
+  _mm256_mask_storeu_epi16(p, m, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
+
+
+// The first n of 16 lanes.
+inline __mmask16 first_lanes(long n) { return n >= 16 ? 0xffff : (1u << n) - 1; }
+
+// ---- columns form: a few rows. 16 columns of w become lanes in registers, the pairs of x are broadcast
+
+// 16 columns of w (the last of them clamped to `columns`) for rows x[0 .. M).
+template <int M> inline void columns_tile(const bf16* const* x, const bf16* w, long K, long columns, v16f* sums) {
+  v16f acc[M] = {};
+  for (long k = 0; k < K; k += 32) {
+    const __mmask32 inside = K - k >= 32 ? ~0u : (1u << (K - k)) - 1;
     __m512i r[16];
     for (long i = 0; i < 16; i++) {
-      r[i] = i < rows ? _mm512_maskz_loadu_epi16(inside, x + i * ldx + d) : _mm512_setzero_si512();
-      __builtin_prefetch(x + (i + 16) * ldx + d);
+      const bf16* from = w + std::min(i, columns - 1) * K + k;
+      r[i] = _mm512_maskz_loadu_epi16(inside, from);
+      __builtin_prefetch(from + 16 * K);
     }
     transpose16(r);
-    for (long p = 0; p < std::min(16L, (depth - d + 1) / 2); p++) _mm512_storeu_si512(out + (d / 2 + p) * stride, r[p]);
+    const long pairs = std::min(16L, (K - k) / 2);
+#pragma GCC unroll 16
+    for (long p = 0; p < 16; p++) {
+      if (p >= pairs) break;
+      for (int m = 0; m < M; m++) {
+        int pair;
+        memcpy(&pair, x[m] + k + 2 * p, 4);
+        acc[m] = multiply_add(acc[m], (Pack16)_mm512_set1_epi32(pair), (Pack16)r[p]);
+      }
+    }
+  }
+  for (int m = 0; m < M; m++) sums[m] = acc[m];
+}
+
+// At most M rows; where there are fewer, the last is computed again.
+template <int M, class Y> void columns(const Product<bf16, Y>& p, long first, long last) {
+  const bf16* xs[M];
+  for (long m = 0; m < M; m++) xs[m] = p.x[std::min(m, p.M - 1)];
+  v16f sums[M];
+  for (long n = first; n < last; n += 16) {
+    columns_tile<M>(xs, p.w + n * p.K, p.K, last - n, sums);
+    const __mmask16 mask = first_lanes(last - n);
+    const v16f offset = p.bias ? load_some(p.bias + n, mask) : v16f{};
+    for (long m = 0; m < p.M; m++) {
+      Y* to = p.y + m * p.ldy + n;
+      v16f value = sums[m] + offset;
+      if (p.add) value = value + load_some(to, mask);
+      store_some(to, mask, value);
+    }
   }
 }
 
-// Pack columns [n, n + cols) of w^T over [k, k + depth): pairs along k.
-inline void pack_nt(const bf16* w, long K, long n, long cols, long k, long depth, bf16* out) {
-  for (long c = 0; c < PANEL; c += 16)
-    pack_pairs(w + (n + c) * K + k, K, std::max(0L, std::min(16L, cols - c)), depth, out + c * 2, PANEL * 2);
+// ---- lanes form: x is packed once, its rows are the lanes, and weights are broadcast as they stream by
+
+// Up to 16 rows from m on, as pairs: out[p][lane][2], one vector every `stride` elements; zeros where there is no row.
+inline void pack_pairs(const RowsOf<bf16>& x, long m, long rows, long K, bf16* out, long stride) {
+  const bf16* from[16];
+  for (long i = 0; i < rows; i++) from[i] = x[m + i];
+  for (long k = 0; k < K; k += 32) {
+    const __mmask32 inside = K - k >= 32 ? ~0u : (1u << (K - k)) - 1;
+    __m512i r[16];
+    for (long i = 0; i < 16; i++)
+      r[i] = i < rows ? _mm512_maskz_loadu_epi16(inside, from[i] + k) : _mm512_setzero_si512();
+    transpose16(r);
+    for (long p = 0; p < std::min(16L, (K - k + 1) / 2); p++) _mm512_storeu_si512(out + (k / 2 + p) * stride, r[p]);
+  }
+}
+
+template <int MV, int NR>
+inline void lanes_tile(const bf16* w, long K, const bf16* packed, long pairs, v16f* out) {
+  v16f acc[NR][MV] = {};
+  for (long block = 0; block < pairs; block += 16) {
+    for (int r = 0; r < NR; r++) __builtin_prefetch(w + (NR + r) * K + 2 * block);  // the next tile
+    for (long p = block; p < std::min(pairs, block + 16); p++) {
+      Pack16 b[MV];
+      for (int v = 0; v < MV; v++) b[v] = load_pack(packed + (p * MV + v) * 32);
+      for (int r = 0; r < NR; r++) {
+        int pair;
+        memcpy(&pair, w + r * K + 2 * p, 4);
+        const Pack16 a = (Pack16)_mm512_set1_epi32(pair);
+        for (int v = 0; v < MV; v++) acc[r][v] = multiply_add(acc[r][v], b[v], a);
+      }
+    }
+  }
+  for (int r = 0; r < NR; r++)
+    for (int v = 0; v < MV; v++) out[r * MV + v] = acc[r][v];
+}
+
+// Sums of 16 columns, rows in lanes -> y of rows [m, m + rows).
+template <class Y> inline void store_lanes(const Product<bf16, Y>& p, const v16f* sums, long MV, long m, long rows, long n, long some) {
+  const __mmask16 mask = first_lanes(some);
+  const v16f offset = p.bias ? load_some(p.bias + n, mask) : v16f{};
+  __m512i r[16];
+  for (long i = 0; i < 16; i++) r[i] = i < some ? (__m512i)sums[i * MV] : _mm512_setzero_si512();
+  transpose16(r);
+  for (long i = 0; i < rows; i++) {
+    Y* to = p.y + (m + i) * p.ldy + n;
+    v16f value = (v16f)r[i] + offset;
+    if (p.add) value = value + load_some(to, mask);
+    store_some(to, mask, value);
+  }
+}
+
+// MV vectors of rows from m on.
+template <int MV, class Y> void lanes_rows(const Product<bf16, Y>& p, long m, long first, long last) {
+  // 24 accumulators, but with one vector 24 rows of w and the next 24 would not fit the first cache.
+  constexpr long GROUP = 48, NR = MV == 1 ? 12 : 24 / MV;
+  const long pairs = p.K / 2, K = p.K, M = std::min(16L * MV, p.M - m);
+  static thread_local std::vector<bf16> packed;
+  if (long(packed.size()) < (pairs + 16) * MV * 32) packed.resize((pairs + 16) * MV * 32);
+  for (long v = 0; v < MV; v++)
+    pack_pairs(p.x, m + v * 16, std::min(16L, M - v * 16), K, packed.data() + v * 32, MV * 32);
+  v16f sums[GROUP * MV];
+  for (long n0 = first; n0 < last; n0 += GROUP) {
+    const long columns = std::min(GROUP, last - n0);
+    const bf16* w = p.w + n0 * K;
+    long n = 0;
+    for (; n + NR <= columns; n += NR) lanes_tile<MV, NR>(w + n * K, K, packed.data(), pairs, sums + n * MV);
+    for (; n + 4 <= columns; n += 4) lanes_tile<MV, 4>(w + n * K, K, packed.data(), pairs, sums + n * MV);
+    for (; n < columns; n++) lanes_tile<MV, 1>(w + n * K, K, packed.data(), pairs, sums + n * MV);
+    for (long c = 0; c < columns; c += 16)
+      for (long v = 0; v < MV; v++)
+        store_lanes(p, sums + c * MV + v, MV, m + v * 16, std::min(16L, M - v * 16), n0 + c, std::min(16L, columns - c));
+  }
+}
+
+// Every output is the sum of its pairs in order, in both forms.
+template <class Y> void pairs(const Product<bf16, Y>& p, long first, long last) {
+  if (p.M == 1) return columns<1>(p, first, last);
+  if (p.M <= 4) return columns<4>(p, first, last);
+  if (p.M <= 8) return columns<8>(p, first, last);
+  long m = 0;
+  for (; p.M - m > 48; m += 64) lanes_rows<4>(p, m, first, last);
+  if (p.M - m > 32) return lanes_rows<3>(p, m, first, last);
+  if (p.M - m > 16) return lanes_rows<2>(p, m, first, last);
+  if (p.M - m > 0) lanes_rows<1>(p, m, first, last);
+}
+
+// ---- nn: panels hold pairs along the summed dimension, [pairs][PANEL][2]
+
+constexpr long PANEL = 64;   // output columns of one panel: four vectors
+constexpr long MROWS = 6;    // 6 x 4 accumulators of 32 registers
+
+template <int MR>
+inline void panel_tile(const bf16* x, long ldx, const bf16* panel, long pairs, v16f acc[MR][4]) {
+  for (long p = 0; p < pairs; p++) {
+    const bf16* b = panel + p * PANEL * 2;
+    Pack16 b0 = load_pack(b), b1 = load_pack(b + 32), b2 = load_pack(b + 64), b3 = load_pack(b + 96);
+    for (int m = 0; m < MR; m++) {
+      int pair;
+      memcpy(&pair, x + m * ldx + 2 * p, 4);
+      Pack16 a = (Pack16)_mm512_set1_epi32(pair);
+      acc[m][0] = multiply_add(acc[m][0], a, b0);
+      acc[m][1] = multiply_add(acc[m][1], a, b1);
+      acc[m][2] = multiply_add(acc[m][2], a, b2);
+      acc[m][3] = multiply_add(acc[m][3], a, b3);
+    }
+  }
 }
 
 // Pack columns [k, k + cols) of w over rows [n, n + depth): rows interleaved in pairs.
@@ -242,163 +337,98 @@ inline void pack_nn(const bf16* w, long K, long k, long cols, long n, long depth
   }
 }
 
-// y[M, C] = x[M, S] B, where pack(c, cols, s, depth, out) yields panels of B.
-template <bool ADD, class Y, class Pack>
-void panels(const bf16* x, long ldx, Y* y, long ldy, const bf16* bias, long M, long S, long C, Pack pack) {
-  constexpr long DEPTH = 768, ROWS = 192;
-  const long blocks = (C + PANEL - 1) / PANEL;
-#pragma omp parallel
-  {
-    static thread_local std::vector<bf16> panel;
-    static thread_local std::vector<float> sums;
-    panel.resize(DEPTH * PANEL);
-    long first, last;
-    share(blocks, first, last);
-    for (long b = first; b < last; b++) {
-      const long c = b * PANEL, cols = std::min(PANEL, C - c);
-      if (S > DEPTH) sums.resize(M * PANEL);
-      for (long s = 0; s < S; s += DEPTH) {
-        const long depth = std::min(DEPTH, S - s), pairs = (depth + 1) / 2;
-        pack(c, cols, s, depth, panel.data());
-        for (long m = 0; m < M; m += MROWS) {
-          const bf16* xs = x + m * ldx + s;
-          Y* ys = y + m * ldy + c;
-          float* sm = sums.data() + m * PANEL;
-          const bf16* bs = bias ? bias + c : nullptr;
-          const bool start = s == 0, final = s + depth == S;
-          switch (std::min(MROWS, M - m)) {
-            case 6: panel_rows<6, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
-            case 5: panel_rows<5, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
-            case 4: panel_rows<4, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
-            case 3: panel_rows<3, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
-            case 2: panel_rows<2, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final); break;
-            default: panel_rows<1, ADD>(xs, ldx, panel.data(), pairs, ys, ldy, cols, bs, sm, start, final);
-          }
+
+template <int MR>
+inline void panel_rows(const bf16* x, long ldx, const bf16* panel, long pairs, bf16* y, long ldy, long cols, float* sums,
+                       bool first, bool final) {
+  v16f acc[MR][4];
+  for (int m = 0; m < MR; m++)
+    for (int j = 0; j < 4; j++) acc[m][j] = first ? v16f{} : load16(sums + m * PANEL + j * 16);
+  panel_tile<MR>(x, ldx, panel, pairs, acc);
+  for (int m = 0; m < MR; m++)
+    for (int j = 0; j < 4; j++) {
+      if (!final) store16(sums + m * PANEL + j * 16, acc[m][j]);
+      else if (cols > j * 16) store_some(y + m * ldy + j * 16, first_lanes(cols - j * 16), acc[m][j]);
+    }
+}
+
+// The calling thread's panels of y[M, K] = x[M, N] w[N, K].
+void nn_share(const bf16* x, long ldx, const bf16* w, bf16* y, long ldy, long M, long N, long K) {
+  constexpr long DEPTH = 768;
+  static thread_local std::vector<bf16> panel(DEPTH * PANEL);
+  static thread_local std::vector<float> sums;
+  if (N > DEPTH) sums.resize(M * PANEL);
+  long first, last;
+  share((K + PANEL - 1) / PANEL, first, last);
+  for (long k = first * PANEL; k < std::min(last * PANEL, K); k += PANEL)
+    for (long n = 0; n < N; n += DEPTH) {
+      const long cols = std::min(PANEL, K - k), depth = std::min(DEPTH, N - n), pairs = (depth + 1) / 2;
+      pack_nn(w, K, k, cols, n, depth, panel.data());
+      for (long m = 0; m < M; m += MROWS) {
+        const bf16* xs = x + m * ldx + n;
+        bf16* ys = y + m * ldy + k;
+        float* sm = sums.data() + m * PANEL;
+        const bool start = n == 0, final = n + depth == N;
+        switch (std::min(MROWS, M - m)) {
+          case 6: panel_rows<6>(xs, ldx, panel.data(), pairs, ys, ldy, cols, sm, start, final); break;
+          case 5: panel_rows<5>(xs, ldx, panel.data(), pairs, ys, ldy, cols, sm, start, final); break;
+          case 4: panel_rows<4>(xs, ldx, panel.data(), pairs, ys, ldy, cols, sm, start, final); break;
+          case 3: panel_rows<3>(xs, ldx, panel.data(), pairs, ys, ldy, cols, sm, start, final); break;
+          case 2: panel_rows<2>(xs, ldx, panel.data(), pairs, ys, ldy, cols, sm, start, final); break;
+          default: panel_rows<1>(xs, ldx, panel.data(), pairs, ys, ldy, cols, sm, start, final);
         }
       }
     }
-  }
-}
-
-// ---- lanes form: few rows. x is packed once, its rows are the lanes, and weights are broadcast as they stream by
-
-template <int MV, int NR>
-inline void lanes_tile(const bf16* w, long K, const bf16* packed, long pairs, v16f* out) {
-  v16f acc[NR][MV] = {};
-  for (long block = 0; block < pairs; block += 16) {
-    for (int r = 0; r < NR; r++) __builtin_prefetch(w + (NR + r) * K + 2 * block);  // the next tile
-    for (long p = block; p < std::min(pairs, block + 16); p++) {
-      Pack16 b[MV];
-      for (int v = 0; v < MV; v++) b[v] = load_pack(packed + (p * MV + v) * 32);
-      for (int r = 0; r < NR; r++) {
-        int pair;
-        memcpy(&pair, w + r * K + 2 * p, 4);
-        const Pack16 a = (Pack16)_mm512_set1_epi32(pair);
-        for (int v = 0; v < MV; v++) acc[r][v] = multiply_add(acc[r][v], b[v], a);
-      }
-    }
-  }
-  for (int r = 0; r < NR; r++)
-    for (int v = 0; v < MV; v++) out[r * MV + v] = acc[r][v];
-}
-
-inline v16f load_some(const float* p, __mmask16 m) { return (v16f)_mm512_maskz_loadu_ps(m, p); }
-inline v16f load_some(const bf16* p, __mmask16 m) {
-  return (v16f)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16);
-}
-inline void store_some(float* p, __mmask16 m, v16f v) { _mm512_mask_storeu_ps(p, m, (__m512)v); }
-inline void store_some(bf16* p, __mmask16 m, v16f v) {
-  _mm256_mask_storeu_epi16(p, m, (__m256i)_mm512_cvtneps_pbh((__m512)v));
-}
-
-// MV vectors of rows: M in (16 (MV - 1), 16 MV].
-template <int MV, bool ADD, class Y>
-void nt_lanes(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, const bf16* bias, long M, long N, long K) {
-  // 24 accumulators, but with one vector 24 rows of w and the next 24 would not fit the first cache.
-  constexpr long GROUP = 48, NR = MV == 1 ? 12 : 24 / MV;
-  const long pairs = K / 2, groups = (N + GROUP - 1) / GROUP;
-#pragma omp parallel
-  {
-    static thread_local std::vector<bf16> packed;
-    packed.resize((pairs + 16) * MV * 32);
-    for (long v = 0; v < MV; v++)
-      pack_pairs(x + v * 16 * ldx, ldx, std::min(16L, M - v * 16), K, packed.data() + v * 32, MV * 32);
-    v16f sums[GROUP * MV];
-    long first, last;
-    share(groups, first, last);
-    for (long g = first; g < last; g++) {
-      const long n0 = g * GROUP, columns = std::min(GROUP, N - n0);
-      long n = 0;
-      for (; n + NR <= columns; n += NR) lanes_tile<MV, NR>(w + (n0 + n) * K, K, packed.data(), pairs, sums + n * MV);
-      for (; n < columns; n++) lanes_tile<MV, 1>(w + (n0 + n) * K, K, packed.data(), pairs, sums + n * MV);
-      for (long c = 0; c < columns; c += 16) {
-        const long some = std::min(16L, columns - c);
-        const __mmask16 mask = some == 16 ? 0xffff : (1u << some) - 1;
-        const v16f offset = bias ? load_some(bias + n0 + c, mask) : v16f{};
-        for (int v = 0; v < MV; v++) {
-          __m512i r[16];
-          for (long i = 0; i < 16; i++) r[i] = i < some ? (__m512i)sums[(c + i) * MV + v] : _mm512_setzero_si512();
-          transpose16(r);
-          for (long m = v * 16; m < std::min(M, v * 16 + 16L); m++) {
-            Y* to = y + m * ldy + n0 + c;
-            v16f value = (v16f)r[m - v * 16] + offset;
-            if (ADD) value = value + load_some(to, mask);
-            store_some(to, mask, value);
-          }
-        }
-      }
-    }
-  }
-}
-
-// Every output is the sum of its pairs in order, in both forms: a row's result does not depend on their number.
-template <bool ADD, class Y>
-void nt_pairs(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, const bf16* bias, long M, long N, long K) {
-  if (M <= 16) return nt_lanes<1, ADD>(x, ldx, w, y, ldy, bias, M, N, K);
-  if (M <= 32) return nt_lanes<2, ADD>(x, ldx, w, y, ldy, bias, M, N, K);
-  if (M <= 48) return nt_lanes<3, ADD>(x, ldx, w, y, ldy, bias, M, N, K);
-  if (M <= 64) return nt_lanes<4, ADD>(x, ldx, w, y, ldy, bias, M, N, K);
-  panels<ADD>(x, ldx, y, ldy, bias, M, K, N,
-              [=](long c, long cols, long s, long depth, bf16* out) { pack_nt(w, K, c, cols, s, depth, out); });
 }
 #endif
+
+// An odd K has a last half pair: the dot form, for any number of rows.
+template <class Y> void any(const Product<bf16, Y>& p, long first, long last) {
+#if defined(__AVX512BF16__)
+  if (p.K % 2 == 0) return pairs(p, first, last);
+#endif
+  dot(p, first, last);
+}
+inline void any(const Product<float, float>& p, long first, long last) { dot(p, first, last); }
+
+template <class T, class Y>
+void nt(const T* x, long ldx, const T* w, Y* y, long ldy, const T* bias, long M, long N, long K, bool add = false) {
+  const Product<T, Y> p{{x, ldx}, w, bias, y, ldy, M, N, K, add};
+#pragma omp parallel
+  multiply_share(p);
+}
 
 }  // namespace
 
+template <class T, class Y> void multiply(const Product<T, Y>& p, long first, long last) {
+  if (p.M > 0 && first < last) any(p, first, last);
+}
+template void multiply(const Product<float, float>&, long, long);
+template void multiply(const Product<bf16, bf16>&, long, long);
+template void multiply(const Product<bf16, float>&, long, long);
+
 extern "C" {
-
 void nt_f32(const float* x, long ldx, const float* w, float* y, long ldy, const float* bias, long M, long N, long K) {
-  nt_dot(x, ldx, w, y, ldy, bias, M, N, K);
+  nt(x, ldx, w, y, ldy, bias, M, N, K);
 }
-
-#if defined(__AVX512BF16__)
-// An odd K has a last half pair: the dot form, for any number of rows.
-#define NT_BF16(NAME, Y)                                                                                        \
-  void NAME(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, const bf16* bias, long M, long N, long K) { \
-    if (K % 2) return nt_dot(x, ldx, w, y, ldy, bias, M, N, K);                                                 \
-    nt_pairs<false>(x, ldx, w, y, ldy, bias, M, N, K);                                                          \
-  }
-// N is even: see the caller.
-void nn_bf16(const bf16* x, long ldx, const bf16* w, bf16* y, long ldy, long M, long N, long K) {
-  panels<false>(x, ldx, y, ldy, (const bf16*)nullptr, M, N, K,
-                [=](long c, long cols, long s, long depth, bf16* out) { pack_nn(w, K, c, cols, s, depth, out); });
+void nt_bf16(const bf16* x, long ldx, const bf16* w, bf16* y, long ldy, const bf16* bias, long M, long N, long K) {
+  nt(x, ldx, w, y, ldy, bias, M, N, K);
 }
-#else
-#define NT_BF16(NAME, Y)                                                                                        \
-  void NAME(const bf16* x, long ldx, const bf16* w, Y* y, long ldy, const bf16* bias, long M, long N, long K) { \
-    nt_dot(x, ldx, w, y, ldy, bias, M, N, K);                                                                   \
-  }
-#endif
-NT_BF16(nt_bf16, bf16)
-NT_BF16(nt_bf16_f32, float)
+void nt_bf16_f32(const bf16* x, long ldx, const bf16* w, float* y, long ldy, const bf16* bias, long M, long N, long K) {
+  nt(x, ldx, w, y, ldy, bias, M, N, K);
+}
 // y += x w^T: the second product of a low-rank adapter.
 void nt_add_f32(const float* x, const float* w, float* y, long ldy, long M, long N, long K) {
-  nt_dot<float, float, true>(x, K, w, y, ldy, nullptr, M, N, K);
+  nt(x, K, w, y, ldy, (const float*)nullptr, M, N, K, true);
 }
 void nt_add_bf16(const bf16* x, const bf16* w, bf16* y, long ldy, long M, long N, long K) {
-#if defined(__AVX512BF16__)
-  if (K % 2 == 0) return nt_pairs<true>(x, K, w, y, ldy, (const bf16*)nullptr, M, N, K);
-#endif
-  nt_dot<bf16, bf16, true>(x, K, w, y, ldy, nullptr, M, N, K);
+  nt(x, K, w, y, ldy, (const bf16*)nullptr, M, N, K, true);
 }
+#if defined(__AVX512BF16__)
+// N is even: see the caller.
+void nn_bf16(const bf16* x, long ldx, const bf16* w, bf16* y, long ldy, long M, long N, long K) {
+#pragma omp parallel
+  nn_share(x, ldx, w, y, ldy, M, N, K);
+}
+#endif
 }

@@ -17,6 +17,7 @@ from typing import Any
 
 from ostinato.report.charts import held_out, sections, to_plain
 from ostinato.report.concerns import concerns
+from ostinato.report.drafts import draft_sections
 from ostinato.report.facts import comparisons, faults, header, headline, protocol, status, totals, waste
 from ostinato.report.reading import RunData
 from ostinato.report.samples import Samples
@@ -39,7 +40,7 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
     )
     now = now or datetime.now(UTC)
     scripts = [(FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS]
-    score, groups = held_out(data), sections(data)
+    score, groups = held_out(data), [*sections(data), *draft_sections(data)]
     drawn = [score, *(chart for group in groups for chart in group.charts)]
     state, tone = status(data, now)
     return environment.get_template("report.html.jinja").render(

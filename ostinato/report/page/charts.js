@@ -93,7 +93,7 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     }
     node("line", { x1: LEFT, x2: width - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM, class: "axis" }, svg);
     const first = chart.steps[0], last = chart.steps[chart.steps.length - 1];
-    const along = first === last ? [first] : linearTicks(first, last, Math.min(6, width / 60), [1, 2, 5]).filter(Number.isInteger);
+    const along = first === last ? [first] : linearTicks(first, last, Math.min(6, width / 48), [1, 2, 5]).filter(Number.isInteger);
     for (const step of along) node("text", { x: scale.x(step), y: HEIGHT - 6, "text-anchor": "middle" }, svg, step);
     if (chart.mark && chart.mark[0] >= scale.low && chart.mark[0] <= scale.high) {
       const y = scale.y(chart.mark[0]);
@@ -148,9 +148,11 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     });
   }
 
+  function place(chart, index) { return chart.along.replace("#", chart.steps[index]); }
+
   // The legend is the read-out: the values at the cursor, or those of the last step.
   function legend({ box, at, chart }, index) {
-    at.textContent = `step ${chart.steps[index]}`;
+    at.textContent = place(chart, index);
     box.replaceChildren(...chart.series.map((s) => {
       const entry = document.createElement("span"), swatch = document.createElement("i"), value = document.createElement("b");
       swatch.style.background = `var(${s.color})`;
@@ -181,9 +183,9 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     return best;
   }
 
-  // Shows one step in every chart; null lets go.
-  function point(step) {
-    for (const item of drawn) {
+  // Shows one place in every chart that has the same axis; null lets go.
+  function point(step, along) {
+    for (const item of drawn.filter((one) => one.chart.along === along)) {
       const { chart, cursor, scale } = item, last = chart.steps.length - 1;
       const index = step === null ? last : nearest(chart.steps, step);
       legend(item, index);
@@ -199,22 +201,22 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     const { chart, plot } = item;
     plot.addEventListener("pointermove", (event) => {
       const x = event.clientX - plot.getBoundingClientRect().left;
-      point(chart.steps.reduce((best, step) => (Math.abs(item.scale.x(step) - x) < Math.abs(item.scale.x(best) - x) ? step : best)));
+      point(chart.steps.reduce((best, step) => (Math.abs(item.scale.x(step) - x) < Math.abs(item.scale.x(best) - x) ? step : best)), chart.along);
     });
-    plot.addEventListener("pointerleave", () => point(null));
-    plot.addEventListener("blur", () => point(null));
+    plot.addEventListener("pointerleave", () => point(null, chart.along));
+    plot.addEventListener("blur", () => point(null, chart.along));
     plot.addEventListener("keydown", (event) => {
       const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
       if (move === undefined) return;
       event.preventDefault();
-      point(chart.steps[Math.min(chart.steps.length - 1, Math.max(0, (item.index ?? chart.steps.length - 1) + move))]);
+      point(chart.steps[Math.min(chart.steps.length - 1, Math.max(0, (item.index ?? chart.steps.length - 1) + move))], chart.along);
     });
   }
 
   function describe(chart) {
     const last = chart.steps.length - 1;
     const each = chart.series.map((s) => `${s.label} from ${words(s.values[0], chart)} to ${words(s.values[last], chart)}`);
-    return `${chart.title}, steps ${chart.steps[0]} to ${chart.steps[last]}: ${each.join("; ")}. Arrow keys read single steps.`;
+    return `${chart.title}, ${place(chart, 0)} to ${place(chart, last)}: ${each.join("; ")}. Arrow keys read single values.`;
   }
 
   for (const plot of document.querySelectorAll(".plot")) {

@@ -1,0 +1,78 @@
+"""Drafts of a run: the history that they come from, kept in its folder, and the drafter on it.
+
+A history costs time when it is lost and nothing else, so nothing here can end a run: what goes wrong with the
+file is one note.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from ostinato.config import DraftSection
+from ostinato.history.drafter import HistoryDrafter
+from ostinato.history.rules import Rules
+from ostinato.history.store import History
+from ostinato.types import Request
+
+LOOKED_AT = 4  # most epochs that the drafter looks at
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a run remembers, and the drafter that reads it."""
+
+    history: History
+    drafter: HistoryDrafter
+
+    def past(self, uid: str) -> Sequence[np.ndarray]:
+        """The newest answers to a prompt, as tokens; none where it is not known."""
+        blocks = self.history.blocks(uid)
+        if not blocks:
+            return []
+        newest = blocks[0]
+        text, sampled = newest.text, newest.probs > 0  # neither context nor END
+        places = (slice(*ends) for ends in pairwise(newest.starts.tolist()))
+        return [text[place][sampled[place]] for place in places]
+
+    def expect(self, request: Request) -> float:
+        """How many tokens the request will be answered with; 0 where nothing is known."""
+        length = self.history.lengths.predict(request.uid)
+        return length if math.isfinite(length) else 0.0
+
+
+def new_memory(section: DraftSection, saved: Path | None, say: Say) -> Memory | None:
+    """The memory of a run, with what is ``saved``; None where the recipe wants no drafts, or where there is
+    no compiler: the plain drafter finds the same drafts, but not in the time that they are worth."""
+    if not section.enabled:
+        return None
+    history = load_history(section, saved, say) if saved else None
+    if history is None:
+        history = History(memory_mb=section.memory_mb, epochs=section.epochs)
+    if history.native is None:
+        say(f"nothing is drafted: {history.plain_because}")
+        return None
+    rules = replace(Rules.ours(), epochs=min(section.epochs, LOOKED_AT))
+    return Memory(history=history, drafter=HistoryDrafter(history, rules))
+
+
+def load_history(section: DraftSection, path: Path, say: Say) -> History | None:
+    """The history in ``path``; None, and a note, where there is none or it cannot be used."""
+    try:
+        return History.load(path, memory_mb=section.memory_mb, epochs=section.epochs)
+    except (OSError, ValueError) as error:
+        say(f"the run goes on without its history, so its drafts begin anew: {error}")
+        return None
+
+
+def save_history(history: History, path: Path, say: Say) -> None:
+    try:
+        history.save(path)
+    except OSError as error:
+        say(f"the history was not saved, so drafts of a resumed run would begin anew: {error}")

@@ -1,0 +1,85 @@
+"""What a pass costs: T(rows, attended positions), measured when the engine starts and refined by every pass.
+
+A pass of few rows waits for the weights and costs nearly the same for 1 or 16 rows; one of many rows is bound
+by arithmetic. Whether a draft token is worth its row depends on where between the two the engine stands, so
+the table is measured on the running engine and never guessed.
+
+    T(rows, attended) = base(rows) + slope * attended
+
+``attended`` is the sum over the rows of the positions they see. ``base`` is piecewise linear over the knots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+KNOTS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_GAIN = 0.08  # of a new timing against what the table says
+_TRUST = (0.6, 1.6)  # a timing outside this band of the table is cut to it: another process was in the way
+
+
+class CostTable:
+    """Seconds of a pass. Between two knots it is linear, beyond the last it goes on with the last slope."""
+
+    def __init__(self, base: Sequence[float], slope: float = 0.0) -> None:
+        """``base``: seconds of a pass of KNOTS[i] rows that attend to nothing."""
+        if len(base) != len(KNOTS):
+            raise ValueError(
+                f"the cost table has {len(base)} entries; give one for each of {len(KNOTS)} knots"
+            )
+        self._knots = np.array(KNOTS, np.float64)
+        self._base = np.maximum.accumulate(np.array(base, np.float64))
+        self._slope = slope
+
+    @classmethod
+    def measured(cls, run: Callable[[int, int], float], limit_s: float = 0.25, repeats: int = 3) -> CostTable:
+        """From ``run(rows, context)``: the seconds of a pass of so many rows that see so many positions each.
+
+        Once a pass takes longer than ``limit_s`` larger ones are extrapolated from the last two.
+        """
+        run(1, 16)  # buffers are made, pages are touched
+        rows, seconds = [], []
+        for knot in (1, 4, 8, 16, 32, 64, 128, 256):
+            rows.append(knot)
+            seconds.append(min(run(knot, 16) for _ in range(repeats)))
+            if len(rows) > 2 and seconds[-1] > limit_s:
+                break
+        near, far = (min(run(8, context) for _ in range(repeats)) for context in (16, 512))
+        slope = max(0.0, far - near) / (8 * (512 - 16))
+        knots = np.array(KNOTS, np.float64)
+        base = np.interp(knots, rows, seconds)
+        per_row = max(0.0, seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+        base += np.maximum(0.0, knots - rows[-1]) * per_row - slope * knots * 16
+        return cls(np.maximum(base, 1e-6).tolist(), slope)
+
+    def seconds(self, rows: np.ndarray | int, attended: np.ndarray | float) -> np.ndarray:
+        """Of passes of ``rows`` rows that see ``attended`` positions in all."""
+        rows = np.asarray(rows, np.float64)
+        base = np.interp(rows, self._knots, self._base)
+        per_row = (self._base[-1] - self._base[-2]) / (self._knots[-1] - self._knots[-2])
+        return base + np.maximum(0.0, rows - self._knots[-1]) * per_row + self._slope * attended
+
+    def observe(self, rows: int, attended: float, seconds: float) -> None:
+        """A pass has taken ``seconds``: move the knots around ``rows`` towards it."""
+        now = float(self.seconds(rows, attended))
+        low, high = _TRUST
+        ratio = min(max(seconds / now, low), high)
+        share = (ratio - 1.0) * now * _GAIN
+        right = int(np.searchsorted(self._knots, rows))
+        if right == 0 or right == len(self._knots) or self._knots[right] == rows:
+            self._base[min(right, len(self._knots) - 1)] += share
+        else:
+            left = right - 1
+            near = (rows - self._knots[left]) / (self._knots[right] - self._knots[left])
+            self._base[left] += share * (1 - near)
+            self._base[right] += share * near
+        # Knots that are never visited must not contradict those that are.
+        middle = min(right, len(self._knots) - 1)
+        self._base[: middle + 1] = np.minimum(self._base[: middle + 1], self._base[middle])
+        self._base[middle:] = np.maximum(self._base[middle:], self._base[middle])
+
+    def rows(self) -> list[tuple[int, float]]:
+        """(rows, seconds) at the knots, without what is attended to: for reports."""
+        return [(int(knot), float(base)) for knot, base in zip(self._knots, self._base, strict=True)]

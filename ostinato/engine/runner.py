@@ -1,0 +1,120 @@
+"""The model as the engine runs it: a pass over rows, tokens drawn from it, and how long that takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ostinato.engine.cache import BLOCK
+from ostinato.engine.paged import KVStore, NativePaged, Rows, TorchPaged
+from ostinato.engine.sampler import Drawn, Settings, sample
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.model.native import Kernels
+from ostinato.model.ops import TORCH_OPS
+from ostinato.types import Sampling
+
+_LOGIT_BYTES = 64 << 20  # logits held at once; rows beyond it are sampled in chunks
+
+
+class Runner:
+    """A decoder with the adapters that are served, on the keys and values of ``store``."""
+
+    def __init__(
+        self, decoder: Decoder, kernels: Kernels | None, store: KVStore, *, fused: bool = True
+    ) -> None:
+        """``fused``: all layers in one call, where the kernels know the model; otherwise op by op."""
+        self.decoder, self.store = decoder, store
+        self._want_fused = fused and kernels is not None
+        self._kernels = kernels
+        self._ops = kernels.ops if kernels else TORCH_OPS
+        self.serve(None)
+
+    def serve(self, adapters: Adapters | None) -> None:
+        """Run with a copy of ``adapters`` from now on; None: the base."""
+        with torch.inference_mode():
+            self._prepared = (
+                adapters.detach_copy().prepared(self.decoder.dtype) if adapters is not None else None
+            )
+            self._fused = None
+            if self._kernels is not None and self._want_fused:
+                self._fused = self._kernels.fused(self.decoder, self._prepared)
+
+    @property
+    def is_fused(self) -> bool:
+        return self._fused is not None
+
+    def forward(
+        self, tokens: np.ndarray, positions: np.ndarray, rows: Rows
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Hidden states [T, D] and routes [T, L_moe, K] int16 of a pass."""
+        with torch.inference_mode():
+            ids, places = self.on_device(tokens), self.on_device(positions)
+            if self._fused is not None:
+                hidden, routing = self._fused.forward(ids, places, rows, self.store.keys, self.store.values)
+            else:
+                kernels = self._kernels
+                attend = (
+                    TorchPaged(self.store, rows)
+                    if kernels is None
+                    else NativePaged(kernels, self.store, rows)
+                )
+                hidden, routing = self.decoder.forward(
+                    ids, places, attend, adapters=self._prepared, ops=self._ops
+                )
+        return hidden, None if routing is None else routing.to(torch.int16).cpu().numpy()
+
+    def draw(
+        self,
+        hidden: torch.Tensor,
+        settings: Settings,
+        u: np.ndarray,
+        banned: Sequence[tuple[int, list[int]]] = (),
+    ) -> Drawn:
+        """A token for every row of ``hidden``; ``banned``: (row, token ids) that must not be drawn."""
+        chunk = max(1, _LOGIT_BYTES // (4 * self.decoder.config.vocab_size))
+        parts = []
+        for first in range(0, len(u), chunk):
+            some = slice(first, first + chunk)
+            with torch.inference_mode():
+                logits = self.decoder.logits(hidden[some], adapters=self._prepared, ops=self._ops).float()
+                for row, ids in banned:
+                    if first <= row < first + chunk:
+                        logits[row - first, ids] = -torch.inf
+            parts.append(sample(logits, settings.take(some), u[some], self._kernels))
+        if len(parts) == 1:
+            return parts[0]
+        return Drawn(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+    def on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.decoder.device)
+
+    def seconds(self, rows: int, context: int) -> float:
+        """Of a pass of ``rows`` rows that see ``context`` positions: what the cost table is made of.
+
+        It writes into the first blocks of the store, so it must come before any sequence.
+        """
+        return sum(self.parts(rows, context))
+
+    def parts(self, rows: int, context: int) -> tuple[float, float]:
+        """The same by part: (layers, head and draw)."""
+        blocks = min((context + BLOCK - 1) // BLOCK, self.store.keys.shape[1])
+        own = blocks if blocks * rows <= self.store.keys.shape[1] else 0  # blocks of its own for each row
+        tables = np.arange(rows)[:, None] * own + np.arange(blocks)
+        lengths = np.full(rows, blocks * BLOCK, np.int32)
+        where = Rows(
+            slots=self.on_device(tables[:, -1].astype(np.int64) * BLOCK + BLOCK - 1),
+            tables=self.on_device(tables.astype(np.int32)),
+            sequence=self.on_device(np.arange(rows, dtype=np.int32)),
+            lengths=self.on_device(lengths),
+        )
+        settings, u = Settings.of([Sampling()] * rows), np.full(rows, 0.5)
+        tokens = np.arange(rows, dtype=np.int64) % self.decoder.config.vocab_size
+        start = time.perf_counter()
+        hidden, _ = self.forward(tokens, lengths.astype(np.int64) - 1, where)
+        middle = time.perf_counter()
+        self.draw(hidden, settings, u)
+        return middle - start, time.perf_counter() - middle

@@ -1,0 +1,157 @@
+"""The running sequences as arrays: one row of every array is a seat, so that a pass is prepared and its
+tokens are taken in by a few array operations, whatever the batch.
+
+A sequence takes a seat when it is admitted and leaves it when it ends or is preempted; in between its tokens
+live here and nowhere else. Entries beyond ``length`` are never read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ostinato.engine.cache import BLOCK, Node
+from ostinato.engine.sampler import Settings
+from ostinato.types import Completion, Request
+
+NO_HANDLE = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way. While it waits it has ``text`` and ``sampled``; while it runs, its seat does."""
+
+    index: int  # of the request in its call
+    request: Request
+    results: asyncio.Queue[tuple[int, Completion] | BaseException] | None  # None: run ahead, nobody waits
+    on_token: Callable[[int, int], None] | None
+    address: int  # key of its noise
+    limit: int  # length at which it is truncated
+    text: np.ndarray  # [length] int32: prompt and what has been sampled
+    sampled: tuple[np.ndarray, ...] | None = None  # logprobs, edges, versions of the answer
+    version: int = 0  # when its cache was begun
+    expected: float = 0.0  # length that is predicted, the prompt included; 0: unknown
+    blocks: list[int] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)  # of the tree, that its prefill is about to make ready
+    handle: int = NO_HANDLE  # at the drafter
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.tokens)
+
+
+class Seats:
+    """State of up to ``size`` running sequences of up to ``width`` tokens."""
+
+    def __init__(self, size: int, width: int) -> None:
+        # Untouched pages of these cost nothing: what is used grows with the sequences.
+        self.text = np.empty((size, width + 1), np.int32)
+        self.logprobs = np.empty((size, width + 1), np.float32)
+        self.edges = np.empty((size, width + 1), np.float32)
+        self.versions = np.empty((size, width + 1), np.int32)
+        self.tables = np.zeros((size, (width + BLOCK - 1) // BLOCK + 1), np.int32)
+        self.num_blocks = np.zeros(size, np.int64)
+        self.length = np.zeros(size, np.int64)
+        self.computed = np.zeros(size, np.int64)  # positions whose keys and values are known
+        self.prompt = np.zeros(size, np.int64)
+        self.limit = np.zeros(size, np.int64)
+        self.expected = np.zeros(size, np.float64)
+        self.address = np.zeros(size, np.uint64)
+        self.handle = np.full(size, NO_HANDLE, np.int64)
+        self.temperature = np.zeros(size, np.float32)
+        self.top_k = np.zeros(size, np.int32)
+        self.top_p = np.zeros(size, np.float32)
+        self.min_p = np.zeros(size, np.float32)
+        self.unstoppable = np.zeros(size, np.int64)  # length before which stop tokens are not sampled
+        self.ahead = np.zeros(size, bool)  # nobody waits for it
+        self.drafted = np.zeros(size, np.int64)
+        self.accepted = np.zeros(size, np.int64)
+        self.passes = np.zeros(size, np.int64)
+        self.special = np.zeros(size, bool)  # has stop strings or a listener: looked at token by token
+        self._stop_tokens: dict[tuple[int, ...], int] = {}  # how many seats have each
+        self.sequences: list[Sequence | None] = [None] * size
+        self.order: list[int] = []  # seats that are taken, the youngest last
+        self._free = list(range(size - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def full(self) -> bool:
+        return not self._free
+
+    def take(self, sequence: Sequence, computed: int) -> int:
+        """Seat a sequence, of which ``computed`` positions are in its blocks."""
+        seat = self._free.pop()
+        length, prompt, sampling = len(sequence.text), sequence.prompt_len, sequence.request.sampling
+        self.text[seat, :length] = sequence.text
+        if sequence.sampled is not None:
+            for array, values in zip(
+                (self.logprobs, self.edges, self.versions), sequence.sampled, strict=True
+            ):
+                array[seat, prompt:length] = values
+        sequence.text, sequence.sampled = np.empty(0, np.int32), None
+        self.length[seat], self.computed[seat], self.prompt[seat] = length, computed, prompt
+        self.limit[seat], self.expected[seat] = sequence.limit, sequence.expected
+        self.address[seat], self.handle[seat] = sequence.address, sequence.handle
+        self.temperature[seat], self.top_k[seat] = sampling.temperature, sampling.top_k
+        self.top_p[seat], self.min_p[seat] = sampling.top_p, sampling.min_p
+        self.unstoppable[seat] = prompt + sampling.min_tokens if sampling.stop_tokens else 0
+        self.drafted[seat], self.accepted[seat] = sequence.drafted, sequence.accepted
+        self.passes[seat], self.ahead[seat] = sequence.passes, sequence.results is None
+        self.special[seat] = bool(sampling.stop_strings) or sequence.on_token is not None
+        self._stop_tokens[sampling.stop_tokens] = self._stop_tokens.get(sampling.stop_tokens, 0) + 1
+        self.sequences[seat] = sequence
+        self.num_blocks[seat] = 0
+        self.show_blocks(seat)
+        self.order.append(seat)
+        return seat
+
+    @property
+    def wanted(self) -> np.ndarray:
+        """Seats of those that somebody waits for, the youngest last."""
+        order = np.array(self.order, np.int64)
+        return order[~self.ahead[order]]
+
+    def show_blocks(self, seat: int) -> None:
+        """Copy the blocks that were added to its sequence into the table."""
+        sequence = self.at(seat)
+        have, want = int(self.num_blocks[seat]), len(sequence.blocks)
+        self.tables[seat, have:want] = sequence.blocks[have:]
+        self.num_blocks[seat] = want
+
+    def leave(self, seat: int) -> Sequence:
+        """Free the seat; its sequence takes its text along."""
+        sequence, length, prompt = self.at(seat), int(self.length[seat]), int(self.prompt[seat])
+        sequence.text = self.text[seat, :length].copy()
+        arrays = (self.logprobs, self.edges, self.versions)
+        sequence.sampled = tuple(array[seat, prompt:length].copy() for array in arrays)
+        sequence.drafted, sequence.accepted = int(self.drafted[seat]), int(self.accepted[seat])
+        sequence.passes = int(self.passes[seat])
+        stop_tokens = sequence.request.sampling.stop_tokens
+        self._stop_tokens[stop_tokens] -= 1
+        if not self._stop_tokens[stop_tokens]:
+            del self._stop_tokens[stop_tokens]
+        self.sequences[seat] = None
+        self.order.remove(seat)
+        self._free.append(seat)
+        return sequence
+
+    def at(self, seat: int) -> Sequence:
+        sequence = self.sequences[seat]
+        assert sequence is not None, "nobody has this seat"
+        return sequence
+
+    def watched(self) -> list[int]:
+        """The stop tokens of all that run."""
+        return sorted({token for tokens in self._stop_tokens for token in tokens})
+
+    def settings(self, seats: np.ndarray) -> Settings:
+        return Settings(self.temperature[seats], self.top_k[seats], self.top_p[seats], self.min_p[seats])

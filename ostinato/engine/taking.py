@@ -1,0 +1,141 @@
+"""After a pass: what was sampled goes into the seats, up to a stop token, a stop string or the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ostinato.algo.speculate import accepted_chains, accepted_path
+from ostinato.engine.passes import Pass, are_chains
+from ostinato.engine.sampler import Drawn
+from ostinato.engine.seats import Seats, Sequence
+from ostinato.types import Drafts, Stop
+
+Cut = Callable[[Sequence, np.ndarray], str | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """What R sequences were given by a pass; arrays of tokens go on from sequence to sequence."""
+
+    counts: np.ndarray  # [R] tokens
+    accepted: np.ndarray  # [R] of them, those that had been drafted
+    tokens: np.ndarray  # [n] int32
+    logprobs: np.ndarray  # [n] float32
+    edges: np.ndarray  # [n] float32
+    stops: dict[int, Stop]  # of those that end
+    paths: dict[int, list[int]]  # accepted nodes, of the sequences whose draft is a tree
+
+
+def take_in(
+    seats: Seats, plan: Pass, drafts: Drafts, ready: np.ndarray, drawn: Drawn, version: int, cut: Cut
+) -> Taken:
+    """Verify the drafts of the ``ready`` sequences of the pass, and append what they were given.
+
+    ``drawn`` has a token for the last token and each draft node of every ready sequence, in their order.
+    """
+    chosen = plan.seats[ready]
+    if len(drafts.tokens):
+        nodes = drafts.counts[ready].astype(np.int64)
+        accepted, rows, paths = _verify(drafts, nodes, drawn.tokens)
+    else:
+        nodes = accepted = np.zeros(len(ready), np.int64)
+        rows, paths = np.arange(len(ready)), {}
+    given = accepted + 1
+    counts, stops = _cut_off(seats, chosen, given, drawn.tokens[rows], cut)
+    if stops:
+        rows = rows[_leading(given, counts)]
+        accepted = np.minimum(accepted, counts)
+    tokens, logprobs, edges = drawn.tokens[rows].astype(np.int32), drawn.logprobs[rows], drawn.edges[rows]
+    by_token, place = chosen, seats.length[chosen]
+    if len(rows) != len(ready) or stops:
+        owner = np.repeat(np.arange(len(ready)), counts)
+        by_token = chosen[owner]
+        place = place[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    seats.text[by_token, place], seats.logprobs[by_token, place] = tokens, logprobs
+    seats.edges[by_token, place], seats.versions[by_token, place] = edges, version
+    seats.length[chosen] += counts
+    seats.computed[chosen] = seats.length[chosen] - 1  # all but the newest token have been an input
+    seats.passes[chosen] += 1
+    seats.drafted[chosen] += nodes
+    seats.accepted[chosen] += accepted
+    return Taken(counts, accepted, tokens, logprobs, edges, stops, paths)
+
+
+def _verify(
+    drafts: Drafts, nodes: np.ndarray, drawn: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, dict[int, list[int]]]:
+    """(accepted nodes of each, rows of ``drawn`` that are emitted, accepted nodes of each tree)."""
+    if are_chains(drafts):
+        accepted = accepted_chains(nodes, drafts.tokens, drawn)
+        return accepted, np.flatnonzero(_leading(nodes + 1, accepted + 1)), {}
+    starts = np.cumsum(nodes + 1) - (nodes + 1)
+    paths = _tree_paths(drafts, nodes, starts, drawn)
+    accepted = np.array([len(paths.get(r, ())) for r in range(len(nodes))], np.int64)
+    walks = [np.array([-1, *paths.get(r, ())]) + 1 + start for r, start in enumerate(starts.tolist())]
+    return accepted, np.concatenate(walks), paths
+
+
+def _tree_paths(
+    drafts: Drafts, nodes: np.ndarray, starts: np.ndarray, drawn: np.ndarray
+) -> dict[int, list[int]]:
+    """Accepted nodes of every sequence that has a draft."""
+    paths, first = {}, 0
+    for r, (count, start) in enumerate(zip(nodes.tolist(), starts.tolist(), strict=True)):
+        some = slice(first, first + count)
+        first += count
+        if count:
+            paths[r] = accepted_path(
+                drafts.tokens[some], drafts.parents[some], drawn[start : start + count + 1]
+            )
+    return paths
+
+
+def _leading(counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Mask [sum counts] of the first kept[r] of each run of counts[r]."""
+    offset = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return offset < np.repeat(kept, counts)
+
+
+def _cut_off(
+    seats: Seats, chosen: np.ndarray, counts: np.ndarray, tokens: np.ndarray, cut: Cut
+) -> tuple[np.ndarray, dict[int, Stop]]:
+    """How many of the tokens each sequence keeps, and why those end that do."""
+    room = seats.limit[chosen] - seats.length[chosen]
+    suspicious = tokens < 0
+    for token in seats.watched():
+        suspicious |= tokens == token
+    look = seats.special[chosen] | (counts >= room)
+    if suspicious.any():
+        owner = np.repeat(np.arange(len(chosen)), counts)
+        look[owner[suspicious]] = True
+    stops: dict[int, Stop] = {}
+    if not look.any():
+        return counts, stops
+    firsts, counts = np.cumsum(counts) - counts, counts.copy()
+    for r in np.flatnonzero(look).tolist():
+        given = tokens[firsts[r] : firsts[r] + min(int(counts[r]), int(room[r]))]
+        counts[r], stop = _listen(seats, int(chosen[r]), given, cut)
+        if stop is not None:
+            stops[r] = stop
+    return counts, stops
+
+
+def _listen(seats: Seats, seat: int, given: np.ndarray, cut: Cut) -> tuple[int, Stop | None]:
+    """One sequence, token by token, as plain decoding would."""
+    sequence = seats.at(seat)
+    sampling, length, prompt = sequence.request.sampling, int(seats.length[seat]), int(seats.prompt[seat])
+    for n, token in enumerate(given.tolist(), start=1):
+        if token < 0:
+            return n - 1, Stop.ERROR
+        if sequence.on_token is not None:
+            sequence.on_token(sequence.index, token)
+        if token in sampling.stop_tokens:
+            return n, Stop.EOS
+        if sampling.stop_strings:
+            answer = np.concatenate([seats.text[seat, prompt:length], given[:n]])
+            if cut(sequence, answer) is not None:
+                return n, Stop.STRING
+    return len(given), Stop.LENGTH if length + len(given) >= seats.limit[seat] else None

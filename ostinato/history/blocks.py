@@ -1,0 +1,241 @@
+"""One block of history: the responses to one prompt in one step, as they lie in memory and are searched.
+
+The functions are the slow and obvious twins of native/blocks.cpp, which searches the same memory; they serve
+where there is no compiler.
+
+    text      documents one after another: the last tokens before a response, the response, END
+    order     the suffix array of text, without its ENDs: suffixes end with their document, are compared up to
+              DEPTH tokens, and among equals the earlier one comes first
+    a span    (low, high): the places [low, high) of ``order``, whose suffixes begin with the same tokens
+
+Per token of text: 4 bytes of order, 2 of token (4 in a large vocabulary), 2 of edge, 1 of probability.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ostinato.types import Past
+
+END = -1  # as a token id
+DEPTH = 64  # tokens after which two suffixes count as equal
+CONTEXT = 8  # tokens kept before a response, so that its first token can be drafted
+NARROW = np.iinfo(np.uint16).max  # END among 16-bit tokens; every id lies below
+EDGE_STEP = 2.0**-16
+REWARD_TOLERANCE = 1e-6  # rewards this near to the mean of their prompt count as the mean
+
+Span = tuple[int, int]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Block:
+    """Arrays that share one piece of memory, in this order: each is aligned for its type."""
+
+    step: int  # of the rollout
+    length: int  # tokens of text, ENDs included
+    documents: int
+    wide: bool  # tokens of 32 bits, for ids that 16 do not hold
+    memory: np.ndarray  # [bytes_needed(...)] uint8
+    is_sorted: bool = False  # is ``order`` filled in?
+
+    @property
+    def size(self) -> int:
+        """Places in ``order``."""
+        return self.length - self.documents
+
+    @property
+    def order(self) -> np.ndarray:
+        """[size] int32, positions in text; meaningless before ``sort``."""
+        return self._array(0, np.int32, self.size)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[documents + 1] int32: where documents begin in text, and where the last one ends."""
+        return self._array(4 * self.size, np.int32, self.documents + 1)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[length] int32, or uint16 in which END is NARROW."""
+        return self._array(self._tokens_at, np.int32 if self.wide else np.uint16, self.length)
+
+    @property
+    def edges(self) -> np.ndarray:
+        """[length] uint16, in units of EDGE_STEP."""
+        return self._array(self._tokens_at + (4 if self.wide else 2) * self.length, np.uint16, self.length)
+
+    @property
+    def probs(self) -> np.ndarray:
+        """[length] uint8, codes of ``prob_table``; 0 on context and END."""
+        return self._array(self._tokens_at + (6 if self.wide else 4) * self.length, np.uint8, self.length)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[documents] int8: the sign of the reward minus the mean of its prompt; 0 without a verdict."""
+        return self._array(len(self.memory) - self.documents, np.int8, self.documents)
+
+    @property
+    def text(self) -> np.ndarray:
+        """[length] int32, decoded: END is -1."""
+        codes = self.tokens if self.wide else self.tokens + np.uint16(1)  # NARROW becomes 0
+        return codes.astype(np.int32) - (0 if self.wide else 1)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of responses."""
+        return int(np.count_nonzero(self.probs))
+
+    @property
+    def _tokens_at(self) -> int:
+        return 4 * self.size + 4 * (self.documents + 1)
+
+    def _array(self, offset: int, dtype: type, count: int) -> np.ndarray:
+        return np.frombuffer(self.memory, dtype, count, offset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Next:
+    """One occurrence of a next token."""
+
+    token: int  # END at the end of a document
+    edge: float  # its interval [edge, edge + prob) when it was sampled;
+    prob: float  # 0 where it was context, which nobody sampled
+    reward: int  # of its document, -1, 0 or 1
+
+
+def bytes_needed(length: int, documents: int, wide: bool) -> int:
+    """The memory of a block."""
+    return 4 * (length - documents) + 4 * (documents + 1) + (7 if wide else 5) * length + documents
+
+
+def lay_out(step: int, pasts: Sequence[Past]) -> Block:
+    """The block of these responses, not yet sorted. Raises ValueError for a response without its intervals or
+    with a negative token."""
+    for past in pasts:
+        if not len(past.tokens) == len(past.probs) == len(past.edges):
+            raise ValueError(
+                f"a response of {len(past.tokens)} tokens has {len(past.probs)} probs and {len(past.edges)} "
+                "edges; history keeps responses whose engine reports both for every token"
+            )
+    parts = [part for past in pasts for part in (past.context[-CONTEXT:], past.tokens, (END,))]
+    text = np.concatenate(parts).astype(np.int32)
+    sampled = np.repeat(np.tile([False, True, False], len(pasts)), [len(part) for part in parts])
+    ends = np.cumsum([len(part) for part in parts])[2::3]
+    if np.count_nonzero(text < 0) > len(pasts):
+        raise ValueError(f"a response has the token {text.min()}; tokens are 0 or more")
+    wide = bool((text >= NARROW).any())
+    block = Block(
+        step=step,
+        length=len(text),
+        documents=len(pasts),
+        wide=wide,
+        memory=np.empty(bytes_needed(len(text), len(pasts), wide), np.uint8),
+    )
+    block.starts[:] = np.concatenate([[0], ends])
+    block.tokens[:] = text if wide else text.astype(np.uint16)  # -1 becomes NARROW
+    block.edges[:], block.probs[:] = 0, 0
+    block.edges[sampled] = edge_codes(np.concatenate([past.edges for past in pasts]))
+    block.probs[sampled] = prob_codes(np.concatenate([past.probs for past in pasts]))
+    block.rewards[:] = reward_signs([past.reward for past in pasts])
+    return block
+
+
+def reward_signs(rewards: Sequence[float | None]) -> np.ndarray:
+    """[R] int8: is a reward below (-1), at (0) or above (1) the mean of them all? 0 without a verdict."""
+    values = np.array([np.nan if reward is None else reward for reward in rewards], np.float64)
+    known = values[np.isfinite(values)]
+    mean = known.mean() if len(known) else 0.0
+    distance = np.nan_to_num(values - mean, nan=0.0)
+    return (np.sign(distance) * (abs(distance) > REWARD_TOLERANCE * max(1.0, abs(mean)))).astype(np.int8)
+
+
+# ---- quantisation ----
+
+
+def prob_table() -> np.ndarray:
+    """[256] float32: the probability of each code, rising. 0 means context.
+
+    Steps of 5 % from below 1e-4 to 2/3; above, where most tokens are and an error of p is an error of the
+    interval's end, steps of 8.6 % of 1 - p, down to 1 - p = 5e-4; then 1.
+    """
+    table = np.zeros(256, np.float32)
+    prob, rest = 2 / 3, 1 / 3
+    for code in range(182, 0, -1):
+        table[code] = prob
+        prob /= 1.05
+    for code in range(183, 255):
+        rest *= 0.914
+        table[code] = 1 - rest
+    table[255] = 1
+    return table
+
+
+PROBS = prob_table()
+
+
+def prob_codes(probs: np.ndarray) -> np.ndarray:
+    """[T] uint8, the nearest code of each, 1 or more; of what is no number, 1."""
+    between = (PROBS[1:-1] + PROBS[2:]) / 2
+    return (1 + np.searchsorted(between, np.nan_to_num(probs, nan=0.0))).astype(np.uint8)
+
+
+def edge_codes(edges: np.ndarray) -> np.ndarray:
+    """[T] uint16, the nearest multiple of EDGE_STEP below 1."""
+    return np.clip(np.rint(np.nan_to_num(edges) / EDGE_STEP), 0, np.iinfo(np.uint16).max).astype(np.uint16)
+
+
+# ---- the plain search; twins of native/blocks.cpp ----
+
+
+def sort(block: Block) -> None:
+    """Fill in ``order``."""
+    codes = (block.text + 1).astype(">u4").tobytes()  # big-endian: bytes compare as numbers, and END is least
+    ends = np.repeat(block.starts[1:], np.diff(block.starts)).tolist()
+    inside = np.flatnonzero(block.text != END).tolist()
+    block.order[:] = sorted(inside, key=lambda start: codes[4 * start : 4 * min(start + DEPTH, ends[start])])
+    block.is_sorted = True
+
+
+def find(block: Block, context: Sequence[int]) -> Span:
+    """The places that begin with ``context``, at most DEPTH tokens."""
+    order, tokens, n = block.order, block.tokens, len(context)
+
+    def head(place: int) -> list[int]:
+        position = order[place]
+        return (tokens[position : position + n] + tokens.dtype.type(1)).tolist()
+
+    wanted = [int(token) + 1 for token in context]
+    low = bisect_left(range(block.size), wanted, key=head)
+    return low, bisect_right(range(block.size), wanted, lo=low, key=head)
+
+
+def narrow(block: Block, span: Span, depth: int, token: int) -> Span:
+    """The places of ``span`` whose token at ``depth`` is ``token``; ``depth`` is below DEPTH, or the span is
+    one place, since deeper tokens are in no order."""
+    tokens = [next_at(block, place, depth).token for place in range(*span)]
+    return span[0] + bisect_left(tokens, token), span[0] + bisect_right(tokens, token)
+
+
+def longest(block: Block, context: Sequence[int], least: int) -> tuple[int, Span]:
+    """Length and places of the longest suffix of ``context``, of ``least`` to DEPTH - 1 tokens, that occurs
+    with a token (not END) after it; 0 and no place where there is none."""
+    for length in range(min(len(context), DEPTH - 1), least - 1, -1):
+        span = find(block, context[len(context) - length :])
+        if any(next_at(block, place, length).token != END for place in range(*span)):
+            return length, span
+    return 0, (0, 0)
+
+
+def next_at(block: Block, place: int, depth: int) -> Next:
+    """The token ``depth`` after the one at ``place``; it must not lie behind the END of its document."""
+    position = int(block.order[place]) + depth
+    token = int(block.tokens[position])
+    return Next(
+        token=END if token == NARROW and not block.wide else token,
+        edge=float(block.edges[position]) * EDGE_STEP,
+        prob=float(PROBS[block.probs[position]]),
+        reward=int(block.rewards[np.searchsorted(block.starts[1:], position, side="right")]),
+    )

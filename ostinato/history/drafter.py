@@ -1,0 +1,245 @@
+"""The drafter: continues running sequences with what was said after the same words, as far as it pays.
+
+Drafts only ever cost or save time: what is sampled never depends on them. Here is the compiled drafter (one
+call into C++ per pass and method, see native/drafter.cpp); plain.py is its twin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+
+import numpy as np
+
+from ostinato.compiler import BuildError
+from ostinato.history.estimate import FEATURES, INITIAL_WEIGHTS
+from ostinato.history.native.library import load_library
+from ostinato.history.plain import PlainDrafter
+from ostinato.history.rules import BINS, MOST_DEPTH, DraftStats, Rules, Source, Window
+from ostinato.history.store import History, prompt_key
+from ostinato.types import Drafts, Emitted, Request, Running
+
+_MOST_LEVELS = 7
+_P, _L, _I64, _I32, _U64 = ctypes.c_void_p, ctypes.c_long, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint64
+
+
+class _Levels(ctypes.Structure):
+    """``Levels`` of live.h."""
+
+    _fields_ = (("count", _I32), ("lengths", _I32 * _MOST_LEVELS))
+
+
+class _Rules(ctypes.Structure):
+    """``Rules`` of drafter.cpp."""
+
+    _fields_ = (
+        ("sources", _I32 * len(Source)),
+        *((name, _I32) for name in ("noise", "by_reward", "fresh", "most", "least", "epochs")),
+        *((name, _I32) for name in ("window", "length", "walk")),
+        *((name, _Levels) for name in ("ladder", "live", "shared")),
+        *((name, _I64) for name in ("ring", "group", "total")),
+    )
+
+
+class _Stats(ctypes.Structure):
+    """``Stats`` of drafter.cpp."""
+
+    _fields_ = (
+        *((name, _I64) for name in ("passes", "naps", "looked", "slept", "emitted")),
+        *((name, _I64 * len(Source)) for name in ("drafted", "accepted")),
+        *((name, _I64 * MOST_DEPTH) for name in ("drafted_at", "accepted_at")),
+        *((name, _I64 * BINS) for name in ("labels", "hits")),
+        ("predicted", ctypes.c_double * BINS),
+        *((name, _I64) for name in ("live_bytes", "sequences", "groups")),
+    )
+
+
+class _Shelf:
+    """Arrays that C++ reads and writes: their addresses are taken once, not in every call."""
+
+    def __init__(self, **kinds: type) -> None:
+        self._kinds = kinds
+        self.arrays: dict[str, np.ndarray] = {}
+        self.at: dict[str, int] = {}
+        self._size = 0
+        self.hold(256)
+
+    def hold(self, size: int) -> None:
+        """Room for ``size`` entries in each; what is in them may be lost."""
+        if size > self._size:
+            self._size = 2 * size
+            self.arrays = {name: np.zeros(self._size, kind) for name, kind in self._kinds.items()}
+            self.at = {name: array.ctypes.data for name, array in self.arrays.items()}
+
+
+class HistoryDrafter:
+    """Implements ``protocols.Drafter`` over a ``History`` (None: live text only) by the given ``Rules``.
+
+    Raises BuildError where there is no compiler (``make_drafter`` then gives the plain twin), and ValueError
+    for a history that is not compiled.
+    """
+
+    def __init__(self, history: History | None = None, rules: Rules | None = None) -> None:
+        if history is not None and history.native is None:
+            raise ValueError(
+                "the history is a plain one; use make_drafter, which takes the plain drafter then"
+            )
+        self.rules = rules or Rules.ours()
+        self._history = history  # its store is read as long as we are here
+        self._library = _bind(load_library())
+        store = history.native if history is not None else None
+        self._drafter = self._library.drafter_new(
+            store, _c_rules(self.rules), (ctypes.c_double * FEATURES)(*INITIAL_WEIGHTS)
+        )
+        weakref.finalize(self, self._library.drafter_free, self._drafter)
+        self._seconds = [0.0, 0.0, 0.0]  # open, propose, observe
+        self._prompt = "", prompt_key("")  # the last uid and its key
+        i32, f32 = np.int32, np.float32
+        self._asked = _Shelf(
+            handles=np.int64, room=i32, weights=f32, seconds=np.float64, counts=i32, tokens=i32, parents=i32
+        )
+        self._told = _Shelf(handles=np.int64, counts=i32, ended=np.uint8, tokens=i32, probs=f32, edges=f32)
+
+    def open(self, request: Request) -> int:
+        """A sequence begins; the handle under which it is continued."""
+        start = time.perf_counter()
+        tokens, seed = np.ascontiguousarray(request.tokens, np.int32), request.seed
+        if request.uid != self._prompt[0]:  # siblings come one after another
+            self._prompt = request.uid, prompt_key(request.uid)
+        handle = self._library.drafter_open(
+            self._drafter,
+            self._prompt[1],
+            request.uid != "",
+            (_I64 * len(seed))(*seed),
+            len(seed),
+            request.sampling.temperature == 0,
+            tokens.ctypes.data,
+            len(tokens),
+        )
+        self._seconds[0] += time.perf_counter() - start
+        return handle
+
+    def propose(self, running: Running) -> Drafts:
+        """The draft tokens that are worth their time in the coming pass; often none."""
+        start = time.perf_counter()
+        count, most = len(running.handles), len(running.seconds) - 1
+        self._asked.hold(max(count, most + 1))
+        room, at = self._asked.arrays, self._asked.at
+        room["handles"][:count] = running.handles
+        room["room"][:count] = running.room
+        room["weights"][:count] = running.weights
+        room["seconds"][: most + 1] = running.seconds
+        rows = self._library.drafter_propose(
+            self._drafter, count, at["handles"], at["room"], at["weights"], at["seconds"], most,
+            running.leaves, at["counts"], at["tokens"], at["parents"],
+        )  # fmt: skip
+        if rows < 0:
+            raise ValueError(
+                "a handle is not open; propose for handles that open gave and observe has not ended"
+            )
+        drafts = Drafts(
+            counts=room["counts"][:count].copy(),
+            tokens=room["tokens"][:rows].copy(),
+            parents=room["parents"][:rows].copy(),
+        )
+        self._seconds[1] += time.perf_counter() - start
+        return drafts
+
+    def observe(self, emitted: Emitted) -> None:
+        """What the pass gave, drafted or not."""
+        start = time.perf_counter()
+        count, tokens = len(emitted.handles), len(emitted.tokens)
+        self._told.hold(max(count, tokens))
+        room, at = self._told.arrays, self._told.at
+        room["handles"][:count] = emitted.handles
+        room["counts"][:count] = emitted.counts
+        room["ended"][:count] = emitted.ended
+        room["tokens"][:tokens] = emitted.tokens
+        room["probs"][:tokens] = emitted.probs
+        room["edges"][:tokens] = emitted.edges
+        done = self._library.drafter_observe(
+            self._drafter, count, at["handles"], at["counts"], at["tokens"], at["probs"], at["edges"],
+            at["ended"],
+        )  # fmt: skip
+        if done < 0:
+            raise ValueError("a handle is not open; observe handles that open gave and that have not ended")
+        self._seconds[2] += time.perf_counter() - start
+
+    def forget(self, uids: list[str] | None = None) -> None:
+        """Drop the live text of these prompts (None: of all), as far as none of their sequences is running:
+        it has become closed history, or will not be needed."""
+        if uids is None:
+            self._library.drafter_forget(self._drafter, None, -1)
+            return
+        prompts = np.array([prompt_key(uid) for uid in uids], np.uint64)
+        self._library.drafter_forget(self._drafter, prompts.ctypes.data, len(prompts))
+
+    def stats(self) -> DraftStats:
+        """What it has done since it was made."""
+        raw = _Stats()
+        self._library.drafter_stats(self._drafter, ctypes.byref(raw))
+        values = {name: getattr(raw, name) for name, *_ in _Stats._fields_}
+        for name in ("drafted", "accepted"):
+            values[name] = dict(zip(Source, values[name], strict=True))
+        for name in ("drafted_at", "accepted_at", "labels", "hits", "predicted"):
+            values[name] = tuple(values[name])
+        opened, proposed, observed = self._seconds
+        return DraftStats(**values, open_s=opened, propose_s=proposed, observe_s=observed)
+
+    def weights(self) -> np.ndarray:
+        """[FEATURES] float64: what the estimator has learnt, see plain.features."""
+        weights = np.zeros(FEATURES)
+        self._library.drafter_weights(self._drafter, weights.ctypes.data)
+        return weights
+
+
+def make_drafter(history: History | None = None, rules: Rules | None = None) -> HistoryDrafter | PlainDrafter:
+    """The compiled drafter, or its plain twin where there is no compiler or the history is a plain one.
+
+    Raises ValueError for published rules where only the twin is left, which does not know them.
+    """
+    if history is not None and history.native is None:
+        return PlainDrafter(history, rules)
+    try:
+        return HistoryDrafter(history, rules)
+    except BuildError:
+        return PlainDrafter(history, rules)
+
+
+def _c_rules(rules: Rules) -> _Rules:
+    raw = _Rules(
+        noise=rules.use_noise,
+        window=list(Window).index(rules.window),
+        **{
+            name: getattr(rules, name) for name in ("by_reward", "fresh", "most", "least", "epochs", "length")
+        },
+        **{name: getattr(rules, name) for name in ("walk", "ring", "group", "total")},
+    )
+    for at, source in enumerate(Source):
+        raw.sources[at] = source in rules.sources
+    for name in ("ladder", "live", "shared"):
+        lengths = getattr(rules, name)
+        setattr(raw, name, _Levels(len(lengths), (_I32 * _MOST_LEVELS)(*lengths)))
+    return raw
+
+
+def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
+    signatures = {
+        "drafter_new": (_P, (_P, ctypes.POINTER(_Rules), ctypes.POINTER(ctypes.c_double))),
+        "drafter_free": (None, (_P,)),
+        "drafter_open": (_I64, (_P, _U64, ctypes.c_int, _P, _L, ctypes.c_int, _P, _L)),
+        "drafter_propose": (_L, (_P, _L, _P, _P, _P, _P, _L, _L, _P, _P, _P)),
+        "drafter_observe": (ctypes.c_int, (_P, _L, _P, _P, _P, _P, _P, _P)),
+        "drafter_forget": (None, (_P, _P, _L)),
+        "drafter_stats": (None, (_P, ctypes.POINTER(_Stats))),
+        "drafter_weights": (None, (_P, _P)),
+        "drafter_uniform": (ctypes.c_double, (_P, _L, _I64)),
+    }
+    for name, (returns, takes) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = returns, takes
+    return library
+
+
+__all__ = ["DraftStats", "HistoryDrafter", "Rules", "Source", "Window", "make_drafter"]

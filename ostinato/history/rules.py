@@ -1,0 +1,180 @@
+"""What a drafter may look at and how far it goes: ours, and published methods on the same machinery."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, Self
+
+MOST_DEPTH = 32  # of a draft
+BINS = 10  # of the table of reliability
+
+
+class Source(StrEnum):
+    """Where a draft token was found. The order is that of ``Source`` in native/estimate.h."""
+
+    HISTORY = "history"  # closed responses to the same prompt
+    SIBLING = "sibling"  # responses to it that are being written, or were since the last ``forget``
+    OWN = "own"  # the sequence itself and its prompt
+    OTHER = "other"  # recent responses to any prompt
+
+
+class Window(StrEnum):
+    """How many tokens are drafted. The order is that of ``Window`` in native/drafter.cpp."""
+
+    BUDGET = "budget"  # as many as pay, over the whole batch
+    ADD = "add"  # 2, two more after a draft that was accepted as a whole, 2 again after any other
+    FIXED = "fixed"  # always ``length``
+    SUFFIX = "suffix"  # as many as agree with the context, while the product of shares is at least 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The settings of a drafter.
+
+    Memory is bounded: the ring over all prompts by ``ring`` observations, the live text of one prompt by
+    ``group`` and of all by ``total`` of them, of at most 64 bytes each (half of that is usual).
+    """
+
+    sources: frozenset[Source] = frozenset(Source)
+    use_noise: bool = True  # look at the uniform of the coming position, and at stored intervals
+    window: Window = Window.BUDGET
+    length: int = MOST_DEPTH  # the longest draft, in tokens
+    most: int = 32  # tokens of context that are searched for in history ...
+    least: int = 3  # ... and that have to agree
+    epochs: int = 3  # newest blocks of history looked at, at most 4
+    fresh: bool = False  # search anew in every pass instead of following
+    by_reward: bool = False  # without a budget: the token most often rewarded, not the most frequent one
+    ladder: tuple[int, ...] = (6, 3)  # context lengths tried in history when the longest match is unsure
+    live: tuple[int, ...] = (12, 6, 3)  # context lengths in siblings' and own text, longest first
+    shared: tuple[int, ...] = (8, 4)  # the same over all prompts
+    walk: int = 16  # newest occurrences looked at, of the shortest context in live text
+    ring: int = 1 << 18
+    group: int = 1 << 18
+    total: int = 1 << 21
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= MOST_DEPTH:
+            raise ValueError(f"rules.length is {self.length}; use 1 to {MOST_DEPTH}")
+        if not 1 <= self.least <= self.most <= 32:
+            raise ValueError(
+                f"rules.least is {self.least} and rules.most {self.most}; use 1 <= least <= most <= 32"
+            )
+        if not 1 <= self.epochs <= 4:
+            raise ValueError(f"rules.epochs is {self.epochs}; use 1 to 4")
+        if not 1 <= self.walk <= 512:
+            raise ValueError(f"rules.walk is {self.walk}; use 1 to 512")
+        for name in ("ring", "group", "total"):
+            if not 1 <= getattr(self, name) < 1 << 31:
+                raise ValueError(f"rules.{name} is {getattr(self, name)}; use 1 to 2147483647")
+        for name in ("ladder", "live", "shared"):
+            lengths = getattr(self, name)
+            falling = all(a > b for a, b in pairwise(lengths))
+            if len(lengths) > 7 or not falling or any(not 1 <= length <= 32 for length in lengths):
+                raise ValueError(
+                    f"rules.{name} is {lengths}; use up to 7 context lengths of 1 to 32, longest first"
+                )
+
+    @classmethod
+    def ours(cls) -> Self:
+        """Every source, the noise, and one budget for the batch."""
+        return cls()
+
+    @classmethod
+    def siblings(cls) -> Self:
+        """Ours without a past: siblings and own text only, as in Seer (arXiv 2511.14617)."""
+        return cls(sources=frozenset({Source.SIBLING, Source.OWN}))
+
+    @classmethod
+    def ngram(cls) -> Self:
+        """Prompt look-up: four tokens, as after the last 4, 3 or 2 tokens before, in prompt and own text."""
+        return cls(
+            sources=frozenset({Source.OWN}),
+            use_noise=False,
+            window=Window.FIXED,
+            length=4,
+            live=(4, 3, 2),
+            walk=1,
+        )
+
+    @classmethod
+    def rhyme(cls) -> Self:
+        """RhymeRL (arXiv 2508.18588) as described: the newest epoch, matches of 7 tokens backing off to 3,
+        the branch with the most reward, a window of 2 that grows by 2."""
+        return cls(
+            sources=frozenset({Source.HISTORY}),
+            use_noise=False,
+            window=Window.ADD,
+            most=7,
+            epochs=1,
+            fresh=True,
+            by_reward=True,
+        )
+
+    @classmethod
+    def suffix(cls) -> Self:
+        """SuffixDecoding (arXiv 2411.04975): own text, and one index over all prompts. Its suffix trees are
+        approximated by the last 512 occurrences of three tokens; those with the longest context count."""
+        return cls(
+            sources=frozenset({Source.OWN, Source.OTHER}),
+            use_noise=False,
+            window=Window.SUFFIX,
+            live=(24, 16, 12, 8, 6, 4, 3),
+            shared=(24, 16, 12, 8, 6, 4, 3),
+            walk=512,
+            ring=1 << 20,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStats:
+    """What a drafter has done since it began; ``now - then`` is what it did in between.
+
+    By source, by depth (1 first) and by bin of the estimate, in tenths. A candidate is labelled when its
+    place was reached, whether it had been drafted or not; ``predicted`` is the sum of their estimates.
+    """
+
+    passes: int  # calls of propose
+    naps: int  # of them, those in which the whole drafter slept
+    looked: int  # look-ups: candidates for one place
+    slept: int  # (sequence, pass) pairs in which a sequence was left alone
+    emitted: int  # tokens that came, drafted or not
+    drafted: Mapping[Source, int]
+    accepted: Mapping[Source, int]
+    drafted_at: tuple[int, ...]  # [MOST_DEPTH]
+    accepted_at: tuple[int, ...]  # [MOST_DEPTH]
+    labels: tuple[int, ...]  # [BINS]
+    hits: tuple[int, ...]  # [BINS] of them, those that came true
+    predicted: tuple[float, ...]  # [BINS]
+    open_s: float  # seconds spent in open, propose and observe; one thread, no waiting
+    propose_s: float
+    observe_s: float
+    live_bytes: int = field(metadata={"state": True})  # of live text, now
+    sequences: int = field(metadata={"state": True})  # open ones, now
+    groups: int = field(metadata={"state": True})  # prompts with live text, now
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in all."""
+        return self.open_s + self.propose_s + self.observe_s
+
+    def __sub__(self, earlier: DraftStats) -> DraftStats:
+        """What was done since ``earlier``; what is a state keeps its value of now."""
+        values: dict[str, Any] = {}
+        for one in fields(self):
+            now, then = getattr(self, one.name), getattr(earlier, one.name)
+            values[one.name] = now if one.metadata.get("state") else _minus(now, then)
+        return DraftStats(**values)
+
+
+def _minus(now: Any, then: Any) -> Any:
+    if isinstance(now, Mapping):
+        return {key: now[key] - then[key] for key in now}
+    if isinstance(now, tuple):
+        return tuple(a - b for a, b in zip(now, then, strict=True))
+    return now - then
+
+
+__all__ = ["BINS", "MOST_DEPTH", "DraftStats", "Rules", "Source", "Window"]

@@ -1,0 +1,212 @@
+"""The closed history: what prompts were answered in earlier steps, compact, searchable and bounded.
+
+Drafts from it are guesses that a forward pass checks, so nothing here can change a token: a lost or damaged
+history costs time only.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from io import BufferedReader
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from ostinato.compiler import BuildError
+from ostinato.history.blocks import Block, bytes_needed, lay_out, sort
+from ostinato.history.lengths import Lengths
+from ostinato.history.native.library import NativeStore, load_library
+from ostinato.run import atomic_write
+from ostinato.types import Past
+
+MAGIC = b"ostinato history 1\n"
+OVERHEAD = 640  # bytes that a block takes besides its arrays, in Python and C++
+
+
+def prompt_key(uid: str) -> int:
+    """64 bits that stand for a prompt in every process and on every machine."""
+    return int.from_bytes(blake2b(uid.encode(), digest_size=8).digest(), "little")
+
+
+def _native_store() -> tuple[NativeStore | None, str]:
+    """A store, or why there is none."""
+    try:
+        return NativeStore(load_library()), ""
+    except BuildError as error:
+        return None, str(error)
+
+
+class History:
+    """Blocks by prompt, newest first: at most ``epochs`` per prompt and ``memory_mb`` (MiB) in all.
+
+    What is over goes in this order: blocks of which their prompt has a newer one, the oldest step first; then
+    whole prompts, by a fixed hash. Prompts come round once per epoch, and of a round that is larger than the
+    memory the least recently used block is the one that is needed next: dropping that one would find nothing,
+    ever, while the hash keeps the same prompts, as large a share of them as there is memory.
+
+    Several engines and drafters, and their threads, may share one History: see native/library.py. Blocks are
+    sorted when they are first asked for, so that what is never used costs next to nothing; ``build_now`` does
+    it ahead of time.
+    """
+
+    def __init__(self, *, memory_mb: float = 256, epochs: int = 3, compiled: bool = True) -> None:
+        """``compiled=False``: the plain search, as where there is no compiler. Raises ValueError."""
+        if not memory_mb > 0:
+            raise ValueError(f"memory_mb is {memory_mb}; use a positive number of MiB")
+        if epochs < 1:
+            raise ValueError(f"epochs is {epochs}; use 1 or more")
+        self.counters: Counter[str] = Counter()  # blocks and tokens that came and went
+        self.lengths = Lengths()  # of the same responses; saved with them
+        self.num_bytes = 0
+        self.num_tokens = 0  # of responses: what was sampled
+        self._limit = memory_mb * 2**20
+        self._epochs = epochs
+        self._blocks: dict[int, list[Block]] = {}
+        self._native, self.plain_because = _native_store() if compiled else (None, "it was asked for")
+
+    @property
+    def native(self) -> int | None:
+        """Pointer to the ``Store`` of native/blocks.h, alive as long as this object is; None for the twin."""
+        return self._native.pointer if self._native else None
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """All that the history takes, per token that was sampled; 0 when it is empty."""
+        return self.num_bytes / self.num_tokens if self.num_tokens else 0.0
+
+    def add(self, uid: str, step: int, pasts: Sequence[Past]) -> None:
+        """Remember what prompt ``uid`` was answered in ``step``, instead of what was there for that step.
+
+        Empty responses are left out. Raises ValueError for a response whose intervals are not all there.
+        """
+        key, said = prompt_key(uid), [past for past in pasts if len(past.tokens)]
+        block = lay_out(step, said) if said else None
+        for old in [old for old in self._blocks.get(key, []) if old.step == step]:
+            self._drop(key, old, "replaced")
+        if block is not None:
+            self._keep(key, block)
+        self._make_room()
+
+    def blocks(self, uid: str) -> list[Block]:
+        """The blocks of a prompt, sorted, newest first."""
+        key = prompt_key(uid)
+        kept = list(self._blocks.get(key, []))
+        for block in kept:
+            self._sort(key, block)
+        return kept
+
+    def build_now(self) -> None:
+        """Sort all blocks that wait for it."""
+        for key, kept in self._blocks.items():
+            for block in kept:
+                self._sort(key, block)
+
+    def save(self, path: Path) -> None:
+        """Write all but the suffix arrays: they would be nearly half of every checkpoint, and sorting again
+        what is asked for takes 0.1 us per token."""
+        atomic_write(path, self._write)
+
+    @classmethod
+    def load(cls, path: Path, *, memory_mb: float = 256, epochs: int = 3, compiled: bool = True) -> Self:
+        """What ``save`` wrote, cut to these limits. Raises OSError where it cannot be read, and ValueError
+        for a file that is damaged or of another kind."""
+        history = cls(memory_mb=memory_mb, epochs=epochs, compiled=compiled)
+        with path.open("rb") as file:
+            for key, block in _read(file, path, history.lengths):
+                history._keep(key, block)
+        history._make_room()
+        history.counters.clear()
+        return history
+
+    def _sort(self, key: int, block: Block) -> None:
+        if self._native:
+            self._native.sort(key, block.step)
+        elif not block.is_sorted:
+            sort(block)
+
+    def _keep(self, key: int, block: Block) -> None:
+        kept = self._blocks.setdefault(key, [])
+        kept.append(block)
+        kept.sort(key=lambda block: -block.step)
+        if self._native:
+            self._native.add(key, block)
+        self.num_bytes += block.memory.nbytes + OVERHEAD
+        self.num_tokens += block.num_sampled
+        self.counters["added_blocks"] += 1
+        self.counters["added_tokens"] += block.num_sampled
+        for old in kept[self._epochs :]:
+            self._drop(key, old, "outdated")
+
+    def _drop(self, key: int, block: Block, why: str) -> None:
+        if self._native:
+            self._native.drop(key, block.step)  # before its memory goes
+        self._blocks[key].remove(block)
+        if not self._blocks[key]:
+            del self._blocks[key]
+        self.num_bytes -= block.memory.nbytes + OVERHEAD
+        self.num_tokens -= block.num_sampled
+        self.counters[f"{why}_blocks"] += 1
+        self.counters[f"{why}_tokens"] += block.num_sampled
+
+    def _make_room(self) -> None:
+        victims = self._victims()
+        while self.num_bytes > self._limit:
+            key = next(victims)
+            self._drop(key, self._blocks[key][-1], "evicted")
+
+    def _victims(self) -> Iterator[int]:
+        """Keys of the prompts whose oldest block is to go, one after another."""
+        outdated = sorted((old.step, key) for key, kept in self._blocks.items() for old in kept[1:])
+        yield from (key for _, key in outdated)
+        yield from sorted(self._blocks, reverse=True)  # a key is a hash
+
+    def _write(self, path: Path) -> None:
+        kept = [(key, block) for key, kept in self._blocks.items() for block in kept]
+        rows = [[key, block.step, block.length, block.documents, block.wide] for key, block in kept]
+        header = json.dumps({"blocks": rows, "lengths": self.lengths.state()}).encode()
+        parts = [MAGIC, len(header).to_bytes(8, "little"), header, *(_unsorted(block) for _, block in kept)]
+        crc = 0
+        with path.open("wb") as file:
+            for part in parts:
+                file.write(part)
+                crc = zlib.crc32(part, crc)
+            file.write(crc.to_bytes(4, "little"))
+
+
+def _unsorted(block: Block) -> memoryview:
+    """The memory of a block behind its ``order``."""
+    return block.memory[4 * block.size :].data
+
+
+def _crc(file: BufferedReader, count: int) -> int:
+    """Checksum of the next ``count`` bytes."""
+    crc = 0
+    while count > 0 and (part := file.read(min(count, 1 << 20))):
+        crc, count = zlib.crc32(part, crc), count - len(part)
+    return crc
+
+
+def _read(file: BufferedReader, path: Path, lengths: Lengths) -> Iterator[tuple[int, Block]]:
+    """The blocks of a saved history by key; ``lengths`` becomes what was saved with them."""
+    if file.read(len(MAGIC)) != MAGIC:
+        raise ValueError(f"{path} is no history of this version; delete it to begin an empty one")
+    file.seek(0)
+    if _crc(file, path.stat().st_size - 4) != int.from_bytes(file.read(4), "little"):
+        raise ValueError(f"the history {path} is damaged; delete it to begin an empty one")
+    file.seek(len(MAGIC))
+    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    lengths.restore(header["lengths"])
+    for key, step, length, documents, wide in header["blocks"]:
+        memory = np.empty(bytes_needed(length, documents, wide), np.uint8)
+        block = Block(step=step, length=length, documents=documents, wide=wide, memory=memory)
+        file.readinto(_unsorted(block))
+        yield key, block

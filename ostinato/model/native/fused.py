@@ -1,0 +1,268 @@
+"""A decode step as one native call: all layers for a flat row of tokens, with no Python or torch in between.
+
+The twin is ``Decoder.forward`` with the single kernels; every number is the same, bit for bit, because both
+are made of the same compiled functions (see step.cpp). What the step does not know (latent attention, clipped
+queries, routing by sigmoid, other devices) has no ``FusedStep``, and the caller takes the twin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ostinato.model.config import ModelConfig, QKNorm, Scoring
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import NO_LORA, LayerLora, Lora, Prepared
+from ostinato.model.moe import ExpertLora
+from ostinato.model.native.experts import Experts, experts_struct
+from ostinato.model.weights import Attention, Block, Moe
+
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
+
+
+class Rows(Protocol):
+    """Where the rows of a pass stand: ``engine.paged.Rows``. Rows of a sequence are consecutive.
+
+    Slot slots[w] of the cache (block * 16 + offset) takes key and value of row write[w], or of row w without
+    ``write``. Row t sees the first lengths[t] positions, itself included, of the blocks tables[sequence[t]].
+    """
+
+    @property
+    def slots(self) -> Tensor: ...  # [W] int64
+    @property
+    def write(self) -> Tensor | None: ...  # [W] int32
+    @property
+    def tables(self) -> Tensor: ...  # [S, blocks] int32
+    @property
+    def sequence(self) -> Tensor: ...  # [T] int32
+    @property
+    def lengths(self) -> Tensor: ...  # [T] int32
+
+
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, _POINTER) for name in names]
+
+
+def _longs(*names: str) -> list[tuple[str, type]]:
+    return [(name, _LONG) for name in names]
+
+
+# The structs of step.cpp.
+class _Adapter(ctypes.Structure):
+    _fields_ = [*_pointers("a", "b"), *_longs("rank"), ("scale", _DOUBLE)]
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [*_pointers("w", "bias"), *_longs("out", "into"), ("adapter", _Adapter)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *_pointers("attn_norm", "mlp_norm", "next_norm", "q_norm", "k_norm"),
+        *[(name, _Linear) for name in ("qkv", "o", "gate_up", "down", "router")],
+        ("experts", Experts),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *_pointers("layers"),
+        *_longs("num_layers", "hidden", "heads", "kv_heads", "head_dim", "top_k", "norm_topk", "norm_all"),
+        *_pointers("embed", "cos", "sin"),
+        *_longs("positions"),
+        *[(name, _DOUBLE) for name in ("eps", "scale", "scaling")],
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        *_pointers("tokens", "positions", "slots", "writers", "tables", "sequence", "lengths"),
+        *_pointers("keys", "values", "hidden", "routing"),
+        *_longs("rows", "writes", "table_width", "moe_layers", "key_layer", "value_layer"),
+    ]
+
+
+class FusedStep:
+    """A decoder with one set of prepared adapters, ready to run passes. Not for two threads at once.
+
+    Weights and adapters are read where they lie: a later change of them in place is seen.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., int]],
+        linear: Callable[..., Tensor],
+        decoder: Decoder,
+        adapters: Prepared | None,
+    ) -> None:
+        config, loras = decoder.config, adapters.layers if adapters is not None else None
+        self._run = functions[f"step_{_SUFFIX[decoder.dtype]}"]
+        self._linear, self._decoder, self._kept = linear, decoder, _Kept()
+        layers = [
+            self._kept.layer(config, block, loras[i] if loras is not None else NO_LORA)
+            for i, block in enumerate(decoder.blocks)
+        ]
+        self._layers = (_Layer * len(layers))(*layers)
+        moe = config.moe
+        self._model = _Model(
+            layers=ctypes.addressof(self._layers),
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            top_k=moe.top_k if moe else 0,
+            norm_topk=moe is not None and moe.norm_topk,
+            norm_all=config.qk_norm == QKNorm.FULL,
+            embed=self._kept.pointer(decoder.embed),
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            scaling=moe.scaling if moe else 1.0,
+        )
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._logits = torch.empty(0)
+        self._turns: tuple[Tensor, ...] = ()  # cos and sin by position
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, rows: Rows, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass: (hidden [T, D] after the final norm, routing [T, L_moe, K] int16 or None).
+
+        tokens, positions: [T] int64. keys, values: the whole cache (``engine.paged.KVStore``), in which
+        ``rows.slots`` are written.
+        """
+        config, total = self._decoder.config, tokens.shape[0]
+        hidden = torch.empty(total, config.hidden_size, dtype=keys.dtype)
+        routing = None
+        if config.moe is not None:
+            routing = torch.empty(total, config.num_moe_layers, config.moe.top_k, dtype=torch.int16)
+        if total == 0:
+            return hidden, routing
+        batch = _Batch(
+            tokens=tokens.data_ptr(),
+            positions=positions.data_ptr(),
+            slots=rows.slots.data_ptr(),
+            writers=None if rows.write is None else rows.write.data_ptr(),
+            tables=rows.tables.data_ptr(),
+            sequence=rows.sequence.data_ptr(),
+            lengths=rows.lengths.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            hidden=hidden.data_ptr(),
+            routing=None if routing is None else routing.data_ptr(),
+            rows=total,
+            writes=rows.slots.shape[0],
+            table_width=rows.tables.stride(0),
+            moe_layers=config.num_moe_layers,
+            key_layer=keys.stride(0),
+            value_layer=values.stride(0),
+        )
+        model, room = ctypes.byref(self._model), self._workspace
+        while wanted := self._run(model, ctypes.byref(batch), room.data_ptr(), room.numel()):
+            self._grow(wanted)
+            room = self._workspace
+        return hidden, routing
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``Decoder.logits`` [R, V] into memory of its own: read it before the next call.
+
+        Fresh memory of that size is mapped page by page at every step: half the cost of the product again.
+        """
+        decoder = self._decoder
+        dtype = torch.float32 if decoder.fp32_head else decoder.dtype
+        vocab, needed = decoder.config.vocab_size, hidden.shape[0] * decoder.config.vocab_size
+        if self._logits.numel() < needed or self._logits.dtype != dtype:
+            self._logits = torch.empty(needed, dtype=dtype)
+        return self._linear(
+            hidden, decoder.head_weight, None, dtype, out=self._logits[:needed].view(-1, vocab)
+        )
+
+    def _grow(self, wanted: int) -> None:
+        """What the pass asked for: bytes of workspace, or with a minus the rotations of more positions."""
+        if wanted > 0:
+            self._workspace = torch.empty(wanted, dtype=torch.uint8)
+            return
+        length = max(-wanted, 2 * self._model.positions, 512)
+        cos, sin = self._decoder.rotations(torch.arange(length))
+        self._turns = cos, sin
+        self._model.cos, self._model.sin, self._model.positions = cos.data_ptr(), sin.data_ptr(), length
+
+
+class _Kept:
+    """Turns tensors into pointers and keeps them alive."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+
+    def pointer(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        tensor = tensor.detach().contiguous()  # parameters are: nothing is copied
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
+
+    def linear(self, weight: Tensor | None, bias: Tensor | None, lora: Lora | None) -> _Linear:
+        if weight is None:
+            return _Linear()
+        adapter = _Adapter()
+        if lora is not None:
+            adapter = _Adapter(
+                a=self.pointer(lora.a), b=self.pointer(lora.b), rank=lora.a.shape[0], scale=lora.scale
+            )
+        out, into = weight.shape
+        return _Linear(w=self.pointer(weight), bias=self.pointer(bias), out=out, into=into, adapter=adapter)
+
+    def experts(self, gate_up: Tensor, down: Tensor, lora: ExpertLora | None) -> Experts:
+        tensors = [gate_up, down, *(lora[:4] if lora is not None else ())]
+        self._tensors += tensors
+        return experts_struct(gate_up, down, lora)
+
+    def layer(self, config: ModelConfig, block: Block, lora: LayerLora) -> _Layer:
+        attn, mlp = block.attn, block.mlp
+        assert isinstance(attn, Attention)
+        dense = mlp.shared if isinstance(mlp, Moe) else mlp
+        gate_up, down = (
+            (lora.shared_gate_up, lora.shared_down) if isinstance(mlp, Moe) else (lora.gate_up, lora.down)
+        )
+        layer = _Layer(
+            attn_norm=self.pointer(block.attn_norm),
+            mlp_norm=self.pointer(block.mlp_norm),
+            next_norm=self.pointer(block.next_norm),
+            q_norm=self.pointer(attn.q_norm),
+            k_norm=self.pointer(attn.k_norm),
+            qkv=self.linear(attn.qkv, attn.qkv_bias, lora.qkv),
+            o=self.linear(attn.o, attn.o_bias, lora.o),
+        )
+        if dense is not None:
+            layer.gate_up = self.linear(dense.gate_up, dense.gate_up_bias, gate_up)
+            layer.down = self.linear(dense.down, dense.down_bias, down)
+        if isinstance(mlp, Moe):
+            layer.router = self.linear(mlp.router, None, lora.router)
+            layer.experts = self.experts(mlp.gate_up, mlp.down, lora.experts)
+        return layer
+
+
+def supported(decoder: Decoder) -> bool:
+    """Whether ``FusedStep`` computes this decoder."""
+    config = decoder.config
+    moe = config.moe
+    routed = moe is None or (
+        moe.scoring == Scoring.SOFTMAX and moe.num_groups == 1 and not moe.correction_bias
+    )
+    return (
+        decoder.device.type == "cpu"
+        and decoder.dtype in _SUFFIX
+        and config.mla is None
+        and config.clip_qkv is None
+        and routed
+        and decoder.inv_freq.shape[0] * 2 == config.head_dim
+        and all(parameter.is_contiguous() for parameter in decoder.parameters())
+    )
+
+
+__all__ = ["FusedStep", "Rows", "supported"]

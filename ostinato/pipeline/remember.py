@@ -1,0 +1,259 @@
+"""Drafts in a run: what a step leaves for the next ones, and the books of what drafting did.
+
+    finished groups -> pasts -> store       the drafts of each prompt's next epoch come from here
+                    -> lengths              how long its answers will be: the longest are admitted first
+                    -> likeness             how alike the answers of neighbouring policies are
+    drafter, engine -> row and detail of the step (metrics.jsonl, drafts.jsonl)
+
+Nothing here can change a token: without the store, or with another run's, a run samples the same and takes
+longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ostinato.history.blocks import CONTEXT
+from ostinato.history.rules import DraftStats
+from ostinato.history.similarity import length_rank_correlation, rank_shift, token_reuse
+from ostinato.types import Completion, Group, Past, Prompt, Stop
+
+REUSE_PROMPTS = 4  # of a step, whose tokens are compared with their past: an observation must cost nothing
+MOST_POINTS = 400  # of a step's course
+
+Answers = Callable[
+    [str], Sequence[np.ndarray]
+]  # the newest answers to a prompt that the store has, as tokens
+
+
+class Store(Protocol):
+    """Answers by prompt: ``history.store.History``."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def add(self, uid: str, step: int, pasts: Sequence[Past]) -> None: ...
+
+
+class Lengths(Protocol):
+    """Answer lengths by prompt: ``history.lengths.Lengths``."""
+
+    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None: ...
+
+
+class Drafter(Protocol):
+    """The books and the live text of ``history.drafter.HistoryDrafter``."""
+
+    def stats(self) -> DraftStats: ...
+
+    def forget(self, uids: list[str] | None = None) -> None: ...
+
+
+class Counters(Protocol):
+    """Seconds that the engine's passes took, and that plain decoding would have taken by its cost table."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def seconds_without(self) -> float: ...
+
+
+class Meter(Protocol):
+    """What an engine that verifies drafts measures: ``engine.local.LocalEngine``."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+    @property
+    def trace(self) -> deque[tuple[int, int, int]]: ...  # (sequences, draft rows, emitted tokens) by pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """What drafting did in a step: a part of its row of metrics, and its row of drafts.jsonl."""
+
+    row: Mapping[str, float]
+    detail: Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class Drafting:
+    """Drafts in a run. ``begin`` before a step's rollouts, ``end`` when its groups are final."""
+
+    store: Store
+    lengths: Lengths
+    drafter: Drafter
+    meter: Meter
+    past: Answers
+    likeness: Likeness = field(default_factory=lambda: Likeness())
+
+    def begin(self) -> None:
+        """What is drafted from here on belongs to the step."""
+        self._stats, self._saved_s = self.drafter.stats(), _saved_s(self.meter.counters)
+        self.meter.trace.clear()
+
+    def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> Drafted:
+        """Books of the step, whose rollouts took ``rollout_s``; then its answers are remembered."""
+        stats = self.drafter.stats() - self._stats
+        row = counts(groups) | figures(stats, rollout_s)
+        row["draft/seconds_saved"] = _saved_s(self.meter.counters) - self._saved_s
+        detail = {
+            "step": step,
+            "labels": list(stats.labels),
+            "hits": list(stats.hits),
+            "predicted": [round(value, 1) for value in stats.predicted],
+            "drafted_at": _without_zeros(stats.drafted_at),
+            "accepted_at": _without_zeros(stats.accepted_at),
+            "trace": course(self.meter.trace),
+        }
+        row |= self.likeness.compare(groups, self.past)
+        row |= self._remember(groups, step)
+        return Drafted(row=row, detail=detail)
+
+    def forget(self, prompts: Iterable[Prompt]) -> None:
+        """Drop the live text of prompts that are done with and not remembered (an evaluation's)."""
+        self.drafter.forget([prompt.uid for prompt in prompts])
+
+    def _remember(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        kept, num_skipped = pasts(groups)
+        for uid, answers in kept.items():
+            self.store.add(uid, step, answers)
+        for uid, completions in _by_prompt(groups).items():
+            ended = [(len(one.tokens), one.stop is Stop.LENGTH) for one in completions]
+            self.lengths.observe(uid, [n for n, _ in ended], [cut for _, cut in ended])
+        self.forget(group.prompt for group in groups)
+        skipped = {"draft/not_remembered": float(num_skipped)} if num_skipped else {}
+        return {
+            "draft/history_tokens": float(self.store.num_tokens),
+            "draft/history_bytes": float(self.store.num_bytes),
+            **skipped,
+        }
+
+
+def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[Past]], int]:
+    """(every answer of the groups as history keeps it, by prompt; how many could not be kept).
+
+    Each turn is an answer of its own, behind the last tokens of all that came before it, with the reward of
+    its episode. Kept are those whose sampler told where each uniform fell (``Completion.edges``), but for
+    failed ones, whose numbers may be broken.
+    """
+    kept: dict[str, list[Past]] = {}
+    num_skipped = 0
+    for group in groups:
+        for trajectory in group.trajectories:
+            reward = None if trajectory.reward is None else trajectory.reward.value
+            before = np.zeros(0, np.int32)
+            for turn in trajectory.turns:
+                before = _tail(before, turn.context)
+                past = _past(before, turn.completion, reward)
+                before = _tail(before, turn.completion.tokens)
+                if past is not None:
+                    kept.setdefault(group.prompt.uid, []).append(past)
+                num_skipped += past is None
+    return kept, num_skipped
+
+
+def _past(context: np.ndarray, completion: Completion, reward: float | None) -> Past | None:
+    if completion.edges is None or completion.stop is Stop.ERROR:
+        return None
+    return Past(
+        context=context,
+        tokens=completion.tokens,
+        probs=np.exp(completion.logprobs),
+        edges=completion.edges,
+        reward=reward,
+    )
+
+
+def _tail(before: np.ndarray, new: np.ndarray) -> np.ndarray:
+    return (new if len(new) >= CONTEXT else np.concatenate([before, new]))[-CONTEXT:]
+
+
+def counts(groups: Sequence[Group]) -> dict[str, float]:
+    """What the answers say themselves, those that were read back from the spool included."""
+    passed = [one for completions in _by_prompt(groups).values() for one in completions if one.passes]
+    passes, tokens = sum(one.passes for one in passed), sum(len(one.tokens) for one in passed)
+    drafted, accepted = sum(one.drafted for one in passed), sum(one.accepted for one in passed)
+    return {
+        "tokens/drafted": float(drafted),
+        "tokens/accepted": float(accepted),
+        "draft/tokens_per_pass": _ratio(tokens, passes),
+        "draft/drafted_per_pass": _ratio(drafted, passes),
+        "draft/acceptance": _ratio(accepted, drafted),
+    }
+
+
+def figures(stats: DraftStats, rollout_s: float) -> dict[str, float]:
+    """What the drafter counted in a step; shares are of all tokens sampled in it."""
+    shares = {f"draft/share_{name}": _ratio(count, stats.emitted) for name, count in stats.accepted.items()}
+    return shares | {"draft/cpu_share": _ratio(stats.seconds, rollout_s)}
+
+
+def course(trace: Iterable[tuple[int, int, int]], most: int = MOST_POINTS) -> list[list[float]]:
+    """Running sequences, draft rows and emitted tokens over the passes of a step: at most ``most`` means."""
+    passes = np.array(list(trace), np.float64).reshape(-1, 3)
+    parts = np.array_split(passes, min(most, len(passes))) if len(passes) else []
+    return [[round(float(value), 2) for value in part.mean(0)] for part in parts]
+
+
+def _without_zeros(by_depth: Sequence[int]) -> list[int]:
+    """Up to the greatest depth that was drafted."""
+    last = max((depth for depth, count in enumerate(by_depth, start=1) if count), default=0)
+    return list(by_depth[:last])
+
+
+def _saved_s(counters: Counters) -> float:
+    return counters.seconds_without - counters.seconds
+
+
+@dataclass(kw_only=True)
+class Likeness:
+    """The two observations of RhymeRL (arXiv 2508.18588), on this run: how many new tokens some answer of the
+    prompt's last epoch has already, and whether prompts keep their order by answer length.
+
+    The order is over all prompts that came back since the process began, each with its last two visits.
+    """
+
+    _lengths: dict[str, tuple[float, float]] = field(default_factory=dict)  # means, before and now
+
+    def compare(self, groups: Sequence[Group], past: Answers) -> dict[str, float]:
+        """Figures of the step's groups against what was before them; empty when no prompt returns."""
+        answers = {uid: [one.tokens for one in told] for uid, told in _by_prompt(groups).items()}
+        pairs = [(uid, old, new) for uid, new in answers.items() if len(old := past(uid))]
+        if not pairs:
+            return {}
+        self._lengths |= {uid: (_mean_length(old), _mean_length(new)) for uid, old, new in pairs}
+        shares = [(token_reuse(old, new), sum(map(len, new))) for _, old, new in pairs[:REUSE_PROMPTS]]
+        before, now = ({uid: pair[i] for uid, pair in self._lengths.items()} for i in range(2))
+        return {
+            "draft/reuse": sum(share * size for share, size in shares) / sum(size for _, size in shares),
+            "draft/length_rank_correlation": length_rank_correlation(before, now),
+            "draft/length_rank_moved": rank_shift(before, now),
+        }
+
+
+def _mean_length(answers: Sequence[np.ndarray]) -> float:
+    return sum(map(len, answers)) / len(answers)
+
+
+def _by_prompt(groups: Iterable[Group]) -> dict[str, list[Completion]]:
+    """All answers, empty ones left out."""
+    found: dict[str, list[Completion]] = {}
+    for group in groups:
+        turns = (turn for trajectory in group.trajectories for turn in trajectory.turns)
+        found.setdefault(group.prompt.uid, []).extend(t.completion for t in turns if len(t.completion.tokens))
+    return {uid: completions for uid, completions in found.items() if completions}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

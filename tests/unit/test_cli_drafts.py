@@ -1,0 +1,84 @@
+"""The history of a run in its folder: it comes back with the run, and losing it is one note."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ostinato.cli.drafts import Memory, load_history, new_memory, save_history
+from ostinato.config import DraftSection
+from ostinato.history.store import History
+from ostinato.types import Past, Request, Sampling
+
+SECTION = DraftSection(memory_mb=1)
+
+
+def past(*tokens: int) -> Past:
+    size = len(tokens)
+    return Past(
+        context=np.array([90, 91], np.int32),
+        tokens=np.array(tokens, np.int32),
+        probs=np.full(size, 1e-9, np.float32),  # what is nearly impossible was sampled all the same
+        edges=np.full(size, 0.5, np.float32),
+    )
+
+
+def memory() -> Memory:
+    made = new_memory(SECTION, None, print)
+    if made is None:
+        pytest.skip("no compiler: runs do not draft")
+    return made
+
+
+def test_a_recipe_without_drafts_has_no_memory() -> None:
+    assert new_memory(DraftSection(enabled=False), None, print) is None
+
+
+def test_the_past_of_a_prompt_is_its_newest_answers_without_their_context() -> None:
+    mine = memory()
+    mine.history.add("a", 1, [past(1, 2)])
+    mine.history.add("a", 2, [past(3, 4, 5), past(6)])
+    assert [answer.tolist() for answer in mine.past("a")] == [[3, 4, 5], [6]]
+    assert list(mine.past("b")) == []
+
+
+def test_a_request_is_expected_to_be_as_long_as_its_prompts_answers_were() -> None:
+    mine = memory()
+    request = Request(tokens=np.zeros(3, np.int32), sampling=Sampling(), seed=(0,), uid="a")
+    assert mine.expect(request) == 0.0  # nothing is known
+    mine.history.lengths.observe("a", [20] * 8, [False] * 8)
+    assert mine.expect(request) == 20.0
+
+
+def test_a_history_comes_back_with_its_run(tmp_path: Path) -> None:
+    notes: list[str] = []
+    saved = History(memory_mb=1)
+    saved.add("a", 1, [past(1, 2)])
+    save_history(saved, tmp_path / "history.bin", notes.append)
+    found = load_history(SECTION, tmp_path / "history.bin", notes.append)
+    assert found is not None and found.num_tokens == 2 and not notes
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed", "foreign"])
+def test_a_lost_history_is_one_note_and_the_run_goes_on(tmp_path: Path, damage: str) -> None:
+    path, notes = tmp_path / "history.bin", list[str]()
+    saved = History(memory_mb=1)
+    saved.add("a", 1, [past(*range(50))])
+    saved.save(path)
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        broken = {"cut": whole[:-30], "changed": whole[:-50] + b"?" + whole[-49:], "foreign": b"{}" * 30}
+        path.write_bytes(broken[damage])
+    assert load_history(SECTION, path, notes.append) is None
+    assert len(notes) == 1 and "history" in notes[0] and "\n" not in notes[0]
+
+
+def test_a_full_disk_is_one_note(tmp_path: Path) -> None:
+    notes: list[str] = []
+    (tmp_path / "history.bin").mkdir()  # a file cannot take the place of a folder
+    save_history(History(memory_mb=1), tmp_path / "history.bin", notes.append)
+    assert len(notes) == 1 and "not saved" in notes[0]

@@ -1,0 +1,61 @@
+"""The cost table: what it is measured from, how it moves, and that it stays a cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.engine.cost import KNOTS, CostTable
+
+
+def world(rows: int, attended: float) -> float:
+    """A machine: 1 ms of weights, 30 us per row beyond 8, 0.1 us per position."""
+    return 1e-3 + 3e-5 * max(0, rows - 8) + 1e-7 * attended
+
+
+def test_measured_it_predicts_what_was_not_measured() -> None:
+    table = CostTable.measured(lambda rows, context: world(rows, rows * context))
+    for rows, context in ((1, 16), (12, 100), (200, 50), (1000, 16)):
+        assert float(table.seconds(rows, rows * context)) == pytest.approx(
+            world(rows, rows * context), rel=0.05
+        )
+
+
+def test_a_slow_machine_is_not_measured_for_ever() -> None:
+    asked: list[int] = []
+
+    def slow(rows: int, context: int) -> float:
+        asked.append(rows)
+        return 0.1 * rows
+
+    table = CostTable.measured(slow)
+    assert max(asked) == 8
+    assert float(table.seconds(1000, 0)) == pytest.approx(100, rel=0.3)
+
+
+def test_it_follows_the_machine() -> None:
+    table = CostTable([1e-3] * len(KNOTS))
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        rows = int(rng.integers(1, 400))
+        noise = 5.0 if rng.random() < 0.02 else rng.normal(1, 0.05)  # now and then somebody else is working
+        table.observe(rows, 0.0, world(rows, 0) * noise)
+    for rows in (1, 8, 30, 100, 300):
+        assert float(table.seconds(rows, 0)) == pytest.approx(world(rows, 0), rel=0.15)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), st.floats(1e-6, 10)), max_size=50))
+@settings(max_examples=40, deadline=None)
+def test_more_rows_never_cost_less(passes: list[tuple[int, float]]) -> None:
+    table = CostTable([1e-3 * knot for knot in KNOTS])
+    for rows, seconds in passes:
+        table.observe(rows, 0.0, seconds)
+    costs = table.seconds(np.arange(1, 4000), 0.0)
+    assert (np.diff(costs) >= -1e-12).all() and (costs > 0).all()
+
+
+def test_a_table_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="give one for each"):
+        CostTable([1.0, 2.0])

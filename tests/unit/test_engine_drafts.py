@@ -1,0 +1,268 @@
+"""Drafts in the engine: the same tokens, fewer passes; and nothing is kept that was not sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.engine.cost import KNOTS, CostTable
+from ostinato.engine.local import LocalEngine
+from ostinato.history.scripted import ScriptedDrafter
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.native import BuildError, Kernels, load
+from ostinato.types import Completion, Drafts, Emitted, Request, Running, Sampling, Stop
+
+VOCAB = 31
+FREE_ROWS = CostTable([1e-3 + 1e-9 * knot for knot in KNOTS])
+
+
+def native() -> Kernels | None:
+    try:
+        return load()
+    except BuildError:
+        return None
+
+
+NATIVE = native()
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "initializer_range": 0.3,
+}
+DECODER = Decoder(parse_config(CONFIG)).init_weights(0)
+
+
+def asked(n: int = 4, **sampling: Any) -> list[Request]:
+    rng = np.random.default_rng(0)
+    return [
+        Request(
+            tokens=rng.integers(0, VOCAB, 5 + 4 * i).astype(np.int32),
+            sampling=Sampling(**{"max_tokens": 24, **sampling}),
+            seed=(3, i),
+        )
+        for i in range(n)
+    ]
+
+
+def engine(drafter: ScriptedDrafter | None = None, **options: Any) -> LocalEngine:
+    given = {"kernels": NATIVE, "kv_memory_mb": 4, "context_limit": 128, "cost": FREE_ROWS, **options}
+    return LocalEngine(DECODER, drafter=drafter, **given)
+
+
+def run(ours: LocalEngine, requests: Sequence[Request]) -> list[Completion]:
+    async def collect() -> list[Completion]:
+        found = {index: completion async for index, completion in ours.generate(requests)}
+        return [found[i] for i in range(len(requests))]
+
+    done = asyncio.run(collect())
+    ours._cache.check([])
+    return done
+
+
+def oracle(requests: Sequence[Request], done: Sequence[Completion], **options: Any) -> ScriptedDrafter:
+    whole = {r.seed: np.concatenate([r.tokens, c.tokens]) for r, c in zip(requests, done, strict=True)}
+    return ScriptedDrafter(lambda request, tokens: whole[request.seed][len(tokens) :], **options)
+
+
+def same(a: Completion, b: Completion) -> None:
+    assert a.tokens.tolist() == b.tokens.tolist() and a.stop == b.stop
+    if NATIVE is not None:
+        assert np.array_equal(a.logprobs, b.logprobs)
+        assert np.array_equal(a.edges, b.edges)  # type: ignore[arg-type]
+    assert np.array_equal(a.experts, b.experts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_right_drafts_save_passes_and_change_nothing(tree: bool) -> None:
+    requests = asked()
+    plain = run(engine(), requests)
+    ours = engine(oracle(requests, plain, length=7, tree=tree))
+    for a, b in zip(plain, run(ours, requests), strict=True):
+        same(a, b)
+        # the pass that runs the prompt drafts as well: 3 times 7 and one more
+        assert (a.passes, b.passes) == (24, 3) and b.drafted >= b.accepted == 21
+    assert ours.counters.accepted == 84 and ours.counters.decoded == 96
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_whatever_is_drafted_the_tokens_are_the_same(data: st.DataObject) -> None:
+    """Half-true chains and trees in a KV pool that may be too small, over block edges and stop tokens."""
+    stop = data.draw(st.sampled_from([(), (3,), (3, 4, 5)]))
+    requests = asked(data.draw(st.integers(1, 5)), stop_tokens=stop, min_tokens=data.draw(st.integers(0, 4)))
+    plain = run(engine(), requests)
+    whole = {r.seed: np.concatenate([r.tokens, c.tokens]) for r, c in zip(requests, plain, strict=True)}
+    rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
+    truth, rows = data.draw(st.floats(0, 1)), data.draw(st.integers(1, 4))
+
+    def script(request: Request, tokens: np.ndarray) -> np.ndarray:
+        drafts = rng.integers(0, VOCAB, (rows, 9))
+        right = whole[request.seed][len(tokens) : len(tokens) + 9]
+        keep = rng.random((rows, len(right))) < truth
+        drafts[:, : len(right)] = np.where(keep, right, drafts[:, : len(right)])
+        return drafts
+
+    drafter = ScriptedDrafter(script, length=data.draw(st.integers(1, 9)), tree=data.draw(st.booleans()))
+    options = {
+        "max_batch": data.draw(st.sampled_from([2, 8])),
+        "step_tokens": data.draw(st.sampled_from([5, 64])),
+    }
+    ours = engine(drafter, **options)
+    if data.draw(st.booleans()):
+        ours._cache = type(ours._cache)(data.draw(st.integers(4, 9)))
+    for a, b in zip(plain, run(ours, requests), strict=True):
+        same(a, b)
+    assert not drafter._open, "every handle was closed"
+
+
+def test_a_stop_inside_a_draft_ends_the_answer_there() -> None:
+    requests = asked(2)
+    free = run(engine(), requests)
+    stop = int(free[0].tokens[5])
+    stopped = asked(2, stop_tokens=(stop,))
+    plain = run(engine(), stopped)
+    assert plain[0].stop is Stop.EOS
+    # the drafter goes on as if nothing had happened
+    for a, b in zip(plain, run(engine(oracle(requests, free)), stopped), strict=True):
+        same(a, b)
+        assert b.accepted <= len(b.tokens)
+
+
+def test_a_listener_hears_every_token_once_and_in_order() -> None:
+    requests = asked(2)
+    plain = run(engine(), requests)
+    heard: dict[int, list[int]] = {0: [], 1: []}
+
+    async def listen() -> None:
+        ours = engine(oracle(requests, plain))
+        async for _ in ours.generate(requests, on_token=lambda index, token: heard[index].append(token)):
+            pass
+
+    asyncio.run(listen())
+    assert heard == {i: c.tokens.tolist() for i, c in enumerate(plain)}
+
+
+def test_a_caller_that_goes_away_closes_its_handles() -> None:
+    requests = asked(4)
+    drafter = oracle(requests, run(engine(), requests), length=2)
+    ours = engine(drafter)
+
+    async def leave() -> None:
+        async for _ in ours.generate([*requests, *asked(3, max_tokens=3)]):
+            break
+
+    asyncio.run(leave())
+    assert not drafter._open and not ours._seats.order
+
+
+def test_drafts_never_preempt_anybody() -> None:
+    requests = asked(3)
+    plain = run(engine(), requests)
+    ours = engine(oracle(requests, plain, length=9))
+    ours._cache = type(ours._cache)(9)  # exactly what the three need in the end: 29, 33 and 37 tokens
+    for a, b in zip(plain, run(ours, requests), strict=True):
+        same(a, b)
+    assert ours.counters.preempted == 0
+
+
+def test_logits_that_are_not_finite_end_a_request_inside_a_draft() -> None:
+    decoder = Decoder(parse_config(CONFIG)).init_weights(2)
+    requests = asked(2)
+    plain = run(LocalEngine(decoder, kv_memory_mb=4, context_limit=128), requests)
+    token = int(plain[0].tokens[3])
+    decoder.embed.data[token] = torch.nan  # known at the head too: from the first step on
+    (done, _) = run(
+        LocalEngine(
+            decoder, kv_memory_mb=4, context_limit=128, drafter=oracle(requests, plain), cost=FREE_ROWS
+        ),
+        requests,
+    )
+    assert done.stop is Stop.ERROR and "finite" in done.error and len(done.tokens) == 0
+
+
+def test_the_cost_of_passes_is_learnt() -> None:
+    requests = asked(4)
+    ours = engine(oracle(requests, run(engine(), requests)), cost=CostTable([1.0] * len(KNOTS)))
+    run(ours, requests)
+    assert ours.cost is not None and float(ours.cost.seconds(4, 0.0)) < 1.0
+    assert ours.counters.seconds_without > 0 and len(ours.trace) == ours.counters.steps
+
+
+class Listener:
+    """Drafts nothing, and keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, list[int]] = {}
+        self.closed: set[int] = set()
+        self.requests: dict[int, Request] = {}
+
+    def open(self, request: Request) -> int:
+        handle = len(self.requests)
+        self.requests[handle], self.texts[handle] = request, []
+        return handle
+
+    def propose(self, running: Running) -> Drafts:
+        return Drafts(
+            counts=np.zeros(len(running.handles), np.int32),
+            tokens=np.zeros(0, np.int32),
+            parents=np.zeros(0, np.int32),
+        )
+
+    def observe(self, emitted: Emitted) -> None:
+        ends = np.cumsum(emitted.counts)
+        for handle, end, count, ended in zip(
+            emitted.handles.tolist(), ends, emitted.counts, emitted.ended, strict=True
+        ):
+            self.texts[handle] += emitted.tokens[end - count : end].tolist()
+            if ended:
+                self.closed.add(handle)
+
+
+@pytest.mark.parametrize("blocks", [None, 12])
+def test_running_ahead_costs_nobody_a_token_and_foretells_what_comes(blocks: int | None) -> None:
+    """Idle rows answer the next step's requests with the noise that they will have: under the same policy
+    what is foretold is what comes. Nothing of it is handed out, and nothing is left behind."""
+    requests = asked(2)
+    later = [Request(tokens=r.tokens, sampling=r.sampling, seed=(4, i)) for i, r in enumerate(asked(3))]
+    plain, to_come = run(engine(), requests), run(engine(), later)
+    answer = {r.seed: c for r, c in zip([*requests, *later], [*plain, *to_come], strict=True)}
+    drafter = Listener()
+    ours = engine(drafter)  # type: ignore[arg-type]
+    if blocks is not None:
+        ours._cache = type(ours._cache)(blocks)
+    ours.run_ahead(later)
+    for a, b in zip(plain, run(ours, requests), strict=True):
+        same(a, b)
+    foretold = 0
+    for handle, request in drafter.requests.items():
+        text = drafter.texts[handle]
+        expected = answer[request.seed]
+        assert text == expected.tokens.tolist()[: len(text)]
+        foretold += len(text) * (request.seed[0] == 4)
+    assert ours.counters.ahead == foretold > 0 and ours.counters.decoded == 48
+    assert drafter.closed == set(drafter.requests) and not ours._seats.order and not ours._ahead

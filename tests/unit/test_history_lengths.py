@@ -1,0 +1,119 @@
+"""Length predictions: the laws of a conditional, shrunk quantile."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.history.lengths import ALL, OWN, PRIOR, Lengths
+
+EXAMPLES = settings(max_examples=50, deadline=None)
+LENGTHS = st.lists(st.integers(1, 500), max_size=12)
+QUANTILES = st.floats(0.01, 0.99)
+
+
+def known(**groups: list[int]) -> Lengths:
+    lengths = Lengths()
+    for uid, group in groups.items():
+        lengths.observe(uid, group, [False] * len(group))
+    return lengths
+
+
+def slow(own: list[int], everyone: list[int], generated: int, quantile: float) -> float:
+    """The definition: the least length up to which the quantile of the weight beyond ``generated`` lies."""
+    weighted = [(length, 1.0) for length in own] + [(length, PRIOR / len(everyone)) for length in everyone]
+    longer = sorted((length, weight) for length, weight in weighted if length > generated)
+    reached = np.cumsum([weight for _, weight in longer])
+    return longer[min(int(np.searchsorted(reached, quantile * reached[-1] - 1e-9)), len(longer) - 1)][0]
+
+
+@EXAMPLES
+@given(LENGTHS, LENGTHS, LENGTHS, st.integers(0, 499), QUANTILES)
+def test_prediction_is_its_definition(
+    own: list[int], others: list[int], siblings: list[int], generated: int, quantile: float
+) -> None:
+    predicted = known(p=own, q=others).predict("p", generated=generated, siblings=siblings, quantile=quantile)
+    if not own + others + siblings:
+        assert predicted == math.inf
+    elif generated >= max(own + others + siblings):
+        assert predicted == generated / math.sqrt(1 - quantile)
+    else:
+        assert predicted == slow(own + siblings, own + others, generated, quantile)
+
+
+@EXAMPLES
+@given(LENGTHS, LENGTHS, st.integers(0, 600), QUANTILES, QUANTILES)
+def test_more_for_a_higher_quantile_and_never_less_than_generated(
+    own: list[int], others: list[int], generated: int, one: float, other: float
+) -> None:
+    lengths = known(p=own, q=others)
+    low, high = (lengths.predict("p", generated=generated, quantile=q) for q in sorted((one, other)))
+    assert generated <= low <= high
+
+
+@EXAMPLES
+@given(st.integers(1, OWN))
+def test_a_prompt_is_shrunk_towards_all_by_how_little_is_known(count: int) -> None:
+    lengths = Lengths()
+    lengths.observe("other", [100] * ALL, [False] * ALL)
+    assert lengths.mean("p") == lengths.predict("p") == 100  # unknown: as all of them
+    lengths.observe("p", [20] * count, [False] * count)
+    everyone = (20 * count + 100 * (ALL - count)) / ALL
+    assert lengths.mean("p") == pytest.approx((20 * count + PRIOR * everyone) / (count + PRIOR))
+    assert lengths.predict("p") == (20 if count >= PRIOR else 100)  # the median follows the majority
+
+
+def test_what_has_just_been_seen_of_the_group_counts() -> None:
+    lengths = known(p=[10] * 8)
+    assert lengths.predict("p", siblings=[300] * 15) == 300
+    assert lengths.upper("p") == 10 and lengths.upper("p", siblings=[250]) == 250
+
+
+def test_survivors_are_expected_to_be_longer() -> None:
+    lengths = known(p=[10] * 9 + [400])
+    assert lengths.predict("p") == 10 and lengths.predict("p", generated=10) == 400
+    assert lengths.predict("p", generated=400, quantile=0.75) == 800  # beyond all: as long again
+
+
+def test_a_newer_policy_displaces_the_older_lengths() -> None:
+    lengths = known(p=[10] * OWN)
+    lengths.observe("p", [90] * OWN, [True] * OWN)
+    assert lengths.predict("p", quantile=0.01) == 10  # of all prompts, PRIOR remains
+    assert lengths.predict("p", quantile=0.2) == 90 and lengths.truncated_share("p") == 1
+
+
+def test_ranks() -> None:
+    lengths = known(a=[30] * 8, b=[10] * 8, c=[90] * 8)
+    assert lengths.ranks("abc") == {"b": 0.0, "a": 0.5, "c": 1.0}
+    assert Lengths().ranks(["x"]) == {"x": 0.0} and Lengths().ranks([]) == {}
+
+
+def test_nothing_known_is_the_longest_possible() -> None:
+    assert Lengths().predict("p") == Lengths().mean("p") == Lengths().upper("p") == math.inf
+    assert Lengths().truncated_share("p") == 0
+
+
+@pytest.mark.parametrize("quantile", [0.0, 1.0, float("nan")])
+def test_a_quantile_that_is_none_is_refused(quantile: float) -> None:
+    with pytest.raises(ValueError, match="quantile is"):
+        known(p=[1]).predict("p", quantile=quantile)
+
+
+def test_lengths_and_flags_come_in_pairs() -> None:
+    with pytest.raises(ValueError, match="give one each"):
+        Lengths().observe("p", [1, 2], [False])
+
+
+@EXAMPLES
+@given(st.dictionaries(st.text(max_size=3), LENGTHS, max_size=4))
+def test_state_comes_back(groups: dict[str, list[int]]) -> None:
+    old, new = Lengths(), Lengths()
+    for uid, group in groups.items():
+        old.observe(uid, group, [length % 2 == 0 for length in group])
+    new.restore(old.state())
+    assert new.state() == old.state()
+    assert all(new.predict(uid) == old.predict(uid) for uid in groups)

@@ -1,0 +1,419 @@
+"""The closed history: its search against brute force and against its native twin, its limits, its file."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.history import blocks
+from ostinato.history.blocks import CONTEXT, DEPTH, END, PROBS, Block, Span
+from ostinato.history.native import library as native
+from ostinato.history.store import OVERHEAD, History, prompt_key
+from ostinato.types import Past
+
+EXAMPLES = settings(max_examples=40, deadline=None)
+
+
+def past(tokens: Sequence[int], context: Sequence[int] = (), reward: float | None = None) -> Past:
+    """A response whose intervals are told by its tokens."""
+    array = np.array(tokens, np.int32)
+    return Past(
+        context=np.array(context, np.int32),
+        tokens=array,
+        probs=(1 / (1 + array % 7)).astype(np.float32),
+        edges=(array % 5 / 10).astype(np.float32),
+        reward=reward,
+    )
+
+
+@st.composite
+def pasts(draw: st.DrawFn) -> list[Past]:
+    """Responses in a small alphabet, some of them loops longer than DEPTH, in 16 and in 32 bits."""
+    wide = draw(st.sampled_from([0, 70_000]))
+    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+    loops = st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=3), st.integers(1, 90)).map(
+        lambda loop: (loop[0] * loop[1])[:130]
+    )
+    response = st.tuples(st.lists(st.integers(0, 2), max_size=11), st.one_of(tokens, loops))
+    return [
+        past([wide + token for token in said], [wide + token for token in context])
+        for context, said in draw(st.lists(response, min_size=1, max_size=4))
+    ]
+
+
+def documents(block: Block) -> list[list[int]]:
+    return [block.text[low:high].tolist() for low, high in zip(block.starts, block.starts[1:], strict=False)]
+
+
+def suffix(block: Block, place: int) -> list[int]:
+    """The tokens from a place to the END of its document."""
+    position = block.order[place]
+    return block.text[position : block.starts[np.searchsorted(block.starts, position, side="right")]].tolist()
+
+
+class Native:
+    """The search of native/blocks.cpp in the words of its twin."""
+
+    def __init__(self, history: History, uid: str, step: int) -> None:
+        assert history.native
+        self.library = native.load_library()
+        self.block = self.library.history_block(history.native, prompt_key(uid), step)
+        assert self.block
+
+    def find(self, context: Sequence[int]) -> Span:
+        return self._span("find", _int32(context), len(context))
+
+    def narrow(self, span: Span, depth: int, token: int) -> Span:
+        return self._span("narrow", depth, token, span=span)
+
+    def longest(self, context: Sequence[int], least: int) -> tuple[int, Span]:
+        span = native.Span()
+        length = self.library.history_longest(self.block, _int32(context), len(context), least, span)
+        return length, (span.low, span.high)
+
+    def next_at(self, place: int, depth: int) -> blocks.Next:
+        out = native.Next()
+        self.library.history_next(self.block, place, depth, out)
+        return blocks.Next(token=out.token, edge=out.edge, prob=out.prob, reward=out.reward)
+
+    def _span(self, name: str, *given: object, span: Span = (0, 0)) -> Span:
+        """``find`` takes its span last, ``narrow`` first."""
+        out = native.Span(*span)
+        arguments = (*given, out) if name == "find" else (out, *given)
+        getattr(self.library, f"history_{name}")(self.block, *arguments)
+        return out.low, out.high
+
+
+def _int32(tokens: Sequence[int]) -> ctypes.Array[ctypes.c_int32]:
+    return (ctypes.c_int32 * len(tokens))(*tokens)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> History:
+    history = History()
+    if history.native is None:
+        pytest.skip(history.plain_because)
+    return history
+
+
+@pytest.fixture(scope="module", params=["plain", "native"])
+def history_of(request: pytest.FixtureRequest) -> Callable[..., History]:
+    """Makes histories, with the native search and without."""
+    if request.param == "native" and History().native is None:
+        pytest.skip(History().plain_because)
+    return lambda **limits: History(compiled=request.param == "native", **limits)
+
+
+# ---- one block ----
+
+
+@EXAMPLES
+@given(pasts())
+def test_documents_are_context_response_end(said: list[Past]) -> None:
+    block = blocks.lay_out(3, said)
+    assert documents(block) == [[*p.context[-CONTEXT:].tolist(), *p.tokens.tolist(), END] for p in said]
+    assert block.wide == any((p.tokens >= 70_000).any() for p in said)
+    assert block.num_sampled == sum(len(p.tokens) for p in said)
+    ends = block.starts[1:] - 1
+    inside = [slice(end - len(p.tokens), end) for p, end in zip(said, ends, strict=True)]
+    for p, part in zip(said, inside, strict=True):
+        assert abs(block.edges[part] * blocks.EDGE_STEP - p.edges).max() <= blocks.EDGE_STEP / 2
+        assert (PROBS[block.probs[part]] > 0).all()
+    assert np.count_nonzero(block.probs) == block.num_sampled  # context and END have no probability
+
+
+@EXAMPLES
+@given(pasts())
+def test_order_is_sorted_to_the_depth_and_then_by_position(said: list[Past]) -> None:
+    block = blocks.lay_out(0, said)
+    blocks.sort(block)
+    keys = [(suffix(block, place)[:DEPTH], int(block.order[place])) for place in range(block.size)]
+    assert keys == sorted(keys)
+    assert sorted(block.order.tolist()) == np.flatnonzero(block.text != END).tolist()
+
+
+@EXAMPLES
+@given(pasts(), st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_find_and_narrow_give_all_places_and_no_other(said: list[Past], context: list[int]) -> None:
+    block = blocks.lay_out(0, said)
+    blocks.sort(block)
+    context = [token + 70_000 * block.wide for token in context]
+    expected = [place for place in range(block.size) if suffix(block, place)[: len(context)] == context]
+    span = blocks.find(block, context)
+    assert list(range(*span)) == expected
+    step_by_step = (0, block.size)
+    for depth, token in enumerate(context):
+        step_by_step = blocks.narrow(block, step_by_step, depth, token)
+    assert list(range(*step_by_step)) == expected
+
+
+@EXAMPLES
+@given(pasts(), st.lists(st.integers(0, 2), min_size=1, max_size=90), st.integers(1, 4))
+def test_longest_is_the_longest_that_goes_on(said: list[Past], context: list[int], least: int) -> None:
+    block = blocks.lay_out(0, said)
+    blocks.sort(block)
+    context = [token + 70_000 * block.wide for token in context]
+    texts = [document[:-1] for document in documents(block)]
+    lengths = [
+        length
+        for length in range(least, min(len(context), DEPTH - 1) + 1)
+        if any(
+            context[-length:] == text[at : at + length] for text in texts for at in range(len(text) - length)
+        )
+    ]
+    length, span = blocks.longest(block, context, least)
+    assert length == max(lengths, default=0)
+    assert span == (blocks.find(block, context[len(context) - length :]) if length else (0, 0))
+
+
+@EXAMPLES
+@given(said=pasts(), context=st.lists(st.integers(-1, 2), min_size=1, max_size=90), data=st.data())
+def test_native_is_its_twin(
+    compiled: History, said: list[Past], context: list[int], data: st.DataObject
+) -> None:
+    """Order, find, narrow, longest and next of both, on contexts from the text and from nowhere."""
+    uid = "twin"
+    compiled.add(uid, 1, said)
+    ours, [twin] = Native(compiled, uid, 1), compiled.blocks(uid)
+    order = twin.order.copy()
+    blocks.sort(twin)
+    assert (order == twin.order).all()
+
+    text = said[0].tokens.tolist()
+    context = data.draw(
+        st.sampled_from([text, [token + 70_000 * twin.wide for token in context if token >= 0]])
+    )
+    context = context[data.draw(st.integers(0, max(0, len(context) - 1))) :]
+    assert ours.find(context[:DEPTH]) == blocks.find(twin, context[:DEPTH])
+    for least in (1, 3):
+        assert ours.longest(context, least) == blocks.longest(twin, context, least)
+    span = (0, twin.size)
+    for depth, token in enumerate(context[: DEPTH - 1]):
+        for place in {span[0], span[1] - 1} if span[0] < span[1] else ():
+            assert ours.next_at(place, depth) == blocks.next_at(twin, place, depth)
+        before, span = span, blocks.narrow(twin, span, depth, token)
+        assert ours.narrow(before, depth, token) == span
+
+
+def test_the_end_of_a_document_ends_a_match() -> None:
+    """A context that runs over the border of two responses was never written."""
+    block = blocks.lay_out(0, [past([1, 2]), past([3, 4])])
+    blocks.sort(block)
+    assert blocks.find(block, [2, 3]) == blocks.find(block, [2, 9]) == (2, 2)
+    low, high = blocks.find(block, [2])
+    assert high - low == 1 and blocks.next_at(block, low, 1).token == END
+    assert blocks.longest(block, [1, 2], 1) == (0, (0, 0))  # nothing follows it
+
+
+def test_a_response_can_be_drafted_from_its_first_token() -> None:
+    block = blocks.lay_out(0, [past([7], context=range(20))])
+    blocks.sort(block)
+    length, (place, _) = blocks.longest(block, list(range(30, 40)) + list(range(12, 20)), 1)
+    assert length == CONTEXT and blocks.next_at(block, place, length).token == 7
+
+
+# ---- quantisation ----
+
+
+def test_probability_codes_rise_in_small_steps_from_nothing_to_one() -> None:
+    assert PROBS[0] == 0 and 0 < PROBS[1] < 1e-4 and PROBS[255] == 1
+    assert (PROBS[2:] / PROBS[1:-1] <= 1.05 + 1e-6).all() and (PROBS[2:] > PROBS[1:-1]).all()
+    assert (blocks.prob_codes(PROBS[1:]) == np.arange(1, 256)).all()
+
+
+@EXAMPLES
+@given(st.lists(st.floats(0, 1, width=32), min_size=1))
+def test_probabilities_are_kept_to_half_a_step(probs: list[float]) -> None:
+    given_ = np.array(probs, np.float32)
+    kept = PROBS[blocks.prob_codes(given_)]
+    usual = given_ >= PROBS[1]
+    assert (abs(kept / np.maximum(given_, PROBS[1]) - 1)[usual] <= 0.026).all()
+    assert (abs(kept - given_) <= 0.0151).all()  # what it means for the end of an interval
+
+
+def test_what_is_no_number_counts_as_the_least_probability() -> None:
+    assert blocks.prob_codes(np.array([np.nan, -1.0, 2.0])).tolist() == [1, 1, 255]
+    assert blocks.edge_codes(np.array([np.nan, -1.0, 1.0])).tolist() == [0, 0, 65535]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "signs"),
+    [
+        ([1.0, 0.0, 0.0], [1, -1, -1]),
+        ([0.1 + 0.2, 0.3, 0.3], [0, 0, 0]),  # equal, but for rounding
+        ([None, 2.0, 4.0], [0, -1, 1]),
+        ([None, None], [0, 0]),
+        ([1.0], [0]),
+    ],
+)
+def test_rewards_are_kept_against_their_mean(rewards: list[float | None], signs: list[int]) -> None:
+    block = blocks.lay_out(0, [past([1, 2], reward=reward) for reward in rewards])
+    assert block.rewards.tolist() == signs
+    blocks.sort(block)
+    positions = [int(np.flatnonzero(block.order == start)[0]) for start in block.starts[:-1]]
+    assert [blocks.next_at(block, place, 1).reward for place in positions] == signs
+
+
+@pytest.mark.parametrize("missing", ["probs", "edges"])
+def test_a_response_without_its_intervals_is_refused(missing: str) -> None:
+    whole = past([1, 2, 3])
+    parts = {name: getattr(whole, name) for name in ("context", "tokens", "probs", "edges")}
+    with pytest.raises(ValueError, match="engine reports both"):
+        History(compiled=False).add("p", 1, [Past(**{**parts, missing: np.zeros(0, np.float32)})])
+
+
+def test_negative_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="token -1"):
+        blocks.lay_out(1, [past([1, -1, 3])])
+
+
+# ---- the store ----
+
+
+def test_a_prompt_keeps_its_newest_epochs(history_of: Callable[..., History]) -> None:
+    history = history_of(epochs=2)
+    for step in (1, 5, 9, 7):
+        history.add("p", step, [past([step, 2, 3])])
+    assert [block.step for block in history.blocks("p")] == [9, 7]
+    assert history.num_prompts == 1 and history.num_tokens == 6
+    assert history.counters["outdated_blocks"] == 2 and history.counters["outdated_tokens"] == 6
+    assert history.blocks("another") == []
+
+
+def test_a_step_that_is_told_again_replaces_what_was_there(history_of: Callable[..., History]) -> None:
+    """A resumed run plays its last steps again."""
+    history = history_of()
+    history.add("p", 1, [past([1, 2])])
+    history.add("p", 2, [past([3, 4]), past([5])])
+    history.add("p", 2, [past([6])])
+    assert [block.text.tolist() for block in history.blocks("p")] == [[6, END], [1, 2, END]]
+    assert history.counters["replaced_tokens"] == 3 and history.num_tokens == 3
+    history.add("p", 1, [])
+    assert [block.step for block in history.blocks("p")] == [2]
+
+
+def test_empty_responses_are_left_out() -> None:
+    history = History(compiled=False)
+    history.add("p", 1, [past([]), past([1], context=[5])])
+    history.add("q", 1, [past([])])
+    assert documents(history.blocks("p")[0]) == [[5, 1, END]] and history.num_prompts == 1
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_bytes_are_counted_and_bounded(history_of: Callable[..., History], data: st.DataObject) -> None:
+    limit = data.draw(st.integers(1, 6000))
+    history = history_of(memory_mb=limit / 2**20, epochs=2)
+    additions = st.tuples(st.sampled_from("abcde"), st.integers(1, 4), st.integers(0, 300))
+    for uid, step, length in data.draw(st.lists(additions, max_size=12)):
+        history.add(uid, step, [past([1] * length)])
+        kept = [block for uid in "abcde" for block in history.blocks(uid)]
+        assert history.num_bytes == sum(block.memory.nbytes + OVERHEAD for block in kept) <= limit
+        assert history.num_tokens == sum(block.num_sampled for block in kept)
+    came, went = history.counters["added_tokens"], ("outdated_tokens", "replaced_tokens", "evicted_tokens")
+    assert came - sum(history.counters[why] for why in went) == history.num_tokens
+
+
+def test_what_a_prompt_has_newer_goes_first_and_the_oldest_of_that() -> None:
+    room = 4 * (blocks.bytes_needed(101, 1, False) + OVERHEAD)
+    history = History(memory_mb=room / 2**20, compiled=False)
+    for uid, step in (("a", 1), ("b", 2), ("a", 3), ("b", 4), ("c", 5), ("d", 6)):
+        history.add(uid, step, [past([1] * 100)])
+    assert [[block.step for block in history.blocks(uid)] for uid in "abcd"] == [[3], [4], [5], [6]]
+    assert history.counters["evicted_blocks"] == 2
+
+
+def test_a_round_larger_than_the_memory_keeps_its_share() -> None:
+    """Least recently used would have dropped every block just before its prompt came round again."""
+    each = blocks.bytes_needed(101, 1, False) + OVERHEAD
+    history = History(memory_mb=20 * each / 2**20, compiled=False)
+    found = []
+    for step in range(120):
+        uid = str(step % 40)
+        found.append(bool(history.blocks(uid)))
+        history.add(uid, step, [past([1] * 100)])
+    assert sum(found[40:]) >= 0.45 * len(found[40:])
+
+
+def test_bytes_per_token_are_few() -> None:
+    history = History(compiled=False)
+    for vocabulary, most in ((0, 9.5), (100_000, 11.5)):
+        history.add("p", 1, [past([vocabulary] * 1220, context=range(8)) for _ in range(16)])
+        assert history.bytes_per_token <= most
+
+
+@pytest.mark.parametrize("wrong", [{"memory_mb": 0}, {"memory_mb": float("nan")}, {"epochs": 0}])
+def test_limits_that_hold_nothing_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*; use"):
+        History(**wrong)  # type: ignore[arg-type]
+
+
+def test_adding_moves_nothing_that_is_kept(compiled: History) -> None:
+    """A drafter holds spans while groups finish: what is kept stays; ``generation`` says ask again."""
+    uid, library = "held", native.load_library()
+    compiled.add(uid, 1, [past([1, 2, 3, 1, 2, 4])])
+    before = Native(compiled, uid, 1).find([1, 2])
+    generation = library.history_generation(compiled.native)
+    for step in range(2, 4):
+        compiled.add(uid, step, [past([1, 2, 9])])
+        compiled.add(f"{uid} {step}", step, [past([1, 2, 9])])
+    assert library.history_generation(compiled.native) > generation
+    assert Native(compiled, uid, 1).find([1, 2]) == before
+    compiled.add(uid, 4, [past([5])])  # epochs=3: step 1 goes
+    assert not library.history_block(compiled.native, prompt_key(uid), 1)
+
+
+def test_without_a_compiler_the_plain_search_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    history = History()
+    assert history.native is None and "compiler" in history.plain_because
+    history.add("p", 1, [past([3, 1, 2])])
+    assert history.blocks("p")[0].order.tolist() == [1, 2, 0]
+
+
+# ---- the file ----
+
+
+def test_a_saved_history_comes_back(history_of: Callable[..., History], tmp_path: Path) -> None:
+    history = history_of()
+    history.add("p", 1, [past([1, 2, 3], context=[4], reward=1.0), past([1, 2], reward=0.0)])
+    history.add("p", 2, [past([70_000, 2])])
+    history.add("q", 2, [past([9])])
+    history.lengths.observe("p", [3, 2], [False, True])
+    history.build_now()
+    history.save(tmp_path / "history")
+    again = History.load(tmp_path / "history", compiled=history.native is not None)
+    for uid in ("p", "q"):
+        for old, new in zip(history.blocks(uid), again.blocks(uid), strict=True):
+            assert (old.step, old.wide, old.memory.tobytes()) == (new.step, new.wide, new.memory.tobytes())
+    assert (again.num_bytes, again.num_tokens) == (history.num_bytes, history.num_tokens)
+    assert again.lengths.state() == history.lengths.state() and not again.counters
+    smaller = History.load(tmp_path / "history", epochs=1, compiled=False)
+    assert [block.step for block in smaller.blocks("p")] == [2]
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_a_damaged_file_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    history = History(compiled=False)
+    history.add("p", 1, [past([1, 2, 3])])
+    history.save(path)
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans(), label="cut"):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="delete it to begin an empty one"):
+        History.load(path, compiled=False)
+
+
+def test_a_key_is_the_same_everywhere() -> None:
+    assert prompt_key("arithmetic/3") == 5161345964430083096  # pinned: files name prompts by it

@@ -1,0 +1,139 @@
+"""Drafts in a run: what is remembered, what is counted, and that neither can change a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.pipeline.account import flops, ledger_row
+from ostinato.pipeline.remember import CONTEXT, Likeness, counts, course, pasts
+from ostinato.types import (
+    Completion,
+    Group,
+    Prompt,
+    Reward,
+    Stop,
+    Trajectory,
+    Turn,
+)
+
+
+def completion(tokens: Sequence[int], **changes: Any) -> Completion:
+    size = len(tokens)
+    usual = Completion(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.full(size, np.log(0.25), np.float32),
+        edges=np.full(size, 0.5, np.float32),
+        versions=np.zeros(size, np.int32),
+        stop=Stop.EOS,
+        passes=size,
+    )
+    return replace(usual, **changes)
+
+
+def group(uid: str, *answers: Completion, step: int = 1, context: Sequence[int] = (1, 2)) -> Group:
+    """Siblings of one turn each, rewarded 0, 1, 2 ..."""
+    turns = [Turn(context=np.array(context, np.int32), completion=answer) for answer in answers]
+    played = tuple(
+        Trajectory(turns=(turn,), stop=Stop.EOS, seed=(k,), reward=Reward(value=float(k)))
+        for k, turn in enumerate(turns)
+    )
+    return Group(prompt=Prompt(uid=uid, text="?"), trajectories=played, step=step)
+
+
+# -- what is remembered
+
+
+def test_each_turn_is_kept_behind_the_end_of_all_before_it() -> None:
+    """Two turns: the second's context is the end of prompt, first answer and reply together."""
+    prompt, reply = np.arange(100, 120, dtype=np.int32), np.array([7, 8], np.int32)
+    turns = (
+        Turn(context=prompt, completion=completion([1, 2, 3])),
+        Turn(context=reply, completion=completion([4, 5])),
+    )
+    episode = Trajectory(turns=turns, stop=Stop.EOS, seed=(0,), reward=Reward(value=0.5))
+    kept, num_skipped = pasts([Group(prompt=Prompt(uid="a", text="?"), trajectories=(episode,), step=1)])
+    first, second = kept["a"]
+    whole = [*prompt, 1, 2, 3, 7, 8]
+    assert first.context.tolist() == prompt[-CONTEXT:].tolist() and first.tokens.tolist() == [1, 2, 3]
+    assert second.context.tolist() == whole[-CONTEXT:] and second.tokens.tolist() == [4, 5]
+    assert first.probs.tolist() == pytest.approx([0.25] * 3) and first.edges.tolist() == [0.5] * 3
+    assert (first.reward, second.reward, num_skipped) == (0.5, 0.5, 0)
+
+
+def test_what_cannot_be_searched_by_noise_is_counted_and_left_out() -> None:
+    """Another engine tells no edges, and the numbers of a failed answer may be broken."""
+    groups = [group("a", completion([1]), completion([2], edges=None), completion([3], stop=Stop.ERROR))]
+    kept, num_skipped = pasts(groups)
+    assert [past.tokens.tolist() for past in kept["a"]] == [[1]] and num_skipped == 2
+
+
+def test_a_prompt_that_comes_twice_in_a_step_is_one_block() -> None:
+    """The store replaces what it has of a step: two calls for one prompt would forget the first group."""
+    kept, _ = pasts([group("a", completion([1])), group("b", completion([2])), group("a", completion([3]))])
+    assert {uid: len(answers) for uid, answers in kept.items()} == {"a": 2, "b": 1}
+
+
+# -- what is counted
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), max_size=6))
+def test_counts_are_sums_over_answers(sizes: list[tuple[int, int, int]]) -> None:
+    answers = [completion([0] * (p + a), passes=p, drafted=a + wrong, accepted=a) for p, a, wrong in sizes]
+    row = counts([group("a", *answers)])
+    passes, accepted, wrong = (sum(size[i] for size in sizes) for i in range(3))
+    assert row["tokens/drafted"] == accepted + wrong and row["tokens/accepted"] == accepted
+    if passes:
+        assert row["draft/tokens_per_pass"] == pytest.approx((passes + accepted) / passes)
+        assert row["draft/drafted_per_pass"] == pytest.approx((accepted + wrong) / passes)
+    else:
+        assert np.isnan(row["draft/tokens_per_pass"])
+    if accepted + wrong:
+        assert row["draft/acceptance"] == pytest.approx(accepted / (accepted + wrong))
+
+
+def test_failed_drafts_are_wasted_work() -> None:
+    """100 tokens sampled, all trained on; 40 drafted of which 30 were right: ten rows ran for nothing."""
+    row = {
+        "tokens/prefilled": 20.0,
+        "tokens/sampled": 100.0,
+        "tokens/trained": 100.0,
+        "tokens/trained_context": 0.0,
+        "tokens/drafted": 40.0,
+        "tokens/accepted": 30.0,
+        "refused_step": 0.0,
+    }
+    books = flops(row, 1.0, 2.0)
+    assert books["flops/rollout"] == 130 and books["flops/wasted"] == 10
+    assert books["flops/useful"] + books["flops/wasted"] == books["flops/rollout"] + books["flops/train"]
+    assert ledger_row(1, row | {"step_time": 1.0})["tokens"]["drafted"] == 40
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 400))
+def test_a_course_is_short_and_keeps_the_mean(num_passes: int, most: int) -> None:
+    trace = [(i, 2 * i, 3) for i in range(num_passes)]
+    points = course(trace, most)
+    assert len(points) == min(most, num_passes)
+    if num_passes <= most:
+        assert points == [[i, 2 * i, 3] for i in range(num_passes)]
+
+
+def test_likeness_is_told_when_prompts_return() -> None:
+    """Lengths 1, 2, 3 and then 2, 4, 6: the same order; half of the new tokens have been there."""
+    likeness, past = Likeness(), dict[str, list[np.ndarray]]()
+    first = [group(uid, completion(list(range(n)))) for n, uid in enumerate("abc", start=1)]
+    assert likeness.compare(first, lambda uid: past.get(uid, [])) == {}
+    past |= {"a": [np.array([0])], "b": [np.array([0, 1])], "c": [np.array([0, 1, 2])]}
+    again = [group(uid, completion(list(range(2 * n)))) for n, uid in enumerate("abc", start=1)]
+    found = likeness.compare(again, lambda uid: past[uid])
+    assert found["draft/reuse"] == pytest.approx(0.5)
+    assert found["draft/length_rank_correlation"] == pytest.approx(1.0)
+    assert found["draft/length_rank_moved"] == 0.0

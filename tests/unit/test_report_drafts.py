@@ -1,0 +1,125 @@
+"""The section on drafts: there when a run drafted, absent otherwise, and its sums are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.config import Recipe, dump_toml
+from ostinato.report import write_report
+from ostinato.report.charts import Chart
+from ostinato.report.concerns import concerns
+from ostinato.report.drafts import draft_sections, lead
+from ostinato.report.reading import RunData, read_run
+from ostinato.run import RunFolder
+
+
+def row(step: int, **changes: float) -> dict[str, Any]:
+    drafts = {
+        "draft/tokens_per_pass": 2.0,
+        "draft/acceptance": 0.9,
+        "draft/cpu_share": 0.02,
+        "draft/share_history": 0.3,
+        "draft/share_sibling": 0.2,
+        "draft/seconds_saved": 0.5,
+        "tokens/sampled": 100.0,
+        "tokens/accepted": 50.0,
+        "time/rollout_s": 1.0,
+    }
+    return {"step": step, **drafts, **{f"draft/{name}": value for name, value in changes.items()}}
+
+
+DETAIL = {
+    "labels": [0, 0, 0, 0, 0, 10, 0, 0, 0, 90],
+    "hits": [0, 0, 0, 0, 0, 5, 0, 0, 0, 81],
+    "predicted": [0.0, 0.0, 0.0, 0.0, 0.0, 5.6, 0.0, 0.0, 0.0, 85.5],
+    "drafted_at": [60, 40, 2],
+    "accepted_at": [54, 32],
+    "trace": [[4.0, 6.0, 9.0], [2.0, 3.0, 4.0]],
+}
+
+
+def data(rows: list[dict[str, Any]], drafts: list[dict[str, Any]] | None = None) -> RunData:
+    return RunData(
+        name="run",
+        recipe_text="",
+        recipe={"trainer": {"steps": len(rows)}},
+        metrics=rows,
+        evals=[],
+        ledger=[],
+        starts=[],
+        drafts=drafts or [],
+        damage=[],
+    )
+
+
+def charts(run: RunData) -> dict[str, Chart]:
+    (section,) = draft_sections(run)
+    return {chart.key: chart for chart in section.charts}
+
+
+def test_a_run_without_drafts_has_no_section() -> None:
+    assert draft_sections(data([{"step": 1, "reward": 0.5}])) == []
+
+
+def test_shares_of_the_output_add_up_to_all_of_it() -> None:
+    (chart,) = [
+        c for key, c in charts(data([row(1), row(2, share_other=0.4)])).items() if key == "output-by-source"
+    ]
+    assert [one.label for one in chart.series] == ["past answers", "siblings", "other prompts", "not guessed"]
+    totals = [
+        sum(one.values[1] or 0.0 for one in chart.series),
+        sum(one.values[0] or 0.0 for one in chart.series),
+    ]
+    assert totals == pytest.approx([1.0, 1.0])
+
+
+def test_calibration_is_over_the_whole_run() -> None:
+    shown = charts(data([row(1), row(2)], [{"step": step, **DETAIL} for step in (1, 2)]))
+    predicted, observed = shown["calibration"].series
+    assert shown["calibration"].steps == list(range(5, 100, 10))
+    assert predicted.values[9] == pytest.approx(0.95) and predicted.values[0] is None
+    assert (observed.values[5], observed.values[9]) == (0.5, 0.9)
+    assert observed.low is not None and observed.low[5] is not None and 0.25 < observed.low[5] < 0.5
+    assert observed.values[0] is None
+    right, wrong = shown["guesses"].series
+    assert (right.values[9], wrong.values[9]) == (162, 18)
+    assert shown["acceptance-by-depth"].series[0].values == pytest.approx([0.9, 0.8, 0.0])
+    budget = shown["budget"]
+    assert budget.series[1].values == [6.0, 3.0] and "Step 2." in budget.note and budget.along == "pass #"
+
+
+def test_without_details_the_charts_say_so() -> None:
+    shown = charts(data([row(1)]))
+    assert all(shown[key].empty for key in ("calibration", "guesses", "acceptance-by-depth", "budget"))
+    assert "token-reuse" not in shown  # no prompt has returned
+
+
+def test_the_lead_says_what_it_comes_to() -> None:
+    sentence = lead([row(1), row(2, tokens_per_pass=3.0)])
+    assert "3.00 tokens" in sentence and "50% of all tokens" in sentence
+    assert "saved 1.0 s of rollouts, which took 2.0 s" in sentence
+    assert "cost 2.0 s of rollouts" in lead([row(1, seconds_saved=-2.0)])
+
+
+def test_drafts_that_cost_more_than_they_save_are_a_concern() -> None:
+    def said(saved: float) -> list[str]:
+        return [one.text for one in concerns(data([row(1, seconds_saved=saved)])) if "drafts" in one.text]
+
+    assert said(0.5) == said(-0.02) == []
+    (text,) = said(-0.2)
+    assert "20% longer" in text and "draft.enabled" in text
+
+
+def test_it_reaches_the_page_and_a_damaged_log_is_said(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", dump_toml(Recipe()))
+    run.write(1, row(1))
+    run.drafts.append({"step": 1, **DETAIL})
+    with run.drafts.path.open("ab") as file:
+        file.write(b"not json\n")
+    assert read_run(run).drafts[0]["trace"] == DETAIL["trace"]
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "Drafts from history" in page and 'data-chart="calibration"' in page
+    assert "line 2 of" in page
