@@ -1,6 +1,7 @@
-"""Drafters side by side: one engine without drafts, one with a drafter that is exchanged between rollouts.
+"""Drafters side by side: one engine without drafts, one whose drafter is exchanged between rollouts.
 
-All drafting arms share an engine, so its KV pool and its measured cost table are the same for each of them.
+All drafting arms share an engine, so its KV pool and its measured cost table are the same for each of them;
+what the engine learns of a drafter (whether it pays) is each arm's own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from ostinato.bench.epochs import Model, answers_of
 from ostinato.bench.settings import Clock
+from ostinato.engine.drafting import Speculation
 from ostinato.engine.local import LocalEngine
 from ostinato.model.lora import Adapters
 from ostinato.protocols import Drafter
@@ -25,10 +27,7 @@ ORACLE_DEPTH = 32
 
 @dataclass(slots=True)
 class Holder:
-    """A place for a drafter: the engine keeps the place, the bench exchanges the drafter between rollouts.
-
-    ``seconds`` is what its calls took, by ``clock``.
-    """
+    """A drafter with a clock: ``seconds`` is what its calls took."""
 
     drafter: Drafter
     clock: Callable[[], float] = time.perf_counter
@@ -141,8 +140,8 @@ def nothing_known(request: Request) -> float:
 
 
 class Pair:
-    """The two engines on one model: ``plain`` without a drafter, ``drafting`` with a holder for one, which
-    may come with a forecast of answer lengths."""
+    """The two engines on one model: ``plain`` without a drafter, ``drafting`` with whichever is asked for,
+    which may come with a forecast of answer lengths."""
 
     def __init__(
         self,
@@ -155,7 +154,9 @@ class Pair:
         clock: Clock = Clock.WALL,
     ) -> None:
         self._clock, self._expect = clock.read, nothing_known
-        self.holder = Holder(Nothing(), clock=clock.read)
+        self._known: dict[
+            int, tuple[Holder, Speculation]
+        ] = {}  # by id of the drafter, which the holder keeps
 
         def engine(drafter: Drafter | None) -> LocalEngine:
             return LocalEngine(
@@ -169,7 +170,13 @@ class Pair:
                 expect=None if drafter is None else lambda request: self._expect(request),
             )
 
-        self.plain, self.drafting = engine(None), engine(self.holder)
+        self.plain, self.drafting = engine(None), engine(Nothing())
+
+    def _held(self, drafter: Drafter) -> tuple[Holder, Speculation]:
+        if id(drafter) not in self._known:
+            holder = Holder(drafter, clock=self._clock)
+            self._known[id(drafter)] = holder, self.drafting.speculate(holder)
+        return self._known[id(drafter)]
 
     def rollout(
         self,
@@ -182,15 +189,18 @@ class Pair:
 
         Publishing, before the clock starts, empties the prefix tree: no arm finds what another has computed.
         """
-        engine = self.plain if drafter is None else self.drafting
-        self.holder.drafter, self.holder.seconds = drafter or Nothing(), 0.0
+        engine, holder = self.plain, None
+        if drafter is not None:
+            engine = self.drafting
+            holder, engine.speculation = self._held(drafter)
+            holder.seconds = 0.0
         self._expect = expect
         engine.publish(adapters, engine.version + 1)
         gc.collect()  # the waste of one arm is not another's
         start = self._clock()
         answers = asyncio.run(answers_of(engine, requests))
         seconds = self._clock() - start
-        return Rollout(seconds=seconds, drafting_s=self.holder.seconds, answers=answers)
+        return Rollout(seconds=seconds, drafting_s=holder.seconds if holder else 0.0, answers=answers)
 
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Let both engines run once, so that no arm pays for what happens only once."""

@@ -29,17 +29,17 @@ import torch
 from ostinato.algo.noise import key, uniform
 from ostinato.engine.cache import BLOCK, KVCache, OutOfBlocks
 from ostinato.engine.cost import CostTable
-from ostinato.engine.drafting import TREES_UP_TO, afford, idle_rows, propose
+from ostinato.engine.drafting import TREES_UP_TO, Speculation, afford, idle_rows
 from ostinato.engine.paged import KVStore, Rows, block_bytes
 from ostinato.engine.passes import NO_DRAFTS, Pass, draft_counts, plan_pass
 from ostinato.engine.runner import Runner
-from ostinato.engine.seats import NO_HANDLE, Seats, Sequence
+from ostinato.engine.seats import Seats, Sequence
 from ostinato.engine.taking import Taken, take_in
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.protocols import Drafter
-from ostinato.types import NO_EXPERT, Completion, Drafts, Emitted, Request, Stop
+from ostinato.types import NO_EXPERT, Completion, Drafts, Request, Stop
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class LocalEngine:
         self.version = 0
         self._decode = decode
         self._max_batch, self._step_tokens, self.context_limit = max_batch, step_tokens, context_limit
-        self._drafter, self._leaves, self._expect = drafter, leaves, expect
+        self._leaves, self._expect = leaves, expect
         layers, shape = decoder.config.num_layers, decoder.kv_shape
         blocks = (kv_memory_mb << 20) // block_bytes(layers, shape, decoder.dtype)
         self._cache = KVCache(blocks)
@@ -113,6 +113,12 @@ class LocalEngine:
         self._driver: asyncio.Task[None] | None = None
         measure = drafter is not None and cost is None
         self.cost = CostTable.measured(self._runner.seconds) if measure else cost
+        self.speculation = self.speculate(drafter) if drafter is not None else None
+
+    def speculate(self, drafter: Drafter) -> Speculation:
+        """With ``drafter``; at work once it is this engine's ``speculation``, changed between rollouts."""
+        assert self.cost is not None, "an engine made without a drafter has no cost table"
+        return Speculation(drafter, self.cost, self._seats, self._leaves)
 
     # ---- the protocol
 
@@ -121,6 +127,8 @@ class LocalEngine:
         self._runner.serve(adapters)
         self.version = version
         self._cache.forget()
+        if self.speculation is not None:
+            self.speculation.new_policy()
 
     async def generate(
         self, requests: Seq[Request], on_token: Callable[[int, int], None] | None = None
@@ -153,12 +161,14 @@ class LocalEngine:
         dropped, and all of it when the last request that somebody waits for has ended.
         """
         self._drop_ahead()
-        if self._drafter is not None:
+        if self.speculation is not None:
             self._ahead.extend(self._sequence(index, r, None, None) for index, r in enumerate(requests))
 
     def _drop_ahead(self) -> None:
-        seated = [self._seats.at(seat) for seat in self._seats.order if self._seats.ahead[seat]]
-        self._abandon([*self._ahead, *seated])
+        seats = [seat for seat in self._seats.order if self._seats.ahead[seat]]
+        if self.speculation is not None and seats:
+            self.speculation.tell(np.array(seats))
+        self._abandon([*self._ahead, *map(self._seats.at, seats)])
 
     def _leave_other_loops(self) -> None:
         """Drop what was asked for in an event loop that has been closed; refuse to be shared by two."""
@@ -233,20 +243,8 @@ class LocalEngine:
             given_up.append(self._unseat(seat))
         self._waiting = deque(s for s in self._waiting if id(s) not in dropped)
         self._ahead = deque(s for s in self._ahead if id(s) not in dropped)
-        handles = np.array([s.handle for s in given_up if s.handle != NO_HANDLE], np.int64)
-        if self._drafter is not None and len(handles):
-            nothing = np.zeros(len(handles), np.int32)
-            none, ended = np.zeros(0, np.float32), np.ones(len(handles), bool)
-            self._drafter.observe(
-                Emitted(
-                    handles=handles,
-                    counts=nothing,
-                    tokens=np.zeros(0, np.int32),
-                    probs=none,
-                    edges=none,
-                    ended=ended,
-                )
-            )
+        if self.speculation is not None:
+            self.speculation.close(given_up)
 
     def _unseat(self, seat: int) -> Sequence:
         """Take a sequence from its seat, and its blocks from it."""
@@ -266,9 +264,7 @@ class LocalEngine:
         if len(chosen) == 0:
             return
         version = self.version  # a callback that publishes changes it for the next step
-        before = time.perf_counter()
         drafts = self._draft(chosen, counts)
-        drafting = time.perf_counter() - before
         if self._ahead or self._seats.ahead[self._seats.order].any():
             chosen, counts, drafts = self._fill_idle_rows(chosen, counts, drafts)
         plan = plan_pass(self._seats, chosen, counts, drafts, self._cache.allocate)
@@ -286,7 +282,7 @@ class LocalEngine:
         self.counters.drafted += len(drafts.tokens)
         if len(ready):
             taken = self._sample(hidden, plan, drafts, ready, version)
-            self._report(plan, drafts, taken, len(chosen), time.perf_counter() - start, drafting)
+            self._report(plan, drafts, taken, time.perf_counter() - start)
         else:
             self.counters.seconds += time.perf_counter() - start
 
@@ -324,8 +320,8 @@ class LocalEngine:
                 sequence.cached = min(match.tokens, sequence.prompt_len)
                 self.counters.cached += sequence.cached
             sequence.nodes = self._cache.insert(tokens, sequence.blocks, ready=False)
-            if self._drafter is not None and sequence.handle == NO_HANDLE:
-                sequence.handle = self._drafter.open(sequence.request)
+            if self.speculation is not None:
+                self.speculation.open(sequence)
             room -= needed
             self._seats.take(sequence, match.tokens)
         queue.extendleft(reversed(later))
@@ -380,14 +376,11 @@ class LocalEngine:
 
     def _draft(self, chosen: np.ndarray, counts: np.ndarray) -> Drafts:
         """What is worth verifying in this pass, cut to the KV blocks that are free."""
-        if self._drafter is None or self.cost is None:
+        if self.speculation is None:
             return NO_DRAFTS
-        leaves = self._leaves if len(chosen) <= TREES_UP_TO else 1
-        waiting = bool(self._waiting)
-        drafts = propose(
-            self._drafter, self.cost, self._seats, chosen, counts, leaves=leaves, waiting=waiting
-        )
+        drafts = self.speculation.propose(chosen, counts, bool(self._waiting))
         if len(drafts.tokens):
+            leaves = self._leaves if len(chosen) <= TREES_UP_TO else 1
             drafts, cut = afford(self._seats, self._cache, chosen, drafts, leaves)
             self.counters.cut_drafts += cut
         return drafts
@@ -464,19 +457,8 @@ class LocalEngine:
         self.counters.ahead += int(taken.counts[~wanted].sum())
         self.counters.accepted += int(taken.accepted.sum())
         self.counters.passes += int(wanted.sum())
-        if self._drafter is not None:
-            ended = np.zeros(len(ready), bool)
-            ended[list(taken.stops)] = True
-            self._drafter.observe(
-                Emitted(
-                    handles=seats.handle[plan.seats[ready]],
-                    counts=taken.counts.astype(np.int32),
-                    tokens=taken.tokens,
-                    probs=np.exp(taken.logprobs),
-                    edges=taken.edges,
-                    ended=ended,
-                )
-            )
+        if self.speculation is not None and taken.stops:
+            self.speculation.tell(plan.seats[ready[list(taken.stops)]], ended=True)
         for r, stop in taken.stops.items():
             self._finish(int(plan.seats[ready[r]]), stop)
         return taken
@@ -498,19 +480,24 @@ class LocalEngine:
                 self._seats.show_blocks(seat)
             self._cache.release(leaf.blocks)
 
-    def _report(
-        self, plan: Pass, drafts: Drafts, taken: Taken, running: int, seconds: float, drafting: float
-    ) -> None:
-        """Refine the cost table by this pass, and note what it was good for."""
-        emitted, counters = int(taken.counts.sum()), self.counters
+    def _report(self, plan: Pass, drafts: Drafts, taken: Taken, seconds: float) -> None:
+        """What the pass was good for; the cost table and the drafter's account learn from it."""
+        emitted, nodes, counters = int(taken.counts.sum()), len(drafts.tokens), self.counters
+        running = len(taken.counts)
         counters.seconds += seconds
-        if self.cost is None:
-            return
-        rows, attended, nodes = len(plan.tokens), plan.attended, len(drafts.tokens)
-        self.cost.observe(rows, attended, seconds - drafting)
-        plain = float(self.cost.seconds(rows - nodes, attended * (rows - nodes) / rows))
-        counters.seconds_without += plain * emitted / len(taken.counts) if nodes else seconds - drafting
         self.trace.append((running, nodes, emitted))
+        speculation, cost = self.speculation, self.cost
+        if speculation is None or cost is None or not (speculation.awake or counters.steps % 8 == 0):
+            counters.seconds_without += seconds
+            return
+        rows, attended = len(plan.tokens), plan.attended
+        cost.observe(rows, attended, seconds - speculation.spent)
+        if speculation.awake:
+            plain = float(cost.seconds(rows - nodes, attended * (rows - nodes) / rows)) * emitted / running
+            counters.seconds_without += plain if nodes else seconds - speculation.spent
+            speculation.judge(nodes, plain, float(cost.seconds(rows, attended)))
+        else:
+            counters.seconds_without += seconds
 
     def _cut(self, sequence: Sequence, answer: np.ndarray) -> str | None:
         """The text of ``answer`` before the first stop string, or None when there is none."""

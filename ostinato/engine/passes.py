@@ -83,9 +83,13 @@ def plan_pass(
     owner = np.repeat(np.arange(len(chosen), dtype=np.int32), rows)
     offset = np.arange(T) - firsts[owner]
     positions = seats.computed[chosen][owner] + offset
-    tokens = seats.text[chosen[owner], positions].astype(np.int64)
-    drafted = offset >= counts[owner]
-    tokens[drafted] = drafts.tokens
+    tokens = np.empty(T, np.int64)
+    if len(drafts.tokens):
+        known = offset < counts[owner]
+        tokens[known] = seats.text[chosen[owner[known]], positions[known]]
+        tokens[~known] = drafts.tokens
+    else:
+        tokens[:] = seats.text[chosen[owner], positions]
     further: list[Leaf] = []
     if len(drafts.tokens) and not are_chains(drafts):
         further = _grow_trees(seats, chosen, drafts, firsts + counts, positions, allocate)

@@ -80,7 +80,7 @@ class Runner:
         for first in range(0, len(u), chunk):
             some = slice(first, first + chunk)
             with torch.inference_mode():
-                logits = self.decoder.logits(hidden[some], adapters=self._prepared, ops=self._ops).float()
+                logits = self._logits(hidden[some])
                 for row, ids in banned:
                     if first <= row < first + chunk:
                         logits[row - first, ids] = -torch.inf
@@ -88,6 +88,12 @@ class Runner:
         if len(parts) == 1:
             return parts[0]
         return Drawn(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, V] fp32, valid until the next call."""
+        if self._fused is not None:  # into memory that is mapped already
+            return self._fused.logits(hidden).float()
+        return self.decoder.logits(hidden, adapters=self._prepared, ops=self._ops).float()
 
     def on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.decoder.device)

@@ -37,6 +37,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)  # of the tree, that its prefill is about to make ready
     handle: int = NO_HANDLE  # at the drafter
+    told: int = 0  # length up to which the drafter knows it
     cached: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -65,6 +66,7 @@ class Seats:
         self.expected = np.zeros(size, np.float64)
         self.address = np.zeros(size, np.uint64)
         self.handle = np.full(size, NO_HANDLE, np.int64)
+        self.told = np.zeros(size, np.int64)
         self.temperature = np.zeros(size, np.float32)
         self.top_k = np.zeros(size, np.int32)
         self.top_p = np.zeros(size, np.float32)
@@ -101,6 +103,7 @@ class Seats:
         self.length[seat], self.computed[seat], self.prompt[seat] = length, computed, prompt
         self.limit[seat], self.expected[seat] = sequence.limit, sequence.expected
         self.address[seat], self.handle[seat] = sequence.address, sequence.handle
+        self.told[seat] = sequence.told
         self.temperature[seat], self.top_k[seat] = sampling.temperature, sampling.top_k
         self.top_p[seat], self.min_p[seat] = sampling.top_p, sampling.min_p
         self.unstoppable[seat] = prompt + sampling.min_tokens if sampling.stop_tokens else 0
@@ -134,7 +137,7 @@ class Seats:
         arrays = (self.logprobs, self.edges, self.versions)
         sequence.sampled = tuple(array[seat, prompt:length].copy() for array in arrays)
         sequence.drafted, sequence.accepted = int(self.drafted[seat]), int(self.accepted[seat])
-        sequence.passes = int(self.passes[seat])
+        sequence.passes, sequence.told = int(self.passes[seat]), int(self.told[seat])
         stop_tokens = sequence.request.sampling.stop_tokens
         self._stop_tokens[stop_tokens] -= 1
         if not self._stop_tokens[stop_tokens]:

@@ -15,7 +15,7 @@ from ostinato.compiler import BuildError, NativeCode, build, load
 
 __all__ = ["BuildError", "load_library"]
 
-SOURCES = ("gemm.cpp", "rows.cpp", "attention.cpp", "moe.cpp", "step.cpp", "kernels.cpp")
+SOURCES = ("gemm.cpp", "rows.cpp", "attention.cpp", "moe.cpp", "step.cpp", "sampler.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast")
 
 

@@ -244,7 +244,8 @@ inline void lanes_tile(const bf16* w, long K, const bf16* packed, long pairs, v1
 }
 
 // Sums of 16 columns, rows in lanes -> y of rows [m, m + rows).
-template <class Y> inline void store_lanes(const Product<bf16, Y>& p, const v16f* sums, long MV, long m, long rows, long n, long some) {
+template <class Y>
+inline void store_lanes(const Product<bf16, Y>& p, const v16f* sums, long MV, long m, long rows, long n, long some) {
   const __mmask16 mask = first_lanes(some);
   const v16f offset = p.bias ? load_some(p.bias + n, mask) : v16f{};
   __m512i r[16];
@@ -277,7 +278,8 @@ template <int MV, class Y> void lanes_rows(const Product<bf16, Y>& p, long m, lo
     for (; n < columns; n++) lanes_tile<MV, 1>(w + n * K, K, packed.data(), pairs, sums + n * MV);
     for (long c = 0; c < columns; c += 16)
       for (long v = 0; v < MV; v++)
-        store_lanes(p, sums + c * MV + v, MV, m + v * 16, std::min(16L, M - v * 16), n0 + c, std::min(16L, columns - c));
+        store_lanes(p, sums + c * MV + v, MV, m + v * 16, std::min(16L, M - v * 16), n0 + c,
+                    std::min(16L, columns - c));
   }
 }
 
@@ -339,8 +341,8 @@ inline void pack_nn(const bf16* w, long K, long k, long cols, long n, long depth
 
 
 template <int MR>
-inline void panel_rows(const bf16* x, long ldx, const bf16* panel, long pairs, bf16* y, long ldy, long cols, float* sums,
-                       bool first, bool final) {
+inline void panel_rows(const bf16* x, long ldx, const bf16* panel, long pairs, bf16* y, long ldy, long cols,
+                       float* sums, bool first, bool final) {
   v16f acc[MR][4];
   for (int m = 0; m < MR; m++)
     for (int j = 0; j < 4; j++) acc[m][j] = first ? v16f{} : load16(sums + m * PANEL + j * 16);

@@ -39,10 +39,12 @@ template <class T> inline void rows_of(const Mixture<T>& m, long e, long& first,
   last = m.ends[e];
 }
 
+// What a product of so many rows takes, as measured: up to 8 rows the columns form, above it 16 at a time.
+inline long cost(long rows) { return rows == 0 ? 0 : rows <= 8 ? 3 : 1 + (rows + 15) / 16 * 4; }
+
 // part(e, first row, rows, first unit, last unit) for this thread's share of `count` units of columns of every
-// expert that has rows. Weights are read once whatever the rows, and products take 16 of them at a time: hence the cost.
+// expert that has rows: shares of equal cost, so that a thread mostly has whole experts.
 template <class T, class Part> void share_experts(const Mixture<T>& m, long count, Part part) {
-  auto cost = [&](long rows) { return rows ? 1 + (rows + 15) / 16 : 0; };
   const long threads = omp_get_num_threads(), me = omp_get_thread_num();
   long total = 0, first, last;
   for (long e = 0; e < m.w.E; e++) {
@@ -92,9 +94,10 @@ void combine(const T* rows, const int32_t* place, const float* weights, long K, 
 }  // namespace
 
 template <class T> void project_tokens(const Mixture<T>& m, long first, long last) {
-  if (m.w.gate_up_a && m.w.shared)
-    project_low(RowsOf<T>{m.x + first * m.w.D, m.w.D}, (const T*)m.w.gate_up_a, float(m.w.scale), m.low + first * m.w.R,
-                m.w.R, last - first, m.w.R, m.w.D);
+  const Experts& w = m.w;
+  if (w.gate_up_a && w.shared)
+    project_low(RowsOf<T>{m.x + first * w.D, w.D}, (const T*)w.gate_up_a, float(w.scale), m.low + first * w.R, w.R,
+                last - first, w.R, w.D);
 }
 
 template <class T> void sort_rows(const Mixture<T>& m) {
@@ -111,34 +114,39 @@ template <class T> void sort_rows(const Mixture<T>& m) {
   }
 }
 
+// y = x w^T, or y += x w^T, where the rows of y lie side by side.
+template <class T>
+inline Product<T, T> plain(const RowsOf<T>& x, const T* w, T* y, long M, long N, long K, bool add = false) {
+  return {x, w, nullptr, y, N, M, N, K, add};
+}
+
 template <class T> void expert_up_share(const Mixture<T>& m) {
   const Experts& w = m.w;
-  const long own = w.gate_up_a && !w.shared ? units(w.R) : 0, all = units(2 * w.F);  // an A per expert: more columns
+  const long N = 2 * w.F, all = units(N);
+  const long own = w.gate_up_a && !w.shared ? units(w.R) : 0;  // an A per expert: more columns
   share_experts(m, all + own, [&](long e, long row, long rows, long first, long last) {
-    const RowsOf<T> x{m.x, w.D, m.token + row};
-    const long end = std::min(last * UNIT, 2 * w.F);
-    T* y = m.hidden + row * 2 * w.F;
-    multiply(Product<T, T>{x, of_expert<T>(w.gate_up, e, 2 * w.F, w.D), nullptr, y, 2 * w.F, rows, 2 * w.F, w.D},
-             first * UNIT, end);
+    const RowsOf<T> x{m.x, w.D, m.token + row}, low{m.low, w.R, m.token + row};
+    const long begin = first * UNIT, end = std::min(last * UNIT, N);
+    T* y = m.hidden + row * N;
+    multiply(plain(x, of_expert<T>(w.gate_up, e, N, w.D), y, rows, N, w.D), begin, end);
     if (w.gate_up_a && w.shared)
-      multiply(Product<T, T>{RowsOf<T>{m.low, w.R, m.token + row}, of_expert<T>(w.gate_up_b, e, 2 * w.F, w.R), nullptr, y,
-                             2 * w.F, rows, 2 * w.F, w.R, true}, first * UNIT, end);
+      multiply(plain(low, of_expert<T>(w.gate_up_b, e, N, w.R), y, rows, N, w.R, true), begin, end);
     if (own)
-      multiply(Product<T, T>{x, of_expert<T>(w.gate_up_a, e, w.R, w.D), nullptr, m.low + row * w.R, w.R, rows, w.R, w.D},
+      multiply(plain(x, of_expert<T>(w.gate_up_a, e, w.R, w.D), m.low + row * w.R, rows, w.R, w.D),
                std::max(0L, first - all) * UNIT, std::min(std::max(0L, last - all) * UNIT, w.R));
   });
 }
 
 template <class T> void expert_act_share(const Mixture<T>& m) {
   const Experts& w = m.w;
+  const long N = 2 * w.F;
   share_rows(m, [&](long e, long row, long rows) {
-    T *hidden = m.hidden + row * 2 * w.F, *act = m.act + row * w.F, *low = m.low + row * w.R;
+    T *hidden = m.hidden + row * N, *act = m.act + row * w.F, *low = m.low + row * w.R;
     if (w.gate_up_a && !w.shared) {
       for (long i = 0; i < rows; i++) scale_row(low + i * w.R, float(w.scale), w.R);
-      multiply(Product<T, T>{RowsOf<T>{low, w.R}, of_expert<T>(w.gate_up_b, e, 2 * w.F, w.R), nullptr, hidden, 2 * w.F,
-                             rows, 2 * w.F, w.R, true});
+      multiply(plain(RowsOf<T>{low, w.R}, of_expert<T>(w.gate_up_b, e, N, w.R), hidden, rows, N, w.R, true));
     }
-    for (long i = 0; i < rows; i++) silu_row(hidden + i * 2 * w.F, act + i * w.F, w.F);
+    for (long i = 0; i < rows; i++) silu_row(hidden + i * N, act + i * w.F, w.F);
     if (w.down_a)
       project_low(RowsOf<T>{act, w.F}, of_expert<T>(w.down_a, e, w.r, w.F), float(w.scale), m.low_act + row * w.r, w.r,
                   rows, w.r, w.F);
@@ -148,13 +156,12 @@ template <class T> void expert_act_share(const Mixture<T>& m) {
 template <class T> void expert_down_share(const Mixture<T>& m) {
   const Experts& w = m.w;
   share_experts(m, units(w.D), [&](long e, long row, long rows, long first, long last) {
+    const RowsOf<T> act{m.act + row * w.F, w.F}, low{m.low_act + row * w.r, w.r};
     const long begin = first * UNIT, end = std::min(last * UNIT, w.D);
     T* y = m.out + row * w.D;
-    multiply(Product<T, T>{RowsOf<T>{m.act + row * w.F, w.F}, of_expert<T>(w.down, e, w.D, w.F), nullptr, y, w.D, rows,
-                           w.D, w.F}, begin, end);
+    multiply(plain(act, of_expert<T>(w.down, e, w.D, w.F), y, rows, w.D, w.F), begin, end);
     if (w.down_a && !w.shared)
-      multiply(Product<T, T>{RowsOf<T>{m.low_act + row * w.r, w.r}, of_expert<T>(w.down_b, e, w.D, w.r), nullptr, y, w.D,
-                             rows, w.D, w.r, true}, begin, end);
+      multiply(plain(low, of_expert<T>(w.down_b, e, w.D, w.r), y, rows, w.D, w.r, true), begin, end);
   });
 }
 
@@ -165,15 +172,16 @@ template <class T> void mix(const Mixture<T>& m, T* y, long first, long last) {
   // a shared B commutes with the weighted sum
   for (long t = first; t < last; t++)
     combine(m.low_act, m.place + t * m.K, m.weights + t * m.K, m.K, w.r, m.mixed + t * w.r);
-  multiply(Product<T, T>{RowsOf<T>{m.mixed + first * w.r, w.r}, (const T*)w.down_b, nullptr, y + first * w.D, w.D,
-                         last - first, w.D, w.r, true});
+  const RowsOf<T> mixed{m.mixed + first * w.r, w.r};
+  multiply(plain(mixed, (const T*)w.down_b, y + first * w.D, last - first, w.D, w.r, true));
 }
 
 namespace {
 
 // The whole mixture as one operation of the decoder. Without a workspace it only says how many bytes it needs.
 template <class T>
-long experts(const Experts& w, const T* x, const int32_t* ids, const float* weights, T* y, long T_, long K, char* workspace) {
+long experts(const Experts& w, const T* x, const int32_t* ids, const float* weights, T* y, long T_, long K,
+             char* workspace) {
   Mixture<T> m{w, x, T_, K, ids, weights};
   Arena arena{workspace};
   m.take(arena);
@@ -214,10 +222,10 @@ void route_rows(const float* logits, int32_t* ids, float* weights, long T, long 
     choose_experts(logits + t * E, E, K, norm, float(scaling), ids + t * K, weights + t * K);
 }
 
-#define EXPERTS(SUFFIX, T)                                                                                               \
-  long experts_##SUFFIX(const Experts* w, const T* x, const int32_t* ids, const float* weights, T* y, long n, long K,    \
-                        char* workspace) {                                                                               \
-    return experts(*w, x, ids, weights, y, n, K, workspace);                                                             \
+#define EXPERTS(SUFFIX, T)                                                                                      \
+  long experts_##SUFFIX(const Experts* w, const T* x, const int32_t* ids, const float* weights, T* y, long n,   \
+                        long K, char* workspace) {                                                              \
+    return experts(*w, x, ids, weights, y, n, K, workspace);                                                    \
   }
 EXPERTS(f32, float)
 EXPERTS(bf16, bf16)

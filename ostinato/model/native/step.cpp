@@ -123,13 +123,17 @@ template <class T> class Pass {
  private:
   // ---- products, shared by columns
 
+  Product<T, T> map(const Linear& p, const T* x, T* y) {
+    return {{x, p.in}, (const T*)p.w, (const T*)p.bias, y, p.out, batch.T_, p.out, p.in};
+  }
+
   // y = x w^T + bias and, where the low-rank half of the adapter is known, its other half.
   void product(const Linear& p, const T* x, T* y) {
     long first, last;
     share(units(p.out), first, last);
     first *= UNIT;
     last = std::min(last * UNIT, p.out);
-    multiply(Product<T, T>{{x, p.in}, (const T*)p.w, (const T*)p.bias, y, p.out, batch.T_, p.out, p.in}, first, last);
+    multiply(map(p, x, y), first, last);
     if (p.adapter.rank) raise(p, y, 0, batch.T_, first, last);
   }
 
@@ -138,8 +142,7 @@ template <class T> class Pass {
     const long rank = p.adapter.rank, own = units(p.out);
     long first, last;
     share(own + units(rank), first, last);
-    multiply(Product<T, T>{{x, p.in}, (const T*)p.w, (const T*)p.bias, y, p.out, batch.T_, p.out, p.in}, first * UNIT,
-             std::min(last * UNIT, p.out));
+    multiply(map(p, x, y), first * UNIT, std::min(last * UNIT, p.out));
     multiply(Product<T, T>{{x, p.in}, (const T*)p.adapter.a, nullptr, low, low_width, batch.T_, rank, p.in},
              std::max(0L, first - own) * UNIT, std::min(std::max(0L, last - own) * UNIT, rank));
   }
@@ -153,17 +156,19 @@ template <class T> class Pass {
   }
 
   void raise(const Linear& p, T* y, long first, long last, long column, long end) {
-    multiply(Product<T, T>{{low + first * low_width, low_width}, (const T*)p.adapter.b, nullptr, y + first * p.out, p.out,
-                           last - first, p.out, p.adapter.rank, true}, column, end);
+    const RowsOf<T> mine{low + first * low_width, low_width};
+    multiply(Product<T, T>{mine, (const T*)p.adapter.b, nullptr, y + first * p.out, p.out, last - first, p.out,
+                           p.adapter.rank, true}, column, end);
   }
 
   // ---- phases
 
   void begin(long first, long last) {
-    const T* embed = (const T*)model.embed;
+    const T *embed = (const T*)model.embed, *norm = (const T*)model.layers[0].attn_norm;
+    const long D = model.D;
     for (long t = first; t < last; t++) {
-      memcpy(residual + t * model.D, embed + batch.tokens[t] * model.D, model.D * sizeof(T));
-      normalise(residual + t * model.D, (const T*)model.layers[0].attn_norm, x + t * model.D, model.D, float(model.eps));
+      memcpy(residual + t * D, embed + batch.tokens[t] * D, D * sizeof(T));
+      normalise(residual + t * D, norm, x + t * D, D, float(model.eps));
     }
     lower(model.layers[0].qkv, x, first, last);
 #pragma omp barrier
@@ -241,7 +246,8 @@ template <class T> class Pass {
 #pragma omp barrier
     if (moe) expert_act_share(experts);
     if (mlp) {
-      for (long t = first; t < last; t++) silu_row(gate_up + t * layer.gate_up.out, act + t * layer.down.in, layer.down.in);
+      const long F = layer.down.in;
+      for (long t = first; t < last; t++) silu_row(gate_up + t * 2 * F, act + t * F, F);
       lower(layer.down, act, first, last);
     }
 #pragma omp barrier
@@ -253,7 +259,8 @@ template <class T> class Pass {
   void close_layer(const Layer& layer, const Mixture<T>& experts, long l, long first, long last) {
     if (layer.router.out) {
       mix(experts, y, first, last);
-      if (layer.gate_up.out) add_row(y + first * model.D, z + first * model.D, y + first * model.D, (last - first) * model.D);
+      const long at = first * model.D;
+      if (layer.gate_up.out) add_row(y + at, z + at, y + at, (last - first) * model.D);
     }
     const bool final = l + 1 == model.num_layers;
     add_norm(y, layer.next_norm, final ? (T*)batch.hidden : x, first, last);

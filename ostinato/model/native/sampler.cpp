@@ -4,8 +4,6 @@
 
 namespace {
 
-// ---- sampling ---------------------------------------------------------------------------------------------
-
 // A scaled logit that at least k logits reach: the k-th best of the maxima of chunks.
 float reached_by(const float* z, long V, float inverse, long k) {
   const long chunk = std::max(16L, V / (8 * k) / 16 * 16), chunks = V / chunk;
