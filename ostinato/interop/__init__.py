@@ -1,0 +1,1 @@
+"""Parts of Ostinato inside other programs."""

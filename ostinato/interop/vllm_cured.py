@@ -1,0 +1,15 @@
+"""vLLM's own draft methods on CPU, cured: ``worker_extension_cls="ostinato.interop.vllm_cured.Worker"``.
+
+vLLM imports a worker extension when its worker begins, the one moment at which its kernels can be replaced:
+so here is a module that does something when it is imported, and nothing else.
+"""
+
+from __future__ import annotations
+
+from ostinato.interop.vllm_cpu import cure
+
+cure()
+
+
+class Worker:
+    """Adds nothing to vLLM's worker."""
