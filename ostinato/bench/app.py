@@ -134,7 +134,7 @@ def draft(
 
     def measure() -> dict[str, Any]:
         loaded = Recipe.load(recipe, f"task.n_train={32 if quick else prompts}")
-        sizes = batch or ("64,8" if quick else "256,64,32,16,8")
+        sizes = batch or ("8,64" if quick else "8,4,16,64,256")
         plan = bench.Plan(
             recipe=loaded,
             batches=_sizes(sizes),

@@ -52,7 +52,7 @@ class Plan:
     prompts_per_step x group_size are asked for at once; the first is the headline. ``rounds`` replays."""
 
     recipe: Recipe
-    batches: tuple[int, ...] = (256, 64, 32, 16, 8)
+    batches: tuple[int, ...] = (8, 4, 16, 64, 256)
     epochs: int = 3
     rounds: int = 2
     leaves: int = 4

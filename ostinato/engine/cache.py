@@ -88,6 +88,8 @@ class KVCache:
         best, copied = None, 0
         rest = tuple(tokens[start : min(start + BLOCK, limit)])
         for child in node.children.values():
+            if not rest or child.tokens[0] != rest[0]:
+                continue
             common = _common_prefix(child.tokens, rest)
             if common > copied:
                 best, copied = child, common

@@ -4,9 +4,12 @@ A pass of few rows waits for the weights and costs nearly the same for 1 or 16 r
 by arithmetic. Whether a draft token is worth its row depends on where between the two the engine stands, so
 the table is measured on the running engine and never guessed.
 
-    T(rows, attended) = base(rows) + slope * attended
+    T(rows, attended) = overhead + base(rows) + slope * attended
 
-``attended`` is the sum over the rows of the positions they see. ``base`` is piecewise linear over the knots.
+``overhead`` is what the engine does around the model, learnt in the first passes. ``attended`` is the sum
+over the rows of the positions they see. ``base`` is piecewise linear over the knots.
+They stand close together where kernels begin another tile of rows: a 17th row can cost what the next 15 cost,
+and a table that averages over that step calls it cheap.
 """
 
 from __future__ import annotations
@@ -15,7 +18,34 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-KNOTS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+KNOTS = (
+    1,
+    2,
+    4,
+    8,
+    9,
+    12,
+    16,
+    17,
+    24,
+    32,
+    33,
+    48,
+    49,
+    64,
+    65,
+    96,
+    128,
+    129,
+    192,
+    256,
+    257,
+    384,
+    512,
+    1024,
+    2048,
+)
+MEASURED = (1, 4, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 128, 256)
 _GAIN = 0.08  # of a new timing against what the table says
 _TRUST = (0.6, 1.6)  # a timing outside this band of the table is cut to it: another process was in the way
 
@@ -32,16 +62,17 @@ class CostTable:
         self._knots = np.array(KNOTS, np.float64)
         self._base = np.maximum.accumulate(np.array(base, np.float64))
         self._slope = slope
+        self._overhead, self._seen = 0.0, 0
 
     @classmethod
     def measured(cls, run: Callable[[int, int], float], limit_s: float = 0.25, repeats: int = 3) -> CostTable:
         """From ``run(rows, context)``: the seconds of a pass of so many rows that see so many positions each.
 
-        Once a pass takes longer than ``limit_s`` larger ones are extrapolated from the last two.
+        Once a pass takes longer than ``limit_s`` larger ones are extrapolated.
         """
         run(1, 16)  # buffers are made, pages are touched
         rows, seconds = [], []
-        for knot in (1, 4, 8, 16, 32, 64, 128, 256):
+        for knot in MEASURED:
             rows.append(knot)
             seconds.append(min(run(knot, 16) for _ in range(repeats)))
             if len(rows) > 2 and seconds[-1] > limit_s:
@@ -50,7 +81,8 @@ class CostTable:
         slope = max(0.0, far - near) / (8 * (512 - 16))
         knots = np.array(KNOTS, np.float64)
         base = np.interp(knots, rows, seconds)
-        per_row = max(0.0, seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+        half = next(i for i in range(len(rows)) if 2 * rows[i] >= rows[-1])  # not across one step only
+        per_row = max(0.0, seconds[-1] - seconds[half - 1]) / (rows[-1] - rows[half - 1])
         base += np.maximum(0.0, knots - rows[-1]) * per_row - slope * knots * 16
         return cls(np.maximum(base, 1e-6).tolist(), slope)
 
@@ -59,12 +91,19 @@ class CostTable:
         rows = np.asarray(rows, np.float64)
         base = np.interp(rows, self._knots, self._base)
         per_row = (self._base[-1] - self._base[-2]) / (self._knots[-1] - self._knots[-2])
-        return base + np.maximum(0.0, rows - self._knots[-1]) * per_row + self._slope * attended
+        beyond = np.maximum(0.0, rows - self._knots[-1]) * per_row
+        return self._overhead + base + beyond + self._slope * attended
 
     def observe(self, rows: int, attended: float, seconds: float) -> None:
-        """A pass has taken ``seconds``: move the knots around ``rows`` towards it."""
+        """A pass has taken ``seconds``: move the overhead, and the knots around ``rows``, towards it."""
+        self._seen += 1
         now = float(self.seconds(rows, attended))
         low, high = _TRUST
+        rate = 1.0 / (2.0 + self._seen / 2)
+        overhead = self._overhead + rate * (min(seconds, 2.5 * now) - now)
+        if rate > _GAIN and overhead >= 0:  # the first passes tell of the engine more than of the model
+            self._overhead = overhead
+            return
         ratio = min(max(seconds / now, low), high)
         share = (ratio - 1.0) * now * _GAIN
         right = int(np.searchsorted(self._knots, rows))

@@ -1,9 +1,10 @@
 """The engine's dealings with its drafter: when it is asked, what it is told, what the engine can afford.
 
 Speculation must never cost more than it saves, so it is asked only while it pays. After every pass for
-which it was asked the account is made up: what plain decoding would have taken for the same tokens, less what
-the pass takes by the cost table, less the time spent on drafting. When that is negative it is left alone for
-1, 3, 7, ... 63 passes; meanwhile it is not even told what was sampled, and catches up when asked again.
+which it was asked the account is made up: what plain decoding would have taken for the same progress, less
+what the pass takes by the cost table, less the time spent on drafting. Where that is a loss it is left alone
+for so many passes that the loss is no more than a two-hundredth of their time; meanwhile it is not even told
+what was sampled, and catches up when it is asked again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ IDLE = 0.03  # of a pass: what rows may add to it and still count as idle
 MAX_ROWS = 512  # draft tokens in one pass
 MAX_DEPTH = 32  # draft tokens of one sequence, about: it bounds the table of costs that is handed over
 TREES_UP_TO = 8  # sequences: beyond, a chain with the noise in hand gets nearly all of a tree's gain
-LONGEST_NAP = 6  # passes left out are 2 ** level - 1
+TRIALS = 0.005  # of the time: what may be lost on looking whether drafts would pay
+LONGEST_NAP = 1000  # passes
+INTRODUCTION_S = 15e-6  # what a drafter takes to be told of a request, about
+LEAST_FIXED = 0.2  # share of a pass beside its rows; below, drafts that are all right could not gain much
+LAST = 1.5  # tokens: who is so far behind the last one shares its weight
+STRICT = 0.5  # the same where the account is made up: many who are last together must all get on
 
 
 class Speculation:
@@ -31,51 +37,43 @@ class Speculation:
 
     def __init__(self, drafter: Drafter, cost: CostTable, seats: Seats, leaves: int) -> None:
         self._drafter, self._cost, self._seats, self._leaves = drafter, cost, seats, leaves
-        self._level, self._nap = 0, 0
+        self._nap = 0  # passes to come for which it is not asked
         self._profit = 0.0  # seconds per pass, lately
+        self._waiting = False  # others wait for a seat, so all tokens count alike
+        self._fixed = 0.0  # share of a pass that does not depend on its rows
         self.awake = False  # asked for the pass at hand
         self.spent = 0.0  # seconds of drafting for the pass at hand
+        self._farewells = 0.0  # seconds of telling what ended, not yet in the account
 
-    def new_policy(self) -> None:
-        """What did not pay may do so from here on: look again soon."""
-        self._level //= 2
-        self._nap = min(self._nap, 2**self._level - 1)
-
-    def open(self, sequence: Sequence) -> None:
-        """It is about to be seated."""
-        if sequence.handle == NO_HANDLE:
+    def _open(self, seats: np.ndarray) -> None:
+        """Introduce those that the drafter does not know yet."""
+        state = self._seats
+        for seat in seats[state.handle[seats] == NO_HANDLE].tolist():
+            sequence = state.at(seat)
             sequence.handle = self._drafter.open(sequence.request)
-            sequence.told = sequence.prompt_len
+            state.handle[seat], state.told[seat] = sequence.handle, sequence.prompt_len
 
-    def propose(self, chosen: np.ndarray, counts: np.ndarray, waiting: bool) -> Drafts:
-        """Drafts for a pass of ``counts`` rows of known text of the ``chosen`` seats, aligned with them."""
-        self.awake, self.spent = self._nap == 0, 0.0
-        if not self.awake:
+    def propose(self, chosen: np.ndarray, counts: np.ndarray, waiting: int) -> Drafts:
+        """Drafts for a pass of ``counts`` rows of known text of the ``chosen`` seats, aligned with them;
+        ``waiting`` others have no seat yet."""
+        self.awake, self.spent = False, 0.0
+        if self._nap:
             self._nap -= 1
             return NO_DRAFTS
-        start = time.perf_counter()
         seats = self._seats
-        decoding = counts == seats.length[chosen] - seats.computed[chosen]
-        ready = chosen[decoding]
-        self.tell(ready)
-        # a pass samples one token more than it drafts, so the last one allowed need not be drafted
-        room = np.minimum(seats.limit[ready] - seats.length[ready] - 1, MAX_DEPTH)
-        leaves = self._leaves if len(ready) <= TREES_UP_TO else 1
-        most = int(min(room.sum() * leaves, MAX_ROWS))
-        drafts = NO_DRAFTS
-        if most > 0:
-            extra, known = np.arange(most + 1), int(counts.sum())
-            attended, longer = float(seats.length[chosen] @ counts), float(seats.length[ready].mean())
-            seconds = self._cost.seconds(known + extra, attended + extra * longer)
-            drafts = self._drafter.propose(
-                Running(
-                    handles=seats.handle[ready],
-                    room=room.astype(np.int32),
-                    weights=self._weights(ready, waiting, seconds),
-                    seconds=seconds,
-                    leaves=leaves,
-                )
-            )
+        decoding = np.flatnonzero(counts == seats.length[chosen] - seats.computed[chosen])
+        self._waiting = waiting > 0
+        if 2 * len(decoding) < min(len(chosen) + waiting, len(seats.length)):
+            return NO_DRAFTS  # the batch is filling: the pass of the many will not notice what a few gain now
+        known, attended = int(counts.sum()), float(seats.length[chosen] @ counts)
+        # what a pass of half the rows would take tells how much of this one does not depend on them
+        half_s, whole_s = self._cost.seconds(np.array([0.5, 1.0]) * known, np.array([0.5, 1.0]) * attended)
+        self._fixed = min(max(2.0 * float(half_s / whole_s) - 1.0, 0.0), 1.0)
+        if self._fixed < LEAST_FIXED or not self._worth_an_introduction(chosen[decoding], float(whole_s)):
+            return NO_DRAFTS
+        start = time.perf_counter()
+        self.awake = True
+        drafts = self._ask(chosen[decoding], known, attended)
         self.spent = time.perf_counter() - start
         if len(drafts.tokens) == 0:
             return NO_DRAFTS
@@ -83,22 +81,63 @@ class Speculation:
         aligned[decoding] = drafts.counts
         return Drafts(counts=aligned, tokens=drafts.tokens, parents=drafts.parents)
 
-    def judge(self, drafted: int, without_s: float, with_s: float) -> None:
-        """Account of a pass for which it was asked: predicted seconds of plain decoding for the same tokens,
-        and of the pass. Decides how long it is left alone."""
-        gain = without_s - with_s if drafted else 0.0
-        self._profit = (self._profit + gain - self.spent) / 2
-        if self._profit > 0:
-            self._level //= 2
-        else:
-            self._level = min(self._level + 1, LONGEST_NAP)
-        self._nap = 2**self._level - 1
+    def _worth_an_introduction(self, ready: np.ndarray, pass_s: float) -> bool:
+        """Whether what is left to gain, at best, is much more than introducing the newcomers costs."""
+        newcomers = int((self._seats.handle[ready] == NO_HANDLE).sum())
+        gain_s = self._fixed * pass_s * float(self._left(ready).max())
+        return newcomers * INTRODUCTION_S <= 0.25 * gain_s or self._waiting
+
+    def _ask(self, ready: np.ndarray, known: int, attended: float) -> Drafts:
+        """What the drafter has for ``ready`` in a pass of ``known`` rows besides."""
+        state = self._seats
+        self.tell(ready)
+        # a pass samples one token more than it drafts, so the last one allowed need not be drafted
+        room = np.minimum(state.limit[ready] - state.length[ready] - 1, MAX_DEPTH)
+        leaves = self._leaves if len(ready) <= TREES_UP_TO else 1
+        most = int(min(room.sum() * leaves, MAX_ROWS))
+        if most <= 0:
+            return NO_DRAFTS
+        extra, longer = np.arange(most + 1), float(state.length[ready].mean())
+        return self._drafter.propose(
+            Running(
+                handles=state.handle[ready],
+                room=room.astype(np.int32),
+                weights=self._weights(ready).astype(np.float32),
+                seconds=self._cost.seconds(known + extra, attended + extra * longer),
+                leaves=leaves,
+            )
+        )
+
+    def judge(self, seats: np.ndarray, emitted: np.ndarray, plain_s: float, pass_s: float) -> float:
+        """Make up the account of a pass for which it was asked, and decide how long it is left alone.
+
+        emitted: tokens of each of ``seats``; plain_s and pass_s: predicted seconds of a pass without drafts,
+        and of this one. Returns the seconds that plain decoding would have taken for the same progress.
+        """
+        passes = average = float(emitted.mean())
+        if not self._waiting:  # as many as the end has come nearer, which others may hold up
+            after = self._left(seats)
+            passes = _soft_max(after + emitted) - _soft_max(after)
+        without_s = plain_s * (self._fixed * passes + (1.0 - self._fixed) * average)
+        spent, self._farewells = self.spent + self._farewells, 0.0
+        self._profit = 0.75 * self._profit + 0.25 * (without_s - pass_s - spent)
+        if self._profit <= 0:
+            self._nap = min(int(-self._profit / (TRIALS * plain_s)), LONGEST_NAP)
+        return without_s
+
+    def tell_end(self, seats: np.ndarray) -> None:
+        """The same of sequences that have ended, and whose handles are closed by it. Those that it has never
+        been asked about need no introduction, but for what was run ahead."""
+        start, state = time.perf_counter(), self._seats
+        self.tell(seats[(state.handle[seats] != NO_HANDLE) | state.ahead[seats]], ended=True)
+        self._farewells += time.perf_counter() - start
 
     def tell(self, seats: np.ndarray, ended: bool = False) -> None:
         """Show the drafter what has been sampled in ``seats`` since it was last told."""
         state = self._seats
+        self._open(seats)
         counts = state.length[seats] - state.told[seats]
-        if not ended and not counts.any():
+        if len(seats) == 0 or not (ended or counts.any()):
             return
         owner = np.repeat(np.arange(len(seats)), counts)
         row = seats[owner]
@@ -131,23 +170,30 @@ class Speculation:
                 )
             )
 
-    def _weights(self, ready: np.ndarray, waiting: bool, seconds: np.ndarray) -> np.ndarray:
+    def _weights(self, ready: np.ndarray) -> np.ndarray:
         """What a token of each is worth, 1 on the average.
 
         A token that is accepted saves its own row of a later pass, whoever gets it. The fixed part of a pass
         is saved only where passes become fewer: while others wait everybody's tokens do that alike, in the
-        tail those of the sequence that ends last. So the fixed part goes to those predicted to be long.
+        tail those of the sequence that ends last.
         """
-        state, S = self._seats, len(ready)
-        expected = state.expected[ready]
-        if waiting or S == 1 or not expected.any():
-            return np.ones(S, np.float32)
-        left = np.clip(expected, state.length[ready] + 1, state.limit[ready]) - state.length[ready]
-        left[expected == 0] = np.median(left[expected > 0])
-        last = np.exp((left - left.max()) / max(2.0, 0.25 * float(left.max())))
-        row_s = (seconds[-1] - seconds[0]) / (len(seconds) - 1)
-        fixed = max(0.0, 1.0 - row_s * S / seconds[0])
-        return (fixed * last * (S / last.sum()) + 1.0 - fixed).astype(np.float32)
+        if self._waiting:
+            return np.ones(len(ready))
+        left = self._left(ready)
+        last = np.exp((left - left.max()) / LAST)
+        return self._fixed * last * (len(ready) / last.sum()) + 1.0 - self._fixed
+
+    def _left(self, seats: np.ndarray) -> np.ndarray:
+        """Tokens that each will still be given: predicted, or as many as are allowed."""
+        state = self._seats
+        length, limit, expected = state.length[seats], state.limit[seats], state.expected[seats]
+        late = length + 1 + (length - state.prompt[seats]) // 4  # longer than predicted: for some while yet
+        return np.clip(np.where(expected > 0, np.maximum(expected, late), limit), length, limit) - length
+
+
+def _soft_max(left: np.ndarray) -> float:
+    peak = float(left.max())
+    return peak + STRICT * float(np.log(np.exp((left - peak) / STRICT).sum()))
 
 
 def afford(

@@ -41,6 +41,8 @@ from ostinato.model.native import Kernels
 from ostinato.protocols import Drafter
 from ostinato.types import NO_EXPERT, Completion, Drafts, Request, Stop
 
+_OFFSETS = np.arange(BLOCK)
+
 
 @dataclass(slots=True)
 class Counters:
@@ -127,8 +129,6 @@ class LocalEngine:
         self._runner.serve(adapters)
         self.version = version
         self._cache.forget()
-        if self.speculation is not None:
-            self.speculation.new_policy()
 
     async def generate(
         self, requests: Seq[Request], on_token: Callable[[int, int], None] | None = None
@@ -140,8 +140,8 @@ class LocalEngine:
         mine = [self._sequence(index, request, results, on_token) for index, request in enumerate(requests)]
         self._leave_other_loops()
         self._waiting.extend(mine)
-        if self._expect is not None:  # a long answer that begins late is what everybody waits for
-            self._waiting = deque(sorted(self._waiting, key=lambda sequence: -sequence.expected))
+        if self._expect is not None:
+            self._longest_first(mine)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         try:
@@ -209,7 +209,6 @@ class LocalEngine:
             )
         if sampling.stop_strings and self._decode is None:
             raise ValueError("sampling.stop_strings need a tokenizer; give the engine decode=")
-        expected = self._expect(request) if self._expect is not None else 0.0
         return Sequence(
             index=index,
             request=request,
@@ -218,8 +217,19 @@ class LocalEngine:
             address=key(request.seed),
             limit=limit,
             text=tokens,
-            expected=length + expected if expected else 0.0,
         )
+
+    def _longest_first(self, new: list[Sequence]) -> None:
+        """Begin with those that are predicted to be long: one that begins late is what all wait for."""
+        assert self._expect is not None
+        known: dict[str, float] = {}  # siblings are predicted alike
+        for sequence in new:
+            request = sequence.request
+            if request.uid not in known:
+                known[request.uid] = self._expect(request)
+            if known[request.uid] > 0:
+                sequence.expected = sequence.prompt_len + known[request.uid]
+        self._waiting = deque(sorted(self._waiting, key=lambda sequence: -sequence.expected))
 
     async def _drive(self) -> None:
         """Step while there is work; an error of a step reaches every caller."""
@@ -282,7 +292,7 @@ class LocalEngine:
         self.counters.drafted += len(drafts.tokens)
         if len(ready):
             taken = self._sample(hidden, plan, drafts, ready, version)
-            self._report(plan, drafts, taken, time.perf_counter() - start)
+            self._report(plan, drafts, chosen[ready], taken, time.perf_counter() - start)
         else:
             self.counters.seconds += time.perf_counter() - start
 
@@ -320,8 +330,6 @@ class LocalEngine:
                 sequence.cached = min(match.tokens, sequence.prompt_len)
                 self.counters.cached += sequence.cached
             sequence.nodes = self._cache.insert(tokens, sequence.blocks, ready=False)
-            if self.speculation is not None:
-                self.speculation.open(sequence)
             room -= needed
             self._seats.take(sequence, match.tokens)
         queue.extendleft(reversed(later))
@@ -378,7 +386,7 @@ class LocalEngine:
         """What is worth verifying in this pass, cut to the KV blocks that are free."""
         if self.speculation is None:
             return NO_DRAFTS
-        drafts = self.speculation.propose(chosen, counts, bool(self._waiting))
+        drafts = self.speculation.propose(chosen, counts, len(self._waiting))
         if len(drafts.tokens):
             leaves = self._leaves if len(chosen) <= TREES_UP_TO else 1
             drafts, cut = afford(self._seats, self._cache, chosen, drafts, leaves)
@@ -458,7 +466,7 @@ class LocalEngine:
         self.counters.accepted += int(taken.accepted.sum())
         self.counters.passes += int(wanted.sum())
         if self.speculation is not None and taken.stops:
-            self.speculation.tell(plan.seats[ready[list(taken.stops)]], ended=True)
+            self.speculation.tell_end(plan.seats[ready[list(taken.stops)]])
         for r, stop in taken.stops.items():
             self._finish(int(plan.seats[ready[r]]), stop)
         return taken
@@ -480,7 +488,7 @@ class LocalEngine:
                 self._seats.show_blocks(seat)
             self._cache.release(leaf.blocks)
 
-    def _report(self, plan: Pass, drafts: Drafts, taken: Taken, seconds: float) -> None:
+    def _report(self, plan: Pass, drafts: Drafts, seats: np.ndarray, taken: Taken, seconds: float) -> None:
         """What the pass was good for; the cost table and the drafter's account learn from it."""
         emitted, nodes, counters = int(taken.counts.sum()), len(drafts.tokens), self.counters
         running = len(taken.counts)
@@ -491,11 +499,12 @@ class LocalEngine:
             counters.seconds_without += seconds
             return
         rows, attended = len(plan.tokens), plan.attended
-        cost.observe(rows, attended, seconds - speculation.spent)
+        if rows - nodes == running and not taken.stops:  # prefills and farewells are not what a row costs
+            cost.observe(rows, attended, seconds - speculation.spent)
         if speculation.awake:
-            plain = float(cost.seconds(rows - nodes, attended * (rows - nodes) / rows)) * emitted / running
-            counters.seconds_without += plain if nodes else seconds - speculation.spent
-            speculation.judge(nodes, plain, float(cost.seconds(rows, attended)))
+            plain_s = float(cost.seconds(rows - nodes, attended * (rows - nodes) / rows))
+            without_s = speculation.judge(seats, taken.counts, plain_s, float(cost.seconds(rows, attended)))
+            counters.seconds_without += without_s if nodes else seconds - speculation.spent
         else:
             counters.seconds_without += seconds
 
@@ -561,8 +570,8 @@ class LocalEngine:
         """Routes of the prompt and of the answer; NO_EXPERT for tokens that were never an input."""
         if self._routes is None:
             return None, None
-        places = np.arange(computed)
-        slots = np.array(sequence.blocks, np.int64)[places // BLOCK] * BLOCK + places % BLOCK
-        routes = np.full((length, *self._routes.shape[1:]), NO_EXPERT, np.int16)
-        routes[:computed] = self._routes[slots]
+        whole = np.array(sequence.blocks, np.int64)[: (computed + BLOCK - 1) // BLOCK]
+        slots = (whole[:, None] * BLOCK + _OFFSETS).ravel()[:computed]
+        routes = np.empty((length, *self._routes.shape[1:]), np.int16)
+        routes[:computed], routes[computed:] = self._routes[slots], NO_EXPERT
         return routes[: sequence.prompt_len], routes[sequence.prompt_len :]

@@ -120,7 +120,8 @@ def lay_out(step: int, pasts: Sequence[Past]) -> Block:
                 f"a response of {len(past.tokens)} tokens has {len(past.probs)} probs and {len(past.edges)} "
                 "edges; history keeps responses whose engine reports both for every token"
             )
-    parts = [part for past in pasts for part in (past.context[-CONTEXT:], past.tokens, (END,))]
+    end = np.array([END])
+    parts = [part for past in pasts for part in (past.context[-CONTEXT:], past.tokens, end)]
     text = np.concatenate(parts).astype(np.int32)
     sampled = np.repeat(np.tile([False, True, False], len(pasts)), [len(part) for part in parts])
     ends = np.cumsum([len(part) for part in parts])[2::3]

@@ -38,12 +38,23 @@ def test_a_slow_machine_is_not_measured_for_ever() -> None:
 def test_it_follows_the_machine() -> None:
     table = CostTable([1e-3] * len(KNOTS))
     rng = np.random.default_rng(0)
-    for _ in range(2000):
+    for _ in range(8000):
         rows = int(rng.integers(1, 400))
         noise = 5.0 if rng.random() < 0.02 else rng.normal(1, 0.05)  # now and then somebody else is working
         table.observe(rows, 0.0, world(rows, 0) * noise)
     for rows in (1, 8, 30, 100, 300):
         assert float(table.seconds(rows, 0)) == pytest.approx(world(rows, 0), rel=0.15)
+
+
+def test_what_the_engine_does_around_the_model_is_learnt_first() -> None:
+    """The table is measured on the model alone. With a pass of 0.1 ms that the engine makes 0.4 ms of, drafts
+    seemed worth a quarter of what they were, and an answer was over before that was noticed."""
+    table = CostTable.measured(lambda rows, context: world(rows, rows * context) / 10)
+    for _ in range(12):
+        table.observe(4, 200.0, world(4, 200.0) / 10 + 3e-4)
+    for rows in (1, 4, 64):
+        expected = world(rows, 200.0) / 10 + 3e-4
+        assert float(table.seconds(rows, 200.0)) == pytest.approx(expected, rel=0.15)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3000), st.floats(1e-6, 10)), max_size=50))
@@ -53,7 +64,7 @@ def test_more_rows_never_cost_less(passes: list[tuple[int, float]]) -> None:
     for rows, seconds in passes:
         table.observe(rows, 0.0, seconds)
     costs = table.seconds(np.arange(1, 4000), 0.0)
-    assert (np.diff(costs) >= -1e-12).all() and (costs > 0).all()
+    assert (np.diff(costs) >= -1e-9 * costs[1:]).all() and (costs > 0).all()
 
 
 def test_a_table_of_another_length_is_refused() -> None:
