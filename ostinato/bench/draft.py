@@ -140,7 +140,8 @@ def _replay(plan: Plan, pair: Pair, steps: Sequence[Step], batch: int, round_: i
     for step in steps:
         shift = (step.number + round_) % len(seated)
         for seat in seated[shift:] + seated[:shift]:
-            rollout = pair.rollout(seat.drafter, step.requests, step.adapters, seat.expect)
+            always = seat.arm not in (Arm.OURS, Arm.ORACLE)  # the published ones keep no account
+            rollout = pair.rollout(seat.drafter, step.requests, step.adapters, seat.expect, always)
             yield _measured(plan, seat, step, rollout, batch, round_)
         for seat in seated:
             seat.index_s = _learn(seat, step)

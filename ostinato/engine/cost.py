@@ -14,6 +14,7 @@ and a table that averages over that step calls it cheap.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -47,6 +48,7 @@ KNOTS = (
 )
 MEASURED = (1, 4, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 128, 256)
 _GAIN = 0.08  # of a new timing against what the table says
+_LATEST = 32  # passes whose overhead is remembered
 _TRUST = (0.6, 1.6)  # a timing outside this band of the table is cut to it: another process was in the way
 
 
@@ -63,6 +65,7 @@ class CostTable:
         self._base = np.maximum.accumulate(np.array(base, np.float64))
         self._slope = slope
         self._overhead, self._seen = 0.0, 0
+        self._around: deque[float] = deque(maxlen=_LATEST)  # seconds beside the model, of the latest passes
 
     @classmethod
     def measured(cls, run: Callable[[int, int], float], limit_s: float = 0.25, repeats: int = 3) -> CostTable:
@@ -96,16 +99,16 @@ class CostTable:
 
     def observe(self, rows: int, attended: float, seconds: float) -> None:
         """A pass has taken ``seconds``: move the overhead, and the knots around ``rows``, towards it."""
+        now = float(self.seconds(rows, attended))
+        self._around.append(seconds - (now - self._overhead))
         self._seen += 1
+        if self._seen % 4 == 0:  # the median of the latest: some passes are slow because they are the first
+            self._overhead = max(0.0, float(np.median(self._around)))
+        if self._seen < _LATEST:
+            return  # the first passes tell of the engine more than of the model
         now = float(self.seconds(rows, attended))
         low, high = _TRUST
-        rate = 1.0 / (2.0 + self._seen / 2)
-        overhead = self._overhead + rate * (min(seconds, 2.5 * now) - now)
-        if rate > _GAIN and overhead >= 0:  # the first passes tell of the engine more than of the model
-            self._overhead = overhead
-            return
-        ratio = min(max(seconds / now, low), high)
-        share = (ratio - 1.0) * now * _GAIN
+        share = (min(max(seconds / now, low), high) - 1.0) * now * _GAIN
         right = int(np.searchsorted(self._knots, rows))
         if right == 0 or right == len(self._knots) or self._knots[right] == rows:
             self._base[min(right, len(self._knots) - 1)] += share

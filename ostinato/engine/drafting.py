@@ -15,7 +15,7 @@ import numpy as np
 
 from ostinato.engine.cache import BLOCK, KVCache
 from ostinato.engine.cost import CostTable
-from ostinato.engine.passes import NO_DRAFTS
+from ostinato.engine.passes import NO_DRAFTS, are_chains
 from ostinato.engine.seats import NO_HANDLE, Seats, Sequence
 from ostinato.protocols import Drafter
 from ostinato.types import Drafts, Emitted, Running
@@ -35,8 +35,14 @@ STRICT = 0.5  # the same where the account is made up: many who are last togethe
 class Speculation:
     """What is drafted for the sequences in ``seats``."""
 
-    def __init__(self, drafter: Drafter, cost: CostTable, seats: Seats, leaves: int) -> None:
+    def __init__(
+        self, drafter: Drafter, cost: CostTable, seats: Seats, leaves: int, *, always: bool = False
+    ) -> None:
+        """``always``: ask before every pass, whatever the account says (for baselines that have none)."""
         self._drafter, self._cost, self._seats, self._leaves = drafter, cost, seats, leaves
+        self._always = always
+        self._met: set[str] = set()  # uids of prompts that were asked for
+        self._returning = False  # whether the latest had been asked for before
         self._nap = 0  # passes to come for which it is not asked
         self._profit = 0.0  # seconds per pass, lately
         self._waiting = False  # others wait for a seat, so all tokens count alike
@@ -44,6 +50,14 @@ class Speculation:
         self.awake = False  # asked for the pass at hand
         self.spent = 0.0  # seconds of drafting for the pass at hand
         self._farewells = 0.0  # seconds of telling what ended, not yet in the account
+
+    def meet(self, uids: set[str]) -> None:
+        """Requests of these prompts are on their way. When prompts begin to return there is history at last,
+        and what drafts were worth without it says nothing any more."""
+        returning = not self._met.isdisjoint(uids)
+        self._met |= uids
+        if returning != self._returning:
+            self._returning, self._nap, self._profit = returning, 0, 0.0
 
     def _open(self, seats: np.ndarray) -> None:
         """Introduce those that the drafter does not know yet."""
@@ -57,7 +71,7 @@ class Speculation:
         """Drafts for a pass of ``counts`` rows of known text of the ``chosen`` seats, aligned with them;
         ``waiting`` others have no seat yet."""
         self.awake, self.spent = False, 0.0
-        if self._nap:
+        if self._nap and not self._always:
             self._nap -= 1
             return NO_DRAFTS
         seats = self._seats
@@ -69,7 +83,8 @@ class Speculation:
         # what a pass of half the rows would take tells how much of this one does not depend on them
         half_s, whole_s = self._cost.seconds(np.array([0.5, 1.0]) * known, np.array([0.5, 1.0]) * attended)
         self._fixed = min(max(2.0 * float(half_s / whole_s) - 1.0, 0.0), 1.0)
-        if self._fixed < LEAST_FIXED or not self._worth_an_introduction(chosen[decoding], float(whole_s)):
+        worth_it = self._fixed >= LEAST_FIXED and self._worth_meeting(chosen[decoding], float(whole_s))
+        if not worth_it and not self._always:
             return NO_DRAFTS
         start = time.perf_counter()
         self.awake = True
@@ -81,7 +96,7 @@ class Speculation:
         aligned[decoding] = drafts.counts
         return Drafts(counts=aligned, tokens=drafts.tokens, parents=drafts.parents)
 
-    def _worth_an_introduction(self, ready: np.ndarray, pass_s: float) -> bool:
+    def _worth_meeting(self, ready: np.ndarray, pass_s: float) -> bool:
         """Whether what is left to gain, at best, is much more than introducing the newcomers costs."""
         newcomers = int((self._seats.handle[ready] == NO_HANDLE).sum())
         gain_s = self._fixed * pass_s * float(self._left(ready).max())
@@ -108,15 +123,18 @@ class Speculation:
             )
         )
 
-    def judge(self, seats: np.ndarray, emitted: np.ndarray, plain_s: float, pass_s: float) -> float:
+    def judge(
+        self, seats: np.ndarray, emitted: np.ndarray, ended: np.ndarray, plain_s: float, pass_s: float
+    ) -> float:
         """Make up the account of a pass for which it was asked, and decide how long it is left alone.
 
-        emitted: tokens of each of ``seats``; plain_s and pass_s: predicted seconds of a pass without drafts,
-        and of this one. Returns the seconds that plain decoding would have taken for the same progress.
+        emitted: tokens of each of ``seats``; ended: those that got their last one; plain_s and pass_s:
+        predicted seconds of a pass without drafts, and of this one. Returns the seconds that plain decoding
+        would have taken for the same progress.
         """
         passes = average = float(emitted.mean())
         if not self._waiting:  # as many as the end has come nearer, which others may hold up
-            after = self._left(seats)
+            after = np.where(ended, 0, self._left(seats))
             passes = _soft_max(after + emitted) - _soft_max(after)
         without_s = plain_s * (self._fixed * passes + (1.0 - self._fixed) * average)
         spent, self._farewells = self.spent + self._farewells, 0.0
@@ -153,10 +171,20 @@ class Speculation:
                 ended=np.full(len(seats), ended),
             )
         )
+        if ended:
+            self._forget(seats)
+
+    def _forget(self, seats: np.ndarray) -> None:
+        """Their handles are closed."""
+        self._seats.handle[seats] = NO_HANDLE
+        for seat in seats.tolist():
+            self._seats.at(seat).handle = NO_HANDLE
 
     def close(self, sequences: list[Sequence]) -> None:
         """Nobody waits for these any more, and they have no seat."""
         handles = np.array([s.handle for s in sequences if s.handle != NO_HANDLE], np.int64)
+        for sequence in sequences:
+            sequence.handle = NO_HANDLE
         nothing, none = np.zeros(len(handles), np.int32), np.zeros(0, np.float32)
         if len(handles):
             self._drafter.observe(
@@ -204,10 +232,11 @@ def afford(
     Returns the drafts of which there is room, and how many draft tokens there was none for. Blocks of further
     leaves are left free.
     """
-    branches = (leaves - 1) * int((drafts.counts > 0).sum()) if leaves > 1 else 0
+    branches = 0 if are_chains(drafts) else (leaves - 1) * int((drafts.counts > 0).sum())
     longest = int(drafts.counts.max(initial=0)) // BLOCK + 2
     spare = cache.free - branches * longest
-    want = (seats.length[chosen] + drafts.counts + BLOCK - 1) // BLOCK - seats.num_blocks[chosen]
+    ends = np.minimum(seats.length[chosen] + drafts.counts, seats.limit[chosen])  # a tree is not that deep
+    want = (ends + BLOCK - 1) // BLOCK - seats.num_blocks[chosen]
     dropped = np.full(len(chosen), spare < 0) & (drafts.counts > 0)
     for s in np.flatnonzero((want > 0) & (drafts.counts > 0) & ~dropped).tolist():
         if want[s] > spare:

@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,12 +28,13 @@ import torch
 from ostinato.algo.noise import key, uniform
 from ostinato.engine.cache import BLOCK, KVCache, OutOfBlocks
 from ostinato.engine.cost import CostTable
-from ostinato.engine.drafting import TREES_UP_TO, Speculation, afford, idle_rows
+from ostinato.engine.counters import Counters
+from ostinato.engine.drafting import Speculation, afford, idle_rows
 from ostinato.engine.paged import KVStore, Rows, block_bytes
-from ostinato.engine.passes import NO_DRAFTS, Pass, draft_counts, plan_pass
+from ostinato.engine.passes import NO_DRAFTS, Pass, are_chains, draft_counts, plan_pass
 from ostinato.engine.runner import Runner
 from ostinato.engine.seats import Seats, Sequence
-from ostinato.engine.taking import Taken, take_in
+from ostinato.engine.taking import Taken, take_in, text_before
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
@@ -42,27 +42,6 @@ from ostinato.protocols import Drafter
 from ostinato.types import NO_EXPERT, Completion, Drafts, Request, Stop
 
 _OFFSETS = np.arange(BLOCK)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the engine did since it was made."""
-
-    steps: int = 0
-    prefilled: int = 0  # tokens run to fill the cache
-    decoded: int = 0  # tokens sampled
-    cached: int = 0  # prompt tokens found in the prefix tree
-    preempted: int = 0
-    errors: int = 0
-    drafted: int = 0  # draft tokens run
-    accepted: int = 0  # of them, those that were what was sampled
-    ahead: int = 0  # tokens sampled in idle rows for requests to come: drafts and nothing else
-    cut_drafts: int = 0  # draft tokens given up for want of KV blocks
-    passes: int = 0  # sums over the steps the sequences that were given tokens
-    seconds: float = 0.0  # in steps, drafting included
-    seconds_without: float = (
-        0.0  # that plain decoding would have taken for the same tokens, by the cost table
-    )
 
 
 class LocalEngine:
@@ -117,10 +96,10 @@ class LocalEngine:
         self.cost = CostTable.measured(self._runner.seconds) if measure else cost
         self.speculation = self.speculate(drafter) if drafter is not None else None
 
-    def speculate(self, drafter: Drafter) -> Speculation:
+    def speculate(self, drafter: Drafter, *, always: bool = False) -> Speculation:
         """With ``drafter``; at work once it is this engine's ``speculation``, changed between rollouts."""
         assert self.cost is not None, "an engine made without a drafter has no cost table"
-        return Speculation(drafter, self.cost, self._seats, self._leaves)
+        return Speculation(drafter, self.cost, self._seats, self._leaves, always=always)
 
     # ---- the protocol
 
@@ -142,6 +121,8 @@ class LocalEngine:
         self._waiting.extend(mine)
         if self._expect is not None:
             self._longest_first(mine)
+        if self.speculation is not None:
+            self.speculation.meet({request.uid for request in requests})
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         try:
@@ -229,7 +210,10 @@ class LocalEngine:
                 known[request.uid] = self._expect(request)
             if known[request.uid] > 0:
                 sequence.expected = sequence.prompt_len + known[request.uid]
-        self._waiting = deque(sorted(self._waiting, key=lambda sequence: -sequence.expected))
+        # those that were preempted first: they hold their callers up already
+        self._waiting = deque(
+            sorted(self._waiting, key=lambda one: (one.sampled is None, len(one.text) - one.expected))
+        )
 
     async def _drive(self) -> None:
         """Step while there is work; an error of a step reaches every caller."""
@@ -277,7 +261,18 @@ class LocalEngine:
         drafts = self._draft(chosen, counts)
         if self._ahead or self._seats.ahead[self._seats.order].any():
             chosen, counts, drafts = self._fill_idle_rows(chosen, counts, drafts)
-        plan = plan_pass(self._seats, chosen, counts, drafts, self._cache.allocate)
+        plan = plan_pass(self._seats, chosen, counts, drafts, self._cache)
+        try:
+            self._pass(plan, drafts, chosen, counts, version, start)
+        except BaseException:
+            for leaf in plan.further:  # sequences keep their blocks in their own books, these stand in none
+                self._cache.release(leaf.blocks)
+            raise
+
+    def _pass(
+        self, plan: Pass, drafts: Drafts, chosen: np.ndarray, counts: np.ndarray, version: int, start: float
+    ) -> None:
+        """Run it, sample, take in, report."""
         hidden = self._forward(plan)
         seats = self._seats
         seats.computed[chosen] += counts
@@ -292,12 +287,14 @@ class LocalEngine:
         self.counters.drafted += len(drafts.tokens)
         if len(ready):
             taken = self._sample(hidden, plan, drafts, ready, version)
-            self._report(plan, drafts, chosen[ready], taken, time.perf_counter() - start)
+            self._report(plan, drafts, ready, taken, time.perf_counter() - start)
         else:
             self.counters.seconds += time.perf_counter() - start
 
     def _admit(self) -> None:
         """Seat waiting sequences while there is room."""
+        if self._waiting:
+            self._make_way()
         queue = self._waiting or self._ahead
         if not queue or self._seats.full:
             return
@@ -313,7 +310,8 @@ class LocalEngine:
                 continue
             # a matched block that only the tree holds was counted as room
             needed = len(tokens) // BLOCK + 1 - sum(self._cache.refs[b] > 1 for b in match.blocks)
-            if needed > room and len(self._seats):
+            ahead = sequence.results is None
+            if needed > (self._cache.free if ahead else room) and (ahead or len(self._seats)):
                 later.append(sequence)
                 break
             self._cache.share(match.blocks)
@@ -329,11 +327,17 @@ class LocalEngine:
             if sequence.sampled is None:
                 sequence.cached = min(match.tokens, sequence.prompt_len)
                 self.counters.cached += sequence.cached
-            sequence.nodes = self._cache.insert(tokens, sequence.blocks, ready=False)
+            if not ahead:  # nobody may have to wait for what is run ahead
+                sequence.nodes = self._cache.insert(tokens, sequence.blocks, ready=False)
             room -= needed
             self._seats.take(sequence, match.tokens)
         queue.extendleft(reversed(later))
         self._copy_blocks(copies)
+
+    def _make_way(self) -> None:
+        """Somebody waits for a seat: what was run ahead gives its own up, and goes on when there is room."""
+        for seat in [seat for seat in self._seats.order if self._seats.ahead[seat]]:
+            self._ahead.append(self._unseat(seat))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Keys, values and routes of (source, target) blocks."""
@@ -372,6 +376,8 @@ class LocalEngine:
             try:
                 sequence.blocks.append(self._cache.allocate())
             except OutOfBlocks:
+                if self._trim():
+                    continue
                 ahead = [seat for seat in self._seats.order if self._seats.ahead[seat]]
                 youngest = (ahead or self._seats.order)[-1]  # it has the least to lose
                 victim = self._unseat(youngest)
@@ -382,14 +388,24 @@ class LocalEngine:
                     return
         self._seats.show_blocks(seat)
 
+    def _trim(self) -> int:
+        """Give back the blocks that drafts have left behind the ends of sequences; how many."""
+        seats, freed = self._seats, 0
+        for seat in seats.order:
+            sequence, keep = seats.at(seat), -(-int(seats.length[seat]) // BLOCK)
+            surplus, sequence.blocks[keep:] = sequence.blocks[keep:], []
+            self._cache.release(surplus)
+            seats.num_blocks[seat] = len(sequence.blocks)
+            freed += len(surplus)
+        return freed
+
     def _draft(self, chosen: np.ndarray, counts: np.ndarray) -> Drafts:
         """What is worth verifying in this pass, cut to the KV blocks that are free."""
         if self.speculation is None:
             return NO_DRAFTS
         drafts = self.speculation.propose(chosen, counts, len(self._waiting))
         if len(drafts.tokens):
-            leaves = self._leaves if len(chosen) <= TREES_UP_TO else 1
-            drafts, cut = afford(self._seats, self._cache, chosen, drafts, leaves)
+            drafts, cut = afford(self._seats, self._cache, chosen, drafts, self._leaves)
             self.counters.cut_drafts += cut
         return drafts
 
@@ -399,7 +415,7 @@ class LocalEngine:
         """Add rows of sequences run ahead, as many as cost next to nothing; they get free blocks or none."""
         seats, rows = self._seats, int(counts.sum()) + len(drafts.tokens)
         ahead = np.array([seat for seat in seats.order if seats.ahead[seat]], np.int64)
-        if self._waiting or self.cost is None or len(ahead) == 0:
+        if self._waiting or self.cost is None or len(ahead) == 0 or not are_chains(drafts):
             return chosen, counts, drafts
         context = int(seats.length[ahead].max())
         idle = idle_rows(self.cost, rows, float(seats.length[chosen] @ counts), context)
@@ -458,7 +474,7 @@ class LocalEngine:
         ]
         picked = hidden if len(rows) == len(plan.tokens) else hidden[self._runner.on_device(rows)]
         drawn = self._runner.draw(picked, seats.settings(by_row), u, banned)
-        taken = take_in(seats, plan, drafts, ready, drawn, version, self._cut)
+        taken = take_in(seats, plan, drafts, ready, drawn, version, self._decode)
         self._settle_trees(plan, ready, taken)
         wanted = ~seats.ahead[plan.seats[ready]]
         self.counters.decoded += int(taken.counts[wanted].sum())
@@ -487,39 +503,31 @@ class LocalEngine:
                 self._seats.num_blocks[seat] = leaf.first
                 self._seats.show_blocks(seat)
             self._cache.release(leaf.blocks)
+            leaf.blocks = []
 
-    def _report(self, plan: Pass, drafts: Drafts, seats: np.ndarray, taken: Taken, seconds: float) -> None:
+    def _report(self, plan: Pass, drafts: Drafts, ready: np.ndarray, taken: Taken, seconds: float) -> None:
         """What the pass was good for; the cost table and the drafter's account learn from it."""
-        emitted, nodes, counters = int(taken.counts.sum()), len(drafts.tokens), self.counters
-        running = len(taken.counts)
+        seats, counters = plan.seats[ready], self.counters
+        wanted, ended = ~self._seats.ahead[seats], np.zeros(len(ready), bool)
+        ended[list(taken.stops)] = True
+        nodes, running, emitted = len(drafts.tokens), int(wanted.sum()), int(taken.counts[wanted].sum())
         counters.seconds += seconds
         self.trace.append((running, nodes, emitted))
         speculation, cost = self.speculation, self.cost
-        if speculation is None or cost is None or not (speculation.awake or counters.steps % 8 == 0):
+        watched = speculation is not None and (speculation.awake or counters.steps % 8 == 0)
+        if speculation is None or cost is None or not (watched and running):
             counters.seconds_without += seconds
             return
         rows, attended = len(plan.tokens), plan.attended
-        if rows - nodes == running and not taken.stops:  # prefills and farewells are not what a row costs
+        if rows - nodes == len(ready) and not taken.stops:  # prefills and farewells are not what a row costs
             cost.observe(rows, attended, seconds - speculation.spent)
         if speculation.awake:
             plain_s = float(cost.seconds(rows - nodes, attended * (rows - nodes) / rows))
-            without_s = speculation.judge(seats, taken.counts, plain_s, float(cost.seconds(rows, attended)))
+            pass_s = float(cost.seconds(rows, attended))
+            without_s = speculation.judge(seats[wanted], taken.counts[wanted], ended[wanted], plain_s, pass_s)
             counters.seconds_without += without_s if nodes else seconds - speculation.spent
         else:
             counters.seconds_without += seconds
-
-    def _cut(self, sequence: Sequence, answer: np.ndarray) -> str | None:
-        """The text of ``answer`` before the first stop string, or None when there is none."""
-        assert self._decode is not None
-        strings = sequence.request.sampling.stop_strings
-        # a token adds at least one byte, so a new match lies within the last tokens
-        recent = max(len(string.encode()) for string in strings) + 4
-        tail = self._decode(answer[-recent:].tolist())
-        if not any(string in tail for string in strings):
-            return None
-        text = self._decode(answer.tolist())
-        cuts = [text.index(string) for string in strings if string in text]
-        return text[: min(cuts)] if cuts else None
 
     def _finish(self, seat: int, stop: Stop) -> None:
         """Hand out the completion and leave its blocks to the prefix tree."""
@@ -533,7 +541,8 @@ class LocalEngine:
         prompt_experts, experts = self._recorded_routes(sequence, computed, len(whole))
         text = ""
         if self._decode is not None:
-            cut = self._cut(sequence, tokens) if stop is Stop.STRING else None
+            strings = sequence.request.sampling.stop_strings
+            cut = text_before(self._decode, tokens, strings) if stop is Stop.STRING else None
             text = (
                 cut
                 if cut is not None

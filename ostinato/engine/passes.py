@@ -10,13 +10,12 @@ trees; the blocks of the winning leaf become the sequence's, and nothing is move
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from ostinato.algo.speculate import depths, leaves
-from ostinato.engine.cache import BLOCK
+from ostinato.engine.cache import BLOCK, KVCache, OutOfBlocks
 from ostinato.engine.seats import Seats
 from ostinato.types import Drafts
 
@@ -69,13 +68,11 @@ def are_chains(drafts: Drafts) -> bool:
     return bool((drafts.parents == np.arange(n) - firsts - 1).all())
 
 
-def plan_pass(
-    seats: Seats, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts, allocate: Callable[[], int]
-) -> Pass:
+def plan_pass(seats: Seats, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts, cache: KVCache) -> Pass:
     """The pass of ``chosen`` seats, of which ``counts`` rows of known text and then ``drafts`` are run.
 
     ``drafts.counts`` is aligned with ``chosen``, or empty where nothing is drafted. The blocks of the main
-    paths are there already; ``allocate`` gives those of further leaves.
+    paths are there already, those of further leaves come from ``cache``.
     """
     rows = counts + draft_counts(drafts, len(chosen))
     ends = np.cumsum(rows)
@@ -92,7 +89,7 @@ def plan_pass(
         tokens[:] = seats.text[chosen[owner], positions]
     further: list[Leaf] = []
     if len(drafts.tokens) and not are_chains(drafts):
-        further = _grow_trees(seats, chosen, drafts, firsts + counts, positions, allocate)
+        further = _grow_trees(seats, chosen, drafts, firsts + counts, positions, cache)
     width = int(seats.num_blocks[chosen].max(initial=1))
     tables = seats.tables[chosen, : max([width, *(leaf.first + len(leaf.blocks) for leaf in further)])]
     table = owner
@@ -111,10 +108,11 @@ def _grow_trees(
     drafts: Drafts,
     roots: np.ndarray,
     positions: np.ndarray,
-    allocate: Callable[[], int],
+    cache: KVCache,
 ) -> list[Leaf]:
     """Give every further leaf blocks of its own, and set the positions of the nodes to their depths."""
-    further, start = [], 0
+    further: list[Leaf] = []
+    start = 0
     for s, count in enumerate(drafts.counts.tolist()):
         parents = drafts.parents[start : start + count]
         start += count
@@ -125,8 +123,15 @@ def _grow_trees(
         main, *others = leaves(parents)
         for path in others:
             first = length // BLOCK
-            blocks = [allocate() for _ in range((length + len(path) - 1) // BLOCK + 1 - first)]
+            blocks: list[int] = []
             further.append(Leaf(s, path, frozenset(main), first, blocks))
+            try:
+                for _ in range((length + len(path) - 1) // BLOCK + 1 - first):
+                    blocks.append(cache.allocate())
+            except OutOfBlocks:
+                for leaf in further:
+                    cache.release(leaf.blocks)
+                raise
     return further
 
 

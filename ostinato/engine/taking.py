@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +11,10 @@ import numpy as np
 from ostinato.algo.speculate import accepted_chains, accepted_path
 from ostinato.engine.passes import Pass, are_chains
 from ostinato.engine.sampler import Drawn
-from ostinato.engine.seats import Seats, Sequence
+from ostinato.engine.seats import Seats
 from ostinato.types import Drafts, Stop
 
-Cut = Callable[[Sequence, np.ndarray], str | None]
+Decode = Callable[[Seq[int]], str] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +31,7 @@ class Taken:
 
 
 def take_in(
-    seats: Seats, plan: Pass, drafts: Drafts, ready: np.ndarray, drawn: Drawn, version: int, cut: Cut
+    seats: Seats, plan: Pass, drafts: Drafts, ready: np.ndarray, drawn: Drawn, version: int, decode: Decode
 ) -> Taken:
     """Verify the drafts of the ``ready`` sequences of the pass, and append what they were given.
 
@@ -44,7 +45,7 @@ def take_in(
         nodes = accepted = np.zeros(len(ready), np.int64)
         rows, paths = np.arange(len(ready)), {}
     given = accepted + 1
-    counts, stops = _cut_off(seats, chosen, given, drawn.tokens[rows], cut)
+    counts, stops = _cut_off(seats, chosen, given, drawn.tokens[rows], decode)
     if stops:
         rows = rows[_leading(given, counts)]
         accepted = np.minimum(accepted, counts)
@@ -100,7 +101,7 @@ def _leading(counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 
 def _cut_off(
-    seats: Seats, chosen: np.ndarray, counts: np.ndarray, tokens: np.ndarray, cut: Cut
+    seats: Seats, chosen: np.ndarray, counts: np.ndarray, tokens: np.ndarray, decode: Decode
 ) -> tuple[np.ndarray, dict[int, Stop]]:
     """How many of the tokens each sequence keeps, and why those end that do."""
     room = seats.limit[chosen] - seats.length[chosen]
@@ -117,13 +118,13 @@ def _cut_off(
     firsts, counts = np.cumsum(counts) - counts, counts.copy()
     for r in np.flatnonzero(look).tolist():
         given = tokens[firsts[r] : firsts[r] + min(int(counts[r]), int(room[r]))]
-        counts[r], stop = _listen(seats, int(chosen[r]), given, cut)
+        counts[r], stop = _listen(seats, int(chosen[r]), given, decode)
         if stop is not None:
             stops[r] = stop
     return counts, stops
 
 
-def _listen(seats: Seats, seat: int, given: np.ndarray, cut: Cut) -> tuple[int, Stop | None]:
+def _listen(seats: Seats, seat: int, given: np.ndarray, decode: Decode) -> tuple[int, Stop | None]:
     """One sequence, token by token, as plain decoding would."""
     sequence = seats.at(seat)
     sampling, length, prompt = sequence.request.sampling, int(seats.length[seat]), int(seats.prompt[seat])
@@ -135,7 +136,20 @@ def _listen(seats: Seats, seat: int, given: np.ndarray, cut: Cut) -> tuple[int, 
         if token in sampling.stop_tokens:
             return n, Stop.EOS
         if sampling.stop_strings:
+            assert decode is not None, "a request with stop strings was let in without a tokenizer"
             answer = np.concatenate([seats.text[seat, prompt:length], given[:n]])
-            if cut(sequence, answer) is not None:
+            if text_before(decode, answer, sampling.stop_strings) is not None:
                 return n, Stop.STRING
     return len(given), Stop.LENGTH if length + len(given) >= seats.limit[seat] else None
+
+
+def text_before(decode: Callable[[Seq[int]], str], answer: np.ndarray, strings: Seq[str]) -> str | None:
+    """The text of ``answer`` before the first of the stop strings, or None when there is none."""
+    # a token adds at least one byte, so a new match lies within the last tokens
+    recent = max(len(string.encode()) for string in strings) + 4
+    tail = decode(answer[-recent:].tolist())
+    if not any(string in tail for string in strings):
+        return None
+    text = decode(answer.tolist())
+    cuts = [text.index(string) for string in strings if string in text]
+    return text[: min(cuts)] if cuts else None

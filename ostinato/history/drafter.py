@@ -94,7 +94,6 @@ class HistoryDrafter:
         )
         weakref.finalize(self, self._library.drafter_free, self._drafter)
         self._seconds = [0.0, 0.0, 0.0]  # open, propose, observe
-        self._last_uid, self._last_key = "", prompt_key("")
         self._prompt = "", prompt_key("")  # the last uid and its key
         i32, f32 = np.int32, np.float32
         self._asked = _Shelf(
@@ -120,12 +119,6 @@ class HistoryDrafter:
         )
         self._seconds[0] += time.perf_counter() - start
         return handle
-
-    def _prompt_key(self, uid: str) -> int:
-        """As ``prompt_key``; siblings ask for the same one."""
-        if uid != self._last_uid:
-            self._last_uid, self._last_key = uid, prompt_key(uid)
-        return self._last_key
 
     def propose(self, running: Running) -> Drafts:
         """The draft tokens that are worth their time in the coming pass; often none."""

@@ -105,7 +105,8 @@ class Drafting:
     def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> Drafted:
         """Books of the step, whose rollouts took ``rollout_s``; then its answers are remembered."""
         stats = self.drafter.stats() - self._stats
-        row = counts(groups) | figures(stats, rollout_s)
+        sampled = sum(len(one.tokens) for told in _by_prompt(groups).values() for one in told)
+        row = counts(groups) | figures(stats, sampled, rollout_s)
         row["draft/seconds_saved"] = _saved_s(self.meter.counters) - self._saved_s
         detail = {
             "step": step,
@@ -193,9 +194,10 @@ def counts(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def figures(stats: DraftStats, rollout_s: float) -> dict[str, float]:
-    """What the drafter counted in a step; shares are of all tokens sampled in it."""
-    shares = {f"draft/share_{name}": _ratio(count, stats.emitted) for name, count in stats.accepted.items()}
+def figures(stats: DraftStats, sampled: int, rollout_s: float) -> dict[str, float]:
+    """What the drafter counted in a step; shares are of all tokens ``sampled`` in it, also where the drafter
+    was not asked."""
+    shares = {f"draft/share_{name}": _ratio(count, sampled) for name, count in stats.accepted.items()}
     return shares | {"draft/cpu_share": _ratio(stats.seconds, rollout_s)}
 
 

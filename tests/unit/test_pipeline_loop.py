@@ -294,7 +294,9 @@ def test_a_run_that_drafts_is_the_same_run_with_books_of_drafts(tmp_path: Path) 
     assert memory.observed == 3 * 64
     assert {f"p{i}" for i in range(12)} | {f"e{i}" for i in range(8)} == set(memory.forgotten)
     for row in drafting.rows:
-        assert row["draft/share_sibling"] == pytest.approx(0.1)  # 1 of 10 tokens came from each source
+        assert row["draft/share_sibling"] == pytest.approx(
+            9 / 64
+        )  # of all tokens, told to the drafter or not
         assert (row["draft/tokens_per_pass"], row["draft/acceptance"]) == (2.0, pytest.approx(1 / 3))
         assert (row["tokens/drafted"], row["tokens/accepted"]) == (96, 32)
         assert (row["draft/history_tokens"], row["draft/history_bytes"]) == (7, 70)
