@@ -293,10 +293,9 @@ def test_a_run_that_drafts_is_the_same_run_with_books_of_drafts(tmp_path: Path) 
     assert memory.added == [(step, f"p{4 * step - 4 + i}") for step in (1, 2, 3) for i in range(4)]
     assert memory.observed == 3 * 64
     assert {f"p{i}" for i in range(12)} | {f"e{i}" for i in range(8)} == set(memory.forgotten)
-    for row in drafting.rows:
-        assert row["draft/share_sibling"] == pytest.approx(
-            9 / 64
-        )  # of all tokens, told to the drafter or not
+    for step, row in enumerate(drafting.rows):
+        accepted = 9 * 100**step  # what the second look of a step adds to the first
+        assert row["draft/share_sibling"] == pytest.approx(accepted / 64)  # of all tokens sampled
         assert (row["draft/tokens_per_pass"], row["draft/acceptance"]) == (2.0, pytest.approx(1 / 3))
         assert (row["tokens/drafted"], row["tokens/accepted"]) == (96, 32)
         assert (row["draft/history_tokens"], row["draft/history_bytes"]) == (7, 70)
