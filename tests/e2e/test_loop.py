@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_world import DRAFTS_PAY
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.cli.build import new_drafting
@@ -38,6 +39,9 @@ from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Completion, Group, Prompt, Reward, Sampling
+
+# this file is also a script: its processes find the package, and what tests share
+PYTHONPATH = os.pathsep.join(str(Path(__file__).parents[up]) for up in (2, 1))
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -140,6 +144,7 @@ def build(
         kv_memory_mb=8,
         drafter=memory.drafter if memory else None,
         expect=memory.expect if memory else None,
+        cost=DRAFTS_PAY if memory else None,
     )
 
     def save(state: LoopState) -> None:
@@ -273,7 +278,7 @@ def test_kill_9_and_resume_is_bitwise(tmp_path: Path, kill_step: int) -> None:
 
     torn = tmp_path / "torn"
     command = [sys.executable, __file__, str(torn), "8", str(kill_step)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     died = subprocess.run(command, capture_output=True, timeout=120, env=environment)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
 
@@ -292,7 +297,7 @@ def test_kill_9_and_resume_is_bitwise(tmp_path: Path, kill_step: int) -> None:
 
 def test_sigterm_saves_and_the_process_ends_by_itself(tmp_path: Path) -> None:
     command = [sys.executable, __file__, str(tmp_path), "100000", "-1"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     try:
         metrics = tmp_path / "metrics.jsonl"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_world import DRAFTS_PAY
 
 from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
@@ -21,19 +22,6 @@ from ostinato.model.native import BuildError, Kernels, load
 from ostinato.types import Completion, Drafts, Emitted, Request, Running, Sampling, Stop
 
 VOCAB = 31
-
-
-class DraftsPay(CostTable):
-    """A pass is the shorter the more rows it has, whatever the clock says: drafts are always worth a try."""
-
-    def seconds(self, rows: np.ndarray | int, attended: np.ndarray | float) -> np.ndarray:
-        return 1.0 / (1.0 + np.asarray(rows, np.float64))
-
-    def observe(self, rows: int, attended: float, seconds: float) -> None:
-        pass
-
-
-DRAFTS_PAY = DraftsPay([1e-3] * len(KNOTS))
 
 
 def native() -> Kernels | None:
