@@ -50,7 +50,8 @@ class LocalEngine:
     ``decode`` turns token ids into text (needed for stop strings and ``Completion.text``). ``context_limit``
     is the largest number of tokens in a sequence. ``drafter`` guesses ahead, in trees of up to ``leaves``
     leaves where few sequences run. ``expect`` predicts how many tokens a request will be answered with (0:
-    unknown): the longest are begun first. Raises ValueError for requests that can never fit.
+    unknown): the longest are begun first. ``cost`` is what passes take, measured here unless given. Raises
+    ValueError for requests that can never fit.
     """
 
     def __init__(
@@ -395,7 +396,8 @@ class LocalEngine:
             sequence, keep = seats.at(seat), -(-int(seats.length[seat]) // BLOCK)
             surplus, sequence.blocks[keep:] = sequence.blocks[keep:], []
             self._cache.release(surplus)
-            seats.num_blocks[seat] = len(sequence.blocks)
+            # a block that has just been added is not in the table yet, and has to be shown
+            seats.num_blocks[seat] = min(int(seats.num_blocks[seat]), len(sequence.blocks))
             freed += len(surplus)
         return freed
 

@@ -116,6 +116,34 @@ def remembered(folder: RunFolder) -> Memory | None:
     return new_memory(DraftSection(memory_mb=4), saved, print)
 
 
+def trained(folder: RunFolder) -> tuple[Decoder, PolicyTrainer, Checkpoint | None]:
+    """Model and trainer as the newest checkpoint of ``folder`` left them; new ones without."""
+    decoder = Decoder(parse_config(CONFIG)).init_weights(seed=0)
+    adapters = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8), 0)
+    trainer = PolicyTrainer(
+        decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=5e-2), max_refused=2
+    )
+    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    checkpoint = load_checkpoint(folder.checkpoints, identity=trainer.identity())
+    if checkpoint is not None:
+        trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
+    return decoder, trainer, checkpoint
+
+
+def sampler(decoder: Decoder, memory: Memory | None) -> LocalEngine:
+    """An engine that drafts from ``memory`` whenever it can, or does not draft."""
+    if memory is None:
+        return LocalEngine(decoder, kernels=kernels(), kv_memory_mb=8)
+    return LocalEngine(
+        decoder,
+        kernels=kernels(),
+        kv_memory_mb=8,
+        drafter=memory.drafter,
+        expect=memory.expect,
+        cost=DRAFTS_PAY,
+    )
+
+
 def build(
     path: Path,
     *,
@@ -126,26 +154,10 @@ def build(
     run_ahead: bool = False,
 ) -> tuple[Loop, PolicyTrainer]:
     """A run in ``path``, resumed from the checkpoint that is there."""
-    decoder = Decoder(parse_config(CONFIG)).init_weights(seed=0)
-    adapters = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8), 0)
-    trainer = PolicyTrainer(
-        decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=5e-2), max_refused=2
-    )
     folder = RunFolder(path)
-    folder.checkpoints.mkdir(parents=True, exist_ok=True)
-    checkpoint = load_checkpoint(folder.checkpoints, identity=trainer.identity())
-    if checkpoint is not None:
-        trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
-
+    decoder, trainer, checkpoint = trained(folder)
     memory = remembered(folder) if drafts else None
-    engine = LocalEngine(
-        decoder,
-        kernels=kernels(),
-        kv_memory_mb=8,
-        drafter=memory.drafter if memory else None,
-        expect=memory.expect if memory else None,
-        cost=DRAFTS_PAY if memory else None,
-    )
+    engine = sampler(decoder, memory)
 
     def save(state: LoopState) -> None:
         made = Checkpoint(

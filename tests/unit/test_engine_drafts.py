@@ -324,3 +324,24 @@ def test_blocks_that_failed_drafts_have_taken_are_given_back_before_anybody_is_p
     for a, b in zip(plain, run(ours, requests), strict=True):
         same(a, b)
     assert ours.counters.drafted > 0 and ours.counters.preempted == 0
+
+
+def test_a_block_added_before_others_are_given_back_is_in_the_table() -> None:
+    """Giving back surplus blocks noted all of a sequence's blocks as shown, the one just added too: its place
+    in the table kept what a former occupant of the seat had there."""
+    ours = engine()
+    ours._cache = type(ours._cache)(5)
+    first, second = asked(2)
+    for request in (first, second):
+        ours._waiting.append(ours._sequence(0, request, asyncio.Queue(), None))
+    ours._admit()
+    growing, other = ours._seats.order
+    ours._seats.tables[growing, 1:] = 99
+    ours._seats.at(other).blocks += [ours._cache.allocate(), ours._cache.allocate()]  # a failed draft's
+    ours._seats.show_blocks(other)
+    ours._seats.length[growing] = 40  # wants two more blocks: one is free, one is given back
+    preempted: set[int] = set()
+    ours._grow(growing, preempted)
+    blocks = ours._seats.at(growing).blocks
+    assert len(blocks) == 3 and not preempted
+    assert ours._seats.tables[growing, :3].tolist() == blocks
