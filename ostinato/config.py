@@ -137,11 +137,13 @@ class TrainerSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0  # inf: off
     minibatches: Positive = 1
     tokens_per_microbatch: Positive = 4096
-    replay: bool = True  # train MoE layers on the experts that the sampler chose
+    replay: bool | Literal["auto"] = True  # train MoE layers on the sampler's experts; auto: if it is needed
+    replay_threshold: Share = 0.9  # ids that a sequence's routes must share with the trainer's; 0: no gate
     recompute: bool = False  # trade a second forward for the activations' memory
     checkpoint_every: Count = 50  # 0: only at the end and on SIGTERM
     keep_checkpoints: Positive = 2
     max_refused_in_a_row: Positive = 5
+    stop_on_collapse: bool = False  # end the run when the stability watch says that it has collapsed
 
     @model_validator(mode="after")
     def _check(self) -> TrainerSection:
@@ -178,8 +180,13 @@ class EvalSection(Section):
 
 
 class EngineSection(Section):
-    """The sampler: its KV pool and batch; ``threads`` is "auto" (measured once per machine) or a number."""
+    """The sampler: its KV pool and batch; ``threads`` is "auto" (measured once per machine) or a number.
 
+    ``weights``: "model" shares the trainer's own; the others are a copy of the base beside it, in which the
+    sampler computes in bfloat16, with linear maps of 8 bits for "int8" and "fp8". Adapters come on top.
+    """
+
+    weights: Literal["model", "bf16", "int8", "fp8"] = "model"
     kv_memory_mb: Positive = 512
     max_batch: Positive = 256  # sequences decoded together
     native: bool = True  # C++ kernels where a compiler is found
@@ -211,6 +218,7 @@ class LogSection(Section):
     dir: str = "runs"
     writers: Annotated[tuple[Literal["tensorboard", "trackio", "wandb"], ...], Field(strict=False)] = ()
     trajectories_every: Count = 10  # steps; 0: never
+    mismatch_every: Count = 25  # steps between measurements of sampler against trainer; 0: never
 
 
 class Recipe(Section):
@@ -247,6 +255,12 @@ class Recipe(Section):
             raise ValueError(
                 f"task.tools is {list(self.task.tools)} but task.max_turns is 1, so no reply could be read; "
                 "set max_turns to 2 or more"
+            )
+        if self.engine.weights != "model" and self.adapter.kind == "full":
+            raise ValueError(
+                f'engine.weights is "{self.engine.weights}" with adapter.kind "full", whose training changes '
+                "the weights that the sampler has copied; use "
+                'engine.weights="model" or adapter.kind="lora"'
             )
         return self
 
@@ -344,6 +358,7 @@ _MENDS = {
 }
 
 _UNIONS = {
+    "trainer.replay": 'use true, false or "auto"',
     "engine.threads": 'use "auto" or a whole number of 1 or more',
     "reward.solved_at": 'use "full" or a number',
 }

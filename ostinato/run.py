@@ -2,7 +2,7 @@
 
     runs/<recipe>-<yyyymmdd-hhmmss>/
         recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl  drafts.jsonl
-        checkpoints/  adapter/  history.bin  report.html
+        mismatch.jsonl  watch.jsonl  checkpoints/  adapter/  history.bin  report.html
 
 Whole files are replaced (``atomic_write``, ``atomic_folder``): a reader sees the old one or the new one.
 Logs are appended to, one JSON object per line, and forgive a torn end: what a kill or a full disk left of
@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ostinato.routes import routes_to_json
 from ostinato.types import Group, Trajectory
 
 Row = Mapping[str, Any]
@@ -279,7 +280,8 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
             "tokens": turn.completion.tokens,
             "logprobs": turn.completion.logprobs,
             "versions": turn.completion.versions,
-            "experts": turn.completion.experts,
+            "kept": None if turn.completion.support is None else turn.completion.support.counts,
+            "experts": None if turn.completion.experts is None else routes_to_json(turn.completion.experts),
             "text": turn.completion.text,
             "stop": turn.completion.stop,
         }
@@ -310,6 +312,8 @@ class RunFolder:
         self.ledger = Jsonl(path / "ledger.jsonl")
         self.eval = Jsonl(path / "eval.jsonl")
         self.drafts = Jsonl(path / "drafts.jsonl")
+        self.mismatch = Jsonl(path / "mismatch.jsonl")
+        self.watch = Jsonl(path / "watch.jsonl")
         self.trajectories = JsonlZst(path / "trajectories.jsonl.zst")
 
     @classmethod
@@ -343,7 +347,8 @@ class RunFolder:
 
     def truncate_after(self, step: int) -> None:
         """Forget the rows of later steps, so that a resumed run writes them again once."""
-        for log in (self.metrics, self.ledger, self.eval, self.drafts, self.trajectories):
+        logs = (self.metrics, self.ledger, self.eval, self.drafts, self.mismatch, self.watch)
+        for log in (*logs, self.trajectories):
             log.keep(lambda row: row.get("step", step) <= step)
 
 

@@ -10,7 +10,7 @@ Everything here is a frozen dataclass of numpy arrays. This module imports nothi
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
@@ -83,6 +83,73 @@ class Sampling:
                 f"sampling.min_tokens is {self.min_tokens}; use 0 to max_tokens ({self.max_tokens})"
             )
 
+    @property
+    def filtered(self) -> bool:
+        """May a filter cut what is drawn from? A greedy token is not drawn."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Support:
+    """The token ids that each of T tokens was drawn from, ragged: what top-k, top-p and min-p had kept.
+
+    A count of 0 is the whole vocabulary (no filter cut anything, or the token is context). A trainer whose
+    log-probabilities are normalised over the same ids has the sampler's action space ("Keep Sampling Mask",
+    DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    """
+
+    counts: np.ndarray  # [T] int32
+    ids: np.ndarray  # [sum of counts] int32, ascending within a token
+
+    __repr__ = _brief
+
+    def __post_init__(self) -> None:
+        if (total := int(self.counts.sum())) != len(self.ids):
+            raise ValueError(f"support has {len(self.ids)} ids where its counts add up to {total}")
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @classmethod
+    def whole(cls, length: int) -> Support:
+        """No token is restricted."""
+        return cls(counts=np.zeros(length, np.int32), ids=np.empty(0, np.int32))
+
+    @classmethod
+    def of(cls, kept: Sequence[np.ndarray]) -> Support:
+        """From the ids [n] of each token."""
+        counts = np.array([len(ids) for ids in kept], np.int32)
+        return cls(counts=counts, ids=np.concatenate([np.empty(0, np.int32), *kept]))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Support]) -> Support:
+        """Token after token; at least one part."""
+        counts = np.concatenate([part.counts for part in parts])
+        return cls(counts=counts, ids=np.concatenate([part.ids for part in parts]))
+
+    def split(self, size: int) -> list[Support]:
+        """Pieces of ``size`` tokens (the last may be shorter); views, nothing is copied."""
+        ends = np.cumsum(self.counts, dtype=np.int64)
+        firsts = range(0, len(self), size)
+        edges = [0, *(int(ends[min(first + size, len(self)) - 1]) for first in firsts)]
+        return [
+            Support(counts=self.counts[first : first + size], ids=self.ids[edges[n] : edges[n + 1]])
+            for n, first in enumerate(firsts)
+        ]
+
+    def take(self, tokens: np.ndarray) -> Support:
+        """Of the tokens at these places ([n] ascending integers) alone."""
+        wanted = np.zeros(len(self), bool)
+        wanted[tokens] = True
+        return Support(counts=self.counts[wanted], ids=self.ids[np.repeat(wanted, self.counts)])
+
+    def holds(self, tokens: np.ndarray) -> np.ndarray:
+        """[T] bool: is token t ([T] token ids) among the ids that it was drawn from?"""
+        owners = np.repeat(np.arange(len(self)), self.counts)
+        held = self.counts == 0
+        held[owners[self.ids == np.repeat(tokens, self.counts)]] = True
+        return held
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
@@ -96,6 +163,7 @@ class Request:
     sampling: Sampling
     seed: tuple[int, ...]
     uid: str = ""  # of the Prompt: whose history may be drafted from; empty: nobody's
+    routes_from: int = 0  # the caller has the routes of the tokens before it: they are not returned again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,6 +177,9 @@ class Completion:
     ``edges[t]`` is the probability of all tokens before token t in vocabulary order. The sampler draws by
     inverse transform, so the uniform of t fell into [edge, edge + p); under the next policy, a near one, a
     uniform in that interval will most likely give the same token.
+
+    ``support`` is None where no filter was on, or none was recorded. The bans of ``min_tokens`` are in it
+    where a filter is on beside them, and nowhere else.
     """
 
     tokens: np.ndarray  # [T] int32, the stop token included when one was sampled
@@ -117,8 +188,9 @@ class Completion:
     versions: np.ndarray  # [T] int32, the policy version that sampled each token
     stop: Stop
     text: str = ""  # decoded without special tokens, up to a stop string; empty without a tokenizer
-    experts: np.ndarray | None = None  # [T, moe_layers, top_k] int16
-    prompt_experts: np.ndarray | None = None  # [P, moe_layers, top_k] int16
+    experts: np.ndarray | None = None  # [T, moe_layers, top_k] int8, from 129 experts on int16
+    prompt_experts: np.ndarray | None = None  # [P - routes_from, moe_layers, top_k] alike
+    support: Support | None = None  # of T tokens
     drafted: int = 0  # draft tokens that were verified for it
     accepted: int = 0  # of them, those that turned out to be what is sampled
     passes: int = 0  # forward passes that gave it a token
@@ -128,7 +200,7 @@ class Completion:
     __repr__ = _brief
 
     def __post_init__(self) -> None:
-        for name in ("logprobs", "edges", "versions", "experts"):
+        for name in ("logprobs", "edges", "versions", "experts", "support"):
             array = getattr(self, name)
             if array is not None and len(array) != len(self.tokens):
                 raise ValueError(f"{name} has {len(array)} entries for {len(self.tokens)} tokens")
@@ -217,13 +289,14 @@ class Sample:
     group: int  # index of the group in the step: siblings share a prompt
     prompt_len: int  # length of the context of turn 0, equal for siblings
     uid: str = ""  # "prompt uid#sample": what a refused step names
-    experts: np.ndarray | None = None  # [L, moe_layers, top_k] int16
+    experts: np.ndarray | None = None  # [L, moe_layers, top_k], typed as in Completion
+    support: Support | None = None  # of L tokens; None: the whole vocabulary everywhere
     truncated: bool = False
 
     __repr__ = _brief
 
     def __post_init__(self) -> None:
-        for name in ("loss_mask", "logprobs", "advantages", "versions", "experts"):
+        for name in ("loss_mask", "logprobs", "advantages", "versions", "experts", "support"):
             array = getattr(self, name)
             if array is not None and len(array) != len(self.tokens):
                 raise ValueError(f"{name} has {len(array)} entries for {len(self.tokens)} tokens")
@@ -267,7 +340,8 @@ class Microbatch:
     sample_idx: np.ndarray  # [R] int32: which sample of the step (for sequence-level ratios)
     staleness: np.ndarray  # [R] int32: trainer version minus the version that sampled the token
     uids: tuple[str, ...]  # of the samples in it, to name them when a step is refused
-    experts: np.ndarray | None = None  # [T, moe_layers, top_k] int16, to replay
+    support: Support | None = None  # of the R targets; None: the whole vocabulary for all
+    experts: np.ndarray | None = None  # [T, moe_layers, top_k] to replay, typed as in Completion
 
     __repr__ = _brief
 
@@ -289,6 +363,8 @@ class StepReport:
     metrics: Mapping[str, float]
     skipped: str = ""  # one sentence when a non-finite loss or gradient refused the step
     uids: tuple[str, ...] = ()  # the samples it names
+    mismatch: Mapping[str, Any] | None = None  # a row of mismatch.jsonl, in steps that measure
+    note: str = ""  # one sentence for a person, when something was decided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

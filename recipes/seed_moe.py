@@ -213,8 +213,14 @@ ARCHITECTURE = {
     "router_aux_loss_coef": 0.01,
 }
 
+_EXPERTS = "mlp_only_layers num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
+_EXPERTS += " decoder_sparse_step router_aux_loss_coef"
+# The dense twin (--dense), a control in docs/collapse.md: every layer is what layer 0 is.
+DENSE = {name: value for name, value in ARCHITECTURE.items() if name not in _EXPERTS.split()}
+DENSE |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
-def write_folder(folder: Path, seed: int) -> None:
+
+def write_folder(folder: Path, seed: int, architecture: Mapping[str, object] = ARCHITECTURE) -> None:
     """Tokenizer, chat template, generation defaults and config: everything but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(seed)
@@ -232,7 +238,8 @@ def write_folder(folder: Path, seed: int) -> None:
         },
     )
     ids = {"eos_token_id": end, "pad_token_id": pad}
-    _write_json(folder / "config.json", ARCHITECTURE | {"vocab_size": tokenizer.get_vocab_size()} | ids)
+    sizes = {"vocab_size": tokenizer.get_vocab_size()}
+    _write_json(folder / "config.json", {**architecture, **sizes, **ids})
     _write_json(folder / "generation_config.json", ids | {"do_sample": True, "temperature": 1.0})
 
 
@@ -331,7 +338,7 @@ def balance_loss(logits: Sequence[Tensor], routing: Tensor) -> Tensor:
 
 
 def losses(decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
-    """(cross-entropy per answer token, balance loss) of one microbatch."""
+    """(cross-entropy per answer token, balance loss) of one microbatch; a dense model is always balanced."""
     probe = RouterProbe(decoder)
     hidden, routing = decoder(
         torch.from_numpy(micro.tokens),
@@ -339,9 +346,10 @@ def losses(decoder: Decoder, micro: Microbatch) -> tuple[Tensor, Tensor]:
         PackedAttention(micro.segments),
         ops=probe.ops(),
     )
-    assert routing is not None
     logits = decoder.logits(hidden[torch.from_numpy(micro.rows)])
     cross_entropy = F.cross_entropy(logits, torch.from_numpy(micro.targets).long())
+    if routing is None:
+        return cross_entropy, torch.ones(())
     return cross_entropy, balance_loss(probe.logits, routing)
 
 
@@ -435,12 +443,13 @@ def main() -> None:
     parser.add_argument("--crowd-steps", type=int, default=300, help="steps on answers of the whole crowd")
     parser.add_argument("--batch-size", type=int, default=48, help="conversations per step")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--dense", action="store_true", help="no experts: a control of docs/collapse.md")
     parser.add_argument(
         "--threads", type=int, default=1, help="part of the arithmetic: another number, other weights"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    write_folder(args.out, args.seed)
+    write_folder(args.out, args.seed, DENSE if args.dense else ARCHITECTURE)
     with (args.out / "train_log.jsonl").open("w", encoding="utf-8", buffering=1) as file:
 
         def log(row: Mapping[str, object]) -> None:

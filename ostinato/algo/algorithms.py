@@ -31,13 +31,22 @@ class Loss(StrEnum):
     REINFORCE = "reinforce"
 
 
+class Anchor(StrEnum):
+    """Whose log-probabilities the ratio new / old is measured from."""
+
+    AUTO = "auto"  # the trainer's where there is a correction, else the sampler's
+    SAMPLER = "sampler"  # "bypass": the ratio is itself the correction, and forwards are saved
+    TRAINER = "trainer"  # the trainer at the start of the step; the mismatch is corrected or ignored
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """One RL algorithm. The defaults here are GRPO without its KL term; ``algorithm`` names the others.
 
-    ``correction``: without one, the sampler's log-probabilities are the anchor of the ratio (the "bypass"
-    mode: the ratio is itself the correction, and a forward is saved). With one, the anchor is the trainer
-    at the start of the step, and trainer/sampler is corrected separately (``decoupled``).
+    ``anchor`` and ``correction``: without a correction, the sampler's log-probabilities are the anchor of the
+    ratio. With one, the anchor is the trainer at the start of the step, and trainer/sampler is corrected
+    separately. ``anchor="trainer"`` without a correction ignores the mismatch: what the literature calls GRPO
+    without importance sampling, and what ``docs/collapse.md`` compares the others with.
     """
 
     name: str = "grpo"
@@ -53,6 +62,7 @@ class Algorithm:
     mask_truncated: bool = False  # completions cut by length are not trained on
     overlong_buffer: float = 0.0  # share of max_tokens over which the reward falls; 0 = off
     overlong_factor: float = 1.0  # ... by this much
+    anchor: Anchor = Anchor.AUTO
     correction: Correction = Correction.NONE
     correction_low: float = 0.0
     correction_high: float = 2.0
@@ -72,12 +82,19 @@ class Algorithm:
             )
         if self.correction is not Correction.NONE and self.correction_low > 1:
             raise ValueError(f"algo.correction_low is {self.correction_low} and masks 1; use at most 1")
+        if self.anchor is Anchor.SAMPLER and self.correction is not Correction.NONE:
+            raise ValueError(
+                f"algo.anchor is 'sampler', whose ratio is itself the correction, beside algo.correction "
+                f"'{self.correction}'; use anchor 'trainer', or correction 'none'"
+            )
         check_choices(self.baseline, self.scale, self.batch_pool)
 
     @property
     def decoupled(self) -> bool:
         """Whether the ratio is anchored to the trainer's policy, not to the sampler's."""
-        return self.correction is not Correction.NONE
+        if self.anchor is Anchor.AUTO:
+            return self.correction is not Correction.NONE
+        return self.anchor is Anchor.TRAINER
 
     @property
     def needs_reference(self) -> bool:
@@ -221,14 +238,16 @@ def _idle_keys(chosen: Algorithm) -> dict[str, str]:
     clips = chosen.loss in (Loss.CLIPPED, Loss.SEQUENCE_CLIPPED)
     truncates = chosen.correction in (Correction.TOKEN_TRUNCATE, Correction.SEQUENCE_TRUNCATE)
     loss, correction = f"algo.loss is '{chosen.loss}'", f"algo.correction is '{chosen.correction}'"
+    corrects = chosen.correction is not Correction.NONE
     rules = {
         "clip_low": (not clips, loss),
         "clip_high": (not clips, loss),
         "ratio_cap": (chosen.loss is not Loss.CISPO, loss),
         "batch_pool": (chosen.scale is not Scale.BATCH, f"algo.scale is '{chosen.scale}'"),
         "overlong_factor": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
-        "correction_low": (truncates or not chosen.decoupled, correction),
-        "correction_high": (not chosen.decoupled, correction),
+        "correction_low": (truncates or not corrects, correction),
+        "correction_high": (not corrects, correction),
+        "anchor": (chosen.loss is Loss.REINFORCE and not corrects, loss),
     }
     return {key: reason for key, (idle, reason) in rules.items() if idle}
 

@@ -6,16 +6,23 @@ the weight to be read from memory a few times per step only.
 
 Two functions with one meaning: ``linear_logprobs`` for a frozen linear head (the fast path), and
 ``chunked_logprobs`` for any differentiable head (the twin, and the path of a trainable or adapted head).
+
+With a ``support`` a row's distribution is normalised over the ids that the sampler drew its token from: log
+p(y) = z_y - logsumexp of z over the support, the entropy is that of the same distribution, and logits outside
+have gradient zero ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from ostinato.types import Support
 
 CHUNK = 256
 CACHE_BYTES = 1 << 20  # half of a common L2 cache
@@ -28,21 +35,26 @@ def chunked_logprobs(
     targets: Tensor,
     logits: Callable[[Tensor], Tensor],
     *,
+    support: Support | None = None,
     temperature: float = 1.0,
     chunk: int = CHUNK,
     want_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits(hidden) / temperature)[targets] and the entropy (nats) of that distribution.
 
-    hidden: [R, D], targets: [R] integer, ``logits``: [n, D] -> [n, V]. Returns logprobs [R] and entropy [R]
+    hidden: [R, D], targets: [R] integer, ``support``: of R tokens or None (the whole vocabulary for all),
+    ``logits``: [n, D] -> [n, V]. Returns logprobs [R] and entropy [R]
     in fp32 (fp64 for fp64 logits), both with gradients to ``hidden`` and to whatever ``logits`` closes
     over; detach the entropy to log it. Without ``want_entropy`` it is NaN, meaning not computed.
     Logits are recomputed chunk by chunk in backward instead of being kept.
+    Raises ValueError for a target outside of its support.
     """
-    _check(targets, hidden, temperature, chunk)
+    _check(targets, hidden, support, temperature, chunk)
 
-    def rows(hidden_nD: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(hidden_nD: Tensor, targets_n: Tensor, kept: Support | None) -> tuple[Tensor, Tensor]:
         scaled_nV = _at_least_fp32(logits(hidden_nD)) / temperature
+        if kept is not None:
+            scaled_nV = scaled_nV.masked_fill(_outside(kept, scaled_nV), _lowest(scaled_nV))
         log_p_nV = torch.log_softmax(scaled_nV, dim=-1)
         logprobs_n = log_p_nV.gather(1, targets_n[:, None]).squeeze(1)
         if not want_entropy:
@@ -51,8 +63,8 @@ def chunked_logprobs(
 
     # Checkpointing per chunk keeps the chunk's inputs only. Without gradients it would only warn and slow.
     parts = [
-        checkpoint(rows, h, t, use_reentrant=False) if torch.is_grad_enabled() else rows(h, t)
-        for h, t in zip(hidden.split(chunk), targets.long().split(chunk), strict=True)
+        checkpoint(rows, *given, use_reentrant=False) if torch.is_grad_enabled() else rows(*given)
+        for given in _chunks(hidden, targets.long(), support, chunk)
     ]
     logprobs, entropy = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
@@ -63,6 +75,7 @@ def linear_logprobs(
     weight: Tensor,
     targets: Tensor,
     *,
+    support: Support | None = None,
     temperature: float = 1.0,
     chunk: int = CHUNK,
     want_entropy: bool = True,
@@ -72,17 +85,17 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """``chunked_logprobs`` for a frozen linear head, logits = hidden @ weight.T, one pass over the logits.
 
-    hidden: [R, D], weight: [V, D], targets: [R]. Each row's loss depends on its own logits only, so
-    d logprob_r / d hidden_r = (weight[target_r] - sum_v p_rv weight[v]) / temperature is known in the
-    forward pass. It is kept ([R, D] fp32) and backward is a multiplication: nothing is recomputed, one of
-    the three head GEMMs of a training step is saved. The entropy has a gradient with ``entropy_grad`` only
-    (one more GEMM), is NaN without ``want_entropy``, else detached.
+    hidden: [R, D], weight: [V, D], targets: [R], support: of R tokens. Each row's loss depends on its own
+    logits only, so d logprob_r / d hidden_r = (weight[target_r] - sum_v p_rv weight[v]) / temperature is
+    known in the forward pass. It is kept ([R, D] fp32) and backward is a multiplication: nothing is
+    recomputed, one of the three head GEMMs of a training step is saved. The entropy has a gradient with
+    ``entropy_grad`` only (one more GEMM), is NaN without ``want_entropy``, else detached.
 
     ``matmul_nt(x [n, D], w [V, D]) -> [n, V]`` (overwritten here) and ``matmul_nn(dy [n, V], w [V, D]) ->
     [n, D]``, both fp32 out, replace the default together: the FP32 head, both operands cast to fp32.
-    Raises ValueError for a weight that requires a gradient.
+    Raises ValueError for a weight that requires a gradient and for a target outside of its support.
     """
-    _check(targets, hidden, temperature, chunk)
+    _check(targets, hidden, support, temperature, chunk)
     if weight.requires_grad:
         raise ValueError("weight requires a gradient; linear_logprobs freezes the head, use chunked_logprobs")
     if entropy_grad and not want_entropy:
@@ -93,7 +106,16 @@ def linear_logprobs(
         weight = weight.to(torch.promote_types(hidden.dtype, torch.float32))
         matmul_nt, matmul_nn = _fp32_head(weight, min(chunk, len(hidden)))
     logprobs, entropy = _LinearLogprobs.apply(
-        hidden, weight, targets.long(), temperature, chunk, want_entropy, entropy_grad, matmul_nt, matmul_nn
+        hidden,
+        weight,
+        targets.long(),
+        support,
+        temperature,
+        chunk,
+        want_entropy,
+        entropy_grad,
+        matmul_nt,
+        matmul_nn,
     )
     return logprobs, entropy
 
@@ -110,16 +132,18 @@ def _fp32_head(weight_VD: Tensor, max_rows: int) -> tuple[Matmul, Matmul]:
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk, want_entropy, entropy_grad, *matmuls):
+    def forward(
+        ctx, hidden, weight, targets, support, temperature, chunk, want_entropy, entropy_grad, *matmuls
+    ):
         matmul_nt, matmul_nn = matmuls
         want_slope = ctx.needs_input_grad[0]
         scores, slopes, entropy_slopes = [], [], []
-        for hidden_nD, targets_n in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        for hidden_nD, targets_n, kept in _chunks(hidden, targets, support, chunk):
             logits_nV = _at_least_fp32(matmul_nt(hidden_nD, weight))
             if temperature != 1:
                 logits_nV.div_(temperature)
             entropy_slope_nV = torch.empty_like(logits_nV) if want_slope and entropy_grad else None
-            scores.append(_score(logits_nV, targets_n, entropy_slope_nV, want_entropy))
+            scores.append(_score(logits_nV, targets_n, kept, entropy_slope_nV, want_entropy))
             if want_slope:
                 slopes.append(matmul_nn(logits_nV, weight) / temperature)
             if entropy_slope_nV is not None:
@@ -139,11 +163,23 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_RD = grad_logprobs[:, None] * slope_RD
         if entropy_slope_RD:
             grad_RD.addcmul_(grad_entropy[:, None], entropy_slope_RD[0])
-        return grad_RD.to(ctx.dtype), *(None,) * 8
+        return grad_RD.to(ctx.dtype), *(None,) * 9
+
+
+def _chunks(
+    hidden: Tensor, targets: Tensor, support: Support | None, chunk: int
+) -> Iterator[tuple[Tensor, Tensor, Support | None]]:
+    """What belongs to ``chunk`` rows at a time; no support where none of them is restricted."""
+    parts = hidden.split(chunk), targets.split(chunk)
+    return zip(*parts, _split(support, chunk, len(parts[0])), strict=True)
 
 
 def _score(
-    logits_nV: Tensor, targets_n: Tensor, entropy_slope_nV: Tensor | None, want_entropy: bool
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    support: Support | None,
+    entropy_slope_nV: Tensor | None,
+    want_entropy: bool,
 ) -> Tensor:
     """[n, 2]: log p[target] and entropy. Leaves d log p[target] / d logits = onehot - p in ``logits_nV``.
 
@@ -155,13 +191,21 @@ def _score(
     tile = in_cache if logits_nV.device.type == "cpu" else num_rows
     scratch = logits_nV.new_empty(min(tile, num_rows), vocab_size)
     scores = logits_nV.new_full((num_rows, 2), torch.nan)
-    for start in range(0, num_rows, tile):
+    starts = range(0, num_rows, tile)
+    for start, kept in zip(starts, _split(support, tile, len(starts)), strict=True):
         rows = slice(start, start + tile)
         z, target, score = logits_nV[rows], targets_n[rows, None], scores[rows]
         p = scratch[: len(z)]
+        if kept is not None:
+            # Outside any logit will do, its p is set to 0 below: one like the others, since the exponential
+            # of -1e30 takes twelve times as long.
+            _set_outside(z, kept, z.gather(1, target))
         z.sub_(z.amax(-1, keepdim=True))
         at_target = z.gather(1, target)
-        total = torch.exp(z, out=p).sum(-1, keepdim=True)
+        torch.exp(z, out=p)
+        if kept is not None:
+            _set_outside(p, kept, p.new_zeros(()))
+        total = p.sum(-1, keepdim=True)
         score[:, :1] = at_target - total.log()
         if want_entropy:
             score[:, 1:] = total.log() - torch.linalg.vecdot(p, z)[:, None] / total
@@ -173,14 +217,62 @@ def _score(
     return scores
 
 
+def _split(support: Support | None, size: int, number: int) -> list[Support | None]:
+    """``number`` pieces of ``size`` rows; None for one without a restricted row."""
+    if support is None:
+        return [None] * number
+    return [part if len(part.ids) else None for part in support.split(size)]
+
+
+def _set_outside(x_nV: Tensor, support: Support, value: Tensor) -> None:
+    """x = ``value`` ([n, 1] or []) outside of the support of its row, in place; free rows stay as they are.
+
+    The kept entries are put aside and back, which costs a sweep where a mask of [n, V] costs many.
+    """
+    places, flat = _places(support, x_nV), x_nV.view(-1)
+    kept = flat[places]
+    if support.counts.all():
+        x_nV.copy_(value)  # a tenth of the time of a selection
+    else:
+        restricted_n = torch.from_numpy(support.counts > 0).to(x_nV.device)
+        torch.where(restricted_n[:, None], value, x_nV, out=x_nV)
+    flat[places] = kept
+
+
+def _outside(support: Support, z_nV: Tensor) -> Tensor:
+    """[n, V] bool: outside of the support of its row; nothing is where a row has none."""
+    restricted = torch.from_numpy(support.counts > 0).to(z_nV.device)
+    outside_nV = restricted[:, None].expand(z_nV.shape).contiguous()
+    outside_nV.view(-1)[_places(support, z_nV)] = False
+    return outside_nV
+
+
+def _places(support: Support, z_nV: Tensor) -> Tensor:
+    """Of the kept ids in the flattened logits, int64."""
+    owners = np.repeat(np.arange(len(support), dtype=np.int64), support.counts)
+    return torch.from_numpy(owners * z_nV.shape[1] + support.ids).to(z_nV.device)
+
+
+def _lowest(z: Tensor) -> float:
+    """A logit whose exponential is 0 beside any other, and finite: 0 times it is 0, not NaN."""
+    return torch.finfo(z.dtype).min / 4
+
+
 def _at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _check(targets: Tensor, hidden: Tensor, temperature: float, chunk: int) -> None:
+def _check(targets: Tensor, hidden: Tensor, support: Support | None, temperature: float, chunk: int) -> None:
     if len(targets) != len(hidden) or not len(targets):
         raise ValueError(
             f"targets has {len(targets)} entries for {len(hidden)} rows; give one each, at least 1"
+        )
+    if support is not None and len(support) != len(targets):
+        raise ValueError(f"support has {len(support)} entries for {len(targets)} targets; give one each")
+    if support is not None and not (held := support.holds(targets.cpu().numpy())).all():
+        row = int(held.argmin())
+        raise ValueError(
+            f"target {int(targets[row])} of row {row} is not in its support; give the ids it was drawn from"
         )
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; log-probabilities need a positive number")

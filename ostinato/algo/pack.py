@@ -16,7 +16,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from ostinato.types import Batch, Microbatch, Sample, Segment
+from ostinato.types import Batch, Microbatch, Sample, Segment, Support
 
 
 class Aggregation(StrEnum):
@@ -79,7 +79,8 @@ def pack(
     With ``min_microbatches`` the budget shrinks until that many share the rows about evenly, as far as there
     are samples: a trainer cannot take more optimizer steps on a batch than it has microbatches.
 
-    Raises ValueError for a sample that trains on its prompt or whose routing is missing beside others'.
+    Raises ValueError for a sample that trains on its prompt, whose routing is missing beside others', or one
+    of whose trained tokens is not in the support that it says the token was drawn from.
     """
     _check(samples, weights, tokens_per_microbatch)
     families = _families(samples, share_prompts)
@@ -112,6 +113,7 @@ def pad(samples: Sequence[Sample], weights: Sequence[np.ndarray], *, version: in
                 sample_idx=np.full(len(trained), index, dtype=np.int32),
                 staleness=(version - sample.versions[trained]).astype(np.int32),
                 uids=(sample.uid,),
+                support=_support([sample], [trained]),
                 experts=sample.experts,
             )
         )
@@ -142,6 +144,11 @@ def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_
             raise ValueError(
                 f"sample {sample.uid}: loss_mask is True inside the prompt (prompt_len {sample.prompt_len}); "
                 "mask it, or shorten prompt_len to the tokens before the first trained one"
+            )
+        if sample.support is not None and not (held := sample.support.holds(sample.tokens)).all():
+            raise ValueError(
+                f"sample {sample.uid}: token {int(held.argmin())} is not in its support, the ids that it was "
+                "drawn from; record both in one pass or leave the support out"
             )
     if len({sample.experts is None for sample in samples}) > 1:
         missing = next(sample.uid for sample in samples if sample.experts is None)
@@ -257,7 +264,20 @@ def _microbatch(
         sample_idx=np.repeat(np.array(order, dtype=np.int32), [len(t) for t in trained]),
         staleness=version - targets([sample.versions for sample in chosen], np.int32),
         uids=tuple(sample.uid for sample in chosen),
+        support=_support(chosen, trained),
         experts=inputs(experts) if experts else None,
+    )
+
+
+def _support(samples: Sequence[Sample], trained: Sequence[np.ndarray]) -> Support | None:
+    """Of the trained tokens (indices of each sample's); None where no sample has a record."""
+    if all(sample.support is None for sample in samples):
+        return None
+    return Support.concatenate(
+        [
+            Support.whole(len(tokens)) if sample.support is None else sample.support.take(tokens)
+            for sample, tokens in zip(samples, trained, strict=True)
+        ]
     )
 
 

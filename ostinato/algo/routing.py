@@ -17,11 +17,13 @@ from enum import StrEnum
 
 import numpy as np
 
-from ostinato.types import NO_EXPERT
+from ostinato.types import NO_EXPERT, Microbatch
 
 THRESHOLD = 0.9  # measured: aligned sequences from 0.98 on, misaligned ones up to 0.6
-_LOOK = 512  # rows and...
-_SEQUENCES = 16  # ...sequences that a diagnosis looks at
+FEW = 256  # ids below which a sequence is not judged by itself: a single flip moves its overlap too far
+_LEAST, _LOOK = 16, 512  # fewest and most rows and...
+_SEQUENCES = 16  # ...sequences that a diagnosis looks at, and...
+_OTHERS = 64  # ...with whose routes it compares them
 _MARGIN = 0.1  # an explanation has to agree by that much more than what is to be explained
 
 
@@ -39,7 +41,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found: ``overlap`` as it is, and ``best``, what it would be if ``cause`` were mended."""
+    """What was found where it is worst: ``overlap``, and ``best``, what it would be with ``cause`` mended."""
 
     cause: Cause
     overlap: float
@@ -50,9 +52,9 @@ class Diagnosis:
 class Misaligned(RuntimeError):
     """Replayed routes are not those of these tokens under these weights."""
 
-    def __init__(self, message: str, diagnosis: Diagnosis) -> None:
+    def __init__(self, message: str, diagnosis: Diagnosis, uids: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.diagnosis = diagnosis
+        self.diagnosis, self.uids = diagnosis, tuple(uids)  # of the sequences below the threshold
 
 
 def shared_ids(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -79,25 +81,85 @@ def require_aligned(
 ) -> np.ndarray:
     """``alignment``; raises Misaligned, naming the probable cause, if a sequence is below ``threshold``."""
     overlaps = alignment(native, replayed)
-    low = np.flatnonzero(overlaps < threshold)
-    if len(low):
-        found = diagnose(native, replayed, threshold)
-        raise Misaligned(
-            f"routes of {len(low)} of {len(overlaps)} sequences agree with the trainer's own in less than "
-            f"{threshold:g} of the ids (sequence {low[0]}: {overlaps[low[0]]:.2f}); probable cause: "
-            f"{found.cause}{f', {found.detail}' if found.detail else ''} (mended: {found.best:.2f})",
-            found,
-        )
+    if (overlaps < threshold).any():
+        raise misaligned(native, replayed, overlaps, threshold)
     return overlaps
 
 
+def misaligned(
+    native: Sequence[np.ndarray],
+    replayed: Sequence[np.ndarray],
+    overlaps: np.ndarray,
+    threshold: float = THRESHOLD,
+    uids: Sequence[str] = (),
+) -> Misaligned:
+    """What to raise where some of the ``overlaps`` [B] are below the threshold. ``uids`` name the
+    sequences."""
+    low = np.flatnonzero(overlaps < threshold).tolist()
+    found = diagnose([native[i] for i in low], [replayed[i] for i in low], threshold, others=replayed)
+    named = [uids[i] for i in low] if uids else []
+    first = named[0] if named else low[0]
+    return Misaligned(
+        f"routes of {len(low)} of {len(overlaps)} sequences agree with the trainer's own in less than "
+        f"{threshold:g} of the ids (sequence {first}: {overlaps[low[0]]:.2f}); probable cause: "
+        f"{found.cause}{f', {found.detail}' if found.detail else ''} (mended: {found.best:.2f})",
+        found,
+        named,
+    )
+
+
+def sequence_spans(microbatch: Microbatch) -> np.ndarray:
+    """The rows of each sequence of a microbatch, [S, 4] int64 in the order of its ``uids``: (start, stop)
+    of its own and (start, stop) of the prompt that it shares, which is empty where the prompt is its own.
+
+    The last token trained of a sequence is predicted by its own last row; if it has no row of its own, a
+    completion of one token, by the prompt's.
+    """
+    ends = np.append(np.flatnonzero(np.diff(microbatch.sample_idx)), len(microbatch.rows) - 1)
+    segments = np.array([(s.start, s.stop, s.prefix_start, s.prefix_stop) for s in microbatch.segments])
+    return segments[np.searchsorted(segments[:, 0], microbatch.rows[ends], side="right") - 1]
+
+
+def sequence_sums(values: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    """Sums of values [..., T] over the rows of each sequence: [..., S]. A shared prompt counts for each of
+    them."""
+    total = np.concatenate((np.zeros((*values.shape[:-1], 1), values.dtype), values.cumsum(axis=-1)), axis=-1)
+    start, stop, prompt_start, prompt_stop = spans.T
+    return total[..., stop] - total[..., start] + total[..., prompt_stop] - total[..., prompt_start]
+
+
+def judged(common: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """The overlap that each sequence is judged by, [S]: ids in common over ids known on both sides.
+
+    Those with fewer than 256 known ids are judged together; NaN where nothing is known.
+    """
+    few = known < FEW
+    pooled = np.where(few, [common[few].sum()], common), np.where(few, [known[few].sum()], known)
+    return np.divide(pooled[0], pooled[1], out=np.full(len(known), np.nan), where=pooled[1] > 0)
+
+
+def never_written(routes: np.ndarray) -> bool:
+    """Whether a known row [..., K] names one expert K times: a buffer that nobody filled."""
+    if routes.shape[-1] == 1 or routes.size == 0:
+        return False
+    return bool(((routes == routes[..., :1]).all(axis=-1) & (routes[..., 0] != NO_EXPERT)).any())
+
+
 def diagnose(
-    native: Sequence[np.ndarray], replayed: Sequence[np.ndarray], threshold: float = THRESHOLD
+    native: Sequence[np.ndarray],
+    replayed: Sequence[np.ndarray],
+    threshold: float = THRESHOLD,
+    others: Sequence[np.ndarray] = (),
 ) -> Diagnosis:
-    """The explanation of a disagreement that mends most of it. Looks at 16 sequences and 512 rows of each."""
-    pairs = [(a[:_LOOK], b[:_LOOK]) for a, b in _pairs(native, replayed)]
-    order = np.argsort([np.nan_to_num(_mean(a, b), nan=1.0) for a, b in pairs], kind="stable")
-    pairs = [pairs[i] for i in order[:_SEQUENCES]]  # the worst: some may be in order
+    """The explanation of a disagreement that mends most of it, and by how much. Looks at the worst stretch of
+    the 16 worst sequences, and for routes that were shuffled also at ``others``, the first 64 of them."""
+    pairs = [(a, b) for a, b in _pairs(native, replayed) if len(a)]
+    worst = sorted(pairs, key=lambda pair: np.nan_to_num(_mean(*pair), nan=1.0))[:_SEQUENCES]
+    windows = [_worst_stretch(a, b, threshold) for a, b in worst]
+    looked = [(a[w], b[w], w) for (a, b), w in zip(worst, windows, strict=True)]
+    # those in order have nothing to explain, and would dilute what is wrong with one among them
+    looked = [(a, b, w) for a, b, w in looked if _mean(a, b) < threshold] or looked
+    pairs = [(a, b) for a, b, _ in looked]
     overlap = _mean_of([_mean(a, b) for a, b in pairs])
     if not overlap < threshold:
         return Diagnosis(cause=Cause.ALIGNED, overlap=overlap, best=overlap)
@@ -105,7 +167,10 @@ def diagnose(
         return Diagnosis(
             cause=Cause.ZERO, overlap=overlap, best=overlap, detail="rows name one expert several times"
         )
-    best, cause, detail = max(_explanations(pairs), key=lambda one: one[0], default=(0.0, Cause.STALE, ""))
+    elsewhere = [[other[w] for other in [*replayed, *others][:_OTHERS]] for *_, w in looked]
+    best, cause, detail = max(
+        _explanations(pairs, elsewhere), key=lambda one: one[0], default=(0.0, Cause.STALE, "")
+    )
     if best >= overlap + _MARGIN:
         return Diagnosis(cause=cause, overlap=overlap, best=best, detail=detail)
     cause = Cause.STALE if overlap > _chance(pairs) + _MARGIN else Cause.UNRELATED
@@ -124,8 +189,23 @@ def _pairs(
     return pairs
 
 
-def _explanations(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[float, Cause, str]]:
-    """(overlap once mended, cause, detail) of everything worth trying."""
+def _worst_stretch(native: np.ndarray, replayed: np.ndarray, threshold: float) -> slice:
+    """The neighbouring rows, 16 to 512 of them, that fall short of the threshold most: what a bug left alone,
+    such as a prompt that siblings share, would veil what mends the rest."""
+    share = shared_ids(native, replayed)
+    short = np.where(np.isnan(share), 0, threshold - share).sum(axis=1).cumsum()
+    before = np.minimum.accumulate(np.concatenate(([0.0], short)))[:-1]
+    stop = int(np.argmax(short - before)) + 1  # the largest sum of neighbours ends here
+    start = int(np.argmin(np.concatenate(([0.0], short))[:stop]))
+    start = min(start, max(0, stop - _LEAST))
+    return slice(start, min(stop, start + _LOOK))
+
+
+def _explanations(
+    pairs: list[tuple[np.ndarray, np.ndarray]], elsewhere: Sequence[Sequence[np.ndarray]]
+) -> Iterator[tuple[float, Cause, str]]:
+    """(overlap once mended, cause, detail) of everything worth trying; ``elsewhere``: the routes of other
+    sequences that each of the pairs may really have."""
     for shift in (-2, -1, 1, 2):
         here = [(a[max(-shift, 0) : len(a) - max(shift, 0)], b[max(shift, 0) :]) for a, b in pairs]
         overlap = _mean_of([_mean(a, b[: len(a)]) for a, b in here])
@@ -137,16 +217,14 @@ def _explanations(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[
         yield overlap, Cause.LAYERS, f"layers rolled by {roll} of {layers}"
     if layers > 2:  # of two layers, the reverse is a roll
         yield _mean_of([_mean(a, b[:, ::-1]) for a, b in pairs]), Cause.LAYERS, "layers reversed"
-    if len(pairs) > 1:
-        best = [
-            max(_prefix(a, b) for j, (_, b) in enumerate(pairs) if j != i) for i, (a, _) in enumerate(pairs)
-        ]
-        yield _mean_of(best), Cause.SHUFFLED, "another sequence of the batch fits better"
+    best = [max(_prefix(a, b) for b in some) for (a, _), some in zip(pairs, elsewhere, strict=True)]
+    yield _mean_of(best), Cause.SHUFFLED, "another sequence of the batch fits better"
 
 
 def _prefix(a: np.ndarray, b: np.ndarray) -> float:
+    """The overlap as far as both go; none where they hardly meet, since a few rows agree by chance."""
     length = min(len(a), len(b))
-    return float(np.nan_to_num(_mean(a[:length], b[:length])))
+    return float(np.nan_to_num(_mean(a[:length], b[:length]))) if 2 * length >= len(a) else 0.0
 
 
 def _chance(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:

@@ -117,11 +117,23 @@ def report(
         Path | None, typer.Option("--out", help="Write it there, not into the run folder.")
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    mismatch: Annotated[
+        bool, typer.Option("--mismatch", help="Print sampler against trainer; write nothing.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --mismatch: one JSON object.")] = False,
 ) -> None:
     """Write report.html of a run: one file that opens offline."""
+    from ostinato.cli.report import print_mismatch
     from ostinato.cli.report import report as command
 
-    typer.echo(command(run, out, show=show))
+    if json and not mismatch:
+        raise ValueError("--json is for report --mismatch; add --mismatch or drop --json")
+    if mismatch and (out or show):
+        raise ValueError("--mismatch prints and writes no file; drop --out and --open")
+    if mismatch:
+        print_mismatch(run, as_json=json)
+    else:
+        typer.echo(command(run, out, show=show))
 
 
 @app.command(

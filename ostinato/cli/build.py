@@ -36,6 +36,7 @@ from ostinato.model.native import load as load_kernels
 from ostinato.model.native.build import BuildError
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import load_peft
+from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.remember import Drafting
@@ -185,6 +186,8 @@ def new_trainer(
         temperature=recipe.rollout.temperature,
         minibatches=settings.minibatches,
         replay=settings.replay,
+        replay_threshold=settings.replay_threshold,
+        measure_every=recipe.log.mismatch_every,
         recompute=settings.recompute,
         max_refused=settings.max_refused_in_a_row,
         on_refused=on_refused,
@@ -195,10 +198,12 @@ def new_trainer(
 def new_engine(
     recipe: Recipe, decoder: Decoder, renderer: Renderer, say: Say, memory: Memory | None = None
 ) -> LocalEngine:
-    """The in-process engine on the decoder's own tensors, serving the base; with drafts from ``memory``."""
+    """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
+    with drafts from ``memory``."""
+    found = kernels(recipe, decoder, say)
     return LocalEngine(
-        decoder,
-        kernels=kernels(recipe, decoder, say),
+        sampler_decoder(recipe, decoder, found, say),
+        kernels=found,
         decode=renderer.decode,
         kv_memory_mb=recipe.engine.kv_memory_mb,
         max_batch=recipe.engine.max_batch,
@@ -207,6 +212,17 @@ def new_engine(
         leaves=recipe.draft.leaves,
         expect=memory.expect if memory else None,
     )
+
+
+def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None, say: Say) -> Decoder:
+    """What the engine samples from (``engine.weights``); ``say`` hears what a copy costs."""
+    weights = Weights(recipe.engine.weights)
+    sampler = quantise(decoder, weights)
+    if sampler is not decoder:
+        own, model = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
+        slow = "" if kernels else "; without native kernels they save memory and cost time"
+        say(f"engine weights {weights}: {own:,.0f} MB beside the model's {model:,.0f} MB{slow}")
+    return sampler
 
 
 def kernels(recipe: Recipe, decoder: Decoder, say: Say) -> Kernels | None:
@@ -288,6 +304,7 @@ def new_plan(recipe: Recipe, config: ModelConfig) -> Plan:
         eval_at_start=recipe.eval.at_start,
         checkpoint_every=recipe.trainer.checkpoint_every,
         trajectories_every=recipe.log.trajectories_every,
+        stop_on_collapse=recipe.trainer.stop_on_collapse,
         forward_flops_per_token=2.0 * active_parameters(config),
         backward_ratio=2.0 if recipe.adapter.kind == "full" else 1.0,
     )
@@ -391,8 +408,13 @@ def caveats(recipe: Recipe, chosen: Algorithm) -> Iterator[str]:
     filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
     if used := " and ".join(f"rollout.{name}" for name, on in filters.items() if on):
         yield (
-            f"{used} cut what is sampled from, and the trainer scores the whole vocabulary: the ratio of "
-            "trainer to sampler begins below 1 and can be clipped; see sampling/* in the metrics"
+            f"{used} cut what is sampled from: log-probabilities, entropy and gradients are over the tokens "
+            "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
+        )
+    if recipe.engine.weights != "model":
+        yield (
+            f'engine.weights = "{recipe.engine.weights}": the sampler is not quite the policy that is '
+            "trained; sampling/* in the metrics says how far it is, and held-out scores are the sampler's"
         )
     if recipe.adapter.path and chosen.needs_reference:
         yield f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path"
@@ -412,6 +434,8 @@ def save_refused(folder: Path) -> Callable[[Microbatch], None]:
         arrays: dict[str, Any] = {
             name: value for name, value in values.items() if isinstance(value, np.ndarray)
         }
+        if microbatch.support is not None:
+            arrays |= {"support_counts": microbatch.support.counts, "support_ids": microbatch.support.ids}
         number = len(list(folder.glob("*.npz")))
         np.savez_compressed(folder / f"{number:04d}.npz", uids=microbatch.uids, **arrays)
 

@@ -9,10 +9,16 @@ import webbrowser
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import rich.box
+import rich.table
+from rich.console import Console
+from rich.text import Text
+
 from ostinato import __version__
 from ostinato.model.named import model_folder
 from ostinato.render import Renderer
-from ostinato.run import Jsonl, RunFolder
+from ostinato.report.facts import Table, milestones
+from ostinato.run import Jsonl, RunFolder, to_json
 
 
 def report(run: Path, out: Path | None = None, *, show: bool = False) -> Path:
@@ -21,6 +27,41 @@ def report(run: Path, out: Path | None = None, *, show: bool = False) -> Path:
     if show:
         webbrowser.open(path.resolve().as_uri())
     return path
+
+
+def print_mismatch(run: Path, *, as_json: bool = False) -> None:
+    """Sampler against trainer in the terminal: the section of the report in words and tables, or all of it
+    as one JSON object."""
+    from ostinato.report.mismatch import facts, lead, summary, tables
+    from ostinato.report.reading import read_run
+
+    data = read_run(RunFolder.open(run))
+    if as_json:
+        print(to_json(summary(data)))
+        return
+    console = Console()
+    for sentence in (*data.damage, lead(data)):
+        console.print(sentence, highlight=False, markup=False)
+    for table in tables(data, whole=False):
+        console.print(terminal_table(table))
+    for fact in [*facts(data), *milestones(data)]:
+        note = f" ({fact.note})" if fact.note else ""
+        console.print(f"{fact.name}: {fact.value}{note}", highlight=False, markup=False)
+
+
+def terminal_table(table: Table) -> rich.table.Table:
+    """A table of the report for a terminal: without notes, but for the unit that a line's begins with."""
+    shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    shown.add_column(Text(table.title))
+    for column in table.columns:
+        shown.add_column(
+            Text(column.name), justify="right" if column.number else "left", no_wrap=column.number
+        )
+    for line in table.lines:
+        unit = line.note.partition(";")[0]
+        name = Text.assemble(line.name, (f"  {unit}" if unit else "", "dim"))
+        shown.add_row(name, *(Text(cell.value) for cell in line.cells))
+    return shown
 
 
 def write_report(run: RunFolder, out: Path | None = None) -> Path:

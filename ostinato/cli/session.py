@@ -110,6 +110,7 @@ def _folder(path: Path, recipe: str, resume: bool) -> RunFolder:
 @contextmanager
 def _named_failures(path: Path) -> Iterator[None]:
     """Around the run in ``path``: its named failures become RunFailed, and Ctrl-C learns where it was."""
+    from ostinato.algo.routing import Misaligned
     from ostinato.pipeline.loop import NoSignal
     from ostinato.train.checkpoint import CheckpointError
     from ostinato.train.trainer import TrainingStopped
@@ -119,7 +120,7 @@ def _named_failures(path: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what was saved is in {path}, {mend}") from None
-    except (NoSignal, TrainingStopped, CheckpointError, OSError) as error:
+    except (NoSignal, TrainingStopped, Misaligned, CheckpointError, OSError) as error:
         raise RunFailed(f"{error}; what was saved is in {path}, {mend}") from error
     except ValueError as error:  # past all checks it is not the user's, and is not told as if it were
         raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {mend}") from error

@@ -14,7 +14,7 @@ from ostinato.cli.session import Outcome, learn
 from ostinato.cli.session import resume as resume_run
 from ostinato.run import RunFolder
 
-SIGNAL_EXIT = {"interrupted": 130, "terminated": 143}  # 128 + the signal's number, as shells have it
+EXIT = {"interrupted": 130, "terminated": 143, "collapsed": 1}  # signals: 128 + number, as in shells
 
 
 def train(recipe: str, overrides: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def _finish(work: Callable[[], Outcome]) -> int:
         outcome = work()
     except KeyboardInterrupt as stop:
         print(f"ostinato: stopped at once; {str(stop) or 'nothing had begun'}", file=sys.stderr)
-        return SIGNAL_EXIT["interrupted"]
+        return EXIT["interrupted"]
     console = Console()
     if outcome.after is not None:
         console.print(before_after(outcome.before, outcome.after))
@@ -39,7 +39,7 @@ def _finish(work: Callable[[], Outcome]) -> int:
     console.print(
         f"report       {write_report(RunFolder.open(outcome.folder))}", highlight=False, soft_wrap=True
     )
-    if code := SIGNAL_EXIT.get(outcome.why, 0):
+    if code := EXIT.get(outcome.why, 0):
         line = f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
         console.print(line, highlight=False, soft_wrap=True)
         return code

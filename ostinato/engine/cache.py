@@ -59,6 +59,7 @@ class KVCache:
         self._root = Node((), -1, None)
         self._nodes: dict[int, Node] = {}  # by block
         self._clock = 0
+        self.generation = 0  # of the tree: what was begun in another one must not be inserted
         self.evicted = 0
 
     @property
@@ -173,6 +174,7 @@ class KVCache:
                 self._free.append(block)
         self._nodes.clear()
         self._root = Node((), -1, None)
+        self.generation += 1
 
     def check(self, sequences: Sequence[Sequence[int]]) -> None:
         """Assert the invariants, given the blocks of every living sequence."""

@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 
 from ostinato.algo.noise import key, uniform
+from ostinato.routes import route_dtype
 from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
+
+_EXPERTS = 97  # a prime: neighbours, layers and slots differ
 
 Policy = Callable[[Any, Request, Sequence[int]], np.ndarray]
 """(published adapters, request, tokens said so far) -> logits of the next token [V]."""
@@ -69,14 +72,15 @@ class FakeEngine:
         experts = self._routes(np.append(prompt, np.asarray(tokens, np.int32)))
         if experts is not None:
             experts[-1] = NO_EXPERT
+            experts = experts[request.routes_from :]
         return Completion(
             tokens=np.asarray(tokens, np.int32),
             logprobs=np.asarray(logprobs, np.float32),
             versions=np.full(len(tokens), self.version, np.int32),
             stop=stop,
             text=text,
-            experts=None if experts is None else experts[len(prompt) :],
-            prompt_experts=None if experts is None else experts[: len(prompt)],
+            experts=None if experts is None else experts[-len(tokens) :],
+            prompt_experts=None if experts is None else experts[: -len(tokens)],
         )
 
     def _routes(self, tokens: np.ndarray) -> np.ndarray | None:
@@ -84,9 +88,8 @@ class FakeEngine:
             return None
         layers, top_k = self._moe
         slots = np.arange(layers * top_k).reshape(1, layers, top_k)
-        return ((tokens[:, None, None] * 31 + np.arange(len(tokens))[:, None, None] + slots) % 97).astype(
-            np.int16
-        )
+        ids = (tokens[:, None, None] * 31 + np.arange(len(tokens))[:, None, None] + slots) % _EXPERTS
+        return ids.astype(route_dtype(_EXPERTS))
 
 
 def scripted(answer: Callable[[Request], Sequence[int]], vocab_size: int) -> Policy:

@@ -32,6 +32,7 @@ from ostinato.engine.counters import Counters
 from ostinato.engine.drafting import Speculation, afford, idle_rows
 from ostinato.engine.paged import KVStore, Rows, block_bytes
 from ostinato.engine.passes import NO_DRAFTS, Pass, are_chains, draft_counts, plan_pass
+from ostinato.engine.routes import RouteStore
 from ostinato.engine.runner import Runner
 from ostinato.engine.seats import Seats, Sequence
 from ostinato.engine.taking import Taken, take_in, text_before
@@ -39,9 +40,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.protocols import Drafter
-from ostinato.types import NO_EXPERT, Completion, Drafts, Request, Stop
-
-_OFFSETS = np.arange(BLOCK)
+from ostinato.types import Completion, Drafts, Request, Stop, Support
 
 
 class LocalEngine:
@@ -50,8 +49,9 @@ class LocalEngine:
     ``decode`` turns token ids into text (needed for stop strings and ``Completion.text``). ``context_limit``
     is the largest number of tokens in a sequence. ``drafter`` guesses ahead, in trees of up to ``leaves``
     leaves where few sequences run. ``expect`` predicts how many tokens a request will be answered with (0:
-    unknown): the longest are begun first. ``cost`` is what passes take, measured here unless given. Raises
-    ValueError for requests that can never fit.
+    unknown): the longest are begun first. ``cost`` is what passes take, measured here unless given.
+    ``record_routing`` and ``record_support``: completions carry experts, and what their filters had kept.
+    Raises ValueError for requests that can never fit.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class LocalEngine:
         step_tokens: int = 2048,
         context_limit: int = 4096,
         record_routing: bool = True,
+        record_support: bool = True,
         drafter: Drafter | None = None,
         leaves: int = 4,
         expect: Callable[[Request], float] | None = None,
@@ -78,17 +79,14 @@ class LocalEngine:
         self.version = 0
         self._decode = decode
         self._max_batch, self._step_tokens, self.context_limit = max_batch, step_tokens, context_limit
-        self._leaves, self._expect = leaves, expect
+        self._leaves, self._expect, self._record_support = leaves, expect, record_support
         layers, shape = decoder.config.num_layers, decoder.kv_shape
         blocks = (kv_memory_mb << 20) // block_bytes(layers, shape, decoder.dtype)
         self._cache = KVCache(blocks)
         store = KVStore.allocate(layers, blocks, shape, decoder.dtype, decoder.device)
         self._runner = Runner(decoder, kernels, store)
         moe = decoder.config.moe
-        self._routes: np.ndarray | None = None
-        if moe is not None and record_routing:
-            routes_shape = (blocks * BLOCK, len(moe.layers), moe.top_k)
-            self._routes = np.full(routes_shape, NO_EXPERT, np.int16)
+        self._routes = RouteStore(blocks, moe) if moe is not None and record_routing else None
         self._seats = Seats(max_batch, context_limit)
         self._waiting: deque[Sequence] = deque()
         self._ahead: deque[Sequence] = deque()
@@ -180,6 +178,10 @@ class LocalEngine:
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < vocab:
                 raise ValueError(f"a prompt has the token {token}, but the model's are 0 to {vocab - 1}")
+        if not 0 <= request.routes_from < length:
+            raise ValueError(
+                f"routes_from is {request.routes_from}; a prompt of {length} tokens allows 0 to {length - 1}"
+            )
         if length >= self.context_limit:
             raise ValueError(
                 f"a prompt has {length} tokens and the context {self.context_limit}; shorten the prompt"
@@ -324,7 +326,7 @@ class LocalEngine:
                 copies.append((match.source, sequence.blocks[-1]))
             while len(sequence.blocks) * BLOCK < len(tokens):
                 sequence.blocks.append(self._cache.allocate())
-            sequence.version = self.version
+            sequence.generation = self._cache.generation
             if sequence.sampled is None:
                 sequence.cached = min(match.tokens, sequence.prompt_len)
                 self.counters.cached += sequence.cached
@@ -347,8 +349,7 @@ class LocalEngine:
         sources, targets = [s for s, _ in copies], [t for _, t in copies]
         self._runner.store.copy_blocks(sources, targets)
         if self._routes is not None:
-            shaped = self._routes.reshape(-1, BLOCK, *self._routes.shape[1:])
-            shaped[targets] = shaped[sources]
+            self._routes.copy_blocks(sources, targets)
 
     def _schedule(self) -> tuple[np.ndarray, np.ndarray]:
         """(seats, rows of known text) of this step: decoding first, then prompts within the budget."""
@@ -381,6 +382,7 @@ class LocalEngine:
                     continue
                 ahead = [seat for seat in self._seats.order if self._seats.ahead[seat]]
                 youngest = (ahead or self._seats.order)[-1]  # it has the least to lose
+                self._keep_routes(youngest)
                 victim = self._unseat(youngest)
                 preempted.add(youngest)
                 (self._waiting if victim.results is not None else self._ahead).appendleft(victim)
@@ -453,7 +455,7 @@ class LocalEngine:
         )
         hidden, routing = self._runner.forward(plan.tokens, plan.positions, rows)
         if self._routes is not None and routing is not None:
-            self._routes[plan.slots] = routing if plan.write is None else routing[plan.write]
+            self._routes.write(plan.slots, routing if plan.write is None else routing[plan.write])
         return hidden
 
     # ---- taking in
@@ -475,7 +477,8 @@ class LocalEngine:
             for row in np.flatnonzero(plan.positions[rows] + 1 < seats.unstoppable[by_row]).tolist()
         ]
         picked = hidden if len(rows) == len(plan.tokens) else hidden[self._runner.on_device(rows)]
-        drawn = self._runner.draw(picked, seats.settings(by_row), u, banned)
+        want_support = self._record_support and bool(seats.filtered[by_row].any())
+        drawn = self._runner.draw(picked, seats.settings(by_row), u, banned, want_support=want_support)
         taken = take_in(seats, plan, drafts, ready, drawn, version, self._decode)
         self._settle_trees(plan, ready, taken)
         wanted = ~seats.ahead[plan.seats[ready]]
@@ -540,7 +543,8 @@ class LocalEngine:
         computed, prompt = int(seats.computed[seat]), sequence.prompt_len
         whole = seats.text[seat, : int(seats.length[seat])].copy()
         tokens = whole[prompt:]
-        prompt_experts, experts = self._recorded_routes(sequence, computed, len(whole))
+        routes = None if self._routes is None else self._routes.of(sequence, computed, len(whole))
+        answer = prompt - sequence.request.routes_from
         text = ""
         if self._decode is not None:
             strings = sequence.request.sampling.stop_strings
@@ -553,7 +557,7 @@ class LocalEngine:
         self.counters.errors += stop is Stop.ERROR
         if stop is Stop.ERROR:
             self._cache.forget()  # its prompt is in the tree, and the numbers of it may be broken
-        elif sequence.version == self.version:
+        elif sequence.generation == self._cache.generation:
             self._cache.insert(whole[:computed].tolist(), sequence.blocks)
         self._unseat(seat)
         assert sequence.sampled is not None
@@ -565,8 +569,9 @@ class LocalEngine:
             versions=versions,
             stop=stop,
             text=text,
-            experts=experts,
-            prompt_experts=prompt_experts,
+            support=Support.of(sequence.kept) if sequence.kept else None,
+            experts=None if routes is None else routes[answer:],
+            prompt_experts=None if routes is None else routes[:answer],
             drafted=sequence.drafted,
             accepted=sequence.accepted,
             passes=sequence.passes,
@@ -575,14 +580,9 @@ class LocalEngine:
         )
         sequence.results.put_nowait((sequence.index, completion))
 
-    def _recorded_routes(
-        self, sequence: Sequence, computed: int, length: int
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Routes of the prompt and of the answer; NO_EXPERT for tokens that were never an input."""
-        if self._routes is None:
-            return None, None
-        whole = np.array(sequence.blocks, np.int64)[: (computed + BLOCK - 1) // BLOCK]
-        slots = (whole[:, None] * BLOCK + _OFFSETS).ravel()[:computed]
-        routes = np.empty((length, *self._routes.shape[1:]), np.int16)
-        routes[:computed], routes[computed:] = self._routes[slots], NO_EXPERT
-        return routes[: sequence.prompt_len], routes[sequence.prompt_len :]
+    def _keep_routes(self, seat: int) -> None:
+        """Before a preemption: the rows that the tokens so far were sampled through. They are computed again,
+        perhaps under another policy, and may choose otherwise: true for what follows, not for what was."""
+        seats, sequence = self._seats, self._seats.at(seat)
+        if self._routes is not None and seats.length[seat] > seats.prompt[seat]:
+            sequence.routes = self._routes.of(sequence, int(seats.computed[seat]))

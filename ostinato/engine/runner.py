@@ -73,8 +73,13 @@ class Runner:
         settings: Settings,
         u: np.ndarray,
         banned: Sequence[tuple[int, list[int]]] = (),
+        *,
+        want_support: bool = False,
     ) -> Drawn:
-        """A token for every row of ``hidden``; ``banned``: (row, token ids) that must not be drawn."""
+        """A token for every row of ``hidden``; ``banned``: (row, token ids) that must not be drawn.
+
+        ``want_support``: with the ids that each was drawn from.
+        """
         chunk = max(1, _LOGIT_BYTES // (4 * self.decoder.config.vocab_size))
         parts = []
         for first in range(0, len(u), chunk):
@@ -84,10 +89,9 @@ class Runner:
                 for row, ids in banned:
                     if first <= row < first + chunk:
                         logits[row - first, ids] = -torch.inf
-            parts.append(sample(logits, settings.take(some), u[some], self._kernels))
-        if len(parts) == 1:
-            return parts[0]
-        return Drawn(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+            drawn = sample(logits, settings.take(some), u[some], self._kernels, want_support=want_support)
+            parts.append(drawn)
+        return parts[0] if len(parts) == 1 else Drawn.concatenate(parts)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, V] fp32, valid until the next call."""

@@ -6,6 +6,9 @@ log-probability needs anyway; a Gumbel draw would add a logarithm and a random n
 
 Filters apply to softmax(logits / temperature): top-k first, top-p over what is left, min-p relative to the
 peak. Ties at an edge are kept. Temperature 0 takes the first best token, with log-probability 0.
+
+What the filters kept can be told beside the token: a trainer that normalises over the same ids scores the
+distribution that was sampled from, not another one.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ostinato.model.native import Kernels
-from ostinato.types import Sampling
+from ostinato.types import Sampling, Support
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +43,11 @@ class Settings:
             np.array([s.min_p for s in rows], np.float32),
         )
 
+    def filtered(self, vocab_size: int) -> np.ndarray:
+        """[B] bool: rows that a filter may cut. Greedy rows draw nothing that could be cut."""
+        top_k = (self.top_k > 0) & (self.top_k < vocab_size)
+        return (self.temperature > 0) & (top_k | (self.top_p < 1) | (self.min_p > 0))
+
     def take(self, index: np.ndarray | slice) -> Settings:
         return Settings(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
 
@@ -50,38 +58,58 @@ class Drawn(NamedTuple):
     tokens: np.ndarray  # [B] int64
     logprobs: np.ndarray  # [B] float32, under the filtered, renormalised distribution that was sampled from
     edges: np.ndarray  # [B] float32: its mass before the token, so that u lay in [edge, edge + exp(logprob))
+    support: Support | None = None  # of B tokens, where it was asked for
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Drawn]) -> Drawn:
+        tokens, logprobs, edges, supports = zip(*parts, strict=True)
+        support = None if supports[0] is None else Support.concatenate(supports)
+        return cls(np.concatenate(tokens), np.concatenate(logprobs), np.concatenate(edges), support)
 
 
-def sample(logits: Tensor, settings: Settings, u: np.ndarray, kernels: Kernels | None = None) -> Drawn:
-    """Tokens from logits [B, V] and uniforms u [B] float64 in (0, 1)."""
+def sample(
+    logits: Tensor,
+    settings: Settings,
+    u: np.ndarray,
+    kernels: Kernels | None = None,
+    *,
+    want_support: bool = False,
+) -> Drawn:
+    """Tokens from logits [B, V] and uniforms u [B] float64 in (0, 1).
+
+    ``want_support``: with what each was drawn from, two more passes over the rows whose filters are on.
+    """
     if kernels is None:
-        return sample_torch(logits, settings, u)
+        return sample_torch(logits, settings, u, want_support=want_support)
     logits = logits.float().contiguous()
     drawn = Drawn(np.empty(len(u), np.int64), np.empty(len(u), np.float32), np.empty(len(u), np.float32))
-    contiguous = (
+    temperature, *others = (
         np.ascontiguousarray(a)
-        for a in (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+        for a in (settings.temperature, settings.top_k, settings.top_p, settings.min_p, u)
     )
-    kernels.sample(logits, *contiguous, np.ascontiguousarray(u), *drawn)
-    return drawn
+    cuts = np.empty(len(u), np.float32) if want_support else None
+    kernels.sample(logits, temperature, *others, *drawn[:3], cuts)
+    if cuts is None:
+        return drawn
+    counts, ids = kernels.support(logits, temperature, cuts)
+    return drawn._replace(support=Support(counts=counts, ids=ids))
 
 
-def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray) -> Drawn:
+def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray, *, want_support: bool = False) -> Drawn:
     """The twin of the native sampler, in torch on the device of the logits."""
     device, V = logits.device, logits.shape[1]
     z = logits.float()
     temperature = torch.from_numpy(settings.temperature).to(device)
     greedy, best = temperature == 0, z.argmax(dim=-1)
     broken = ~torch.isfinite(z.amax(dim=-1)) | torch.isnan(z).any(dim=-1)
-    scaled = z / temperature.where(~greedy, torch.ones_like(temperature)).unsqueeze(1)
+    # times the inverse, not divided: the same roundings as the native sampler, so the same ties
+    scaled = z * temperature.where(~greedy, torch.ones_like(temperature)).reciprocal().unsqueeze(1)
     peak = scaled.amax(dim=-1, keepdim=True)
     keep = torch.ones_like(scaled, dtype=torch.bool)
     if ((settings.top_k > 0) & (settings.top_k < V)).any() or (settings.top_p < 1).any():
         keep &= scaled >= _cut_off(scaled, settings)
     if (settings.min_p > 0).any():
-        keep &= scaled >= peak + torch.from_numpy(np.log(np.maximum(settings.min_p, 1e-38))).to(
-            device
-        ).unsqueeze(1)
+        keep &= scaled >= peak + torch.from_numpy(settings.min_p).to(device).log().unsqueeze(1)
     mass = (scaled - peak).exp().double().masked_fill(~keep, 0.0)
     cumulative = mass.cumsum(dim=-1)
     total = cumulative[:, -1:]
@@ -95,7 +123,19 @@ def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray) -> Drawn:
     tokens = tokens.where(~greedy, best).masked_fill(broken, -1)
     logprobs = logprobs.where(~greedy, nothing).masked_fill(broken, torch.nan)
     edges = edges.where(~greedy, nothing).masked_fill(broken, torch.nan)
-    return Drawn(tokens.cpu().numpy(), logprobs.float().cpu().numpy(), edges.float().cpu().numpy())
+    drawn = Drawn(tokens.cpu().numpy(), logprobs.float().cpu().numpy(), edges.float().cpu().numpy())
+    if not want_support:
+        return drawn
+    filtered = torch.from_numpy(settings.filtered(V)).to(device) & ~broken
+    return drawn._replace(support=_support(keep & (scaled > -torch.inf), filtered))
+
+
+def _support(kept: Tensor, filtered: Tensor) -> Support:
+    """The ids where ``kept`` [B, V] is True in ``filtered`` [B] rows; a count of 0 where that is all."""
+    counts = kept.sum(dim=-1).masked_fill(~filtered, 0)
+    counts = counts.masked_fill(counts == kept.shape[1], 0)
+    ids = kept[counts > 0].nonzero()[:, 1]
+    return Support(counts=counts.int().cpu().numpy(), ids=ids.int().cpu().numpy())
 
 
 def _cut_off(scaled: Tensor, settings: Settings) -> Tensor:

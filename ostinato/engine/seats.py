@@ -32,7 +32,9 @@ class Sequence:
     limit: int  # length at which it is truncated
     text: np.ndarray  # [length] int32: prompt and what has been sampled
     sampled: tuple[np.ndarray, ...] | None = None  # logprobs, edges, versions of the answer
-    version: int = 0  # when its cache was begun
+    generation: int = 0  # of the prefix tree, when its blocks were begun
+    kept: list[np.ndarray] = field(default_factory=list)  # ids that each token of the answer was drawn from
+    routes: np.ndarray | None = None  # from ``routes_from`` on, as it had them when it was preempted
     expected: float = 0.0  # length that is predicted, the prompt included; 0: unknown
     blocks: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)  # of the tree, that its prefill is about to make ready
@@ -71,6 +73,7 @@ class Seats:
         self.top_k = np.zeros(size, np.int32)
         self.top_p = np.zeros(size, np.float32)
         self.min_p = np.zeros(size, np.float32)
+        self.filtered = np.zeros(size, bool)  # somebody waits for what its filters keep
         self.unstoppable = np.zeros(size, np.int64)  # length before which stop tokens are not sampled
         self.ahead = np.zeros(size, bool)  # nobody waits for it
         self.drafted = np.zeros(size, np.int64)
@@ -106,6 +109,7 @@ class Seats:
         self.told[seat] = sequence.told
         self.temperature[seat], self.top_k[seat] = sampling.temperature, sampling.top_k
         self.top_p[seat], self.min_p[seat] = sampling.top_p, sampling.min_p
+        self.filtered[seat] = sampling.filtered and sequence.results is not None
         self.unstoppable[seat] = prompt + sampling.min_tokens if sampling.stop_tokens else 0
         self.drafted[seat], self.accepted[seat] = sequence.drafted, sequence.accepted
         self.passes[seat], self.ahead[seat] = sequence.passes, sequence.results is None

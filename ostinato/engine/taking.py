@@ -12,7 +12,7 @@ from ostinato.algo.speculate import accepted_chains, accepted_path
 from ostinato.engine.passes import Pass, are_chains
 from ostinato.engine.sampler import Drawn
 from ostinato.engine.seats import Seats
-from ostinato.types import Drafts, Stop
+from ostinato.types import Drafts, Stop, Support
 
 Decode = Callable[[Seq[int]], str] | None
 
@@ -57,12 +57,23 @@ def take_in(
         place = place[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     seats.text[by_token, place], seats.logprobs[by_token, place] = tokens, logprobs
     seats.edges[by_token, place], seats.versions[by_token, place] = edges, version
+    if drawn.support is not None:
+        _keep(seats, by_token, rows, drawn.support)
     seats.length[chosen] += counts
     seats.computed[chosen] = seats.length[chosen] - 1  # all but the newest token have been an input
     seats.passes[chosen] += 1
     seats.drafted[chosen] += nodes
     seats.accepted[chosen] += accepted
     return Taken(counts, accepted, tokens, logprobs, edges, stops, paths)
+
+
+def _keep(seats: Seats, by_token: np.ndarray, rows: np.ndarray, support: Support) -> None:
+    """Give every sequence that has filters the ids that its new tokens, ``rows`` of the draw, came from."""
+    ends = np.cumsum(support.counts, dtype=np.int64)[rows]
+    wanted = seats.filtered[by_token]
+    spans = (by_token[wanted], (ends - support.counts[rows])[wanted], ends[wanted])
+    for seat, start, end in zip(*(span.tolist() for span in spans), strict=True):
+        seats.at(seat).kept.append(support.ids[start:end].copy())  # a view would hold the whole draw
 
 
 def _verify(

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.routes import id_bits, pack_ids, unpack_ids
 from ostinato.types import NO_EXPERT, Completion
 
-_MAGIC = b"OSTROUT1"
+_MAGIC = b"OSTROUT2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,7 +77,8 @@ class Routes:
 
     @classmethod
     def from_completion(cls, completion: Completion, num_experts: int) -> Routes:
-        """Of prompt and answer of our own engine; the last sampled token is unknown."""
+        """Of prompt (from ``Request.routes_from`` on) and answer of our own engine; the last sampled token is
+        unknown."""
         if completion.experts is None or completion.prompt_experts is None:
             raise ValueError("completion has no experts; ask the engine to record the routing")
         return cls.of(np.concatenate([completion.prompt_experts, completion.experts]), num_experts)
@@ -175,7 +177,7 @@ class Routes:
         """Compact: as many bits for an id as the experts need, and what compression finds beyond that."""
         import zstandard
 
-        bits = _pack(self.ids[self.known], self.num_experts)
+        bits = pack_ids(self.ids[self.known], id_bits(self.num_experts))
         header = json.dumps([*self.ids.shape, self.num_experts, int(self.known.sum())]).encode()
         payload = np.packbits(self.known).tobytes() + bits
         return (
@@ -202,7 +204,7 @@ class Routes:
         bitmap = np.frombuffer(payload[: (rows + 7) // 8], np.uint8)
         known = np.unpackbits(bitmap, count=rows).astype(bool)
         ids = np.zeros((rows, layers, top_k), id_dtype(num_experts))
-        some = _unpack(payload[len(bitmap) :], count * layers * top_k, num_experts)
+        some = unpack_ids(payload[len(bitmap) :], count * layers * top_k, id_bits(num_experts))
         ids[known] = some.reshape(count, layers, top_k)
         return cls(ids=ids, known=known, num_experts=num_experts)
 
@@ -255,16 +257,3 @@ def _moe_layers(ids: np.ndarray, layers: Sequence[int]) -> np.ndarray:
             f"routes have ids in layers {found}, where the model has no router: another layer order?"
         )
     return ids[:, list(layers)]
-
-
-def _pack(ids: np.ndarray, num_experts: int) -> bytes:
-    """Ids in ceil(log2 experts) bits each."""
-    width = max(1, (num_experts - 1).bit_length())
-    bits = (ids.reshape(-1, 1).astype(np.uint16) >> np.arange(width, dtype=np.uint16)) & 1
-    return np.packbits(bits.astype(np.uint8)).tobytes()
-
-
-def _unpack(data: bytes, count: int, num_experts: int) -> np.ndarray:
-    width = max(1, (num_experts - 1).bit_length())
-    bits = np.unpackbits(np.frombuffer(data, np.uint8), count=count * width).reshape(count, width)
-    return (bits.astype(np.uint16) << np.arange(width, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)

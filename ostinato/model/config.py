@@ -404,10 +404,16 @@ def _deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
         )
     if not 1 <= kept <= groups:
         raise ValueError(f"topk_group is {kept}; it must be between 1 and n_group ({groups})")
+    top_k = _positive(c, "num_experts_per_tok")
+    if kept * experts // groups < top_k <= experts:  # the rest would be experts that are ruled out
+        raise ValueError(
+            f"num_experts_per_tok is {top_k}; {kept} of {groups} groups hold only "
+            f"{kept * experts // groups} experts"
+        )
     width = _positive(c, "moe_intermediate_size")
     return MoEConfig(
         num_experts=experts,
-        top_k=_positive(c, "num_experts_per_tok"),
+        top_k=top_k,
         intermediate_size=width,
         layers=tuple(i for i in range(depth) if i >= first and i % every == 0),
         scoring=Scoring.SIGMOID,

@@ -9,6 +9,9 @@ T rows, D hidden size, H query heads, G key-value heads, V vocabulary, E experts
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +29,8 @@ from ostinato.model.weights import (
     Linear,
     Mlp,
     Moe,
+    Quantised,
+    Weight,
     named_linears,
     new_block,
 )
@@ -51,19 +56,28 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         fp32_head: bool = False,
+        stored: Mapping[str, nn.Parameter | Quantised] | None = None,
     ) -> None:
         """Allocate without values: ``hf.load_model`` or ``init_weights`` fills them.
 
-        ``fp32_head``: the last matrix product in fp32, for sampler and trainer alike.
+        ``fp32_head``: the last matrix product in fp32, for sampler and trainer alike. ``stored``: take these,
+        by parameter name, and allocate nothing (``model.quantise``).
         """
         super().__init__()
         self.config = config
         self.fp32_head = fp32_head
+        self.quantised: dict[str, Quantised] = {}  # linear maps that are no parameters, by the same names
 
-        def new(name: str, *shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
-            parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-            _register(self, name, parameter)
-            return parameter
+        def new(name: str, *shape: int, dtype: torch.dtype = dtype) -> Any:
+            if stored is None:
+                weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+            else:
+                weight = stored[name]
+            if isinstance(weight, Quantised):
+                self.quantised[name] = weight
+            else:
+                _register(self, name, weight)
+            return weight
 
         new("embed", config.vocab_size, config.hidden_size)
         new("norm", config.hidden_size)
@@ -139,11 +153,12 @@ class Decoder(nn.Module):
         ops: Ops = TORCH_OPS,
         recompute: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states after the final norm, and the experts that every row went through.
+        """Hidden states after the final norm, and the experts that the model itself chose for every row.
 
         tokens, positions: [T] integers. routing: [T, L_moe, K] to replay (rows of NO_EXPERT choose
         natively) or None. recompute: keep one layer's activations at a time in training.
-        Returns (hidden [T, D], routing [T, L_moe, K] int16, or None for a dense model).
+        Returns (hidden [T, D], native [T, L_moe, K] int16, or None for a dense model). Where nothing is
+        replayed, native is what every row went through; else what its router would have taken instead.
         Raises ValueError for a routing that does not fit.
         """
         moe = self.config.moe
@@ -162,13 +177,13 @@ class Decoder(nn.Module):
             given = routing[:, len(chosen)] if routing is not None and isinstance(block.mlp, Moe) else None
             args = (layer, block, x, residual, cos, sin, attend, lora, given, ops)
             if recompute:
-                x, residual, ids = checkpoint(  # type: ignore[misc]
+                x, residual, native = checkpoint(  # type: ignore[misc]
                     self._block, *args, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x, residual, ids = self._block(*args)
-            if ids is not None:
-                chosen.append(ids)
+                x, residual, native = self._block(*args)
+            if native is not None:
+                chosen.append(native)
         return x, torch.stack(chosen, dim=1).to(torch.int16) if chosen else None
 
     def logits(
@@ -201,20 +216,20 @@ class Decoder(nn.Module):
         given: Tensor | None,
         ops: Ops,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One layer: (normed input, residual) -> (normed input of the next layer, residual, expert ids)."""
+        """One layer: (normed input, residual) -> (the next layer's, residual, experts it chose itself)."""
         eps = self.config.rms_norm_eps
         if isinstance(block.attn, Attention):
             x = self._attention(layer, block.attn, x, cos, sin, attend, lora, ops)
         else:
             x = self._latent_attention(layer, block.attn, x, cos, sin, attend, lora, ops)
         x, residual = ops.add_rms_norm(x, residual, block.mlp_norm, eps)
-        ids = None
+        native = None
         if isinstance(block.mlp, Moe):
-            x, ids = self._moe(block.mlp, x, lora, given, ops)
+            x, native = self._moe(block.mlp, x, lora, given, ops)
         else:
             x = _mlp(block.mlp, x, lora.gate_up, lora.down, ops)
         x, residual = ops.add_rms_norm(x, residual, block.next_norm, eps)
-        return x, residual, ids
+        return x, residual, native
 
     def _attention(
         self,
@@ -288,19 +303,19 @@ class Decoder(nn.Module):
         logits = ops.linear(x, w.router, None, torch.promote_types(x.dtype, torch.float32))
         if lora.router is not None:
             logits = ops.add_lora(logits, x, lora.router.a, lora.router.b, lora.router.scale)
-        ids, weights = ops.route(logits, self.config.moe, w.correction_bias, given)
+        ids, weights, native = ops.route(logits, self.config.moe, w.correction_bias, given)
         out = ops.experts(x, ids, weights, w.gate_up, w.down, lora.experts)
         if w.shared is not None:
             out = out + _mlp(w.shared, x, lora.shared_gate_up, lora.shared_down, ops)
-        return out, ids
+        return out, native
 
 
-def _linear(x: Tensor, weight: Tensor | None, bias: Tensor | None, lora: Lora | None, ops: Ops) -> Tensor:
+def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | None, ops: Ops) -> Tensor:
     """A linear map with its adapter; under autograd the one that keeps little for the backward."""
     assert weight is not None
     if lora is None:
         return ops.linear(x, weight, bias)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and isinstance(weight, Tensor):  # codes are to sample from
         return lora_linear(x, weight, bias, lora, ops.gemm.nt, ops.gemm.nn)
     return ops.add_lora(ops.linear(x, weight, bias), x, lora.a, lora.b, lora.scale)
 

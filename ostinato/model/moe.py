@@ -1,7 +1,8 @@
 """Mixture of experts: the choice of experts as a pure function, and their feed-forward networks.
 
 Routing is a value. ``route`` either chooses experts or is given them; the weights are in both cases the
-model's own formula on the live logits, so a replayed choice gives the same numbers and has a gradient.
+model's own formula on the live logits, so a replayed choice gives the same numbers and has a gradient. What
+the model would have chosen itself comes back beside it: comparing the two tells whether a replay is aligned.
 
 T tokens, D model, F width of one expert, E experts, K experts per token, S = T * K, r rank.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.elementwise import silu_mul
+from ostinato.model.weights import Weight
 from ostinato.types import NO_EXPERT
 
 
@@ -34,26 +36,24 @@ class ExpertLora(NamedTuple):
 
 def route(
     logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Experts of every token and their mixture weights: (ids [T, K] int64, weights [T, K] fp32).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Experts of every token, their mixture weights, and the model's own choice:
+    (ids [T, K] int64, weights [T, K] fp32, native [T, K] int64).
 
     ``logits`` [T, E] fp32. ``bias`` [E] is DeepSeek-V3's correction, which acts on the choice only (arXiv
-    2412.19437 section 2.1.2). ``given`` [T, K] replays a choice; a row of NO_EXPERT chooses natively.
+    2412.19437 section 2.1.2). ``given`` [T, K] replays a choice (R3, arXiv 2510.11370); a row of NO_EXPERT
+    chooses natively. Without it, ids and native are one tensor.
     """
     scores = _sigmoid(logits) if moe.scoring == Scoring.SIGMOID else logits.softmax(dim=-1)
-    if given is None:
-        ids = choose(scores.detach(), moe, bias)
-    else:
-        ids = given.long()
-        missing = ids[:, :1] == NO_EXPERT
-        if missing.any():
-            ids = torch.where(missing, choose(scores.detach(), moe, bias), ids)
+    ids = native = choose(scores.detach(), moe, bias)
+    if given is not None:
+        given = given.long()  # torch takes 255 in a byte for -1
+        ids = torch.where(given[:, :1] == NO_EXPERT, native, given)
     weights = scores.gather(1, ids)
     if moe.norm_topk:
-        # sigmoid scores may all underflow; softmax scores of the best K cannot
-        tiny = 1e-20 if moe.scoring == Scoring.SIGMOID else 0.0
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + tiny)
-    return ids, weights if moe.scaling == 1.0 else weights * moe.scaling
+        # scores may all underflow, those of a softmax where the choice is given; beside others it is nothing
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return ids, weights if moe.scaling == 1.0 else weights * moe.scaling, native
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -67,6 +67,11 @@ def choose(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
 
     A group is as good as the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
     """
+    return _ranking(scores, moe, bias).topk(moe.top_k, dim=-1).indices
+
+
+def _ranking(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
+    """What experts are chosen by, [T, E]: score + bias, -inf outside of the best groups."""
     if bias is not None:
         scores = scores + bias
     if moe.num_groups > 1:
@@ -75,7 +80,23 @@ def choose(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
         kept = torch.zeros_like(best, dtype=torch.bool)
         kept.scatter_(1, best.topk(moe.topk_groups, dim=-1, sorted=False).indices, True)
         scores = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
-    return scores.topk(moe.top_k, dim=-1).indices
+    return scores
+
+
+def margins(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tensor:
+    """By how much the last expert chosen beat the first one left out, [T] fp32 in units of the logits.
+
+    With a correction bias it is the least that a logit has to move for a flip: four times the difference of
+    score + bias, since no sigmoid is steeper than 1/4. NaN where there is no other expert to choose.
+    """
+    missing = logits.new_full(logits.shape[:1], torch.nan)
+    if moe.top_k == moe.num_experts:
+        return missing
+    scores = _sigmoid(logits) if moe.scoring == Scoring.SIGMOID else logits.softmax(dim=-1)
+    best = _ranking(scores, moe, bias).topk(moe.top_k + 1, dim=-1)
+    values = best.values * 4 if bias is not None else logits.gather(1, best.indices)
+    margin = (values[:, -2] - values[:, -1]).clamp(min=0)
+    return torch.where(best.values[:, -1] > -torch.inf, margin, missing)
 
 
 def check_routing(routing: Tensor, num_tokens: int, moe: MoEConfig) -> None:
@@ -90,7 +111,7 @@ def check_routing(routing: Tensor, num_tokens: int, moe: MoEConfig) -> None:
     if int(routing.max()) >= moe.num_experts or int(routing.min()) < NO_EXPERT:
         low, high = int(routing.min()), int(routing.max())
         raise ValueError(f"routing has ids from {low} to {high}; experts are 0 to {moe.num_experts - 1}")
-    ordered = routing.sort(dim=-1).values
+    ordered = routing.long().sort(dim=-1).values  # torch takes 255 in a byte for -1
     absent = (ordered == NO_EXPERT).sum(dim=-1)
     if bool(((absent > 0) & (absent < moe.top_k)).any()):
         raise ValueError(f"routing has a row with some slots {NO_EXPERT}; a row is given whole or not at all")
@@ -99,14 +120,14 @@ def check_routing(routing: Tensor, num_tokens: int, moe: MoEConfig) -> None:
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, lora: ExpertLora | None = None
 ) -> Tensor:
     """The mixture sum_k weights[t, k] * expert_{ids[t, k]}(x_t): x [T, D] -> [T, D].
 
     ``gate_up`` [E, 2F, D], ``down`` [E, D, F]. Tokens are sorted by expert, so each expert is one matrix
     product over its own rows. The slow twin is ``experts_loop``.
     """
-    T, K = ids.shape
+    K = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # [S], rows grouped by expert
     ends = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).cumsum(0).to(torch.int32)
     token = order // K
@@ -118,31 +139,32 @@ def experts(
         low = F.linear(x, lora.gate_up_a)[token] if shared else grouped_linear(rows, lora.gate_up_a, ends)
         hidden = hidden + grouped_linear(low * lora.scale, lora.gate_up_b, ends)
     act = silu_mul(hidden)
-    out = _combine(grouped_linear(act, down, ends), order, weights, T)
+    out = _combine(grouped_linear(act, down, ends), order, weights)
     if lora is None:
         return out
     low = grouped_linear(act, lora.down_a, ends) * lora.scale
     if lora.down_b.dim() == 2:  # a shared B commutes with the weighted sum
-        return out + F.linear(_combine(low, order, weights, T), lora.down_b)
-    return out + _combine(grouped_linear(low, lora.down_b, ends), order, weights, T)
+        return out + F.linear(_combine(low, order, weights), lora.down_b)
+    return out + _combine(grouped_linear(low, lora.down_b, ends), order, weights)
 
 
-def _combine(rows: Tensor, order: Tensor, weights: Tensor, num_tokens: int) -> Tensor:
+def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Undo the sort and add up: rows [S, N] in expert order -> [T, N]. Deterministic, unlike index_add."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
-    by_token = rows.index_select(0, inverse).view(num_tokens, -1, rows.shape[-1])
+    by_token = rows.index_select(0, inverse).view(*weights.shape, rows.shape[-1])
     return torch.bmm(weights.to(rows.dtype).unsqueeze(1), by_token).squeeze(1)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     """Rows [ends[e-1], ends[e]) of x [S, K] times weight[e]^T of [E, N, K] -> [S, N]. ``ends`` [E] int32."""
-    if _grouped_mm_works(x, weight):
+    if isinstance(weight, Tensor) and _grouped_mm_works(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     parts, start = [], 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
-            parts.append(F.linear(x[start:end], weight[expert]))
+            rows, own = x[start:end], weight[expert]
+            parts.append(F.linear(rows, own) if isinstance(own, Tensor) else own.product(rows).to(x.dtype))
         start = end
     return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[1])
 

@@ -3,7 +3,8 @@
 ``TORCH_OPS`` is the readable set, right on every device and under autograd. Faster sets have the same
 signatures and are tested against it: ``model/native`` has one for inference, and one for training that
 replaces only ``gemm``, the matrix products inside our own autograd functions.
-Inputs may be strided views whose last dimension is contiguous.
+Inputs may be strided views whose last dimension is contiguous. ``linear`` and ``experts`` take quantised
+weights too (``weights.Quantised``); their x and y are then what the decoder computes in, bf16.
 
 T rows, K inputs, N outputs, r rank, H heads, D head dim, F width of an MLP.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.moe import ExpertLora, experts, route
+from ostinato.model.weights import Quantised, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +41,21 @@ class Ops:
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [T, H, D], cos [T, D], sin [T, D]) -> [T, H, D]
     silu_mul: Callable[[Tensor], Tensor]  # gate_up [T, 2F] -> [T, F]
     add_lora: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]  # (y, x, a, b, scale) -> y + update
-    route: Callable[..., tuple[Tensor, Tensor]]  # (logits [T, E], moe, bias, given) -> ids, weights [T, K]
-    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertLora | None], Tensor]  # see moe.experts
+    route: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (logits [T, E], moe, bias, given): see moe.route
+    experts: Callable[[Tensor, Tensor, Tensor, Weight, Weight, ExpertLora | None], Tensor]  # see moe.experts
     gemm: Gemm  # under autograd; ``linear`` is the product outside of it
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x weight^T + bias. With ``out_dtype`` the operands are widened first: fp32 products, fp32 sums."""
+    """x weight^T + bias. With ``out_dtype`` the operands are widened first: fp32 products, fp32 sums.
+
+    Of a quantised weight the products, their sums, scale and bias are fp32, and the result is rounded once.
+    """
+    if isinstance(weight, Quantised):
+        y = weight.product(x)
+        return (y if bias is None else y + bias.float()).to(out_dtype or x.dtype)
     if out_dtype is None or out_dtype == x.dtype == weight.dtype:
         return F.linear(x, weight, bias)
     return F.linear(x.to(out_dtype), weight.to(out_dtype), None if bias is None else bias.to(out_dtype))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +19,41 @@ from ostinato.model.config import ModelConfig, QKNorm
 
 
 class New(Protocol):
-    """Makes a frozen parameter, in the dtype of the decoder unless told, and registers it."""
+    """Makes a frozen parameter, in the dtype of the decoder unless told, and registers it.
 
-    def __call__(self, name: str, *shape: int, dtype: torch.dtype = ...) -> Tensor: ...
+    What it makes may be quantised, if it is a linear map: hence Any.
+    """
+
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype = ...) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """The weight of a linear map as codes of 8 bits: w[..., n, k] = scale[..., n] * codes[..., n, k].
+
+    Every code is exact in bf16. It is a weight to compute with only: no gradient, no views.
+    """
+
+    codes: Tensor  # [..., N, K] int8 or float8_e4m3fn
+    scale: Tensor  # [..., N] fp32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def __getitem__(self, expert: int) -> Quantised:
+        return Quantised(self.codes[expert], self.scale[expert])
+
+    def dequantised(self) -> Tensor:
+        """[..., N, K] fp32."""
+        return self.codes.float() * self.scale.unsqueeze(-1)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [T, K] -> x w^T [T, N] fp32: the codes are multiplied and summed first, then scaled."""
+        return (x.float() @ self.codes.float().T) * self.scale
+
+
+Weight = Tensor | Quantised
 
 
 class Linear(NamedTuple):
@@ -35,9 +67,9 @@ class Linear(NamedTuple):
 class Attention:
     """Stored weights of grouped-query attention."""
 
-    qkv: Tensor  # [(H + 2G) * head_dim, D]
+    qkv: Weight  # [(H + 2G) * head_dim, D]
     qkv_bias: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -47,23 +79,23 @@ class Attention:
 class LatentAttention:
     """Stored weights of multi-head latent attention."""
 
-    q: Tensor | None  # [H * head_dim, D] without a query latent, else q_a and q_b
-    q_a: Tensor | None
+    q: Weight | None  # [H * head_dim, D] without a query latent, else q_a and q_b
+    q_a: Weight | None
     q_a_norm: Tensor | None
-    q_b: Tensor | None
-    kv_a: Tensor  # [kv_lora_rank + rope_head_dim, D]
+    q_b: Weight | None
+    kv_a: Weight  # [kv_lora_rank + rope_head_dim, D]
     kv_a_norm: Tensor
-    kv_b: Tensor  # [H * (nope_head_dim + v_head_dim), kv_lora_rank]
-    o: Tensor
+    kv_b: Weight  # [H * (nope_head_dim + v_head_dim), kv_lora_rank]
+    o: Weight
 
 
 @dataclass(slots=True)
 class Mlp:
     """Stored weights of a SwiGLU network."""
 
-    gate_up: Tensor  # [2F, D]
+    gate_up: Weight  # [2F, D]
     gate_up_bias: Tensor | None
-    down: Tensor  # [D, F]
+    down: Weight  # [D, F]
     down_bias: Tensor | None
 
 
@@ -73,8 +105,8 @@ class Moe:
 
     router: Tensor  # [E, D]
     correction_bias: Tensor | None  # [E] fp32, never trained
-    gate_up: Tensor  # [E, 2F, D]
-    down: Tensor  # [E, D, F]
+    gate_up: Weight  # [E, 2F, D]
+    down: Weight  # [E, D, F]
     shared: Mlp | None
 
 
@@ -167,11 +199,11 @@ def named_linears(c: ModelConfig, blocks: Sequence[Block]) -> Iterator[tuple[str
             yield from _slices(
                 f"{name}.attn", ("q", "k", "v"), (queries, keys, keys), attn.qkv, attn.qkv_bias
             )
-            yield f"{name}.attn.o", Linear(attn.o, attn.o_bias)
+            yield f"{name}.attn.o", Linear(_plain(attn.o), attn.o_bias)
         else:
             for part in ("q", "q_a", "q_b", "kv_a", "kv_b", "o"):
                 if getattr(attn, part) is not None:
-                    yield f"{name}.attn.{part}", Linear(getattr(attn, part), None)
+                    yield f"{name}.attn.{part}", Linear(_plain(getattr(attn, part)), None)
         if isinstance(mlp, Moe):
             yield f"{name}.router", Linear(mlp.router, None)
             yield from _ffn_linears(f"{name}.experts", mlp.gate_up, None, mlp.down, None)
@@ -182,18 +214,24 @@ def named_linears(c: ModelConfig, blocks: Sequence[Block]) -> Iterator[tuple[str
 
 
 def _ffn_linears(
-    name: str, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
+    name: str, gate_up: Weight, gate_up_bias: Tensor | None, down: Weight, down_bias: Tensor | None
 ) -> Iterator[tuple[str, Linear]]:
     width = gate_up.shape[-2] // 2
     yield from _slices(name, ("gate", "up"), (width, width), gate_up, gate_up_bias)
-    yield f"{name}.down", Linear(down, down_bias)
+    yield f"{name}.down", Linear(_plain(down), down_bias)
 
 
 def _slices(
-    name: str, parts: tuple[str, ...], sizes: tuple[int, ...], weight: Tensor, bias: Tensor | None
+    name: str, parts: tuple[str, ...], sizes: tuple[int, ...], weight: Weight, bias: Tensor | None
 ) -> Iterator[tuple[str, Linear]]:
     start = 0
     for part, size in zip(parts, sizes, strict=True):
         piece = None if bias is None else bias.narrow(0, start, size)
-        yield f"{name}.{part}", Linear(weight.narrow(-2, start, size), piece)
+        yield f"{name}.{part}", Linear(_plain(weight).narrow(-2, start, size), piece)
         start += size
+
+
+def _plain(weight: Weight) -> Tensor:
+    if isinstance(weight, Quantised):
+        raise ValueError("quantised weights have no views; merge and save the decoder that they were made of")
+    return weight

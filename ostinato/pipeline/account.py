@@ -10,20 +10,22 @@ from typing import Any
 from ostinato.pipeline.credit import Credit
 from ostinato.rollout.health import health
 from ostinato.rollout.play import Played
+from ostinato.routes import route_bytes
 from ostinato.types import Batch, Group, StepReport
 
-PARTS = ("rollout", "reward", "train", "other")
+PARTS = ("rollout", "reward", "train", "measure", "other")
 
 
 class Clock:
     """Wall seconds of one step, split so that the parts add up to the whole.
 
     Grading overlaps with generation; only what is left of it after the last token counts as "reward".
+    Passes that measure the mismatch and train nothing are "measure".
     """
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
-        self._seconds = {"rollout": 0.0, "reward": 0.0, "train": 0.0}
+        self._seconds = {"rollout": 0.0, "reward": 0.0, "train": 0.0, "measure": 0.0}
 
     def rollouts(self, played: Sequence[Played]) -> None:
         generated = max((item.generated_at for item in played), default=self.start)
@@ -36,6 +38,11 @@ class Clock:
         started = time.perf_counter()
         yield
         self._seconds["train"] = time.perf_counter() - started
+
+    def measured(self, seconds: float) -> None:
+        """So much of "train" was spent on measuring."""
+        self._seconds["train"] -= seconds
+        self._seconds["measure"] += seconds
 
     @property
     def rollout_s(self) -> float:
@@ -68,6 +75,7 @@ def step_row(
     row["tokens/wasted"] = float(credit.wasted_tokens.total())
     row["tokens/trained"] = float(batch.num_tokens if batch else 0)
     row["tokens/trained_context"] = float(batch.num_context_tokens if batch else 0)
+    row |= route_sizes(batch) if batch else {}
     row["empty_step"] = float(batch is None)
     row["refused_step"] = float(report is not None and bool(report.skipped))
     row |= dict(report.metrics) if report else {}
@@ -80,6 +88,17 @@ def step_row(
         row[f"time/{name}_s"] = parts[name]
         row[f"time/{name}_share"] = parts[name] / total
     return row
+
+
+def route_sizes(batch: Batch) -> dict[str, float]:
+    """Bytes that a token's routes take in memory and packed (as the spool has them); empty without routes."""
+    parts = [part.experts for part in batch.microbatches if part.experts is not None]
+    if not parts:
+        return {}
+    _, layers, top_k = parts[0].shape
+    _, packed = route_bytes(layers, top_k, 1 + max(int(part.max(initial=0)) for part in parts))
+    memory = parts[0].itemsize * layers * top_k
+    return {"routing/bytes_per_token": float(memory), "routing/packed_bytes_per_token": packed}
 
 
 TOOL_FAILURES = ("unreadable", "unknown", "raised", "timeout")

@@ -22,12 +22,14 @@ from typing import Any
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import pack
+from ostinato.algo.routing import Misaligned
 from ostinato.pipeline.account import Clock, add_totals, ledger_row, step_row, tool_rates
 from ostinato.pipeline.credit import Credit, assign
 from ostinato.pipeline.evaluate import Evaluation, evaluate
 from ostinato.pipeline.remember import Drafted, Drafting
 from ostinato.pipeline.signals import Abandoned, StopSignals
 from ostinato.pipeline.spool import Spool, address
+from ostinato.pipeline.watch import watching
 from ostinato.protocols import MetricWriter, Tasks, Trainer
 from ostinato.rollout.health import failure
 from ostinato.rollout.play import Ask, Played, Stage, fault_name, first_request, play
@@ -45,6 +47,7 @@ class Finish(StrEnum):
     DONE = "done"
     INTERRUPTED = "interrupted"  # Ctrl-C: the step was finished
     TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
+    COLLAPSED = "collapsed"  # the stability watch said so, and the plan was to stop then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Plan:
     checkpoint_every: int = 0
     trajectories_every: int = 0
     max_empty_steps: int = 10  # in a row without anything to learn from
+    stop_on_collapse: bool = False  # end after the step in which the stability watch first tells of one
     grace_s: float = 20.0  # for a step to end after SIGTERM
     forward_flops_per_token: float = 0.0  # 0: unknown, no FLOPs are reported
     backward_ratio: float = 2.0  # FLOPs of backward over forward; about 1 where the base is frozen
@@ -125,12 +129,14 @@ class Loop:
 
     async def run(self) -> Finished:
         """Raises NoSignal when ``max_empty_steps`` steps in a row had nothing to learn from. What the engine
-        and the trainer raise passes through, after a checkpoint unless the trainer is between two steps."""
+        and the trainer raise passes through, after a checkpoint unless the trainer is between two steps; a
+        batch that the trainer refuses as ``Misaligned`` has not changed it."""
         self.folder.truncate_after(self.state.step)
         self._evaluated = {(row["step"], row["split"]) for row in self.folder.eval.rows()}
         self._spool = Spool(self.folder.path / "inflight.jsonl.zst")
         self._saved_step, self._between_steps = self.state.step, False
         self._counted, self._told = sum(self.counters, Counter()), set[str]()
+        self._watch, self._given_up = watching(self.folder.metrics.rows()), False
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
         with StopSignals(self.plan.grace_s) as self._signals:
             try:
@@ -140,6 +146,9 @@ class Loop:
                     f"what followed step {self.state.step} was abandoned: "
                     f"it was not done {self.plan.grace_s:g} s after SIGTERM"
                 )
+            except Misaligned:  # between two steps, but no weight has changed
+                self._checkpoint()
+                raise
             except RuntimeError:
                 if not self._between_steps:
                     self._checkpoint()
@@ -147,13 +156,15 @@ class Loop:
             self._checkpoint()
         if self.state.step == self.plan.steps:
             return Finished(state=self.state, why=Finish.DONE)
+        if self._given_up:
+            return Finished(state=self.state, why=Finish.COLLAPSED)
         why = Finish.TERMINATED if self._signals.received is signal.SIGTERM else Finish.INTERRUPTED
         return Finished(state=self.state, why=why)
 
     async def _train(self, signals: StopSignals) -> None:
         if self.plan.eval_at_start and self.state.step == 0:
             await signals.bounded(self._evaluate())
-        while self.state.step < self.plan.steps and signals.received is None:
+        while self.state.step < self.plan.steps and signals.received is None and not self._given_up:
             await signals.bounded(self._step())
             if self._due(self.plan.eval_every) and signals.received is None:
                 await signals.bounded(self._evaluate())
@@ -186,6 +197,8 @@ class Loop:
                 report = self.trainer.step(batch)
                 version += 1
                 self.stage.engine.publish(self.trainer.adapters(), version)
+            if report.mismatch is not None:
+                clock.measured(report.mismatch["seconds"])
         row = step_row(
             groups,
             credit,
@@ -271,6 +284,7 @@ class Loop:
         drafted: Drafted | None,
     ) -> None:
         step = self.state.step
+        row = self._watched(row)
         for writer in (self.folder, *self.writers):
             writer.write(step, row)
         self.folder.ledger.append(ledger_row(step, row))
@@ -278,10 +292,24 @@ class Loop:
             self.folder.drafts.append(drafted.detail)
         if self.plan.trajectories_every and (step == 1 or self._due(self.plan.trajectories_every)):
             self.folder.trajectories.append(*(line for group in groups for line in group_rows(group)))
+        if report is not None and report.mismatch is not None:
+            self.folder.mismatch.append({"step": step, **report.mismatch})
+        if report is not None and report.note:
+            self.on_note(f"step {step}: {report.note}")
         if report is not None and report.skipped:
             self.on_note(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
         self._tell_faults(groups)
         self.on_step({"step": step, **row})
+
+    def _watched(self, row: dict[str, float]) -> dict[str, float]:
+        """The row with ``watch/collapsed``; alarms are kept and told the moment they are met."""
+        before = self._watch.collapsed
+        for alarm in self._watch.see({"step": self.state.step, **row}):
+            self.folder.watch.append(alarm.to_json())
+            what = "collapse" if alarm.collapse else "look"
+            self.on_note(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
+        self._given_up = self.plan.stop_on_collapse and self._watch.collapsed and not before
+        return row | {"watch/collapsed": float(self._watch.collapsed)}
 
     def _tell_faults(self, groups: Sequence[Group]) -> None:
         """Each kind of failure once, in its own words (a skip has none); the rows count them all."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ostinato.report.facts import estimate
+from ostinato.report.facts import Fact, Table, estimate
 from ostinato.report.reading import Row, RunData, column, names_under, number
 
 MAX_POINTS = 400
@@ -35,17 +35,20 @@ class Series:
 class Chart:
     """One figure. ``note`` says what the lines are, in the reader's words; ``empty`` replaces it when set.
 
-    ``along`` names a place on the horizontal axis, of which ``steps`` are the places; "#" is its number.
+    ``steps`` are the places on the horizontal axis. ``along`` names one, "#" being its number, or its label
+    where ``labels`` has one for each place.
     """
 
     key: str
     title: str
     note: str
     unit: str  # of the values, for axis and read-out; "%" shows shares as percent
-    steps: list[int]
+    steps: Sequence[float]
     series: list[Series]
     stacked: bool = False
     log: bool = False
+    log_x: bool = False
+    labels: Sequence[str] = ()
     low: float | None = None  # the axis covers at least [low, high]
     high: float | None = None
     mark: tuple[float, str] | None = None  # a dashed line and its name
@@ -55,18 +58,22 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
+    """A heading, what it comes to in a sentence or two, and what shows it."""
+
     title: str
     charts: list[Chart]
-    lead: str = ""  # what it comes to, in a sentence or two
+    lead: str = ""
+    anchor: str = ""  # for links to it
+    facts: Sequence[Fact] = ()
+    tables: Sequence[Table] = ()
 
 
 def sections(data: RunData) -> list[Section]:
-    """All charts of the page, the held-out score apart."""
+    """What every run shows over its steps, the held-out score and sampler against trainer apart."""
     rows = data.metrics
     groups = [
         ("Signal", _signal(rows)),
         ("Policy", _policy(data)),
-        ("Sampler against trainer", _mismatch(rows)),
         ("Cost", _cost(rows)),
     ]
     return [Section(title=title, charts=[ready(chart) for chart in charts]) for title, charts in groups]
@@ -116,7 +123,7 @@ def _signal(rows: Sequence[Row]) -> list[Chart]:
         line(rows, "frac_reward_zero_std", "groups of equal reward", "--purple"),
     ]
     lost_note = "Answers cut off, and groups whose answers all got one reward."
-    length = _banded(rows, "completions/{}_length", "mean")
+    length = banded(rows, "completions/{}_length", "mean")
     length_note = "Sampled tokens per answer; band: shortest to longest."
     return [
         _reward(rows),
@@ -172,29 +179,12 @@ def _policy(data: RunData) -> list[Chart]:
     return charts
 
 
-def _mismatch(rows: Sequence[Row]) -> list[Chart]:
-    gap = "sampling/sampling_logp_difference"
-    gaps = [
-        line(rows, f"{gap}/max", "max |Δ log p|", "--orange", join=max),
-        line(rows, f"{gap}/mean", "mean |Δ log p|", "--blue"),
-        line(rows, "sampling/kl_k3", "KL (k3)", "--purple"),
-    ]
-    gap_note = "Trainer minus sampler, per token in nats; 0 is exact agreement."
-    ratio = _banded(rows, "sampling/importance_sampling_ratio/{}", "mean")
-    ratio_note = "Trainer over sampler; band: smallest to largest token."
-    ess = line(rows, "sampling/ess", "effective share", "--teal", join=min)
-    ess_note = "Share of tokens that count after weighting; 100 % is on-policy."
-    return [
-        figure(rows, "Log-probability gap", gap_note, "", gaps, log=True),
-        figure(rows, "Importance ratio", ratio_note, "", [ratio], low=0.9, high=1.1, mark=(1.0, "")),
-        figure(rows, "Effective sample size", ess_note, "%", [ess], low=0.9, high=1.0),
-    ]
-
-
 def _cost(rows: Sequence[Row]) -> list[Chart]:
-    parts = (("rollout", "--blue"), ("reward", "--orange"), ("train", "--teal"), ("other", "--grey"))
-    times = [line(rows, f"time/{name}_s", name, color) for name, color in parts]
-    time_note = "Where the seconds went; rewards only where they kept training waiting."
+    colors = {"rollout": "blue", "reward": "orange", "train": "teal", "measure": "purple", "other": "grey"}
+    times = [line(rows, f"time/{name}_s", name, f"--{color}") for name, color in colors.items()]
+    time_note = (
+        "Where the seconds went; rewards only where training waited; measure: sampler against trainer."
+    )
     speed = line(rows, "tokens_per_s", "speed", "--blue")
     speed_note = "Sampled tokens per second of the whole step."
     lost = [
@@ -221,7 +211,7 @@ def figure(
     return Chart(key=key, title=title, note=note, unit=unit, steps=_steps(rows), series=series, **options)
 
 
-def _banded(rows: Sequence[Row], keys: str, label: str) -> Series:
+def banded(rows: Sequence[Row], keys: str, label: str) -> Series:
     """The mean in a band from the minimum to the maximum; ``keys`` has a place for "mean", "min", "max"."""
     mean, low, high = (column(rows, keys.format(name)) for name in ("mean", "min", "max"))
     return Series(label=label, values=mean, color="--blue", low=low, high=high)
@@ -254,7 +244,7 @@ def ready(chart: Chart) -> Chart:
     series = [one for one in chart.series if any(value is not None for value in one.values)]
     if not series:
         sentence = "Not recorded in this run." if chart.steps else "No step has been finished yet."
-        return replace(chart, series=[], steps=[], empty=chart.empty or sentence)
+        return replace(chart, series=[], steps=[], labels=[], empty=chart.empty or sentence)
     size = math.ceil(len(chart.steps) / MAX_POINTS)
     if size <= 1:
         return replace(chart, series=series)
@@ -262,6 +252,7 @@ def ready(chart: Chart) -> Chart:
         chart,
         note=f"{chart.note} Each point joins {size} steps.",
         steps=[bucket[-1] for bucket in _buckets(chart.steps, size)],
+        labels=[bucket[-1] for bucket in _buckets(chart.labels, size)],
         series=[_joined(one, size) for one in series],
     )
 
@@ -305,5 +296,7 @@ def to_plain(chart: Chart) -> dict[str, Any]:
         }
         for one in chart.series
     ]
-    keys = ("key", "title", "unit", "steps", "stacked", "log", "low", "high", "mark", "along")
-    return {**{key: getattr(chart, key) for key in keys}, "series": series}
+    keys = ("key", "title", "unit", "labels", "stacked", "log", "log_x", "low", "high", "mark", "along")
+    plain = {key: getattr(chart, key) for key in keys}
+    steps = [step if isinstance(step, int) else float(f"{step:.5g}") for step in chart.steps]
+    return {**plain, "steps": steps, "series": series}

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ostinato.report.arms import arm, measured
 from ostinato.report.facts import difference, ends, estimate, steps_text
 from ostinato.report.reading import Row, RunData, column, first_step, last_step, mean, number, total
 
@@ -20,6 +21,7 @@ ENTROPY_LEFT = 0.2  # of where it began
 K3_NATS = 1e-3  # per token; exact arithmetic gives 0, bf16 rounding about 1e-4
 ESS_LEFT = 0.9
 SPIKE = 10.0  # gradient norm over its median
+COVERED = 0.999  # of trained rows, with a recorded route
 FAULT_SHARE = 0.01  # of answers
 DRAFT_LOSS = 0.03  # of the rollouts' time, beyond what the estimate of it can be trusted with
 
@@ -40,7 +42,8 @@ def concerns(data: RunData) -> list[Concern]:
     """Everything noteworthy, the gravest first; empty when there is nothing."""
     found = [*_files(data), *_score(data)]
     if data.metrics:
-        found += [*_training(data), *_signal(data), *_mismatch(data), *_losses(data), *_drafts(data)]
+        found += [*_alarms(data), *_training(data), *_signal(data), *_mismatch(data), *_replayed(data)]
+        found += [*_losses(data), *_drafts(data)]
     order = list(Level)
     return sorted(found, key=lambda concern: order.index(concern.level))
 
@@ -108,6 +111,37 @@ def _training(data: RunData) -> Iterator[Concern]:
                 f"The gradient norm spiked to {norm:.3g} at step {at}, {norm / typical:.0f} times its median."
             )
             yield Concern(level=Level.LOOK, text=text)
+
+
+def _alarms(data: RunData) -> Iterator[Concern]:
+    """What the stability watch said while the run went on."""
+    for alarm in data.alarms:
+        since = alarm.get("since", alarm["step"])
+        collapsed = bool(alarm.get("collapse"))
+        text = (
+            f"{'The run collapsed' if collapsed else 'The stability watch spoke up'} at step "
+            f"{alarm['step']:.0f}: {alarm.get('sentence', alarm.get('rule', '?'))}, since step {since:.0f}."
+        )
+        yield Concern(level=Level.BAD if collapsed else Level.LOOK, text=text)
+
+
+def _replayed(data: RunData) -> Iterator[Concern]:
+    """Of the last full comparison of sampler and trainer."""
+    rows = measured(data)
+    if not rows or not arm(rows[-1], "replay"):
+        return
+    row = rows[-1]
+    native, replayed = number(arm(row, "native"), "k3_high"), number(arm(row, "replay"), "k3_low")
+    if native is not None and replayed is not None and replayed > native:
+        text = (
+            f"Replay made the mismatch worse at step {row['step']}: k3 is at least {replayed:.2g} nats per "
+            f"token with the sampler's experts and at most {native:.2g} without, as with misaligned routes."
+        )
+        yield Concern(level=Level.BAD, text=text)
+    coverage = number(row, "coverage")
+    if row.get("replay") and coverage is not None and coverage < COVERED:
+        text = f"At step {row['step']}, {1 - coverage:.1%} of the rows had no recorded route to replay."
+        yield Concern(level=Level.LOOK, text=text)
 
 
 def _signal(data: RunData) -> Iterator[Concern]:

@@ -24,6 +24,34 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    name: str
+    note: str = ""
+    number: bool = True  # aligned to the right, never broken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    name: str
+    note: str  # unit and meaning
+    cells: tuple[Cell, ...]  # one for each column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    title: str
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """A mean with its 95 % interval; None where there was too little data for one."""
 
@@ -324,6 +352,37 @@ def totals(data: RunData) -> list[Fact]:
     return facts
 
 
+def best_score(data: RunData) -> tuple[int, Estimate] | None:
+    """The step with the highest held-out pass@1, the first of equals."""
+    scores = [(int(row["step"]), score) for row in data.evals if (score := estimate(row, "pass@1"))]
+    return max(scores, key=lambda item: item[1].value, default=None)
+
+
+def collapse(data: RunData) -> Row | None:
+    """The first alarm of the stability watch that is a collapse."""
+    return next((alarm for alarm in data.alarms if alarm.get("collapse")), None)
+
+
+def milestones(data: RunData) -> list[Fact]:
+    """The best step, and the one in which the run collapsed, if it did."""
+    found = []
+    if (best := best_score(data)) is not None:
+        step, score = best
+        note = f"pass@1 {score.value:.3f} {_interval(score)}".strip()
+        found.append(Fact(name="best score", value=f"step {step}", note=note))
+    if (alarm := collapse(data)) is not None:
+        note = f"{alarm.get('rule', '?')}, since step {alarm.get('since', '?')}"
+        found.append(Fact(name="collapse", value=f"step {alarm['step']:.0f}", note=note))
+    return found
+
+
+def marked_steps(data: RunData) -> list[tuple[int, str]]:
+    """What milestones are called in the plots over steps; a best step that is the last needs no mark."""
+    best, alarm = best_score(data), collapse(data)
+    found = [(best[0], "best")] if best is not None and 0 < best[0] < last_step(data.metrics) else []
+    return [*found, *([(int(alarm["step"]), "collapse")] if alarm else [])]
+
+
 WASTE = {
     "zero_variance": "all siblings got the same reward, so the group was dropped",
     "zero_advantage": "the reward equals its baseline: no gradient",
@@ -446,6 +505,19 @@ def seconds_text(seconds: float) -> str:
     if days:
         return f"{days} d {hours:02d} h"
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def figure_text(value: float | None) -> str:
+    """Three digits: "1.79e-5", "0.0121", "1,240"; "-" for what is not known."""
+    if value is None:
+        return "-"
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size and size < 1e-3:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    return f"{value:.3g}" if not 0.9 < size < 1 else f"{value:.5f}".rstrip("0").rstrip(".")
 
 
 def si(value: float) -> str:

@@ -24,6 +24,8 @@ class RunData:
     evals: Sequence[Row]  # of the main split, one per step, in order
     ledger: Sequence[Row]
     drafts: Sequence[Row] = ()  # one per step of a run that drafted, in order
+    mismatch: Sequence[Row] = ()  # one per step in which sampler and trainer were compared in full, in order
+    alarms: Sequence[Row] = ()  # of the stability watch, in order
     starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
     damage: Sequence[str]  # one sentence per file that could not be read to its end
 
@@ -56,6 +58,8 @@ def read_run(run: RunFolder) -> RunData:
         evals=_by_step([row for row in evals if row.get("split") == split]),
         ledger=_by_step(_rows(run.ledger, damage)),
         drafts=_by_step(_rows(run.drafts, damage)),
+        mismatch=_by_step(_rows(Jsonl(run.path / "mismatch.jsonl"), damage)),
+        alarms=[row for row in _rows(run.watch, damage) if number(row, "step") is not None],
         starts=_rows(Jsonl(run.path / "starts.jsonl"), damage),
         damage=damage,
     )
@@ -86,6 +90,11 @@ def number(row: Row, name: str) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """The finite values of a row, by name."""
+    return {name: value for name in row if (value := number(row, name)) is not None}
 
 
 def column(rows: Sequence[Row], name: str) -> list[float | None]:

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ostinato.render import Renderer
 from ostinato.report.reading import Row
+from ostinato.routes import routes_from_json
 from ostinato.run import JsonlZst
 
 BUDGET_BYTES = 6_000_000  # of all chunks, as base64
@@ -176,8 +175,9 @@ def _answer(row: Row, pieces: Pieces | None) -> tuple[dict[str, Any], int]:
 def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str, Any]:
     """Arrays of the first ``most`` tokens. Log-probabilities with three decimals, equal versions once,
     experts as one flat list of layers x top_k per token."""
-    tokens, versions, experts = turn["tokens"], turn["versions"], turn.get("experts")
-    shape = list(np.shape(experts[0])) if experts else None
+    tokens, versions = turn["tokens"], turn["versions"]
+    packed = turn.get("experts")  # a list in runs of before routes were packed: not shown
+    experts = routes_from_json(packed) if isinstance(packed, Mapping) else None
     return {
         "num_tokens": len(tokens),
         "num_context": len(turn["context"]),
@@ -186,8 +186,8 @@ def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str
         "pieces": pieces.split(tokens[:most]) if pieces else None,
         "logprobs": [None if value is None else round(value, 3) for value in turn["logprobs"][:most]],
         "versions": versions[:1] if len(set(versions)) == 1 else versions[:most],
-        "experts": np.ravel(experts[:most]).tolist() if experts else None,
-        "routing": shape,  # [moe_layers, top_k]
+        "experts": experts[:most].ravel().tolist() if experts is not None else None,
+        "routing": list(experts.shape[1:]) if experts is not None else None,  # [moe_layers, top_k]
         "text": _clip(turn["text"]),
         "stop": turn["stop"],
     }

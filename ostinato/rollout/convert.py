@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ostinato.types import NO_EXPERT, Group, Sample, Stop, Trajectory
+from ostinato.types import NO_EXPERT, Group, Sample, Stop, Support, Trajectory
 
 
 def samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Sample]:
@@ -45,27 +45,43 @@ def _sample(trajectory: Trajectory, advantage: float, group_index: int, uid: str
         prompt_len=len(trajectory.turns[0].context),
         uid=uid,
         experts=_routes(trajectory),
+        support=_support(trajectory),
         truncated=trajectory.stop is Stop.LENGTH,
     )
+
+
+def _support(trajectory: Trajectory) -> Support | None:
+    """What every token of the merged sequence was drawn from, context from the whole vocabulary; None where
+    no turn has a record."""
+    if all(turn.completion.support is None for turn in trajectory.turns):
+        return None
+    parts: list[Support] = []
+    for turn in trajectory.turns:
+        said = turn.completion
+        drawn = Support.whole(len(said.tokens)) if said.support is None else said.support
+        parts += [Support.whole(len(turn.context)), drawn]
+    return Support.concatenate(parts)
 
 
 def _routes(trajectory: Trajectory) -> np.ndarray | None:
     """Routes [L, moe_layers, top_k] of the merged sequence, or None when a part was not recorded.
 
-    A later turn's ``prompt_experts`` cover the earlier turns too. The earlier record wins, since its
-    log-probabilities were sampled through it; the later one fills what it could not know, the route of its
-    last token, which became an input only when the episode went on.
+    A turn's ``prompt_experts`` cover its context from some row on. Turns may overlap, and where the later one
+    computed anew (an evicted cache, a policy published in between) they may differ. The earlier record wins:
+    the row that predicts a trained token then has the route that this very token was sampled through. The
+    later turn's tokens were sampled with the later record before them, but they see those rows only through
+    attention; their own rows are in no earlier record. What the earlier could not know is the route of its
+    last token, which became an input only when the episode went on: the later turn fills it in.
     """
-    routes: np.ndarray | None = None
+    records: list[np.ndarray] = []
     for turn in trajectory.turns:
         prompt, said = turn.completion.prompt_experts, turn.completion.experts
         if prompt is None or said is None:
             return None
-        merged = np.concatenate([prompt, said])
-        if routes is not None:
-            known = routes[..., :1] != NO_EXPERT
-            merged[: len(routes)] = np.where(known, routes, merged[: len(routes)])
-        routes = merged
-    if routes is None or (routes[:-1] == NO_EXPERT).any():
-        return None
-    return routes
+        records.append(np.concatenate([prompt, said]))
+    lengths = [len(turn.context) + len(turn.completion.tokens) for turn in trajectory.turns]
+    routes = np.full((sum(lengths), *records[0].shape[1:]), NO_EXPERT, records[0].dtype)
+    for record, end in zip(records, np.cumsum(lengths).tolist(), strict=True):
+        rows = routes[end - len(record) : end]
+        np.copyto(rows, record, where=rows == NO_EXPERT)
+    return None if (routes[:-1] == NO_EXPERT).any() else routes

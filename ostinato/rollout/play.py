@@ -207,7 +207,13 @@ class _Episode:
         room = self._stage.context_limit - len(tokens)
         if room > 0:
             sampling = _within(self._stage.sampling, room)
-            self.request = Request(tokens=tokens, sampling=sampling, seed=self._seed, uid=self._uid)
+            self.request = Request(
+                tokens=tokens,
+                sampling=sampling,
+                seed=self._seed,
+                uid=self._uid,
+                routes_from=max(0, len(self._history) - 1),  # what was sampled last had not run yet
+            )
         elif self._turns:
             self._stop = Stop.LENGTH
         else:

@@ -14,14 +14,20 @@ Three policies take part, all at the sampling temperature:
 
 A decoupled algorithm anchors its ratio at old (new / old is exactly 1 in the first minibatch) and corrects
 for old / behaviour, the sampler-trainer mismatch, with a weight. Others anchor it at behaviour ("bypass").
+
+With replay (R3, arXiv 2510.11370) old and new take the experts that the batch carries, in every minibatch and
+in what a checkpointed layer recomputes; the reference policy chooses its own. Before the first optimizer step
+the carried experts are compared with the trainer's (``train.gate``), and now and then a whole batch is scored
+both ways (``train.measure``).
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,12 +35,17 @@ from torch import Tensor
 
 from ostinato.algo.algorithms import Algorithm, policy_loss
 from ostinato.algo.logprobs import Matmul, chunked_logprobs, linear_logprobs
+from ostinato.algo.mismatch import Decision, decide
 from ostinato.algo.offpolicy import Mismatch, importance_weights, mismatch, mismatch_metrics
+from ostinato.algo.routing import THRESHOLD, never_written
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
 from ostinato.model.peft_io import base_fingerprint
+from ostinato.train.gate import agreement, refusal, row_counts, unwritten
+from ostinato.train.inputs import Inputs, otherwise_packed
+from ostinato.train.measure import Scored, mismatch_row, watching
 from ostinato.train.optimizer import (
     OptimizerSettings,
     build_optimizer,
@@ -52,30 +63,18 @@ class TrainingStopped(RuntimeError):
     """Too many optimizer steps in a row had a loss or a gradient that was not finite."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Inputs:
-    """A Microbatch as tensors on the trainer's device. ``old`` is set where it was computed ahead."""
-
-    source: Microbatch
-    tokens: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
-    rows: Tensor  # [R] int64
-    targets: Tensor  # [R] int64
-    behaviour: Tensor  # [R] fp32
-    advantages: Tensor  # [R] fp32
-    weights: Tensor  # [R] fp32
-    sample_idx: Tensor  # [R] int64
-    routing: Tensor | None  # [T, moe_layers, top_k] int16, to replay
-    old: Tensor | None = None  # [R] fp32
-
-
 @dataclass(slots=True)
 class Totals:
-    """What the microbatches of a step add up to, left on the device until the step is over."""
+    """What the microbatches of a step add up to, left on the device until the step is over.
+
+    ``routes`` is None once a weight has moved: from then on disagreement is no sign of misalignment.
+    """
 
     loss: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Tensor]] = field(default_factory=list)  # sums over tokens
     mismatches: list[Mismatch] = field(default_factory=list)
+    routes: list[tuple[Inputs, Tensor]] | None = None  # with gate.row_counts
+    routing: dict[str, float] = field(default_factory=dict)  # metrics
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
         """The loss, the mismatch, and stats as means over the ``num_tokens`` of the step."""
@@ -84,16 +83,22 @@ class Totals:
             [torch.stack([stats[name].float() for name in names]) for stats in self.stats]
         ).sum(0)
         means = {name: value / num_tokens for name, value in zip(names, sums.tolist(), strict=True)}
-        return {"loss": torch.stack(self.loss).sum().item(), **means, **mismatch_metrics(self.mismatches)}
+        measured = mismatch_metrics(self.mismatches) | self.routing
+        return {"loss": torch.stack(self.loss).sum().item(), **means, **measured}
 
 
 class PolicyTrainer:
     """Trains ``adapters`` on a frozen decoder, or with ``adapters=None`` the decoder's own parameters.
 
     ``minibatches``: optimizer steps per batch; microbatches are dealt to them like cards. ``temperature``:
-    the sampler's, so that log-probabilities are of the distribution that was sampled from. ``replay``: MoE
-    layers use the experts that the batch carries. ``recompute``: keep one activation per layer, recompute the
-    rest in backward. ``ops``: arithmetic that has gradients, such as ``model.native.Kernels.training``.
+    the sampler's, so that log-probabilities are of the distribution that was sampled from. ``recompute``:
+    keep one activation per layer, recompute the rest in backward. ``ops``: arithmetic that has gradients,
+    such as ``model.native.Kernels.training``.
+
+    ``replay``: MoE layers use the experts that the batch carries; "auto": where the mismatch calls for it
+    (``algo.mismatch.decide``). Carried experts that a sequence shares with the trainer's own in less than
+    ``replay_threshold`` refuse the batch, 0 refuses none. ``measure_every`` steps, from the first on, a row
+    of mismatch.jsonl is measured and reported; 0 is never, but for the first step with "auto".
 
     An optimizer step whose loss or gradient is not finite is refused: nothing is updated, the report names
     the samples of the microbatches at fault, ``on_refused`` gets each of these, and training goes on.
@@ -110,7 +115,9 @@ class PolicyTrainer:
         optimizer: OptimizerSettings,
         temperature: float = 1.0,
         minibatches: int = 1,
-        replay: bool = True,
+        replay: bool | Literal["auto"] = True,
+        replay_threshold: float = THRESHOLD,
+        measure_every: int = 0,
         recompute: bool = False,
         max_refused: int = 3,
         on_refused: Callable[[Microbatch], None] | None = None,
@@ -122,6 +129,10 @@ class PolicyTrainer:
             raise ValueError(f"trainer.minibatches is {minibatches}; use at least 1")
         if max_refused < 1:
             raise ValueError(f"trainer.max_refused_in_a_row is {max_refused}; use at least 1")
+        if not 0 <= replay_threshold <= 1:
+            raise ValueError(f"trainer.replay_threshold is {replay_threshold}; use a share of ids, 0 to 1")
+        if measure_every < 0:
+            raise ValueError(f"log.mismatch_every is {measure_every}; use a number of steps, or 0 for never")
         if adapters is None and algorithm.needs_reference:
             raise ValueError(
                 f"algo.kl_coef is {algorithm.kl_coef}, but full-parameter training keeps no reference policy "
@@ -129,7 +140,9 @@ class PolicyTrainer:
             )
         self._decoder, self._adapters, self._algorithm = decoder, adapters, algorithm
         self._settings, self._temperature, self._minibatches = optimizer, temperature, minibatches
-        self._replay, self._recompute, self._ops = replay, recompute, ops
+        self._replay, self._threshold, self._measure_every = replay, replay_threshold, measure_every
+        self._replaying = replay is True  # now; "auto" is decided before anything is trained
+        self._recompute, self._ops = recompute, ops
         self._max_refused, self._on_refused = max_refused, on_refused
         self._named = trained_parameters(decoder, adapters)
         for leaf in self._named.values():
@@ -149,20 +162,24 @@ class PolicyTrainer:
         A minibatch's loss is scaled by their number, so the mean over minibatches is the loss of the batch.
         Metrics are means over trained tokens; ``num_rows`` counts all forward rows since the run began.
         With a bypass algorithm the mismatch of a later minibatch includes what the earlier ones changed.
+        ``routing/*`` compares carried experts with the trainer's own before the first optimizer step.
 
         Raises:
             TrainingStopped: the last ``max_refused`` optimizer steps were all refused.
+            algo.routing.Misaligned: carried experts are not those of these tokens; no weight was changed.
         """
         if not batch.microbatches:
             raise ValueError("the batch has no microbatch; skip the step when no sample is left to train on")
+        row, note = self._measured(batch)
+        self._refuse_unwritten(batch)
         lr = self._settings.lr * lr_factor(self._settings, self._steps)
         set_lr(self._optimizer, lr)
-        deals = min(self._minibatches, len(batch.microbatches))
+        deals = self._deals(batch)
         inputs = [self._inputs(microbatch) for microbatch in batch.microbatches]
         minibatches = [inputs[deal::deals] for deal in range(deals)]
         if self._algorithm.decoupled:  # the first minibatch is its own old policy: nothing has changed yet
             minibatches[1:] = [[self._with_old(part) for part in minibatch] for minibatch in minibatches[1:]]
-        totals, norms, refused = Totals(), [], []
+        totals, norms, refused = Totals(routes=[]), [], []
         for minibatch in minibatches:
             norm, at_fault = self._update(minibatch, batch.num_samples, deals, totals)
             norms.append(norm)
@@ -170,7 +187,7 @@ class PolicyTrainer:
             self._refused_in_a_row = self._refused_in_a_row + 1 if at_fault else 0
         self._steps += 1
         self._num_rows += batch.num_tokens + batch.num_context_tokens
-        metrics = totals.metrics(batch.num_tokens) | _staleness(batch)
+        metrics = totals.metrics(batch.num_tokens) | _staleness(batch) | _support(batch)
         metrics |= {
             "grad_norm": sum(norms) / deals,
             "learning_rate": lr,
@@ -178,7 +195,25 @@ class PolicyTrainer:
             "optimizer_steps": float(deals - len(refused)),
             "refused_steps": float(len(refused)),
         }
-        return self._report(metrics, [microbatch for at_fault in refused for microbatch in at_fault])
+        if any(part.carried is not None for part in inputs):
+            metrics["routing/replay"] = float(self._replaying)
+        report = self._report(metrics, [microbatch for at_fault in refused for microbatch in at_fault])
+        return replace(report, mismatch=row, note=note)
+
+    def measure(self, batch: Batch, *, floor: bool = True) -> dict[str, Any]:
+        """A row of mismatch.jsonl but for its step: the batch scored natively and, where it carries experts,
+        with these; with ``floor`` also natively once more, packed otherwise (see ``train.measure``).
+
+        With temperature, head and forward of training, so the arm that is in use is what the step's own
+        ``sampling/*`` says while no weight has moved. Changes nothing.
+        """
+        started = time.perf_counter()
+        parts = [self._inputs(microbatch) for microbatch in batch.microbatches]
+        moe = self._decoder.config.moe
+        row = mismatch_row([self._scored(part, floor) for part in parts], moe.layers if moe else ())
+        decision = self._decision(row["arms"], self._deals(batch))
+        row |= {"replay": decision.on, "decision": decision.reason}
+        return row | {"seconds": time.perf_counter() - started}
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and optimizer moments by name, not copied: what a checkpoint holds."""
@@ -192,6 +227,7 @@ class PolicyTrainer:
             "steps": self._steps,
             "refused_in_a_row": self._refused_in_a_row,
             "num_rows": self._num_rows,
+            "replaying": int(self._replaying),
         }
 
     @torch.no_grad()
@@ -214,6 +250,8 @@ class PolicyTrainer:
         load_optimizer_tensors(self._optimizer, self._named, _under("optimizer.", tensors))
         self._steps, self._num_rows = counters["steps"], counters["num_rows"]
         self._refused_in_a_row = counters["refused_in_a_row"]
+        if self._replay == "auto":  # decided in a step that measured, which may not come again soon
+            self._replaying = bool(counters.get("replaying", True))
 
     def identity(self) -> dict[str, str]:
         """What must be the same to resume from a checkpoint: the model, its frozen weights, the adapter."""
@@ -228,44 +266,58 @@ class PolicyTrainer:
         def tensor(array: np.ndarray, dtype: type) -> Tensor:
             return torch.from_numpy(array.astype(dtype)).to(self._decoder.device)
 
-        routing = microbatch.experts if self._replay and self._decoder.num_moe_layers else None
+        experts = microbatch.experts if self._decoder.num_moe_layers else None
+        carried = None if experts is None else tensor(experts, np.int16)
         return Inputs(
             source=microbatch,
             tokens=tensor(microbatch.tokens, np.int64),
             positions=tensor(microbatch.positions, np.int64),
+            segments=microbatch.segments,
             rows=tensor(microbatch.rows, np.int64),
             targets=tensor(microbatch.targets, np.int64),
             behaviour=tensor(microbatch.logprobs, np.float32),
             advantages=tensor(microbatch.advantages, np.float32),
             weights=tensor(microbatch.weights, np.float32),
             sample_idx=tensor(microbatch.sample_idx, np.int64),
-            routing=None if routing is None else tensor(routing, np.int16),
+            carried=carried,
+            routing=carried if self._replaying else None,
         )
+
+    def _deals(self, batch: Batch) -> int:
+        """Optimizer steps that the batch is good for."""
+        return min(self._minibatches, len(batch.microbatches))
 
     def _with_old(self, part: Inputs) -> Inputs:
         """With ``old``, from the very forward that training runs: without gradients a layer may multiply
         in another order, and a ratio that should be 1 would be 1 within rounding."""
-        hidden = self._hidden(part, self._adapters, part.routing)
+        hidden, _ = self._forward(part, self._adapters, part.routing)
         with torch.no_grad():
             return replace(part, old=self._logprobs(hidden, part, want_entropy=False)[0])
 
-    def _hidden(self, part: Inputs, adapters: Adapters | None, routing: Tensor | None) -> Tensor:
-        """Hidden states [R, D] of the rows that predict a target."""
-        hidden, _ = self._decoder(
+    def _forward(
+        self, part: Inputs, adapters: Adapters | None, routing: Tensor | None, ops: Ops | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [R, D] of the rows that predict a target, and the experts that the model would choose
+        for all rows, [T, moe_layers, top_k]."""
+        hidden, native = self._decoder(
             part.tokens,
             part.positions,
-            PackedAttention(part.source.segments),
+            PackedAttention(part.segments),
             adapters=adapters,
             routing=routing,
-            ops=self._ops,
+            ops=ops or self._ops,
             recompute=self._recompute and torch.is_grad_enabled(),
         )
-        return hidden[part.rows]
+        return hidden[part.rows], native
 
     def _logprobs(self, hidden: Tensor, part: Inputs, *, want_entropy: bool) -> tuple[Tensor, Tensor]:
         """Log-probabilities [R] of the targets and the entropy [R] (NaN where it is not wanted)."""
         head = self._decoder.head_weight
-        options: dict[str, Any] = {"temperature": self._temperature, "want_entropy": want_entropy}
+        options: dict[str, Any] = {
+            "support": part.source.support,  # what was sampled from, whichever policy is scored
+            "temperature": self._temperature,
+            "want_entropy": want_entropy,
+        }
         if head.requires_grad:
             return chunked_logprobs(hidden, part.targets, self._decoder.logits, **options)
         options["entropy_grad"] = want_entropy and self._algorithm.needs_entropy
@@ -276,7 +328,9 @@ class PolicyTrainer:
     def _backward(self, part: Inputs, num_samples: int, scale: int, totals: Totals) -> None:
         """Add a microbatch's gradients and measurements to what is there; its graph is gone on return."""
         algorithm = self._algorithm
-        hidden = self._hidden(part, self._adapters, part.routing)
+        hidden, native = self._forward(part, self._adapters, part.routing)
+        if totals.routes is not None and part.carried is not None and native is not None:
+            totals.routes.append((part, row_counts(native, part.carried)))
         logprobs, entropy = self._logprobs(hidden, part, want_entropy=True)
         old = logprobs.detach() if part.old is None else part.old
         weights = None
@@ -309,7 +363,7 @@ class PolicyTrainer:
     @torch.no_grad()
     def _reference(self, part: Inputs) -> Tensor:
         """The base policy's log-probabilities: the same model without adapters, choosing its own experts."""
-        return self._logprobs(self._hidden(part, None, None), part, want_entropy=False)[0]
+        return self._logprobs(self._forward(part, None, None)[0], part, want_entropy=False)[0]
 
     def _update(
         self, minibatch: Sequence[Inputs], num_samples: int, scale: int, totals: Totals
@@ -318,9 +372,11 @@ class PolicyTrainer:
         norm, finite = self._accumulate(minibatch, num_samples, scale, totals)
         at_fault = []
         if finite:
+            self._gate(totals)
             clip_gradients(self._gradients(), norm, self._settings.max_grad_norm)
             self._optimizer.step()
         else:  # one by one, to name them: paid only by steps that are lost anyway
+            totals.routes = None if totals.routes is None else []
             alone = [(part, self._accumulate([part], num_samples, scale, Totals())[1]) for part in minibatch]
             at_fault = [part.source for part, fine in alone if not fine or all(ok for _, ok in alone)]
         self._optimizer.zero_grad()
@@ -337,6 +393,77 @@ class PolicyTrainer:
         loss = torch.stack(totals.loss[before:]).sum()
         norm, loss = torch.stack([gradient_norm(self._gradients()).double(), loss.double()]).tolist()
         return norm, math.isfinite(norm) and math.isfinite(loss)
+
+    def _gate(self, totals: Totals) -> None:
+        """Before the first optimizer step on a batch: are the carried experts those of these tokens?"""
+        counted, totals.routes = totals.routes, None
+        if not counted:
+            return
+        seen = agreement([(part.source, counts) for part, counts in counted])
+        totals.routing = seen.metrics
+        if self._replaying and (seen.overlaps < self._threshold).any():
+            self._optimizer.zero_grad()
+            # natively: below a layer that was misled, choices are not the model's own any more
+            with torch.no_grad():
+                natives = [self._forward(part, self._adapters, None)[1] for part, _ in counted]
+            chosen = [
+                (part.source, native.cpu().numpy())
+                for (part, _), native in zip(counted, natives, strict=True)
+                if native is not None
+            ]
+            raise refusal(seen, chosen, self._threshold)
+
+    def _refuse_unwritten(self, batch: Batch) -> None:
+        if self._replaying and self._threshold:
+            for microbatch in batch.microbatches:
+                if microbatch.experts is not None and never_written(microbatch.experts):
+                    raise unwritten(microbatch.uids)
+
+    def _measured(self, batch: Batch) -> tuple[dict[str, Any] | None, str]:
+        """The row of a step that measures, and what a person should know: that replay was switched."""
+        every, auto = self._measure_every, self._replay == "auto"
+        due = self._steps % every == 0 if every else auto and self._steps == 0
+        if not due:
+            return None, ""
+        row = self.measure(batch, floor=self._steps == 0)  # the floor of a run hardly moves, and costs most
+        news = auto and (self._steps == 0 or row["replay"] != self._replaying)
+        self._replaying = row["replay"] if auto else self._replaying
+        return row, row["decision"] if news else ""
+
+    def _decision(self, arms: Mapping[str, Any], deals: int) -> Decision:
+        if self._replay == "auto" and "replay" in arms:
+            return decide(arms["native"], minibatches=deals, on=self._replaying)
+        if "replay" not in arms:
+            return Decision(on=False, reason="replay is off: the batch carries no experts to replay")
+        word = "on" if self._replaying else "off"
+        return Decision(on=self._replaying, reason=f"replay is {word}, as trainer.replay says")
+
+    def _scored(self, part: Inputs, floor: bool) -> Scored:
+        """One microbatch in up to three ways. With gradients on, as in ``_with_old`` and for its reason."""
+
+        def logprobs(hidden: Tensor) -> np.ndarray:
+            with torch.no_grad():
+                return self._logprobs(hidden, part, want_entropy=False)[0].cpu().numpy()
+
+        gaps: list[Tensor] = []
+        hidden, chosen = self._forward(part, self._adapters, None, watching(self._ops, gaps))
+        native, replayed, again = logprobs(hidden), None, None
+        del hidden  # and with it all activations
+        if part.carried is not None and not never_written(part.carried.numpy(force=True)):
+            replayed = logprobs(self._forward(part, self._adapters, part.carried)[0])
+        if floor:
+            passes = otherwise_packed(part)
+            again = logprobs(
+                torch.cat([self._forward(one, self._adapters, None)[0].detach() for one in passes])
+            )
+        return Scored(
+            source=part.source,
+            native=native,
+            replay=replayed,
+            floor=again,
+            chosen=None if chosen is None else chosen.cpu().numpy(),
+            margins=torch.stack(gaps, dim=1).cpu().numpy() if gaps else None,
+        )
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
@@ -412,6 +539,21 @@ def _staleness(batch: Batch) -> dict[str, float]:
     """Policy versions between sampling and training, over tokens."""
     staleness = np.concatenate([microbatch.staleness for microbatch in batch.microbatches])
     return {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
+
+
+def _support(batch: Batch) -> dict[str, float]:
+    """What recorded supports hold, by token that has one, and their bytes by trained token: an id is four, a
+    count is four."""
+    supports = [one.support for one in batch.microbatches if one.support is not None]
+    restricted = sum(int(np.count_nonzero(support.counts)) for support in supports)
+    if not restricted:
+        return {}
+    ids = sum(len(support.ids) for support in supports)
+    num_bytes = sum(support.ids.nbytes + support.counts.nbytes for support in supports)
+    return {
+        "sampling/support_mean": ids / restricted,
+        "sampling/support_bytes": num_bytes / batch.num_tokens,
+    }
 
 
 __all__ = ["PolicyTrainer", "TrainingStopped", "head_products", "trained_parameters"]

@@ -147,6 +147,10 @@ def same(plain: Sequence[Completion], drafted: Sequence[Completion]) -> None:
         assert np.array_equal(a.logprobs, b.logprobs)
         if a.experts is not None and b.experts is not None:
             assert np.array_equal(a.experts, b.experts)
+        assert (a.support is None) == (b.support is None)
+        if a.support is not None and b.support is not None:
+            assert np.array_equal(a.support.counts, b.support.counts)
+            assert np.array_equal(a.support.ids, b.support.ids)
 
 
 @pytest.mark.skipif(kernels() is None, reason="bit for bit needs the native kernels")

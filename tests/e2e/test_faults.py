@@ -103,6 +103,7 @@ timeout_s = 30
 prompts_per_step = 3
 group_size = 4
 max_tokens = 8
+top_p = 0.95
 [trainer]
 steps = 5
 lr = 1e-3

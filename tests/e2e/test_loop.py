@@ -59,7 +59,8 @@ CONFIG = {
     "norm_topk_prob": True,
     "initializer_range": 0.3,
 }
-SAMPLING = Sampling(max_tokens=6, stop_tokens=(0,))
+# top-p, so that supports go wherever completions go: through drafts, kills and the spool
+SAMPLING = Sampling(max_tokens=6, stop_tokens=(0,), top_p=0.9)
 
 
 class Stream:
@@ -238,7 +239,9 @@ def test_it_learns_and_every_part_reports(tmp_path: Path) -> None:
     assert rows[0]["turns/mean"] > 1
     for row in rows:
         assert row["tokens/sampled"] == row["tokens/trained"] + row["tokens/wasted"]
-        assert row["sampling/sampling_logp_difference/max"] < 1e-4  # routes were replayed through both turns
+        # routes were replayed through both turns, and the tokens that top-p had kept
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4 and row["sampling/support_mean"] < 64
+        assert row["routing/bytes_per_token"] > row["routing/packed_bytes_per_token"] > 0
         assert row["rollout/failed"] == row["rollout/no_verdict"] == row["refused_step"] == 0
         assert {"step_time", "num_tokens", "grad_norm", "entropy", "frac_reward_zero_std"} <= row.keys()
     evals = list(loop.folder.eval.rows())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mismatch_rows import mismatch_row, routing_metrics
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.render import Renderer
@@ -104,6 +105,7 @@ def metrics(step: int) -> dict[str, float]:
         "total/useful_flops": 5e10 * step,
         "total/wasted_flops": 3e10 * step,
         **drafting(step, sampled),
+        **routing_metrics(step),
     }
 
 
@@ -190,6 +192,8 @@ def make_run(path: Path, tokens: Renderer) -> RunFolder:
     tree = {"name": "quickstart", "trainer": {"steps": STEPS}, "eval": {"k": 4}, "algo": {"name": "dr_grpo"}}
     run = RunFolder.create(path, dump_toml(Recipe.parse(tree)))
     for step in range(STEPS + 1):
+        if step in (1, 25, 50, 75):
+            run.mismatch.append(mismatch_row(step, on=step != 25, growth=1 + step / 60))
         if step:
             run.write(step, metrics(step))
             run.drafts.append(draft_detail(step))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ostinato.algo import losses
 from ostinato.algo.advantages import Baseline, Pool, Scale, advantages
-from ostinato.algo.algorithms import NAMED, Algorithm, Loss, algorithm, policy_loss
+from ostinato.algo.algorithms import NAMED, Algorithm, Anchor, Loss, algorithm, policy_loss
 from ostinato.algo.offpolicy import Correction, importance_weights
 from ostinato.algo.pack import Aggregation
 
@@ -95,6 +95,18 @@ def test_overrides_are_visible_and_typed() -> None:
             "algo.correction_low has no effect because algo.correction is 'token_truncate'",
         ),
         ("grpo", {"baseline": "none"}, "algo.baseline is 'none' but scale is 'group'"),
+        ("grpo", {"anchor": "old"}, "algo.anchor is 'old'; known: auto, sampler, trainer"),
+        (
+            "grpo",
+            {"anchor": "sampler", "correction": "token_mask"},
+            "algo.anchor is 'sampler', whose ratio is itself the correction, beside algo.correction",
+        ),
+        (
+            "grpo",
+            {"anchor": "trainer", "correction_high": 3},
+            "algo.correction_high has no effect because algo.correction is 'none'",
+        ),
+        ("rloo", {"anchor": "trainer"}, "algo.anchor has no effect because algo.loss is 'reinforce'"),
     ],
 )
 def test_refusals(name: str, overrides: dict[str, Any], message: str) -> None:
@@ -165,6 +177,29 @@ def test_bypass_and_decoupled_agree_on_the_first_minibatch() -> None:
     (left,) = torch.autograd.grad(bypass.total, new)
     (right,) = torch.autograd.grad(decoupled.total, new)
     torch.testing.assert_close(left, right)
+
+
+def test_an_anchor_at_the_trainer_without_a_correction_ignores_the_sampler() -> None:
+    """What the literature compares R3 and TIS with: at ratio 1 the gradient is A grad log p, and what the
+    sampler thought of the token is nowhere in it."""
+    new, sampled, a, w, idx = arguments()
+    ignoring = algorithm("grpo", anchor="trainer")
+    assert ignoring.decoupled and ignoring.correction is Correction.NONE
+    weights = importance_weights(new - sampled, idx, 2, ignoring.correction)
+    assert weights.tolist() == [1.0, 1.0, 1.0]
+    terms = policy_loss(ignoring, new, new.detach(), a, w, idx, num_samples=2, correction=weights)
+    (gradient,) = torch.autograd.grad(terms.total, new)
+    torch.testing.assert_close(gradient, -a * w)
+
+
+@pytest.mark.parametrize("anchor", Anchor)
+@pytest.mark.parametrize("correction", [Correction.NONE, Correction.TOKEN_TRUNCATE])
+def test_who_is_the_anchor(anchor: Anchor, correction: Correction) -> None:
+    if anchor is Anchor.SAMPLER and correction is not Correction.NONE:
+        return  # refused, see above
+    chosen = algorithm("grpo", anchor=anchor, correction=correction)
+    corrects = correction is not Correction.NONE
+    assert chosen.decoupled == (anchor is Anchor.TRAINER or (anchor is Anchor.AUTO and corrects))
 
 
 def test_every_named_algorithm_makes_advantages() -> None:

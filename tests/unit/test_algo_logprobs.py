@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.algo.logprobs import chunked_logprobs, linear_logprobs
+from ostinato.types import Support
 
 
 def problem(rows: int = 7, dim: int = 5, vocab: int = 11) -> tuple[Tensor, Tensor, Tensor]:
@@ -18,9 +20,29 @@ def problem(rows: int = 7, dim: int = 5, vocab: int = 11) -> tuple[Tensor, Tenso
     return hidden, weight, torch.randint(vocab, (rows,), generator=generator)
 
 
-def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    p = torch.softmax(hidden @ weight.T / temperature, dim=-1)
-    return p[torch.arange(len(targets)), targets].log(), -(p * p.log()).sum(-1)
+def naive(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, support: Support | None = None
+) -> tuple[Tensor, Tensor]:
+    """Row by row, on the logits of its support alone."""
+    logprobs, entropy = [], []
+    for row, kept in enumerate((support or Support.whole(len(targets))).split(1)):
+        ids = torch.from_numpy(kept.ids).long() if len(kept.ids) else torch.arange(len(weight))
+        log_p = torch.log_softmax(hidden[row] @ weight[ids].T / temperature, dim=-1)
+        logprobs.append(log_p[ids == targets[row]].squeeze(0))
+        entropy.append(-(log_p.exp() * log_p).sum())
+    return torch.stack(logprobs), torch.stack(entropy)
+
+
+def support_of(targets: Tensor, vocab: int, seed: int, share: float = 0.7) -> Support:
+    """For ``share`` of the rows some ids with the target among them, at least itself."""
+    rng = np.random.default_rng(seed)
+    kept = [
+        np.union1d(rng.integers(0, vocab, rng.integers(0, vocab)), [target])
+        if rng.random() < share
+        else np.empty(0)
+        for target in targets.tolist()
+    ]
+    return Support.of([ids.astype(np.int32) for ids in kept])
 
 
 def test_by_hand() -> None:
@@ -38,16 +60,66 @@ def test_both_equal_the_naive_computation(chunk: int, temperature: float) -> Non
     compare(*problem(), chunk, temperature)
 
 
+@given(st.integers(1, 9), st.sampled_from([0.5, 1.0]), st.integers(0, 999), st.sampled_from([0.0, 0.7, 1.0]))
+def test_both_equal_the_naive_computation_over_supports(
+    chunk: int, temperature: float, seed: int, share: float
+) -> None:
+    """Some rows, or all, or none with a support; supports of one id, whose only token is certain, too."""
+    hidden, weight, targets = problem()
+    compare(hidden, weight, targets, chunk, temperature, support_of(targets, len(weight), seed, share))
+
+
+def test_nothing_outside_of_a_support_has_any_influence() -> None:
+    """Not even a logit of 1e30; the gradient to the weight is zero there to the last bit."""
+    hidden, weight, targets = problem()
+    drawn_from = support_of(targets, len(weight), seed=1, share=1.0)
+    gone = int(np.setdiff1d(np.arange(len(weight)), targets.numpy())[0])  # from all supports
+    kept = [piece.ids[piece.ids != gone] for piece in drawn_from.split(1)]
+    support, loud = Support.of(kept), weight.clone()
+    loud[gone] *= 1e30
+    for one, other in zip(
+        linear_logprobs(hidden, weight, targets, support=support),
+        linear_logprobs(hidden, loud, targets, support=support),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+    weight.requires_grad_()
+    logprobs, entropy = chunked_logprobs(hidden, targets, lambda h: h @ weight.T, support=support)
+    (slope,) = torch.autograd.grad((logprobs + entropy).sum(), weight)
+    assert (slope[gone] == 0).all() and (slope != 0).any()
+
+
+def test_rows_without_a_support_are_scored_as_ever_bit_for_bit() -> None:
+    hidden, weight, targets = (x.float() if x.is_floating_point() else x for x in problem(rows=40))
+    for chunk in (7, 40):
+        plain = linear_logprobs(hidden, weight, targets, chunk=chunk)
+        whole = linear_logprobs(hidden, weight, targets, chunk=chunk, support=Support.whole(40))
+        some = support_of(targets, len(weight), seed=2, share=0.5)
+        mixed = linear_logprobs(hidden, weight, targets, chunk=chunk, support=some)
+        free = torch.from_numpy(some.counts == 0)
+        for a, b, c in zip(plain, whole, mixed, strict=True):
+            assert torch.equal(a, b) and torch.equal(a[free], c[free]) and not torch.equal(a, c)
+
+
 def test_rows_are_scored_in_tiles_that_fit_the_cache() -> None:
     """50,000 fp64 logits are 0.4 MB: two rows to a tile, and a last tile of one."""
-    compare(*problem(rows=5, dim=2, vocab=50_000), chunk=5, temperature=1.0)
+    hidden, weight, targets = problem(rows=5, dim=2, vocab=50_000)
+    compare(hidden, weight, targets, chunk=5, temperature=1.0)
+    compare(hidden, weight, targets, 5, 1.0, support_of(targets, 50_000, seed=3))
 
 
-def compare(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, temperature: float) -> None:
+def compare(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    temperature: float,
+    support: Support | None = None,
+) -> None:
     probe = torch.randn(2, len(targets), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    options = {"temperature": temperature, "chunk": chunk}
+    options = {"temperature": temperature, "chunk": chunk, "support": support}
     results = [
-        naive(hidden, weight, targets, temperature),
+        naive(hidden, weight, targets, temperature, support),
         chunked_logprobs(hidden, targets, lambda h: h @ weight.T, **options),
         linear_logprobs(hidden, weight, targets, entropy_grad=True, **options),
     ]
@@ -59,7 +131,7 @@ def compare(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, tempera
 
 def test_gradcheck() -> None:
     hidden, weight, targets = problem(rows=4, vocab=6)
-    options = {"temperature": 0.7, "chunk": 3}
+    options = {"temperature": 0.7, "chunk": 3, "support": support_of(targets, 6, seed=4, share=0.6)}
     assert torch.autograd.gradcheck(
         lambda h: linear_logprobs(h, weight, targets, entropy_grad=True, **options), (hidden,)
     )
@@ -131,10 +203,14 @@ def test_never_more_logits_than_a_chunk() -> None:
 
 def test_refusals() -> None:
     hidden, weight, targets = problem()
+    other = np.array([(int(targets[2]) + 1) % 11], np.int32)
+    stranger = Support(counts=(np.arange(7) == 2).astype(np.int32), ids=other)
     cases = [
         ({"targets": targets[:3]}, "targets has 3 entries for 7 rows"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"chunk": 0}, "chunk is 0"),
+        ({"support": Support.whole(3)}, "support has 3 entries for 7 targets"),
+        ({"support": stranger}, f"target {int(targets[2])} of row 2 is not in its support"),
         ({"weight": weight.clone().requires_grad_()}, "use chunked_logprobs"),
         ({"entropy_grad": True, "want_entropy": False}, "want_entropy is False"),
         ({"matmul_nn": torch.mm}, "give both or neither"),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
-from ostinato.types import Batch, Microbatch, Sample, Segment
+from ostinato.types import Batch, Microbatch, Sample, Segment, Support
 
 LAYERS, TOP_K = 2, 3
 
@@ -29,7 +29,17 @@ def make_sample(
         prompt_len=len(prompt),
         uid=uid,
         experts=routing.astype(np.int16),
+        support=make_support(tokens, loss_mask, rng) if seed % 3 else None,
     )
+
+
+def make_support(tokens: np.ndarray, loss_mask: np.ndarray, rng: np.random.Generator) -> Support:
+    """Some trained tokens with the ids that they might have been drawn from, themselves among them."""
+    kept = [
+        np.unique(np.append(rng.integers(0, 10, rng.integers(0, 5)), token)) if restricted else tokens[:0]
+        for token, restricted in zip(tokens, loss_mask & (rng.random(len(tokens)) < 0.7), strict=True)
+    ]
+    return Support.of([ids.astype(np.int32) for ids in kept])
 
 
 @st.composite
@@ -62,8 +72,9 @@ def loss_entries(batch: Batch) -> list[tuple[object, ...]]:
             assert mb.positions[seen].tolist() == list(range(len(seen)))
             context = (tuple(mb.tokens[seen].tolist()), mb.experts[seen].tobytes())
             values = (mb.logprobs[i], mb.advantages[i], mb.weights[i], mb.staleness[i])
+            kept = () if mb.support is None else tuple(mb.support.take(np.array([i])).ids.tolist())
             entries.append(
-                (int(mb.sample_idx[i]), len(seen), context, int(mb.targets[i]), *map(float, values))
+                (int(mb.sample_idx[i]), len(seen), context, int(mb.targets[i]), *map(float, values), kept)
             )
     return sorted(entries)  # type: ignore[type-var]
 

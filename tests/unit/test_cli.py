@@ -143,3 +143,18 @@ def test_recipes_print_as_json_too() -> None:
     from ostinato.config import Recipe
 
     assert json.loads(json.dumps(Recipe.parse({}).model_dump(mode="json")))["algo"] == {"name": "grpo"}
+
+
+def test_a_run_that_stopped_for_a_collapse_fails_and_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ostinato.cli.session import Outcome
+    from ostinato.cli.train import _finish
+    from ostinato.config import Recipe, dump_toml
+    from ostinato.pipeline.loop import Finish
+    from ostinato.run import RunFolder
+
+    folder = RunFolder.create(tmp_path / "run", dump_toml(Recipe())).path
+    outcome = Outcome(folder=folder, step=35, why=Finish.COLLAPSED, before=None, after=None)
+    assert _finish(lambda: outcome) == 1
+    assert f"collapsed after step 35; to go on: ostinato resume {folder}" in capsys.readouterr().out

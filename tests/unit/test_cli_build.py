@@ -52,7 +52,7 @@ def test_a_solved_answer_has_full_marks_or_what_the_recipe_says(reward: dict, ma
     ],
 )
 def test_what_is_not_exact_is_said_before_the_run(tree: dict, words: list[str]) -> None:
-    """Tokens of a cut distribution are scored by the trainer over the whole vocabulary: a ratio below 1
+    """Tokens of a cut distribution were scored by the trainer over the whole vocabulary: a ratio below 1
     on the first minibatch looked like a defect."""
     recipe = Recipe.parse(tree)
     said = list(caveats(recipe, check(recipe)))

@@ -107,6 +107,8 @@ def test_override_below_a_value() -> None:
         ({"trainer": {"steps": True}}, "trainer.steps is True; use a whole number"),
         ({"trainer": {"steps": 0}}, "trainer.steps is 0; use 1 or more"),
         ({"trainer": {"lr": float("nan")}}, "trainer.lr is nan; use a finite number"),
+        ({"trainer": {"replay": "some"}}, "trainer.replay is 'some'; use true, false or \"auto\""),
+        ({"trainer": {"replay_threshold": 2.0}}, "trainer.replay_threshold is 2.0; use 1.0 or less"),
         ({"trainer": 3}, "trainer is 3; use a section of keys"),
         ({"adapter": {"kind": "loar"}}, "adapter.kind is 'loar'; use one of 'lora', 'full'"),
         ({"adapter": {"targets": "attn"}}, "adapter.targets is 'attn'; use a list in brackets"),

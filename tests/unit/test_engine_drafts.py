@@ -95,6 +95,11 @@ def same(a: Completion, b: Completion) -> None:
         assert np.array_equal(a.logprobs, b.logprobs)
         assert np.array_equal(a.edges, b.edges)  # type: ignore[arg-type]
     assert np.array_equal(a.experts, b.experts)  # type: ignore[arg-type]
+    assert (a.support is None) == (b.support is None)
+    if a.support is not None and b.support is not None:  # of every token that was kept, and of no draft
+        assert len(b.support) == len(b.tokens) and b.support.holds(b.tokens).all()
+        assert np.array_equal(a.support.counts, b.support.counts)
+        assert np.array_equal(a.support.ids, b.support.ids)
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -114,7 +119,9 @@ def test_right_drafts_save_passes_and_change_nothing(tree: bool) -> None:
 def test_whatever_is_drafted_the_tokens_are_the_same(data: st.DataObject) -> None:
     """Half-true chains and trees in a KV pool that may be too small, over block edges and stop tokens."""
     stop = data.draw(st.sampled_from([(), (3,), (3, 4, 5)]))
-    requests = asked(data.draw(st.integers(1, 5)), stop_tokens=stop, min_tokens=data.draw(st.integers(0, 4)))
+    filters = data.draw(st.sampled_from([{}, {"top_p": 0.8}, {"top_k": 5, "min_p": 0.1, "temperature": 0.7}]))
+    sampling = {"stop_tokens": stop, "min_tokens": data.draw(st.integers(0, 4)), **filters}
+    requests = asked(data.draw(st.integers(1, 5)), **sampling)
     plain = run(engine(), requests)
     whole = {r.seed: np.concatenate([r.tokens, c.tokens]) for r, c in zip(requests, plain, strict=True)}
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))

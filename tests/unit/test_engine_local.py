@@ -102,7 +102,7 @@ def naive(request: Request, adapters: Adapters | None = None) -> tuple[list[int]
             hidden, _ = DECODER(row, torch.arange(len(tokens)), CausalAttention(), adapters=adapters)
             logits = DECODER.logits(hidden[-1:])
         u = np.array([uniform(key(request.seed), len(tokens))])
-        token, logprob, _ = sample_torch(logits, Settings.of([request.sampling]), u)
+        token, logprob, *_ = sample_torch(logits, Settings.of([request.sampling]), u)
         tokens.append(int(token[0]))
         logprobs.append(float(logprob[0]))
     return tokens[len(request.tokens) :], logprobs
@@ -114,11 +114,25 @@ def same(a: Completion, b: Completion) -> None:
     assert np.array_equal(a.logprobs, b.logprobs)
     assert a.experts is not None and b.experts is not None and np.array_equal(a.experts, b.experts)
     assert np.array_equal(a.prompt_experts, b.prompt_experts)  # type: ignore[arg-type]
+    same_support(a, b)
+
+
+def same_support(a: Completion, b: Completion) -> None:
+    assert (a.support is None) == (b.support is None)
+    if a.support is not None and b.support is not None:
+        assert np.array_equal(a.support.counts, b.support.counts)
+        assert np.array_equal(a.support.ids, b.support.ids)
 
 
 REQUESTS = [
     request(n, i, temperature=t)
     for i, (n, t) in enumerate([(5, 1.0), (17, 0.7), (33, 1.0), (16, 1.3), (40, 0.0)])
+]
+FILTERED = [
+    request(9, 5, top_p=0.7),
+    request(20, 6, top_k=4, temperature=1.2),
+    request(31, 7, min_p=0.2, stop_tokens=(3, 4), min_tokens=5),
+    request(12, 8, top_k=9, top_p=0.9, temperature=0.0),
 ]
 
 
@@ -154,14 +168,16 @@ def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels, dtyp
     def fresh(**options: Any) -> LocalEngine:
         return LocalEngine(decoder, kernels=kernels, **{"kv_memory_mb": 4, "context_limit": 256, **options})
 
-    alone = [run(fresh(), [asked])[0] for asked in REQUESTS]
-    for a, b in zip(alone, run(fresh(), REQUESTS), strict=True):
+    requests = [*REQUESTS, *FILTERED]
+    alone = [run(fresh(), [asked])[0] for asked in requests]
+    assert [done.support is not None for done in alone] == [False] * 5 + [True] * 3 + [False]
+    for a, b in zip(alone, run(fresh(), requests), strict=True):
         same(a, b)
-    for a, b in zip(alone, reversed(run(fresh(), REQUESTS[::-1])), strict=True):
+    for a, b in zip(alone, reversed(run(fresh(), requests[::-1])), strict=True):
         same(a, b)
-    for a, b in zip(alone, run(fresh(step_tokens=7, max_batch=3), REQUESTS), strict=True):
+    for a, b in zip(alone, run(fresh(step_tokens=7, max_batch=3), requests), strict=True):
         same(a, b)
-    growing = [request(5 + i, i, max_tokens=60) for i in range(3)]
+    growing = [request(5 + i, i, max_tokens=60, top_p=(1.0, 0.8, 0.9)[i]) for i in range(3)]
     alone = [run(fresh(), [asked])[0] for asked in growing]
     tight = fresh()
     tight._cache = type(tight._cache)(9)  # 144 positions for three sequences that want 198
@@ -169,6 +185,34 @@ def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels, dtyp
         same(a, b)
     assert tight.counters.preempted > 0
     tight._cache.check([])
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_supports_are_what_the_filters_keep_of_a_forward_over_the_finished_sequence(
+    kernels: Kernels | None,
+) -> None:
+    """The ids by definition, in fp64 from the whole sequence: min-p, then banned stop tokens beside top-k."""
+    asked = [request(20, 0, min_p=0.3), request(21, 1, top_k=4, stop_tokens=(3,), min_tokens=12)]
+    for wish, done in zip(asked, run(engine(kernels), asked), strict=True):
+        row = torch.from_numpy(np.concatenate([wish.tokens, done.tokens])).long()
+        hidden, _ = DECODER(row, torch.arange(len(row)), CausalAttention())
+        p = DECODER.logits(hidden)[len(wish.tokens) - 1 : -1].double().softmax(-1).detach().numpy()
+        if wish.sampling.min_p:
+            kept = p >= 0.3 * p.max(axis=1, keepdims=True)
+        else:
+            p[:, 3] = 0.0
+            kept = p >= np.sort(p, axis=1)[:, -4:-3]
+        assert done.support is not None
+        assert done.support.counts.tolist() == kept.sum(axis=1).tolist()
+        assert done.support.ids.tolist() == np.nonzero(kept)[1].tolist()
+        assert done.support.holds(done.tokens).all()
+
+
+def test_supports_are_recorded_where_they_are_wanted() -> None:
+    asked = [request(9, 0, top_p=0.7), request(9, 1)]
+    with_, without = run(engine(None), asked), run(engine(None, record_support=False), asked)
+    assert [done.support is None for done in (*with_, *without)] == [False, True, True, True]
+    assert [d.tokens.tolist() for d in with_] == [d.tokens.tolist() for d in without]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -283,9 +327,9 @@ def test_a_stop_string_whose_characters_take_several_tokens_each() -> None:
     ours = engine(None, decode=spell)
     answer = [20, *range(len(spelt)), 20, 20]
 
-    def scripted(*args: Any) -> Drawn:
-        tokens, logprobs, edges = draw(*args)
-        return Drawn(np.full_like(tokens, answer[ours.counters.decoded]), logprobs, edges)
+    def scripted(*args: Any, **options: Any) -> Drawn:
+        drawn = draw(*args, **options)
+        return drawn._replace(tokens=np.full_like(drawn.tokens, answer[ours.counters.decoded]))
 
     draw, ours._runner.draw = ours._runner.draw, scripted  # type: ignore[method-assign]
     (done,) = run(ours, [request(5, max_tokens=15, stop_strings=(word,))])

@@ -28,7 +28,7 @@ def settings(rows: int, **values: float) -> Settings:
 def test_the_token_is_where_the_cumulative_mass_passes_u() -> None:
     logits = torch.log(torch.tensor([[0.2, 0.3, 0.5]]))
     for u, token in ((0.1, 0), (0.21, 1), (0.49, 1), (0.51, 2), (0.999999, 2)):
-        tokens, logprobs, edges = sample_torch(logits, settings(1), np.array([u]))
+        tokens, logprobs, edges, _ = sample_torch(logits, settings(1), np.array([u]))
         assert tokens[0] == token
         assert logprobs[0] == pytest.approx(math.log([0.2, 0.3, 0.5][token]), abs=1e-6)
         assert edges[0] == pytest.approx([0.0, 0.2, 0.5][token], abs=1e-6)
@@ -53,7 +53,7 @@ def test_filters_renormalise_what_they_keep(
         sample_torch(logits, settings(200, **values), u),
         sample(logits, settings(200, **values), u, kernels),
     ):
-        tokens, logprobs, _ = result
+        tokens, logprobs, *_ = result
         shares = np.bincount(tokens, minlength=3) / 200
         expected = np.array(kept) / sum(kept)
         assert np.abs(shares - expected).max() <= 0.01
@@ -123,3 +123,57 @@ def test_a_temperature_that_fp32_cannot_divide_by_is_refused(temperature: float)
     """At 1e-39 its inverse is infinite: the best token came back with the log-probability NaN."""
     with pytest.raises(ValueError, match="0 \\(greedy\\)"):
         Sampling(temperature=temperature)
+
+
+FILTERS = [
+    {"top_k": 20},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"temperature": 1.3, "top_k": 100, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0.6, "top_p": 0.99, "min_p": 0.001},
+]
+
+
+@pytest.mark.parametrize("values", FILTERS)
+@pytest.mark.parametrize("vocab", [7, 1000, 1003])
+def test_a_token_was_drawn_from_its_support(values: dict[str, float], vocab: int, kernels: Kernels) -> None:
+    """Its log-probability is that of a softmax over the ids that are told; both samplers tell the same."""
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(0, 3, (64, vocab)).astype(np.float32))
+    told = []
+    for kernel in (kernels, None):
+        drawn = sample(logits, settings(64, **values), rng.random(64), kernel, want_support=True)
+        assert drawn.support is not None and drawn.support.holds(drawn.tokens).all()
+        scaled = logits.double() / values.get("temperature", 1.0)
+        for row, piece in enumerate(drawn.support.split(1)):
+            ids = torch.from_numpy(piece.ids).long() if len(piece.ids) else torch.arange(vocab)
+            log_p = scaled[row, drawn.tokens[row]] - scaled[row, ids].logsumexp(0)
+            assert drawn.logprobs[row] == pytest.approx(float(log_p), abs=2e-6)
+            assert piece.ids.tolist() == sorted(set(piece.ids.tolist()))
+        told.append([piece.ids.tolist() for piece in drawn.support.split(1)])
+    assert told[0] == told[1]
+
+
+def test_without_a_cut_the_support_is_the_whole_vocabulary(kernels: Kernels) -> None:
+    """Rows without a filter, greedy ones, broken ones, and those whose filters have cut nothing."""
+    logits = torch.zeros(6, 40)
+    logits[1, 3] = math.nan
+    logits[5, 7:] = -30.0
+    half, greedy = Sampling(top_p=0.5), Sampling(top_k=3, temperature=0.0)
+    mixed = Settings.of([Sampling(), half, greedy, Sampling(top_k=40), Sampling(min_p=0.5), half])
+    for kernel in (kernels, None):
+        drawn = sample(logits, mixed, np.full(6, 0.5), kernel, want_support=True)
+        assert drawn.support is not None
+        # of equal logits top-p keeps all: ties at the edge stay
+        assert drawn.support.counts.tolist() == [0, 0, 0, 0, 0, 7]
+        assert drawn.support.ids.tolist() == list(range(7))
+        assert sample(logits, mixed, np.full(6, 0.5), kernel).support is None
+
+
+def test_a_banned_token_is_in_no_support(kernels: Kernels) -> None:
+    """Fewer tokens than top-k are allowed: what it keeps must not be filled up with banned ones."""
+    logits = torch.zeros(1, 40)
+    logits[0, 5:] = -math.inf
+    for kernel in (kernels, None):
+        drawn = sample(logits, settings(1, top_k=8), np.array([0.7]), kernel, want_support=True)
+        assert drawn.support is not None and drawn.support.ids.tolist() == [0, 1, 2, 3, 4]

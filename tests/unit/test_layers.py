@@ -12,27 +12,28 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
-LEAVES = {"types", "protocols", "config", "run", "render"}
+LEAVES = {"types", "protocols", "config", "run", "render", "routes"}
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
 ARROWS: dict[str, set[str]] = {
     "types": set(),
     "config": set(),
     "protocols": {"types"},
-    "run": {"types"},
+    "routes": {"types"},
+    "run": {"types", "routes"},
     "render": {"types"},
     "algo": {"types"},
     "model": {"types", "run", "compiler"},
-    "engine": {"types", "protocols", "run", "render", "algo", "model"},
+    "engine": {"types", "protocols", "run", "render", "routes", "algo", "model"},
     "compiler": set(),
     "history": {"types", "protocols", "run", "compiler", "algo"},
     "env": {"types", "protocols", "render"},
     "reward": {"types", "protocols", "render"},
     "rollout": {"types", "protocols", "run"},
     "train": {"types", "protocols", "run", "algo", "model"},
-    "pipeline": {"types", "protocols", "config", "run", "algo", "history", "rollout", "train"},
+    "pipeline": {"types", "protocols", "config", "run", "routes", "algo", "history", "rollout", "train"},
     "report": LEAVES,
-    "interop": {"types", "protocols", "algo", "history"},
+    "interop": {"types", "protocols", "routes", "algo", "history"},
     "bench": LEAVES | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline"},
     "cli": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline"}

@@ -152,6 +152,7 @@ def test_rope_in_both_spellings() -> None:
         ({**DEEPSEEK, "topk_method": "greedy"}, ("topk_method", "greedy", "noaux_tc")),
         ({**DEEPSEEK, "n_group": 3}, ("n_group", "3", "8")),
         ({**DEEPSEEK, "topk_group": 5}, ("topk_group", "5", "4")),
+        ({**DEEPSEEK, "topk_group": 1}, ("num_experts_per_tok", "3", "1 of 4 groups")),
         ({**DEEPSEEK, "attention_bias": True}, ("attention_bias", "True")),
     ],
 )

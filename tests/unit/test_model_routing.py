@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.model.config import MoEConfig, Scoring
-from ostinato.model.moe import check_routing, choose, route
+from ostinato.model.moe import check_routing, choose, margins, route
 
 QWEN = MoEConfig(num_experts=8, top_k=3, intermediate_size=4, layers=(0, 1), norm_topk=True)
 OLMOE = replace(QWEN, norm_topk=False)
@@ -28,10 +28,10 @@ def logits(rows: int, seed: int = 0, experts: int = 8) -> Tensor:
 
 def test_softmax_then_top_k_by_hand() -> None:
     row = torch.tensor([[math.log(p) for p in (0.1, 0.4, 0.05, 0.2, 0.05, 0.1, 0.06, 0.04)]])
-    ids, weights = route(row, replace(OLMOE, top_k=2))
+    ids, weights, _ = route(row, replace(OLMOE, top_k=2))
     assert ids.tolist() == [[1, 3]]
     torch.testing.assert_close(weights, torch.tensor([[0.4, 0.2]]))
-    _, normalised = route(row, replace(QWEN, top_k=2))
+    _, normalised, _ = route(row, replace(QWEN, top_k=2))
     torch.testing.assert_close(normalised, torch.tensor([[2 / 3, 1 / 3]]))
 
 
@@ -44,7 +44,7 @@ def test_group_limit_and_correction_bias_by_hand() -> None:
     bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.1, 0.0])
     moe = replace(DEEPSEEK, top_k=2)
     assert sorted(choose(scores, moe, bias)[0].tolist()) == [4, 6]
-    ids, weights = route(scores.logit(), moe, bias)
+    ids, weights, _ = route(scores.logit(), moe, bias)
     raw = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
     assert raw == pytest.approx({4: 2.5 * 0.3 / 1.0, 6: 2.5 * 0.7 / 1.0})
 
@@ -55,9 +55,9 @@ def test_a_token_is_routed_alike_in_every_batch(moe: MoEConfig, experts: int) ->
     """torch's sigmoid rounds otherwise in what is left over after whole vectors: a token's weights, and then
     its log-probabilities, were off by a bit when others were in the batch (DeepSeek's router)."""
     moe, x = replace(moe, num_experts=experts, num_groups=1, topk_groups=1), logits(41, experts=experts)
-    ids, weights = route(x, moe)
+    ids, weights, _ = route(x, moe)
     for rows in range(1, 41):
-        some_ids, some_weights = route(x[:rows], moe)
+        some_ids, some_weights, _ = route(x[:rows], moe)
         assert torch.equal(some_ids, ids[:rows]) and torch.equal(some_weights, weights[:rows])
 
 
@@ -71,9 +71,9 @@ def test_scores_far_below_zero_have_a_gradient() -> None:
 @pytest.mark.parametrize("moe", [QWEN, OLMOE, DEEPSEEK])
 def test_identity_replay_is_bit_exact(moe: MoEConfig) -> None:
     x = logits(20)
-    ids, weights = route(x, moe, BIAS)
-    again, same = route(x, moe, BIAS, given=ids.to(torch.int16))
-    assert torch.equal(again, ids)
+    ids, weights, native = route(x, moe, BIAS)
+    again, same, chosen = route(x, moe, BIAS, given=ids.to(torch.int16))
+    assert torch.equal(native, ids) and torch.equal(again, ids) and torch.equal(chosen, ids)
     assert torch.equal(same, weights)
 
 
@@ -85,21 +85,23 @@ def test_forced_ids_get_the_models_own_formula(seed: int, moe: MoEConfig) -> Non
     forced = torch.stack(
         [torch.randperm(8, generator=torch.Generator().manual_seed(seed + i))[:3] for i in range(6)]
     )
-    ids, weights = route(x, moe, BIAS, given=forced)
+    ids, weights, native = route(x, moe, BIAS, given=forced)
     raw = x.sigmoid() if moe.scoring == Scoring.SIGMOID else x.softmax(-1)
     expected = raw.gather(1, forced)
     if moe.norm_topk:
         expected = expected / expected.sum(-1, keepdim=True)
     assert torch.equal(ids, forced)
+    assert torch.equal(native, route(x, moe, BIAS)[0]), "the model's own choice, whatever is given"
     assert (weights > 0).all()
     torch.testing.assert_close(weights, expected * moe.scaling)
 
 
 def test_missing_rows_choose_natively() -> None:
     x = logits(5)
-    native, native_weights = route(x, QWEN)
+    native, native_weights, _ = route(x, QWEN)
     given = torch.tensor([[7, 6, 5], [-1, -1, -1], [0, 1, 2], [-1, -1, -1], [3, 4, 5]], dtype=torch.int16)
-    ids, weights = route(x, QWEN, given=given)
+    ids, weights, chosen = route(x, QWEN, given=given)
+    assert torch.equal(chosen, native)
     assert torch.equal(ids[[1, 3]], native[[1, 3]])
     assert torch.equal(weights[[1, 3]], native_weights[[1, 3]])
     assert torch.equal(ids[[0, 2, 4]], given[[0, 2, 4]].long())
@@ -110,6 +112,35 @@ def test_replayed_weights_have_the_gradient_of_the_live_logits(moe: MoEConfig) -
     x = logits(4).double().requires_grad_()
     given = route(x, moe, BIAS)[0]
     assert torch.autograd.gradcheck(lambda x: route(x, moe, BIAS, given=given)[1], (x,))
+
+
+@pytest.mark.parametrize("moe", [QWEN, replace(DEEPSEEK, num_groups=1, topk_groups=1)])
+def test_a_margin_is_what_a_logit_must_move_for_a_flip(moe: MoEConfig) -> None:
+    """The last expert chosen falls by a little less, and stays; by a little more, and is left out."""
+    x = logits(30)
+    ids, gaps = choose(x, moe, None), margins(x, moe)
+    assert (gaps > 0).all()
+    for share, stays in ((0.99, True), (1.01, False)):
+        moved = x.clone()
+        moved[torch.arange(30), ids[:, -1]] -= share * gaps
+        same = (choose(moved, moe, None).sort().values == ids.sort().values).all(dim=-1)
+        assert (same == stays).all()
+
+
+def test_a_margin_with_a_correction_bias_is_never_too_large() -> None:
+    """A sigmoid's slope is at most 1/4: a logit that moves by less than the margin flips no choice."""
+    x, moe = logits(200), replace(DEEPSEEK, num_groups=1, topk_groups=1)
+    ids, gaps = choose(x.sigmoid(), moe, BIAS), margins(x, moe, BIAS)
+    assert (gaps >= 0).all()
+    moved = x.clone()
+    moved[torch.arange(200), ids[:, -1]] -= 0.99 * gaps
+    assert torch.equal(choose(moved.sigmoid(), moe, BIAS).sort().values, ids.sort().values)
+
+
+def test_no_margin_where_every_expert_is_chosen() -> None:
+    assert margins(logits(3), replace(QWEN, top_k=8)).isnan().all()
+    only_one_group = replace(DEEPSEEK, topk_groups=1, top_k=2, num_groups=4)
+    assert margins(logits(3), only_one_group, BIAS).isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,9 @@ def test_route(kernels: Kernels, num: int, norm: bool) -> None:
     """Softmax and the best experts of it; whatever stands beside a row."""
     moe = MoEConfig(num_experts=num, top_k=3, intermediate_size=8, layers=(0,), norm_topk=norm, scaling=1.5)
     logits = draw(40, num) * 3
-    ids, weights = kernels.ops.route(logits, moe)
-    twin_ids, twin_weights = TORCH_OPS.route(logits, moe)
-    assert torch.equal(ids.long(), twin_ids)
+    ids, weights, native = kernels.ops.route(logits, moe)
+    twin_ids, twin_weights, _ = TORCH_OPS.route(logits, moe)
+    assert torch.equal(ids.long(), twin_ids) and torch.equal(native, ids)
     close(weights, twin_weights)
     assert torch.equal(kernels.ops.route(logits[7:8], moe)[1], weights[7:8])
     replayed = kernels.ops.route(logits, moe, None, twin_ids)

@@ -18,6 +18,7 @@ from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import ROLES, AdapterSpec, ExpertScheme, Prepared, init_adapters
 from ostinato.model.native import BuildError, FusedStep, Kernels, load
+from ostinato.model.quantise import Weights, quantise
 
 VOCAB = 61
 DTYPES = [torch.float32, torch.bfloat16]
@@ -159,6 +160,22 @@ def test_the_step_is_the_decoder(
     prepared = None
     if adapted is not None:
         prepared = adapters(decoder, adapted, ROLES, 4)
+    twins = Twins(kernels, decoder, prepared, sequences=3, blocks=4)
+    starts = [0, 0, 0]
+    for counts in ([3, 21, 1], [1, 10, 1], [1, 1, 1]):
+        positions, rows = twins.rows(starts, counts)
+        twins.check(draw_tokens(sum(counts)), positions, rows)
+        starts = [start + count for start, count in zip(starts, counts, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [Weights.INT8, Weights.FP8])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "shared", "mixtral"])
+@pytest.mark.parametrize("adapted", [None, *ExpertScheme])
+def test_the_step_is_the_decoder_with_quantised_weights(
+    kernels: Kernels, family: str, adapted: ExpertScheme | None, kind: Weights
+) -> None:
+    decoder = quantise(model(FAMILIES[family]), kind)
+    prepared = adapters(decoder, adapted, ROLES, 4) if adapted is not None else None
     twins = Twins(kernels, decoder, prepared, sequences=3, blocks=4)
     starts = [0, 0, 0]
     for counts in ([3, 21, 1], [1, 10, 1], [1, 1, 1]):

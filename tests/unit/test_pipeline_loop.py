@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 
 from ostinato.algo.algorithms import algorithm
+from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.engine.fake import FakeEngine
 from ostinato.history.rules import DraftStats, Source
 from ostinato.pipeline.account import tool_rates
@@ -238,7 +240,7 @@ def test_every_sampled_token_is_trained_or_wasted_by_name(tmp_path: Path) -> Non
         assert row["flops/useful"] + row["flops/wasted"] == pytest.approx(
             row["flops/rollout"] + row["flops/train"]
         )
-        shares = [row[f"time/{part}_share"] for part in ("rollout", "reward", "train", "other")]
+        shares = [row[f"time/{part}_share"] for part in ("rollout", "reward", "train", "measure", "other")]
         assert sum(shares) == pytest.approx(1.0) and min(shares) >= 0
     assert bench.rows[-1]["total/sampled_tokens"] == 3 * 64
     read = sum(row["tokens/context"] for row in bench.rows)
@@ -395,6 +397,43 @@ def test_a_failure_of_the_engine_passes_through_after_a_checkpoint(tmp_path: Pat
     assert bench.saved[-1][0]["step"] == 3
 
 
+def test_a_batch_with_foreign_routes_passes_through_after_a_checkpoint(tmp_path: Path) -> None:
+    """The trainer refuses it before any weight has changed: what is saved is what the last step left."""
+    bench = Bench(tmp_path)
+    honest = bench.trainer.step
+
+    def step(batch: Batch) -> StepReport:
+        if bench.loop.state.step == 3:
+            raise Misaligned("foreign routes", Diagnosis(cause=Cause.SHIFTED, overlap=0.5, best=1.0))
+        return honest(batch)
+
+    bench.trainer.step = step  # type: ignore[method-assign]
+    with pytest.raises(Misaligned):
+        bench.run()
+    saved, logits = bench.saved[-1]
+    assert saved["step"] == 3
+    np.testing.assert_array_equal(logits, bench.trainer.logits)
+
+
+def test_what_was_measured_has_a_file_and_a_pool_of_seconds_of_its_own(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=2)
+    honest = bench.trainer.step
+
+    def step(batch: Batch) -> StepReport:
+        time.sleep(0.01)
+        report = honest(batch)
+        if bench.loop.state.step:
+            return report
+        return replace(report, mismatch={"seconds": 0.005, "replay": True}, note="replay is on")
+
+    bench.trainer.step = step  # type: ignore[method-assign]
+    bench.run()
+    assert list(bench.folder.mismatch.rows()) == [{"step": 1, "seconds": 0.005, "replay": True}]
+    assert bench.notes == ["step 1: replay is on"]
+    assert [row["time/measure_s"] for row in bench.rows] == [0.005, 0]
+    assert bench.rows[0]["time/train_s"] >= 0.005
+
+
 def test_a_failure_inside_a_training_step_is_never_checkpointed(tmp_path: Path) -> None:
     """A trainer that breaks after the first of two optimizer steps is neither before nor after the step:
     saved under the number of the last one, it would make a resumed run different without a word."""
@@ -483,3 +522,41 @@ def test_a_group_of_one_is_refused_where_siblings_are_compared(tmp_path: Path) -
         Bench(tmp_path, group_size=1)
     with pytest.raises(ValueError, match=r"plan\.steps is 0"):
         Bench(tmp_path, steps=0)
+
+
+class GoesWrong:
+    """Every answer earns 1, until step 8; then one in many does."""
+
+    async def grade(self, group: Group) -> list[Reward]:
+        right = [group.step < 8 or (i == 0 and group.step % 2 == 0) for i in range(len(group.trajectories))]
+        return [Reward(value=float(value)) for value in right]
+
+
+def test_the_loop_tells_a_collapse_once_and_stops_where_it_was_asked_to(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "goes-on", steps=40, grader=GoesWrong(), max_empty_steps=99)
+    assert bench.run().why is Finish.DONE
+    ((alarm, note),) = zip(bench.folder.watch.rows(), bench.notes, strict=True)
+    assert alarm["rule"] == "reward" and alarm["collapse"] and "collapse: the reward is" in note
+    assert [row["watch/collapsed"] for row in bench.rows] == [
+        float(step >= alarm["step"]) for step in range(1, 41)
+    ]
+
+    stopped = Bench(
+        tmp_path / "stops", steps=40, grader=GoesWrong(), max_empty_steps=99, stop_on_collapse=True
+    )
+    finished = stopped.run()
+    assert (finished.why, finished.state.step) == (Finish.COLLAPSED, alarm["step"])
+    assert stopped.saved[-1][0]["step"] == alarm["step"]
+
+
+def test_a_resumed_run_remembers_what_it_was_told_and_goes_on(tmp_path: Path) -> None:
+    """To resume a run that stopped is to say that it shall go on: the same collapse stops it no more."""
+    stops: dict[str, Any] = {"grader": GoesWrong(), "max_empty_steps": 99, "stop_on_collapse": True}
+    first = Bench(tmp_path, steps=40, **stops)
+    state = first.run().state
+    again = Bench(
+        tmp_path, steps=40, state=LoopState(**state.to_json()), logits=first.trainer.logits, **stops
+    )
+    assert again.run().why is Finish.DONE
+    assert {row["watch/collapsed"] for row in again.rows} == {1.0}
+    assert len(list(again.folder.watch.rows())) == 1 and not again.notes

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from ostinato.pipeline.spool import Spool, address
 from ostinato.rollout.play import Ask
-from ostinato.types import Completion, Group, Prompt, Reward, Sampling, Stop, Trajectory, Turn
+from ostinato.types import (
+    NO_EXPERT,
+    Completion,
+    Group,
+    Prompt,
+    Reward,
+    Sampling,
+    Stop,
+    Support,
+    Trajectory,
+    Turn,
+)
 
 PROMPT = Prompt(
     uid="p", text="p", columns={"answer": object()}
@@ -20,6 +31,12 @@ PROMPT = Prompt(
 
 def ask(step: int = 1) -> Ask:
     return Ask(prompt=PROMPT, seed=(0, step, 5), group_size=2, step=step)
+
+
+def routes(rng: np.random.Generator, rows: int) -> np.ndarray:
+    ids = rng.integers(0, 99, (rows, 2, 3)).astype(np.int8)
+    ids[rng.random(rows) < 0.5] = NO_EXPERT
+    return ids
 
 
 def group(rng: np.random.Generator, step: int, reward: float | None, routed: bool) -> Group:
@@ -31,8 +48,9 @@ def group(rng: np.random.Generator, step: int, reward: float | None, routed: boo
         versions=rng.integers(0, 9, length).astype(np.int32),
         stop=Stop.LENGTH,
         text="ä\n\x00",
-        experts=rng.integers(-1, 99, (length, 2, 3)).astype(np.int16) if routed else None,
-        prompt_experts=rng.integers(-1, 99, (2, 2, 3)).astype(np.int16) if routed else None,
+        support=Support.of([np.arange(n, dtype=np.int32) for n in range(length)]) if length % 2 else None,
+        experts=routes(rng, length) if routed else None,
+        prompt_experts=routes(rng, 2) if routed else None,
         drafted=5,
         accepted=2,
         passes=3,
@@ -55,7 +73,7 @@ def same(a: object, b: object) -> bool:
         )
     if isinstance(a, tuple):
         return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, Group | Trajectory | Turn | Completion):
+    if isinstance(a, Group | Trajectory | Turn | Completion | Support):
         return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     return a == b
 

@@ -37,6 +37,7 @@ from ostinato.report.facts import (
     waste,
     wilson,
 )
+from ostinato.report.mismatch import mismatch_section
 from ostinato.report.reading import RunData, read_run
 from ostinato.report.samples import Chunk, Pieces, choose, pack_samples, spread
 from ostinato.run import RunFolder, group_rows
@@ -299,7 +300,7 @@ def test_long_runs_are_joined_and_say_so() -> None:
     """A spike of the maximum must survive the joining: a mean would hide it."""
     name = "sampling/sampling_logp_difference/max"
     rows = [{**row(step), name: 9.0 if step == 777 else 0.1} for step in range(1, 2001)]
-    charts = {chart.key: chart for section in sections(data(metrics=rows)) for chart in section.charts}
+    charts = {chart.key: chart for chart in mismatch_section(data(metrics=rows)).charts}
     chart = charts["log-probability-gap"]
     assert len(chart.steps) == MAX_POINTS and chart.steps[-1] == 2000
     assert max(value for value in chart.series[0].values if value is not None) == 9.0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.rollout.convert import samples
-from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Stop, Trajectory, Turn
+from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Stop, Support, Trajectory, Turn
 
 TURNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4)
 
@@ -87,6 +89,25 @@ def test_the_route_that_a_token_was_sampled_through_wins() -> None:
     assert sample.experts[:, 0, 0].tolist() == [0, 1, 77, 77, NO_EXPERT]
 
 
+@settings(max_examples=30, deadline=None)
+@given(lengths=TURNS, data=st.data())
+def test_turns_may_hand_out_only_the_routes_that_are_new(
+    lengths: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """From any row up to that of the last answer's last token, which nobody has yet."""
+    played, turns, known = trajectory(lengths), [], 0
+    for turn in played.turns:
+        prompt = turn.completion.prompt_experts
+        assert prompt is not None
+        start = data.draw(st.integers(0, known - 1)) if known else 0
+        known = len(prompt) + len(turn.completion.tokens)
+        turns.append(replace(turn, completion=replace(turn.completion, prompt_experts=prompt[start:])))
+    (full,), (part,) = (
+        samples(group(one), 0, np.ones(1)) for one in (played, replace(played, turns=tuple(turns)))
+    )
+    np.testing.assert_array_equal(part.experts, full.experts)  # type: ignore[arg-type]
+
+
 def test_a_part_without_routes_means_no_routes() -> None:
     assert samples(group(trajectory([(2, 2)], routed=False)), 0, np.array([1.0]))[0].experts is None
     played = trajectory([(2, 2), (1, 1)])
@@ -100,6 +121,25 @@ def test_a_part_without_routes_means_no_routes() -> None:
     assert played.turns[1].completion.prompt_experts is not None
     played.turns[1].completion.prompt_experts[2] = NO_EXPERT
     assert samples(group(played), 0, np.array([1.0]))[0].experts is None
+    first, second = trajectory([(2, 2), (1, 1)]).turns
+    assert second.completion.prompt_experts is not None
+    late = replace(second.completion, prompt_experts=second.completion.prompt_experts[4:])
+    gap = Trajectory(turns=(first, replace(second, completion=late)), stop=Stop.EOS, seed=(0,))
+    assert samples(group(gap), 0, np.array([1.0]))[0].experts is None  # nobody has the answer's last token
+
+
+def test_supports_are_merged_over_turns_and_context_is_free() -> None:
+    """P P A A R B, the first answer drawn from recorded ids, the second from the whole vocabulary."""
+    played = trajectory([(2, 2), (1, 1)])
+    assert samples(group(played), 0, np.array([1.0]))[0].support is None
+    first, second = played.turns
+    kept = Support.of([np.array(ids, np.int32) for ids in ([1, 2], [0, 3, 9])])
+    drawn = Turn(context=first.context, completion=replace(first.completion, support=kept))
+    mixed = Trajectory(turns=(drawn, second), stop=Stop.EOS, seed=(0,))
+    (sample,) = samples(group(mixed), 0, np.array([1.0]))
+    assert sample.support is not None
+    assert sample.support.counts.tolist() == [0, 0, 2, 3, 0, 0]
+    assert sample.support.ids.tolist() == [1, 2, 0, 3, 9]
 
 
 def test_members_without_an_advantage_are_left_out_and_the_others_keep_their_number() -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ostinato.routes import routes_from_json
 from ostinato.run import (
     Jsonl,
     JsonlZst,
@@ -156,7 +157,8 @@ def test_group_rows_hold_the_whole_trajectory(tmp_path: Path) -> None:
     log.append(*group_rows(make_group(step=2)))
     first, second = log.rows()
     assert (first["step"], first["uid"], first["sample"], first["reward"]) == (2, "sum/3", 0, 1.0)
-    assert first["turns"][0]["tokens"] == [5, 2] and first["turns"][0]["experts"] == [[[0, 0]], [[0, 0]]]
+    assert first["turns"][0]["tokens"] == [5, 2] and first["turns"][0]["stop"] == "eos"
+    assert routes_from_json(first["turns"][0]["experts"]).tolist() == [[[0, 0]], [[0, 0]]]
     assert second["reward"] is None and second["error"] == "the engine gave up"
 
 

@@ -203,9 +203,9 @@ GRPO = algorithm("grpo", correction="token_truncate")
 
 
 def trainer_of(decoder: Decoder, **options) -> PolicyTrainer:
-    return PolicyTrainer(
-        decoder, adapters_of(decoder), options.pop("algorithm", GRPO), optimizer=LR, **options
-    )
+    """Without a gate: the experts of ``samples_of`` are random."""
+    options = {"algorithm": GRPO, "optimizer": LR, "replay_threshold": 0.0} | options
+    return PolicyTrainer(decoder, adapters_of(decoder), options.pop("algorithm"), **options)
 
 
 def kernels_or_skip() -> Kernels:
@@ -217,7 +217,7 @@ def kernels_or_skip() -> Kernels:
 
 def logprobs_of(trainer: PolicyTrainer, part: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        hidden = trainer._hidden(part, trainer._adapters, part.routing)
+        hidden, _ = trainer._forward(part, trainer._adapters, part.routing)
         return trainer._logprobs(hidden, part, want_entropy=True)
 
 
@@ -250,7 +250,7 @@ def test_old_logprobs_are_bitwise_those_of_the_training_forward(
     trainer = trainer_of(decoder, ops=kernels_or_skip().training if native else TORCH_OPS)
     for microbatch in batch_of(samples_of(decoder)).microbatches:
         part = trainer._inputs(microbatch)
-        hidden = trainer._hidden(part, trainer._adapters, part.routing)
+        hidden, _ = trainer._forward(part, trainer._adapters, part.routing)
         logprobs, _ = trainer._logprobs(hidden, part, want_entropy=True)
         old = trainer._with_old(part).old
         assert logprobs.requires_grad
@@ -284,7 +284,7 @@ def test_native_head_products_agree_with_torch() -> None:
     plain, native = trainer_of(decoder), trainer_of(decoder, ops=kernels.training)
     batch = batch_of(samples_of(decoder), budget=1000)
     part = plain._inputs(batch.microbatches[0])
-    hidden = plain._hidden(part, plain._adapters, part.routing)
+    hidden, _ = plain._forward(part, plain._adapters, part.routing)
     ours, _ = native._logprobs(hidden, part, want_entropy=True)
     theirs, _ = plain._logprobs(hidden, part, want_entropy=True)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -471,7 +471,7 @@ def test_a_positive_advantage_makes_its_sample_likelier() -> None:
 
 def test_full_parameter_training_moves_the_decoder() -> None:
     decoder = decoder_of(MOE).trainable(True)
-    trainer = PolicyTrainer(decoder, None, GRPO, optimizer=LR)
+    trainer = PolicyTrainer(decoder, None, GRPO, optimizer=LR, replay_threshold=0.0)
     before = base_fingerprint(decoder)
     assert not trainer.step(batch_of(samples_of(decoder))).skipped
     assert base_fingerprint(decoder) != before
@@ -523,6 +523,8 @@ def test_settings_that_cannot_work_are_refused_by_name() -> None:
         "rollout.temperature": {"temperature": 0.0},
         "trainer.minibatches": {"minibatches": 0},
         "trainer.max_refused_in_a_row": {"max_refused": 0},
+        "trainer.replay_threshold": {"replay_threshold": 1.5},
+        "log.mismatch_every": {"measure_every": -1},
     }.items():
         with pytest.raises(ValueError, match=field):
             trainer_of(decoder, **options)

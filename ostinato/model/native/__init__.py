@@ -21,8 +21,10 @@ from ostinato.model.lora import Prepared
 from ostinato.model.native.build import BuildError, load_library
 from ostinato.model.native.experts import native_experts, native_route
 from ostinato.model.native.fused import FusedStep, supported
+from ostinato.model.native.matrix import FORMATS
 from ostinato.model.ops import TORCH_OPS, Gemm, Ops
 from ostinato.model.ops import linear as torch_linear
+from ostinato.model.weights import Quantised, Weight
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
@@ -38,8 +40,14 @@ _SIGNATURES = {
     "write_cache": "plplppppllll",
     "paged_attention": "plppplppplllll" + "d",
 }
-_PLAIN = {"sample": "plpppppppp" + "l", "route_rows": "pppllll" + "d", "exp_f32": "ppl"}
-_MIXED = {"nt_bf16_f32": "plpplplll", "nn_bf16": "plpplll" + "l"}
+_PLAIN = {
+    "sample": "plppppppppp" + "l",
+    "support_counts": "plpppl",
+    "support_ids": "plpppppl",
+    "route_rows": "pppllll" + "d",
+    "exp_f32": "ppl",
+}
+_MIXED = {"nt_bf16_f32": "plpplplll", "nt_codes": "plpplplplll", "nn_bf16": "plpplll" + "l"}
 _SIZED = {"experts": "pppppllp", "step": "pppl"}  # answer what workspace they need
 
 
@@ -52,6 +60,7 @@ class Kernels:
     write_cache: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     sample: Callable[..., None]
+    support: Callable[..., tuple[np.ndarray, np.ndarray]]
     fused: Callable[[Decoder, Prepared | None], FusedStep | None]  # None where it does not know the model
 
 
@@ -76,6 +85,7 @@ def load() -> Kernels:
         write_cache=_write_cache(functions),
         paged_attention=_paged_attention(functions),
         sample=_sample(functions),
+        support=_support(functions),
         fused=_fused(functions, linear),
     )
 
@@ -114,14 +124,17 @@ def _row(x: Tensor) -> Tensor:
 def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
     nt = {dtype: functions[f"nt_{suffix}"] for dtype, suffix in _SUFFIX.items()}
     nt_wide = functions["nt_bf16_f32"]
+    of_codes = _linear_of_codes(functions)
 
     def linear(
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(weight, Quantised):
+            return of_codes(x, weight, bias)
         x, weight = _row(x), weight if weight.is_contiguous() else weight.contiguous()
         rows, (columns, depth) = x.shape[0], weight.shape
         dtype = x.dtype if out_dtype is None else out_dtype
@@ -145,6 +158,31 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
             rows,
             columns,
             depth,
+        )
+        return y
+
+    return linear
+
+
+def _linear_of_codes(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
+    nt_codes = functions["nt_codes"]
+
+    def linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
+        """x [T, K] bf16 times w [N, K]^T plus bias [N] bf16 -> [T, N] bf16."""
+        if x.dtype != torch.bfloat16 or (bias is not None and bias.dtype != torch.bfloat16):
+            raise TypeError(f"native linear with quantised weights takes bfloat16, not {x.dtype}")
+        x, bias = _row(x), None if bias is None else bias.contiguous()
+        y = x.new_empty(x.shape[0], weight.shape[0])
+        nt_codes(
+            x.data_ptr(),
+            x.stride(0),
+            weight.codes.data_ptr(),
+            weight.scale.data_ptr(),
+            FORMATS[weight.codes.dtype],
+            y.data_ptr(),
+            y.shape[1],
+            None if bias is None else bias.data_ptr(),
+            *(x.shape[0], *weight.shape),
         )
         return y
 
@@ -360,15 +398,34 @@ def _sample(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
         tokens: np.ndarray,
         logprobs: np.ndarray,
         edges: np.ndarray,
+        cuts: np.ndarray | None = None,
     ) -> None:
         """Fill ``tokens`` [B] int64, ``logprobs`` and ``edges`` [B] float32 from logits [B, V] float32; see
-        engine.sampler.
+        engine.sampler. ``cuts`` [B] float32 get the least scaled logit that each row's filters kept, NaN
+        without filters.
         """
         arrays = (temperature, top_k, top_p, min_p, u, tokens, logprobs, edges)
         pointers = [array.ctypes.data for array in arrays]
+        pointers.append(0 if cuts is None else cuts.ctypes.data)
         sample_rows(logits.data_ptr(), logits.shape[1], *pointers, logits.shape[0])
 
     return sample
+
+
+def _support(functions: dict[str, Callable[..., None]]) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+    def support(logits: Tensor, temperature: np.ndarray, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(counts [B] int32, ids [sum of counts] int32): the tokens whose scaled logits reach ``cuts`` [B]
+        float32, as ``sample`` gave them; a count of 0: all.
+        """
+        (rows, vocab), counts = logits.shape, np.empty(len(cuts), np.int32)
+        given = (logits.data_ptr(), vocab, temperature.ctypes.data, cuts.ctypes.data, counts.ctypes.data)
+        functions["support_counts"](*given, rows)
+        ends = np.cumsum(counts, dtype=np.int64)
+        ids = np.empty(int(ends[-1]), np.int32)
+        functions["support_ids"](*given, ends.ctypes.data, ids.ctypes.data, rows)
+        return counts, ids
+
+    return support
 
 
 __all__ = ["BuildError", "FusedStep", "Kernels", "load"]

@@ -15,6 +15,8 @@ from torch import Tensor
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.moe import ExpertLora
 from ostinato.model.moe import route as torch_route
+from ostinato.model.native.matrix import Matrix, matrix
+from ostinato.model.weights import Quantised, Weight
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 Kernel = Callable[..., int]
@@ -24,18 +26,18 @@ class Experts(ctypes.Structure):
     """The struct of moe.h: sizes, and pointers to tensors that somebody else keeps alive."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("gate_up", "down")],
+        *[(name, Matrix) for name in ("gate_up", "down")],
         *[(name, ctypes.c_void_p) for name in ("gate_up_a", "gate_up_b", "down_a", "down_b")],
         *[(name, ctypes.c_long) for name in ("count", "width", "hidden", "rank_up", "rank_down", "shared")],
         ("scale", ctypes.c_double),
     ]
 
 
-def experts_struct(gate_up: Tensor, down: Tensor, lora: ExpertLora | None) -> Experts:
-    """gate_up [E, 2F, D], down [E, D, F]; all tensors contiguous and of one type."""
+def experts_struct(gate_up: Weight, down: Weight, lora: ExpertLora | None) -> Experts:
+    """gate_up [E, 2F, D], down [E, D, F]; all tensors contiguous, and of one type but for codes."""
     count, hidden, width = down.shape
     experts = Experts(
-        gate_up=gate_up.data_ptr(), down=down.data_ptr(), count=count, width=width, hidden=hidden, scale=1.0
+        gate_up=matrix(gate_up), down=matrix(down), count=count, width=width, hidden=hidden, scale=1.0
     )
     if lora is not None:
         experts.gate_up_a, experts.gate_up_b = lora.gate_up_a.data_ptr(), lora.gate_up_b.data_ptr()
@@ -50,10 +52,12 @@ def native_experts(functions: Mapping[str, Kernel]) -> Callable[..., Tensor]:
     kernels = {dtype: functions[f"experts_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def experts(
-        x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None
+        x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, lora: ExpertLora | None = None
     ) -> Tensor:
+        if isinstance(gate_up, Quantised) and x.dtype != torch.bfloat16:
+            raise TypeError(f"native experts with quantised weights take bfloat16, not {x.dtype}")
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
-        gate_up, down = gate_up.contiguous(), down.contiguous()
+        gate_up, down = (w if isinstance(w, Quantised) else w.contiguous() for w in (gate_up, down))
         if lora is not None:
             lora = ExpertLora(*(factor.contiguous() for factor in lora[:4]), scale=lora.scale)
         run, struct, y = kernels[x.dtype], experts_struct(gate_up, down, lora), torch.empty_like(x)
@@ -66,12 +70,12 @@ def native_experts(functions: Mapping[str, Kernel]) -> Callable[..., Tensor]:
     return experts
 
 
-def native_route(functions: Mapping[str, Kernel]) -> Callable[..., tuple[Tensor, Tensor]]:
+def native_route(functions: Mapping[str, Kernel]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """``Ops.route``: native for a free choice by softmax, torch's for replays and the other routers."""
 
     def route(
         logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         plain = moe.scoring == Scoring.SOFTMAX and moe.num_groups == 1 and bias is None and given is None
         if not plain:
             return torch_route(logits, moe, bias, given)
@@ -81,6 +85,6 @@ def native_route(functions: Mapping[str, Kernel]) -> Callable[..., tuple[Tensor,
         weights = torch.empty(rows, moe.top_k)
         pointers = logits.data_ptr(), ids.data_ptr(), weights.data_ptr()
         functions["route_rows"](*pointers, rows, experts, moe.top_k, moe.norm_topk, moe.scaling)
-        return ids, weights
+        return ids, weights, ids
 
     return route

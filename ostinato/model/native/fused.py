@@ -19,7 +19,8 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import NO_LORA, LayerLora, Lora, Prepared
 from ostinato.model.moe import ExpertLora
 from ostinato.model.native.experts import Experts, experts_struct
-from ostinato.model.weights import Attention, Block, Moe
+from ostinato.model.native.matrix import Matrix, matrix
+from ostinato.model.weights import Attention, Block, Moe, Weight
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
@@ -58,7 +59,7 @@ class _Adapter(ctypes.Structure):
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [*_pointers("w", "bias"), *_longs("out", "into"), ("adapter", _Adapter)]
+    _fields_ = [("w", Matrix), *_pointers("bias"), *_longs("out", "into"), ("adapter", _Adapter)]
 
 
 class _Layer(ctypes.Structure):
@@ -197,7 +198,7 @@ class _Kept:
     """Turns tensors into pointers and keeps them alive."""
 
     def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
+        self._tensors: list[Weight] = []
 
     def pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -206,18 +207,17 @@ class _Kept:
         self._tensors.append(tensor)
         return tensor.data_ptr()
 
-    def linear(self, weight: Tensor | None, bias: Tensor | None, lora: Lora | None) -> _Linear:
-        if weight is None:
-            return _Linear()
+    def linear(self, weight: Weight, bias: Tensor | None, lora: Lora | None) -> _Linear:
         adapter = _Adapter()
         if lora is not None:
             adapter = _Adapter(
                 a=self.pointer(lora.a), b=self.pointer(lora.b), rank=lora.a.shape[0], scale=lora.scale
             )
         out, into = weight.shape
-        return _Linear(w=self.pointer(weight), bias=self.pointer(bias), out=out, into=into, adapter=adapter)
+        self._tensors.append(weight)
+        return _Linear(w=matrix(weight), bias=self.pointer(bias), out=out, into=into, adapter=adapter)
 
-    def experts(self, gate_up: Tensor, down: Tensor, lora: ExpertLora | None) -> Experts:
+    def experts(self, gate_up: Weight, down: Weight, lora: ExpertLora | None) -> Experts:
         tensors = [gate_up, down, *(lora[:4] if lora is not None else ())]
         self._tensors += tensors
         return experts_struct(gate_up, down, lora)

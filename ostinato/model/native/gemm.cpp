@@ -7,6 +7,8 @@
 // nn: y[M, K] = x[M, N] w[N, K], the gradient of nt with respect to x: panels of 64 columns of w, packed.
 //
 // bf16 accumulates in fp32 (vdpbf16ps where the machine has it, widened multiply-add elsewhere).
+// Codes (codes.h) are bf16 values in half the memory: "columns" widens them in registers once they are turned, the
+// others widen the rows of a tile into a scratch, used for many rows of x. Same values, same order, same sums.
 // Plain vectors of the compiler: the same source serves AVX-512, AVX2 and NEON.
 
 #include "gemm.h"
@@ -70,7 +72,8 @@ inline v16f sum_lanes_16(v16f* v) {
 
 // One tile of up to 4 rows of x and 4 rows of w.
 template <class T, class Y, int MR, int NR, int AHEAD>
-inline void dot_tile(const T* const* x, const T* w, long K, Y* y, long ldy, const T* bias, bool add) {
+inline void dot_tile(const T* const* x, const T* w, const float* scale, long K, Y* y, long ldy, const T* bias,
+                     bool add) {
   v16f acc[16];
   for (int i = 0; i < 16; i++) acc[i] = v16f{};
   const long step = lanes<T>(), full = K / step * step;
@@ -93,36 +96,55 @@ inline void dot_tile(const T* const* x, const T* w, long K, Y* y, long ldy, cons
   v16f sums = sum_lanes_16(acc);
   for (int m = 0; m < MR; m++)
     for (int n = 0; n < NR; n++)
-      store1(y + m * ldy + n,
-             sums[m * TILE + n] + (bias ? to_float(bias[n]) : 0.0f) + (add ? to_float(y[m * ldy + n]) : 0.0f));
+      store1(y + m * ldy + n, std::fma(sums[m * TILE + n], scale ? scale[n] : 1.0f, bias ? to_float(bias[n]) : 0.0f) +
+                                  (add ? to_float(y[m * ldy + n]) : 0.0f));
+}
+
+// Rows [n, n + count) of w: where they lie, or codes widened into this thread's scratch until the next call.
+template <class W, class T, class Y> inline const T* plain_rows(const Product<T, Y>& p, long n, long count) {
+  if constexpr (std::is_same<W, T>::value) {
+    return p.template rows<T>(n);
+  } else {
+    static thread_local std::vector<T> scratch;
+    if (long(scratch.size()) < count * p.K) scratch.resize(count * p.K);
+    widen(p.template rows<W>(n), scratch.data(), count * p.K);
+    return scratch.data();
+  }
 }
 
 template <class T, class Y, int AHEAD>
-inline void dot_block(const Product<T, Y>& p, long m, long mr, long n, long nr) {
-  const T *xs[TILE], *w = p.w + n * p.K, *bias = p.bias ? p.bias + n : nullptr;
+inline void dot_block(const Product<T, Y>& p, const T* w, long m, long mr, long n, long nr) {
+  const T *xs[TILE], *bias = p.bias ? p.bias + n : nullptr;
+  const float* scale = p.w.scale ? p.w.scale + n : nullptr;
   for (long i = 0; i < mr; i++) xs[i] = p.x[m + i];
   Y* y = p.y + m * p.ldy + n;
-#define CASE(M_, N_) if (mr == M_ && nr == N_) return dot_tile<T, Y, M_, N_, AHEAD>(xs, w, p.K, y, p.ldy, bias, p.add);
+#define CASE(M_, N_) \
+  if (mr == M_ && nr == N_) return dot_tile<T, Y, M_, N_, AHEAD>(xs, w, scale, p.K, y, p.ldy, bias, p.add);
   CASE(4, 4) CASE(1, 4) CASE(2, 4) CASE(3, 4)
   CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(2, 1) CASE(2, 2) CASE(2, 3)
   CASE(3, 1) CASE(3, 2) CASE(3, 3) CASE(4, 1) CASE(4, 2) CASE(4, 3)
 #undef CASE
 }
 
-template <class T, class Y> void dot(const Product<T, Y>& p, long first, long last) {
+template <class W, class T, class Y> void dot(const Product<T, Y>& p, long first, long last) {
   constexpr long ROWS = 64;  // rows of x held in L2 while a block of w passes by
   for (long m0 = 0; m0 < p.M; m0 += ROWS)
     for (long n = first; n < last; n += TILE) {
       const long nr = std::min(TILE, last - n), m1 = std::min(m0 + ROWS, p.M);
+      const T* w = plain_rows<W>(p, n, nr);
       // The first tile of rows fetches the columns that come next: memory and arithmetic overlap.
-      dot_block<T, Y, FETCH>(p, m0, std::min(TILE, m1 - m0), n, nr);
-      for (long m = m0 + TILE; m < m1; m += TILE) dot_block<T, Y, 0>(p, m, std::min(TILE, m1 - m), n, nr);
+      dot_block<T, Y, FETCH>(p, w, m0, std::min(TILE, m1 - m0), n, nr);
+      for (long m = m0 + TILE; m < m1; m += TILE) dot_block<T, Y, 0>(p, w, m, std::min(TILE, m1 - m), n, nr);
     }
 }
 
 #if defined(__AVX512BF16__)
+// What must end in registers of its caller.
+#define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
+
 // r[i][j] -> r[j][i], 16 x 16 of 32 bits.
-inline void transpose16(__m512i r[16]) {
+INLINE void transpose16(__m512i r[16]) {
   __m512i t[16];
   for (int i = 0; i < 8; i++) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -157,52 +179,103 @@ inline void store_some(bf16* p, __mmask16 m, v16f v) {
   _mm256_mask_storeu_epi16(p, m, (__m256i)_mm512_cvtneps_pbh((__m512)v));
 }
 
-
 // The first n of 16 lanes.
 inline __mmask16 first_lanes(long n) { return n >= 16 ? 0xffff : (1u << n) - 1; }
 
+// From sums of columns [n, n + some) to y: times scale (1 for a plain w), plus bias, rounded to fp32 once.
+template <class Y> struct Finish {
+  __mmask16 mask;
+  v16f scale, offset;
+  bool add;
+  Finish(const Product<bf16, Y>& p, long n, long some)
+      : mask(first_lanes(some)), scale(p.w.scale ? load_some(p.w.scale + n, mask) : v16f{} + 1.0f),
+        offset(p.bias ? load_some(p.bias + n, mask) : v16f{}), add(p.add) {}
+  void store(v16f sum, Y* to) const {
+    v16f value = (v16f)_mm512_fmadd_ps((__m512)sum, (__m512)scale, (__m512)offset);
+    if (add) value = value + load_some(to, mask);
+    store_some(to, mask, value);
+  }
+};
+
 // ---- columns form: a few rows. 16 columns of w become lanes in registers, the pairs of x are broadcast
 
-// 16 columns of w (the last of them clamped to `columns`) for rows x[0 .. M).
-template <int M> inline void columns_tile(const bf16* const* x, const bf16* w, long K, long columns, v16f* sums) {
-  v16f acc[M] = {};
-  for (long k = 0; k < K; k += 32) {
-    const __mmask32 inside = K - k >= 32 ? ~0u : (1u << (K - k)) - 1;
-    __m512i r[16];
-    for (long i = 0; i < 16; i++) {
-      const bf16* from = w + std::min(i, columns - 1) * K + k;
-      r[i] = _mm512_maskz_loadu_epi16(inside, from);
-      __builtin_prefetch(from + 16 * K);
-    }
-    transpose16(r);
-    const long pairs = std::min(16L, (K - k) / 2);
+// Rows of w as the tile takes them: codes as they are where registers can widen them.
+template <class W, class Y> inline auto rows_of_columns(const Product<bf16, Y>& p, long n, [[maybe_unused]] long count) {
+#if defined(WIDENS_IN_REGISTERS)
+  return p.template rows<W>(n);
+#else
+  return plain_rows<W>(p, n, count);
+#endif
+}
+
+// 64 bytes (or what `inside` says) of `some` rows of w, up to 16, turned: r[p] has 32 bits of every row.
+template <int AHEAD, class W>
+INLINE void load_turned(const W* w, long K, __mmask64 inside, long some, __m512i* r) {
+  for (long i = 0; i < 16; i++) {
+    const W* from = w + i * K;
+    r[i] = i < some ? _mm512_maskz_loadu_epi8(inside, from) : _mm512_setzero_si512();
+    __builtin_prefetch(from + AHEAD * K);
+  }
+  transpose16(r);
+}
+
+// add(i, pair i of every row) for the first `pairs` that the 64 bytes hold, in order.
+template <class W, class Add> INLINE void each_pair(const __m512i* r, long pairs, const Widen<W>& widen, Add add) {
 #pragma GCC unroll 16
-    for (long p = 0; p < 16; p++) {
+  for (long p = 0; p < 16; p++) {
+    if constexpr (sizeof(W) == 2) {
       if (p >= pairs) break;
-      for (int m = 0; m < M; m++) {
-        int pair;
-        memcpy(&pair, x[m] + k + 2 * p, 4);
-        acc[m] = multiply_add(acc[m], (Pack16)_mm512_set1_epi32(pair), (Pack16)r[p]);
-      }
+      add(p, r[p]);
+    } else {
+      if (2 * p >= pairs) break;
+      __m512i first, second;
+      widen.pairs(r[p], first, second);
+      add(2 * p, first);
+      if (2 * p + 1 < pairs) add(2 * p + 1, second);
     }
   }
-  for (int m = 0; m < M; m++) sums[m] = acc[m];
+}
+
+// V times 16 columns of w, of which there are `some`, for rows x[0 .. M): sums[v * M + m]. The sums of 16 columns are
+// one chain of additions, each waiting for the one before; for a single row of x a second V fills the time.
+template <int M, int V, class W>
+inline void columns_tile(const bf16* const* x, const W* w, long K, long some, v16f* sums) {
+  constexpr long STEP = 64 / sizeof(W);
+  const Widen<W> widen;
+  v16f acc[V][M] = {};
+  for (long k = 0; k < K; k += STEP) {
+    const long pairs = std::min(STEP, K - k) / 2;
+    const __mmask64 inside = ~0ul >> (64 - 2 * pairs * sizeof(W));
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) {
+      __m512i r[16];
+      load_turned<16 * V>(w + 16 * v * K + k, K, inside, some - 16 * v, r);
+      each_pair(r, pairs, widen, [&](long i, __m512i values) INLINE_LAMBDA {
+        for (int m = 0; m < M; m++) {
+          int pair;
+          memcpy(&pair, x[m] + k + 2 * i, 4);
+          acc[v][m] = multiply_add(acc[v][m], (Pack16)_mm512_set1_epi32(pair), (Pack16)values);
+        }
+      });
+    }
+  }
+  for (int v = 0; v < V; v++)
+    for (int m = 0; m < M; m++) sums[v * M + m] = acc[v][m];
 }
 
 // At most M rows; where there are fewer, the last is computed again.
-template <int M, class Y> void columns(const Product<bf16, Y>& p, long first, long last) {
+template <int M, int V, class W, class Y> void columns(const Product<bf16, Y>& p, long first, long last) {
   const bf16* xs[M];
   for (long m = 0; m < M; m++) xs[m] = p.x[std::min(m, p.M - 1)];
-  v16f sums[M];
-  for (long n = first; n < last; n += 16) {
-    columns_tile<M>(xs, p.w + n * p.K, p.K, last - n, sums);
-    const __mmask16 mask = first_lanes(last - n);
-    const v16f offset = p.bias ? load_some(p.bias + n, mask) : v16f{};
-    for (long m = 0; m < p.M; m++) {
-      Y* to = p.y + m * p.ldy + n;
-      v16f value = sums[m] + offset;
-      if (p.add) value = value + load_some(to, mask);
-      store_some(to, mask, value);
+  v16f sums[V * M];
+  for (long n = first; n < last; n += 16 * V) {
+    const long some = std::min(16L * V, last - n);
+    const auto* w = rows_of_columns<W>(p, n, some);
+    if (some > 16) columns_tile<M, V>(xs, w, p.K, some, sums);
+    else columns_tile<M, 1>(xs, w, p.K, some, sums);
+    for (long v = 0; v * 16 < some; v++) {
+      const Finish<Y> finish(p, n + v * 16, some - v * 16);
+      for (long m = 0; m < p.M; m++) finish.store(sums[v * M + m], p.y + m * p.ldy + n + v * 16);
     }
   }
 }
@@ -223,11 +296,12 @@ inline void pack_pairs(const RowsOf<bf16>& x, long m, long rows, long K, bf16* o
   }
 }
 
-template <int MV, int NR>
-inline void lanes_tile(const bf16* w, long K, const bf16* packed, long pairs, v16f* out) {
+// HALF: the bytes of 16 pairs of w, before they were widened, fill 1 / HALF of a line; `next` is the tile after this one.
+template <int MV, int NR, int HALF>
+inline void lanes_tile(const bf16* w, long K, const bf16* packed, long pairs, const char* next, v16f* out) {
   v16f acc[NR][MV] = {};
   for (long block = 0; block < pairs; block += 16) {
-    for (int r = 0; r < NR; r++) __builtin_prefetch(w + (NR + r) * K + 2 * block);  // the next tile
+    for (int r = 0; r < NR; r += HALF, next += 64) __builtin_prefetch(next);
     for (long p = block; p < std::min(pairs, block + 16); p++) {
       Pack16 b[MV];
       for (int v = 0; v < MV; v++) b[v] = load_pack(packed + (p * MV + v) * 32);
@@ -246,21 +320,15 @@ inline void lanes_tile(const bf16* w, long K, const bf16* packed, long pairs, v1
 // Sums of 16 columns, rows in lanes -> y of rows [m, m + rows).
 template <class Y>
 inline void store_lanes(const Product<bf16, Y>& p, const v16f* sums, long MV, long m, long rows, long n, long some) {
-  const __mmask16 mask = first_lanes(some);
-  const v16f offset = p.bias ? load_some(p.bias + n, mask) : v16f{};
+  const Finish<Y> finish(p, n, some);
   __m512i r[16];
   for (long i = 0; i < 16; i++) r[i] = i < some ? (__m512i)sums[i * MV] : _mm512_setzero_si512();
   transpose16(r);
-  for (long i = 0; i < rows; i++) {
-    Y* to = p.y + (m + i) * p.ldy + n;
-    v16f value = (v16f)r[i] + offset;
-    if (p.add) value = value + load_some(to, mask);
-    store_some(to, mask, value);
-  }
+  for (long i = 0; i < rows; i++) finish.store((v16f)r[i], p.y + (m + i) * p.ldy + n);
 }
 
 // MV vectors of rows from m on.
-template <int MV, class Y> void lanes_rows(const Product<bf16, Y>& p, long m, long first, long last) {
+template <int MV, class W, class Y> void lanes_rows(const Product<bf16, Y>& p, long m, long first, long last) {
   // 24 accumulators, but with one vector 24 rows of w and the next 24 would not fit the first cache.
   constexpr long GROUP = 48, NR = MV == 1 ? 12 : 24 / MV;
   const long pairs = p.K / 2, K = p.K, M = std::min(16L * MV, p.M - m);
@@ -271,11 +339,16 @@ template <int MV, class Y> void lanes_rows(const Product<bf16, Y>& p, long m, lo
   v16f sums[GROUP * MV];
   for (long n0 = first; n0 < last; n0 += GROUP) {
     const long columns = std::min(GROUP, last - n0);
-    const bf16* w = p.w + n0 * K;
     long n = 0;
-    for (; n + NR <= columns; n += NR) lanes_tile<MV, NR>(w + n * K, K, packed.data(), pairs, sums + n * MV);
-    for (; n + 4 <= columns; n += 4) lanes_tile<MV, 4>(w + n * K, K, packed.data(), pairs, sums + n * MV);
-    for (; n < columns; n++) lanes_tile<MV, 1>(w + n * K, K, packed.data(), pairs, sums + n * MV);
+    auto tile = [&](auto rows) {
+      constexpr int R = decltype(rows)::value, HALF = sizeof(bf16) / sizeof(W);
+      const char* next = (const char*)p.template rows<W>(n0 + n + R);
+      lanes_tile<MV, R, HALF>(plain_rows<W>(p, n0 + n, R), K, packed.data(), pairs, next, sums + n * MV);
+      n += R;
+    };
+    while (n + NR <= columns) tile(std::integral_constant<int, NR>());
+    while (n + 4 <= columns) tile(std::integral_constant<int, 4>());
+    while (n < columns) tile(std::integral_constant<int, 1>());
     for (long c = 0; c < columns; c += 16)
       for (long v = 0; v < MV; v++)
         store_lanes(p, sums + c * MV + v, MV, m + v * 16, std::min(16L, M - v * 16), n0 + c,
@@ -284,15 +357,15 @@ template <int MV, class Y> void lanes_rows(const Product<bf16, Y>& p, long m, lo
 }
 
 // Every output is the sum of its pairs in order, in both forms.
-template <class Y> void pairs(const Product<bf16, Y>& p, long first, long last) {
-  if (p.M == 1) return columns<1>(p, first, last);
-  if (p.M <= 4) return columns<4>(p, first, last);
-  if (p.M <= 8) return columns<8>(p, first, last);
+template <class W, class Y> void pairs(const Product<bf16, Y>& p, long first, long last) {
+  if (p.M == 1) return columns<1, 2 / sizeof(W), W>(p, first, last);  // bf16 waits for memory in any case
+  if (p.M <= 4) return columns<4, 1, W>(p, first, last);
+  if (p.M <= 8) return columns<8, 1, W>(p, first, last);
   long m = 0;
-  for (; p.M - m > 48; m += 64) lanes_rows<4>(p, m, first, last);
-  if (p.M - m > 32) return lanes_rows<3>(p, m, first, last);
-  if (p.M - m > 16) return lanes_rows<2>(p, m, first, last);
-  if (p.M - m > 0) lanes_rows<1>(p, m, first, last);
+  for (; p.M - m > 48; m += 64) lanes_rows<4, W>(p, m, first, last);
+  if (p.M - m > 32) return lanes_rows<3, W>(p, m, first, last);
+  if (p.M - m > 16) return lanes_rows<2, W>(p, m, first, last);
+  if (p.M - m > 0) lanes_rows<1, W>(p, m, first, last);
 }
 
 // ---- nn: panels hold pairs along the summed dimension, [pairs][PANEL][2]
@@ -385,16 +458,24 @@ void nn_share(const bf16* x, long ldx, const bf16* w, bf16* y, long ldy, long M,
 #endif
 
 // An odd K has a last half pair: the dot form, for any number of rows.
-template <class Y> void any(const Product<bf16, Y>& p, long first, long last) {
+template <class W, class Y> void of_bf16(const Product<bf16, Y>& p, long first, long last) {
 #if defined(__AVX512BF16__)
-  if (p.K % 2 == 0) return pairs(p, first, last);
+  if (p.K % 2 == 0) return pairs<W>(p, first, last);
 #endif
-  dot(p, first, last);
+  dot<W>(p, first, last);
 }
-inline void any(const Product<float, float>& p, long first, long last) { dot(p, first, last); }
+inline void any(const Product<bf16, bf16>& p, long first, long last) {
+  switch (p.w.format) {
+    case INT8: return of_bf16<Int8>(p, first, last);
+    case E4M3: return of_bf16<E4m3>(p, first, last);
+    default: return of_bf16<bf16>(p, first, last);
+  }
+}
+inline void any(const Product<bf16, float>& p, long first, long last) { of_bf16<bf16>(p, first, last); }
+inline void any(const Product<float, float>& p, long first, long last) { dot<float>(p, first, last); }
 
 template <class T, class Y>
-void nt(const T* x, long ldx, const T* w, Y* y, long ldy, const T* bias, long M, long N, long K, bool add = false) {
+void nt(const T* x, long ldx, Matrix w, Y* y, long ldy, const T* bias, long M, long N, long K, bool add = false) {
   const Product<T, Y> p{{x, ldx}, w, bias, y, ldy, M, N, K, add};
 #pragma omp parallel
   multiply_share(p);
@@ -418,6 +499,11 @@ void nt_bf16(const bf16* x, long ldx, const bf16* w, bf16* y, long ldy, const bf
 }
 void nt_bf16_f32(const bf16* x, long ldx, const bf16* w, float* y, long ldy, const bf16* bias, long M, long N, long K) {
   nt(x, ldx, w, y, ldy, bias, M, N, K);
+}
+// A weight in codes, of a format other than PLAIN.
+void nt_codes(const bf16* x, long ldx, const void* codes, const float* scale, long format, bf16* y, long ldy,
+              const bf16* bias, long M, long N, long K) {
+  nt(x, ldx, Matrix(codes, scale, format), y, ldy, bias, M, N, K);
 }
 // y += x w^T: the second product of a low-rank adapter.
 void nt_add_f32(const float* x, const float* w, float* y, long ldy, long M, long N, long K) {

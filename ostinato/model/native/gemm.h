@@ -1,6 +1,6 @@
 // Products that a team of threads shares: every thread calls, each computes its own columns.
 #pragma once
-#include "common.h"
+#include "codes.h"
 
 // Rows of a matrix, in order or picked by index.
 template <class T> struct RowsOf {
@@ -10,14 +10,16 @@ template <class T> struct RowsOf {
   const T* operator[](long m) const { return base + (pick ? long(pick[m]) : m) * stride; }
 };
 
-// y[M, N] = x w^T + bias, or y += x w^T + bias; w [N, K] and bias [N] as torch has them.
+// y[M, N] = x w^T + bias, or y += x w^T + bias; w [N, K] and bias [N] as torch has them. Codes are for bf16 only.
 template <class T, class Y> struct Product {
   RowsOf<T> x;
-  const T* w;
+  Matrix w;
   const T* bias;
   Y* y;
   long ldy, M, N, K;
   bool add = false;
+
+  template <class W> const W* rows(long n) const { return (const W*)w.data + n * K; }
 };
 
 constexpr long UNIT = 16;  // columns that stay together when threads share a product

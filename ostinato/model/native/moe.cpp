@@ -29,8 +29,9 @@ void choose_experts(const float* logits, long E, long K, bool norm, float scalin
 
 namespace {
 
-template <class T> const T* of_expert(const void* factor, long e, long rows, long columns) {
-  return (const T*)factor + e * rows * columns;
+template <class T> Matrix of_expert(const Matrix& all, long e, long rows, long columns) {
+  const long bytes = all.format == PLAIN ? sizeof(T) : 1;
+  return {(const char*)all.data + e * rows * columns * bytes, all.scale ? all.scale + e * rows : nullptr, all.format};
 }
 
 // Rows of expert e among the sorted.
@@ -116,7 +117,7 @@ template <class T> void sort_rows(const Mixture<T>& m) {
 
 // y = x w^T, or y += x w^T, where the rows of y lie side by side.
 template <class T>
-inline Product<T, T> plain(const RowsOf<T>& x, const T* w, T* y, long M, long N, long K, bool add = false) {
+inline Product<T, T> plain(const RowsOf<T>& x, const Matrix& w, T* y, long M, long N, long K, bool add = false) {
   return {x, w, nullptr, y, N, M, N, K, add};
 }
 
@@ -173,7 +174,7 @@ template <class T> void mix(const Mixture<T>& m, T* y, long first, long last) {
   for (long t = first; t < last; t++)
     combine(m.low_act, m.place + t * m.K, m.weights + t * m.K, m.K, w.r, m.mixed + t * w.r);
   const RowsOf<T> mixed{m.mixed + first * w.r, w.r};
-  multiply(plain(mixed, (const T*)w.down_b, y + first * w.D, last - first, w.D, w.r, true));
+  multiply(plain(mixed, w.down_b, y + first * w.D, last - first, w.D, w.r, true));
 }
 
 namespace {

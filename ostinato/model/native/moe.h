@@ -9,7 +9,7 @@ void choose_experts(const float* logits, long E, long K, bool norm, float scalin
 // Weights of all experts of a layer with their adapters (null where there are none); experts.py has the same layout.
 // A shared adapter has one gate_up_a [R, D] and one down_b [D, r] for all experts.
 struct Experts {
-  const void *gate_up, *down;                                   // [E, 2F, D], [E, D, F]
+  Matrix gate_up, down;                                         // [E, 2F, D], [E, D, F]
   const void *gate_up_a, *gate_up_b, *down_a, *down_b;          // [E, R, D], [E, 2F, R], [E, r, F], [E, D, r]
   long E, F, D, R, r, shared;
   double scale;

@@ -66,7 +66,7 @@ template <class T> void silu_row(const T* g, T* y, long F) {
 }
 
 template <class T>
-void project_low(const RowsOf<T>& x, const T* a, float scale, T* low, long ldl, long M, long R, long K) {
+void project_low(const RowsOf<T>& x, const Matrix& a, float scale, T* low, long ldl, long M, long R, long K) {
   multiply(Product<T, T>{x, a, nullptr, low, ldl, M, R, K});
   for (long m = 0; m < M; m++) scale_row(low + m * ldl, scale, R);
 }
@@ -77,7 +77,7 @@ void project_low(const RowsOf<T>& x, const T* a, float scale, T* low, long ldl, 
   template void scale_row(T*, float, long);                                     \
   template void rotate(const T*, const T*, const T*, T*, long, long);           \
   template void silu_row(const T*, T*, long);                                   \
-  template void project_low(const RowsOf<T>&, const T*, float, T*, long, long, long, long);
+  template void project_low(const RowsOf<T>&, const Matrix&, float, T*, long, long, long, long);
 INSTANCES(float)
 INSTANCES(bf16)
 

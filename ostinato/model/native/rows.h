@@ -16,4 +16,4 @@ template <class T> void rotate(const T* x, const T* cos, const T* sin, T* y, lon
 template <class T> void silu_row(const T* g, T* y, long F);
 // low[m] = round(scale * round(x[m] a^T)) for a [R, K]; rows of low are `ldl` apart.
 template <class T>
-void project_low(const RowsOf<T>& x, const T* a, float scale, T* low, long ldl, long M, long R, long K);
+void project_low(const RowsOf<T>& x, const Matrix& a, float scale, T* low, long ldl, long M, long R, long K);

@@ -1,5 +1,7 @@
 // Sampling: every row depends on its own logits and its own uniform only.
 
+#include <cfloat>
+
 #include "common.h"
 
 namespace {
@@ -96,10 +98,31 @@ float cut_off(const float* z, long V, float inverse, float peak, long top_k, flo
   return cut;
 }
 
+// How many scaled logits reach `cut`; 0 stands for all of them, as it does where nothing was filtered.
+int32_t count_kept(const float* z, long V, float inverse, float cut) {
+  v16i minus{};
+  for (long j = 0; j < V; j += 16) minus += scaled16(z, V, inverse, j) >= v16f{} + cut;  // true is -1
+  long total = 0;
+  for (long l = 0; l < 16; l++) total -= minus[l];
+  return total == V ? 0 : int32_t(total);
+}
+
+// Their ids, ascending.
+void list_kept(const float* z, long V, float inverse, float cut, int32_t* ids) {
+  for (long j = 0; j < V; j += 16) {
+    const v16f s = scaled16(z, V, inverse, j);
+    if (max_lane(s) < cut) continue;
+    for (long l = 0; l < std::min(16L, V - j); l++)
+      if (s[l] >= cut) *ids++ = int32_t(j + l);
+  }
+}
+
 // One row by inverse transform: the first index whose cumulative kept mass exceeds u times the total; `edge` is the
 // share of the mass before it. Chunks of 256 logits hold partial masses so that the second walk touches one only.
+// `cut_at` gets the least scaled logit that was kept, NaN where nothing was filtered.
 void sample_row(const float* z, long V, float temperature, long top_k, float top_p, float min_p, double u, int64_t* token,
-                float* logprob, float* edge, std::vector<float>& partial) {
+                float* logprob, float* edge, float* cut_at, std::vector<float>& partial) {
+  *cut_at = NAN;
   constexpr long CHUNK = 256;
   long best = 0;
   v16f top = v16f{} - INFINITY;
@@ -119,8 +142,10 @@ void sample_row(const float* z, long V, float temperature, long top_k, float top
   if (temperature <= 0) { *token = best; *logprob = *edge = 0; return; }  // greedy is a point mass
   const float inverse = 1.0f / temperature, peak = raw_peak * inverse;
   float cut = -INFINITY;
-  if ((top_k > 0 && top_k < V) || top_p < 1) cut = cut_off(z, V, inverse, peak, top_k, top_p);
+  const bool ranked = (top_k > 0 && top_k < V) || top_p < 1;
+  if (ranked) cut = cut_off(z, V, inverse, peak, top_k, top_p);
   if (min_p > 0) cut = std::max(cut, peak + std::log(min_p));
+  if (ranked || min_p > 0) *cut_at = std::max(cut, -FLT_MAX);  // a banned token, at -inf, is not kept
   const long chunks = (V + CHUNK - 1) / CHUNK;
   partial.resize(chunks);
   double total = 0;
@@ -166,15 +191,32 @@ found:
 
 extern "C" {
 void sample(const float* logits, long V, const float* temperature, const int32_t* top_k, const float* top_p,
-            const float* min_p, const double* u, int64_t* tokens, float* logprobs, float* edges, long rows) {
+            const float* min_p, const double* u, int64_t* tokens, float* logprobs, float* edges, float* cuts,
+            long rows) {
 #pragma omp parallel
   {
     static thread_local std::vector<float> partial;
+    float nobody_asked;
 #pragma omp for schedule(dynamic, 1)
     for (long r = 0; r < rows; r++)
       sample_row(logits + r * V, V, temperature[r], top_k[r], top_p[r], min_p[r], u[r], tokens + r, logprobs + r, edges + r,
-                 partial);
+                 cuts ? cuts + r : &nobody_asked, partial);
   }
+}
+
+// How many tokens `sample` had kept in each row, by the cuts that it gave; 0: the whole vocabulary.
+void support_counts(const float* logits, long V, const float* temperature, const float* cuts, int32_t* counts, long rows) {
+#pragma omp parallel for schedule(dynamic, 1)
+  for (long r = 0; r < rows; r++)
+    counts[r] = std::isnan(cuts[r]) ? 0 : count_kept(logits + r * V, V, 1.0f / temperature[r], cuts[r]);
+}
+
+// Their ids in vocabulary order, row after row: `ends` are the running sums of the counts.
+void support_ids(const float* logits, long V, const float* temperature, const float* cuts, const int32_t* counts,
+                 const int64_t* ends, int32_t* ids, long rows) {
+#pragma omp parallel for schedule(dynamic, 1)
+  for (long r = 0; r < rows; r++)
+    if (counts[r]) list_kept(logits + r * V, V, 1.0f / temperature[r], cuts[r], ids + ends[r] - counts[r]);
 }
 
 void exp_f32(const float* x, float* y, long n) {

@@ -16,7 +16,8 @@ struct Adapter {
   double scale;
 };
 struct Linear {
-  const void *w, *bias;  // [out, in], [out] or null
+  Matrix w;  // [out, in]
+  const void* bias;  // [out] or null
   long out, in;
   Adapter adapter;
 };
@@ -124,7 +125,7 @@ template <class T> class Pass {
   // ---- products, shared by columns
 
   Product<T, T> map(const Linear& p, const T* x, T* y) {
-    return {{x, p.in}, (const T*)p.w, (const T*)p.bias, y, p.out, batch.T_, p.out, p.in};
+    return {{x, p.in}, p.w, (const T*)p.bias, y, p.out, batch.T_, p.out, p.in};
   }
 
   // y = x w^T + bias and, where the low-rank half of the adapter is known, its other half.
@@ -143,7 +144,7 @@ template <class T> class Pass {
     long first, last;
     share(own + units(rank), first, last);
     multiply(map(p, x, y), first * UNIT, std::min(last * UNIT, p.out));
-    multiply(Product<T, T>{{x, p.in}, (const T*)p.adapter.a, nullptr, low, low_width, batch.T_, rank, p.in},
+    multiply(Product<T, T>{{x, p.in}, p.adapter.a, nullptr, low, low_width, batch.T_, rank, p.in},
              std::max(0L, first - own) * UNIT, std::min(std::max(0L, last - own) * UNIT, rank));
   }
 
@@ -157,7 +158,7 @@ template <class T> class Pass {
 
   void raise(const Linear& p, T* y, long first, long last, long column, long end) {
     const RowsOf<T> mine{low + first * low_width, low_width};
-    multiply(Product<T, T>{mine, (const T*)p.adapter.b, nullptr, y + first * p.out, p.out, last - first, p.out,
+    multiply(Product<T, T>{mine, p.adapter.b, nullptr, y + first * p.out, p.out, last - first, p.out,
                            p.adapter.rank, true}, column, end);
   }
 
@@ -280,11 +281,11 @@ template <class T> class Pass {
   void route(const Linear& p, long moe, long first, long last) {
     const long E = p.out, K = model.K, rows = last - first, moe_layers = batch.moe_layers;
     float* z = logits + first * E;
-    multiply(Product<T, float>{{x + first * p.in, p.in}, (const T*)p.w, nullptr, z, E, rows, E, p.in});
+    multiply(Product<T, float>{{x + first * p.in, p.in}, p.w, nullptr, z, E, rows, E, p.in});
     if (p.adapter.rank) {
       T* update = narrow + first * E;
       lower(p, x, first, last);
-      multiply(Product<T, T>{{low + first * low_width, low_width}, (const T*)p.adapter.b, nullptr, update, E, rows, E,
+      multiply(Product<T, T>{{low + first * low_width, low_width}, p.adapter.b, nullptr, update, E, rows, E,
                              p.adapter.rank});
       for (long i = 0; i < rows * E; i++) z[i] += to_float(update[i]);
     }

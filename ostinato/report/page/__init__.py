@@ -18,7 +18,19 @@ from typing import Any
 from ostinato.report.charts import held_out, sections, to_plain
 from ostinato.report.concerns import concerns
 from ostinato.report.drafts import draft_sections
-from ostinato.report.facts import comparisons, faults, header, headline, protocol, status, totals, waste
+from ostinato.report.facts import (
+    comparisons,
+    faults,
+    header,
+    headline,
+    marked_steps,
+    milestones,
+    protocol,
+    status,
+    totals,
+    waste,
+)
+from ostinato.report.mismatch import mismatch_section
 from ostinato.report.reading import RunData
 from ostinato.report.samples import Samples
 
@@ -40,7 +52,7 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
     )
     now = now or datetime.now(UTC)
     scripts = [(FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS]
-    score, groups = held_out(data), [*sections(data), *draft_sections(data)]
+    score, groups = held_out(data), [*sections(data), mismatch_section(data), *draft_sections(data)]
     drawn = [score, *(chart for group in groups for chart in group.charts)]
     state, tone = status(data, now)
     return environment.get_template("report.html.jinja").render(
@@ -56,13 +68,14 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
         comparisons=comparisons(data),
         protocol=protocol(data),
         concerns=concerns(data),
-        totals=totals(data),
+        totals=[*milestones(data), *totals(data)],
         held_out=score,
         sections=groups,
         waste=waste(data),
         faults=faults(data),
         samples=samples,
         chart_data=Markup(_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty})),
+        marks=json.dumps(marked_steps(data)),
         sample_data=Markup(_json(_sample_index(data, samples))),
     )
 

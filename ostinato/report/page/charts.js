@@ -4,6 +4,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
 addEventListener("unhandledrejection", (event) => { document.documentElement.dataset.error = String(event.reason); });
 (() => {
   const charts = JSON.parse(document.getElementById("chart-data").textContent);
+  const marks = JSON.parse(document.getElementById("plots").dataset.marks);  // [step, word]
   const HEIGHT = 176, LEFT = 44, RIGHT = 10, TOP = 8, BOTTOM = 22;
   const drawn = [];
 
@@ -45,7 +46,7 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
   function totals(chart) { return chart.steps.map((_, i) => chart.series.reduce((sum, s) => sum + (s.values[i] || 0), 0)); }
 
   function domain(chart) {
-    if (chart.stacked) return [0, chart.unit === "%" ? 1 : Math.max(...totals(chart)) || 1];
+    if (chart.stacked) return [0, chart.high || (chart.unit === "%" ? 1 : Math.max(...totals(chart)) || 1)];
     const all = chart.series.flatMap((s) => known([...s.values, ...(s.low || []), ...(s.high || [])]));
     if (chart.log) {
       const positive = all.filter((v) => v > 0);
@@ -68,15 +69,45 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
   function scales(chart, width) {
     const [low, high] = domain(chart), first = chart.steps[0], last = chart.steps[chart.steps.length - 1];
     const bar = chart.stacked ? (width - LEFT - RIGHT) / chart.steps.length : 0;
-    const span = Math.max(1, last - first), room = width - LEFT - RIGHT - bar;
+    const along = chart.log_x ? Math.log : (step) => step, span = along(last) - along(first);
+    const room = width - LEFT - RIGHT - bar;
     const flat = (v) => (v - low) / (high - low);
     const steep = (v) => (v > 0 ? Math.log(v / low) / Math.log(high / low) : 0);
     const part = chart.log ? steep : flat;
     return {
       low, high, bar,
-      x: (step) => LEFT + bar / 2 + (first === last ? room / 2 : (room * (step - first)) / span),
+      x: (step) => LEFT + bar / 2 + (first === last ? room / 2 : (room * (along(step) - along(first))) / span),
       y: (v) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - Math.min(1, Math.max(0, part(v)))),
     };
+  }
+
+  // What stands below the horizontal axis: [place, name], as many as have room.
+  function places(chart, scale, width) {
+    const first = chart.steps[0], last = chart.steps[chart.steps.length - 1];
+    if (first === last) return [[first, chart.labels[0] ?? first]];
+    if (!chart.labels.length && !chart.log_x) {
+      return linearTicks(first, last, Math.min(6, width / 48), [1, 2, 5]).filter(Number.isInteger).map((step) => [step, step]);
+    }
+    const low = Math.ceil(Math.log10(first) - 1e-9), high = Math.floor(Math.log10(last) + 1e-9);
+    const wanted = chart.labels.length
+      ? chart.labels.map((name, i) => [chart.steps[i], name])
+      : Array.from({ length: high - low + 1 }, (_, i) => [10 ** (low + i), short(10 ** (low + i)).replace("-", "−")]);
+    let end = -Infinity;
+    return wanted.filter(([step, name]) => {
+      const half = 3.4 * name.length + 4, fits = scale.x(step) - half > end;
+      if (fits) end = scale.x(step) + half;
+      return fits;
+    });
+  }
+
+  // Steps of note in a chart over steps.
+  function milestones(svg, chart, scale, width) {
+    if (chart.along !== "step #") return;
+    for (const [step, word] of marks.filter(([at]) => at >= chart.steps[0] && at <= chart.steps[chart.steps.length - 1])) {
+      const x = scale.x(step), left = x > width - 60;
+      node("line", { x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM, class: `step ${word}` }, svg);
+      if (!chart.stacked) node("text", { x: x + (left ? -4 : 4), y: TOP + 8, "text-anchor": left ? "end" : "start", class: `milestone ${word}` }, svg, word);
+    }
   }
 
   function axes(svg, chart, scale, width) {
@@ -92,9 +123,7 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
       node("text", { x: LEFT - 7, y: y + 4, "text-anchor": "end" }, svg, words(tick, chart, digits));
     }
     node("line", { x1: LEFT, x2: width - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM, class: "axis" }, svg);
-    const first = chart.steps[0], last = chart.steps[chart.steps.length - 1];
-    const along = first === last ? [first] : linearTicks(first, last, Math.min(6, width / 48), [1, 2, 5]).filter(Number.isInteger);
-    for (const step of along) node("text", { x: scale.x(step), y: HEIGHT - 6, "text-anchor": "middle" }, svg, step);
+    for (const [step, name] of places(chart, scale, width)) node("text", { x: scale.x(step), y: HEIGHT - 6, "text-anchor": "middle" }, svg, name);
     if (chart.mark && chart.mark[0] >= scale.low && chart.mark[0] <= scale.high) {
       const y = scale.y(chart.mark[0]);
       node("line", { x1: LEFT, x2: width - RIGHT, y1: y, y2: y, class: "mark" }, svg);
@@ -148,7 +177,10 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     });
   }
 
-  function place(chart, index) { return chart.along.replace("#", chart.steps[index]); }
+  function place(chart, index) {
+    const step = chart.steps[index];
+    return chart.along.replace("#", chart.labels[index] ?? (chart.log_x ? short(step) : step));
+  }
 
   // The legend is the read-out: the values at the cursor, or those of the last step.
   function legend({ box, at, chart }, index) {
@@ -172,6 +204,7 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     item.scale = scales(chart, width);
     axes(svg, chart, item.scale, width);
     (chart.stacked ? bars : lines)(svg, chart, item.scale);
+    milestones(svg, chart, item.scale, width);
     item.cursor = node("line", { y1: TOP, y2: HEIGHT - BOTTOM, class: "cursor", visibility: "hidden" }, svg);
     plot.replaceChildren(svg);
     legend(item, chart.steps.length - 1);

@@ -1,0 +1,25 @@
+"""A weight as the kernels are given it, plain or in codes: the struct of codes.h."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ostinato.model.weights import Quantised, Weight
+
+FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # of codes; 0 is plain
+
+
+class Matrix(ctypes.Structure):
+    """Rows of a matrix (or of several, one after the other), which somebody else keeps alive."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("format", ctypes.c_long)]
+
+
+def matrix(weight: Weight) -> Matrix:
+    """``weight`` [..., N, K], contiguous."""
+    if isinstance(weight, Quantised):
+        codes = weight.codes
+        return Matrix(data=codes.data_ptr(), scale=weight.scale.data_ptr(), format=FORMATS[codes.dtype])
+    return Matrix(data=weight.data_ptr())

@@ -1,0 +1,65 @@
+"""A microbatch as the tensors that a forward pass of training takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.algo.routing import sequence_spans
+from ostinato.types import Microbatch, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """A Microbatch as tensors on the trainer's device. ``old`` is set where it was computed ahead."""
+
+    source: Microbatch
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    segments: tuple[Segment, ...]
+    rows: Tensor  # [R] int64
+    targets: Tensor  # [R] int64
+    behaviour: Tensor  # [R] fp32
+    advantages: Tensor  # [R] fp32
+    weights: Tensor  # [R] fp32
+    sample_idx: Tensor  # [R] int64
+    carried: Tensor | None  # [T, moe_layers, top_k] int16, the sampler's experts
+    routing: Tensor | None  # the same where they are replayed
+    old: Tensor | None = None  # [R] fp32
+
+
+def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
+    """The same sequences in the same order, no prompt shared, in passes of about half as many rows.
+
+    Hidden states of their ``rows`` follow each other as those of ``part`` do. For a forward pass only: what
+    belongs to targets is left as it is.
+    """
+    spans = sequence_spans(part.source)
+    lengths = spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2]
+    targets = np.split(part.source.rows, np.flatnonzero(np.diff(part.source.sample_idx)) + 1)
+    passes = (lengths.cumsum() - lengths) // max(1, len(part.tokens) // 2)
+    for chosen in np.split(np.arange(len(spans)), np.flatnonzero(np.diff(passes)) + 1):
+        bounds = np.concatenate(([0], lengths[chosen].cumsum())).tolist()
+        taken = np.concatenate([np.r_[first:last, start:stop] for start, stop, first, last in spans[chosen]])
+        rows = [offset + _place(targets[i], spans[i]) for i, offset in zip(chosen, bounds[:-1], strict=True)]
+        yield replace(
+            part,
+            tokens=part.tokens[taken],
+            positions=part.positions[taken],
+            segments=tuple(Segment(start=start, stop=stop) for start, stop in pairwise(bounds)),
+            rows=torch.from_numpy(np.concatenate(rows)).to(part.rows),
+        )
+
+
+def _place(rows: np.ndarray, span: np.ndarray) -> np.ndarray:
+    """Where rows of a microbatch stand in their sequence: the shared prompt first, then its own."""
+    start, _, first, last = span
+    return np.where(rows < start, rows - first, rows - start + last - first)
+
+
+__all__ = ["Inputs", "otherwise_packed"]

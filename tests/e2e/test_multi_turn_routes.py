@@ -1,0 +1,192 @@
+"""Agents' episodes on the packaged model, from the engine to the trainer's rows: nothing that is known runs
+again, and the routes that are trained on are those that the trainer chooses itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.algo.routing import alignment
+from ostinato.engine.cache import KVCache
+from ostinato.engine.local import LocalEngine
+from ostinato.model.attention import CausalAttention
+from ostinato.model.decoder import Decoder
+from ostinato.model.hf import load_model
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.named import model_folder
+from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.packed import PackedAttention
+from ostinato.pipeline.spool import Spool
+from ostinato.rollout.convert import samples
+from ostinato.rollout.play import Ask, Stage, play
+from ostinato.routes import route_bytes
+from ostinato.types import Completion, Group, Prompt, Reward, Sample, Sampling
+
+TURNS, SIBLINGS = 8, 3
+# a sixth of the vocabulary ends an answer, so that they have all lengths and none is cut
+SAMPLING = Sampling(max_tokens=80, min_tokens=2, stop_tokens=tuple(range(0, 295, 6)))
+ASKS = [
+    Ask(prompt=Prompt(uid=f"p{i}", text=""), seed=(0, 1, i), group_size=SIBLINGS, step=1) for i in range(2)
+]
+
+
+def native() -> Kernels | None:
+    try:
+        return load()
+    except BuildError:
+        return None
+
+
+NATIVE = native()
+KERNELS = [pytest.param(None, id="torch"), *([pytest.param(NATIVE, id="native")] if NATIVE else [])]
+
+
+@cache
+def model(dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_model(model_folder("asset:seed-moe"), dtype=dtype)
+
+
+def policy() -> Adapters:
+    adapters = init_adapters(model().config, AdapterSpec(rank=4), 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, b in adapters.tensors.values():
+            b.normal_(0, 0.05, generator=generator)
+    return adapters
+
+
+class Agent:
+    """Eight turns of a text that does not depend on what is said. ``called`` hears of each turn."""
+
+    def __init__(self, prompt: Prompt, called: Callable[[], None] = lambda: None) -> None:
+        self._rng, self._turns, self._called = np.random.default_rng(int(prompt.uid[1:])), 1, called
+
+    def start(self) -> np.ndarray:
+        return self._rng.integers(3, 290, 37).astype(np.int32)
+
+    async def step(self, completion: Completion) -> np.ndarray | None:
+        self._called()
+        self._turns += 1
+        if self._turns > TURNS:
+            return None
+        return self._rng.integers(3, 290, int(self._rng.integers(1, 30))).astype(np.int32)
+
+
+class Parity:
+    async def grade(self, group: Group) -> list[Reward]:
+        return [Reward(value=float(k % 2)) for k in range(len(group.trajectories))]
+
+
+def played(engine: LocalEngine, env: Callable[[Prompt], Agent] = Agent) -> list[Group]:
+    stage = Stage(engine=engine, env=env, grader=Parity(), sampling=SAMPLING, context_limit=900)
+    groups = [item.group for item in asyncio.run(play(stage, ASKS, lambda index, item: None))]
+    engine._cache.check([])
+    assert all(len(one.turns) == TURNS for group in groups for one in group.trajectories)
+    return groups
+
+
+def engine(kernels: Kernels | None = NATIVE, dtype: torch.dtype = torch.float32) -> LocalEngine:
+    return LocalEngine(model(dtype), kernels=kernels, kv_memory_mb=32, context_limit=900)
+
+
+def made(groups: Sequence[Group]) -> list[Sample]:
+    return [one for i, group in enumerate(groups) for one in samples(group, i, np.ones(SIBLINGS))]
+
+
+def chosen(tokens: np.ndarray, adapters: Adapters | None = None) -> np.ndarray:
+    """By the model itself, for all tokens but the last."""
+    row = torch.from_numpy(tokens[:-1]).long()
+    with torch.inference_mode():
+        _, routing = model()(row, torch.arange(len(row)), CausalAttention(), adapters=adapters)
+    assert routing is not None
+    return routing.numpy()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_trainers_rows_choose_what_was_recorded(kernels: Kernels | None) -> None:
+    ours = engine(kernels)
+    groups = played(ours)
+    sequences = made(groups)
+    for group in groups:
+        for trajectory in group.trajectories:
+            known = 0
+            for turn in trajectory.turns[1:]:
+                before = trajectory.turns[trajectory.turns.index(turn) - 1]
+                known += len(before.context) + len(before.completion.tokens)
+                assert turn.completion.cached_tokens == known - 1
+    # every row once: of a group's prompt, all but the last token are run by the first sibling alone
+    shared = sum((SIBLINGS - 1) * (len(group.trajectories[0].turns[0].context) - 1) for group in groups)
+    rows = sum(len(sample.tokens) - 1 for sample in sequences) - shared
+    assert ours.counters.prefilled + ours.counters.decoded == rows
+    weights = aggregation_weights(sequences, Aggregation.TOKEN)
+    for part in pack(sequences, weights, tokens_per_microbatch=1024).microbatches:
+        with torch.inference_mode():
+            _, routing = model()(
+                torch.from_numpy(part.tokens).long(),
+                torch.from_numpy(part.positions).long(),
+                PackedAttention(part.segments),
+            )
+        assert routing is not None and part.experts is not None and part.experts.dtype == np.int8
+        np.testing.assert_array_equal(part.experts, routing.numpy())
+
+
+@pytest.mark.skipif(NATIVE is None, reason="only row-wise kernels give the same bits in any batch")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_too_little_memory_the_same_routes_are_recorded(dtype: torch.dtype) -> None:
+    """Turns lose their prefix to others, and it is computed again, to the bit."""
+    roomy = engine(dtype=dtype)
+    undisturbed = made(played(roomy))
+    tight = engine(dtype=dtype)
+    tight._cache = KVCache(40)  # six episodes want some 80 blocks
+    for a, b in zip(undisturbed, made(played(tight)), strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+        np.testing.assert_array_equal(a.experts, b.experts)  # type: ignore[arg-type]
+    assert tight._cache.evicted > 0 and tight.counters.prefilled > 1.5 * roomy.counters.prefilled
+
+
+def test_in_bf16_the_trainer_chooses_nearly_the_same() -> None:
+    """Flips of near-ties only: what the gate of the trainer lets pass."""
+    for sample in made(played(engine(dtype=torch.bfloat16))):
+        assert sample.experts is not None
+        assert alignment([chosen(sample.tokens)], [sample.experts[:-1]]).min() > 0.95
+
+
+def test_a_publish_amid_the_episodes_leaves_what_has_been_sampled() -> None:
+    ours, calls = engine(), 0
+
+    def publish_once() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            ours.publish(policy(), 1)
+
+    mixed = 0
+    for sample in made(played(ours, lambda prompt: Agent(prompt, publish_once))):
+        assert sample.experts is not None  # no gap
+        old = np.flatnonzero(sample.versions == 0)[-1]  # rows before it gave the tokens of the old policy
+        np.testing.assert_array_equal(sample.experts[:old], chosen(sample.tokens)[:old])
+        new = chosen(sample.tokens, policy())
+        mixed += not np.array_equal(sample.experts[:old], new[:old])
+        last = sample.versions == 1
+        assert alignment([new[last[1:]]], [sample.experts[:-1][last[1:]]])[0] > 0.95
+    assert mixed == 2 * SIBLINGS
+
+
+def test_on_disk_a_token_takes_a_few_bytes(tmp_path: Path) -> None:
+    groups = played(engine())
+    for i, group in enumerate(groups):
+        Spool(tmp_path / "spool").put(str(i), group)
+    found = [Spool(tmp_path / "spool").take(str(i), ask) for i, ask in enumerate(ASKS)]
+    assert all(found)
+    for a, b in zip(made(groups), made([group for group in found if group]), strict=True):
+        assert a.experts is not None and b.experts is not None and a.experts.dtype == b.experts.dtype
+        np.testing.assert_array_equal(a.experts, b.experts)
+        assert a.experts.nbytes == len(a.tokens) * route_bytes(3, 2, 16)[0] == len(a.tokens) * 6

@@ -1,0 +1,141 @@
+"""Tiny mixtures of experts, one for every kind of router that our decoder knows, routes for them, and slow
+twins of what routers do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.model.config import MoEConfig, Scoring, parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.weights import Moe
+from ostinato.types import NO_EXPERT, Sample
+
+VOCAB = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # large, so that routers are far from ties
+}
+QWEN = {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {**QWEN, "norm_topk_prob": False, "mlp_only_layers": [1]},  # a dense layer in between
+    "softmax-renormalised": {**QWEN, "norm_topk_prob": True, "mlp_only_layers": [0]},  # dense first
+    "every-second-layer": {**QWEN, "decoder_sparse_step": 2, "norm_topk_prob": True},
+    "top-k-then-softmax": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 3},
+    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "sigmoid-bias": {
+        **DEEPSEEK,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 0,
+        "moe_layer_freq": 2,
+    },
+    "sigmoid-bias-groups": {
+        **DEEPSEEK,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+def tiny(kind: str, dtype: torch.dtype = torch.float32, **changed: Any) -> Decoder:
+    decoder = Decoder(parse_config({**SIZES, **KINDS[kind], **changed}), dtype=dtype).init_weights(1)
+    for block in decoder.blocks:  # a bias that changes about every second choice
+        if isinstance(block.mlp, Moe) and block.mlp.correction_bias is not None:
+            block.mlp.correction_bias.data.normal_(0, 0.3, generator=generator(5))
+    return decoder
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def moe_of(decoder: Decoder) -> MoEConfig:
+    assert decoder.config.moe is not None
+    return decoder.config.moe
+
+
+def random_routes(decoder: Decoder, rows: int, seed: int = 0) -> Tensor:
+    """[rows, L_moe, K] int16 as no router would choose them, in no order."""
+    moe = moe_of(decoder)
+    shape = rows, len(moe.layers), moe.num_experts
+    return torch.rand(shape, generator=generator(seed)).argsort(-1)[..., : moe.top_k].to(torch.int16)
+
+
+def closed_form(logits: Tensor, ids: Tensor, moe: MoEConfig) -> Tensor:
+    """Weights of given experts, each family's equation written out: the twin of what ``route`` computes."""
+    chosen = logits.gather(1, ids)
+    if moe.scoring == Scoring.SOFTMAX:
+        # renormalised, the softmax of all is that of the chosen (Mixtral, arXiv 2401.04088 section 2.1)
+        weights = chosen.softmax(-1) if moe.norm_topk else (chosen - logits.logsumexp(-1, keepdim=True)).exp()
+    else:
+        weights = 1 / (1 + (-chosen).exp())
+        weights = weights / weights.sum(-1, keepdim=True) if moe.norm_topk else weights
+    return weights * moe.scaling
+
+
+def native_choice(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> list[set[int]]:
+    """What routers choose by themselves, by sorting: the twin of ``choose``."""
+    scores = logits.sigmoid() if moe.scoring == Scoring.SIGMOID else logits.softmax(-1)
+    size, chosen = moe.num_experts // moe.num_groups, []
+    for row in (scores if bias is None else scores + bias).tolist():
+        groups = [range(start, start + size) for start in range(0, moe.num_experts, size)]
+        if moe.num_groups > 1:
+            groups.sort(key=lambda group: -sum(sorted((row[e] for e in group), reverse=True)[:2]))
+        allowed = [e for group in groups[: moe.topk_groups] for e in group]
+        chosen.append(set(sorted(allowed, key=lambda e: -row[e])[: moe.top_k]))
+    return chosen
+
+
+def siblings(decoder: Decoder, prompt: int, answers: list[int], seed: int) -> list[Sample]:
+    """Of one prompt, whose routes they share, each with routes of its own; the last row unknown."""
+    rng = np.random.default_rng(seed)
+    context, common = rng.integers(0, VOCAB, prompt), random_routes(decoder, prompt, seed).numpy()
+    found = []
+    for index, length in enumerate(answers):
+        tokens = np.concatenate([context, rng.integers(0, VOCAB, length)]).astype(np.int32)
+        own = random_routes(decoder, length, seed + index + 1).numpy()
+        own[-1] = NO_EXPERT
+        mask, zeros = np.arange(len(tokens)) >= prompt, np.zeros(len(tokens), np.float32)
+        found.append(
+            Sample(
+                tokens=tokens,
+                loss_mask=mask,
+                logprobs=zeros,
+                advantages=zeros,
+                versions=np.zeros(len(tokens), np.int32),
+                group=seed % 2,
+                prompt_len=prompt,
+                experts=np.concatenate([common, own]),
+            )
+        )
+    return found

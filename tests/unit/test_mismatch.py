@@ -1,0 +1,227 @@
+"""The mismatch report against twins written from its definitions, and the decision that follows from it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.algo.mismatch import F2_ON, K3_ON, TAUS, arm, decide, routers, tail
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
+from ostinato.algo.routing import FEW, judged, never_written, sequence_spans, sequence_sums
+from ostinato.types import NO_EXPERT, Sample
+
+LAYERS, TOP_K, EXPERTS = 3, 2, 8
+
+
+def ids_of(rng: np.random.Generator, rows: int) -> np.ndarray:
+    return rng.random((rows, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K].astype(np.int16)
+
+
+def naive_arm(log_ratio: np.ndarray, owner: np.ndarray) -> dict[str, float]:
+    """One token and one sequence at a time."""
+    tokens = [float(value) for value in log_ratio]
+    sequences = [[value for value, i in zip(tokens, owner, strict=True) if i == own] for own in set(owner)]
+    ratios = [math.exp(value) for value in tokens]
+    count = len(tokens)
+    return {
+        "k1": -sum(tokens) / count,
+        "k3": sum(math.exp(value) - 1 - value for value in tokens) / count,
+        "abs_mean": sum(map(abs, tokens)) / count,
+        "abs_max": max(map(abs, tokens)),
+        "chi2": sum(ratio**2 for ratio in ratios) / count - 1,
+        "ess": sum(ratios) ** 2 / (count * sum(ratio**2 for ratio in ratios)),
+        "sequence_abs_mean": sum(abs(sum(one)) for one in sequences) / len(sequences),
+        "geometric_min": min(math.exp(sum(one) / len(one)) for one in sequences),
+        "geometric_max": max(math.exp(sum(one) / len(one)) for one in sequences),
+        "F(1.5)": sum(max(ratio, 1 / ratio) > 1.5 for ratio in ratios) / count,
+        "truncated": sum(ratio > 2 for ratio in ratios) / count,
+        "masked": sum(not 0.5 <= ratio <= 5 for ratio in ratios) / count,
+        "sequence": sum(len(one) for one in sequences if math.exp(sum(one)) > 3) / count,
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.integers(1, 60), sequences=st.integers(1, 8), scale=st.sampled_from([0.01, 0.5, 2.0]))
+def test_an_arm_is_what_its_definitions_say(tokens: int, sequences: int, scale: float) -> None:
+    rng = np.random.default_rng(tokens * 10 + sequences)
+    log_ratio, owner = scale * rng.standard_normal(tokens), rng.integers(0, sequences, tokens) * 3
+    found, twin = arm(log_ratio, owner, bootstrap=50), naive_arm(log_ratio, owner)
+    flat = {
+        **found,
+        "F(1.5)": tail(found, 1.5),
+        "truncated": found["masked"]["token_truncate"],
+        "masked": found["masked"]["token_mask"],
+        "sequence": found["masked"]["sequence_mask"],
+    }
+    for name, value in twin.items():
+        assert flat[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+    assert found["tokens"] == tokens and found["sequences"] == len(set(owner.tolist()))
+    assert [tau for tau, _ in found["tails"]] == list(TAUS)
+    for below in ([share for _, share in found["cdf"]], [-share for _, share in found["tails"]]):
+        assert below == sorted(below)
+    assert json.loads(json.dumps(found)) == found, "plain numbers"
+
+
+def test_policies_that_agree_have_nothing_to_report() -> None:
+    same = arm(np.zeros(50), np.arange(50) // 5)
+    names = ("k1", "k3", "k3_low", "k3_high", "abs_mean", "abs_max", "chi2", "sequence_abs_mean")
+    assert all(same[name] == 0 for name in names)
+    assert same["ess"] == same["geometric_min"] == same["geometric_max"] == same["ratio_mean"] == 1
+    assert all(share == 0 for _, share in same["tails"]) and all(share == 1 for _, share in same["cdf"])
+    with pytest.raises(ValueError, match="at least one token"):
+        arm(np.zeros(0), np.zeros(0))
+
+
+def test_a_ratio_beyond_all_bounds_stays_finite() -> None:
+    wild = arm(np.array([900.0, -900.0, 0.0]), np.array([0, 1, 2]))
+    assert all(math.isfinite(value) for value in wild.values() if isinstance(value, float))
+    assert wild["ess"] <= 1
+
+
+def test_the_interval_is_of_sequences_and_covers() -> None:
+    """Tokens of a sequence deviate together: an interval over tokens would be far too narrow. Of 100 batches
+    it misses the true mean in about 5, or somewhat more since it is made from a finite sample."""
+    rng, missed = np.random.default_rng(0), 0
+    common = 0.1 * rng.standard_normal(200_000)
+    truth = float((np.expm1(common) - common).mean())
+    owner = np.repeat(np.arange(100), 10)
+    for batch in range(100):
+        found = arm(np.repeat(0.1 * rng.standard_normal(100), 10), owner, bootstrap=300, seed=batch)
+        missed += not found["k3_low"] <= truth <= found["k3_high"]
+    assert 1 <= missed <= 15
+    assert arm(common[:500], owner[:500]) == arm(common[:500], owner[:500]), "the seed decides"
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 999), rows=st.integers(1, 40))
+def test_routers_are_compared_one_by_one(seed: int, rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    native, recorded = ids_of(rng, rows), ids_of(rng, rows)
+    same = rng.random(rows) < 0.6
+    recorded[same] = native[same][..., ::-1]  # the order of the K does not count
+    recorded[rng.random(rows) < 0.2] = NO_EXPERT
+    margins, positions = rng.random((rows, LAYERS)), rng.integers(0, 100, rows)
+    found = routers(native, recorded, margins, positions, layers=(1, 2, 5))
+    known = [t for t in range(rows) if recorded[t, 0, 0] != NO_EXPERT]
+    pairs = [(t, i, set(native[t, i]) & set(recorded[t, i])) for t in known for i in range(LAYERS)]
+    flips = [(t, i) for t, i, common in pairs if len(common) < TOP_K]
+    if not known:
+        assert math.isnan(found["differ"]) and found["positions"] == []
+        return
+    assert found["differ"] == pytest.approx(len(flips) / len(pairs))
+    assert found["tokens_differ"] == pytest.approx(len({t for t, _ in flips}) / len(known))
+    assert found["per_token"] == pytest.approx(len(flips) / len(known))
+    assert found["overlap"] == pytest.approx(np.mean([len(common) / TOP_K for *_, common in pairs]))
+    assert found["margin_median"] == pytest.approx(np.median([margins[t, i] for t, i, _ in pairs]))
+    if flips:
+        assert found["margin_flip_median"] == pytest.approx(np.median([margins[t, i] for t, i in flips]))
+    assert [layer["layer"] for layer in found["layers"]] == [1, 2, 5]
+    assert np.mean([layer["differ"] for layer in found["layers"]]) == pytest.approx(found["differ"])
+    assert len(found["positions"]) <= 16
+    for first, last, share in found["positions"]:
+        inside = [(t, i) for t, i, _ in pairs if first <= positions[t] <= last]
+        assert share == pytest.approx(sum(pair in flips for pair in inside) / len(inside))
+
+
+def measured(k3: float, f2: float = 0.0, tokens: int = 5000) -> dict:
+    return {"k3": k3, "k3_high": k3, "tails": [[2.0, f2]], "tokens": tokens}
+
+
+def test_the_decision_follows_the_measurement() -> None:
+    quiet = measured(K3_ON / 2)
+    assert not decide(quiet, minibatches=1).on
+    assert decide(quiet, minibatches=2).on and "2 optimizer steps" in decide(quiet, minibatches=2).reason
+    assert decide(measured(0.0, 2 * F2_ON), minibatches=1).on
+    assert decide(measured(2 * K3_ON), minibatches=1).on
+    assert decide(measured(math.nan), minibatches=1).on, "in doubt"
+
+
+def test_a_batch_too_small_to_show_it_does_not_switch_replay_off() -> None:
+    """With 3,600 tokens a single one with a ratio above 2 is 2.8e-4: the quickstart switched replay on in one
+    measurement and off in the next, twice in four steps."""
+    assert decide(measured(0.0, tokens=3600), minibatches=1, on=True).on
+    assert not decide(measured(0.0, tokens=3600), minibatches=1, on=False).on
+    assert not decide(measured(0.0, tokens=40_000), minibatches=1, on=True).on
+
+
+def samples_of(rng: np.random.Generator, groups: int) -> list[Sample]:
+    """Siblings of a common prompt; answers of one token, which have no row of their own, are among them."""
+    samples = []
+    for group in range(groups):
+        prompt = rng.integers(0, 50, size=rng.integers(1, 6))
+        for sibling in range(rng.integers(1, 5)):
+            answer = rng.integers(0, 50, size=rng.choice([1, 1, 2, 5, 9]))
+            tokens = np.concatenate([prompt, answer]).astype(np.int32)
+            mask = np.arange(len(tokens)) >= len(prompt)
+            if len(answer) > 4:
+                mask[len(prompt) + 1 : len(prompt) + 3] = False
+            zeros = np.zeros(len(tokens), np.float32)
+            samples.append(
+                Sample(
+                    tokens=tokens,
+                    loss_mask=mask,
+                    logprobs=zeros,
+                    advantages=zeros,
+                    versions=np.where(mask, 0, -1).astype(np.int32),
+                    group=group,
+                    prompt_len=len(prompt),
+                    uid=f"{group}#{sibling}",
+                )
+            )
+    return samples
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 9999), budget=st.sampled_from([1, 12, 40, 500]), shared=st.booleans())
+def test_the_rows_of_a_sequence_are_found_in_a_microbatch(seed: int, budget: int, shared: bool) -> None:
+    """Its own rows and the prompt's, whoever else uses these: together the inputs of that sample."""
+    rng = np.random.default_rng(seed)
+    samples = samples_of(rng, groups=4)
+    weights = aggregation_weights(samples, Aggregation.TOKEN)
+    by_uid = {sample.uid: sample for sample in samples}
+    packed = pack(samples, weights, tokens_per_microbatch=budget, share_prompts=shared)
+    for microbatch in (*packed.microbatches, *pad(samples, weights).microbatches):
+        spans = sequence_spans(microbatch)
+        assert spans.shape == (len(microbatch.uids), 4)
+        places = np.arange(len(microbatch.tokens))
+        sums = sequence_sums(np.stack([places, np.ones_like(places)]), spans)
+        for i, (uid, (start, stop, first, last)) in enumerate(zip(microbatch.uids, spans, strict=True)):
+            rows = np.r_[first:last, start:stop]
+            inputs = by_uid[uid].tokens[: len(rows)]
+            np.testing.assert_array_equal(microbatch.tokens[rows], inputs)
+            np.testing.assert_array_equal(microbatch.positions[rows], np.arange(len(rows)))
+            assert len(rows) >= np.flatnonzero(by_uid[uid].loss_mask)[-1]
+            assert sums[:, i].tolist() == [rows.sum(), len(rows)]
+
+
+def test_few_ids_are_judged_together() -> None:
+    """One flip among ten ids is no misaligned sequence."""
+    known = np.array([FEW, 10, 10, 0])
+    overlaps = judged(np.array([FEW // 2, 9, 10, 0]), known)
+    assert overlaps[0] == 0.5
+    assert overlaps[1] == overlaps[2] == overlaps[3] == pytest.approx(19 / 20)
+    assert np.isnan(judged(np.zeros(2, int), np.zeros(2, int))).all()
+
+
+def test_a_buffer_that_nobody_filled_is_seen() -> None:
+    routes = ids_of(np.random.default_rng(0), 6)
+    assert not never_written(routes)
+    assert not never_written(np.full_like(routes, NO_EXPERT))
+    routes[4, 1] = 0
+    assert never_written(routes)
+    assert not never_written(np.zeros((6, LAYERS, 1), np.int16)), "one expert of one is a choice"
+
+
+def test_lowest_sequence_is_what_the_gate_judges() -> None:
+    rng = np.random.default_rng(0)
+    native = ids_of(rng, 200)
+    recorded = native.copy()
+    recorded[100:] = ids_of(rng, 100)
+    spans = np.array([[0, 100, 0, 0], [100, 200, 0, 0]])
+    found = routers(native, recorded, np.ones((200, LAYERS)), np.arange(200), spans=spans)
+    assert found["lowest_sequence"] == pytest.approx(2 * found["overlap"] - 1)

@@ -1,0 +1,284 @@
+"""The stability watch: says nothing of healthy runs, and names a collapse when it comes."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.pipeline.watch import Alarm, Limits, Rule, alarms, watching
+
+NAMES = {
+    "reward": "reward",
+    "k3": "sampling/kl_k3",
+    "tail": "sampling/tail_2",
+    "norm": "grad_norm",
+    "entropy": "entropy",
+}
+
+# sixty steps of quickstart (seed 0, two digits of each value): a run that learns its task
+QUICKSTART = {
+    "reward": """
+        0.24 0.27 0.24 0.3 0.44 0.39 0.68 0.66 0.59 0.8 0.61 0.76 0.76 0.69 0.84 0.82 0.84 0.77 0.68
+        0.85 0.72 0.82 0.77 0.86 0.8 0.81 0.94 0.88 0.88 0.94 0.88 0.86 0.82 0.75 0.73 0.89 0.8 0.92
+        0.95 0.91 0.86 0.73 0.77 0.97 0.86 0.93 0.97 0.88 0.82 0.81 0.84 0.91 0.89 0.95 0.93 0.93 0.89
+        0.88 0.85 0.91
+    """,
+    "sampling/kl_k3": """
+        2e-05 1.8e-05 2.8e-05 2.3e-05 1.7e-05 1.5e-05 6.7e-06 1.5e-05 9.8e-06 5.8e-06 9.8e-06 4.8e-06
+        3e-06 6.6e-06 5.3e-06 9.4e-06 6.3e-06 1.1e-05 1.4e-05 1.6e-06 1.1e-05 6e-06 1.1e-05 4.5e-06
+        1.9e-06 4.4e-06 3.9e-06 4e-06 4.5e-06 6.4e-06 2.4e-06 6.9e-06 7.4e-06 4.4e-06 8.7e-06 3.1e-06
+        8.2e-06 8.7e-06 1.7e-05 2.9e-06 7.8e-06 1.1e-05 2.5e-06 6.4e-07 8.6e-06 9.6e-06 9.6e-07 1.9e-05
+        8.1e-06 5e-06 1.2e-05 2.5e-05 1.4e-05 8e-06 6.2e-06 2.4e-06 7.1e-06 3.3e-06 7.3e-06 4.4e-06
+    """,
+    "grad_norm": """
+        0.014 0.015 0.015 0.013 0.018 0.016 0.013 0.016 0.015 0.013 0.018 0.015 0.014 0.012 0.016 0.012
+        0.013 0.021 0.032 0.0069 0.014 0.021 0.017 0.014 0.019 0.014 0.0099 0.01 0.011 0.013 0.015 0.023
+        0.017 0.016 0.014 0.011 0.012 0.015 0.031 0.0076 0.014 0.029 0.01 0.0064 0.019 0.014 0.0058
+        0.024 0.017 0.013 0.021 0.011 0.011 0.012 0.018 0.011 0.02 0.011 0.015 0.0095
+    """,
+    "entropy": """
+        0.38 0.32 0.29 0.25 0.19 0.16 0.099 0.084 0.1 0.06 0.095 0.07 0.042 0.055 0.044 0.054 0.054
+        0.052 0.07 0.07 0.057 0.063 0.047 0.027 0.033 0.04 0.026 0.044 0.059 0.023 0.027 0.025 0.044
+        0.046 0.036 0.038 0.046 0.03 0.041 0.042 0.042 0.053 0.048 0.11 0.039 0.034 0.03 0.06 0.042
+        0.037 0.042 0.038 0.036 0.018 0.054 0.038 0.041 0.029 0.034 0.073
+    """,
+}
+
+
+def quickstart() -> list[dict[str, Any]]:
+    columns = {name: [float(value) for value in text.split()] for name, text in QUICKSTART.items()}
+    return [
+        {"step": step, "sampling/tail_2": 0.0, **dict(zip(columns, values, strict=True))}
+        for step, values in enumerate(zip(*columns.values(), strict=True), start=1)
+    ]
+
+
+def run(steps: int = 60, **columns: Any) -> list[dict[str, Any]]:
+    """Rows of a level healthy run; a column given as a function of the step replaces its own."""
+    level = {"reward": 0.5, "k3": 1e-5, "tail": 0.0, "norm": 0.02, "entropy": 1.0}
+    return [
+        {"step": step}
+        | {
+            NAMES[name]: columns[name](step) * (1 + 0.1 * math.sin(step)) if name in columns else value
+            for name, value in level.items()
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+def told(rows: list[dict[str, Any]]) -> list[tuple[Rule, int, int]]:
+    return [(alarm.rule, alarm.since, alarm.step) for alarm in alarms(rows)]
+
+
+def test_a_run_that_learns_sets_off_nothing() -> None:
+    """Entropy falls to 6 % of where it began, k3 wanders by a factor of 40, the gradient by 8."""
+    rows = quickstart()
+    assert len(rows) == 60 and alarms(rows) == []
+
+
+def test_the_two_definitions_of_the_studies() -> None:
+    """F(2) above 0.1 for 5 steps; the reward below half of its highest for 20 (means of 5 steps)."""
+    tail = run(tail=lambda step: 0.15 if step >= 31 else 0.02)
+    assert told(tail) == [(Rule.TAIL, 31, 35)]
+    assert told([row for row in tail if row["step"] < 35]) == []
+    reward = run(reward=lambda step: 0.8 if step < 21 else 0.1)
+    ((rule, since, step),) = told(reward)
+    assert rule is Rule.REWARD and step == since + 19 and 22 <= since <= 25
+
+
+def test_k3_is_measured_on_the_scale_of_the_run() -> None:
+    jump = run(k3=lambda step: 1e-5 if step < 30 else 0.2)
+    assert told(jump) == [(Rule.KL, 30, 34)]
+    (alarm,) = alarms(jump)
+    assert alarm.collapse and alarm.figures["early_median"] == pytest.approx(1e-5, rel=0.2)
+    assert told(run(k3=lambda step: 1e-5 if step < 30 else 0.04)) == []  # 4000 times next to nothing
+    assert told(run(k3=lambda step: 0.01 if step < 30 else 0.2)) == []  # 20 times of a loose engine
+    assert told(run(k3=lambda step: 0.0 if step < 30 else 0.2)) == [(Rule.KL, 30, 34)]  # after exact fp32
+
+
+def test_a_gradient_beyond_fifty_times_its_median_is_a_sign_and_no_collapse() -> None:
+    burst = run(norm=lambda step: 2.0 if 40 <= step < 43 else 0.02)
+    assert told(burst) == [(Rule.GRADIENT, 40, 42)]
+    assert not alarms(burst)[0].collapse
+    assert told(run(norm=lambda step: 2.0 if 40 <= step < 42 else 0.02)) == []  # two steps are a spike
+    assert told(run(norm=lambda step: 0.02 * 1.06**step)) == []  # it may grow, 30-fold here
+    assert told(run(norm=lambda step: 0.0 if step % 2 else 0.02)) == []  # steps without gradients
+
+
+def test_entropy() -> None:
+    def narrowed(step: int) -> float:
+        return 1.0 if step < 30 else 0.01
+
+    assert told(run(entropy=narrowed)) == []  # the reward is at its best: the task is solved
+    (found,) = told(run(entropy=narrowed, reward=lambda step: 0.6 if step < 30 else 0.4))
+    assert found[0] is Rule.ENTROPY_LOW
+    dissolving = run(entropy=lambda step: 0.5 + 0.1 * max(0, step - 20))
+    assert [rule for rule, _, _ in told(dissolving)] == [Rule.ENTROPY_HIGH]
+    assert told(run(entropy=lambda step: 0.02 if step < 20 else 0.1)) == []  # 5 times next to nothing
+
+
+def test_noise_of_a_rare_reward_is_no_fall() -> None:
+    """Answers are right by luck, 32 in a step. Without the demand that a fall exceed its noise, 58 of 60 such
+    runs of 200 steps at a rate of 0.005 were told to have collapsed."""
+    for seed in range(20):
+        dice = random.Random(seed)
+        rate = (0.005, 0.02)[seed % 2]
+        rewards = [sum(dice.random() < rate for _ in range(32)) / 32 for _ in range(200)]
+        rows = [{"step": step, "reward": reward} for step, reward in enumerate(rewards, start=1)]
+        assert alarms(rows) == []
+
+
+def test_numbers_at_the_end_of_their_range_raise_nothing() -> None:
+    rows = run()
+    for row in rows[10::3]:
+        row |= dict.fromkeys(NAMES.values(), 1.7e308)
+    assert all(alarm.sentence for alarm in alarms(rows))
+
+
+def test_what_is_missing_neither_goes_on_with_a_streak_nor_ends_it() -> None:
+    rows = run(tail=lambda step: 0.2 if step >= 31 else 0.0)
+    for step, value in ((33, None), (34, math.nan), (36, "?")):
+        rows[step - 1]["sampling/tail_2"] = value
+    del rows[36]["sampling/tail_2"]
+    assert told(rows) == [(Rule.TAIL, 31, 39)]
+
+
+values = st.one_of(
+    st.none(),
+    st.just(math.nan),
+    st.just(math.inf),
+    st.floats(-2, 2),
+    st.floats(0, 1e-6),
+    st.sampled_from([0.0, 0.01, 0.5, 1.0, 100.0, 1e30, -1e30]),
+)
+tables = st.lists(
+    st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES.values(), values)), min_size=0, max_size=60
+).map(lambda rows: [{"step": step, **row} for step, row in enumerate(rows, start=1)])
+QUICK = Limits(
+    kl_steps=2, tail_steps=2, reward_steps=3, gradient_before=3, gradient_steps=2, window=2, least=2
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tables, st.integers(-8, 8))
+def test_nothing_raises_and_the_unit_of_the_reward_is_nothing(rows: list[dict[str, Any]], power: int) -> None:
+    """Powers of two, so that scaling itself rounds nothing."""
+    scaled = [
+        row | {"reward": row["reward"] * 2.0**power} if row.get("reward") is not None else row for row in rows
+    ]
+    for limits in (None, QUICK):
+        before, after = alarms(rows, limits), alarms(scaled, limits)
+        assert [(a.rule, a.since, a.step) for a in before] == [(a.rule, a.since, a.step) for a in after]
+
+
+@settings(max_examples=30, deadline=None)
+@given(tables, st.integers(0, 60))
+def test_only_the_past_counts(rows: list[dict[str, Any]], cut: int) -> None:
+    """What a run was told after n steps is what is said of the first n steps of the whole; a watch that was
+    rebuilt from them goes on as if it had never stopped."""
+    whole = alarms(rows, QUICK)
+    assert alarms(rows[:cut], QUICK) == [alarm for alarm in whole if alarm.step <= cut]
+    rebuilt = watching(rows[:cut], QUICK)
+    later = [alarm for row in rows[cut:] for alarm in rebuilt.see(row)]
+    assert later == [alarm for alarm in whole if alarm.step > cut]
+    assert rebuilt.collapsed == any(alarm.collapse for alarm in whole)
+
+
+def plain(rows: list[dict[str, Any]], limits: Limits) -> set[tuple[Rule, int]]:
+    """The slow twin: every condition from whole columns again, for each row; (rule, step) of each alarm."""
+
+    def known(name: str, upto: int) -> list[tuple[int, float]]:
+        found = [(row["step"], row.get(NAMES[name])) for row in rows[:upto]]
+        return [(step, value) for step, value in found if value is not None and math.isfinite(value)]
+
+    def means(name: str, upto: int) -> list[float]:
+        numbers = [value for _, value in known(name, upto)]
+        return [mean(numbers[i - limits.window : i]) for i in range(limits.window, len(numbers) + 1)]
+
+    def holds(rule: Rule, upto: int) -> bool:
+        numbers = [value for _, value in known(COLUMN[rule], upto)]
+        if rule is Rule.TAIL:
+            return numbers[-1] > limits.tail
+        if rule is Rule.KL:
+            early = numbers[:-1][: limits.kl_early]
+            enough = len(early) >= limits.least
+            return enough and numbers[-1] > max(limits.kl_nats, limits.kl_times * median(early))
+        if rule is Rule.GRADIENT:
+            before = [value for value in numbers[:-1] if value > 0]
+            return len(before) >= limits.gradient_before and numbers[-1] > limits.gradient_times * median(
+                before
+            )
+        course, reward = means(COLUMN[rule], upto), means("reward", upto)
+        if not course:
+            return False
+        if rule is Rule.REWARD:
+            changes = [(b - a) ** 2 for a, b in pairwise(numbers)]
+            error = math.sqrt(mean(changes or [0.0]) / 2 / limits.window)
+            lost = max(course) - course[-1]
+            half = limits.reward_left * max(course)
+            return max(course) > 0 and course[-1] < half and lost > limits.reward_errors * error
+        if rule is Rule.ENTROPY_LOW:
+            thriving = bool(reward) and max(reward) > 0 and reward[-1] >= limits.thriving * max(reward)
+            return course[-1] < limits.entropy_left * course[0] and not thriving
+        high = max(limits.entropy_times * course[0], course[0] + limits.entropy_nats)
+        return len(course) > limits.window and high < course[-1] > course[-1 - limits.window]
+
+    found: set[tuple[Rule, int]] = set()
+    for rule, needed in STEPS.items():
+        streak = 0
+        for step, value in known(COLUMN[rule], len(rows)):
+            if rule is Rule.GRADIENT and value <= 0:
+                continue
+            streak = streak + 1 if holds(rule, step) else 0
+            if streak == getattr(limits, needed):
+                found.add((rule, step))
+                break
+    return found
+
+
+COLUMN = {
+    Rule.TAIL: "tail",
+    Rule.KL: "k3",
+    Rule.REWARD: "reward",
+    Rule.GRADIENT: "norm",
+    Rule.ENTROPY_LOW: "entropy",
+    Rule.ENTROPY_HIGH: "entropy",
+}
+STEPS = {
+    Rule.TAIL: "tail_steps",
+    Rule.KL: "kl_steps",
+    Rule.REWARD: "reward_steps",
+    Rule.GRADIENT: "gradient_steps",
+    Rule.ENTROPY_LOW: "entropy_steps",
+    Rule.ENTROPY_HIGH: "entropy_steps",
+}
+grid = st.sampled_from([None, 0.0, 2**-10, 0.25, 0.5, 1.0, 2.0, 64.0])  # sums of these round nothing
+gridded = st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES.values(), grid)), min_size=10, max_size=40).map(
+    lambda rows: [{"step": step, **row} for step, row in enumerate(rows, start=1)]
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(gridded)
+def test_the_watch_is_its_twin_over_whole_columns(rows: list[dict[str, Any]]) -> None:
+    assert {(alarm.rule, alarm.step) for alarm in alarms(rows, QUICK)} == plain(rows, QUICK)
+
+
+def test_an_alarm_is_a_row() -> None:
+    (alarm,) = alarms(run(tail=lambda step: 0.2 if step >= 31 else 0.0))
+    assert isinstance(alarm, Alarm)
+    assert alarm.to_json() | {"sentence": ""} == {
+        "step": 35,
+        "since": 31,
+        "rule": "tail",
+        "collapse": True,
+        "sentence": "",
+        "figures": alarm.figures,
+    }

@@ -1,0 +1,330 @@
+"""Quantised rollout weights: what the codes mean, kernels against the torch twin, an engine that samples from
+them. The native products sum exactly as the bf16 kernels do, so most tests ask for equal bits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato.bench.decode import Plan
+from ostinato.bench.settings import Clock
+from ostinato.bench.weights import run as compare
+from ostinato.bench.weights import table
+from ostinato.config import Recipe
+from ostinato.engine.local import LocalEngine
+from ostinato.model.attention import CausalAttention
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.moe import ExpertLora, experts_loop
+from ostinato.model.named import model_folder
+from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.ops import TORCH_OPS
+from ostinato.model.quantise import Weights, codes, nearest, own_bytes, quantise, rounded
+from ostinato.model.weights import Moe, Quantised
+from ostinato.types import Completion, Request, Sampling
+
+CODED = [Weights.INT8, Weights.FP8]
+VOCAB = 61
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    try:
+        return load()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tiny(dtype: torch.dtype = torch.float32, *, moe: bool = True) -> Decoder:
+    config: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0] if moe else [0, 1, 2],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "initializer_range": 0.3,
+    }
+    return Decoder(parse_config(config), dtype=dtype).init_weights(0)
+
+
+# ---- what the codes mean
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.sampled_from([(1, 1), (5, 7), (3, 4, 33)]),
+    size=st.sampled_from([1e-30, 1e-3, 1.0, 1e4]),
+    seed=st.integers(0, 99),
+)
+def test_rounding_is_to_the_nearest_code(shape: tuple[int, ...], size: float, seed: int) -> None:
+    weight = size * draw(*shape, seed=seed)
+    int8 = codes(weight, Weights.INT8)
+    assert ((int8.dequantised() - weight).abs() <= 0.5001 * int8.scale.unsqueeze(-1)).all()
+    assert (int8.codes.abs().amax(-1) == 127).all()
+    fp8 = codes(weight, Weights.FP8)  # 3 bits of mantissa, or half a step of the subnormals
+    step = torch.maximum(weight.abs() / 16, 2**-10 * fp8.scale.unsqueeze(-1))
+    assert ((fp8.dequantised() - weight).abs() <= 1.0001 * step).all()
+    int4 = nearest(weight, Weights.INT4)
+    most = weight.abs().amax(-1, keepdim=True)  # of a row: no group has a larger scale
+    assert ((int4 - weight).abs() <= 0.5001 * most / 7).all()
+
+
+def test_int4_has_a_scale_for_every_32_inputs() -> None:
+    weight = torch.cat((1e-3 * draw(2, 32), draw(2, 10, seed=1)), dim=1)
+    assert ((nearest(weight, Weights.INT4) - weight)[:, :32].abs().max()) < 1e-3 * 4 / 14
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_rows_of_zeros_and_of_the_smallest_numbers_stay_finite(kind: Weights) -> None:
+    weight = torch.tensor([[0.0, 0.0], [1e-45, 0.0], [3e38, -3e38]])
+    assert torch.isfinite(codes(weight, kind).dequantised()).all()
+    assert (codes(weight, kind).dequantised()[0] == 0).all()
+
+
+def test_every_code_means_what_torch_says(kernels: Kernels) -> None:
+    every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        values = every.view(dtype).float()
+        known = torch.isfinite(values) & (values != -128)  # symmetric: -128 is no code
+        one = Quantised(
+            every.view(dtype)[known].unsqueeze(1).expand(-1, 2).contiguous(), torch.ones(int(known.sum()))
+        )
+        product = kernels.ops.linear(torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16), one)
+        assert torch.equal(product[0].float(), values[known])
+    nan = Quantised(
+        torch.tensor([[0x7F, 0], [0xFF, 0]], dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(2)
+    )
+    assert kernels.ops.linear(torch.ones(1, 2, dtype=torch.bfloat16), nan).isnan().all()
+
+
+# ---- products
+
+
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize(
+    ("depth", "columns"), [(2, 1), (6, 17), (33, 5), (64, 48), (66, 33), (70, 16), (130, 65), (576, 100)]
+)
+def test_a_product_of_codes_is_the_bf16_product_of_their_values(
+    kernels: Kernels, kind: Weights, depth: int, columns: int
+) -> None:
+    """Bit for bit, with the scale applied to the fp32 sum; and a row is the same among any number of rows."""
+    w = codes(draw(columns, depth), kind)
+    x, bias = draw(70, depth, seed=1, dtype=torch.bfloat16), draw(columns, seed=2, dtype=torch.bfloat16)
+    ours = kernels.ops.linear(x, w, bias)
+    sums = kernels.ops.linear(x, w.codes.to(torch.bfloat16), None, torch.float32)
+    scaled = sums.double() * w.scale.double() + bias.double()
+    assert torch.equal(ours, scaled.float().bfloat16())
+    twin = TORCH_OPS.linear(x, w, bias)
+    assert (ours.float() - twin.float()).abs().max() <= 8e-3 * twin.float().abs().max()
+    for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 48, 49, 64, 69):
+        assert torch.equal(kernels.ops.linear(x[:rows], w, bias), ours[:rows])
+
+
+def test_products_refuse_other_activations(kernels: Kernels) -> None:
+    with pytest.raises(TypeError, match="quantised weights take"):
+        kernels.ops.linear(draw(2, 8), codes(draw(4, 8), Weights.INT8))
+
+
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("scheme", [None, *ExpertScheme])
+def test_experts(kernels: Kernels, kind: Weights, scheme: ExpertScheme | None) -> None:
+    """Native, torch and the loop over the values in fp32; a token's result does not depend on the others."""
+    T, E, K, D, width = 40, 5, 2, 32, 24
+    x = draw(T, D, dtype=torch.bfloat16)
+    weights, ids = draw(T, E, seed=1).softmax(-1).topk(K)
+    gate_up, down = codes(draw(E, 2 * width, D, seed=2) / 6, kind), codes(draw(E, D, width, seed=3) / 5, kind)
+    lora = None if scheme is None else expert_lora(scheme, E, D, width)
+    ours = kernels.ops.experts(x, ids, weights, gate_up, down, lora)
+    twin = TORCH_OPS.experts(x, ids, weights, gate_up, down, lora)
+    wide = lora and ExpertLora(*(factor.float() for factor in lora[:4]), scale=lora.scale)
+    loop = experts_loop(x.float(), ids, weights, gate_up.dequantised(), down.dequantised(), wide)
+    for found in (ours, twin):
+        assert (found.float() - loop).abs().max() <= 0.03 * loop.abs().max()
+    for rows in (1, 3, 17):
+        assert torch.equal(
+            kernels.ops.experts(x[:rows], ids[:rows], weights[:rows], gate_up, down, lora), ours[:rows]
+        )
+
+
+def expert_lora(scheme: ExpertScheme, E: int, D: int, width: int) -> ExpertLora:
+    r = 4
+    shared = scheme is ExpertScheme.SHARED_OUTER
+    shapes = (2 * r, D), (E, 2 * width, 2 * r), (E, r, width), (D, r)
+    if not shared:
+        shapes = (E, 2 * r, D), shapes[1], shapes[2], (E, D, r)
+    factors = (draw(*shape, seed=9 + i, dtype=torch.bfloat16) / 8 for i, shape in enumerate(shapes))
+    return ExpertLora(*factors, scale=0.5)
+
+
+# ---- decoders
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_a_quantised_decoder_is_the_decoder_of_its_values(kind: Weights) -> None:
+    decoder, tokens = tiny(), torch.arange(20)
+    values = rounded(decoder, kind)
+    exact, _ = values(tokens, torch.arange(20), CausalAttention())
+    ours, _ = quantise(decoder, kind)(tokens, torch.arange(20), CausalAttention())
+    plain, _ = rounded(decoder, Weights.BF16)(tokens, torch.arange(20), CausalAttention())
+    native, _ = decoder(tokens, torch.arange(20), CausalAttention())
+    error = (ours.float() - exact).norm() / exact.norm()
+    assert error < 3 * (plain.float() - native).norm() / native.norm()  # the error of bf16 activations
+    assert (exact - native).norm() / native.norm() > 1e-3  # and the values are others
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Weights.BF16, *CODED])
+def test_what_a_sampler_holds(dtype: torch.dtype, kind: Weights) -> None:
+    """8 bits and a scale for the linear maps and no bf16 copy of them; what is bf16 already is shared."""
+    decoder = tiny(dtype)
+    sampler = quantise(decoder, kind)
+    if kind is Weights.BF16:
+        assert (sampler is decoder) == (dtype == torch.bfloat16)
+        assert sampler.dtype == torch.bfloat16 and not sampler.quantised
+        return
+    linears = {name: weight for name, weight in decoder.named_parameters() if name in sampler.quantised}
+    expected = sum(weight.numel() + 4 * weight.shape[:-1].numel() for weight in linears.values())
+    rest = [weight for name, weight in decoder.named_parameters() if name not in linears]
+    assert {name.rpartition(".")[2] for name in linears} == {"qkv", "o", "gate_up", "down"}
+    assert not set(linears) & set(dict(sampler.named_parameters()))
+    if dtype == torch.bfloat16:
+        assert own_bytes(sampler, decoder) == expected
+    else:
+        assert own_bytes(sampler, decoder) == expected + sum(2 * weight.numel() for weight in rest)
+    mlp = sampler.blocks[1].mlp
+    assert isinstance(mlp, Moe) and isinstance(mlp.gate_up, Quantised) and isinstance(mlp.router, Tensor)
+    with pytest.raises(ValueError, match="quantised weights have no views"):
+        sampler.named_linears()
+
+
+def test_int4_is_for_studies() -> None:
+    with pytest.raises(ValueError, match="int4"):
+        quantise(tiny(), Weights.INT4)
+    assert rounded(tiny(), Weights.INT4).dtype == torch.float32
+
+
+# ---- the engine
+
+
+def adapters_of(decoder: Decoder) -> Adapters:
+    adapters = init_adapters(decoder.config, AdapterSpec(rank=4), 1)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, b in adapters.tensors.values():
+            b.normal_(0, 0.1, generator=generator)
+    return adapters
+
+
+def requests(temperature: float) -> list[Request]:
+    rng = np.random.default_rng(0)
+    sampling = Sampling(max_tokens=12, temperature=temperature)
+    return [
+        Request(tokens=rng.integers(0, VOCAB, length).astype(np.int32), sampling=sampling, seed=(7, length))
+        for length in (3, 9, 17, 18, 30)
+    ]
+
+
+def answers(engine: LocalEngine, asked: Sequence[Request]) -> list[Completion]:
+    async def collect() -> list[Completion]:
+        found = {index: completion async for index, completion in engine.generate(asked)}
+        return [found[index] for index in range(len(asked))]
+
+    return asyncio.run(collect())
+
+
+def engine_of(decoder: Decoder, kernels: Kernels | None, adapters: Adapters | None) -> LocalEngine:
+    engine = LocalEngine(decoder, kernels=kernels, kv_memory_mb=4, context_limit=64)
+    engine.publish(adapters, 1)
+    return engine
+
+
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_engine_samples_from_quantised_weights(
+    kernels: Kernels, kind: Weights, adapted: bool, temperature: float
+) -> None:
+    """Of a dense model: every token has the probability that the torch twin gives it, or wins as it does
+    there up to a near-tie; and the torch twin's engine begins with the same tokens."""
+    sampler = quantise(tiny(moe=False), kind)
+    adapters = adapters_of(sampler) if adapted else None
+    asked = requests(temperature)
+    ours = answers(engine_of(sampler, kernels, adapters), asked)
+    twins = answers(engine_of(sampler, None, adapters), asked)
+    for request, answer in zip(asked, ours, strict=True):
+        logits = twin_logits(sampler, request, answer, adapters)
+        chosen = logits.gather(1, torch.from_numpy(answer.tokens.astype(np.int64))[:, None]).squeeze(1)
+        if temperature:
+            logprobs = (chosen - logits.logsumexp(dim=1)).numpy()
+            error = np.abs(answer.logprobs - logprobs)
+            assert error.mean() < 0.06 and error.max() < 0.2  # logits in bf16
+        else:
+            assert (logits.amax(dim=1) - chosen).max() < 0.2
+    assert sum(a.tokens[0] == b.tokens[0] for a, b in zip(ours, twins, strict=True)) >= 4  # of 5
+
+
+def twin_logits(decoder: Decoder, request: Request, answer: Completion, adapters: Adapters | None) -> Tensor:
+    """[answer, V] fp32 of a torch forward over the finished sequence."""
+    whole = torch.from_numpy(np.concatenate([request.tokens, answer.tokens]).astype(np.int64))
+    with torch.inference_mode():
+        hidden, _ = decoder(whole, torch.arange(len(whole)), CausalAttention(), adapters=adapters)
+        return decoder.logits(hidden[len(request.tokens) - 1 : -1]).float()
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_answers_of_quantised_experts_are_alike_in_any_batch(kernels: Kernels, kind: Weights) -> None:
+    """Bit for bit. Against the twin engine only the middle is close: where rounding flips an expert, a
+    log-probability may differ by more than 1, which is what routing replay is for."""
+    sampler = quantise(tiny(), kind)
+    adapters, asked = adapters_of(sampler), requests(1.0)
+    ours = answers(engine_of(sampler, kernels, adapters), asked)
+    twins = answers(engine_of(sampler, None, adapters), asked)
+    for request, answer in zip(asked, ours, strict=True):
+        alone = answers(engine_of(sampler, kernels, adapters), [request])[0]
+        assert np.array_equal(alone.tokens, answer.tokens) and np.array_equal(alone.logprobs, answer.logprobs)
+    first = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(ours, twins, strict=True)]
+    assert np.median(first) < 0.1
+
+
+def test_the_benchmark_puts_them_side_by_side(kernels: Kernels) -> None:
+    folder = Path(model_folder("asset:seed-moe"))
+    plan = Plan(folder=folder, model="seed-moe", batches=(1,), new_tokens=8, prompt=8, rounds=1)
+    result = compare(plan, (Weights.BF16, Weights.INT8), Clock.CPU, lambda line: None)
+    found = result["batches"][0]["weights"]
+    assert found["bf16"]["speedup"] == 1 and found["int8"]["ms"] > 0
+    assert result["bytes"]["int8"] < 0.6 * result["bytes"]["bf16"]
+    assert table(result).row_count == 1
+
+
+def test_full_training_with_copied_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'engine\.weights is "int8" with adapter\.kind "full"'):
+        Recipe.model_validate({"engine": {"weights": "int8"}, "adapter": {"kind": "full"}})
+    with pytest.raises(ValueError, match=r"engine\.weights is 'int4'"):
+        Recipe.load("quickstart", "engine.weights=int4")

@@ -1,0 +1,281 @@
+"""The section on sampler against trainer, the same in a terminal and as JSON, and what the watch said."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mismatch_rows import LAYERS, mismatch_row, routing_metrics
+from typer.testing import CliRunner
+
+from ostinato.algo.mismatch import arm
+from ostinato.cli.app import app
+from ostinato.config import Recipe, dump_toml
+from ostinato.report import write_report
+from ostinato.report.charts import Chart, Section, to_plain
+from ostinato.report.concerns import Level, concerns
+from ostinato.report.facts import Table, figure_text, marked_steps, milestones
+from ostinato.report.mismatch import comparison, decisions, mismatch_section, summary
+from ostinato.report.reading import RunData, read_run
+from ostinato.run import RunFolder, to_json
+
+ALARM = {
+    "step": 44,
+    "since": 40,
+    "rule": "tail",
+    "collapse": True,
+    "sentence": "F(2) is 0.15",
+    "figures": {"tail_2": 0.15},
+}
+
+
+def plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """As it comes back from the disk: NaN is null."""
+    return json.loads(to_json(row))
+
+
+def data(*rows: Mapping[str, Any], **changes: Any) -> RunData:
+    whole: dict[str, Any] = {
+        "name": "run",
+        "recipe_text": "",
+        "recipe": {"trainer": {"steps": 80}},
+        "metrics": [{"step": step, "reward": 0.5, **routing_metrics(step)} for step in (1, 40, 80)],
+        "evals": [],
+        "ledger": [],
+        "starts": [],
+        "damage": [],
+        "mismatch": [plain(row) for row in rows],
+    }
+    return RunData(**{**whole, **changes})
+
+
+def charts(section: Section) -> dict[str, Chart]:
+    return {chart.key: chart for chart in section.charts}
+
+
+def cells(table: Table, name: str) -> list[str]:
+    (line,) = (line for line in table.lines if line.name == name)
+    return [cell.value for cell in line.cells]
+
+
+def test_the_table_by_hand() -> None:
+    """Two answers of two tokens; replay halves each log ratio."""
+    native = arm([math.log(1.2), -math.log(1.2), math.log(3), 0.0], [0, 0, 1, 1])  # pyright: ignore
+    half = arm([0.5 * math.log(1.2), -0.5 * math.log(1.2), 0.5 * math.log(3), 0.0], [0, 0, 1, 1])  # pyright: ignore
+    table = comparison([{"step": 3, "arms": {"native": native, "replay": half}}], {})
+    assert [column.name for column in table.columns] == ["native", "with replay", "change"]
+    assert cells(table, "largest |log r|") == ["1.1", "0.549", "2x lower"]
+    assert cells(table, "F(1.1)") == ["0.75", "0.25", "3x lower"]
+    assert cells(table, "F(2)") == ["0.25", "0", "none left"]
+    assert cells(table, "TIS would cut") == ["0.25", "0", "none left"]
+    assert cells(table, "IcePop would mask") == ["0", "0", ""]
+    (k3,) = (line for line in table.lines if line.name == "k3")
+    assert k3.cells[0].note.startswith("[") and "sampler || trainer" in k3.note and "nats" in k3.note
+    assert "Pearson" not in {line.name for line in table.lines}
+
+
+def test_first_and_last_stand_side_by_side_with_the_floor() -> None:
+    section = mismatch_section(data(mismatch_row(1), mismatch_row(25), mismatch_row(75, growth=2)))
+    table, told = section.tables
+    assert [(column.name, column.note) for column in table.columns] == [
+        ("native", "step 1"),
+        ("with replay", "step 1"),
+        ("change", "by replay"),
+        ("native", "step 75"),
+        ("with replay", "step 75"),
+        ("change", "by replay"),
+        ("floor", "trainer against itself"),
+    ]
+    assert all(len(line.cells) == 7 for line in table.lines)
+    assert told.title == "Decisions about replay" and len(told.lines) == 2
+    assert "Step 75" in section.lead and "do not overlap" in section.lead
+    facts = {fact.name: fact for fact in section.facts}
+    assert facts["Routes of a token"].value == "24 bytes"
+    assert "the gate asks for 90%" in facts["Experts in common"].note
+
+
+def test_the_plots() -> None:
+    shown = charts(mismatch_section(data(mismatch_row(1), mismatch_row(25), mismatch_row(75))))
+    native, replay = shown["kl-native-and-replayed"].series
+    assert shown["kl-native-and-replayed"].steps == [1, 25, 75]
+    for series in (native, replay):
+        for value, low, high in zip(series.values, series.low or (), series.high or (), strict=True):
+            assert value is not None and low is not None and high is not None and low <= value <= high
+    tails = shown["tails"]
+    assert tails.labels[0] == "1.02" and tails.log_x and "floor: step 1" in tails.note
+    assert [one.label for one in tails.series] == ["native", "replay", "floor"]
+    for one in tails.series:
+        assert one.values == sorted(one.values, key=lambda share: -(share or 0.0))
+    assert [one.values[-1] for one in shown["gap-distribution"].series] == [1.0, 1.0, 1.0]
+    layers = shown["routers-by-layer"]
+    assert layers.labels == [str(layer) for layer in range(LAYERS)]
+    assert layers.high == max(share or 0.0 for share in layers.series[0].values)
+    assert shown["routers-by-position"].labels[0] == "0-3"
+    overall, flips = shown["margins"].series
+    assert all((a or 0) > (b or 0) for a, b in zip(overall.values, flips.values, strict=True))
+    assert shown["routes-in-common"].mark == (0.9, "gate")
+    assert all(json.dumps(to_plain(chart)) for chart in shown.values())
+
+
+def test_the_gate_that_is_drawn_is_the_recipe_s() -> None:
+    def mark(threshold: float) -> Any:
+        changed = data(mismatch_row(1), recipe={"trainer": {"replay_threshold": threshold}})
+        return charts(mismatch_section(changed))["routes-in-common"].mark
+
+    assert mark(0.8) == (0.8, "gate") and mark(0.0) is None
+
+
+def test_a_dense_run_shows_what_applies() -> None:
+    rows = [{"step": step, "reward": 0.5} for step in (1, 80)]
+    section = mismatch_section(data(mismatch_row(1, dense=True), metrics=rows))
+    assert "nothing to replay" in section.lead
+    (table,) = section.tables
+    assert [column.name for column in table.columns] == ["native", "floor"]
+    assert not {"routers-by-layer", "margins", "routes-in-common"} & set(charts(section))
+    assert len(charts(section)["tails"].series) == 2
+    assert not [fact for fact in section.facts if "outes" in fact.name or "xperts" in fact.name]
+
+
+def test_a_run_that_was_never_measured_says_so_in_a_sentence() -> None:
+    section = mismatch_section(data(recipe={"log": {"mismatch_every": 0}}))
+    assert "mismatch.jsonl has no rows (log.mismatch_every is 0)" in section.lead
+    assert not section.tables and not section.facts
+    assert "log-probability-gap" in charts(section)
+
+
+def test_decisions_are_the_first_the_changes_and_the_last() -> None:
+    on = {1: True, 25: True, 50: False, 75: False, 100: True, 125: True}
+    rows = [plain(mismatch_row(step, on=value)) for step, value in on.items()]
+    assert [row["step"] for row in decisions(rows)] == [1, 50, 100, 125]
+
+
+WHOLE = to_json(mismatch_row(1))
+damaged = st.recursive(
+    st.none() | st.booleans() | st.floats(-1e3, 1e3) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["k3", "0", "share"]), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_a_damaged_row_loses_what_is_damaged_and_no_more(draw: st.DataObject) -> None:
+    """Any value of a row may be of another version of the program, or of a disk that lies."""
+    row = json.loads(WHOLE)
+    native = row["arms"]["native"]
+    for where in (native, row["routers"]["layers"][0], row["routers"], row):
+        for key in draw.draw(st.lists(st.sampled_from(sorted(where)), max_size=3)):
+            if key != "step":
+                where[key] = draw.draw(damaged)
+    run = data(row)
+    section = mismatch_section(run)
+    assert section.lead and to_json(summary(run)) and concerns(run) is not None
+    assert all(chart.empty or json.dumps(to_plain(chart)) for chart in section.charts)
+
+
+def test_replay_that_makes_it_worse_is_a_warning() -> None:
+    """Routes shifted by one raise k3 from 1e-5 to 0.1 (reference pilot), while everything else looks fine."""
+
+    def said(row: Mapping[str, Any]) -> list[str]:
+        found = concerns(data(row))
+        return [one.text for one in found if one.level is Level.BAD and "Replay made" in one.text]
+
+    row = mismatch_row(25)
+    assert not said(row)
+    row["arms"] = {"native": row["arms"]["replay"], "replay": row["arms"]["native"]}
+    assert "misaligned" in said(row)[0]
+
+
+def test_rows_without_a_route_are_a_concern() -> None:
+    row = mismatch_row(25) | {"coverage": 0.75}
+    assert any("25.0% of the rows" in one.text for one in concerns(data(row)))
+
+
+def test_best_and_collapse_are_facts_marks_and_words() -> None:
+    evals = [
+        {"step": step, "split": "eval", "n": 256, "pass@1": value, "stderr": 0.03}
+        for step, value in ((0, 0.3), (20, 0.6), (40, 0.8), (80, 0.2))
+    ]
+    run = data(mismatch_row(1), evals=evals, alarms=[ALARM])
+    best, collapse = milestones(run)
+    assert (best.value, best.note[:13]) == ("step 40", "pass@1 0.800 ")
+    assert (collapse.value, collapse.note) == ("step 44", "tail, since step 40")
+    assert marked_steps(run) == [(40, "best"), (44, "collapse")]
+    assert any("The run collapsed at step 44: F(2) is 0.15" in one.text for one in concerns(run))
+    sign = data(alarms=[{**ALARM, "rule": "gradient", "collapse": False}])
+    assert milestones(sign) == [] and marked_steps(sign) == []
+    (said,) = (one for one in concerns(sign) if "stability watch" in one.text)
+    assert said.level is Level.LOOK
+
+
+def test_a_best_step_that_is_the_last_needs_no_mark() -> None:
+    evals = [{"step": 80, "split": "eval", "n": 256, "pass@1": 0.8, "stderr": 0.03}]
+    assert marked_steps(data(evals=evals)) == [] and len(milestones(data(evals=evals))) == 1
+
+
+def new_run(path: Path) -> RunFolder:
+    run = RunFolder.create(path / "run", dump_toml(Recipe()))
+    run.write(1, {"reward": 0.5, **routing_metrics(1)})
+    run.mismatch.append(mismatch_row(1), mismatch_row(25))
+    run.watch.append(ALARM)
+    return run
+
+
+def test_it_reaches_the_page(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    page = write_report(run).read_text(encoding="utf-8")
+    assert 'id="mismatch"' in page and 'data-chart="tails"' in page and "Decisions about replay" in page
+    assert "collapse" in page and read_run(run).alarms == [ALARM]
+
+
+def test_the_command_prints_one_screen_or_one_object_and_writes_nothing(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    shown = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["report", str(run.path), "--mismatch"])
+    assert shown.exit_code == 0
+    for words in ("Step 25", "with replay", "F(1.1)", "floor", "Decisions about replay", "24 bytes"):
+        assert words in shown.stdout
+    assert len(shown.stdout.splitlines()) <= 48 and max(map(len, shown.stdout.splitlines())) <= 100
+    told = CliRunner().invoke(app, ["report", str(run.path), "--mismatch", "--json"])
+    found = json.loads(told.stdout)
+    assert found["direction"] == "KL(sampler || trainer)" and found["measured"] == [1, 25]
+    assert found["last"]["arms"]["replay"]["k3"] == found["k3"]["replay"][-1] < found["k3"]["native"][-1]
+    assert found["decisions"][0]["why"] and found["alarms"][0]["step"] == 44
+    assert not run.report.exists()
+
+
+def test_a_run_without_measurements_is_a_sentence_in_the_terminal_too(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", dump_toml(Recipe()))
+    shown = CliRunner().invoke(app, ["report", str(run.path), "--mismatch"])
+    assert shown.exit_code == 0 and "mismatch.jsonl has no rows" in " ".join(shown.stdout.split())
+
+
+@pytest.mark.parametrize("more", [["--json"], ["--mismatch", "--open"], ["--mismatch", "--out", "x.html"]])
+def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path, more: list[str]) -> None:
+    refused = CliRunner().invoke(app, ["report", str(new_run(tmp_path).path), *more])
+    assert isinstance(refused.exception, ValueError) and more[-1 if len(more) == 1 else 0] in str(
+        refused.exception
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0.0, "0"),
+        (1.789e-5, "1.79e-5"),
+        (1e-4, "1e-4"),
+        (0.0121, "0.0121"),
+        (0.99982, "0.99982"),
+        (0.9999999, "1"),
+        (1234.5, "1,234"),
+        (-1.5, "-1.5"),
+    ],
+)
+def test_figures(value: float | None, text: str) -> None:
+    assert figure_text(value) == text

@@ -1,0 +1,494 @@
+"""Replay as the trainer does it: the gate, the measurement, the decision, and the laws of each pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.algo.algorithms import algorithm
+from ostinato.algo.mismatch import tail
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.algo.routing import Cause, Misaligned, shared_ids
+from ostinato.model.attention import CausalAttention
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.train.gate import agreement, row_counts
+from ostinato.train.inputs import otherwise_packed
+from ostinato.train.optimizer import OptimizerSettings
+from ostinato.train.trainer import PolicyTrainer, Totals
+from ostinato.types import NO_EXPERT, Batch, Sample
+
+VOCAB, PROMPT = 61, 10
+RAW = {
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "head_dim": 8,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+}
+DENSE = {**RAW, "mlp_only_layers": [0, 1, 2, 3]}
+SLOW, FAST = OptimizerSettings(lr=1e-3), OptimizerSettings(lr=0.1)
+GRPO, BYPASS = algorithm("grpo", correction="token_truncate"), algorithm("grpo")
+
+
+def decoder_of(raw: dict[str, Any] = RAW) -> Decoder:
+    return Decoder(parse_config(raw)).init_weights(seed=0)
+
+
+def adapters_of(decoder: Decoder, *targets: str) -> Adapters:
+    """With B drawn too, so that the policy is not the base and every factor has a gradient."""
+    spec = AdapterSpec(rank=4, alpha=8, targets=targets or ("attn",))
+    adapters, generator = init_adapters(decoder.config, spec, seed=1), torch.Generator().manual_seed(2)
+    for _, b in adapters.tensors.values():
+        b.data = torch.randn(b.shape, generator=generator) * 0.1
+    return adapters
+
+
+def samples_of(
+    decoder: Decoder, adapters: Adapters | None, groups: int = 3, siblings: int = 3, answer: int = 20
+) -> list[Sample]:
+    """Groups of siblings with the experts that the model itself chooses for them, as an engine would."""
+    rng, samples = np.random.default_rng(0), []
+    for group in range(groups):
+        prompt = rng.integers(0, VOCAB, size=PROMPT)
+        for sibling in range(siblings):
+            tokens = np.concatenate([prompt, rng.integers(0, VOCAB, size=answer + sibling)]).astype(np.int32)
+            mask = np.arange(len(tokens)) >= PROMPT
+            advantages = np.where(mask, rng.standard_normal(), 0).astype("f4")
+            with torch.no_grad():
+                where = torch.from_numpy(tokens.astype(np.int64)), torch.arange(len(tokens))
+                hidden, routing = decoder(*where, CausalAttention(), adapters=adapters)
+                log_p = decoder.logits(hidden).log_softmax(-1)
+            logprobs = np.zeros(len(tokens), "f4")
+            logprobs[1:] = log_p[:-1].gather(1, where[0][1:, None])[:, 0].numpy()
+            experts = None if routing is None else routing.numpy().copy()
+            if experts is not None:
+                experts[-1] = NO_EXPERT
+            samples.append(
+                Sample(
+                    tokens=tokens,
+                    loss_mask=mask,
+                    logprobs=np.where(mask, logprobs, 0),
+                    advantages=advantages,
+                    versions=np.where(mask, 0, -1).astype(np.int32),
+                    group=group,
+                    prompt_len=PROMPT,
+                    uid=f"{group}#{sibling}",
+                    experts=experts,
+                )
+            )
+    return samples
+
+
+def batch_of(samples: list[Sample], budget: int = 200) -> Batch:
+    return pack(samples, aggregation_weights(samples, Aggregation.TOKEN), tokens_per_microbatch=budget)
+
+
+def with_experts(samples: list[Sample], experts: list[np.ndarray]) -> list[Sample]:
+    return [replace(sample, experts=ids) for sample, ids in zip(samples, experts, strict=True)]
+
+
+def trainer_of(decoder: Decoder, adapters: Adapters | None = None, **options: Any) -> PolicyTrainer:
+    options = {"algorithm": GRPO, "optimizer": SLOW} | options
+    return PolicyTrainer(decoder, adapters or adapters_of(decoder), options.pop("algorithm"), **options)
+
+
+def bytes_of(trainer: PolicyTrainer) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in trainer.tensors().items()}
+
+
+def random_experts(sample: Sample, seed: int = 0) -> np.ndarray:
+    assert sample.experts is not None
+    shape = (*sample.experts.shape[:2], RAW["num_experts"])
+    drawn = np.random.default_rng(seed).random(shape).argsort(-1)[..., : sample.experts.shape[2]]
+    return np.where(sample.experts == NO_EXPERT, NO_EXPERT, drawn).astype(np.int16)
+
+
+def logprobs_of(trainer: PolicyTrainer, batch: Batch) -> np.ndarray:
+    parts = [trainer._inputs(microbatch) for microbatch in batch.microbatches]
+    with torch.no_grad():
+        hidden = [trainer._forward(part, trainer._adapters, part.routing)[0] for part in parts]
+        scored = [
+            trainer._logprobs(one, part, want_entropy=False)[0]
+            for one, part in zip(hidden, parts, strict=True)
+        ]
+    return torch.cat(scored).numpy()
+
+
+def gradients_of(trainer: PolicyTrainer, batch: Batch) -> dict[str, torch.Tensor]:
+    parts = [trainer._inputs(microbatch) for microbatch in batch.microbatches]
+    trainer._accumulate(parts, batch.num_samples, 1, Totals())
+    return {name: leaf.grad.clone() for name, leaf in trainer._named.items() if leaf.grad is not None}
+
+
+# The gate
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 999), rows=st.integers(1, 30))
+def test_counting_on_the_device_is_the_overlap_of_its_twin(seed: int, rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    native, carried = (rng.random((rows, 3, 6)).argsort(-1)[..., :2] for _ in range(2))
+    carried[rng.random(rows) < 0.3] = NO_EXPERT
+    common, known, differ = row_counts(torch.from_numpy(native), torch.from_numpy(carried)).numpy()
+    share = shared_ids(native, carried)
+    np.testing.assert_allclose(common, np.nansum(share, axis=1) * 2)
+    np.testing.assert_array_equal(known, (~np.isnan(share)).sum(1) * 2)
+    np.testing.assert_array_equal(differ, (share < 1).sum(1) * 2)
+
+
+@pytest.mark.parametrize("replay", [True, False, "auto"])
+def test_the_routes_of_these_tokens_pass(replay: bool | str) -> None:
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    trainer = trainer_of(decoder, adapters, replay=replay)
+    metrics = trainer.step(batch_of(samples_of(decoder, adapters))).metrics
+    assert metrics["routing/overlap"] == metrics["routing/lowest_sequence"] == 1
+    assert metrics["routing/differ"] == 0
+    assert metrics["routing/replay"] == float(replay is True), "auto: the policies agree"
+
+
+def planted(bug: str, samples: list[Sample]) -> list[Sample]:
+    ids = [sample.experts for sample in samples if sample.experts is not None]
+    match bug:
+        case "late":
+            ids = [np.concatenate([one[:1], one[:-1]]) for one in ids]
+        case "rolled":
+            ids = [np.roll(one, 1, axis=1) for one in ids]
+        case "reversed":
+            ids = [one[:, ::-1] for one in ids]
+        case "shuffled":
+            ids = [np.resize(ids[i - 1], one.shape) for i, one in enumerate(ids)]
+        case "other ids":
+            renamed = np.append(np.random.default_rng(0).permutation(RAW["num_experts"]), NO_EXPERT)
+            ids = [renamed[one].astype(np.int16) for one in ids]
+        case "zeros":
+            ids = [np.zeros_like(one) for one in ids]
+    return with_experts(samples, ids)
+
+
+@pytest.mark.parametrize(
+    ("bug", "cause"),
+    [
+        ("late", Cause.SHIFTED),
+        ("rolled", Cause.LAYERS),
+        ("reversed", Cause.LAYERS),
+        ("shuffled", Cause.SHUFFLED),
+        ("other ids", Cause.UNRELATED),
+        ("zeros", Cause.ZERO),
+    ],
+)
+def test_misaligned_routes_are_refused_before_anything_is_learned(bug: str, cause: Cause) -> None:
+    """Each was shipped silently by somebody: the loss is finite, and the run learns from noise."""
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    batch = batch_of(planted(bug, samples_of(decoder, adapters, groups=5, siblings=1)))
+    trainer = trainer_of(decoder, adapters)
+    before, counters = bytes_of(trainer), trainer.counters()
+    with pytest.raises(Misaligned, match=f"probable cause: {cause}.*nothing was learned") as caught:
+        trainer.step(batch)
+    assert caught.value.diagnosis.cause is cause
+    assert caught.value.uids and set(caught.value.uids) <= {f"{group}#0" for group in range(5)}
+    assert bytes_of(trainer) == before and trainer.counters() == counters
+    assert all(leaf.grad is None for leaf in trainer._named.values())
+
+
+def test_one_sequence_of_many_is_found_and_named() -> None:
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    samples = samples_of(decoder, adapters, groups=8, siblings=4)
+    ids = [sample.experts for sample in samples if sample.experts is not None]
+    ids[13] = np.concatenate([ids[13][:1], ids[13][:-1]])
+    with pytest.raises(Misaligned, match="1 of 32 sequences") as caught:
+        trainer_of(decoder, adapters).step(batch_of(with_experts(samples, ids), budget=400))
+    assert caught.value.uids == (samples[13].uid,)
+    assert caught.value.diagnosis.cause is Cause.SHIFTED
+
+
+def test_routes_of_another_policy_are_seen() -> None:
+    """A cache that outlived an update: right tokens, wrong weights. Nothing explains it away."""
+    decoder = decoder_of()
+    adapters, other = adapters_of(decoder, "attn", "router"), adapters_of(decoder, "attn", "router")
+    for _, b in other.tensors.values():
+        b.data = b.data * -0.5
+    batch = batch_of(samples_of(decoder, other))
+    with pytest.raises(Misaligned) as caught:
+        trainer_of(decoder, adapters).step(batch)
+    assert caught.value.diagnosis.cause in (Cause.STALE, Cause.UNRELATED)
+
+
+def test_without_replay_or_gate_disagreement_is_a_metric() -> None:
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    samples = samples_of(decoder, adapters)
+    batch = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]))
+    for options in ({"replay": False}, {"replay_threshold": 0.0}):
+        metrics = trainer_of(decoder, adapters, **options).step(batch).metrics
+        assert metrics["routing/overlap"] < 0.5 and metrics["routing/lowest_sequence"] < 0.5
+        assert metrics["routing/differ"] > 0.9
+
+
+def test_the_gate_looks_before_weights_move() -> None:
+    """With large steps the later minibatches of an aligned batch disagree with their own routes: that is what
+    replay is for, and no sign of misalignment."""
+    decoder = decoder_of()
+    adapters = adapters_of(decoder, "attn", "router")
+    batch = batch_of(samples_of(decoder, adapters), budget=40)
+    trainer = trainer_of(decoder, adapters, optimizer=OptimizerSettings(lr=0.5), minibatches=3)
+    assert trainer.step(batch).metrics["routing/overlap"] == 1
+    parts = [trainer._inputs(microbatch) for microbatch in batch.microbatches]
+    natives = [trainer._forward(part, adapters, part.routing)[1] for part in parts]
+    now = agreement(
+        [
+            (part.source, row_counts(native, part.carried))
+            for part, native in zip(parts, natives, strict=True)
+            if native is not None and part.carried is not None
+        ]
+    )
+    assert now.metrics["routing/overlap"] < 0.9
+
+
+def test_a_refused_minibatch_leaves_the_gate_to_the_next() -> None:
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    batch = batch_of(planted("late", samples_of(decoder, adapters)), budget=60)
+    first = batch.microbatches[0]
+    poisoned = replace(first, advantages=np.full_like(first.advantages, math.nan))
+    batch = replace(batch, microbatches=(poisoned, *batch.microbatches[1:]))
+    trainer = trainer_of(decoder, adapters, minibatches=len(batch.microbatches))
+    before = bytes_of(trainer)
+    with pytest.raises(Misaligned):
+        trainer.step(batch)
+    assert bytes_of(trainer) == before
+
+
+def test_a_dense_model_and_routes_not_recorded_have_no_gate() -> None:
+    dense, decoder = decoder_of(DENSE), decoder_of()
+    metrics = trainer_of(dense).step(batch_of(samples_of(dense, None))).metrics
+    assert not any(name.startswith("routing/") for name in metrics)
+    samples = samples_of(decoder, None)
+    unknown = [np.full_like(sample.experts, NO_EXPERT) for sample in samples]
+    metrics = trainer_of(decoder).step(batch_of(with_experts(samples, unknown))).metrics
+    assert {name for name in metrics if name.startswith("routing/")} == {"routing/replay"}
+
+
+# The passes
+
+
+def test_every_pass_but_the_reference_takes_the_carried_experts() -> None:
+    """Old log-probabilities and each minibatch; the reference policy, and whatever carries no routes, choose
+    for themselves."""
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    samples = samples_of(decoder, adapters)
+    forced = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]))
+    plain = batch_of([replace(sample, experts=None) for sample in samples])
+    trainer = trainer_of(decoder, adapters)
+    for microbatch, native in zip(forced.microbatches, plain.microbatches, strict=True):
+        part, free = trainer._inputs(microbatch), trainer._inputs(native)
+        assert torch.equal(trainer._reference(part), trainer._reference(free))
+        old, natively = trainer._with_old(part).old, trainer._with_old(free).old
+        assert old is not None and natively is not None and not torch.equal(old, natively)
+        hidden, _ = trainer._forward(part, adapters, part.carried)
+        assert torch.equal(old, trainer._logprobs(hidden, part, want_entropy=False)[0])
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_equal_weights_have_a_ratio_of_exactly_one(minibatches: int) -> None:
+    """Whatever is replayed: with nothing learned, new / old is 1 bit for bit, so nothing is clipped."""
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    samples = samples_of(decoder, adapters)
+    batch = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]), budget=60)
+    tight = algorithm("grpo", correction="token_truncate", clip_low=0.0, clip_high=0.0)
+    still = OptimizerSettings(lr=1e-30)
+    options = {"optimizer": still, "minibatches": minibatches, "replay_threshold": 0.0}
+    metrics = trainer_of(decoder, adapters, algorithm=tight, **options).step(batch).metrics
+    assert metrics["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("known", ["all", "some"])
+def test_recomputed_layers_take_the_same_experts(known: str) -> None:
+    """A native choice while recomputing would be another function than the one whose loss was taken."""
+    decoder = decoder_of()
+    adapters = adapters_of(decoder, "attn", "experts", "router")
+    samples = samples_of(decoder, adapters)
+    experts = [random_experts(sample) for sample in samples]
+    if known == "some":
+        experts = [np.where(np.arange(len(ids))[:, None, None] % 3, ids, NO_EXPERT) for ids in experts]
+    batch = batch_of(with_experts(samples, experts))
+    kept = gradients_of(trainer_of(decoder, adapters), batch)
+    recomputed = gradients_of(trainer_of(decoder, adapters, recompute=True), batch)
+    assert kept.keys() == recomputed.keys()
+    for name, gradient in kept.items():
+        assert torch.equal(gradient, recomputed[name]), name
+
+
+def test_weights_of_experts_are_of_the_live_router() -> None:
+    """Under fixed ids a changed router changes the mixture, and never the ids."""
+    decoder = decoder_of()
+    adapters = adapters_of(decoder, "router")
+    trainer, batch = trainer_of(decoder, adapters), batch_of(samples_of(decoder, adapters))
+    before = logprobs_of(trainer, batch)
+    for _, b in adapters.tensors.values():
+        b.data = -3 * b.data
+    after = logprobs_of(trainer, batch)
+    natively = logprobs_of(trainer_of(decoder, adapters, replay=False), batch)
+    assert np.abs(after - before).max() > 1e-5
+    assert np.abs(after - natively).max() > 1e-5
+
+
+def test_the_order_of_a_tokens_experts_does_not_matter() -> None:
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    trainer, samples = trainer_of(decoder, adapters), samples_of(decoder, adapters)
+    turned = [sample.experts[..., ::-1] for sample in samples if sample.experts is not None]
+    here, there = (logprobs_of(trainer, batch_of(one)) for one in (samples, with_experts(samples, turned)))
+    np.testing.assert_allclose(here, there, atol=1e-5)
+
+
+@pytest.mark.parametrize("trained", ["lora", "full", "frozen"])
+def test_a_router_learns_under_replay_if_it_is_trained(trained: str) -> None:
+    """The ids are fixed, the scores are live: the gradient reaches the router's factors, or its weights."""
+    decoder = decoder_of()
+    samples = samples_of(decoder, None)
+    batch = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]))
+    if trained == "full":
+        trainer = PolicyTrainer(decoder.trainable(True), None, GRPO, optimizer=SLOW)
+    else:
+        trainer = trainer_of(decoder, adapters_of(decoder, "attn", *["router"] * (trained == "lora")))
+    found = {name: grad for name, grad in gradients_of(trainer, batch).items() if "router" in name}
+    assert all(grad.norm() > 0 for grad in found.values())
+    assert len(found) == {"lora": 2 * 3, "full": 3, "frozen": 0}[trained]
+
+
+# The measurement
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_the_arm_in_use_is_what_the_step_says(replay: bool) -> None:
+    """Same forward, same head, same temperature: the report is no second opinion."""
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    samples = samples_of(decoder, adapters)
+    batch = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]), budget=60)
+    trainer = trainer_of(
+        decoder, adapters, replay=replay, temperature=0.7, replay_threshold=0.0, measure_every=5
+    )
+    before = bytes_of(trainer)
+    row = trainer.measure(batch)
+    assert bytes_of(trainer) == before
+    report = trainer.step(batch)
+    assert report.mismatch is not None and report.mismatch["arms"] == row["arms"], "before the first step"
+    arm = row["arms"]["replay" if replay else "native"]
+    assert arm["k3"] == pytest.approx(report.metrics["sampling/kl_k3"], rel=1e-5)
+    assert arm["ess"] == pytest.approx(report.metrics["sampling/ess"], rel=1e-5)
+    assert tail(arm, 1.5) == pytest.approx(report.metrics["sampling/tail_1.5"])
+    assert row["arms"]["native"]["k3"] != row["arms"]["replay"]["k3"]
+    assert row["replay"] is replay and row["decision"].startswith(f"replay is {'on' if replay else 'off'}")
+
+
+def test_a_row_has_what_a_report_needs() -> None:
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    batch = batch_of(samples_of(decoder, adapters), budget=60)
+    row = trainer_of(decoder, adapters).measure(batch)
+    assert row["arms"].keys() == {"native", "replay", "floor"}
+    assert row["arms"]["native"]["tokens"] == batch.num_tokens
+    assert row["arms"]["native"]["sequences"] == batch.num_samples
+    assert row["arms"]["floor"]["abs_max"] < 1e-4, "rows do not see each other"
+    assert row["routers"]["differ"] == 0 and row["routers"]["overlap"] == 1
+    assert [layer["layer"] for layer in row["routers"]["layers"]] == [1, 2, 3], "layer 0 is dense"
+    assert row["routers"]["margin_median"] > 0
+    assert row["versions"] == {"0": batch.num_tokens}
+    assert row["coverage"] == 1 and row["route_bytes_per_token"] == 2 * 3 * 4
+    assert row["seconds"] > 0 and row["direction"] == "KL(sampler || trainer)"
+    dense = decoder_of(DENSE)
+    row = trainer_of(dense).measure(batch_of(samples_of(dense, None)), floor=False)
+    assert row["arms"].keys() == {"native"} and row["routers"] is None
+    assert row["coverage"] == 0 and row["route_bytes_per_token"] is None
+
+
+def test_the_floor_is_of_the_same_sequences_packed_otherwise() -> None:
+    decoder = decoder_of()
+    adapters = adapters_of(decoder)
+    trainer, batch = trainer_of(decoder, adapters), batch_of(samples_of(decoder, adapters, siblings=4))
+    for microbatch in batch.microbatches:
+        part = trainer._inputs(microbatch)
+        passes = list(otherwise_packed(part))
+        assert len(passes) > 1
+        assert all(segment.prefix_start == segment.prefix_stop for one in passes for segment in one.segments)
+        again = torch.cat([trainer._forward(one, adapters, None)[0] for one in passes])
+        torch.testing.assert_close(again, trainer._forward(part, adapters, None)[0], rtol=0, atol=1e-4)
+
+
+def test_measured_at_the_first_step_and_every_few() -> None:
+    decoder = decoder_of()
+    batch = batch_of(samples_of(decoder, adapters_of(decoder)))
+    options = {"measure_every": 3, "replay_threshold": 0.0}  # the routes of the batch get old
+    straight, broken, resumed = (trainer_of(decoder, **options) for _ in range(3))
+    rows = [straight.step(batch).mismatch for _ in range(7)]
+    assert [row is not None for row in rows] == [True, False, False, True, False, False, True]
+    assert ["floor" in row["arms"] for row in rows if row] == [True, False, False], "once is enough"
+    for _ in range(2):
+        broken.step(batch)
+    resumed.restore({name: t.clone() for name, t in broken.tensors().items()}, broken.counters())
+    again = [resumed.step(batch).mismatch for _ in range(5)]
+    for ours, theirs in zip(again, rows[2:], strict=True):
+        assert (ours and ours["arms"]) == (theirs and theirs["arms"])
+    assert trainer_of(decoder).step(batch).mismatch is None, "0 is never"
+
+
+def auto(decoder: Decoder, **options: Any) -> PolicyTrainer:
+    return trainer_of(decoder, replay="auto", optimizer=FAST, **options)
+
+
+def test_replay_is_decided_by_measurement_and_told() -> None:
+    """Off while sampler and trainer agree, on from the batch that does not, told when it changes."""
+    decoder = decoder_of()
+    samples = samples_of(decoder, adapters_of(decoder))
+    doubtful = [replace(one, logprobs=np.where(one.loss_mask, one.logprobs - 1, 0)) for one in samples]
+    trainer = auto(decoder, measure_every=2, replay_threshold=0.0)
+    first = trainer.step(batch_of(samples))
+    assert first.metrics["routing/replay"] == 0 and first.note.startswith("replay is off")
+    assert not trainer.step(batch_of(doubtful)).note, "not a step that measures"
+    switched = trainer.step(batch_of(doubtful))
+    assert switched.metrics["routing/replay"] == 1 and switched.note.startswith("replay is on: native F(2)")
+    assert switched.mismatch is not None and switched.mismatch["decision"] == switched.note
+    resumed = auto(decoder, measure_every=2, replay_threshold=0.0)
+    resumed.restore({name: t.clone() for name, t in trainer.tensors().items()}, trainer.counters())
+    ours, theirs = (one.step(batch_of(samples)) for one in (trainer, resumed))
+    assert ours.metrics["routing/replay"] == theirs.metrics["routing/replay"] == 1
+    assert not ours.note and bytes_of(resumed) == bytes_of(trainer)
+
+
+def test_several_optimizer_steps_replay_without_asking() -> None:
+    decoder = decoder_of()
+    trainer = auto(decoder, minibatches=2, replay_threshold=0.0)
+    batch = batch_of(samples_of(decoder, adapters_of(decoder)), budget=60)
+    report = trainer.step(batch)
+    assert report.metrics["routing/replay"] == 1 and "2 optimizer steps" in report.note
+    assert report.mismatch is not None, "auto measures once even where nothing else would"
+    assert trainer.step(batch).mismatch is None
