@@ -129,9 +129,13 @@ class Parts:
         self.runner = Runner(decoder, kernels, store, fused=fused)
         self._batch, self._context = batch, context
 
+    def run(self) -> tuple[float, float]:
+        """One pass half way through the answers: seconds of (forward, head and draw)."""
+        return self.runner.parts(self._batch, self._context)
+
     def seconds(self, rounds: int = 9) -> tuple[float, float]:
-        """(forward, head and draw), medians, half way through the answers."""
-        timed = [self.runner.parts(self._batch, self._context) for _ in range(rounds)]
+        """The same, medians."""
+        timed = [self.run() for _ in range(rounds)]
         return statistics.median(f for f, _ in timed), statistics.median(d for _, d in timed)
 
 

@@ -73,17 +73,17 @@ def own_bytes(decoder: Decoder, beside: Decoder | None = None) -> int:
     """Bytes of the decoder's weights, without those that it shares with ``beside``."""
     shared = {weight.data_ptr() for weight in beside.parameters()} if beside is not None else set()
     plain = sum(weight.nbytes for weight in decoder.parameters() if weight.data_ptr() not in shared)
-    return plain + sum(weight.codes.nbytes + weight.scale.nbytes for weight in decoder.quantised.values())
+    return plain + sum(weight.nbytes for weight in decoder.quantised.values())
 
 
 def codes(weight: Tensor, kind: Weights) -> Quantised:
     """``weight`` [..., N, K] as int8 or fp8 codes with a scale per row."""
     weight = weight.float()
     scale = _scale(weight, 127.0 if kind is Weights.INT8 else torch.finfo(torch.float8_e4m3fn).max)
-    ratio = (weight / scale).contiguous()
+    ratio = weight / scale
     if kind is Weights.INT8:
-        return Quantised(ratio.round().clamp(-127, 127).to(torch.int8), scale.squeeze(-1))
-    return Quantised(ratio.to(torch.float8_e4m3fn), scale.squeeze(-1))
+        return Quantised.of(ratio.round().clamp(-127, 127).to(torch.int8), scale.squeeze(-1))
+    return Quantised.of(ratio.to(torch.float8_e4m3fn), scale.squeeze(-1))
 
 
 def nearest(weight: Tensor, kind: Weights) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.model.config import ModelConfig, QKNorm
@@ -31,18 +32,40 @@ class New(Protocol):
 class Quantised:
     """The weight of a linear map as codes of 8 bits: w[..., n, k] = scale[..., n] * codes[..., n, k].
 
-    Every code is exact in bf16. It is a weight to compute with only: no gradient, no views.
+    Every code is exact in bf16. It is a weight to compute with only: no gradient, no views. Codes are kept as
+    the kernels stream them (native/codes.h), in tiles of 16 rows by 4 columns, filled up with zeros.
     """
 
-    codes: Tensor  # [..., N, K] int8 or float8_e4m3fn
+    tiles: Tensor  # [..., N / 16, K / 4, 64] int8 or float8_e4m3fn
     scale: Tensor  # [..., N] fp32
+    inputs: int  # K
+
+    @staticmethod
+    def of(codes: Tensor, scale: Tensor) -> Quantised:
+        """From codes [..., N, K] int8 or float8_e4m3fn."""
+        rows, inputs = codes.shape[-2:]
+        padded = F.pad(codes.view(torch.uint8), (0, -inputs % 4, 0, -rows % 16))
+        cut = padded.unflatten(-1, (-1, 2, 2)).unflatten(-4, (-1, 4, 4))
+        tiles = cut.movedim((-3, -2), (-5, -3)).flatten(-4).contiguous()
+        return Quantised(tiles.view(codes.dtype), scale.contiguous(), inputs)
 
     @property
     def shape(self) -> torch.Size:
-        return self.codes.shape
+        return torch.Size((*self.scale.shape, self.inputs))
+
+    @property
+    def nbytes(self) -> int:
+        return self.tiles.nbytes + self.scale.nbytes
+
+    @property
+    def codes(self) -> Tensor:
+        """[..., N, K], a copy."""
+        cut = self.tiles.view(torch.uint8).unflatten(-1, (4, 2, 4, 2)).movedim((-5, -3), (-3, -2))
+        codes = cut.flatten(-3).flatten(-4, -2)[..., : self.scale.shape[-1], : self.inputs]
+        return codes.contiguous().view(self.tiles.dtype)
 
     def __getitem__(self, expert: int) -> Quantised:
-        return Quantised(self.codes[expert], self.scale[expert])
+        return Quantised(self.tiles[expert], self.scale[expert], self.inputs)
 
     def dequantised(self) -> Tensor:
         """[..., N, K] fp32."""

@@ -113,12 +113,12 @@ def test_every_code_means_what_torch_says(kernels: Kernels) -> None:
     for dtype in (torch.int8, torch.float8_e4m3fn):
         values = every.view(dtype).float()
         known = torch.isfinite(values) & (values != -128)  # symmetric: -128 is no code
-        one = Quantised(
+        one = Quantised.of(
             every.view(dtype)[known].unsqueeze(1).expand(-1, 2).contiguous(), torch.ones(int(known.sum()))
         )
         product = kernels.ops.linear(torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16), one)
         assert torch.equal(product[0].float(), values[known])
-    nan = Quantised(
+    nan = Quantised.of(
         torch.tensor([[0x7F, 0], [0xFF, 0]], dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(2)
     )
     assert kernels.ops.linear(torch.ones(1, 2, dtype=torch.bfloat16), nan).isnan().all()
@@ -210,7 +210,9 @@ def test_what_a_sampler_holds(dtype: torch.dtype, kind: Weights) -> None:
         assert sampler.dtype == torch.bfloat16 and not sampler.quantised
         return
     linears = {name: weight for name, weight in decoder.named_parameters() if name in sampler.quantised}
-    expected = sum(weight.numel() + 4 * weight.shape[:-1].numel() for weight in linears.values())
+    expected = sum(
+        weight.numel() + 4 * weight.shape[:-1].numel() for weight in linears.values()
+    )  # whole tiles
     rest = [weight for name, weight in decoder.named_parameters() if name not in linears]
     assert {name.rpartition(".")[2] for name in linears} == {"qkv", "o", "gate_up", "down"}
     assert not set(linears) & set(dict(sampler.named_parameters()))

@@ -1,7 +1,14 @@
-// Weights of 8 bits: w[n][k] = scale[n] * value of codes[n][k]. Every value is exact in bf16, so a product of codes is
-// the bf16 product of their values, bit for bit, and the scale is applied to its fp32 sum.
+// Weights of 8 bits: w[n][k] = scale[n] * value of the code at (n, k). Every value is exact in bf16, so a product of
+// codes is the bf16 product of their values, bit for bit, and the scale is applied to its fp32 sum.
+//
+// Codes lie in tiles of 16 rows, [rows / 16][K / 4][64], filled up with zeros: 64 bytes are 4 inputs of 16 rows, as the
+// lanes of a product want them. In every 16 of the 64: 4 rows of the first two inputs, then of the last two. weights.py
+// makes the same.
 #pragma once
 #include "common.h"
+
+constexpr long CODE_ROWS = 16;
+inline long tile_of_codes(long K) { return (K + 3) / 4 * 64; }  // bytes
 
 enum Format : long { PLAIN, INT8, E4M3 };  // quantise.py's order
 
@@ -44,56 +51,65 @@ template <class C> struct Values {
   }
 };
 
-// How 64 codes of C become bf16 in registers. Nothing to do for what is bf16 already.
-template <class C> struct Widen {};
+// From row n on, a multiple of 16 for codes.
+inline const bf16* rows_at(const bf16* w, long n, long K) { return w + n * K; }
+template <class C> inline const C* rows_at(const C* w, long n, long K) { return w + n / CODE_ROWS * tile_of_codes(K); }
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-#define WIDENS_IN_REGISTERS 1
-// Two permutations of 128 bytes look a value up; its sign is bit 7 of the code in both formats. Arithmetic would take
-// as long for int8, and of e4m3 it would make subnormals, which bf16 products flush to zero.
-template <class C> struct WidenCodes {
+// 16 rows from n on, one after the other.
+template <class C> inline const bf16* widen_rows(const C* w, long n, long K, bf16* to) {
+  const bf16* values = Values<C>::all().of;
+  const C* tile = rows_at(w, n, K);
+  for (long k = 0; k < K; k++)
+    for (long row = 0; row < CODE_ROWS; row++) {
+      const long at = k / 4 * 64 + row / 4 * 16 + k % 4 / 2 * 8 + row % 4 * 2 + k % 2;
+      to[row * K + k] = values[tile[at].bits];
+    }
+  return to;
+}
+
+#if defined(__AVX512BF16__)
+// 64 codes as bf16: the first two inputs of 16 rows, side by side, and the last two.
+template <class C> struct Widen {
+#if defined(__AVX512VBMI__)
+  // Two permutations of 128 bytes look a value up; its sign is bit 7 of the code in both formats. Arithmetic would take
+  // as long for int8, and of e4m3 it would make subnormals, which bf16 products flush to zero.
   __m512i low[2], high[2];
-  WidenCodes() {
+  Widen() {
     const Values<C>& values = Values<C>::all();
     for (int half = 0; half < 2; half++) {
       low[half] = _mm512_loadu_si512(values.low + 64 * half);
       high[half] = _mm512_loadu_si512(values.high + 64 * half);
     }
   }
-  // In every 16 codes the first 8 go to `first`, the last 8 to `second`.
-  void halves(__m512i codes, __m512i& first, __m512i& second) const {
+  void operator()(const C* from, __m512bh& first, __m512bh& second) const {
+    const __m512i codes = _mm512_loadu_si512(from);
     const __m512i size = std::is_same<C, Int8>::value ? _mm512_abs_epi8(codes) : codes;  // bit 7 is not looked at
     const __m512i lows = _mm512_permutex2var_epi8(low[0], size, low[1]);
     const __m512i sizes = _mm512_permutex2var_epi8(high[0], size, high[1]);
     const __m512i highs = _mm512_ternarylogic_epi32(sizes, codes, _mm512_set1_epi8(char(0x80)), 0xf8);  // a | b & c
-    first = _mm512_unpacklo_epi8(lows, highs);
-    second = _mm512_unpackhi_epi8(lows, highs);
+    first = (__m512bh)_mm512_unpacklo_epi8(lows, highs);
+    second = (__m512bh)_mm512_unpackhi_epi8(lows, highs);
   }
-  // Of the 4 codes in every 32 bits the first pair and the second, as 32 bits each.
-  void pairs(__m512i codes, __m512i& first, __m512i& second) const {
-    const __m128i apart = _mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0);
-    halves(_mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(apart)), first, second);
-  }
-  // The first 32 codes and the last.
-  void in_order(__m512i codes, __m512i& first, __m512i& second) const {
-    halves(_mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), codes), first, second);
-  }
-};
-template <> struct Widen<Int8> : WidenCodes<Int8> {};
-template <> struct Widen<E4m3> : WidenCodes<E4m3> {};
-#endif
-
-// n codes as bf16.
-template <class C> inline void widen(const C* codes, bf16* to, long n) {
-#if defined(WIDENS_IN_REGISTERS)
-  const Widen<C> widen;
-  for (; n >= 64; n -= 64, codes += 64, to += 64) {
-    __m512i first, second;
-    widen.in_order(_mm512_loadu_si512(codes), first, second);
-    _mm512_storeu_si512(to, first);
-    _mm512_storeu_si512(to + 32, second);
-  }
-#endif
+#else
   const bf16* values = Values<C>::all().of;
-  for (long i = 0; i < n; i++) to[i] = values[codes[i].bits];
+  void operator()(const C* from, __m512bh& first, __m512bh& second) const {
+    bf16 wide[2][32];
+    for (long i = 0; i < 64; i++) wide[i / 8 % 2][i / 16 * 8 + i % 8] = values[from[i].bits];
+    memcpy(&first, wide[0], 64);
+    memcpy(&second, wide[1], 64);
+  }
+#endif
+};
+
+// A tile as pairs of inputs: [K / 2][16 rows][2].
+template <class C> inline const bf16* widen_tile(const C* tile, long K, bf16* to) {
+  const Widen<C> widen;
+  for (long at = 0; at < tile_of_codes(K); at += 64) {
+    __m512bh first, second;
+    widen(tile + at, first, second);
+    _mm512_storeu_si512(to + at, (__m512i)first);
+    _mm512_storeu_si512(to + at + 32, (__m512i)second);
+  }
+  return to;
 }
+#endif

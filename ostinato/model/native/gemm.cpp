@@ -7,8 +7,8 @@
 // nn: y[M, K] = x[M, N] w[N, K], the gradient of nt with respect to x: panels of 64 columns of w, packed.
 //
 // bf16 accumulates in fp32 (vdpbf16ps where the machine has it, widened multiply-add elsewhere).
-// Codes (codes.h) are bf16 values in half the memory: "columns" widens them in registers once they are turned, the
-// others widen the rows of a tile into a scratch, used for many rows of x. Same values, same order, same sums.
+// Codes (codes.h) are bf16 values in half the memory, turned already: "columns" widens them as they stream by, the
+// others widen 16 rows of w into a scratch for many rows of x. The same values in the same order give the same sums.
 // Plain vectors of the compiler: the same source serves AVX-512, AVX2 and NEON.
 
 #include "gemm.h"
@@ -100,18 +100,6 @@ inline void dot_tile(const T* const* x, const T* w, const float* scale, long K, 
                                   (add ? to_float(y[m * ldy + n]) : 0.0f));
 }
 
-// Rows [n, n + count) of w: where they lie, or codes widened into this thread's scratch until the next call.
-template <class W, class T, class Y> inline const T* plain_rows(const Product<T, Y>& p, long n, long count) {
-  if constexpr (std::is_same<W, T>::value) {
-    return p.template rows<T>(n);
-  } else {
-    static thread_local std::vector<T> scratch;
-    if (long(scratch.size()) < count * p.K) scratch.resize(count * p.K);
-    widen(p.template rows<W>(n), scratch.data(), count * p.K);
-    return scratch.data();
-  }
-}
-
 template <class T, class Y, int AHEAD>
 inline void dot_block(const Product<T, Y>& p, const T* w, long m, long mr, long n, long nr) {
   const T *xs[TILE], *bias = p.bias ? p.bias + n : nullptr;
@@ -126,25 +114,36 @@ inline void dot_block(const Product<T, Y>& p, const T* w, long m, long mr, long 
 #undef CASE
 }
 
+// Memory of the calling thread, until it asks again.
+template <class T> inline T* scratch(long count) {
+  static thread_local std::vector<T> memory;
+  if (long(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
+// The 16 rows of w from n on: where they lie, or widened into a scratch.
+template <class W, class T, class Y> inline const T* plain_rows(const Product<T, Y>& p, long n) {
+  if constexpr (std::is_same<W, T>::value) return (const T*)p.w.data + n * p.K;
+  else return widen_rows((const W*)p.w.data, n, p.K, scratch<T>(UNIT * p.K));
+}
+
 template <class W, class T, class Y> void dot(const Product<T, Y>& p, long first, long last) {
   constexpr long ROWS = 64;  // rows of x held in L2 while a block of w passes by
   for (long m0 = 0; m0 < p.M; m0 += ROWS)
-    for (long n = first; n < last; n += TILE) {
-      const long nr = std::min(TILE, last - n), m1 = std::min(m0 + ROWS, p.M);
-      const T* w = plain_rows<W>(p, n, nr);
-      // The first tile of rows fetches the columns that come next: memory and arithmetic overlap.
-      dot_block<T, Y, FETCH>(p, w, m0, std::min(TILE, m1 - m0), n, nr);
-      for (long m = m0 + TILE; m < m1; m += TILE) dot_block<T, Y, 0>(p, w, m, std::min(TILE, m1 - m), n, nr);
+    for (long n0 = first; n0 < last; n0 += UNIT) {
+      const T* w = plain_rows<W>(p, n0);
+      for (long n = n0; n < std::min(n0 + UNIT, last); n += TILE, w += TILE * p.K) {
+        const long nr = std::min(TILE, last - n), m1 = std::min(m0 + ROWS, p.M);
+        // The first tile of rows fetches the columns that come next: memory and arithmetic overlap.
+        dot_block<T, Y, FETCH>(p, w, m0, std::min(TILE, m1 - m0), n, nr);
+        for (long m = m0 + TILE; m < m1; m += TILE) dot_block<T, Y, 0>(p, w, m, std::min(TILE, m1 - m), n, nr);
+      }
     }
 }
 
 #if defined(__AVX512BF16__)
-// What must end in registers of its caller.
-#define INLINE inline __attribute__((always_inline))
-#define INLINE_LAMBDA __attribute__((always_inline))
-
 // r[i][j] -> r[j][i], 16 x 16 of 32 bits.
-INLINE void transpose16(__m512i r[16]) {
+inline void transpose16(__m512i r[16]) {
   __m512i t[16];
   for (int i = 0; i < 8; i++) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -197,91 +196,6 @@ template <class Y> struct Finish {
   }
 };
 
-// ---- columns form: a few rows. 16 columns of w become lanes in registers, the pairs of x are broadcast
-
-// Rows of w as the tile takes them: codes as they are where registers can widen them.
-template <class W, class Y> inline auto rows_of_columns(const Product<bf16, Y>& p, long n, [[maybe_unused]] long count) {
-#if defined(WIDENS_IN_REGISTERS)
-  return p.template rows<W>(n);
-#else
-  return plain_rows<W>(p, n, count);
-#endif
-}
-
-// 64 bytes (or what `inside` says) of `some` rows of w, up to 16, turned: r[p] has 32 bits of every row.
-template <int AHEAD, class W>
-INLINE void load_turned(const W* w, long K, __mmask64 inside, long some, __m512i* r) {
-  for (long i = 0; i < 16; i++) {
-    const W* from = w + i * K;
-    r[i] = i < some ? _mm512_maskz_loadu_epi8(inside, from) : _mm512_setzero_si512();
-    __builtin_prefetch(from + AHEAD * K);
-  }
-  transpose16(r);
-}
-
-// add(i, pair i of every row) for the first `pairs` that the 64 bytes hold, in order.
-template <class W, class Add> INLINE void each_pair(const __m512i* r, long pairs, const Widen<W>& widen, Add add) {
-#pragma GCC unroll 16
-  for (long p = 0; p < 16; p++) {
-    if constexpr (sizeof(W) == 2) {
-      if (p >= pairs) break;
-      add(p, r[p]);
-    } else {
-      if (2 * p >= pairs) break;
-      __m512i first, second;
-      widen.pairs(r[p], first, second);
-      add(2 * p, first);
-      if (2 * p + 1 < pairs) add(2 * p + 1, second);
-    }
-  }
-}
-
-// V times 16 columns of w, of which there are `some`, for rows x[0 .. M): sums[v * M + m]. The sums of 16 columns are
-// one chain of additions, each waiting for the one before; for a single row of x a second V fills the time.
-template <int M, int V, class W>
-inline void columns_tile(const bf16* const* x, const W* w, long K, long some, v16f* sums) {
-  constexpr long STEP = 64 / sizeof(W);
-  const Widen<W> widen;
-  v16f acc[V][M] = {};
-  for (long k = 0; k < K; k += STEP) {
-    const long pairs = std::min(STEP, K - k) / 2;
-    const __mmask64 inside = ~0ul >> (64 - 2 * pairs * sizeof(W));
-#pragma GCC unroll 2
-    for (int v = 0; v < V; v++) {
-      __m512i r[16];
-      load_turned<16 * V>(w + 16 * v * K + k, K, inside, some - 16 * v, r);
-      each_pair(r, pairs, widen, [&](long i, __m512i values) INLINE_LAMBDA {
-        for (int m = 0; m < M; m++) {
-          int pair;
-          memcpy(&pair, x[m] + k + 2 * i, 4);
-          acc[v][m] = multiply_add(acc[v][m], (Pack16)_mm512_set1_epi32(pair), (Pack16)values);
-        }
-      });
-    }
-  }
-  for (int v = 0; v < V; v++)
-    for (int m = 0; m < M; m++) sums[v * M + m] = acc[v][m];
-}
-
-// At most M rows; where there are fewer, the last is computed again.
-template <int M, int V, class W, class Y> void columns(const Product<bf16, Y>& p, long first, long last) {
-  const bf16* xs[M];
-  for (long m = 0; m < M; m++) xs[m] = p.x[std::min(m, p.M - 1)];
-  v16f sums[V * M];
-  for (long n = first; n < last; n += 16 * V) {
-    const long some = std::min(16L * V, last - n);
-    const auto* w = rows_of_columns<W>(p, n, some);
-    if (some > 16) columns_tile<M, V>(xs, w, p.K, some, sums);
-    else columns_tile<M, 1>(xs, w, p.K, some, sums);
-    for (long v = 0; v * 16 < some; v++) {
-      const Finish<Y> finish(p, n + v * 16, some - v * 16);
-      for (long m = 0; m < p.M; m++) finish.store(sums[v * M + m], p.y + m * p.ldy + n + v * 16);
-    }
-  }
-}
-
-// ---- lanes form: x is packed once, its rows are the lanes, and weights are broadcast as they stream by
-
 // Up to 16 rows from m on, as pairs: out[p][lane][2], one vector every `stride` elements; zeros where there is no row.
 inline void pack_pairs(const RowsOf<bf16>& x, long m, long rows, long K, bf16* out, long stride) {
   const bf16* from[16];
@@ -296,9 +210,108 @@ inline void pack_pairs(const RowsOf<bf16>& x, long m, long rows, long K, bf16* o
   }
 }
 
-// HALF: the bytes of 16 pairs of w, before they were widened, fill 1 / HALF of a line; `next` is the tile after this one.
-template <int MV, int NR, int HALF>
-inline void lanes_tile(const bf16* w, long K, const bf16* packed, long pairs, const char* next, v16f* out) {
+// ---- columns form: a few rows. 16 columns of w become lanes in registers, the pairs of x are broadcast
+
+// At most M rows of x, pair by pair; where there are fewer, the last is computed again.
+template <int M> struct Few {
+  const bf16* row[M];
+  explicit Few(const RowsOf<bf16>& x, long rows, long) {
+    for (long m = 0; m < M; m++) row[m] = x[std::min(m, rows - 1)];
+  }
+  Pack16 pair(int m, long k) const {
+    int pair;
+    memcpy(&pair, row[m] + k, 4);
+    return (Pack16)_mm512_set1_epi32(pair);
+  }
+};
+// More rows than there are registers for pointers: side by side.
+template <> struct Few<16> {
+  const bf16* packed;
+  explicit Few(const RowsOf<bf16>& x, long rows, long K) {
+    static thread_local std::vector<bf16> memory;
+    if (long(memory.size()) < (K + 32) * 16) memory.resize((K + 32) * 16);
+    pack_pairs(x, 0, rows, K, memory.data(), 32);
+    packed = memory.data();
+  }
+  Pack16 pair(int m, long k) const {
+    int pair;
+    memcpy(&pair, packed + k * 16 + 2 * m, 4);
+    return (Pack16)_mm512_set1_epi32(pair);
+  }
+};
+
+// 16 columns of w (the last of them clamped to `columns`) for rows x[0 .. M).
+template <int M, int>
+inline void columns_tile(const Few<M>& x, const bf16* w, long K, long columns, v16f* sums) {
+  v16f acc[M] = {};
+  for (long k = 0; k < K; k += 32) {
+    const __mmask32 inside = K - k >= 32 ? ~0u : (1u << (K - k)) - 1;
+    __m512i r[16];
+    for (long i = 0; i < 16; i++) {
+      const bf16* from = w + std::min(i, columns - 1) * K + k;
+      r[i] = _mm512_maskz_loadu_epi16(inside, from);
+      __builtin_prefetch(from + 16 * K);
+    }
+    transpose16(r);
+    const long pairs = std::min(16L, (K - k) / 2);
+#pragma GCC unroll 16
+    for (long p = 0; p < 16; p++) {
+      if (p >= pairs) break;
+      for (int m = 0; m < M; m++) acc[m] = multiply_add(acc[m], x.pair(m, k + 2 * p), (Pack16)r[p]);
+    }
+  }
+  for (int m = 0; m < M; m++) sums[m] = acc[m];
+}
+
+// V times 16 columns of codes, whole tiles: sums[v * M + m]. The sums of 16 columns are one chain of additions, each
+// waiting for the one before: V M of them keep the processor busy.
+template <int M, int V, class C>
+inline void columns_tile(const Few<M>& x, const C* w, long K, long, v16f* sums) {
+  const Widen<C> widen;
+  const long tile = tile_of_codes(K);
+  v16f acc[V][M] = {};
+  auto add = [&](long k, const Pack16* values) {
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+      const Pack16 both = x.pair(m, k);
+      for (int v = 0; v < V; v++) acc[v][m] = multiply_add(acc[v][m], both, values[v]);
+    }
+  };
+  for (long k = 0; k < K; k += 4, w += 64) {
+    Pack16 first[V], second[V];
+    for (int v = 0; v < V; v++) {
+      widen(w + v * tile, first[v], second[v]);
+      __builtin_prefetch(w + v * tile + tile * V);
+    }
+    add(k, first);
+    if (k + 2 < K) add(k + 2, second);
+  }
+  for (int v = 0; v < V; v++)
+    for (int m = 0; m < M; m++) sums[v * M + m] = acc[v][m];
+}
+
+template <int M, class W, class Y> void columns(const Product<bf16, Y>& p, long first, long last) {
+  constexpr int V = sizeof(W) == 1 ? std::min(4, 16 / M) : 1;
+  const Few<M> x(p.x, p.M, p.K);
+  v16f sums[V * M];
+  for (long n = first, some; n < last; n += some) {
+    some = last - n >= 16 * V ? 16 * V : std::min(16L, last - n);
+    const W* w = rows_at((const W*)p.w.data, n, p.K);
+    if (some == 16 * V) columns_tile<M, V>(x, w, p.K, some, sums);
+    else columns_tile<M, 1>(x, w, p.K, some, sums);
+    for (long v = 0; v * 16 < some; v++) {
+      const Finish<Y> finish(p, n + v * 16, some - v * 16);
+      for (long m = 0; m < p.M; m++) finish.store(sums[v * M + m], p.y + m * p.ldy + n + v * 16);
+    }
+  }
+}
+
+// ---- lanes form: x is packed once, its rows are the lanes, and weights are broadcast as they stream by
+
+// Pair p of row r is w[r * row + p * step]. The next tile, `next`, is NR * 64 / HALF bytes for every 16 pairs of this.
+template <int MV, int NR, int HALF = 1>
+inline void lanes_tile(const bf16* w, long row, long step, const bf16* packed, long pairs, const char* next,
+                       v16f* out) {
   v16f acc[NR][MV] = {};
   for (long block = 0; block < pairs; block += 16) {
     for (int r = 0; r < NR; r += HALF, next += 64) __builtin_prefetch(next);
@@ -307,7 +320,7 @@ inline void lanes_tile(const bf16* w, long K, const bf16* packed, long pairs, co
       for (int v = 0; v < MV; v++) b[v] = load_pack(packed + (p * MV + v) * 32);
       for (int r = 0; r < NR; r++) {
         int pair;
-        memcpy(&pair, w + r * K + 2 * p, 4);
+        memcpy(&pair, w + r * row + p * step, 4);
         const Pack16 a = (Pack16)_mm512_set1_epi32(pair);
         for (int v = 0; v < MV; v++) acc[r][v] = multiply_add(acc[r][v], b[v], a);
       }
@@ -327,40 +340,66 @@ inline void store_lanes(const Product<bf16, Y>& p, const v16f* sums, long MV, lo
   for (long i = 0; i < rows; i++) finish.store((v16f)r[i], p.y + (m + i) * p.ldy + n);
 }
 
+// MV vectors of packed rows times `columns` columns of w from n on: sums[column * MV + v].
+template <int MV, class Y>
+inline void lanes_columns(const Product<bf16, Y>& p, const bf16*, const bf16* packed, long n, long columns,
+                          v16f* sums) {
+  // 24 accumulators, but with one vector 24 rows of w and the next 24 would not fit the first cache.
+  constexpr int NR = MV == 1 ? 12 : 24 / MV;
+  const long K = p.K, end = n + columns;
+  const bf16* w = (const bf16*)p.w.data + n * K;
+  auto tile = [&](auto rows) {
+    constexpr int R = decltype(rows)::value;
+    lanes_tile<MV, R>(w, K, 2, packed, K / 2, (const char*)(w + R * K), sums);
+    n += R, w += R * K, sums += R * MV;
+  };
+  while (n + NR <= end) tile(std::integral_constant<int, NR>());
+  while (n + 4 <= end) tile(std::integral_constant<int, 4>());
+  while (n < end) tile(std::integral_constant<int, 1>());
+}
+
+// The same of codes, which are widened 16 columns at a time.
+template <int MV, class Y, class C>
+inline void lanes_columns(const Product<bf16, Y>& p, const C*, const bf16* packed, long n, long columns,
+                          v16f* sums) {
+  constexpr int NR = MV == 1 ? 16 : MV == 4 ? 4 : 8;
+  const long pairs = p.K / 2;
+  for (long c = 0; c < columns; c += 16) {
+    const C* tile = rows_at((const C*)p.w.data, n + c, p.K);
+    const bf16* w = widen_tile(tile, p.K, scratch<bf16>(UNIT * (p.K + 3)));
+    for (int r = 0; r < 16; r += NR, sums += NR * MV) {
+      const char* next = (const char*)(tile + tile_of_codes(p.K) * (16 + r) / 16);
+      lanes_tile<MV, NR, 2>(w + 2 * r, 2, 32, packed, pairs, next, sums);
+    }
+  }
+}
+
 // MV vectors of rows from m on.
 template <int MV, class W, class Y> void lanes_rows(const Product<bf16, Y>& p, long m, long first, long last) {
-  // 24 accumulators, but with one vector 24 rows of w and the next 24 would not fit the first cache.
-  constexpr long GROUP = 48, NR = MV == 1 ? 12 : 24 / MV;
-  const long pairs = p.K / 2, K = p.K, M = std::min(16L * MV, p.M - m);
+  constexpr long GROUP = 48;
+  const long pairs = p.K / 2, M = std::min(16L * MV, p.M - m);
   static thread_local std::vector<bf16> packed;
   if (long(packed.size()) < (pairs + 16) * MV * 32) packed.resize((pairs + 16) * MV * 32);
   for (long v = 0; v < MV; v++)
-    pack_pairs(p.x, m + v * 16, std::min(16L, M - v * 16), K, packed.data() + v * 32, MV * 32);
+    pack_pairs(p.x, m + v * 16, std::min(16L, M - v * 16), p.K, packed.data() + v * 32, MV * 32);
   v16f sums[GROUP * MV];
-  for (long n0 = first; n0 < last; n0 += GROUP) {
-    const long columns = std::min(GROUP, last - n0);
-    long n = 0;
-    auto tile = [&](auto rows) {
-      constexpr int R = decltype(rows)::value, HALF = sizeof(bf16) / sizeof(W);
-      const char* next = (const char*)p.template rows<W>(n0 + n + R);
-      lanes_tile<MV, R, HALF>(plain_rows<W>(p, n0 + n, R), K, packed.data(), pairs, next, sums + n * MV);
-      n += R;
-    };
-    while (n + NR <= columns) tile(std::integral_constant<int, NR>());
-    while (n + 4 <= columns) tile(std::integral_constant<int, 4>());
-    while (n < columns) tile(std::integral_constant<int, 1>());
+  for (long n = first; n < last; n += GROUP) {
+    const long columns = std::min(GROUP, last - n);
+    lanes_columns<MV>(p, (const W*)nullptr, packed.data(), n, columns, sums);
     for (long c = 0; c < columns; c += 16)
       for (long v = 0; v < MV; v++)
-        store_lanes(p, sums + c * MV + v, MV, m + v * 16, std::min(16L, M - v * 16), n0 + c,
+        store_lanes(p, sums + c * MV + v, MV, m + v * 16, std::min(16L, M - v * 16), n + c,
                     std::min(16L, columns - c));
   }
 }
 
 // Every output is the sum of its pairs in order, in both forms.
 template <class W, class Y> void pairs(const Product<bf16, Y>& p, long first, long last) {
-  if (p.M == 1) return columns<1, 2 / sizeof(W), W>(p, first, last);  // bf16 waits for memory in any case
-  if (p.M <= 4) return columns<4, 1, W>(p, first, last);
-  if (p.M <= 8) return columns<8, 1, W>(p, first, last);
+  if (p.M == 1) return columns<1, W>(p, first, last);
+  if (p.M <= 4) return columns<4, W>(p, first, last);
+  if (p.M <= 8) return columns<8, W>(p, first, last);
+  if constexpr (sizeof(W) == 1)  // to widen a scratch costs more
+    if (p.M <= 16) return columns<16, W>(p, first, last);
   long m = 0;
   for (; p.M - m > 48; m += 64) lanes_rows<4, W>(p, m, first, last);
   if (p.M - m > 32) return lanes_rows<3, W>(p, m, first, last);

@@ -18,15 +18,14 @@ template <class T, class Y> struct Product {
   Y* y;
   long ldy, M, N, K;
   bool add = false;
-
-  template <class W> const W* rows(long n) const { return (const W*)w.data + n * K; }
 };
 
-constexpr long UNIT = 16;  // columns that stay together when threads share a product
+constexpr long UNIT = CODE_ROWS;  // columns that stay together when threads share a product
 inline long units(long columns) { return (columns + UNIT - 1) / UNIT; }
 
-// Columns [first, last) by the calling thread alone. What a row becomes depends on nothing but the row: not on M,
-// not on the range, not on who computes it. Defined for (float, float), (bf16, bf16) and (bf16, float).
+// Columns [first, last) by the calling thread alone; for codes `first` is a multiple of UNIT. What a row becomes depends
+// on nothing but the row: not on M, not on the range, not on who computes it. Defined for (float, float), (bf16, bf16)
+// and (bf16, float).
 template <class T, class Y> void multiply(const Product<T, Y>& p, long first, long last);
 template <class T, class Y> void multiply(const Product<T, Y>& p) { multiply(p, 0, p.N); }
 

@@ -20,6 +20,6 @@ class Matrix(ctypes.Structure):
 def matrix(weight: Weight) -> Matrix:
     """``weight`` [..., N, K], contiguous."""
     if isinstance(weight, Quantised):
-        codes = weight.codes
-        return Matrix(data=codes.data_ptr(), scale=weight.scale.data_ptr(), format=FORMATS[codes.dtype])
+        tiles = weight.tiles
+        return Matrix(data=tiles.data_ptr(), scale=weight.scale.data_ptr(), format=FORMATS[tiles.dtype])
     return Matrix(data=weight.data_ptr())
