@@ -34,10 +34,12 @@ ARROWS: dict[str, set[str]] = {
     "pipeline": {"types", "protocols", "config", "run", "routes", "algo", "history", "rollout", "train"},
     "report": LEAVES,
     "interop": {"types", "protocols", "routes", "algo", "history"},
-    "bench": LEAVES | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline"},
+    "scaling": {"run"},
+    "bench": LEAVES
+    | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "scaling"},
     "cli": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline"}
-    | {"report", "bench", "interop", ""},
+    | {"report", "bench", "interop", "scaling", ""},
     "": {"config", "cli"},  # the lazy names of __init__, and __main__
 }
 

@@ -1,0 +1,13 @@
+"""Fit and forecast: where a run will end, how well that is known, and whether to go on (arXiv 2510.13786).
+
+    series    evaluations over compute, from arrays, CSV or a run folder, checked
+    curve     the sigmoid and its laws            noise      autocorrelated noise of evaluations
+    fit       least squares: variable projection  paper      the paper's own grid procedure
+    forms     other laws, chosen by rolling-origin error
+    posterior what is known of A, B, C_mid        checks     profile likelihood and bootstrap beside it
+    gates     what may be said of a curve         drift      alarms after the fit
+    decide    go on, stop, undecided              compare    two runs
+    plan      how long a pilot has to be          validate   back-test, calibration
+
+Plain arrays in, dataclasses out; numpy is all that is needed.
+"""

@@ -1,0 +1,259 @@
+"""What may be said of a curve: identified, provisional, or not; flags in words; alarms after the fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from ostinato.scaling.fit import B_RANGE, Fit
+from ostinato.scaling.noise import CONSERVATIVE, MEASURED, Noise, covariance, sd_from_steps, sd_of_mean
+from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
+from ostinato.scaling.series import Series
+
+FEWEST = 5  # evaluations for a forecast of three parameters
+Z = 3.0  # standard errors that a change has to have
+
+
+class Standing(StrEnum):
+    IDENTIFIED = "identified"
+    PROVISIONAL = "provisional"  # an interval and a point, not yet a ranking
+    NOT_IDENTIFIED = "not identified"  # no point
+
+
+TOLD = frozenset({Standing.IDENTIFIED, Standing.PROVISIONAL})
+
+
+class Flag(StrEnum):
+    FEW = "few evaluations"
+    FALLING = "falling"  # ends below where it began
+    NO_GAIN = "no gain"  # not beyond noise
+    TAIL = "non-monotone tail"  # has fallen from what it had reached
+    A_AT_BOUND = "A at bound"
+    B_AT_BOUND = "B at bound"
+    RUNS = "runs of residuals"  # the sigmoid leaves a pattern
+
+
+# Why nothing is identified, whatever the posterior says; the first that holds is told.
+REFUSALS = {
+    Flag.FALLING: "the scores have fallen below where they began; a rising curve says nothing about that",
+    Flag.TAIL: "the last scores are below what had been reached; a rising curve says nothing about that",
+    Flag.FEW: f"fewer than {FEWEST} evaluations do not carry three parameters; measure more",
+    Flag.NO_GAIN: "the scores have not risen beyond their noise; there is no curve yet",
+}
+REFUTING = frozenset({Flag.FALLING, Flag.TAIL})  # the model itself: not even its interval is told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """What makes a curve identified (reference back-tests: A is known to 0.02 from about 3 C_mid on)."""
+
+    identified: float = 3.0  # least C_max / C_mid
+    provisional: float = 2.0
+    width: float = 0.06  # most of the 90 % interval of A
+    provisional_width: float = 0.15
+
+
+BARS = Bars()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assessment:
+    """``reason`` is one sentence for a person. ``A`` has no median where the curve is not identified, and is
+    None where it refutes the model."""
+
+    standing: Standing
+    reason: str
+    flags: tuple[Flag, ...]
+    ratio: float  # median of C_max / C_mid
+    A: Interval | None
+
+    @property
+    def refuted(self) -> bool:
+        return self.A is None
+
+
+def assess(known: Posterior, bars: Bars = BARS) -> Assessment:
+    """May the curve be forecast?"""
+    flags = tuple(_flags(known.series, known.fit))
+    ratio = float(np.median(known.series.compute[-1] / known.C_mid))
+    A: Interval | None = interval(known.A)
+    standing, reason = _standing(flags, ratio, A.width, bars)
+    if not REFUTING.isdisjoint(flags):
+        A = None
+    elif standing is Standing.NOT_IDENTIFIED:
+        A = A.ends()
+    return Assessment(standing=standing, reason=reason, flags=flags, ratio=ratio, A=A)
+
+
+def _standing(flags: Sequence[Flag], ratio: float, width: float, bars: Bars) -> tuple[Standing, str]:
+    for flag, sentence in REFUSALS.items():
+        if flag in flags:
+            return Standing.NOT_IDENTIFIED, sentence
+    seen = f"compute has reached {ratio:.1f} C_mid and the 90 % interval of A is {width:.3f} wide"
+    if ratio < bars.provisional or width > bars.provisional_width:
+        needed = f"{bars.provisional:g} C_mid and {bars.provisional_width:g}"
+        return Standing.NOT_IDENTIFIED, f"{seen}; a provisional forecast needs {needed}"
+    if ratio < bars.identified or width > bars.width or Flag.A_AT_BOUND in flags:
+        at_bound = ", with A at its bound" if Flag.A_AT_BOUND in flags else ""
+        needed = f"{bars.identified:g} C_mid and {bars.width:g}"
+        return Standing.PROVISIONAL, f"{seen}{at_bound}; {needed} identify it"
+    return Standing.IDENTIFIED, seen
+
+
+def _flags(series: Series, fit: Fit) -> list[Flag]:
+    """Flags by what was seen, independent of priors."""
+    found = []
+    n, R = len(series), series.score
+    sd = _scatter(series, fit)
+    last = max(1, n // 4)  # evaluations that are averaged, at the end and before
+    of_mean = sd_of_mean(last, sd, MEASURED.rho)
+    risen = (R[-last:].mean() - series.R0) / math.hypot(of_mean, series.R0_stderr)
+    if n < FEWEST:
+        found.append(Flag.FEW)
+    if risen < -Z:
+        found.append(Flag.FALLING)
+    elif risen < Z:
+        found.append(Flag.NO_GAIN)
+    if any(_fallen(R, many, sd) for many in {2, last}):  # a sudden collapse, and a slow one
+        found.append(Flag.TAIL)
+    if not series.R0 < fit.curve.A < 0.999:
+        found.append(Flag.A_AT_BOUND)
+    if not 1.01 * B_RANGE[0] < fit.curve.B < 0.99 * B_RANGE[1]:
+        found.append(Flag.B_AT_BOUND)
+    if runs_z(fit.residuals) < -2.6:
+        found.append(Flag.RUNS)
+    return found
+
+
+def _scatter(series: Series, fit: Fit) -> float:
+    """The sd of one evaluation, from neighbours: a collapse must not pass for noise."""
+    stderr = 0.0 if series.stderr is None else float(np.median(series.stderr))
+    return max(MEASURED.floor, sd_from_steps(fit.residuals, MEASURED.rho), stderr)
+
+
+def _fallen(R: np.ndarray, last: int, sd: float) -> bool:
+    """Is the mean of the last so many evaluations below the best mean of as many before them?"""
+    if len(R) <= 2 * last:
+        return False
+    means = np.convolve(R[:-last], np.full(last, 1 / last), "valid")
+    return means.max() - R[-last:].mean() > Z * math.sqrt(2) * sd_of_mean(last, sd, MEASURED.rho)
+
+
+def runs_z(residuals: np.ndarray) -> float:
+    """z of the number of runs of equal sign (Wald and Wolfowitz 1940): far below 0, the residuals have a
+    pattern. 0 where too few are of one sign to tell."""
+    sign = np.sign(residuals[residuals != 0])
+    above, below = int((sign > 0).sum()), int((sign < 0).sum())
+    if min(above, below) < 3:
+        return 0.0
+    n, product = above + below, 2 * above * below
+    expected = product / n + 1
+    variance = product * (product - n) / (n * n * (n - 1))
+    return (1 + int((sign[1:] != sign[:-1]).sum()) - expected) / math.sqrt(variance)
+
+
+# ---- after the fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drift:
+    """Later evaluations against the forecast. ``alarm`` is the compute of the first that raises it."""
+
+    compute: np.ndarray  # [m]
+    forecast: np.ndarray  # [m] median
+    z: np.ndarray  # [m] (observed - forecast) / sd of both
+    innovation: np.ndarray  # [m] the same, given the evaluations before it: independent, sd 1
+    below: np.ndarray  # [m] CUSUM of falling short
+    above: np.ndarray  # [m] CUSUM of exceeding
+    alarm: float | None  # falls short
+    exceeds: float | None  # is better than foretold: no harm, but the fit is to be made again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """A single innovation beyond ``single``, or a CUSUM (Page 1954) with ``slack`` beyond ``sum``; together
+    with a Shewhart limit as Lucas (1982) has it. One false alarm in about 400 evaluations of a model that
+    holds, fewer with the noise of real runs."""
+
+    single: float = 3.0
+    slack: float = 0.5
+    sum: float = 5.0
+
+
+LIMITS = Limits()
+
+
+def drift(
+    window: Series, after: Series, *, noise: Noise = MEASURED, limits: Limits = LIMITS, seed: int = 0
+) -> Drift:
+    """Do the evaluations ``after`` follow the forecast from ``window``?
+
+    The forecast errs in the same direction at neighbouring computes. Its covariance and that of the noise are
+    taken together, and each evaluation is judged given those before it. Raises ValueError for a window that
+    cannot be fitted, or evaluations that do not come after it.
+    """
+    if len(after) and after.compute[0] <= window.compute[-1]:
+        raise ValueError(
+            f"{after.name} has evaluations inside the fit window (compute {after.compute[0]:g} of"
+            f" {window.compute[-1]:g}); give those after it"
+        )
+    known = posterior(window, noise=noise, seed=seed)
+    R = known.score(after.compute)
+    forecast = np.median(R, axis=0)
+    sd = np.full(len(after), float(np.median(known.sd)))
+    both = np.atleast_2d(np.cov(R, rowvar=False)) + covariance(sd, noise.rho, len(after))
+    off = after.score - forecast
+    innovation = np.linalg.solve(np.linalg.cholesky(both), off) if len(after) else off
+    below, above = _cusum(-innovation, limits.slack), _cusum(innovation, limits.slack)
+
+    def first(beyond: np.ndarray, total: np.ndarray) -> float | None:
+        hits = np.flatnonzero((beyond > limits.single) | (total > limits.sum))
+        return float(after.compute[hits[0]]) if len(hits) else None
+
+    return Drift(
+        compute=after.compute,
+        forecast=forecast,
+        z=off / np.sqrt(np.diag(both)),
+        innovation=innovation,
+        below=below,
+        above=above,
+        alarm=first(-innovation, below),
+        exceeds=first(innovation, above),
+    )
+
+
+def watch(
+    series: Series, *, bars: Bars = BARS, noise: Noise = CONSERVATIVE, limits: Limits = LIMITS
+) -> Drift | None:
+    """The first forecast that could be told, at least a provisional one, held against all that came after it;
+    None where none could be told, or nothing came after."""
+    for n in range(FEWEST, len(series)):
+        window = series.take(slice(n))
+        if assess(posterior(window, noise=noise, draws=512, cells=(24, 48)), bars).standing in TOLD:
+            return drift(window, series.take(slice(n, None)), limits=limits)
+    return None
+
+
+def _cusum(x: np.ndarray, slack: float) -> np.ndarray:
+    total, sums = 0.0, np.empty(len(x))
+    for t, step in enumerate(x):
+        total = sums[t] = max(0.0, total + step - slack)
+    return sums
+
+
+class Truncation(StrEnum):
+    FINE = "fine"
+    WARN = "warn"
+    ALARM = "alarm"
+
+
+def truncation(share: float) -> Truncation:
+    """Of answers cut off at the length limit: above 10 % warns, above 15 % alarms, whatever the curve says;
+    runs of the paper at 10 to 15 % became unstable and did not recover."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"the truncated share is {share}; use a number in [0, 1]")
+    return Truncation.ALARM if share > 0.15 else Truncation.WARN if share > 0.10 else Truncation.FINE

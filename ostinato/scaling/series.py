@@ -1,0 +1,285 @@
+"""A series of evaluations over compute: checked once, here, so that no fit meets nonsense."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.run import RunFolder
+
+
+class Axis(StrEnum):
+    """What compute is counted in."""
+
+    GPU_HOURS = "gpu-hours"
+    HOURS = "hours"  # of wall clock
+    FLOPS = "flops"
+    TOKENS = "tokens"  # sampled
+    STEPS = "steps"
+    MONEY = "money"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Series:
+    """n evaluations of one run on one held-out set, scores scaled to [0, 1].
+
+    ``R0`` is the score before training and not one of the n. Errors are standard errors; ``R0_stderr`` of 0
+    takes R0 as known.
+    """
+
+    name: str
+    compute: np.ndarray  # [n] float64, positive, ascending
+    score: np.ndarray  # [n] float64
+    R0: float
+    R0_stderr: float = 0.0
+    stderr: np.ndarray | None = None  # [n]
+    axis: Axis = Axis.GPU_HOURS
+    held_out: str = ""  # which held-out set: the same for all that are compared
+
+    def __post_init__(self) -> None:
+        for at, (before, now) in enumerate(zip(self.compute[:-1], self.compute[1:], strict=True), start=1):
+            if now == before:
+                raise ValueError(
+                    f"{self.name} has compute {now:g} twice (evaluations {at} and {at + 1}); keep one of them"
+                )
+            if now < before:
+                raise ValueError(
+                    f"{self.name} is unsorted: compute falls from {before:g} to {now:g} at evaluation"
+                    f" {at + 1}; sort it, or leave out what a resumed run did again"
+                )
+        for at, C in enumerate(self.compute, start=1):
+            if not 0 < C < math.inf:
+                raise ValueError(f"{self.name} has compute {C:g} at evaluation {at}; use positive numbers")
+        for at, R in enumerate([self.R0, *self.score]):
+            if not 0 <= R <= 1:
+                when = f"at evaluation {at}" if at else "before training"
+                raise ValueError(
+                    f"{self.name} has score {R:g} {when}; scores lie in [0, 1] (rewards from -1 to 1: read"
+                    " them with low=-1, high=1)"
+                )
+        errors = [self.R0_stderr] if self.stderr is None else [self.R0_stderr, *self.stderr]
+        if not all(0 <= error < math.inf for error in errors):
+            raise ValueError(f"{self.name} has a negative or infinite standard error; leave the column out")
+
+    def __len__(self) -> int:
+        return len(self.compute)
+
+    def between(self, first: float = 0.0, last: float = math.inf) -> Series:
+        """The evaluations with first <= C <= last."""
+        return self.take((first <= self.compute) & (self.compute <= last))
+
+    def take(self, which: np.ndarray | slice) -> Series:
+        stderr = None if self.stderr is None else self.stderr[which]
+        return replace(self, compute=self.compute[which], score=self.score[which], stderr=stderr)
+
+
+def series(
+    name: str,
+    compute: Sequence[float] | np.ndarray,
+    score: Sequence[float] | np.ndarray,
+    *,
+    R0: float | None = None,
+    R0_stderr: float = 0.0,
+    stderr: Sequence[float] | np.ndarray | None = None,
+    axis: Axis = Axis.GPU_HOURS,
+    held_out: str = "",
+    low: float = 0.0,
+    high: float = 1.0,
+) -> Series:
+    """A series of plain arrays; scores from ``low`` to ``high`` are mapped to [0, 1], errors with them.
+
+    Without ``R0`` the first evaluation has to be that at compute 0. Raises ValueError in words.
+    """
+    C, R = np.asarray(compute, float), np.asarray(score, float)
+    if len(C) != len(R) or (stderr is not None and len(stderr) != len(C)):
+        raise ValueError(f"{name} has {len(C)} computes for {len(R)} scores; give one score (and error) each")
+    if not low < high:
+        raise ValueError(f"{name} has scores from low={low:g} to high={high:g}; use low below high")
+    for at in np.flatnonzero(~(np.isfinite(C) & np.isfinite(R))):
+        raise ValueError(
+            f"{name} has compute {C[at]:g} and score {R[at]:g} in row {at + 1}; leave the row out"
+        )
+    width = high - low
+    R, E = (R - low) / width, None if stderr is None else np.asarray(stderr, float) / width
+    before = None if R0 is None else (R0 - low) / width
+    error = R0_stderr / width
+    if len(C) and C[0] == 0:  # before training
+        if before is None:
+            before, error = float(R[0]), error if E is None else float(E[0])
+        C, R, E = C[1:], R[1:], None if E is None else E[1:]
+    if before is None:
+        raise ValueError(f"{name} has no evaluation at compute 0; give R0, the score before training")
+    return Series(
+        name=name,
+        compute=C,
+        score=R,
+        R0=before,
+        R0_stderr=error,
+        stderr=E,
+        axis=axis,
+        held_out=held_out,
+    )
+
+
+def require_comparable(*compared: Series) -> None:
+    """Raises ValueError for series that no common statement can be made about."""
+    first = compared[0]
+    for other in compared[1:]:
+        if other.axis != first.axis:
+            raise ValueError(
+                f"{first.name} counts compute in {first.axis} and {other.name} in {other.axis}; read both"
+                " with the same axis"
+            )
+        if other.held_out != first.held_out:
+            raise ValueError(
+                f"{first.name} is scored on {first.held_out or 'an unnamed set'!r} and {other.name} on"
+                f" {other.held_out or 'an unnamed set'!r}; scores of different held-out sets do not compare"
+            )
+
+
+# ---- from files
+
+
+def read_csv(
+    path: Path,
+    *,
+    compute: str,
+    score: str,
+    by: Sequence[str] = (),
+    stderr: str | None = None,
+    R0: float | None = None,
+    axis: Axis = Axis.GPU_HOURS,
+    held_out: str = "",
+    low: float = 0.0,
+    high: float = 1.0,
+) -> list[Series]:
+    """The series of a CSV file in the order in which they begin, one for each value of the columns ``by``.
+
+    Lines that start with # are comments. A step-0 row (compute 0) is R0 where none is given. Raises
+    ValueError in words for columns that are not there, cells that are no numbers, and bad series.
+    """
+    wanted = [compute, score, *by, *([] if stderr is None else [stderr])]
+    groups: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
+    for line, row in _csv_rows(path, wanted):
+        values = tuple(_number(row[name], name, path, line) for name in wanted if name not in by)
+        groups.setdefault(tuple(row[name] for name in by), []).append(values)
+    if not groups:
+        raise ValueError(f"{path} has no rows below its header; nothing can be fitted")
+    found = []
+    for key, rows in groups.items():
+        columns = list(zip(*rows, strict=True))
+        found.append(
+            series(
+                " ".join(key) or path.stem,
+                columns[0],
+                columns[1],
+                stderr=None if stderr is None else columns[2],
+                R0=R0,
+                axis=axis,
+                held_out=held_out,
+                low=low,
+                high=high,
+            )
+        )
+    return found
+
+
+def _csv_rows(path: Path, wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line number, row) of every row."""
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = [(at, line) for at, line in enumerate(file, start=1) if line.strip() and line[0] != "#"]
+    reader = csv.DictReader(line for _, line in lines)
+    missing = [name for name in wanted if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(
+            f"{path} has no column {missing[0]!r}; its columns are {', '.join(reader.fieldnames or ())}"
+        )
+    for row in reader:
+        yield lines[reader.line_num - 1][0], {name: row[name] or "" for name in wanted}
+
+
+def _number(cell: str, column: str, path: Path, line: int) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        raise ValueError(
+            f"line {line} of {path} has {cell!r} in column {column}; write a number or leave the row out"
+        ) from None
+
+
+def read_run(
+    folder: Path,
+    axis: Axis = Axis.FLOPS,
+    split: str = "eval",
+    *,
+    metric: str = "pass@1",
+    low: float = 0.0,
+    high: float = 1.0,
+) -> Series:
+    """The evaluations of one of our runs, by the compute that its ledger adds up.
+
+    Compute is that of training steps; evaluation is not in it. The error of a score is the largest that a
+    mean of so many answers to the same prompts can have, sqrt(R (1 - R) / draws). Raises ValueError for a run
+    without the split, the axis or a score before training.
+    """
+    run = RunFolder.open(folder)
+    rows = [row for row in run.eval.rows() if row["split"] == split]
+    if not rows:
+        raise ValueError(f"run {folder.name} has no evaluation of split {split!r}; name one of eval.jsonl")
+    spent = _spent(run.ledger.rows(), axis, folder)
+    for row in rows:
+        if row["step"] not in spent:
+            raise ValueError(
+                f"run {folder.name} was evaluated after step {row['step']}, which its ledger lacks"
+            )
+        if row.get(metric) is None:
+            raise ValueError(f"run {folder.name} has no {metric} at step {row['step']}; use another metric")
+    return series(
+        folder.name,
+        [spent[row["step"]] for row in rows],
+        [row[metric] for row in rows],
+        stderr=[(high - low) * _stderr(row, metric, low, high) for row in rows],
+        axis=axis,
+        held_out=f"{split}, {rows[0]['n'] + rows[0].get('excluded', 0)} prompts",
+        low=low,
+        high=high,
+    )
+
+
+def _stderr(row: Mapping[str, Any], metric: str, low: float, high: float) -> float:
+    draws = row["n"] * (1 if metric == "pass@k" else row.get("samples", 1))
+    R = (row[metric] - low) / (high - low)
+    R = (R * draws + 1) / (draws + 2)  # Laplace's rule: an evaluation with all answers right may yet err
+    return math.sqrt(max(0.0, R * (1 - R)) / max(1, draws))
+
+
+def _spent(rows: Iterable[Mapping[str, Any]], axis: Axis, folder: Path) -> dict[int, float]:
+    """Compute up to the end of each step; 0 before the first."""
+    spent, total = {0: 0.0}, 0.0
+    for row in rows:
+        try:
+            total = float(row["step"]) if axis is Axis.STEPS else total + _cost(row, axis)
+        except KeyError:
+            raise ValueError(f"the ledger of run {folder.name} has no {axis}; use steps or hours") from None
+        spent[row["step"]] = total
+    return spent
+
+
+def _cost(row: Mapping[str, Any], axis: Axis) -> float:
+    """Of one step. KeyError where its row of the ledger does not say."""
+    match axis:
+        case Axis.HOURS:
+            return row["wall_s"] / 3600
+        case Axis.TOKENS:
+            return row["tokens"]["sampled"]
+        case Axis.FLOPS:
+            return row["flops"]["useful"] + row["flops"]["wasted"]
+        case _:
+            return row[axis]

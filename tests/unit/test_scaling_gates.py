@@ -1,0 +1,160 @@
+"""What may be said of a curve, what is refused, and what raises an alarm."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ostinato.bench.scaling import published
+from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.gates import Flag, Standing, Truncation, assess, drift, runs_z, truncation, watch
+from ostinato.scaling.noise import simulate
+from ostinato.scaling.plan import simulated
+from ostinato.scaling.posterior import posterior
+from ostinato.scaling.series import Series, read_csv, series
+
+SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
+C = np.linspace(500, 10_000, 20)
+
+
+def noise(seed: int = 0, n: int = 20) -> np.ndarray:
+    return simulate(np.random.default_rng(seed), 1, n, 0.0042, 0.45)[0]
+
+
+def points(name: str) -> Series:
+    file = published("scalerl_points.csv")
+    by = ("figure", "series")
+    found = read_csv(file, compute="gpu_hours", score="pass_rate", by=by, R0=0.4)
+    return {one.name: one for one in found}[name].between(first=1500)
+
+
+def test_a_long_run_is_identified() -> None:
+    found = assess(posterior(simulated(SCALERL, C)))
+    assert found.standing is Standing.IDENTIFIED
+    assert found.A is not None and found.A.low <= 0.61 <= found.A.high
+    assert found.ratio == pytest.approx(4, rel=0.2)
+
+
+def test_between_two_and_three_C_mid_a_forecast_is_provisional() -> None:
+    found = assess(posterior(simulated(SCALERL, C * 0.65, seed=4)))
+    assert found.standing is Standing.PROVISIONAL
+    assert "identify it" in found.reason
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_short_of_one_and_a_half_C_mid_nothing_is_identified(seed: int) -> None:
+    found = assess(posterior(simulated(SCALERL, C * 1.4 * 2542 / 10_000, seed=seed)))
+    assert found.standing is Standing.NOT_IDENTIFIED
+    assert found.A is not None and found.A.width > 0.1  # told as wide as it is ...
+    assert math.isnan(found.A.median)  # ... and without what would look like a forecast
+
+
+def test_three_evaluations_are_refused() -> None:
+    found = assess(posterior(simulated(SCALERL, [2500, 5000, 10_000])))
+    assert found.standing is Standing.NOT_IDENTIFIED
+    assert Flag.FEW in found.flags and "fewer than 5" in found.reason
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_flat_curve_is_refused(seed: int) -> None:
+    found = assess(posterior(series("flat", C, 0.4 + noise(seed), R0=0.4)))
+    assert found.standing is Standing.NOT_IDENTIFIED
+    assert "not risen beyond their noise" in found.reason
+
+
+def test_a_falling_curve_is_refused_and_has_no_interval() -> None:
+    found = assess(posterior(series("falling", C, np.linspace(0.4, 0.3, 20) + noise(), R0=0.4)))
+    assert (found.standing, found.A) == (Standing.NOT_IDENTIFIED, None)
+    assert Flag.FALLING in found.flags
+
+
+def test_a_collapsing_curve_is_refused_and_has_no_interval() -> None:
+    score = SCALERL.score(C) + noise() - np.maximum(0, C - 7500) * 2e-5
+    found = assess(posterior(series("collapsing", C, score, R0=0.4)))
+    assert (found.standing, found.A) == (Standing.NOT_IDENTIFIED, None)
+    assert "below what had been reached" in found.reason
+
+
+def test_half_of_a_slow_run_is_refused() -> None:
+    """The parameters of an open run (a 1.7B model on GSM8K) whose half leaves A at its bound of 1."""
+    truth = Sigmoid(R0=0.555, A=0.838, B=2.14, C_mid=15.2)
+    found = assess(posterior(simulated(truth, np.arange(4, 27, 4), sd=0.009)))
+    assert found.standing is Standing.NOT_IDENTIFIED
+
+
+def test_a_curve_that_ends_at_its_bounds_is_flagged() -> None:
+    steep = Sigmoid(R0=0.1, A=0.6, B=30.0, C_mid=5000.0)
+    assert Flag.B_AT_BOUND in assess(posterior(series("step", C, steep.score(C), R0=0.1))).flags
+    line = series("line", C, 0.4 + C / 20_000, R0=0.4)
+    assert Flag.A_AT_BOUND in assess(posterior(line)).flags
+
+
+def test_what_is_said_of_published_runs() -> None:
+    assert assess(posterior(points("Fig1a ScaleRL-bs2048"))).standing is Standing.IDENTIFIED
+    collapsed = assess(posterior(points("Fig2 DeepSeek-GRPO")))
+    assert collapsed.standing is Standing.NOT_IDENTIFIED and Flag.TAIL in collapsed.flags
+
+
+def test_runs_of_residuals() -> None:
+    assert runs_z(np.array([1.0] * 10 + [-1.0] * 10)) < -4
+    assert runs_z(np.array([1.0, -1.0] * 10)) > 4
+    assert runs_z(np.array([1.0, 1.0, 1.0, -1.0])) == 0
+
+
+# ---- alarms
+
+
+@pytest.mark.parametrize("last", [5100, 5500, 6300, 7000])
+def test_the_collapse_of_GRPO_alarms_at_7800(last: float) -> None:
+    whole = points("Fig2 DeepSeek-GRPO")
+    found = drift(whole.between(last=last), whole.between(first=last))
+    assert found.alarm == pytest.approx(7800, abs=10)
+
+
+@pytest.mark.parametrize("name", ["Fig2 ScaleRL", "Fig10a ScaleRL-bs768", "Fig1a ScaleRL-bs2048"])
+def test_healthy_runs_raise_no_alarm(name: str) -> None:
+    whole = points(name)
+    half = whole.compute[-1] / 2
+    found = drift(whole.between(last=half), whole.between(first=half))
+    assert (found.alarm, found.exceeds) == (None, None)
+
+
+def test_watch_holds_the_first_forecast_to_account() -> None:
+    collapse, healthy = watch(points("Fig2 DeepSeek-GRPO")), watch(points("Fig2 ScaleRL"))
+    assert collapse is not None and collapse.alarm == pytest.approx(7800, abs=10)
+    assert healthy is not None and healthy.alarm is None
+    assert watch(simulated(SCALERL, C[:6])) is None  # nothing was foretold yet
+
+
+def test_a_run_that_does_better_is_no_alarm() -> None:
+    one = simulated(SCALERL, np.linspace(500, 20_000, 40))
+    after = one.take(slice(20, None))
+    better = series("better", after.compute, after.score + 0.05, R0=0.4)
+    found = drift(one.take(slice(20)), better)
+    assert found.alarm is None and found.exceeds == better.compute[0]
+
+
+def test_innovations_are_those_of_the_joint_distribution() -> None:
+    """The forecast's error is shared by all later evaluations: once the first has told it, the others are
+    expected there, and a forecast that is off by one and the same amount does not add up to an alarm."""
+    one = simulated(SCALERL, np.linspace(500, 20_000, 40), seed=3)
+    found = drift(one.take(slice(12)), one.take(slice(12, None)))
+    assert np.abs(found.innovation[1:]).mean() < 1.5
+    assert found.alarm is None
+
+
+def test_evaluations_of_the_window_are_refused() -> None:
+    one = simulated(SCALERL, C)
+    with pytest.raises(ValueError, match="inside the fit window"):
+        drift(one.take(slice(10)), one.take(slice(9, None)))
+    assert drift(one.take(slice(10)), one.take(slice(20, None))).alarm is None  # nothing came after
+
+
+def test_truncation() -> None:
+    shares = (0.0, 0.1, 0.101, 0.15, 0.151)
+    fine, warn, alarm = Truncation.FINE, Truncation.WARN, Truncation.ALARM
+    assert [truncation(share) for share in shares] == [fine, fine, warn, warn, alarm]
+    with pytest.raises(ValueError, match="use a number in"):
+        truncation(math.nan)
