@@ -65,25 +65,27 @@ def decode(
     model: Model = "smollm2-135m",
     dtype: str = "bfloat16",
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,8,64",
+    weights: Annotated[
+        str, typer.Option(help="Instead: engine.weights side by side, e.g. bf16,int8,fp8.")
+    ] = "",
+    clock: Annotated[Clock, typer.Option(help="Of --weights; cpu is for one thread.")] = Clock.WALL,
 ) -> None:
     """One decode step by part, against the roofline of its matrix products."""
     threads.configure_early("auto", say=_say)
+    from ostinato.bench import decode as by_part
+    from ostinato.bench import weights as side_by_side
+    from ostinato.model.quantise import Weights
 
-    def measure() -> dict[str, Any]:
-        from ostinato.bench import decode as bench
-
-        sizes = tuple(int(size) for size in batch.split(","))
-        plan = bench.Plan(
-            folder=_folder(model), model=model, dtype=dtype, batches=sizes, rounds=2 if quick else 5
-        )
-        return bench.run(plan, _say)
-
-    def table(result: dict[str, Any]) -> Any:
-        from ostinato.bench import decode as bench
-
-        return bench.table(result)
-
-    _tell(measure, table, json_file)
+    rounds = 2 if quick else 5
+    plan = by_part.Plan(folder=_folder(model), model=model, dtype=dtype, batches=_sizes(batch), rounds=rounds)
+    if weights:
+        known = [kind for kind in Weights if kind is not Weights.INT4]
+        if wrong := set(weights.split(",")) - set(known):
+            raise ValueError(f"--weights has {', '.join(sorted(wrong))}; give some of {', '.join(known)}")
+        kinds = tuple(Weights(kind) for kind in weights.split(","))
+        _tell(lambda: side_by_side.run(plan, kinds, clock, _say), side_by_side.table, json_file)
+    else:
+        _tell(lambda: by_part.run(plan, _say), by_part.table, json_file)
 
 
 @app.command()
@@ -176,6 +178,101 @@ def history(
 
     plan = bench.Plan(prompts=16 if quick else prompts, passes=100 if quick else 300)
     _tell(lambda: bench.run(plan, _say), bench.table, json_file)
+
+
+@app.command()
+def replay(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    tokens: Annotated[int, typer.Option(help="Sampled tokens of every row, at least.")] = 100_000,
+    rounds: Annotated[int, typer.Option(help="Of a training step with replay and without.")] = 9,
+    clock: Annotated[Clock, typer.Option(help="cpu where others use the machine too.")] = Clock.WALL,
+) -> None:
+    """Sampler against trainer with routes replayed and without, and bugs planted in the routes."""
+    threads.configure_early("auto", say=_say)
+    from ostinato.bench import replay as bench
+    from ostinato.config import Recipe
+
+    plan = bench.Plan(recipe=Recipe.load("quickstart"), tokens=tokens, rounds=rounds, clock=clock)
+    plan = plan.shortened() if quick else plan
+    _tell(lambda: bench.run(plan, _say), bench.table, json_file)
+
+
+@app.command()
+def turns(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    model: Model = "asset:seed-moe",
+    prompts: Annotated[int, typer.Option(help="Of conversations, with two siblings each.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Rollouts with routes recorded and without.")] = 9,
+    clock: Annotated[Clock, typer.Option(help="cpu where others use the machine too.")] = Clock.WALL,
+) -> None:
+    """Conversations of 8 turns: what is run again, whether routes are complete, what recording costs."""
+    threads.configure_early("auto", say=_say)
+    from ostinato.bench import turns as bench
+
+    plan = bench.Plan(model=model, prompts=prompts, rounds=rounds, clock=clock)
+    plan = plan.shortened() if quick else plan
+    _tell(lambda: bench.run(plan, _say), bench.table, json_file)
+
+
+@app.command()
+def quantised(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    recipe: Annotated[str, typer.Option(help="A recipe, by name or file.")] = "quickstart",
+    steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 60,
+    model: Annotated[
+        str, typer.Option(help="Whose rollouts are timed by themselves; empty for none.")
+    ] = "smollm2-135m",
+    clock: Annotated[Clock, typer.Option(help="Of the rollouts by themselves.")] = Clock.WALL,
+) -> None:
+    """Quantised rollouts: tokens per second, and reward per second of whole runs, beside bf16."""
+    threads.configure_early("auto", say=_say)
+    from ostinato.bench import quantised as bench
+
+    plan = bench.Plan(recipe=recipe, steps=steps, model=model, clock=clock)
+    plan = plan.shortened() if quick else plan
+    _tell(lambda: bench.run(plan, _say), bench.table, json_file)
+
+
+@app.command()
+def collapse(
+    out: Annotated[Path, typer.Option(help="One line per run; a study that was stopped goes on there.")],
+    page: Annotated[
+        Path | None, typer.Option(help="Instead: write collapse.md, plots and data into this folder.")
+    ] = None,
+    dense: Annotated[
+        Path | None, typer.Option(help="With --page: the runs of a dense model, as a control.")
+    ] = None,
+    arms: Annotated[str, typer.Option(help="With commas, with --doses; all by default.")] = "",
+    doses: Annotated[str, typer.Option(help="bf16, int8, int4, noise:SIGMA, with commas.")] = "",
+    seeds: Annotated[str, typer.Option(help="How many, or FIRST:END.")] = "5",
+    model: Model = "asset:seed-moe",
+    workers: Annotated[int, typer.Option(help="Runs at a time, one thread each.")] = 1,
+) -> None:
+    """Does the mismatch of sampler and trainer make runs collapse, and which corrections help?"""
+    threads.configure_early(1, say=_say)
+    from ostinato.bench import collapse as bench
+    from ostinato.bench import collapse_page
+
+    if page is not None:
+        control = collapse_page.read(dense) if dense is not None else []
+        collapse_page.write(collapse_page.read(out), page, dense=control)
+        return
+    if bool(arms) != bool(doses):
+        raise ValueError("--arms and --doses belong together; give both, or neither for the whole study")
+    parts = ((arms.split(","), doses.split(",")),) if arms else bench.PARTS
+    jobs = bench.jobs(parts, _range(seeds))
+    bench.study(bench.Setting(model=model), jobs, out, workers, _say)
+
+
+def _range(text: str) -> range:
+    first, _, end = text.rpartition(":")
+    try:
+        return range(int(first or 0), int(end))
+    except ValueError:
+        raise ValueError(f"--seeds is {text!r}; give how many, or FIRST:END, e.g. 10:15") from None
 
 
 def _sizes(text: str) -> tuple[int, ...]:
