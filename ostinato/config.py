@@ -156,6 +156,12 @@ class TrainerSection(Section):
                 f"trainer.warmup_steps is {self.warmup_steps} of {self.steps} trainer.steps, which leaves "
                 f"nothing for the {self.schedule} schedule; lower it"
             )
+        usual = type(self).model_fields["replay_threshold"].default
+        if self.replay is False and self.replay_threshold != usual:
+            raise ValueError(
+                f"trainer.replay_threshold is {self.replay_threshold} with trainer.replay false, which has "
+                f"no gate; leave it at {usual}, or set replay to true"
+            )
         return self
 
 

@@ -34,9 +34,8 @@ class Loss(StrEnum):
 class Anchor(StrEnum):
     """Whose log-probabilities the ratio new / old is measured from."""
 
-    AUTO = "auto"  # the trainer's where there is a correction, else the sampler's
-    SAMPLER = "sampler"  # "bypass": the ratio is itself the correction, and forwards are saved
-    TRAINER = "trainer"  # the trainer at the start of the step; the mismatch is corrected or ignored
+    AUTO = "auto"  # the trainer's where there is a correction, else the sampler's ("bypass")
+    TRAINER = "trainer"  # the trainer at the start of the step, also where nothing is corrected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +43,10 @@ class Algorithm:
     """One RL algorithm. The defaults here are GRPO without its KL term; ``algorithm`` names the others.
 
     ``anchor`` and ``correction``: without a correction, the sampler's log-probabilities are the anchor of the
-    ratio. With one, the anchor is the trainer at the start of the step, and trainer/sampler is corrected
-    separately. ``anchor="trainer"`` without a correction ignores the mismatch: what the literature calls GRPO
-    without importance sampling, and what ``docs/collapse.md`` compares the others with.
+    ratio ("bypass": the ratio is itself the correction, and forwards are saved). With one, the anchor is the
+    trainer at the start of the step, and trainer/sampler is corrected separately, within bounds that
+    ``algorithm`` takes from ``BOUNDS``. ``anchor="trainer"`` without a correction ignores the mismatch: what
+    the literature calls GRPO without importance sampling, and ``docs/collapse.md`` compares the others with.
     """
 
     name: str = "grpo"
@@ -82,19 +82,12 @@ class Algorithm:
             )
         if self.correction is not Correction.NONE and self.correction_low > 1:
             raise ValueError(f"algo.correction_low is {self.correction_low} and masks 1; use at most 1")
-        if self.anchor is Anchor.SAMPLER and self.correction is not Correction.NONE:
-            raise ValueError(
-                f"algo.anchor is 'sampler', whose ratio is itself the correction, beside algo.correction "
-                f"'{self.correction}'; use anchor 'trainer', or correction 'none'"
-            )
         check_choices(self.baseline, self.scale, self.batch_pool)
 
     @property
     def decoupled(self) -> bool:
         """Whether the ratio is anchored to the trainer's policy, not to the sampler's."""
-        if self.anchor is Anchor.AUTO:
-            return self.correction is not Correction.NONE
-        return self.anchor is Anchor.TRAINER
+        return self.anchor is Anchor.TRAINER or self.correction is not Correction.NONE
 
     @property
     def needs_reference(self) -> bool:
@@ -167,6 +160,17 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+# correction_low and correction_high of a correction for which the user names none.
+BOUNDS: Mapping[Correction, tuple[float, float]] = {
+    Correction.TOKEN_TRUNCATE: (0.0, 2.0),  # TIS, Yao et al. 2025
+    Correction.TOKEN_MASK: (0.5, 5.0),  # IcePop in Ring-1T, arXiv 2510.18855
+    Correction.SEQUENCE_TRUNCATE: (0.0, 2.0),  # as for a token
+    Correction.SEQUENCE_MASK: (0.0, 3.0),  # TRL's vllm_importance_sampling_cap
+    # Published bounds as tight as 0.999 to 1.001 (arXiv 2512.23075) can leave a mixture of experts nothing to
+    # learn from: these reject only answers that are off by a factor of two in the mean token.
+    Correction.GEOMETRIC_MASK: (0.5, 2.0),
+}
+
 
 def algorithm(name: str, **overrides: Any) -> Algorithm:
     """The algorithm called ``name`` with the user's keys on top; enum values may be given as strings.
@@ -181,7 +185,10 @@ def algorithm(name: str, **overrides: Any) -> Algorithm:
         if key not in keys:
             raise ValueError(f"algo.{key} is not a key; {_nearest(key, keys)}")
     given = {key: _typed(key, value) for key, value in overrides.items()}
-    chosen = Algorithm(**{**NAMED[name], **given, "name": name, "overridden": tuple(overrides)})
+    choices = {**NAMED[name], **given}
+    if bounds := BOUNDS.get(choices.get("correction", Correction.NONE)):
+        choices = {"correction_low": bounds[0], "correction_high": bounds[1], **choices}
+    chosen = Algorithm(**{**choices, "name": name, "overridden": tuple(overrides)})
     for key, reason in _idle_keys(chosen).items():
         if key in overrides:
             raise ValueError(f"algo.{key} has no effect because {reason}; remove it or change that")
@@ -247,7 +254,7 @@ def _idle_keys(chosen: Algorithm) -> dict[str, str]:
         "overlong_factor": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
         "correction_low": (truncates or not corrects, correction),
         "correction_high": (not corrects, correction),
-        "anchor": (chosen.loss is Loss.REINFORCE and not corrects, loss),
+        "anchor": (corrects or chosen.loss is Loss.REINFORCE, correction if corrects else loss),
     }
     return {key: reason for key, (idle, reason) in rules.items() if idle}
 

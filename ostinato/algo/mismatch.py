@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from ostinato.algo.offpolicy import LOG_RATIO_BOUND
-from ostinato.algo.routing import judged, sequence_sums, shared_ids
+from ostinato.algo.routing import lowest, overlap_of, part_sums, shared_ids
 
 DIRECTION = "KL(sampler || trainer)"  # tokens come from the sampler; the paper prints it the other way round
 TAUS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0)
 _CDF_AT = np.logspace(-7, 1, 33)  # four points per decade, the same for all arms
 _POSITION_BINS = 16
+_LEAST_CLUSTERS = 5  # of fewer, a bootstrap knows nothing: of one it gives an interval without width
 
 # What the corrections in use would touch, at their usual settings.
 _TRUNCATE_AT = 2.0  # TIS, Yao et al. 2025
@@ -50,12 +51,18 @@ class Decision:
 
 
 def arm(
-    log_ratio: np.ndarray, sample_idx: np.ndarray, *, bootstrap: int = 1000, seed: int = 0
+    log_ratio: np.ndarray,
+    sample_idx: np.ndarray,
+    *,
+    clusters: np.ndarray | None = None,
+    bootstrap: int = 1000,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """Everything that is reported about the log ratios [R] of tokens; ``sample_idx`` [R]: whose they are.
+    """Everything that is reported about the log ratios [R] of tokens; ``sample_idx`` [R]: whose they are;
+    ``clusters`` [R]: which of these are alike, such as the answers to one prompt (by default, none are).
 
     k1 and k3 estimate KL(sampler || trainer) in nats per token (Schulman 2020), with a 95 % interval of k3 by
-    bootstrap over sequences, whose tokens are not independent; of one sequence it is a point. ``tails`` is
+    bootstrap over clusters, whose tokens are not independent; NaN, of fewer than 5 clusters. ``tails`` is
     F(tau): the share of tokens with max(r, 1/r) > tau. ``chi2``: mean r^2 - 1. ``ess``: (sum r)^2 / (R sum
     r^2). ``geometric_*``: over sequences, exp of the mean log ratio. ``masked``: shares of tokens that
     truncation, IcePop and the mask of whole sequences would touch. Raises ValueError for no tokens.
@@ -70,7 +77,7 @@ def arm(
     geometric = np.exp((sums / lengths).clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
     gap, ratio = np.abs(log_ratio), np.exp(bounded)
     k3 = np.expm1(bounded) - bounded  # expm1: r - 1 would cancel where the two almost agree
-    low, high = _interval(np.bincount(owner, weights=k3), lengths, bootstrap, seed)
+    low, high = _interval(k3, owner if clusters is None else clusters, bootstrap, seed)
     squares = float(np.square(ratio).mean())
     return {
         "tokens": len(log_ratio),
@@ -98,6 +105,13 @@ def arm(
     }
 
 
+def pearson(one: np.ndarray, other: np.ndarray) -> float:
+    """The correlation of two policies' log-probabilities [R] of the same tokens; NaN if one is constant."""
+    a, b = (np.asarray(values, np.float64) - np.mean(values, dtype=np.float64) for values in (one, other))
+    scale = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / scale if scale > 0 else math.nan
+
+
 def tail(arm: Mapping[str, Any], tau: float) -> float:
     """F(tau) of an ARM, tau one of TAUS."""
     return next(share for at, share in arm["tails"] if at == tau)
@@ -117,7 +131,8 @@ def routers(
     native, recorded: [T, L, K] expert ids, recorded NO_EXPERT where unknown. margins: [T, L], by how much
     the last expert chosen beat the first one left out (``model.moe.margins``). positions: [T] in the
     sequence. A router is one (token, layer); two differ when their *sets* do. ``spans`` [S, 4] are the rows
-    of each sequence (``algo.routing.sequence_spans``), without which the lowest sequence is NaN;
+    of each sequence (``algo.routing.sequence_spans``), without which the lowest sequence (the lowest overlap
+    of an answer or a prompt of at least 32 routers) is NaN;
     ``layers``: the decoder's numbers of the L layers. What nothing is known of is NaN.
     """
     share = shared_ids(native, recorded)
@@ -131,7 +146,7 @@ def routers(
         "tokens_differ": _share(differ.any(axis=1).sum(), tokens.sum()),
         "per_token": _share(differ.sum(), tokens.sum()),
         "overlap": _mean(share),
-        "lowest_sequence": math.nan if spans is None else _lowest(share, spans, native.shape[-1]),
+        "lowest_sequence": math.nan if spans is None else _lowest(share, spans),
         "layers": [
             {
                 "layer": int(number),
@@ -149,16 +164,29 @@ def routers(
     }
 
 
-def decide(native: Mapping[str, Any], *, minibatches: int, on: bool = False) -> Decision:
-    """Should a mixture of experts replay, given its native ARM, the optimizer steps per batch, and whether it
-    does so now (``on``)?
+def decide(
+    native: Mapping[str, Any],
+    replay: Mapping[str, Any] | None = None,
+    *,
+    minibatches: int,
+    on: bool = False,
+) -> Decision:
+    """Should a mixture of experts replay, given its native ARM and that with ``replay``, the optimizer steps
+    that a batch may take, and whether it does so now (``on``)?
 
-    Several optimizer steps: yes, whatever the ARM says, because routes flip between them (about a tenth per
+    Not where replay makes k3 worse, the intervals apart: that is what misaligned routes do. Several
+    optimizer steps: yes, whatever else the ARMs say, because routes flip between them (about a tenth per
     gradient update, GSPO, arXiv 2507.18071). One: only if the mismatch is more than precision explains;
     replay makes the policy that is trained conditional on the routes, and on-policy that can hurt (arXiv
     2512.01374). A single token of a small batch may switch it on; it goes off only by a batch with enough
     tokens to show that it is not needed, or every measurement would turn it.
     """
+    if replay is not None and replay["k3_low"] > native["k3_high"]:  # never true of intervals that are NaN
+        return Decision(
+            on=False,
+            reason=f"replay is off: k3 is {replay['k3']:.2g} nats/token with the carried experts and "
+            f"{native['k3']:.2g} without, and the intervals are apart, as with misaligned routes",
+        )
     f2, k3 = tail(native, 2.0), native["k3"]
     if minibatches >= 2:
         return Decision(
@@ -169,7 +197,7 @@ def decide(native: Mapping[str, Any], *, minibatches: int, on: bool = False) -> 
         return Decision(on=True, reason=f"replay is on: native F(2) is {f2:.2g}, above {F2_ON:g}")
     if not k3 <= K3_ON:
         return Decision(on=True, reason=f"replay is on: native k3 is {k3:.2g} nats/token, above {K3_ON:g}")
-    if on and (f2 + _THREE / native["tokens"] > F2_ON or native["k3_high"] > K3_ON):
+    if on and (f2 + _THREE / native["tokens"] > F2_ON or not native["k3_high"] <= K3_ON):
         return Decision(
             on=True,
             reason=f"replay stays on: native F(2) is {f2:.2g} and k3 {k3:.2g} nats/token, but "
@@ -182,10 +210,13 @@ def decide(native: Mapping[str, Any], *, minibatches: int, on: bool = False) -> 
     )
 
 
-def _interval(sums: np.ndarray, lengths: np.ndarray, bootstrap: int, seed: int) -> tuple[float, float]:
-    """95 % of the means of resampled sequences, each a sum and a length."""
-    rng, count = np.random.default_rng(seed), len(lengths)
-    means = np.empty(bootstrap)
+def _interval(values: np.ndarray, clusters: np.ndarray, bootstrap: int, seed: int) -> tuple[float, float]:
+    """95 % of the means of ``values`` [R] when whole clusters of them are drawn anew."""
+    _, owner = np.unique(clusters, return_inverse=True)
+    sums, lengths = np.bincount(owner, weights=values), np.bincount(owner)
+    if (count := len(lengths)) < _LEAST_CLUSTERS:
+        return math.nan, math.nan
+    rng, means = np.random.default_rng(seed), np.empty(bootstrap)
     block = max(1, (1 << 20) // count)  # a million draws at a time: memory stays small
     for first in range(0, bootstrap, block):
         drawn = rng.integers(count, size=(min(block, bootstrap - first), count))
@@ -213,12 +244,11 @@ def _by_position(differ: np.ndarray, known: np.ndarray, positions: np.ndarray) -
     ]
 
 
-def _lowest(share: np.ndarray, spans: np.ndarray, top_k: int) -> float:
-    """The lowest overlap of a sequence, as the gate judges it."""
+def _lowest(share: np.ndarray, spans: np.ndarray) -> float:
+    """The lowest overlap of a sequence's answer or prompt, of those long enough to tell."""
     known = ~np.isnan(share)
-    common = np.where(known, share, 0).sum(axis=1) * top_k
-    overlaps = judged(*sequence_sums(np.stack((common, top_k * known.sum(axis=1))), spans))
-    return float(np.nanmin(overlaps)) if not np.isnan(overlaps).all() else math.nan
+    common, routers = part_sums(np.stack((np.where(known, share, 0).sum(axis=1), known.sum(axis=1))), spans)
+    return lowest(overlap_of(common, routers), routers)
 
 
 def _share(part: int, whole: int) -> float:
@@ -235,4 +265,4 @@ def _quantile(values: np.ndarray, q: float) -> float:
     return float(np.quantile(known, q)) if known.size else math.nan
 
 
-__all__ = ["DIRECTION", "F2_ON", "K3_ON", "TAUS", "Decision", "arm", "decide", "routers", "tail"]
+__all__ = ["DIRECTION", "F2_ON", "K3_ON", "TAUS", "Decision", "arm", "decide", "pearson", "routers", "tail"]

@@ -70,14 +70,15 @@ def pack(
 ) -> Batch:
     """Pack samples and their weights (each [L]) into microbatches of at most ``tokens_per_microbatch`` rows.
 
-    Siblings (same group, same first ``prompt_len`` tokens) share the rows of their prompt, and its routing
-    (that of the first sibling of the microbatch). A group beyond the budget is split and its prompt
-    repeated; one sample beyond the budget has a microbatch for itself. First-fit-decreasing, twice:
-    siblings into parts, parts into microbatches; ties keep the order of ``samples``, so the result is a
-    function of the input. ``sample_idx`` indexes ``samples``, the rows of one sample are contiguous, and a
-    sample without trained tokens appears in no microbatch. ``staleness`` is ``version`` minus the token's.
-    With ``min_microbatches`` the budget shrinks until that many share the rows about evenly, as far as there
-    are samples: a trainer cannot take more optimizer steps on a batch than it has microbatches.
+    Siblings (same group, same first ``prompt_len`` tokens, same routing of these) share the rows of their
+    prompt; one whose prompt was run anew, by another policy or in another batch, may have met other experts
+    and gets rows of its own. A group beyond the budget is split and its prompt repeated; one sample beyond
+    the budget has a microbatch for itself. First-fit-decreasing, twice: siblings into parts, parts into
+    microbatches; ties keep the order of ``samples``, so the result is a function of the input. ``sample_idx``
+    indexes ``samples``, the rows of one sample are contiguous, and a sample without trained tokens appears in
+    no microbatch. ``staleness`` is ``version`` minus the token's. With ``min_microbatches`` the budget
+    shrinks until that many share the rows about evenly, as far as there are samples: a trainer cannot take
+    more optimizer steps on a batch than it has microbatches.
 
     Raises ValueError for a sample that trains on its prompt, whose routing is missing beside others', or one
     of whose trained tokens is not in the support that it says the token was drawn from.
@@ -170,12 +171,24 @@ def _num_inputs(sample: Sample) -> int:
 
 def _families(samples: Sequence[Sample], share_prompts: bool) -> list[list[int]]:
     """Indices of the samples that may share a prompt, in order of appearance; untrained samples left out."""
-    families: dict[tuple[int, bytes], list[int]] = {}
+    families: dict[tuple[int, bytes, bytes], list[int]] = {}
     for index, sample in enumerate(samples):
         if sample.loss_mask.any():
-            prompt = sample.tokens[: sample.prompt_len].tobytes()
-            families.setdefault((sample.group, prompt) if share_prompts else (index, b""), []).append(index)
+            key = (sample.group, *_prompt(sample)) if share_prompts else (index, b"", b"")
+            families.setdefault(key, []).append(index)
     return list(families.values())
+
+
+def _prompt(sample: Sample) -> tuple[bytes, bytes]:
+    """What siblings that share the rows of a prompt have in common: its tokens, and its routes."""
+    routes = b"" if sample.experts is None else sample.experts[: sample.prompt_len].tobytes()
+    return sample.tokens[: sample.prompt_len].tobytes(), routes
+
+
+def prompts_apart(samples: Sequence[Sample]) -> int:
+    """Prompts that ``pack`` runs once more than it had to, because siblings met other experts in them."""
+    prompts = {(sample.group, *_prompt(sample)) for sample in samples if sample.loss_mask.any()}
+    return len(prompts) - len({(group, tokens) for group, tokens, _ in prompts})
 
 
 def _split(family: list[int], samples: Sequence[Sample], budget: int) -> list[_Part]:

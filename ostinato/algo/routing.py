@@ -11,16 +11,20 @@ Everything here is numpy, and pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ostinato.types import NO_EXPERT, Microbatch
 
 THRESHOLD = 0.9  # measured: aligned sequences from 0.98 on, misaligned ones up to 0.6
-FEW = 256  # ids below which a sequence is not judged by itself: a single flip moves its overlap too far
+USUAL = 0.98  # what aligned sequences agree in; more than that is not expected of any
+SURE = 20.0  # nats: what chance does once in exp(20), 5e8, is no chance
+ALONE = 32  # routers from which on the overlap of a sequence says something by itself
 _LEAST, _LOOK = 16, 512  # fewest and most rows and...
 _SEQUENCES = 16  # ...sequences that a diagnosis looks at, and...
 _OTHERS = 64  # ...with whose routes it compares them
@@ -50,11 +54,17 @@ class Diagnosis:
 
 
 class Misaligned(RuntimeError):
-    """Replayed routes are not those of these tokens under these weights."""
+    """Replayed routes are not those of these tokens under these weights.
 
-    def __init__(self, message: str, diagnosis: Diagnosis, uids: Sequence[str] = ()) -> None:
+    ``uids``: of the sequences below the threshold. ``steps_taken``: optimizer steps on the same batch that
+    came before; where it is 0, no weight has changed.
+    """
+
+    def __init__(
+        self, message: str, diagnosis: Diagnosis, uids: Sequence[str] = (), *, steps_taken: int = 0
+    ) -> None:
         super().__init__(message)
-        self.diagnosis, self.uids = diagnosis, tuple(uids)  # of the sequences below the threshold
+        self.diagnosis, self.uids, self.steps_taken = diagnosis, tuple(uids), steps_taken
 
 
 def shared_ids(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -92,10 +102,11 @@ def misaligned(
     overlaps: np.ndarray,
     threshold: float = THRESHOLD,
     uids: Sequence[str] = (),
+    at_fault: np.ndarray | None = None,
 ) -> Misaligned:
-    """What to raise where some of the ``overlaps`` [B] are below the threshold. ``uids`` name the
-    sequences."""
-    low = np.flatnonzero(overlaps < threshold).tolist()
+    """What to raise where some of the ``overlaps`` [B] are below the threshold. ``uids`` name the sequences;
+    ``at_fault`` [B] bool: those that are blamed, by default all below it."""
+    low = np.flatnonzero(overlaps < threshold if at_fault is None else at_fault).tolist()
     found = diagnose([native[i] for i in low], [replayed[i] for i in low], threshold, others=replayed)
     named = [uids[i] for i in low] if uids else []
     first = named[0] if named else low[0]
@@ -109,33 +120,71 @@ def misaligned(
 
 
 def sequence_spans(microbatch: Microbatch) -> np.ndarray:
-    """The rows of each sequence of a microbatch, [S, 4] int64 in the order of its ``uids``: (start, stop)
-    of its own and (start, stop) of the prompt that it shares, which is empty where the prompt is its own.
+    """The rows of each sequence of a microbatch, [S, 4] int64 in the order of its ``uids``: (start, stop) of
+    its answer and (start, stop) of its prompt, which siblings may share. Either may be empty.
 
-    The last token trained of a sequence is predicted by its own last row; if it has no row of its own, a
-    completion of one token, by the prompt's.
+    The prompt goes up to the row that predicts the first trained token. The last token trained is predicted
+    by the sequence's own last row; if it has none, a completion of one token, by the prompt's.
     """
-    ends = np.append(np.flatnonzero(np.diff(microbatch.sample_idx)), len(microbatch.rows) - 1)
+    edges = np.flatnonzero(np.diff(microbatch.sample_idx))
+    firsts, lasts = np.append(0, edges + 1), np.append(edges, len(microbatch.rows) - 1)
     segments = np.array([(s.start, s.stop, s.prefix_start, s.prefix_stop) for s in microbatch.segments])
-    return segments[np.searchsorted(segments[:, 0], microbatch.rows[ends], side="right") - 1]
+    start, stop, prompt_start, prompt_stop = segments[
+        np.searchsorted(segments[:, 0], microbatch.rows[lasts], side="right") - 1
+    ].T
+    shared = prompt_stop > prompt_start
+    split = np.where(shared, start, microbatch.rows[firsts] + 1)
+    prompt = np.where(shared, prompt_start, start), np.where(shared, prompt_stop, split)
+    return np.stack((split, stop, *prompt), axis=1)
 
 
-def sequence_sums(values: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """Sums of values [..., T] over the rows of each sequence: [..., S]. A shared prompt counts for each of
-    them."""
+def part_sums(values: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    """Sums of values [..., T] over the rows of each sequence, [..., S, 2]: of its answer, of its prompt. A
+    shared prompt counts for each of its sequences."""
     total = np.concatenate((np.zeros((*values.shape[:-1], 1), values.dtype), values.cumsum(axis=-1)), axis=-1)
     start, stop, prompt_start, prompt_stop = spans.T
-    return total[..., stop] - total[..., start] + total[..., prompt_stop] - total[..., prompt_start]
+    return np.stack(
+        (total[..., stop] - total[..., start], total[..., prompt_stop] - total[..., prompt_start]), -1
+    )
 
 
-def judged(common: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """The overlap that each sequence is judged by, [S]: ids in common over ids known on both sides.
+def overlap_of(common: ArrayLike, known: ArrayLike) -> np.ndarray:
+    """Ids in common over ids known on both sides, of any shape; NaN where nothing is known."""
+    return np.divide(common, known, out=np.full(np.shape(known), np.nan), where=np.asarray(known) > 0)
 
-    Those with fewer than 256 known ids are judged together; NaN where nothing is known.
+
+def too_low(overlaps: np.ndarray, routers: np.ndarray, threshold: float = THRESHOLD) -> np.ndarray:
+    """Which parts of a batch are below the threshold, and lower than chance makes them: bool, as the two.
+
+    overlaps [S, P]: of each part of a sequence (answer, prompt), NaN where nothing is known. routers [S, P]:
+    how many (token, layer) pairs each is the mean of.
+
+    A few routers may all flip. A part is too low only if a part of n routers, each of which agrees with
+    probability p, would agree in a share ``a`` or less of them with a chance below exp(-20): by Chernoff's
+    bound, if n KL(a || p) > 20 nats. p is the median of the answers or of the prompts, the higher one,
+    between the threshold and 0.98. Routers of a sequence are not independent; but where two sets differ
+    they mostly differ in one of K, and a share of K ids scatters less than the one coin per router that the
+    bound allows for.
     """
-    few = known < FEW
-    pooled = np.where(few, [common[few].sum()], common), np.where(few, [known[few].sum()], known)
-    return np.divide(pooled[0], pooled[1], out=np.full(len(known), np.nan), where=pooled[1] > 0)
+    medians = [np.median(part[~np.isnan(part)]) for part in overlaps.T if not np.isnan(part).all()]
+    usual = min(max([threshold, *map(float, medians)]), max(USUAL, threshold))
+    return (overlaps < threshold) & (improbability(overlaps, routers, usual) > SURE)
+
+
+def improbability(overlaps: ArrayLike, routers: ArrayLike, usual: float) -> np.ndarray:
+    """n KL(a || p) in nats: n routers that agree with probability ``usual`` agree in a share of ``overlaps``
+    or less with a chance of at most exp(-it) (Chernoff, for a < p). NaN where an overlap is."""
+    a, p = np.asarray(overlaps, np.float64), min(max(usual, 1e-12), 1 - 1e-12)
+    with np.errstate(divide="ignore", invalid="ignore"):  # 0 log 0 is 0
+        gone = np.where(a < 1, (1 - a) * (np.log1p(-a) - math.log1p(-p)), 0.0)
+        kept = np.where(a == 0, 0.0, a * (np.log(a) - math.log(p)))
+    return np.asarray(routers) * np.where(np.isnan(a), np.nan, kept + gone)
+
+
+def lowest(overlaps: np.ndarray, routers: np.ndarray) -> float:
+    """The lowest overlap of the parts of at least 32 routers; NaN where there is none."""
+    lone = overlaps[(routers >= ALONE) & ~np.isnan(overlaps)]
+    return float(lone.min()) if lone.size else math.nan
 
 
 def never_written(routes: np.ndarray) -> bool:

@@ -267,6 +267,22 @@ def collapse(
     bench.study(bench.Setting(model=model), jobs, out, workers, _say)
 
 
+@app.command()
+def scaling(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    points: Annotated[
+        Path | None,
+        typer.Option(help="A CSV with columns figure, series, gpu_hours, pass_rate; else published curves."),
+    ] = None,
+) -> None:
+    """Forecasts of the end of known runs from their early part: coverage, width, error, alarms."""
+    from ostinato.bench import scaling as bench
+
+    plan = bench.Plan(points=points)
+    _tell(lambda: bench.run(plan.shortened() if quick else plan, _say), bench.table, json_file)
+
+
 def _range(text: str) -> range:
     first, _, end = text.rpartition(":")
     try:

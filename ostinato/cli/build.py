@@ -10,6 +10,8 @@ Everything raises ValueError with one sentence for what the user can mend, befor
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ import torch
 
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm, Loss, algorithm
+from ostinato.algo.offpolicy import Correction
 from ostinato.cli.drafts import Memory, save_history
 from ostinato.cli.models import adapter_spec, load_decoder, newest_checkpoint
 from ostinato.config import Recipe
@@ -37,7 +40,7 @@ from ostinato.model.native.build import BuildError
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import load_peft
 from ostinato.model.quantise import Weights, own_bytes, quantise
-from ostinato.pipeline.evaluate import Evaluation
+from ostinato.pipeline.evaluate import Evaluation, evaluate
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.remember import Drafting
 from ostinato.protocols import Engine, Grader
@@ -252,7 +255,17 @@ def new_stage(prepared: Prepared, engine: Engine, grader: Grader) -> Stage:
             stop_strings=recipe.rollout.stop,
         ),
         context_limit=prepared.decoder.config.max_positions,
+        identity=stage_identity(recipe),
     )
+
+
+def stage_identity(recipe: Recipe) -> str:
+    """Twelve hex digits of everything in the recipe that decides which groups are played, and how they are
+    judged, beside the policy, the sampling and the seeds."""
+    tree = recipe.model_dump(mode="json")
+    reward, weights = tree["reward"], tree["engine"]["weights"]
+    played = [tree["model"], tree["task"], reward["functions"], reward["weights"], weights]
+    return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def environment(
@@ -278,7 +291,23 @@ def new_evaluation(prepared: Prepared) -> Evaluation:
         k=recipe.eval.k,
         solved_at=solved_at(recipe),
         seed=recipe.seed,
+        weights=eval_weights(recipe),
     )
+
+
+def eval_weights(recipe: Recipe) -> str:
+    """Whose weights the run's held-out scores are of: "model", or those of a sampler with its own."""
+    return recipe.engine.weights if own_weights(recipe) else "model"
+
+
+async def score_exported(prepared: Prepared, adapters: Adapters | None, step: int) -> dict[str, Any]:
+    """The held-out row of the policy as it is exported: with the model's weights, whatever the run sampled
+    with."""
+    sampler = prepared.recipe.engine.model_copy(update={"weights": "model"})
+    exact = dataclasses.replace(prepared, recipe=prepared.recipe.model_copy(update={"engine": sampler}))
+    engine = new_engine(exact.recipe, exact.decoder, exact.renderer, lambda line: None)
+    engine.publish(adapters, step)
+    return await evaluate(new_stage(exact, engine, exact.grader), new_evaluation(exact), step)
 
 
 def solved_at(recipe: Recipe) -> float:
@@ -397,24 +426,34 @@ def introduction(prepared: Prepared, adapters: Adapters | None) -> Iterator[str]
     chosen = check(recipe)
     yours = ", ".join(f"{key}={getattr(chosen, key)}" for key in chosen.overridden)
     yield f"algorithm    {chosen.name}" + (f" with your {yours}" if yours else "")
+    if chosen.correction is not Correction.NONE:
+        bounds = f"{chosen.correction_low:g} to {chosen.correction_high:g}"
+        yield f"correction   {chosen.correction} of the ratio trainer / sampler, {bounds}"
     train, held_out = len(prepared.train_prompts), len(prepared.eval_prompts)
     yield f"tasks        {recipe.task.source}: {train} to train on, {held_out} held out"
-    yield from (f"note         {caveat}" for caveat in caveats(recipe, chosen))
+    moe = decoder.num_moe_layers > 0
+    yield from (f"note         {caveat}" for caveat in caveats(recipe, chosen, moe=moe))
 
 
-def caveats(recipe: Recipe, chosen: Algorithm) -> Iterator[str]:
-    """What is allowed and is not exact, one sentence each."""
-    rollout = recipe.rollout
+def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[str]:
+    """What is allowed and is not exact, or not what it seems, one sentence each."""
+    rollout, settings = recipe.rollout, recipe.trainer
     filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
     if used := " and ".join(f"rollout.{name}" for name, on in filters.items() if on):
         yield (
             f"{used} cut what is sampled from: log-probabilities, entropy and gradients are over the tokens "
             "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
         )
-    if recipe.engine.weights != "model":
+    yield from _of_weights(recipe)
+    usual = type(settings).model_fields
+    idle = [key for key in ("replay", "replay_threshold") if getattr(settings, key) != usual[key].default]
+    if idle and not moe:
+        told = " and ".join(f"trainer.{key}" for key in idle)
+        yield f"{told} change nothing: {recipe.model.path} has no mixture of experts"
+    if moe and settings.replay == "auto" and recipe.log.mismatch_every == 0:
         yield (
-            f'engine.weights = "{recipe.engine.weights}": the sampler is not quite the policy that is '
-            "trained; sampling/* in the metrics says how far it is, and held-out scores are the sampler's"
+            'trainer.replay = "auto" with log.mismatch_every = 0 measures the first step alone, and what it '
+            "decides there holds for the whole run"
         )
     if recipe.adapter.path and chosen.needs_reference:
         yield f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path"
@@ -423,6 +462,27 @@ def caveats(recipe: Recipe, chosen: Algorithm) -> Iterator[str]:
             f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
             "all but the first learn off-policy without a correction"
         )
+
+
+def _of_weights(recipe: Recipe) -> Iterator[str]:
+    """What follows from engine.weights."""
+    weights = recipe.engine.weights
+    if weights == "model":
+        return
+    if not own_weights(recipe):
+        yield f'engine.weights = "{weights}" changes nothing: the model is in bfloat16 already'
+        return
+    yield (
+        f'engine.weights = "{weights}": the sampler is not quite the policy that is trained; sampling/* in '
+        "the metrics says how far it is, and held-out scores are the sampler's, but for one of the exported "
+        "policy at the end of the run"
+    )
+
+
+def own_weights(recipe: Recipe) -> bool:
+    """Does the sampler compute with weights that are not the trainer's (``model.quantise``)?"""
+    same = ("model", "bf16") if recipe.model.dtype == "bfloat16" else ("model",)
+    return recipe.engine.weights not in same
 
 
 def save_refused(folder: Path) -> Callable[[Microbatch], None]:

@@ -15,8 +15,12 @@ from ostinato.engine import threads
 
 
 def evaluate(target: str, overrides: Sequence[str]) -> None:
-    """Print pass@1 (and pass@k where eval.k > 1) of the last policy of a run, or of an untrained model."""
-    recipe, run = recipe_of(target, *overrides)
+    """Print pass@1 (and pass@k where eval.k > 1) of the last policy of a run, or of an untrained model.
+
+    It computes with the model's own weights, as what is exported does, whatever the run sampled with; the
+    override ``engine.weights=...`` scores a sampler of others.
+    """
+    recipe, run = recipe_of(target, "engine.weights=model", *overrides)
     say = partial(Console().print, highlight=False, markup=False, soft_wrap=True)
     threads.configure_early(recipe.engine.threads, say=say)
     from ostinato.cli import build
@@ -28,7 +32,9 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
         engine.publish(adapters, step)
         stage = build.new_stage(prepared, engine, prepared.grader)
         row = asyncio.run(measure(stage, build.new_evaluation(prepared), step))
-    say(f"{target} after {step} steps, {row['split']} split, {row['n']} prompts, {row['seconds']:.1f} s")
+    weights = "" if recipe.engine.weights == "model" else f", {recipe.engine.weights} weights"
+    took = f"{row['n']} prompts, {row['seconds']:.1f} s"
+    say(f"{target} after {step} steps{weights}, {row['split']} split, {took}")
     say(f"pass@1  {interval(row, 'pass@1')}")
     if row["k"] > 1:
         say(f"pass@{row['k']}  {interval(row, 'pass@k')}")

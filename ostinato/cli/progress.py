@@ -61,6 +61,11 @@ class Monitor:
         self._held_out = interval(row, "pass@1")
         self.say(f"step {row['step']}: held-out pass@1 {self._held_out} on {row['n']} prompts")
 
+    def exported(self, row: Row) -> None:
+        """A row of eval.jsonl with the model's weights, of a run that samples with others."""
+        told = f"held-out pass@1 {interval(row, 'pass@1')} on {row['n']} prompts"
+        self.say(f"step {row['step']}: the policy as exported, with the model's weights: {told}")
+
     def say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 

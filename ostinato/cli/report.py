@@ -6,8 +6,10 @@ import os
 import platform
 import time
 import webbrowser
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import rich.box
 import rich.table
@@ -97,10 +99,12 @@ def _cached(path: str) -> Path | None:
     return Path(file).parent
 
 
-def record_start(run: RunFolder, device: str = "") -> None:
+def record_start(run: RunFolder, device: str = "", algorithm: Mapping[str, Any] | None = None) -> None:
     """Append to starts.jsonl which machine and versions work on the run from now on; ``device`` names the
-    accelerator. A report written elsewhere or later can then say so."""
+    accelerator. A report written elsewhere or later can then say so. ``algorithm``: all of its choices, of
+    which a recipe holds only the user's."""
     row = {"at": time.time(), "machine": machine(device), "versions": versions()}
+    row |= {"algorithm": dict(algorithm)} if algorithm else {}
     Jsonl(run.path / "starts.jsonl").append(row)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,18 +26,23 @@ from ostinato.engine import threads
 from ostinato.run import RunFolder, atomic_write, new_run_path
 
 if TYPE_CHECKING:
-    from ostinato.pipeline.loop import Finish
+    from ostinato.cli.build import Prepared
+    from ostinato.pipeline.loop import Finish, Finished
+    from ostinato.train.trainer import PolicyTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run came to. ``before`` and ``after`` are rows of eval.jsonl, None when not measured."""
+    """What a run came to. ``before`` and ``after`` are rows of eval.jsonl, None when not measured, and the
+    sampler's; ``exported`` is the trained policy's where the sampler has weights of its own
+    (``engine.weights``)."""
 
     folder: Path
     step: int  # finished
     why: Finish
     before: Mapping[str, Any] | None
     after: Mapping[str, Any] | None
+    exported: Mapping[str, Any] | None = None
 
 
 def learn(recipe: Recipe | str | Path, *overrides: str, quiet: bool = False) -> Outcome:
@@ -77,7 +82,7 @@ def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Out
         state = build.restore(RunFolder.open(path), trainer, say) if resume else build.LoopState()
         check_writers(recipe.log.writers)
         run = _folder(path, dump_toml(recipe), resume)
-        record_start(run, build.device_name(prepared.decoder))
+        record_start(run, build.device_name(prepared.decoder), asdict(build.check(recipe)))
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         with Monitor(recipe.trainer.steps, done=state.step, console=console) as monitor:
             for line in (f"run folder   {path}", f"threads      {chosen or 'as torch was started'}"):
@@ -93,10 +98,40 @@ def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Out
                 write_policy(
                     prepared.decoder, trainer.adapters(), prepared.folder, run.adapter, recipe.model.path
                 )
+                if build.own_weights(recipe) and finished.why in ("done", "collapsed"):
+                    _score_exported(prepared, trainer, run, finished.state.step, monitor)
+    return _outcome(recipe, run, finished)
+
+
+def _score_exported(
+    prepared: Prepared, trainer: PolicyTrainer, run: RunFolder, step: int, monitor: Monitor
+) -> None:
+    """Add to eval.jsonl, unless it is there, the score with the weights that the policy is exported for."""
+    from ostinato.cli.build import score_exported
+
+    split = prepared.recipe.eval.split
+    known = {(row["step"], row["split"], row.get("weights")) for row in run.eval.rows()}
+    if (step, split, "model") not in known:
+        row = asyncio.run(score_exported(prepared, trainer.adapters(), step))
+        run.eval.append(row)
+        monitor.exported(row)
+
+
+def _outcome(recipe: Recipe, run: RunFolder, finished: Finished) -> Outcome:
+    from ostinato.cli.build import eval_weights
+
     rows = [row for row in run.eval.rows() if row["split"] == recipe.eval.split]
-    before = next((row for row in rows if row["step"] == 0), None)
-    after = rows[-1] if rows and rows[-1]["step"] else None
-    return Outcome(folder=path, step=finished.state.step, why=finished.why, before=before, after=after)
+    weights, step = eval_weights(recipe), finished.state.step
+    sampler = [row for row in rows if row.get("weights", weights) == weights]
+    exact = [row for row in rows if row not in sampler and row["step"] == step]
+    return Outcome(
+        folder=run.path,
+        step=step,
+        why=finished.why,
+        before=next((row for row in sampler if row["step"] == 0), None),
+        after=sampler[-1] if sampler and sampler[-1]["step"] else None,
+        exported=exact[-1] if exact else None,
+    )
 
 
 def _folder(path: Path, recipe: str, resume: bool) -> RunFolder:

@@ -150,13 +150,15 @@ class Decoder(nn.Module):
         *,
         adapters: Adapters | Prepared | None = None,
         routing: Tensor | None = None,
+        routing_checked: bool = False,
         ops: Ops = TORCH_OPS,
         recompute: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states after the final norm, and the experts that the model itself chose for every row.
 
         tokens, positions: [T] integers. routing: [T, L_moe, K] to replay (rows of NO_EXPERT choose
-        natively) or None. recompute: keep one layer's activations at a time in training.
+        natively) or None; routing_checked: the caller knows that it fits (``moe.check_routing``), once for
+        all passes of a batch. recompute: keep one layer's activations at a time in training.
         Returns (hidden [T, D], native [T, L_moe, K] int16, or None for a dense model). Where nothing is
         replayed, native is what every row went through; else what its router would have taken instead.
         Raises ValueError for a routing that does not fit.
@@ -165,7 +167,8 @@ class Decoder(nn.Module):
         if routing is not None:
             if moe is None:
                 raise ValueError(f"routing was given, but this {self.config.model_type} model has no experts")
-            check_routing(routing, tokens.shape[0], moe)
+            if not routing_checked:
+                check_routing(routing, tokens.shape[0], moe)
         loras = (
             adapters.prepared(self.dtype).layers if adapters is not None else (NO_LORA,) * len(self.blocks)
         )

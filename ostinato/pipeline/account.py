@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ostinato.algo.pack import prompts_apart
 from ostinato.pipeline.credit import Credit
 from ostinato.rollout.health import health
 from ostinato.rollout.play import Played
@@ -76,11 +77,14 @@ def step_row(
     row["tokens/trained"] = float(batch.num_tokens if batch else 0)
     row["tokens/trained_context"] = float(batch.num_context_tokens if batch else 0)
     row |= route_sizes(batch) if batch else {}
+    if batch and any(sample.experts is not None for sample in credit.samples):
+        row["routing/prompts_apart"] = float(prompts_apart(credit.samples))
     row["empty_step"] = float(batch is None)
     row["refused_step"] = float(report is not None and bool(report.skipped))
     row |= dict(report.metrics) if report else {}
     if forward_flops:
-        row |= flops(row, forward_flops, backward_ratio)
+        measured = len(report.mismatch.get("arms", ())) if report and report.mismatch else 0
+        row |= flops(row, forward_flops, backward_ratio, measured)
     total, parts = clock.read()
     row["step_time"] = total
     row["tokens_per_s"] = row["tokens/sampled"] / total
@@ -114,22 +118,27 @@ def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str
     return {"tools/call_frequency": calls / num_trajectories, "tools/failure_frequency": failures / calls}
 
 
-def flops(row: Mapping[str, float], forward: float, backward_ratio: float) -> dict[str, float]:
-    """Estimated FLOPs of a step from its token counts; ``forward`` is per token (2 x active parameters).
+def flops(
+    row: Mapping[str, float], forward: float, backward_ratio: float, measured: int = 0
+) -> dict[str, float]:
+    """Estimated FLOPs of a step from its token counts; ``forward`` is per token (2 x active parameters),
+    ``measured`` the passes over the batch that compared sampler and trainer.
 
     Generation is useful in proportion to the sampled tokens that were trained on, training unless refused;
-    what was run for drafts that failed is wasted.
+    what was run for drafts that failed, or to measure, is wasted.
     """
     generation = forward * (row["tokens/prefilled"] + row["tokens/sampled"])
     failed = forward * (row.get("tokens/drafted", 0.0) - row.get("tokens/accepted", 0.0))
-    training = forward * (1 + backward_ratio) * (row["tokens/trained"] + row["tokens/trained_context"])
+    batch = forward * (row["tokens/trained"] + row["tokens/trained_context"])
+    training, measuring = (1 + backward_ratio) * batch, measured * batch
     share = row["tokens/trained"] / row["tokens/sampled"] if row["tokens/sampled"] else 0.0
     useful = 0.0 if row["refused_step"] else generation * share + training
     return {
         "flops/rollout": generation + failed,
         "flops/train": training,
+        "flops/measure": measuring,
         "flops/useful": useful,
-        "flops/wasted": generation + failed + training - useful,
+        "flops/wasted": generation + failed + training + measuring - useful,
     }
 
 

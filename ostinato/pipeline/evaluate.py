@@ -33,6 +33,7 @@ class Evaluation:
     k: int = 1
     solved_at: float = 1.0  # a reward from here on is a solution
     seed: int = 0
+    weights: str = "model"  # those of the base that the engine samples with (engine.weights)
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -55,7 +56,8 @@ async def evaluate(stage: Stage, evaluation: Evaluation, step: int) -> dict[str,
     ]
     played = await play(replace(stage, sampling=evaluation.sampling), asks)
     seconds = time.perf_counter() - started
-    return {"step": step, "split": evaluation.split, **score(played, evaluation), "seconds": seconds}
+    about = {"step": step, "split": evaluation.split, "weights": evaluation.weights}
+    return {**about, **score(played, evaluation), "seconds": seconds}
 
 
 def score(played: Sequence[Played], evaluation: Evaluation) -> dict[str, Any]:

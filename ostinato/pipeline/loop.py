@@ -29,7 +29,7 @@ from ostinato.pipeline.evaluate import Evaluation, evaluate
 from ostinato.pipeline.remember import Drafted, Drafting
 from ostinato.pipeline.signals import Abandoned, StopSignals
 from ostinato.pipeline.spool import Spool, address
-from ostinato.pipeline.watch import watching
+from ostinato.pipeline.watch import watch_after
 from ostinato.protocols import MetricWriter, Tasks, Trainer
 from ostinato.rollout.health import failure
 from ostinato.rollout.play import Ask, Played, Stage, fault_name, first_request, play
@@ -129,14 +129,15 @@ class Loop:
 
     async def run(self) -> Finished:
         """Raises NoSignal when ``max_empty_steps`` steps in a row had nothing to learn from. What the engine
-        and the trainer raise passes through, after a checkpoint unless the trainer is between two steps; a
-        batch that the trainer refuses as ``Misaligned`` has not changed it."""
+        and the trainer raise passes through, after a checkpoint unless the trainer is between two steps. A
+        batch that it refuses as ``Misaligned`` is not spooled any more, so a resumed run plays it anew, and
+        has mostly not changed the trainer."""
         self.folder.truncate_after(self.state.step)
         self._evaluated = {(row["step"], row["split"]) for row in self.folder.eval.rows()}
         self._spool = Spool(self.folder.path / "inflight.jsonl.zst")
         self._saved_step, self._between_steps = self.state.step, False
         self._counted, self._told = sum(self.counters, Counter()), set[str]()
-        self._watch, self._given_up = watching(self.folder.metrics.rows()), False
+        self._watch, self._given_up = watch_after(self.folder.metrics.rows()), False
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
         with StopSignals(self.plan.grace_s) as self._signals:
             try:
@@ -146,8 +147,10 @@ class Loop:
                     f"what followed step {self.state.step} was abandoned: "
                     f"it was not done {self.plan.grace_s:g} s after SIGTERM"
                 )
-            except Misaligned:  # between two steps, but no weight has changed
-                self._checkpoint()
+            except Misaligned as refused:
+                if not refused.steps_taken:  # between two steps, but no weight has changed
+                    self._checkpoint()
+                self._spool.reject(self.state.step + 1)
                 raise
             except RuntimeError:
                 if not self._between_steps:
@@ -226,8 +229,8 @@ class Loop:
 
     async def _play(self, step: int, clock: Clock) -> tuple[list[Played], int]:
         """The groups of the step in the order of the stream, and how many of them the spool had."""
-        limit, asks = self.stage.context_limit, self._asks(step, self.state.cursor)
-        places = [address(ask, self.stage.sampling, limit, self.state.version) for ask in asks]
+        asks = self._asks(step, self.state.cursor)
+        places = [address(ask, self.stage, self.state.version) for ask in asks]
         found = {
             i: group for i, ask in enumerate(asks) if (group := self._spool.take(places[i], ask)) is not None
         }

@@ -1,8 +1,9 @@
 """Graded groups that no checkpoint covers yet, so that a resumed run does not pay for them twice.
 
 Randomness is addressed, so a resumed run would play the same groups again, token for token; reading them
-back is the same and free. A group is found by its whole address (what was asked, of which policy version),
-so a changed recipe finds nothing and plays anew. Prompts are not stored: the stream gives them again.
+back is the same and free. A group is found by its whole address: what was asked, of which policy version, and
+the stage that played it (model, sampler, task, rewards). So a recipe that changed one of these finds nothing
+and plays anew. Prompts are not stored: the stream gives them again.
 
 Of a step that was interrupted, only the missing groups are played, in a smaller batch than before. Their
 tokens are the same; their log-probabilities are the same bits where the engine's kernels work row by row
@@ -12,17 +13,17 @@ tokens are the same; their log-probabilities are the same bits where the engine'
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ostinato.rollout.play import Ask
+from ostinato.rollout.play import Ask, Stage
 from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.run import JsonlZst
-from ostinato.types import Completion, Group, Reward, Sampling, Stop, Support, Trajectory, Turn
+from ostinato.types import Completion, Group, Reward, Stop, Support, Trajectory, Turn
 
 
 class Spool:
@@ -43,13 +44,21 @@ class Spool:
 
     def forget(self, step: int) -> None:
         """Drop the groups up to ``step``: a checkpoint covers them."""
-        self._log.keep(lambda row: row["step"] > step)
-        self._found = {key: row for key, row in self._found.items() if row["step"] > step}
+        self._keep(lambda row: row["step"] > step)
+
+    def reject(self, step: int) -> None:
+        """Drop the groups of ``step``: the trainer refused them, and would again."""
+        self._keep(lambda row: row["step"] != step)
+
+    def _keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        self._log.keep(wanted)
+        self._found = {key: row for key, row in self._found.items() if wanted(row)}
 
 
-def address(ask: Ask, sampling: Sampling, context_limit: int, version: int) -> str:
-    """All that a played group is a function of, given the base model and the task."""
-    return f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version} context={context_limit} {sampling}"
+def address(ask: Ask, stage: Stage, version: int) -> str:
+    """All that a played group is a function of: what was asked, of which policy version, on which stage."""
+    asked = f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version}"
+    return f"{asked} context={stage.context_limit} stage={stage.identity} {stage.sampling}"
 
 
 def _group(row: Mapping[str, Any], ask: Ask) -> Group:

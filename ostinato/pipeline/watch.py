@@ -8,7 +8,8 @@ told once, and looks only back: what was said after n steps is what is said of t
 Three rules call it a collapse, as the studies of collapse do: F(2), k3 and the reward. The others (gradient
 norm, entropy) are signs to look at, for a healthy run may show them.
 
-Every rule compares a run with itself, and none knows what a reward is worth: scaling it changes nothing.
+Every rule compares a run with itself, and none knows what a reward is worth: neither its unit nor its zero
+changes anything.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ class Limits:
     kl_nats: float = 0.05
     kl_early: int = 20
     kl_steps: int = 5
-    # The reward's moving mean below half of its highest. 20 steps in a row, in short runs too: fewer cannot
-    # be told from a hard stretch of prompts, and a run that ends before has nothing left to stop. The fall
-    # must also exceed what noise explains, for the highest of many means lies well above the truth. Of 300
-    # made-up runs of 200 steps whose answers are right by luck, 5 errors gave 3 false alarms, 6 gave none; 40
-    # falls from 0.5 to 0.08, in steps of 8 answers, were told after 23 steps (median), the last after 59.
-    reward_left: float = 0.5
+    # The reward's moving mean has lost half of what it had gained since the start, and half of the deviation
+    # between answers: that is the scale of a run which began high and gained little. 20 steps in a row, in
+    # short runs too: fewer cannot be told from a hard stretch of prompts, and a run that ends before has
+    # nothing left to stop. The fall must also exceed what noise explains, for the highest of many means lies
+    # well above the truth. 40 made-up runs of 200 steps each, groups of 8 answers to prompts of unequal
+    # difficulty: of those that stay level at 0.1, 0.5 or 0.9 none was told to have collapsed; at 0.005 and
+    # 0.02, 3 to 9 with 8 or 32 answers a step, none with 256. A fall from 0.5 to 0.08 was told after 22 steps
+    # with 64 answers a step, within 100 steps in 6 of 15 runs with 8; one from 0.5 to 0.45 never.
+    reward_lost: float = 0.5
     reward_steps: int = 20
     reward_errors: float = 6.0
     # Gradient norm over the median of all norms before it: clipping hides it from the weights, not from Adam.
@@ -72,7 +76,7 @@ class Limits:
     entropy_times: float = 3.0
     entropy_nats: float = 0.5
     entropy_steps: int = 5
-    thriving: float = 0.8  # of the highest reward: near its best
+    thriving: float = 0.8  # of the reward's highest gain: near its best
     window: int = 5  # steps in a moving mean
     least: int = 5  # values that a median is taken of, at least
 
@@ -151,7 +155,8 @@ class Watch:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
-        self._reward, self._entropy = Course(self._limits.window), Course(self._limits.window)
+        window = self._limits.window
+        self._reward, self._spread, self._entropy = Course(window), Course(window), Course(window)
         self._early: list[float] = []  # the first values of k3
         self._norms: list[float] = []  # all so far, sorted
         self._streaks: dict[Rule, list[int]] = {rule: [] for rule in Rule}  # steps in which it held, till now
@@ -166,10 +171,11 @@ class Watch:
         """The rules that are met with this row of metrics.jsonl. What is missing, null or not finite is no
         value: it neither goes on with a streak nor ends it."""
         reward = _number(row, "reward")
+        self._note(reward, _number(row, "reward_std"))
         signs = [
             self._tail(_number(row, "sampling/tail_2")),
             self._kl(_number(row, "sampling/kl_k3")),
-            self._fall(reward),
+            None if reward is None else self._fall(),
             self._gradient(_number(row, "grad_norm")),
             *self._entropies(_number(row, "entropy")),
         ]
@@ -227,22 +233,33 @@ class Watch:
             figures={"k3": k3, "early_median": start, "limit": limit},
         )
 
-    def _fall(self, reward: float | None) -> Sign | None:
-        if reward is None:
-            return None
+    def _note(self, reward: float | None, spread: float | None) -> None:
+        if reward is not None:
+            self._reward.add(reward)
+        if spread is not None:
+            self._spread.add(spread)
+
+    def _lost(self) -> float:
+        """How far the reward has fallen from its highest, in units of what it had gained, or of the deviation
+        between answers where that is more; neither depends on what a reward of 0 means."""
+        course = self._reward
+        if course.now is None or course.now >= course.best:
+            return 0.0
+        scale = max(course.best - course.start, self._spread.now or 0.0)
+        return (course.best - course.now) / scale if scale > 0 else math.inf
+
+    def _fall(self) -> Sign | None:
         limits, course = self._limits, self._reward
-        course.add(reward)
         if course.now is None:
             return None
-        lost = course.best - course.now
-        below = course.best > 0 and course.now < limits.reward_left * course.best
+        beyond_noise = course.best - course.now > limits.reward_errors * course.error
         return Sign(
             rule=Rule.REWARD,
             steps=limits.reward_steps,
-            holds=below and lost > limits.reward_errors * course.error,
-            sentence=f"the reward is {course.now:.3g}, below {limits.reward_left:.0%} of the highest so far, "
-            f"{course.best:.3g} (means of {course.window} steps)",
-            figures={"reward": course.now, "highest": course.best},
+            holds=self._lost() > limits.reward_lost and beyond_noise,
+            sentence=f"the reward is {course.now:.3g} after {course.best:.3g} at its highest and "
+            f"{course.start:.3g} at the start (means of {course.window} steps)",
+            figures={"reward": course.now, "highest": course.best, "start": course.start},
         )
 
     def _gradient(self, norm: float | None) -> Sign | None:
@@ -268,8 +285,10 @@ class Watch:
         course.add(entropy)
         if course.now is None:
             return []
-        now, start, reward = course.now, course.start, self._reward
-        thriving = reward.now is not None and reward.best > 0 and reward.now >= limits.thriving * reward.best
+        now, start = course.now, course.start
+        reward = self._reward
+        needed = reward.start + limits.thriving * (reward.best - reward.start)
+        thriving = reward.now is not None and reward.now >= needed
         figures = {"entropy": now, "start": start}
         told = f"entropy is {now:.3g} nats per token after {start:.3g} at the start"
         low = now < limits.entropy_left * start and not thriving
@@ -290,7 +309,7 @@ def alarms(rows: Iterable[Row], limits: Limits | None = None) -> list[Alarm]:
     return [alarm for row in rows for alarm in watch.see(row)]
 
 
-def watching(rows: Iterable[Row], limits: Limits | None = None) -> Watch:
+def watch_after(rows: Iterable[Row], limits: Limits | None = None) -> Watch:
     """A watch that has seen ``rows``: how a resumed run goes on."""
     watch = Watch(limits)
     for row in rows:
@@ -303,4 +322,4 @@ def _number(row: Row, name: str) -> float | None:
     return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
-__all__ = ["Alarm", "Limits", "Rule", "Watch", "alarms", "watching"]
+__all__ = ["Alarm", "Limits", "Rule", "Watch", "alarms", "watch_after"]

@@ -68,5 +68,7 @@ def tail(one: Row, tau: float) -> float | None:
 
 
 def gate(data: RunData) -> float:
-    """The overlap below which a sequence's routes are refused; 0 without a gate."""
+    """The overlap below which a sequence's routes are refused; 0 without a gate, as where replay is off."""
+    if data.setting("trainer.replay", True) is False:
+        return 0.0
     return float(data.setting("trainer.replay_threshold", GATE))

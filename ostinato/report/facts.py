@@ -241,7 +241,18 @@ def protocol(data: RunData) -> str:
         f"{number(row, 'n') or 0:.0f} held-out prompts (split {row.get('split', '?')}), "
         f"{samples:.0f} {'answer' if samples == 1 else 'answers'} each{how}; the same prompts and the same "
         "noise at every step. Brackets are 95 % intervals over prompts; that of a change treats the two as "
-        f"independent, which overstates it.{left_out}"
+        f"independent, which overstates it.{left_out}{_exported(data)}"
+    )
+
+
+def _exported(data: RunData) -> str:
+    """What the policy is worth with the weights that it is exported for, where the sampler has others."""
+    if data.exported is None:
+        return ""
+    score, step = _full(estimate(data.exported, "pass@1")), data.exported.get("step")
+    return (
+        f" These are scores of the sampler, whose weights are {data.evals[-1].get('weights')}; with the "
+        f"model's own, as it is exported, the policy of step {step} has pass@1 {score}."
     )
 
 

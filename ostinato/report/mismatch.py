@@ -112,11 +112,12 @@ def _factor(native: float | None, replay: float | None) -> str:
 
 
 def facts(data: RunData) -> list[Fact]:
-    """What stands beside the last measurement: routes, margins, sizes, the age of tokens, its price."""
-    rows = measured(data)
+    """What stands beside the last measurement: the correction, routes, margins, sizes, the age of tokens, its
+    price."""
+    rows, found = measured(data), _correction(data)
     if not rows:
-        return []
-    last, found = rows[-1], list[Fact]()
+        return found
+    last = rows[-1]
     if choice := routers(last):
         used = "the sampler's, replayed" if last.get("replay") else "the trainer's own"
         overlap, lowest, margin, flip = (
@@ -148,11 +149,25 @@ def _sizes(data: RunData, last: Row) -> list[Fact]:
     """Bytes of routes for each token, as far as a run tells."""
     latest = data.metrics[-1] if data.metrics else {}
     memory = number(latest, "routing/bytes_per_token") or number(last, "route_bytes_per_token")
-    packed = number(latest, "routing/packed_bytes_per_token") or number(last, "packed_bytes_per_token")
+    packed = number(latest, "routing/packed_bytes_per_token")
     if memory is None:
         return []
     note = f"in memory; {packed:.1f} packed" if packed is not None else "in memory"
     return [Fact(name="Routes of a token", value=f"{memory:.0f} bytes", note=note)]
+
+
+def _correction(data: RunData) -> list[Fact]:
+    """How the ratio trainer / sampler is corrected, within which bounds, and what that touched at last."""
+    chosen = data.starts[-1].get("algorithm") if data.starts else None
+    if not isinstance(chosen, Mapping) or chosen.get("correction", "none") == "none":
+        return []
+    low, high = number(chosen, "correction_low"), number(chosen, "correction_high")
+    kind = str(chosen["correction"])
+    bounds = f"above {high:g}" if kind.endswith("truncate") else f"outside {low:g} to {high:g}"
+    latest = data.metrics[-1] if data.metrics else {}
+    touched = number(latest, "sampling/truncated" if kind.endswith("truncate") else "sampling/masked")
+    note = f"{_percent(touched)} of the tokens of the last step" if touched is not None else ""
+    return [Fact(name="Correction of the ratio", value=f"{kind}, {bounds}", note=note)]
 
 
 def _ages(row: Row) -> str:
@@ -214,7 +229,7 @@ QUANTITIES = (  # r: trainer over sampler, of one sampled token
         unit="share of tokens; product of r above 3",
         read=_masked("sequence_mask"),
     ),
-    Quantity(name="Pearson", unit="of the two probabilities", read=_field("pearson"), scales=False),
+    Quantity(name="Pearson", unit="of the two log-probabilities", read=_field("pearson"), scales=False),
 )
 
 

@@ -32,7 +32,8 @@ def every_step(data: RunData) -> Iterator[Chart]:
             line(rows, "routing/lowest_sequence", "lowest sequence", "--orange", join=min),
         ]
         mark = (gate(data), "gate") if gate(data) else None
-        note = "Share of expert ids that trainer and sampler have in common; the gate refuses less."
+        refuses = "; the gate refuses less" if gate(data) else ""
+        note = f"Share of expert ids that trainer and sampler have in common{refuses}."
         yield figure(rows, "Routes in common", note, "%", overlap, high=1.0, mark=mark)
         differ = [line(rows, "routing/differ", "differ", "--red")]
         note = "Share of routers, one for each token and layer, that chose another set of experts."
@@ -165,6 +166,8 @@ def _bars(key: str, title: str, note: str, values: list[float | None], names: li
 
 
 def _where(rows: Sequence[Row]) -> str:
+    """The step of what is shown, and of the arms that were last measured in another."""
     last = rows[-1]["step"]
-    floor = next((row["step"] for row in reversed(rows) if arm(row, "floor")), last)
-    return f"Step {last}." if floor == last else f"Step {last}; floor: step {floor}."
+    steps = {name: next((row["step"] for row in reversed(rows) if arm(row, name)), last) for name in ARMS}
+    others = "".join(f"; {ARMS[name][0]}: step {step}" for name, step in steps.items() if step != last)
+    return f"Step {last}{others}."

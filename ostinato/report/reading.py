@@ -21,7 +21,8 @@ class RunData:
     recipe_text: str
     recipe: Mapping[str, Any]  # the tree of the recipe; empty when it could not be read
     metrics: Sequence[Row]  # one per finished step, in order
-    evals: Sequence[Row]  # of the main split, one per step, in order
+    evals: Sequence[Row]  # of the main split and the run's own sampler, one per step, in order
+    exported: Row | None = None  # the last one with the model's weights, where the sampler has others
     ledger: Sequence[Row]
     drafts: Sequence[Row] = ()  # one per step of a run that drafted, in order
     mismatch: Sequence[Row] = ()  # one per step in which sampler and trainer were compared in full, in order
@@ -55,7 +56,7 @@ def read_run(run: RunFolder) -> RunData:
         recipe_text=text,
         recipe=recipe,
         metrics=_by_step(_rows(run.metrics, damage)),
-        evals=_by_step([row for row in evals if row.get("split") == split]),
+        **_scores([row for row in evals if row.get("split") == split], recipe),
         ledger=_by_step(_rows(run.ledger, damage)),
         drafts=_by_step(_rows(run.drafts, damage)),
         mismatch=_by_step(_rows(Jsonl(run.path / "mismatch.jsonl"), damage)),
@@ -63,6 +64,17 @@ def read_run(run: RunFolder) -> RunData:
         starts=_rows(Jsonl(run.path / "starts.jsonl"), damage),
         damage=damage,
     )
+
+
+def _scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
+    """``evals`` and ``exported`` of the rows of one split."""
+    kinds = [row.get("weights", "model") for row in rows]
+    wanted = recipe.get("engine", {}).get("weights")
+    kind = wanted if wanted in kinds else next(iter(kinds), "model")
+    sampler, exact = (
+        [row for row, has in zip(rows, kinds, strict=True) if has == one] for one in (kind, "model")
+    )
+    return {"evals": _by_step(sampler), "exported": exact[-1] if exact and kind != "model" else None}
 
 
 def _rows(log: Jsonl, damage: list[str]) -> list[Row]:

@@ -58,6 +58,7 @@ class Stage:
     grader: Grader
     sampling: Sampling
     context_limit: int  # tokens of prompt, answers and replies together
+    identity: str = ""  # of what samples and judges: stages that play other groups have another
 
     def __post_init__(self) -> None:
         if self.context_limit < 2:

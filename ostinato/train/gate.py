@@ -1,41 +1,74 @@
 """The alignment gate: are the routes that a batch carries the routes of its tokens?
 
-The trainer computes its own choice of experts anyway, so at the start of a step, before any weight has moved,
-comparing it with the choice that came with the batch costs next to nothing. Aligned sequences agree in 98 %
-of the ids and more; routes shifted by a row, of another sequence or of another policy agree in far less,
-and nothing else would tell (``algo.routing``). Counting stays on the device, in one pass over whole arrays.
+The trainer computes its own choice of experts anyway, so comparing it with the choice that came with the
+batch costs next to nothing. Aligned sequences agree in 98 % of the ids and more; routes shifted by a row, of
+another sequence or of another policy agree in far less, and nothing else would tell (``algo.routing``).
+Counting stays on the device, in one pass over whole arrays.
+
+The answer of a sequence and its prompt are judged apart, or a long prompt would vouch for a wrong answer. How
+short a misaligned answer may be and is still found, one among many, is in tests/unit/test_gate.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.algo.routing import (
+    SURE,
     Cause,
     Diagnosis,
     Misaligned,
-    judged,
+    improbability,
+    lowest,
     misaligned,
+    never_written,
+    overlap_of,
+    part_sums,
     sequence_spans,
-    sequence_sums,
+    too_low,
 )
-from ostinato.types import NO_EXPERT, Microbatch
+from ostinato.model.config import MoEConfig
+from ostinato.model.moe import routing_fault
+from ostinato.types import NO_EXPERT, Batch, Microbatch
 
-_MEND = "; nothing was learned from them: mend what records them, or train without (trainer.replay=false)"
+_MEND = ": mend what records them, or train without (trainer.replay=false)"
+_NOTHING = "nothing was learned from them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Of the trainer's own experts with those that some microbatches carry."""
+    """Of the trainer's own experts with those that some microbatches carry: overlaps are shares of ids, a
+    router is one (token, layer). Parts are the answer of a sequence and its prompt."""
 
     uids: tuple[str, ...]  # of the S sequences
-    overlaps: np.ndarray  # [S] float64: what each is judged by, NaN where nothing is known
-    metrics: dict[str, float]  # routing/overlap and routing/differ over rows, routing/lowest_sequence
+    overlaps: np.ndarray  # [S, 2] float64 of the parts, NaN where nothing is known
+    routers: np.ndarray  # [S, 2] known ones of the parts
+    together: np.ndarray  # [2] overlap of all answers, of all prompts; here each row counts once
+    together_routers: np.ndarray  # [2]
+    differ: float  # share of routers whose sets differ
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """routing/overlap, routing/differ, and the lowest overlap of a part of at least 32 routers, where
+        there is one; nothing where nothing is known."""
+        if not (known := self.together_routers.sum()):
+            return {}
+        least = lowest(self.overlaps, self.routers)
+        overlap = float(np.nansum(self.together * self.together_routers) / known)
+        found = {"routing/overlap": overlap, "routing/differ": self.differ}
+        return found if np.isnan(least) else found | {"routing/lowest_sequence": least}
+
+    def at_fault(self, threshold: float) -> np.ndarray:
+        """[S] bool: sequences that are too low (``algo.routing.too_low``); all that are below the threshold
+        where the answers together are, or the prompts, beyond chance."""
+        surely = improbability(self.together, self.together_routers, threshold) > SURE
+        below = (self.overlaps < threshold) & (self.together < threshold) & surely
+        return np.asarray((below | too_low(self.overlaps, self.routers, threshold)).any(axis=1))
 
 
 def row_counts(native: Tensor, carried: Tensor) -> Tensor:
@@ -49,29 +82,37 @@ def row_counts(native: Tensor, carried: Tensor) -> Tensor:
     return torch.stack((common, top_k * known, top_k * (known & (common < top_k)))).sum(dim=-1)
 
 
-def agreement(counted: Sequence[tuple[Microbatch, Tensor]]) -> Agreement:
-    """From microbatches and the ``row_counts`` of each. Metrics are empty where nothing is known."""
-    uids = tuple(uid for microbatch, _ in counted for uid in microbatch.uids)
+def agreement(counted: Sequence[tuple[Microbatch, Tensor]], top_k: int) -> Agreement:
+    """From microbatches, at least one, and the ``row_counts`` of each."""
     rows = [counts.cpu().numpy() for _, counts in counted]
-    by_sequence = [
-        sequence_sums(counts[:2], sequence_spans(microbatch))
+    parts = [
+        part_sums(counts[:2], sequence_spans(microbatch))
         for (microbatch, _), counts in zip(counted, rows, strict=True)
     ]
-    overlaps = judged(*np.concatenate(by_sequence, axis=1))
-    common, known, differ = (int(total) for total in np.concatenate(rows, axis=1).sum(axis=1))
-    if not known:
-        return Agreement(uids=uids, overlaps=overlaps, metrics={})
-    metrics = {
-        "routing/overlap": common / known,
-        "routing/differ": differ / known,
-        "routing/lowest_sequence": float(np.nanmin(overlaps)),
-    }
-    return Agreement(uids=uids, overlaps=overlaps, metrics=metrics)
+    common, known = np.concatenate(parts, axis=1)
+    all_common, all_known, differ = np.concatenate(rows, axis=1).sum(axis=1)
+    answers = common[:, 0].sum(), known[:, 0].sum()
+    routers = np.array([answers[1], all_known - answers[1]])  # a prompt is shared by its siblings
+    return Agreement(
+        uids=tuple(uid for microbatch, _ in counted for uid in microbatch.uids),
+        overlaps=overlap_of(common, known),
+        routers=known / top_k,
+        together=overlap_of(np.array([answers[0], all_common - answers[0]]), routers),
+        together_routers=routers / top_k,
+        differ=float(overlap_of(differ, all_known)),
+    )
 
 
-def refusal(seen: Agreement, chosen: Iterable[tuple[Microbatch, np.ndarray]], threshold: float) -> Misaligned:
-    """What to raise where ``seen`` is below the threshold, with the probable cause; ``chosen``: the same
-    microbatches and the experts [T, L, K] that the trainer chooses for them when nothing is replayed."""
+def refusal(
+    seen: Agreement,
+    chosen: Iterable[tuple[Microbatch, np.ndarray]],
+    threshold: float,
+    *,
+    steps: tuple[int, int] = (0, 1),
+) -> Misaligned:
+    """What to raise where ``seen`` has sequences at fault, with the probable cause; ``chosen``: the same
+    microbatches and the experts [T, L, K] that the trainer chooses for them when nothing is replayed;
+    ``steps``: how many optimizer steps on the batch were taken before, and of how many."""
     native, carried = [], []
     for microbatch, ids in chosen:
         assert microbatch.experts is not None
@@ -79,19 +120,60 @@ def refusal(seen: Agreement, chosen: Iterable[tuple[Microbatch, np.ndarray]], th
             rows = np.r_[first:last, start:stop]
             native.append(ids[rows])
             carried.append(microbatch.experts[rows])
-    found = misaligned(native, carried, seen.overlaps, threshold, seen.uids)
-    return Misaligned(f"{found}{_MEND}", found.diagnosis, found.uids)
+    overlaps = np.fmin.reduce(seen.overlaps, axis=1)  # of the worse part
+    found = misaligned(native, carried, overlaps, threshold, seen.uids, seen.at_fault(threshold))
+    taken, planned = steps
+    learned = f"{taken} of {planned} optimizer steps of this batch had been taken" if taken else _NOTHING
+    return Misaligned(f"{found}; {learned}{_MEND}", found.diagnosis, found.uids, steps_taken=taken)
 
 
-def unwritten(uids: Sequence[str]) -> Misaligned:
-    """What to raise for routes that name one expert K times: they cannot even be replayed."""
-    found = Diagnosis(cause=Cause.ZERO, overlap=0.0, best=0.0, detail="rows name one expert several times")
+def unreplayable(microbatches: Sequence[Microbatch], moe: MoEConfig) -> Misaligned | None:
+    """What to raise where the experts that microbatches carry cannot be replayed by any model: a buffer that
+    nobody filled, physical instead of logical ids, rows known in part. It names the sequences; None where all
+    can be. One look at each array, before any pass."""
+    broken = [(one, fault) for one in microbatches if (fault := _fault(one, slice(None), moe))]
+    if not broken:
+        return None
+    uids = [uid for one, _ in broken for uid in _broken_sequences(one, moe)]
+    zero = any(never_written(one.experts) for one, _ in broken if one.experts is not None)
+    cause = Cause.ZERO if zero else Cause.UNRELATED
+    detail = "rows name one expert several times, nothing was recorded" if zero else broken[0][1]
     return Misaligned(
-        f"routes of samples {', '.join(uids)} name one expert several times for a token; probable cause: "
-        f"{found.cause}, nothing was recorded{_MEND}",
-        found,
+        f"routes of samples {', '.join(uids)} cannot be replayed; probable cause: {cause}, {detail}; "
+        f"{_NOTHING}{_MEND}",
+        Diagnosis(cause=cause, overlap=0.0, best=0.0, detail=detail),
         uids,
     )
 
 
-__all__ = ["Agreement", "agreement", "refusal", "row_counts", "unwritten"]
+def _broken_sequences(microbatch: Microbatch, moe: MoEConfig) -> list[str]:
+    """Of a microbatch at fault; all, where its array as a whole has another shape."""
+    assert microbatch.experts is not None
+    if len(microbatch.experts) != len(microbatch.tokens):
+        return list(microbatch.uids)
+    spans = zip(microbatch.uids, sequence_spans(microbatch), strict=True)
+    return [uid for uid, (a, z, first, last) in spans if _fault(microbatch, np.r_[first:last, a:z], moe)]
+
+
+def _fault(microbatch: Microbatch, rows: slice | np.ndarray, moe: MoEConfig) -> str:
+    """Of the experts of some rows; empty where there is none."""
+    if microbatch.experts is None:
+        return ""
+    return routing_fault(torch.from_numpy(microbatch.experts[rows]), len(microbatch.tokens[rows]), moe)
+
+
+def without_routes(batch: Batch) -> Batch:
+    return replace(batch, microbatches=tuple(replace(one, experts=None) for one in batch.microbatches))
+
+
+def coverage(microbatches: Sequence[Microbatch]) -> float:
+    """The share of rows whose experts are known."""
+    known = sum(
+        int(np.count_nonzero(one.experts[:, 0, 0] != NO_EXPERT))
+        for one in microbatches
+        if one.experts is not None
+    )
+    return known / sum(len(one.tokens) for one in microbatches)
+
+
+__all__ = ["Agreement", "agreement", "coverage", "refusal", "row_counts", "unreplayable", "without_routes"]

@@ -16,7 +16,8 @@ from ostinato.types import Microbatch, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """A Microbatch as tensors on the trainer's device. ``old`` is set where it was computed ahead."""
+    """A Microbatch as tensors on the trainer's device; ``old`` and ``counts`` where they were computed ahead
+    of the first optimizer step."""
 
     source: Microbatch
     tokens: Tensor  # [T] int64
@@ -31,6 +32,7 @@ class Inputs:
     carried: Tensor | None  # [T, moe_layers, top_k] int16, the sampler's experts
     routing: Tensor | None  # the same where they are replayed
     old: Tensor | None = None  # [R] fp32
+    counts: Tensor | None = None  # [3, T], gate.row_counts
 
 
 def otherwise_packed(part: Inputs) -> Iterator[Inputs]:

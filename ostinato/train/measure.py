@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ostinato.algo.mismatch import DIRECTION, arm, routers
+from ostinato.algo.mismatch import DIRECTION, arm, pearson, routers
 from ostinato.algo.routing import sequence_spans
 from ostinato.model.config import MoEConfig
 from ostinato.model.moe import margins
 from ostinato.model.ops import Ops
-from ostinato.types import NO_EXPERT, Microbatch
+from ostinato.train.gate import coverage
+from ostinato.types import Microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,26 +51,47 @@ def watching(ops: Ops, into: list[Tensor]) -> Ops:
 def mismatch_row(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, Any]:
     """The figures of a batch: arms, routers, versions, coverage, size of the routes. ``layers``: the
     decoder's numbers of its MoE layers. Each arm is there if all microbatches have it."""
-    behaviour = np.concatenate([one.source.logprobs for one in scored]).astype(np.float64)
-    owner = np.concatenate([one.source.sample_idx for one in scored])
-    staleness = np.concatenate([one.source.staleness for one in scored])
-    native = np.concatenate([one.native for one in scored])
-    arms = {"native": arm(native - behaviour, owner)}
-    if replayed := [one.replay for one in scored if one.replay is not None]:
-        arms["replay"] = arm(np.concatenate(replayed) - behaviour, owner)
-    if floor := [one.floor for one in scored if one.floor is not None]:
-        arms["floor"] = arm(np.concatenate(floor).astype(np.float64) - native, owner)
-    recorded = [one.source.experts for one in scored if one.source.experts is not None]
-    rows = sum(len(one.source.tokens) for one in scored)
-    known = sum(int((ids[:, 0, 0] != NO_EXPERT).sum()) for ids in recorded)
+    sources = [one.source for one in scored]
+    behaviour = np.concatenate([source.logprobs for source in sources]).astype(np.float64)
+    owner = np.concatenate([source.sample_idx for source in sources])
+    staleness = np.concatenate([source.staleness for source in sources])
+    native = np.concatenate([one.native for one in scored]).astype(np.float64)
+    prompts = _prompts(sources)
+
+    def compared(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
+        return arm(ours - theirs, owner, clusters=prompts) | {"pearson": pearson(ours, theirs)}
+
+    arms = {"native": compared(native, behaviour)}
+    replayed = [one.replay for one in scored if one.replay is not None]
+    floor = [one.floor for one in scored if one.floor is not None]
+    if len(replayed) == len(scored):
+        arms["replay"] = compared(np.concatenate(replayed), behaviour)
+    if len(floor) == len(scored):
+        arms["floor"] = compared(np.concatenate(floor), native)
+    recorded = [source.experts for source in sources if source.experts is not None]
+    rows, share = sum(len(source.tokens) for source in sources), coverage(sources)
     return {
         "direction": DIRECTION,
         "arms": arms,
-        "routers": _routers(scored, layers) if known else None,
+        "routers": _routers(scored, layers) if share else None,
         "versions": {str(age): count for age, count in sorted(Counter(staleness.tolist()).items())},
-        "coverage": known / rows,
+        "coverage": share,
         "route_bytes_per_token": sum(ids.nbytes for ids in recorded) / rows if recorded else None,
     }
+
+
+def _prompts(sources: Sequence[Microbatch]) -> np.ndarray:
+    """[R] a number for the prompt of each token: answers to one prompt are alike. Uids are "prompt#sample"; a
+    sample without one is its own."""
+    names = []
+    for source in sources:
+        firsts = np.append(0, np.flatnonzero(np.diff(source.sample_idx)) + 1)
+        own = [
+            uid.rpartition("#")[0] or f"#{index}"
+            for uid, index in zip(source.uids, source.sample_idx[firsts], strict=True)
+        ]
+        names.append(np.repeat(np.array(own), np.diff(np.append(firsts, len(source.sample_idx)))))
+    return np.unique(np.concatenate(names), return_inverse=True)[1]
 
 
 def _routers(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, Any] | None:

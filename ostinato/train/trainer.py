@@ -16,9 +16,10 @@ A decoupled algorithm anchors its ratio at old (new / old is exactly 1 in the fi
 for old / behaviour, the sampler-trainer mismatch, with a weight. Others anchor it at behaviour ("bypass").
 
 With replay (R3, arXiv 2510.11370) old and new take the experts that the batch carries, in every minibatch and
-in what a checkpointed layer recomputes; the reference policy chooses its own. Before the first optimizer step
-the carried experts are compared with the trainer's (``train.gate``), and now and then a whole batch is scored
-both ways (``train.measure``).
+in what a checkpointed layer recomputes; the reference policy chooses its own. Carried experts are compared
+with the trainer's before anything is learned from them (``train.gate``): of all minibatches before the first
+optimizer step where old is computed ahead, otherwise of each before its own. Now and then a whole batch is
+scored both ways (``train.measure``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -36,14 +38,14 @@ from torch import Tensor
 from ostinato.algo.algorithms import Algorithm, policy_loss
 from ostinato.algo.logprobs import Matmul, chunked_logprobs, linear_logprobs
 from ostinato.algo.mismatch import Decision, decide
-from ostinato.algo.offpolicy import Mismatch, importance_weights, mismatch, mismatch_metrics
-from ostinato.algo.routing import THRESHOLD, never_written
+from ostinato.algo.offpolicy import importance_weights, mismatch
+from ostinato.algo.routing import THRESHOLD
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
 from ostinato.model.peft_io import base_fingerprint
-from ostinato.train.gate import agreement, refusal, row_counts, unwritten
+from ostinato.train.gate import agreement, coverage, refusal, row_counts, unreplayable, without_routes
 from ostinato.train.inputs import Inputs, otherwise_packed
 from ostinato.train.measure import Scored, mismatch_row, watching
 from ostinato.train.optimizer import (
@@ -56,35 +58,12 @@ from ostinato.train.optimizer import (
     optimizer_tensors,
     set_lr,
 )
+from ostinato.train.totals import Totals, staleness, support
 from ostinato.types import Batch, Microbatch, StepReport
 
 
 class TrainingStopped(RuntimeError):
     """Too many optimizer steps in a row had a loss or a gradient that was not finite."""
-
-
-@dataclass(slots=True)
-class Totals:
-    """What the microbatches of a step add up to, left on the device until the step is over.
-
-    ``routes`` is None once a weight has moved: from then on disagreement is no sign of misalignment.
-    """
-
-    loss: list[Tensor] = field(default_factory=list)
-    stats: list[Mapping[str, Tensor]] = field(default_factory=list)  # sums over tokens
-    mismatches: list[Mismatch] = field(default_factory=list)
-    routes: list[tuple[Inputs, Tensor]] | None = None  # with gate.row_counts
-    routing: dict[str, float] = field(default_factory=dict)  # metrics
-
-    def metrics(self, num_tokens: int) -> dict[str, float]:
-        """The loss, the mismatch, and stats as means over the ``num_tokens`` of the step."""
-        names = list(self.stats[0])
-        sums = torch.stack(
-            [torch.stack([stats[name].float() for name in names]) for stats in self.stats]
-        ).sum(0)
-        means = {name: value / num_tokens for name, value in zip(names, sums.tolist(), strict=True)}
-        measured = mismatch_metrics(self.mismatches) | self.routing
-        return {"loss": torch.stack(self.loss).sum().item(), **means, **measured}
 
 
 class PolicyTrainer:
@@ -96,9 +75,10 @@ class PolicyTrainer:
     such as ``model.native.Kernels.training``.
 
     ``replay``: MoE layers use the experts that the batch carries; "auto": where the mismatch calls for it
-    (``algo.mismatch.decide``). Carried experts that a sequence shares with the trainer's own in less than
-    ``replay_threshold`` refuse the batch, 0 refuses none. ``measure_every`` steps, from the first on, a row
-    of mismatch.jsonl is measured and reported; 0 is never, but for the first step with "auto".
+    (``algo.mismatch.decide``). Unless it is False, a sequence whose experts agree with the trainer's own in
+    less than ``replay_threshold``, beyond chance, refuses the batch; 0 refuses none. ``measure_every`` steps,
+    from the first on, a row of mismatch.jsonl is measured and reported; 0 is never, but for the first step
+    with "auto".
 
     An optimizer step whose loss or gradient is not finite is refused: nothing is updated, the report names
     the samples of the microbatches at fault, ``on_refused`` gets each of these, and training goes on.
@@ -151,6 +131,7 @@ class PolicyTrainer:
         self._steps = 0  # calls of step(): what the schedule reads
         self._refused_in_a_row = 0
         self._num_rows = 0
+        self._missing = ""  # what was said last of experts that a batch should have carried
 
     def adapters(self) -> Adapters | None:
         """A copy to publish, which later steps leave alone; None where the decoder itself is the policy."""
@@ -161,17 +142,20 @@ class PolicyTrainer:
 
         A minibatch's loss is scaled by their number, so the mean over minibatches is the loss of the batch.
         Metrics are means over trained tokens; ``num_rows`` counts all forward rows since the run began.
-        With a bypass algorithm the mismatch of a later minibatch includes what the earlier ones changed.
-        ``routing/*`` compares carried experts with the trainer's own before the first optimizer step.
+        ``routing/*`` compares carried experts with the trainer's own; ``routing/coverage``: the share of
+        forward rows that carry any. With a bypass algorithm the mismatch and the routing of a later minibatch
+        include what the earlier ones changed.
 
         Raises:
             TrainingStopped: the last ``max_refused`` optimizer steps were all refused.
-            algo.routing.Misaligned: carried experts are not those of these tokens; no weight was changed.
+            algo.routing.Misaligned: carried experts are not those of these tokens, or of no tokens at all. No
+                weight was changed; but a bypass algorithm sees a later minibatch only after the earlier ones
+                were learned from, and then ``steps_taken`` says how many.
         """
         if not batch.microbatches:
             raise ValueError("the batch has no microbatch; skip the step when no sample is left to train on")
-        row, note = self._measured(batch)
-        self._refuse_unwritten(batch)
+        batch, missing = self._replayable(batch)
+        row, decided = self._measured(batch)
         lr = self._settings.lr * lr_factor(self._settings, self._steps)
         set_lr(self._optimizer, lr)
         deals = self._deals(batch)
@@ -179,7 +163,8 @@ class PolicyTrainer:
         minibatches = [inputs[deal::deals] for deal in range(deals)]
         if self._algorithm.decoupled:  # the first minibatch is its own old policy: nothing has changed yet
             minibatches[1:] = [[self._with_old(part) for part in minibatch] for minibatch in minibatches[1:]]
-        totals, norms, refused = Totals(routes=[]), [], []
+        ahead = [(part, part.counts) for part in chain(*minibatches) if part.counts is not None]
+        totals, norms, refused = Totals(unjudged=ahead), [], []
         for minibatch in minibatches:
             norm, at_fault = self._update(minibatch, batch.num_samples, deals, totals)
             norms.append(norm)
@@ -187,7 +172,7 @@ class PolicyTrainer:
             self._refused_in_a_row = self._refused_in_a_row + 1 if at_fault else 0
         self._steps += 1
         self._num_rows += batch.num_tokens + batch.num_context_tokens
-        metrics = totals.metrics(batch.num_tokens) | _staleness(batch) | _support(batch)
+        metrics = totals.metrics(batch.num_tokens) | staleness(batch) | support(batch)
         metrics |= {
             "grad_norm": sum(norms) / deals,
             "learning_rate": lr,
@@ -195,10 +180,9 @@ class PolicyTrainer:
             "optimizer_steps": float(deals - len(refused)),
             "refused_steps": float(len(refused)),
         }
-        if any(part.carried is not None for part in inputs):
-            metrics["routing/replay"] = float(self._replaying)
+        metrics |= self._routing(batch, totals)
         report = self._report(metrics, [microbatch for at_fault in refused for microbatch in at_fault])
-        return replace(report, mismatch=row, note=note)
+        return replace(report, mismatch=row, note=" ".join(filter(None, (missing, decided))))
 
     def measure(self, batch: Batch, *, floor: bool = True) -> dict[str, Any]:
         """A row of mismatch.jsonl but for its step: the batch scored natively and, where it carries experts,
@@ -210,8 +194,10 @@ class PolicyTrainer:
         started = time.perf_counter()
         parts = [self._inputs(microbatch) for microbatch in batch.microbatches]
         moe = self._decoder.config.moe
-        row = mismatch_row([self._scored(part, floor) for part in parts], moe.layers if moe else ())
-        decision = self._decision(row["arms"], self._deals(batch))
+        usable = moe is not None and not unreplayable(batch.microbatches, moe)
+        scored = [self._scored(part, floor, replay=usable) for part in parts]
+        row = mismatch_row(scored, moe.layers if moe else ())
+        decision = self._decision(row["arms"])
         row |= {"replay": decision.on, "decision": decision.reason}
         return row | {"seconds": time.perf_counter() - started}
 
@@ -289,10 +275,12 @@ class PolicyTrainer:
 
     def _with_old(self, part: Inputs) -> Inputs:
         """With ``old``, from the very forward that training runs: without gradients a layer may multiply
-        in another order, and a ratio that should be 1 would be 1 within rounding."""
-        hidden, _ = self._forward(part, self._adapters, part.routing)
+        in another order, and a ratio that should be 1 would be 1 within rounding. The same pass shows the
+        trainer's own experts before any weight has moved."""
+        hidden, native = self._forward(part, self._adapters, part.routing)
         with torch.no_grad():
-            return replace(part, old=self._logprobs(hidden, part, want_entropy=False)[0])
+            old = self._logprobs(hidden, part, want_entropy=False)[0]
+        return replace(part, old=old, counts=_counts(part, native))
 
     def _forward(
         self, part: Inputs, adapters: Adapters | None, routing: Tensor | None, ops: Ops | None = None
@@ -305,6 +293,7 @@ class PolicyTrainer:
             PackedAttention(part.segments),
             adapters=adapters,
             routing=routing,
+            routing_checked=True,  # once for the batch: ``_replayable``
             ops=ops or self._ops,
             recompute=self._recompute and torch.is_grad_enabled(),
         )
@@ -329,8 +318,8 @@ class PolicyTrainer:
         """Add a microbatch's gradients and measurements to what is there; its graph is gone on return."""
         algorithm = self._algorithm
         hidden, native = self._forward(part, self._adapters, part.routing)
-        if totals.routes is not None and part.carried is not None and native is not None:
-            totals.routes.append((part, row_counts(native, part.carried)))
+        if part.counts is None and (counts := _counts(part, native)) is not None:
+            totals.unjudged.append((part, counts))
         logprobs, entropy = self._logprobs(hidden, part, want_entropy=True)
         old = logprobs.detach() if part.old is None else part.old
         weights = None
@@ -372,11 +361,12 @@ class PolicyTrainer:
         norm, finite = self._accumulate(minibatch, num_samples, scale, totals)
         at_fault = []
         if finite:
-            self._gate(totals)
+            self._gate(totals, scale)
             clip_gradients(self._gradients(), norm, self._settings.max_grad_norm)
             self._optimizer.step()
+            totals.steps_taken += 1
         else:  # one by one, to name them: paid only by steps that are lost anyway
-            totals.routes = None if totals.routes is None else []
+            totals.unjudged = [one for one in totals.unjudged if one[0] not in minibatch]
             alone = [(part, self._accumulate([part], num_samples, scale, Totals())[1]) for part in minibatch]
             at_fault = [part.source for part, fine in alone if not fine or all(ok for _, ok in alone)]
         self._optimizer.zero_grad()
@@ -394,30 +384,57 @@ class PolicyTrainer:
         norm, loss = torch.stack([gradient_norm(self._gradients()).double(), loss.double()]).tolist()
         return norm, math.isfinite(norm) and math.isfinite(loss)
 
-    def _gate(self, totals: Totals) -> None:
-        """Before the first optimizer step on a batch: are the carried experts those of these tokens?"""
-        counted, totals.routes = totals.routes, None
-        if not counted:
-            return
-        seen = agreement([(part.source, counts) for part, counts in counted])
-        totals.routing = seen.metrics
-        if self._replaying and (seen.overlaps < self._threshold).any():
-            self._optimizer.zero_grad()
-            # natively: below a layer that was misled, choices are not the model's own any more
-            with torch.no_grad():
-                natives = [self._forward(part, self._adapters, None)[1] for part, _ in counted]
-            chosen = [
-                (part.source, native.cpu().numpy())
-                for (part, _), native in zip(counted, natives, strict=True)
-                if native is not None
-            ]
-            raise refusal(seen, chosen, self._threshold)
+    def _gate(self, totals: Totals, deals: int) -> None:
+        """Before an optimizer step: are the carried experts that nobody has judged those of their tokens?
 
-    def _refuse_unwritten(self, batch: Batch) -> None:
-        if self._replaying and self._threshold:
-            for microbatch in batch.microbatches:
-                if microbatch.experts is not None and never_written(microbatch.experts):
-                    raise unwritten(microbatch.uids)
+        Once weights have moved on this batch, another choice may be their doing. Then only routes are refused
+        that would agree if they were put right: those of a neighbour, of other layers, of another sequence.
+        """
+        fresh, totals.unjudged = totals.unjudged, []
+        totals.judged += fresh
+        moe = self._decoder.config.moe
+        if not fresh or moe is None or self._replay is False:
+            return
+        seen = agreement([(part.source, counts) for part, counts in fresh], moe.top_k)
+        if not seen.at_fault(self._threshold).any():
+            return
+        # natively: below a layer that was misled, choices are not the model's own any more
+        with torch.no_grad():
+            natives = [self._forward(part, self._adapters, None)[1] for part, _ in fresh]
+        chosen = [
+            (part.source, native.cpu().numpy())
+            for (part, _), native in zip(fresh, natives, strict=True)
+            if native is not None
+        ]
+        found = refusal(seen, chosen, self._threshold, steps=(totals.steps_taken, deals))
+        if not totals.steps_taken or found.diagnosis.best >= self._threshold:
+            self._optimizer.zero_grad()
+            raise found
+
+    def _routing(self, batch: Batch, totals: Totals) -> dict[str, float]:
+        """Metrics of a mixture of experts."""
+        moe = self._decoder.config.moe
+        if moe is None:
+            return {}
+        share, counted = coverage(batch.microbatches), [(one.source, counts) for one, counts in totals.judged]
+        found = {"routing/coverage": share, "routing/replay": float(self._replaying and share > 0)}
+        return found | agreement(counted, moe.top_k).metrics if counted else found
+
+    def _replayable(self, batch: Batch) -> tuple[Batch, str]:
+        """The batch, and what is new about the experts that it carries, in one sentence. Those that no model
+        could replay refuse it; where none are to be replayed, they are left out."""
+        moe, sentence = self._decoder.config.moe, ""
+        if moe is None:
+            return batch, ""
+        if (found := unreplayable(batch.microbatches, moe)) is not None:
+            if self._replay is not False:
+                raise found
+            batch = without_routes(batch)
+            sentence = f"the batch carries routes that cannot be replayed: {found.diagnosis.detail}"
+        elif self._replaying and not coverage(batch.microbatches):
+            sentence = "replay is on, but the batch carries no experts: the trainer chooses its own"
+        news, self._missing = sentence if sentence != self._missing else "", sentence
+        return batch, news
 
     def _measured(self, batch: Batch) -> tuple[dict[str, Any] | None, str]:
         """The row of a step that measures, and what a person should know: that replay was switched."""
@@ -430,15 +447,16 @@ class PolicyTrainer:
         self._replaying = row["replay"] if auto else self._replaying
         return row, row["decision"] if news else ""
 
-    def _decision(self, arms: Mapping[str, Any], deals: int) -> Decision:
+    def _decision(self, arms: Mapping[str, Any]) -> Decision:
         if self._replay == "auto" and "replay" in arms:
-            return decide(arms["native"], minibatches=deals, on=self._replaying)
+            native, replay = arms["native"], arms["replay"]
+            return decide(native, replay, minibatches=self._minibatches, on=self._replaying)
         if "replay" not in arms:
             return Decision(on=False, reason="replay is off: the batch carries no experts to replay")
         word = "on" if self._replaying else "off"
         return Decision(on=self._replaying, reason=f"replay is {word}, as trainer.replay says")
 
-    def _scored(self, part: Inputs, floor: bool) -> Scored:
+    def _scored(self, part: Inputs, floor: bool, *, replay: bool) -> Scored:
         """One microbatch in up to three ways. With gradients on, as in ``_with_old`` and for its reason."""
 
         def logprobs(hidden: Tensor) -> np.ndarray:
@@ -449,7 +467,7 @@ class PolicyTrainer:
         hidden, chosen = self._forward(part, self._adapters, None, watching(self._ops, gaps))
         native, replayed, again = logprobs(hidden), None, None
         del hidden  # and with it all activations
-        if part.carried is not None and not never_written(part.carried.numpy(force=True)):
+        if part.carried is not None and replay:
             replayed = logprobs(self._forward(part, self._adapters, part.carried)[0])
         if floor:
             passes = otherwise_packed(part)
@@ -530,30 +548,13 @@ def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[N
     return logits, slopes
 
 
+def _counts(part: Inputs, native: Tensor | None) -> Tensor | None:
+    return None if native is None or part.carried is None else row_counts(native, part.carried)
+
+
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose name starts with ``prefix``, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _staleness(batch: Batch) -> dict[str, float]:
-    """Policy versions between sampling and training, over tokens."""
-    staleness = np.concatenate([microbatch.staleness for microbatch in batch.microbatches])
-    return {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
-
-
-def _support(batch: Batch) -> dict[str, float]:
-    """What recorded supports hold, by token that has one, and their bytes by trained token: an id is four, a
-    count is four."""
-    supports = [one.support for one in batch.microbatches if one.support is not None]
-    restricted = sum(int(np.count_nonzero(support.counts)) for support in supports)
-    if not restricted:
-        return {}
-    ids = sum(len(support.ids) for support in supports)
-    num_bytes = sum(support.ids.nbytes + support.counts.nbytes for support in supports)
-    return {
-        "sampling/support_mean": ids / restricted,
-        "sampling/support_bytes": num_bytes / batch.num_tokens,
-    }
 
 
 __all__ = ["PolicyTrainer", "TrainingStopped", "head_products", "trained_parameters"]

@@ -175,6 +175,18 @@ def test_eval_of_a_run_repeats_its_last_score(place: Path, trained: tuple[Path, 
     assert f"pass@1  {rows(folder / 'eval.jsonl')[-1]['pass@1']:.3f}" in out
 
 
+def test_a_quantised_sampler_is_scored_beside_what_is_exported(place: Path) -> None:
+    """``eval`` scored the sampler of an int8 run and did not say so; what is exported never was scored."""
+    out = run(place, "train", "tiny.toml", "engine.weights=int8", "trainer.steps=2", "log.dir=quantised")
+    (folder,) = (place / "quantised").iterdir()
+    scores = [(row["step"], row["weights"], row["pass@1"]) for row in rows(folder / "eval.jsonl")]
+    assert [score[:2] for score in scores] == [(0, "int8"), (2, "int8"), (2, "model")]
+    assert f"with the model's weights: held-out pass@1 {scores[2][2]:.3f}" in out
+    exported, sampler = (run(place, "eval", str(folder), *key) for key in ((), ("engine.weights=int8",)))
+    assert "after 2 steps, eval split" in exported and f"pass@1  {scores[2][2]:.3f}" in exported
+    assert "after 2 steps, int8 weights" in sampler and f"pass@1  {scores[1][2]:.3f}" in sampler
+
+
 def test_generate_answers_each_line(place: Path, trained: tuple[Path, str]) -> None:
     folder, _ = trained
     arguments = ("generate", str(folder), "--max-tokens", "6", "--temperature", "0")

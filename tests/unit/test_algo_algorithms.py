@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ostinato.algo import losses
 from ostinato.algo.advantages import Baseline, Pool, Scale, advantages
-from ostinato.algo.algorithms import NAMED, Algorithm, Anchor, Loss, algorithm, policy_loss
+from ostinato.algo.algorithms import BOUNDS, NAMED, Algorithm, Anchor, Loss, algorithm, policy_loss
 from ostinato.algo.offpolicy import Correction, importance_weights
 from ostinato.algo.pack import Aggregation
 
@@ -95,11 +95,11 @@ def test_overrides_are_visible_and_typed() -> None:
             "algo.correction_low has no effect because algo.correction is 'token_truncate'",
         ),
         ("grpo", {"baseline": "none"}, "algo.baseline is 'none' but scale is 'group'"),
-        ("grpo", {"anchor": "old"}, "algo.anchor is 'old'; known: auto, sampler, trainer"),
+        ("grpo", {"anchor": "old"}, "algo.anchor is 'old'; known: auto, trainer"),
         (
             "grpo",
-            {"anchor": "sampler", "correction": "token_mask"},
-            "algo.anchor is 'sampler', whose ratio is itself the correction, beside algo.correction",
+            {"anchor": "trainer", "correction": "token_mask"},
+            "algo.anchor has no effect because algo.correction is 'token_mask'; remove it or change that",
         ),
         (
             "grpo",
@@ -195,11 +195,22 @@ def test_an_anchor_at_the_trainer_without_a_correction_ignores_the_sampler() -> 
 @pytest.mark.parametrize("anchor", Anchor)
 @pytest.mark.parametrize("correction", [Correction.NONE, Correction.TOKEN_TRUNCATE])
 def test_who_is_the_anchor(anchor: Anchor, correction: Correction) -> None:
-    if anchor is Anchor.SAMPLER and correction is not Correction.NONE:
-        return  # refused, see above
-    chosen = algorithm("grpo", anchor=anchor, correction=correction)
-    corrects = correction is not Correction.NONE
-    assert chosen.decoupled == (anchor is Anchor.TRAINER or (anchor is Anchor.AUTO and corrects))
+    chosen = Algorithm(anchor=anchor, correction=correction)
+    assert chosen.decoupled == (anchor is Anchor.TRAINER or correction is not Correction.NONE)
+
+
+def test_each_correction_has_the_bounds_of_its_paper() -> None:
+    """IcePop without bounds was a mask of [0, 2], which is not IcePop."""
+    expected = {"token_truncate": (0, 2), "token_mask": (0.5, 5), "sequence_mask": (0, 3)}
+    for name, bounds in expected.items():
+        chosen = algorithm("grpo", correction=name)
+        assert (chosen.correction_low, chosen.correction_high) == bounds
+        assert chosen.overridden == ("correction",)
+    mine = algorithm("grpo", correction="token_mask", correction_high=3)
+    assert (mine.correction_low, mine.correction_high) == (0.5, 3.0)
+    assert mine.overridden == ("correction", "correction_high")
+    assert {*BOUNDS} == {*Correction} - {Correction.NONE}
+    assert all(low < 1 < high for low, high in BOUNDS.values())
 
 
 def test_every_named_algorithm_makes_advantages() -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad, prompts_apart
 from ostinato.types import Batch, Microbatch, Sample, Segment, Support
 
 LAYERS, TOP_K = 2, 3
@@ -207,6 +209,24 @@ def test_siblings_with_other_prompts_do_not_share() -> None:
     samples = [make_sample([p, 2], [3, 4], [1, 1], uid=str(p)) for p in (1, 9)]
     (mb,) = pack(samples, token_weights(samples), tokens_per_microbatch=99).microbatches
     assert mb.segments == (Segment(start=0, stop=3), Segment(start=3, stop=6))
+
+
+def test_siblings_whose_prompt_met_other_experts_do_not_share() -> None:
+    """Between two siblings a policy was published, or the prompt evicted and run again: the second answer was
+    trained behind the routes of the first one's prompt, and nothing said so."""
+    first, second, third = (make_sample([1, 2], [3, n], [1, 1], uid=f"p#{n}") for n in range(3))
+    assert first.experts is not None
+    changed = first.experts.copy()
+    changed[1, 0, 0] += 1
+    samples = [first, replace(second, experts=changed), third]
+    weights = aggregation_weights(samples, Aggregation.TOKEN)
+    (microbatch,) = pack(samples, weights, tokens_per_microbatch=100).microbatches
+    assert microbatch.experts is not None
+    assert loss_entries(pack(samples, weights, tokens_per_microbatch=100)) == loss_entries(
+        pack(samples, weights, tokens_per_microbatch=100, share_prompts=False)
+    )
+    assert len(microbatch.tokens) == 2 + 1 + 1 + 2 + 1  # one shared prompt, one by itself
+    assert prompts_apart(samples) == 1 and prompts_apart([first, third]) == 0
 
 
 def test_without_routing_and_without_trained_tokens() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
-from ostinato.cli.build import caveats, check, new_adapters, solved_at
-from ostinato.config import Recipe
+from ostinato.cli.build import caveats, check, new_adapters, solved_at, stage_identity
+from ostinato.config import Recipe, dump_toml
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.peft_io import save_peft
@@ -49,6 +50,11 @@ def test_a_solved_answer_has_full_marks_or_what_the_recipe_says(reward: dict, ma
             ["from the base model, not from adapter.path"],
         ),
         ({"algo": {"name": "rloo"}, "trainer": {"minibatches": 4}}, ["trainer.minibatches = 4"]),
+        ({"engine": {"weights": "int8"}}, ["the sampler is not quite the policy"]),
+        ({"engine": {"weights": "bf16"}}, ["the sampler is not quite the policy"]),
+        ({"engine": {"weights": "bf16"}, "model": {"dtype": "bfloat16"}}, ["changes nothing"]),
+        ({"trainer": {"replay": "auto"}}, []),
+        ({"trainer": {"replay": "auto"}, "log": {"mismatch_every": 0}}, ["holds for the whole run"]),
     ],
 )
 def test_what_is_not_exact_is_said_before_the_run(tree: dict, words: list[str]) -> None:
@@ -58,6 +64,33 @@ def test_what_is_not_exact_is_said_before_the_run(tree: dict, words: list[str]) 
     said = list(caveats(recipe, check(recipe)))
     assert len(said) == len(words)
     assert all(word in sentence for word, sentence in zip(words, said, strict=True))
+
+
+def test_keys_of_replay_are_said_to_do_nothing_where_nothing_is_routed() -> None:
+    recipe = Recipe.parse(
+        {"trainer": {"replay": "auto", "replay_threshold": 0.8}, "log": {"mismatch_every": 0}}
+    )
+    (said,) = caveats(recipe, check(recipe), moe=False)
+    assert "trainer.replay and trainer.replay_threshold change nothing" in said
+    assert not list(caveats(Recipe(), check(Recipe()), moe=False))
+
+
+def test_what_changes_the_groups_changes_the_stage() -> None:
+    """A resumed run takes up groups of the same stage only; how long it trains is no part of that."""
+    usual = stage_identity(Recipe())
+    for section, keys in (
+        ("model", {"path": "x"}),
+        ("model", {"fp32_head": True}),
+        ("engine", {"weights": "int8"}),
+        ("task", {"system_prompt": "Be brief."}),
+        ("reward", {"functions": ["answer_tags"]}),
+    ):
+        assert stage_identity(Recipe.parse({section: keys})) != usual
+    longer = Recipe.parse(
+        {"trainer": {"steps": 7, "lr": 1.0}, "reward": {"timeout_s": 3.0}, "eval": {"n": 3}}
+    )
+    assert stage_identity(longer) == usual
+    assert stage_identity(Recipe.parse(tomllib.loads(dump_toml(Recipe())))) == usual
 
 
 def small_decoder(seed: int) -> Decoder:

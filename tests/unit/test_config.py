@@ -109,6 +109,11 @@ def test_override_below_a_value() -> None:
         ({"trainer": {"lr": float("nan")}}, "trainer.lr is nan; use a finite number"),
         ({"trainer": {"replay": "some"}}, "trainer.replay is 'some'; use true, false or \"auto\""),
         ({"trainer": {"replay_threshold": 2.0}}, "trainer.replay_threshold is 2.0; use 1.0 or less"),
+        (
+            {"trainer": {"replay": False, "replay_threshold": 0.95}},
+            "trainer.replay_threshold is 0.95 with trainer.replay false, which has no gate; leave it at 0.9, "
+            "or set replay to true",
+        ),
         ({"trainer": 3}, "trainer is 3; use a section of keys"),
         ({"adapter": {"kind": "loar"}}, "adapter.kind is 'loar'; use one of 'lora', 'full'"),
         ({"adapter": {"targets": "attn"}}, "adapter.targets is 'attn'; use a list in brackets"),

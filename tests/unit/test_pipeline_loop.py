@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -238,7 +239,7 @@ def test_every_sampled_token_is_trained_or_wasted_by_name(tmp_path: Path) -> Non
         assert row["tokens/sampled"] == 4 * 8 * 2 == row["tokens/trained"] + row["tokens/wasted"]
         assert row["tokens/wasted"] == sum(v for name, v in row.items() if name.startswith("tokens/wasted/"))
         assert row["flops/useful"] + row["flops/wasted"] == pytest.approx(
-            row["flops/rollout"] + row["flops/train"]
+            row["flops/rollout"] + row["flops/train"] + row["flops/measure"]
         )
         shares = [row[f"time/{part}_share"] for part in ("rollout", "reward", "train", "measure", "other")]
         assert sum(shares) == pytest.approx(1.0) and min(shares) >= 0
@@ -347,9 +348,14 @@ def test_a_changed_recipe_finds_nothing_in_the_spool(tmp_path: Path) -> None:
 
     with pytest.raises(Killed):
         Bench(tmp_path, grader=Dies()).run()
-    again = Bench(tmp_path, seed=1)
-    again.run()
-    assert sum(row["rollout/from_spool"] for row in again.rows) == 0
+    for name in ("seed", "sampler"):
+        shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-{name}")
+    again = Bench(tmp_path.parent / f"{tmp_path.name}-seed", seed=1)
+    other = Bench(tmp_path.parent / f"{tmp_path.name}-sampler")
+    other.loop.stage = replace(other.loop.stage, identity="int8")
+    for bench in (again, other):
+        bench.run()
+        assert sum(row["rollout/from_spool"] for row in bench.rows) == 0
 
 
 def test_zero_variance_everywhere_is_reported_then_a_named_stop(tmp_path: Path) -> None:
@@ -415,20 +421,47 @@ def test_a_batch_with_foreign_routes_passes_through_after_a_checkpoint(tmp_path:
     np.testing.assert_array_equal(logits, bench.trainer.logits)
 
 
+@pytest.mark.parametrize("steps_taken", [0, 1])
+def test_a_run_goes_on_once_the_recorder_is_mended(tmp_path: Path, steps_taken: int) -> None:
+    """The refused groups were in the spool: a resumed run took them up, broken routes and all, and was
+    refused again without a single call of the engine. Where a part of the batch had been learned from, the
+    trainer is no longer that of any step and is not saved; the steps before are in the spool still."""
+    bench = Bench(tmp_path, steps=5, checkpoint_every=2)
+    honest = bench.trainer.step
+
+    def step(batch: Batch) -> StepReport:
+        if bench.loop.state.step == 3:
+            cause = Diagnosis(cause=Cause.SHIFTED, overlap=0.5, best=1.0)
+            raise Misaligned("shifted", cause, steps_taken=steps_taken)
+        return honest(batch)
+
+    bench.trainer.step = step  # type: ignore[method-assign]
+    with pytest.raises(Misaligned):
+        bench.run()
+    saved, logits = bench.saved[-1]
+    assert saved["step"] == (2 if steps_taken else 3)
+    mended = Bench(tmp_path, steps=5, state=LoopState(**saved), logits=logits)
+    assert mended.run().why is Finish.DONE
+    assert [row["rollout/from_spool"] for row in mended.rows] == ([4, 0, 0] if steps_taken else [0, 0])
+
+
 def test_what_was_measured_has_a_file_and_a_pool_of_seconds_of_its_own(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, steps=2)
+    """Three arms are three forward passes over the batch, and teach nothing."""
+    bench = Bench(tmp_path, steps=2, forward_flops_per_token=10.0)
+    measured = {"seconds": 0.005, "arms": {"native": {}, "replay": {}, "floor": {}}}
     honest = bench.trainer.step
 
     def step(batch: Batch) -> StepReport:
         time.sleep(0.01)
         report = honest(batch)
-        if bench.loop.state.step:
-            return report
-        return replace(report, mismatch={"seconds": 0.005, "replay": True}, note="replay is on")
+        return report if bench.loop.state.step else replace(report, mismatch=measured, note="replay is on")
 
     bench.trainer.step = step  # type: ignore[method-assign]
     bench.run()
-    assert list(bench.folder.mismatch.rows()) == [{"step": 1, "seconds": 0.005, "replay": True}]
+    assert list(bench.folder.mismatch.rows()) == [{"step": 1, **measured}]
+    first, second = bench.rows
+    assert first["flops/measure"] == 3 * 10 * (first["tokens/trained"] + first["tokens/trained_context"])
+    assert second["flops/measure"] == 0
     assert bench.notes == ["step 1: replay is on"]
     assert [row["time/measure_s"] for row in bench.rows] == [0.005, 0]
     assert bench.rows[0]["time/train_s"] >= 0.005

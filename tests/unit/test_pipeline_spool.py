@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.pipeline.spool import Spool, address
-from ostinato.rollout.play import Ask
+from ostinato.rollout.play import Ask, Stage
 from ostinato.types import (
     NO_EXPERT,
     Completion,
@@ -103,6 +104,18 @@ def test_a_checkpoint_forgets_what_it_covers(tmp_path: Path) -> None:
     ]
 
 
+def test_what_the_trainer_refused_is_dropped_alone(tmp_path: Path) -> None:
+    path = tmp_path / "inflight.jsonl.zst"
+    spool, rng = Spool(path), np.random.default_rng(0)
+    for step in (1, 2, 3):
+        spool.put(f"step {step}", group(rng, step, 1.0, False))
+    again = Spool(path)
+    again.reject(2)
+    for found in (again, Spool(path)):
+        taken = [found.take(f"step {step}", ask(step)) is not None for step in (1, 2, 3)]
+        assert taken == [True, False, True]
+
+
 def test_an_end_torn_by_a_kill_costs_one_group(tmp_path: Path) -> None:
     path = tmp_path / "inflight.jsonl.zst"
     spool, rng = Spool(path), np.random.default_rng(0)
@@ -120,15 +133,20 @@ def test_an_end_torn_by_a_kill_costs_one_group(tmp_path: Path) -> None:
 
 
 def test_the_address_names_everything_that_a_group_depends_on() -> None:
-    sampling = Sampling(max_tokens=4)
-    base = address(ask(), sampling, 64, 0)
+    """Whose weights sampled was not in it: a run resumed with an int8 engine took up bf16 rollouts."""
+    sampling, unused = Sampling(max_tokens=4), cast(Any, None)
+    stage = Stage(
+        engine=unused, env=unused, grader=unused, sampling=sampling, context_limit=64, identity="bf16"
+    )
+    base = address(ask(), stage, 0)
     others = [
-        address(replace(ask(), seed=(1, 1, 5)), sampling, 64, 0),
-        address(replace(ask(), group_size=3), sampling, 64, 0),
-        address(replace(ask(), prompt=Prompt(uid="q", text="q")), sampling, 64, 0),
-        address(ask(), replace(sampling, temperature=0.5), 64, 0),
-        address(ask(), replace(sampling, stop_tokens=(1,)), 64, 0),
-        address(ask(), sampling, 65, 0),
-        address(ask(), sampling, 64, 1),
+        address(replace(ask(), seed=(1, 1, 5)), stage, 0),
+        address(replace(ask(), group_size=3), stage, 0),
+        address(replace(ask(), prompt=Prompt(uid="q", text="q")), stage, 0),
+        address(ask(), replace(stage, sampling=replace(sampling, temperature=0.5)), 0),
+        address(ask(), replace(stage, sampling=replace(sampling, stop_tokens=(1,))), 0),
+        address(ask(), replace(stage, context_limit=65), 0),
+        address(ask(), replace(stage, identity="int8"), 0),
+        address(ask(), stage, 1),
     ]
     assert len({base, *others}) == len(others) + 1

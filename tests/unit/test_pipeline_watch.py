@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.pipeline.watch import Alarm, Limits, Rule, alarms, watching
+from ostinato.pipeline.watch import Alarm, Limits, Rule, alarms, watch_after
 
 NAMES = {
     "reward": "reward",
@@ -20,6 +20,7 @@ NAMES = {
     "tail": "sampling/tail_2",
     "norm": "grad_norm",
     "entropy": "entropy",
+    "spread": "reward_std",
 }
 
 # sixty steps of quickstart (seed 0, two digits of each value): a run that learns its task
@@ -62,7 +63,7 @@ def quickstart() -> list[dict[str, Any]]:
 
 def run(steps: int = 60, **columns: Any) -> list[dict[str, Any]]:
     """Rows of a level healthy run; a column given as a function of the step replaces its own."""
-    level = {"reward": 0.5, "k3": 1e-5, "tail": 0.0, "norm": 0.02, "entropy": 1.0}
+    level = {"reward": 0.5, "k3": 1e-5, "tail": 0.0, "norm": 0.02, "entropy": 1.0, "spread": 0.5}
     return [
         {"step": step}
         | {
@@ -84,7 +85,7 @@ def test_a_run_that_learns_sets_off_nothing() -> None:
 
 
 def test_the_two_definitions_of_the_studies() -> None:
-    """F(2) above 0.1 for 5 steps; the reward below half of its highest for 20 (means of 5 steps)."""
+    """F(2) above 0.1 for 5 steps; half of what the reward had lost for 20 (means of 5 steps)."""
     tail = run(tail=lambda step: 0.15 if step >= 31 else 0.02)
     assert told(tail) == [(Rule.TAIL, 31, 35)]
     assert told([row for row in tail if row["step"] < 35]) == []
@@ -171,11 +172,48 @@ QUICK = Limits(
 def test_nothing_raises_and_the_unit_of_the_reward_is_nothing(rows: list[dict[str, Any]], power: int) -> None:
     """Powers of two, so that scaling itself rounds nothing."""
     scaled = [
-        row | {"reward": row["reward"] * 2.0**power} if row.get("reward") is not None else row for row in rows
+        row | {name: row[name] * 2.0**power for name in ("reward", "reward_std") if row.get(name) is not None}
+        for row in rows
     ]
     for limits in (None, QUICK):
         before, after = alarms(rows, limits), alarms(scaled, limits)
         assert [(a.rule, a.since, a.step) for a in before] == [(a.rule, a.since, a.step) for a in after]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 16), min_size=10, max_size=60), st.integers(-32, 32))
+def test_what_a_reward_of_zero_means_is_nothing(sixteenths: list[int], shift: int) -> None:
+    """Sixteenths, so that sums round nothing."""
+
+    def alarmed(offset: int) -> list[tuple[Rule, int, int]]:
+        rows = [
+            {"step": step, "reward": (value + offset) / 16, "entropy": 1.0 if step < 5 else 0.01}
+            for step, value in enumerate(sixteenths, start=1)
+        ]
+        return [(alarm.rule, alarm.since, alarm.step) for alarm in alarms(rows, QUICK)]
+
+    assert alarmed(shift) == alarmed(0)
+
+
+def test_a_reward_that_is_a_penalty_can_fall() -> None:
+    """From -1 to -0.1 and back: the rule looked only at rewards above 0, and was silent."""
+
+    def course(zero: float) -> list[dict[str, Any]]:
+        rise = [min(1.0, step / 30) if step < 60 else 0.0 for step in range(1, 120)]
+        return [{"step": step, "reward": zero + 0.9 * share} for step, share in enumerate(rise, start=1)]
+
+    assert [rule for rule, _, _ in told(course(-1.0))] == [Rule.REWARD]
+    assert told(course(-1.0)) == told(course(0.0))
+
+
+def test_a_run_that_began_high_and_gained_little_may_lose_it_again() -> None:
+    """The scale of a fall is then how far answers differ, 0.5 here: 0.1 is no collapse, 0.4 is one."""
+
+    def after(level: float) -> list[Rule]:
+        rows = run(90, reward=lambda step: 0.5 if step < 20 else 0.55 if step < 40 else level)
+        return [rule for rule, _, _ in told(rows)]
+
+    assert after(0.45) == [] and after(0.15) == [Rule.REWARD]
 
 
 @settings(max_examples=30, deadline=None)
@@ -185,7 +223,7 @@ def test_only_the_past_counts(rows: list[dict[str, Any]], cut: int) -> None:
     rebuilt from them goes on as if it had never stopped."""
     whole = alarms(rows, QUICK)
     assert alarms(rows[:cut], QUICK) == [alarm for alarm in whole if alarm.step <= cut]
-    rebuilt = watching(rows[:cut], QUICK)
+    rebuilt = watch_after(rows[:cut], QUICK)
     later = [alarm for row in rows[cut:] for alarm in rebuilt.see(row)]
     assert later == [alarm for alarm in whole if alarm.step > cut]
     assert rebuilt.collapsed == any(alarm.collapse for alarm in whole)
@@ -222,10 +260,12 @@ def plain(rows: list[dict[str, Any]], limits: Limits) -> set[tuple[Rule, int]]:
             changes = [(b - a) ** 2 for a, b in pairwise(numbers)]
             error = math.sqrt(mean(changes or [0.0]) / 2 / limits.window)
             lost = max(course) - course[-1]
-            half = limits.reward_left * max(course)
-            return max(course) > 0 and course[-1] < half and lost > limits.reward_errors * error
+            spread = (means("spread", upto) or [0.0])[-1]
+            scale = max(max(course) - course[0], spread)
+            return lost > limits.reward_lost * scale and lost > limits.reward_errors * error
         if rule is Rule.ENTROPY_LOW:
-            thriving = bool(reward) and max(reward) > 0 and reward[-1] >= limits.thriving * max(reward)
+            gain = (max(reward) - reward[0]) if reward else 0.0
+            thriving = bool(reward) and reward[-1] >= reward[0] + limits.thriving * gain
             return course[-1] < limits.entropy_left * course[0] and not thriving
         high = max(limits.entropy_times * course[0], course[0] + limits.entropy_nats)
         return len(course) > limits.window and high < course[-1] > course[-1 - limits.window]

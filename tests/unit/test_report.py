@@ -31,6 +31,7 @@ from ostinato.report.facts import (
     estimate,
     faults,
     headline,
+    protocol,
     seconds_text,
     si,
     steps_text,
@@ -162,6 +163,18 @@ def test_the_headline_compares_with_step_zero() -> None:
     assert head.before_interval == "[0.245, 0.362]"
     assert head.change == "+0.400 [+0.313, +0.478]"
     assert head.tone == "good" and "improved" in head.verdict
+
+
+def test_scores_of_the_sampler_are_kept_from_that_of_what_is_exported(tmp_path: Path) -> None:
+    """With an int8 sampler the last held-out score was the sampler's, and nothing said so."""
+    run = RunFolder.create(tmp_path / "run", dump_toml(Recipe.parse({"engine": {"weights": "int8"}})))
+    rows = [score(0, 0.3) | {"weights": "int8"}, score(9, 0.8) | {"weights": "int8"}]
+    run.eval.append(*rows, score(9, 0.9) | {"weights": "model"})
+    found = read_run(run)
+    assert [row["pass@1"] for row in found.evals] == [0.3, 0.8]
+    assert "whose weights are int8" in protocol(found)
+    assert "the policy of step 9 has pass@1 0.900 [" in protocol(found)
+    assert "exported" not in protocol(data(evals=[score(0, 0.3)]))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 from mismatch_rows import LAYERS, mismatch_row, routing_metrics
 from typer.testing import CliRunner
 
+from ostinato.algo.algorithms import algorithm
 from ostinato.algo.mismatch import arm
 from ostinato.cli.app import app
 from ostinato.config import Recipe, dump_toml
 from ostinato.report import write_report
 from ostinato.report.charts import Chart, Section, to_plain
 from ostinato.report.concerns import Level, concerns
-from ostinato.report.facts import Table, figure_text, marked_steps, milestones
+from ostinato.report.facts import Line, Table, figure_text, marked_steps, milestones
 from ostinato.report.mismatch import comparison, decisions, mismatch_section, summary
 from ostinato.report.reading import RunData, read_run
 from ostinato.run import RunFolder, to_json
@@ -64,6 +66,11 @@ def cells(table: Table, name: str) -> list[str]:
     return [cell.value for cell in line.cells]
 
 
+def k3_line(section: Section) -> Line:
+    (line,) = (line for line in section.tables[0].lines if line.name == "k3")
+    return line
+
+
 def test_the_table_by_hand() -> None:
     """Two answers of two tokens; replay halves each log ratio."""
     native = arm([math.log(1.2), -math.log(1.2), math.log(3), 0.0], [0, 0, 1, 1])  # pyright: ignore
@@ -76,7 +83,7 @@ def test_the_table_by_hand() -> None:
     assert cells(table, "TIS would cut") == ["0.25", "0", "none left"]
     assert cells(table, "IcePop would mask") == ["0", "0", ""]
     (k3,) = (line for line in table.lines if line.name == "k3")
-    assert k3.cells[0].note.startswith("[") and "sampler || trainer" in k3.note and "nats" in k3.note
+    assert k3.cells[0].note == "" and "sampler || trainer" in k3.note and "nats" in k3.note  # two answers
     assert "Pearson" not in {line.name for line in table.lines}
 
 
@@ -129,6 +136,61 @@ def test_the_gate_that_is_drawn_is_the_recipe_s() -> None:
         return charts(mismatch_section(changed))["routes-in-common"].mark
 
     assert mark(0.8) == (0.8, "gate") and mark(0.0) is None
+
+
+@pytest.mark.parametrize(("replay", "gated"), [(True, True), ("auto", True), (False, False)])
+def test_no_gate_is_told_of_where_nothing_is_replayed(replay: bool | str, gated: bool) -> None:
+    """With replay off the report said that the gate asks for 90 % and refuses less."""
+    section = mismatch_section(data(mismatch_row(1), recipe={"trainer": {"replay": replay}}))
+    (common,) = (fact for fact in section.facts if fact.name == "Experts in common")
+    chart = charts(section)["routes-in-common"]
+    told = ["the gate" in common.note, "the gate" in chart.note, chart.mark is not None]
+    assert told == [gated] * 3
+
+
+def test_too_few_answers_have_no_interval() -> None:
+    row = plain(mismatch_row(1) | {"step": 3})
+    for one in row["arms"].values():
+        one |= {"k3_low": None, "k3_high": None}
+    section = mismatch_section(data(row))
+    assert all(cell.value and not cell.note for cell in k3_line(section).cells)
+    assert all(
+        cell.note.startswith("[") for cell in k3_line(mismatch_section(data(mismatch_row(1)))).cells[:2]
+    )
+    assert "without intervals" in section.lead
+    assert charts(section)["kl-native-and-replayed"].series[0].low == [None]
+
+
+def test_pearson_is_shown_where_it_was_measured() -> None:
+    row = plain(mismatch_row(1))
+    for name, one in row["arms"].items():
+        one["pearson"] = 0.875 if name == "native" else 1.0
+    (table, *_) = mismatch_section(data(row)).tables
+    assert cells(table, "Pearson") == ["0.875", "1", "", "1"]
+
+
+def test_the_correction_is_told_with_the_run_s_own_bounds() -> None:
+    def told(**keys: Any) -> list[str]:
+        starts = [{"algorithm": plain(asdict(algorithm("grpo", **keys)))}]
+        rows = [{"step": 80, "sampling/masked": 0.01, "sampling/truncated": 0.02}]
+        facts = mismatch_section(data(mismatch_row(1), starts=starts, metrics=rows)).facts
+        return [f"{fact.value} ({fact.note})" for fact in facts if fact.name == "Correction of the ratio"]
+
+    assert told() == []
+    assert told(correction="token_mask") == [
+        "token_mask, outside 0.5 to 5 (1% of the tokens of the last step)"
+    ]
+    assert told(correction="token_mask", correction_high=3)[0].startswith("token_mask, outside 0.5 to 3 (1%")
+    assert told(correction="token_truncate")[0].startswith("token_truncate, above 2 (2%")
+
+
+def test_arms_of_another_step_are_named() -> None:
+    """A last measurement without replay, of a batch that carried no routes, was drawn beside the replay of
+    the one before as if both were of one step."""
+    later = mismatch_row(25)
+    later["arms"] = {"native": later["arms"]["native"]}
+    note = charts(mismatch_section(data(mismatch_row(1), later)))["tails"].note
+    assert "Step 25; with replay: step 1; floor: step 1." in note
 
 
 def test_a_dense_run_shows_what_applies() -> None:

@@ -1,0 +1,60 @@
+"""What the microbatches of a training step add up to, and what its batch says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.algo.offpolicy import Mismatch, mismatch_metrics
+from ostinato.train.inputs import Inputs
+from ostinato.types import Batch
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the microbatches of a step add up to, left on the device until the step is over."""
+
+    loss: list[Tensor] = field(default_factory=list)
+    stats: list[Mapping[str, Tensor]] = field(default_factory=list)  # sums over tokens
+    mismatches: list[Mismatch] = field(default_factory=list)
+    unjudged: list[tuple[Inputs, Tensor]] = field(default_factory=list)  # with gate.row_counts
+    judged: list[tuple[Inputs, Tensor]] = field(default_factory=list)
+    steps_taken: int = 0
+
+    def metrics(self, num_tokens: int) -> dict[str, float]:
+        """The loss, the mismatch, and stats as means over the ``num_tokens`` of the step."""
+        names = list(self.stats[0])
+        sums = torch.stack(
+            [torch.stack([stats[name].float() for name in names]) for stats in self.stats]
+        ).sum(0)
+        means = {name: value / num_tokens for name, value in zip(names, sums.tolist(), strict=True)}
+        measured = mismatch_metrics(self.mismatches)
+        return {"loss": torch.stack(self.loss).sum().item(), **means, **measured}
+
+
+def staleness(batch: Batch) -> dict[str, float]:
+    """Policy versions between sampling and training, over tokens."""
+    ages = np.concatenate([microbatch.staleness for microbatch in batch.microbatches])
+    return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+
+
+def support(batch: Batch) -> dict[str, float]:
+    """What recorded supports hold, by token that has one, and their bytes by trained token: an id is four, a
+    count is four."""
+    supports = [one.support for one in batch.microbatches if one.support is not None]
+    restricted = sum(int(np.count_nonzero(one.counts)) for one in supports)
+    if not restricted:
+        return {}
+    ids = sum(len(one.ids) for one in supports)
+    num_bytes = sum(one.ids.nbytes + one.counts.nbytes for one in supports)
+    return {
+        "sampling/support_mean": ids / restricted,
+        "sampling/support_bytes": num_bytes / batch.num_tokens,
+    }
+
+
+__all__ = ["Totals", "staleness", "support"]
