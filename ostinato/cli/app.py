@@ -147,6 +147,17 @@ def bench(ctx: typer.Context) -> None:
     bench_app(args=ctx.args, prog_name="ostinato bench")
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def scale(ctx: typer.Context) -> None:
+    """Where a run will end and whether to go on: scale fit | forecast | decide ... (see scale --help)."""
+    from ostinato.cli.scale import app as scale_app
+
+    scale_app(args=ctx.args, prog_name="ostinato scale")
+
+
 @app.command()
 def doctor(
     measure: Annotated[bool, typer.Option("--measure", help="Time thread settings again.")] = False,

@@ -97,8 +97,10 @@ def _standing(flags: Sequence[Flag], ratio: float, width: float, bars: Bars) -> 
     if ratio < bars.provisional or width > bars.provisional_width:
         needed = f"{bars.provisional:g} C_mid and {bars.provisional_width:g}"
         return Standing.NOT_IDENTIFIED, f"{seen}; a provisional forecast needs {needed}"
-    if ratio < bars.identified or width > bars.width or Flag.A_AT_BOUND in flags:
-        at_bound = ", with A at its bound" if Flag.A_AT_BOUND in flags else ""
+    # saturated at its first evaluation, a run has its B, and with it C_mid, from the prior alone
+    bounds = [name for name, flag in (("A", Flag.A_AT_BOUND), ("B", Flag.B_AT_BOUND)) if flag in flags]
+    if ratio < bars.identified or width > bars.width or bounds:
+        at_bound = f", with {' and '.join(bounds)} at its bound" if bounds else ""
         needed = f"{bars.identified:g} C_mid and {bars.width:g}"
         return Standing.PROVISIONAL, f"{seen}{at_bound}; {needed} identify it"
     return Standing.IDENTIFIED, seen

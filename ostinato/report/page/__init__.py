@@ -7,12 +7,9 @@ Content-Security-Policy admits no script but these two, by digest, and no connec
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from ostinato.report.charts import held_out, sections, to_plain
@@ -31,35 +28,21 @@ from ostinato.report.facts import (
     waste,
 )
 from ostinato.report.mismatch import mismatch_section
+from ostinato.report.page.offline import render, script_json
 from ostinato.report.reading import RunData
 from ostinato.report.samples import Samples
-
-FOLDER = Path(__file__).parent
-SCRIPTS = ("charts.js", "samples.js")
 
 
 def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
     """The whole page. ``now`` is the time that it says it was written at."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     now = now or datetime.now(UTC)
-    scripts = [(FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS]
     score, groups = held_out(data), [*sections(data), mismatch_section(data), *draft_sections(data)]
     drawn = [score, *(chart for group in groups for chart in group.charts)]
     state, tone = status(data, now)
-    return environment.get_template("report.html.jinja").render(
+    return render(
+        "report.html.jinja",
+        ("charts.js", "samples.js"),
         data=data,
-        style=Markup((FOLDER / "report.css").read_text(encoding="utf-8")),
-        scripts=[Markup(script) for script in scripts],
-        digests=" ".join(f"'{_digest(script)}'" for script in scripts),
         state=state,
         tone=tone,
         written=f"{now:%Y-%m-%d %H:%M} UTC",
@@ -74,9 +57,9 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
         waste=waste(data),
         faults=faults(data),
         samples=samples,
-        chart_data=Markup(_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty})),
+        chart_data=script_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty}),
         marks=json.dumps(marked_steps(data)),
-        sample_data=Markup(_json(_sample_index(data, samples))),
+        sample_data=script_json(_sample_index(data, samples)),
     )
 
 
@@ -94,14 +77,3 @@ def solved_at(data: RunData) -> float:
     functions = data.setting("reward.functions", ("",))
     weights = data.setting("reward.weights") or [1.0] * len(functions)
     return sum(weight for weight in weights if weight > 0) - 1e-6
-
-
-def _json(value: Any) -> str:
-    """JSON that can stand in a script element: no "<" can end it or begin a comment."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _digest(script: str) -> str:
-    """As a Content-Security-Policy names an inline script."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

@@ -1,0 +1,353 @@
+"""``ostinato scale``: the forecasts of ``ostinato.scaling`` from the command line.
+
+scale -> scale_reading (what is named) -> scale_answers, scale_others (what is answered) -> here (told)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from ostinato.cli import scale_answers as answers
+from ostinato.cli import scale_others as others
+from ostinato.cli.report import terminal_table
+from ostinato.cli.scale_answers import Answer, Method
+from ostinato.cli.scale_reading import (
+    Reading,
+    Window,
+    amount,
+    published,
+    read_all,
+    read_one,
+    read_pair,
+    reading_options,
+)
+from ostinato.report.reading import last_step, mean
+from ostinato.report.reading import read_run as run_rows
+from ostinato.report.scaling import Page, write_page
+from ostinato.run import RunFolder, atomic_write, to_json
+from ostinato.scaling.compare import FLOOR
+from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.decide import Terms
+from ostinato.scaling.fit import PARAMETERS
+from ostinato.scaling.series import Axis
+
+app = typer.Typer(
+    name="scale",
+    help="Where a run will end, how well that is known, and whether to go on.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RECENT = 10  # steps over which truncated answers are averaged
+
+Source = Annotated[
+    Path, typer.Argument(metavar="RUN|CSV", help="A run folder, or a CSV of evaluations.", show_default=False)
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="One JSON object into this file, - for standard output.", show_default=False),
+]
+HtmlFile = Annotated[
+    Path | None, typer.Option("--html", help="A page with plots that opens offline.", show_default=False)
+]
+UnitOfC = Annotated[Axis, typer.Option(help="What compute is counted in.")]
+R0Option = Annotated[float, typer.Option("--R0", help="The score before training.")]
+AOption = Annotated[float, typer.Option("--A", help="The ceiling.", show_default=False)]
+BOption = Annotated[float, typer.Option("--B", help="The steepness.", show_default=False)]
+CMidOption = Annotated[
+    str,
+    typer.Option(
+        "--c-mid",
+        "--cmid",
+        metavar="C",
+        help="The compute at which half of the gain is had.",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+@reading_options
+def fit(
+    source: Source,
+    reading: Reading,
+    method: Annotated[
+        Method, typer.Option(help="paper: the grid of arXiv 2510.13786, appendix A.5, for comparison.")
+    ] = Method.VARPRO,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Fit R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B), and say how well it is known."""
+    tell(answers.fit(read_one(source, reading), method), json_file, html_file)
+
+
+@app.command()
+@reading_options
+def forecast(
+    source: Source,
+    reading: Reading,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(metavar="C", help="The score at this compute; may be repeated.", show_default=False),
+    ] = None,
+    target: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="R", help="The compute for this score, 0 to 1; may be repeated.", show_default=False
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """The score at a compute, or the compute for a score."""
+    if not at and not target:
+        raise ValueError("nothing is asked; give --at a compute or --target a score")
+    computes = [amount(text, "--at") for text in at or ()]
+    tell(answers.foretell(read_one(source, reading), computes, target or ()), json_file, html_file)
+
+
+@app.command()
+@reading_options
+def compare(
+    source: Source,
+    reading: Reading,
+    other: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN|CSV]", help="Without it: two --series of the first.", show_default=False
+        ),
+    ] = None,
+    at: Annotated[str, typer.Option(metavar="C", help="Compare the scores at this compute too.")] = "",
+    floor: Annotated[
+        float, typer.Option(min=0.0, help="How far A differs by the seed alone: half of a 90 % interval.")
+    ] = FLOOR,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Which of two runs has the higher ceiling, and where one overtakes the other."""
+    pair = read_pair([source] if other is None else [source, other], reading)
+    tell(others.versus(pair, amount(at, "--at") if at else None, floor), json_file, html_file)
+
+
+@app.command()
+@reading_options
+def decide(
+    source: Source,
+    reading: Reading,
+    budget: Annotated[str, typer.Option(metavar="C", help="Compute in all.", show_default=False)],
+    price: Annotated[float, typer.Option(min=0.0, help="Score that a unit of compute has to bring.")] = 0.0,
+    min_gain: Annotated[
+        float, typer.Option(min=0.0, help="Score that the rest of the budget has to bring.")
+    ] = 0.01,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Go on (exit code 0), stop (10) or undecided (20), and the compute that would settle it."""
+    terms = Terms(budget=amount(budget, "--budget"), min_gain=min_gain, price=price)
+    tell(answers.judge(read_one(source, reading), terms), json_file, html_file)
+
+
+@app.command()
+@reading_options
+def watch(
+    source: Source,
+    reading: Reading,
+    follow: Annotated[bool, typer.Option("--follow", help="Look again until the run has ended.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 30.0,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Hold later evaluations against the forecast; drift, collapse and truncation alarm (exit code 10)."""
+
+    def look() -> Watched:
+        return watched(read_one(source, reading))
+
+    def say(answer: Answer) -> int:
+        return show(answer, json_file, html_file)
+
+    if follow and not source.is_dir():
+        raise ValueError(f"--follow is for a run folder and {source} is none; drop it")
+    code = following(look, say, lambda: time.sleep(every)) if follow else say(look().answer())
+    if code:
+        raise typer.Exit(code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Watched:
+    """A run at one look."""
+
+    window: Window
+    truncated: float | None = None  # share of training answers that were cut off of late
+    ended: bool = True  # all steps of its recipe are done
+
+    def answer(self) -> Answer:
+        return answers.watch(self.window, self.truncated)
+
+
+def watched(window: Window) -> Watched:
+    if window.run is None:
+        return Watched(window=window)
+    data = run_rows(RunFolder.open(window.run))
+    truncated = mean(data.metrics[-RECENT:], "completions/clipped_ratio")
+    steps = data.setting("trainer.steps", math.inf)
+    return Watched(window=window, truncated=truncated, ended=last_step(data.metrics) >= steps)
+
+
+def following(look: Callable[[], Watched], say: Callable[[Answer], int], pause: Callable[[], object]) -> int:
+    """Tell every new evaluation until the run has ended; the last exit code. A run that ends with too few
+    evaluations for a fit raises ValueError."""
+    told, code = 0, 0  # evaluations
+    while True:
+        found = look()
+        evaluations = len(found.window.fitted)
+        if evaluations > told and (evaluations >= PARAMETERS or found.ended):
+            told, code = evaluations, say(found.answer())
+        if found.ended:
+            return code
+        pause()
+
+
+@app.command("plan-pilot")
+def plan_pilot(
+    A: AOption,
+    B: BOption,
+    c_mid: CMidOption,
+    every: Annotated[str, typer.Option(metavar="C", help="Compute between evaluations.", show_default=False)],
+    width: Annotated[float, typer.Option(help="Wanted 90 % width of A.")] = 0.04,
+    r0: R0Option = 0.0,
+    first: Annotated[str, typer.Option(metavar="C", help="Evaluations before it are not fitted.")] = "",
+    axis: UnitOfC = Axis.GPU_HOURS,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """How long a pilot has to be for its ceiling to be known, if its curve is as you guess."""
+    guess = _curve(r0, A, B, c_mid)
+    start = amount(first, "--first") if first else 0.0
+    tell(others.pilot(guess, amount(every, "--every"), width, start, axis), json_file, html_file)
+
+
+def _curve(R0: float, A: float, B: float, C_mid: str) -> Sigmoid:
+    if not 0 <= R0 <= A <= 1:
+        raise ValueError(f"--R0 is {R0:g} and --A is {A:g}; use scores with 0 <= R0 <= A <= 1")
+    return Sigmoid(R0=R0, A=A, B=B, C_mid=amount(C_mid, "--c-mid"))
+
+
+@app.command()
+def simulate(
+    A: AOption,
+    B: BOption,
+    c_mid: CMidOption,
+    r0: R0Option = 0.0,
+    until: Annotated[str, typer.Option(metavar="C", help="By default five times --c-mid.")] = "",
+    evaluations: Annotated[int, typer.Option(min=1)] = 20,
+    sd: Annotated[float, typer.Option(min=0.0, help="Of one evaluation.")] = 0.0042,
+    rho: Annotated[float, typer.Option(min=0.0, max=0.999, help="Correlation of neighbours.")] = 0.45,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    axis: UnitOfC = Axis.GPU_HOURS,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a CSV that scale fit reads.", show_default=False)
+    ] = None,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Evaluations of a known curve with the noise of real ones."""
+    truth = _curve(r0, A, B, c_mid)
+    last = amount(until, "--until") if until else 5 * truth.C_mid
+    compute = np.linspace(0, last, evaluations + 1)[1:]
+    answer = others.imagine(truth, compute, sd, rho, seed, axis)
+    if out is not None:
+        atomic_write(out, others.csv_of(answer).encode())
+    tell(answer, json_file, html_file)
+
+
+@app.command()
+@reading_options
+def validate(
+    reading: Reading,
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CSV]", help="By default the published curves of the paper.", show_default=False
+        ),
+    ] = None,
+    simulated: Annotated[int, typer.Option(min=0, help="How many simulated curves too.")] = 500,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Would forecasts from the early part of known curves have been right?"""
+    if source is None:
+        if reading.given():
+            raise ValueError(f"--{reading.given()[0]} is given without a file; name the CSV that it is for")
+        source, reading = published()
+    first = amount(reading.cut, "--cut") if reading.cut else 0.0
+    if reading.until or reading.series:
+        raise ValueError("--until and --series are given; a validation cuts every series itself, drop them")
+    tell(others.back_test(read_all(source, reading), first, simulated, seed), json_file, html_file)
+
+
+@app.command()
+def ledger(
+    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Seconds, tokens and FLOPs of a run, added up by pool, as far as its ledger says."""
+    tell(others.ledger(RunFolder.open(run)), json_file, html_file)
+
+
+# -- telling
+
+
+def tell(answer: Answer, json_file: Path | None, html_file: Path | None) -> None:
+    """Show the answer and exit with its code."""
+    if code := show(answer, json_file, html_file):
+        raise typer.Exit(code)
+
+
+def show(answer: Answer, json_file: Path | None, html_file: Path | None) -> int:
+    """Tables on the terminal (or the JSON object alone where it is asked for there), and the files; returns
+    the exit code."""
+    if html_file is not None:
+        page = Page(
+            title=answer.title,
+            kind=answer.kind,
+            lead=answer.lead,
+            alarms=answer.alarms,
+            tables=answer.tables,
+            forests=answer.forests(),
+            sections=answer.sections(),
+        )
+        write_page(html_file, page)
+    text = to_json(answer.result)
+    if json_file is not None and str(json_file) != "-":
+        atomic_write(json_file, f"{text}\n".encode())
+    if json_file is not None and str(json_file) == "-":
+        print(text, flush=True)
+    else:
+        _print(answer)
+    return answer.exit_code
+
+
+def _print(answer: Answer) -> None:
+    """At the width of the terminal, and wide where there is none."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=140)
+    for sentence in answer.alarms:
+        console.print(f"ALARM: {sentence}", style="bold red", highlight=False, markup=False)
+    for sentence in answer.lead:
+        console.print(sentence, highlight=False, markup=False)
+    for one in answer.tables:
+        console.print(terminal_table(one))
+        if one.note:
+            console.print(one.note, style="dim", highlight=False, markup=False)

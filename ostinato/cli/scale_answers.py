@@ -1,0 +1,363 @@
+"""What the commands of ``ostinato scale`` answer about a run: sentences, tables, one JSON object, charts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from ostinato.cli.scale_reading import Window
+from ostinato.cli.scale_views import Known, curve_sections, line, middle, span, standing_sentences, table
+from ostinato.report.charts import Section
+from ostinato.report.facts import Line, Table
+from ostinato.report.scaling import NONE, Forest, compute_text
+from ostinato.scaling import gates
+from ostinato.scaling.checks import CrossCheck, cross_check
+from ostinato.scaling.decide import Terms, decide, forecast, reach
+from ostinato.scaling.fit import CutOff, Fit, by_cutoff, spread
+from ostinato.scaling.forms import Choice, choose
+from ostinato.scaling.gates import Drift, Truncation, drift
+from ostinato.scaling.paper import fit_paper
+from ostinato.scaling.posterior import Interval
+from ostinato.scaling.series import Axis
+
+ALARM = 10  # exit code of a watch that raises one: as that of a decision to stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """For people, for machines, and for a page, whose charts are made only when it is wanted."""
+
+    title: str
+    kind: str
+    result: Mapping[str, Any]  # the JSON object; NaN and infinity become null
+    lead: Sequence[str] = ()
+    alarms: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    forests: Callable[[], Sequence[Forest]] = tuple
+    sections: Callable[[], Sequence[Section]] = list
+    exit_code: int = 0
+
+
+class Method(StrEnum):
+    VARPRO = "varpro"
+    PAPER = "paper"
+
+
+def about(known: Known) -> dict[str, Any]:
+    """What every JSON object about one curve begins with."""
+    series, found = known.posterior.series, known.assessment
+    return {
+        "series": known.name,
+        "axis": series.axis,
+        "held_out": series.held_out,
+        "evaluations": len(series),
+        "window": [float(series.compute[0]), float(series.compute[-1])],
+        "R0": series.R0,
+        "R0_stderr": series.R0_stderr,
+        "standing": found.standing,
+        "reason": found.reason,
+        "flags": list(found.flags),
+        "C_max_over_C_mid": found.ratio if known.told else None,
+        **{name: _json(one) for name, one in known.parameters().items()},
+    }
+
+
+def _json(found: Interval | None) -> dict[str, float] | None:
+    return None if found is None else asdict(found)
+
+
+# -- fit
+
+
+def fit(window: Window, method: Method = Method.VARPRO) -> Answer:
+    """The curve, three intervals of its ceiling, other laws, stability by cut-off, and later evaluations."""
+    if method is Method.PAPER and window.whole.axis is not Axis.GPU_HOURS:
+        raise ValueError(
+            f"--method paper seeks C_mid from 100 to 40,000 GPU-hours and {window.whole.name} counts compute"
+            f" in {window.unit}; use varpro"
+        )
+    known = Known.of(window)
+    found = fit_paper(window.fitted) if method is Method.PAPER else known.posterior.fit
+    checks = None if known.assessment.refuted else cross_check(known.posterior)
+    cuts = by_cutoff(window.fitted) if known.told else []
+    forms = choose(window.fitted) if known.told else []
+    after = _drift(known)
+    sentences = standing_sentences(known)
+    if checks is not None and known.told:
+        sentences += [f"{warning[0].upper()}{warning[1:]}." for warning in checks.warnings]
+    if len(cuts) > 1:
+        sentences.append(f"A moves by {spread(cuts):.3f} over {len(cuts)} cut-offs.")
+    tables = [_parameters(known, checks, found, method), *([_laws(forms)] if forms else [])]
+    return Answer(
+        title=known.name,
+        kind="fit",
+        result=about(known) | _fitted(known, checks, found, method, cuts, forms, after),
+        lead=sentences + ([_later(after)] if after is not None else []),
+        alarms=_alarms(after),
+        tables=tables,
+        sections=lambda: curve_sections(known),
+    )
+
+
+def _fitted(
+    known: Known,
+    checks: CrossCheck | None,
+    found: Fit,
+    method: Method,
+    cuts: Sequence[CutOff],
+    forms: Sequence[Choice],
+    after: Drift | None,
+) -> dict[str, Any]:
+    curve = found.curve
+    least = {"A": curve.A, "B": curve.B, "C_mid": curve.C_mid, "sse": found.sse, "sd": found.residual_sd}
+    agreed = None if checks is None else {"profile": checks.profile, "bootstrap": checks.bootstrap}
+    return {
+        "method": method,
+        "least_squares": least if known.told else None,
+        "checks": agreed and {name: _json(_as_told(known, one)) for name, one in agreed.items()},
+        "warnings": list(checks.warnings) if checks is not None and known.told else [],
+        "by_cutoff": [asdict(cut) for cut in cuts],
+        "laws": [
+            {"form": one.form, "error": one.error, "parameters": one.law and dict(one.law.parameters)}
+            for one in forms
+        ],
+        "later": None if after is None else _drift_json(after),
+    }
+
+
+def _as_told(known: Known, found: Interval) -> Interval:
+    return found if known.told else found.ends()
+
+
+def _parameters(known: Known, checks: CrossCheck | None, found: Fit, method: Method) -> Table:
+    unit, curve = known.window.unit, found.curve
+    least = [f"{curve.A:.4f}", f"{curve.B:.3f}", compute_text(curve.C_mid)] if known.told else [NONE] * 3
+    others = [span(checks.profile), span(checks.bootstrap)] if checks is not None else [NONE] * 2
+    shown, series = known.parameters(), known.posterior.series
+    error = f" ± {series.R0_stderr:.3f}" if series.R0_stderr else ""
+    return table(
+        known.name,
+        (
+            "median",
+            "90 % interval",
+            "profile likelihood",
+            "block bootstrap",
+            "paper's grid" if method is Method.PAPER else "least squares",
+        ),
+        [
+            line("A", "score; the ceiling", middle(shown["A"]), span(shown["A"]), *others, least[0]),
+            line(
+                "B",
+                "no unit; steepness in ln C",
+                middle(shown["B"], "{:.2f}"),
+                span(shown["B"], "{:.2f}"),
+                NONE,
+                NONE,
+                least[1],
+            ),
+            line(
+                "C_mid",
+                f"{unit}; half of the gain",
+                middle(shown["C_mid"], ""),
+                span(shown["C_mid"], ""),
+                NONE,
+                NONE,
+                least[2],
+            ),
+            line("R0", "score; before training", f"{series.R0:.3f}{error}", "measured", NONE, NONE, NONE),
+        ],
+    )
+
+
+def _laws(forms: Sequence[Choice]) -> Table:
+    """All forms, the best first; the ceiling of a law that has none is 1."""
+    lines, refused = [], any(one.reason for one in forms)
+    for one in forms:
+        error = f"{one.error:.4f}" if math.isfinite(one.error) else NONE
+        ceiling = NONE if one.law is None else f"{one.law.parameters.get('A', 1.0):.3f}"
+        lines.append(line(one.form, "score", error, ceiling, *([one.reason] if refused else [])))
+    note = (
+        "Error: root mean square over what came after 50, 60, 70 and 80 % of the evaluations. Forecasts are"
+        " by the sigmoid whatever comes first."
+    )
+    columns = ("rolling-origin error", "ceiling", *(["why none"] if refused else []))
+    return table("Law", columns, lines, note)
+
+
+def _drift(known: Known) -> Drift | None:
+    """Of the evaluations after the window; None without any, or without a forecast."""
+    later = known.window.later
+    return drift(known.posterior.series, later) if known.told and len(later) else None
+
+
+def _later(after: Drift) -> str:
+    verdict = "no alarm" if after.alarm is None else f"alarm at compute {compute_text(after.alarm)}"
+    return (
+        f"{len(after.compute)} later evaluations: z from {after.z.min():+.1f} to {after.z.max():+.1f},"
+        f" {verdict}."
+    )
+
+
+def _alarms(after: Drift | None) -> list[str]:
+    if after is None or after.alarm is None:
+        return []
+    return [f"From compute {compute_text(after.alarm)} on, the run falls short of its forecast."]
+
+
+def _drift_json(after: Drift) -> dict[str, Any]:
+    return asdict(after) | {"evaluations": len(after.compute)}
+
+
+# -- forecast and decide
+
+
+def foretell(window: Window, at: Sequence[float], targets: Sequence[float]) -> Answer:
+    """Scores at given computes, and computes at which given scores are reached."""
+    for target in targets:
+        if not 0 < target < 1:
+            raise ValueError(f"--target is {target:g}; use a score between 0 and 1")
+    known = Known.of(window)
+    scores = [forecast(known.posterior, C) for C in at]
+    reached = [reach(known.posterior, T) for T in targets]
+    now, unit = float(window.fitted.compute[-1]), window.unit
+    lines = []
+    for one in scores:
+        gain = known.shown(known.posterior.gain(now, one.compute))
+        cells = (middle(one.score), span(one.score), span(one.measured), span(gain, "{:+.3f}"))
+        lines.append(line(f"{compute_text(one.compute)} {unit}", "score", *cells))
+    of_score = table(
+        "Score at",
+        ("median", "90 % interval", "of one evaluation", f"gain on {compute_text(now)}"),
+        lines,
+    )
+    lines = []
+    for one in reached:
+        chance = NONE if one.probability is None else f"{one.probability:.0%}"
+        times = span(_times(one.compute, now), "{:.2g}x")
+        lines.append(
+            line(f"{one.target:.3f}", unit, chance, middle(one.compute, ""), span(one.compute, ""), times)
+        )
+    of_compute = table(
+        "Target", ("P(A above it)", "compute, median", "90 % interval", "of what is spent"), lines
+    )
+    return Answer(
+        title=known.name,
+        kind="forecast",
+        result=about(known)
+        | {
+            "at": [
+                {"compute": one.compute, "score": _json(one.score), "measured": _json(one.measured)}
+                for one in scores
+            ],
+            "targets": [
+                {"target": one.target, "probability": one.probability, "compute": _json(one.compute)}
+                for one in reached
+            ],
+        },
+        lead=standing_sentences(known),
+        tables=[*([of_score] if scores else []), *([of_compute] if reached else [])],
+        sections=lambda: curve_sections(known, max(at, default=0.0)),
+    )
+
+
+def _times(found: Interval | None, now: float) -> Interval | None:
+    if found is None:
+        return None
+    return Interval(low=found.low / now, median=found.median / now, high=found.high / now)
+
+
+def judge(window: Window, terms: Terms) -> Answer:
+    """Go on, stop, or undecided; the exit code says which."""
+    known = Known.of(window)
+    found = decide(known.posterior, terms)
+    left = terms.budget - float(window.fitted.compute[-1])
+    price = terms.price * left
+    rows: list[Line] = [
+        line(
+            "gain of the rest",
+            "score",
+            middle(found.gain),
+            span(found.gain),
+            f"{terms.min_gain:.3f}",
+            f"{price:.3f}",
+        )
+    ]
+    columns = ("median", "80 % interval", "least gain", "price of the rest")
+    note = f"From {compute_text(terms.budget - left)} to {compute_text(terms.budget)} {window.unit}."
+    return Answer(
+        title=known.name,
+        kind="decision",
+        result=about(known)
+        | {
+            "action": found.action,
+            "exit_code": found.action.exit_code,
+            "why": found.reason,
+            "gain": _json(found.gain),
+            "settled": found.settled,
+            **asdict(terms),
+        },
+        lead=[f"{found.action.capitalize()}: {found.reason}.", *standing_sentences(known)],
+        tables=[table(known.name, columns, rows, note)],
+        sections=lambda: curve_sections(known, terms.budget),
+        exit_code=found.action.exit_code,
+    )
+
+
+# -- watch
+
+
+def watch(window: Window, truncated: float | None = None) -> Answer:
+    """The first forecast that could be told against all that came after it, and the share of truncated
+    answers where it is known. The exit code of an alarm is that of a stop."""
+    known = Known.of(window)
+    after = gates.watch(window.fitted)
+    cut = Truncation.FINE if truncated is None else gates.truncation(truncated)
+    alarms = _alarms(after)
+    if cut is Truncation.ALARM:
+        alarms.append(f"{truncated:.0%} of the answers are truncated; runs above 15 % did not recover.")
+    if known.assessment.refuted:
+        alarms.append(f"The curve is refuted: {known.assessment.reason}.")
+    sentences = standing_sentences(known)
+    if after is None:
+        sentences.append("No forecast could be told yet that later evaluations could be held against.")
+    elif after.exceeds is not None:
+        sentences.append(f"Better than foretold from compute {compute_text(after.exceeds)} on; fit again.")
+    if cut is Truncation.WARN:
+        sentences.append(f"{truncated:.0%} of the answers are truncated; above 15 % is an alarm.")
+    return Answer(
+        title=known.name,
+        kind="watch",
+        result=about(known)
+        | {
+            "alarms": alarms,
+            "drift": None if after is None else _drift_json(after),
+            "truncated": truncated,
+            "truncation": None if truncated is None else cut,
+        },
+        lead=sentences,
+        alarms=alarms,
+        tables=[_watched(known, after, truncated)],
+        sections=lambda: curve_sections(known),
+        exit_code=ALARM if alarms else 0,
+    )
+
+
+def _watched(known: Known, after: Drift | None, truncated: float | None) -> Table:
+    lines = []
+    if after is not None:
+        limits, series = gates.LIMITS, known.posterior.series
+        held = series.compute[len(series) - len(after.compute) - 1]
+        lines += [
+            line("forecast told at", known.window.unit, compute_text(held), ""),
+            line("evaluations since", "", f"{len(after.compute)}", ""),
+            line("last score", "", f"{series.score[-1]:.3f}", f"foretold {after.forecast[-1]:.3f}"),
+            line("largest shortfall", "sd", f"{-after.innovation.min():.1f}", f"{limits.single:g}"),
+            line("CUSUM below", "sd", f"{after.below.max():.1f}", f"{limits.sum:g}"),
+            line("CUSUM above", "sd", f"{after.above.max():.1f}", f"{limits.sum:g}"),
+        ]
+    if truncated is not None:
+        lines.append(line("truncated", "share of answers", f"{truncated:.1%}", "10 % warns, 15 % alarms"))
+    return table(known.name, ("is", "compared with"), lines)

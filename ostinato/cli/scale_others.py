@@ -1,0 +1,315 @@
+"""What ``ostinato scale`` answers about two runs, about curves that are not measured yet, about known ones,
+and about the books of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from ostinato.cli.scale_answers import Answer, about
+from ostinato.cli.scale_reading import UNITS, Window
+from ostinato.cli.scale_views import Known, course, line, middle, span, standing_sentences, table
+from ostinato.report import ledger as books
+from ostinato.report.charts import Chart, Section
+from ostinato.report.facts import Table
+from ostinato.report.reading import read_run
+from ostinato.report.scaling import (
+    NONE,
+    Course,
+    Forest,
+    Stretch,
+    compute_text,
+    curve_chart,
+    places,
+    slope_chart,
+    width_chart,
+)
+from ostinato.run import RunFolder
+from ostinato.scaling import validate
+from ostinato.scaling.compare import Comparison, compare
+from ostinato.scaling.curve import Sigmoid, linearised
+from ostinato.scaling.gates import TOLD
+from ostinato.scaling.noise import Noise
+from ostinato.scaling.plan import Pilot, plan_pilot, simulated
+from ostinato.scaling.posterior import Interval
+from ostinato.scaling.series import Axis, Series
+
+MATCHED = Noise(rho=0.45, floor=0.0042, factor=0.0)  # that of the simulated curves
+
+# -- two runs
+
+
+def versus(windows: tuple[Window, Window], at: float | None, floor: float) -> Answer:
+    """Which ceiling is higher, which score at compute ``at``, where one overtakes the other."""
+    one, other = (Known.of(window) for window in windows)
+    found = compare(one.posterior, other.posterior, at=at, floor=floor)
+    told = not found.reason
+    return Answer(
+        title=f"{one.name} against {other.name}",
+        kind="comparison",
+        result=_compared(one, other, found),
+        lead=[*standing_sentences(one), *standing_sentences(other)]
+        + ([] if told else [f"Not ranked: {found.reason}."]),
+        tables=[_side_by_side(one, other, found), *([_ranks(found, one.window.unit)] if told else [])],
+        forests=lambda: _forests((one, other)),
+        sections=lambda: _beside(one, other, found),
+    )
+
+
+def _compared(one: Known, other: Known, found: Comparison) -> dict[str, Any]:
+    told = not found.reason
+    plain = {key: value for key, value in asdict(found).items() if key not in ("assessments", "shared")}
+    runs = [about(known) for known in (one, other)]
+    return {"runs": runs, **plain, "shared": asdict(found.shared) if told else None}
+
+
+def _side_by_side(one: Known, other: Known, found: Comparison) -> Table:
+    shown = [known.parameters() for known in (one, other)]
+    unit = one.window.unit
+
+    def cells(name: str, form: str) -> list[str]:
+        return [f"{middle(each[name], form)} {span(each[name], form)}" for each in shown]
+
+    lines = [
+        line("standing", "", *(each.standing for each in found.assessments)),
+        line("A", "score; median, 90 %", *cells("A", "{:.3f}")),
+        line("B", "no unit; median, 90 %", *cells("B", "{:.2f}")),
+        line("C_mid", f"{unit}; median, 90 %", *cells("C_mid", "")),
+    ]
+    if found.at is not None:
+        scores = [known.shown(known.posterior.score(found.at)) for known in (one, other)]
+        texts = [f"{middle(each)} {span(each)}" for each in scores]
+        lines.append(line(f"score at {compute_text(found.at)}", "score; median, 90 %", *texts))
+    if not found.reason:
+        B = [f"{slope:.2f}" for slope in found.shared.B]
+        lines.append(line(f"B with A = {found.shared.A:.3f}", "no unit; least squares", *B))
+    return table("Run", found.names, lines)
+
+
+def _ranks(found: Comparison, unit: str) -> Table:
+    def chance(p: float | None) -> str:
+        return NONE if p is None else f"{p:.0%}"
+
+    lines = [line("has the higher ceiling", "", chance(found.higher_A), "")]
+    if found.at is not None:
+        lines.append(line(f"scores higher at {compute_text(found.at)}", "", chance(found.higher_score), ""))
+    where = f"{middle(found.crossover, '')} {span(found.crossover, '')}"
+    lines.append(line("the curves cross", f"{unit}; median, 90 %", chance(found.crosses), where))
+    note = "Ceilings include how far runs differ by their seed alone (--floor)."
+    return table(f"{found.names[0]} against {found.names[1]}", ("probability", "at"), lines, note)
+
+
+def _forests(runs: Sequence[Known]) -> list[Forest]:
+    """A and B of all runs that have an interval."""
+    forests = []
+    for name, note, form in (("A", "Ceiling; score.", "{:.3f}"), ("B", "Steepness in ln C.", "{:.2f}")):
+        rows = [
+            _stretch(known.name, found, form)
+            for known in runs
+            if (found := known.parameters()[name]) is not None
+        ]
+        if rows:
+            note = f"{note} 90 % intervals; a dot is the median, where one may be told."
+            forests.append(Forest(title=name, note=note, rows=tuple(rows)))
+    return forests
+
+
+def _stretch(name: str, found: Interval, form: str, seen: float | None = None) -> Stretch:
+    told = not np.isnan(found.median)
+    text = f"{middle(found, form)} {span(found, form)}" if told else span(found, form)
+    middle_at = found.median if told else None
+    return Stretch(name=name, low=found.low, high=found.high, middle=middle_at, text=text, seen=seen)
+
+
+def _beside(one: Known, other: Known, found: Comparison) -> list[Section]:
+    runs = (one, other)
+    compute = [known.window.whole.compute for known in runs]
+    at = places(compute, max(found.at or 0.0, 2 * max(float(each[-1]) for each in compute)))
+    note = "Bands: 90 and 50 % of the curve, without the noise of evaluations."
+    charts: list[Chart] = [curve_chart([course(known, at) for known in runs], one.window.unit, note)]
+    sections = [Section(title="Curves", charts=charts)]
+    if not found.reason:
+        A = found.shared.A
+        logits = [linearised(known.window.whole.score, known.window.whole.R0, A) for known in runs]
+        courses = [course(known, at) for known in runs]
+        slopes = slope_chart(courses, logits, A, one.window.unit)
+        sections.append(Section(title="Steepness", charts=[slopes]))
+    return sections
+
+
+# -- curves that are not measured yet
+
+
+def pilot(guess: Sigmoid, every: float, width: float, first: float, axis: Axis) -> Answer:
+    """The shortest run that is expected to know the ceiling to ``width``."""
+    found, unit = plan_pilot(guess, every, width, first=first), UNITS[axis]
+    if not found.lengths:
+        raise ValueError(f"--every is {every:g}; fewer than 5 evaluations fit into 12 C_mid; use less")
+    if found.compute is None:
+        longest = f"{compute_text(12 * guess.C_mid)} {unit}"
+        lead = f"No pilot up to {longest} knows A to {width:g}; evaluate more often."
+    else:
+        lead = (
+            f"{compute_text(found.compute)} {unit} ({found.compute / guess.C_mid:.1f} C_mid) are expected to"
+            f" tell A to {width:g} (width of the 90 % interval)."
+        )
+    return Answer(
+        title="Pilot",
+        kind="plan",
+        result=asdict(guess) | asdict(found) | {"every": every, "first": first, "axis": axis},
+        lead=[lead],
+        tables=[_lengths(found, guess, unit)],
+        sections=lambda: [Section(title="Pilots", charts=[width_chart(found.lengths, width, unit)])],
+    )
+
+
+def _lengths(found: Pilot, guess: Sigmoid, unit: str) -> Table:
+    lines = [
+        line(
+            f"{compute_text(C)} {unit}",
+            "",
+            f"{C / guess.C_mid:.1f}",
+            f"{reached:.3f}",
+            "enough" if reached <= found.width else "",
+        )
+        for C, reached in found.lengths
+    ]
+    return table("Length", ("C / C_mid", "expected 90 % width of A", f"wanted: {found.width:g}"), lines)
+
+
+def imagine(truth: Sigmoid, compute: np.ndarray, sd: float, rho: float, seed: int, axis: Axis) -> Answer:
+    """Evaluations of a known curve with noise."""
+    drawn, unit = simulated(truth, compute, sd=sd, rho=rho, seed=seed), UNITS[axis]
+    scores = truth.score(compute)
+    lines = [
+        line(compute_text(C), unit, f"{measured:.4f}", f"{exact:.4f}")
+        for C, measured, exact in zip(compute, drawn.score, scores, strict=True)
+    ]
+    return Answer(
+        title="Simulated run",
+        kind="simulation",
+        result=asdict(truth)
+        | {"axis": axis, "sd": sd, "rho": rho, "seed": seed}
+        | {"compute": compute, "score": drawn.score, "curve": scores},
+        tables=[table("Compute", ("measured", "without noise"), lines)],
+        sections=lambda: [Section(title="Curve", charts=[_drawn(truth, drawn, unit)])],
+    )
+
+
+def _drawn(truth: Sigmoid, drawn: Series, unit: str) -> Chart:
+    at = places([drawn.compute], 2 * float(drawn.compute[-1]))
+    ends = (float(drawn.compute[0]), float(drawn.compute[-1]))
+    shown = Course(
+        name=drawn.name,
+        compute=drawn.compute,
+        score=drawn.score,
+        window=ends,
+        places=at,
+        quantiles=np.tile(truth.score(at), (5, 1)),
+        told=True,
+    )
+    return curve_chart([shown], unit, "The curve, and evaluations of it with noise.")
+
+
+def csv_of(answer: Answer) -> str:
+    """The simulated evaluations as ``scale fit`` reads them, R0 in the row of compute 0."""
+    result = answer.result
+    rows = [(0.0, result["R0"]), *zip(result["compute"], result["score"], strict=True)]
+    return "compute,score\n" + "".join(f"{float(C)!r},{float(R)!r}\n" for C, R in rows)
+
+
+# -- known curves
+
+
+def back_test(curves: Sequence[Series], first: float, count: int, seed: int) -> Answer:
+    """Forecasts from the early part of known curves against what then happened; and coverage of the same
+    posterior on ``count`` simulated curves."""
+    rows = validate.backtest(curves, first=first)
+    if not rows:
+        raise ValueError(
+            f"none of the {len(curves)} series has 5 evaluations in its first 70 %; nothing can be tested"
+        )
+    kinds = (("all", rows), ("told", [row for row in rows if row.standing in TOLD]))
+    summaries = [
+        (fraction, of, validate.summary([row for row in some if row.fraction == fraction]))
+        for fraction in validate.FRACTIONS
+        for of, some in kinds
+    ]
+    shown = [(fraction, of, one) for fraction, of, one in summaries if one.curves]
+    drawn = validate.calibrate(count, noise=MATCHED, seed=seed) if count else None
+    lead = ["The interval is that of the curve; the noise of what was measured counts against it."]
+    if drawn is not None:
+        lead.append(
+            f"{drawn.curves} simulated curves: {drawn.coverage:.1%} covered by 90 % intervals, where the"
+            " noise is known."
+        )
+    return Answer(
+        title="Would it have been right?",
+        kind="validation",
+        result={
+            "summaries": [{"fraction": fraction, "of": of, **asdict(one)} for fraction, of, one in shown],
+            "rows": [asdict(row) | {"covered": row.covered, "error": row.error} for row in rows],
+            "simulated": None if drawn is None else asdict(drawn),
+        },
+        lead=lead,
+        tables=[_summaries(shown)],
+        forests=lambda: _final(rows),
+    )
+
+
+def _summaries(shown: Sequence[tuple[float, str, validate.Summary]]) -> Table:
+    lines = [
+        line(
+            f"{fraction:.0%} of the run",
+            of,
+            str(one.curves),
+            f"{one.coverage:.0%}",
+            f"{one.median_width:.3f}",
+            f"{one.median_error:.4f}",
+            f"{one.largest_error:.3f}",
+            f"{one.least_squares_error:.4f}",
+        )
+        for fraction, of, one in shown
+    ]
+    columns = ("curves", "covered", "median width", "median error", "largest error", "plain fit's error")
+    note = "Scores, 0 to 1; target: the mean score of the last fifth. told: curves that may be forecast."
+    return table("Fitted on", columns, lines, note)
+
+
+def _final(rows: Sequence[validate.Row], fraction: float = 0.5) -> list[Forest]:
+    stretches = [
+        _stretch(
+            row.name, row.foretold if row.standing in TOLD else row.foretold.ends(), "{:.3f}", seen=row.final
+        )
+        for row in rows
+        if row.fraction == fraction
+    ]
+    if not stretches:
+        return []
+    note = "90 % intervals from the first half; a stroke is what was then measured, a dot the forecast told."
+    return [Forest(title="Final score", note=note, rows=tuple(stretches))]
+
+
+# -- the books
+
+
+def ledger(run: RunFolder) -> Answer:
+    """Sums of ledger.jsonl by pool. Raises ValueError for a run without one."""
+    data = read_run(run)
+    if not data.ledger:
+        raise ValueError(f"run {data.name} has no row in ledger.jsonl; it has finished no step yet")
+    damage = list(data.damage)
+    if books.torn(run):
+        damage.append("The last line of ledger.jsonl was torn by a kill and is not counted.")
+    section = books.section(data)
+    return Answer(
+        title=data.name,
+        kind="ledger",
+        result={"run": data.name, **books.summary(data), "damage": damage},
+        lead=[f"{len(data.ledger)} steps.", *damage],
+        tables=books.tables(data),
+        sections=lambda: [] if section is None else [section],
+    )

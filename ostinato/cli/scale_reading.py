@@ -1,0 +1,231 @@
+"""From what a user names to a series of evaluations: run folders, CSV files, the options of reading them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from ostinato.scaling.series import Axis, Series, read_csv, read_run
+
+UNITS = {
+    Axis.GPU_HOURS: "GPU-hours",
+    Axis.HOURS: "hours",
+    Axis.FLOPS: "FLOP",
+    Axis.TOKENS: "tokens",
+    Axis.STEPS: "steps",
+    Axis.MONEY: "money",
+}
+MAGNITUDES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+OF_CSV = ("compute", "score", "stderr", "by", "series", "R0")
+OF_RUN = ("split", "metric")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How evaluations are read: one option of the command line for each field."""
+
+    axis: Annotated[
+        Axis | None,
+        typer.Option(
+            help="What compute is counted in; by default flops of a run, gpu-hours of a CSV.",
+            show_default=False,
+        ),
+    ] = None
+    cut: Annotated[
+        str, typer.Option(metavar="C", help="Leave out evaluations before this compute, e.g. 1.5k.")
+    ] = ""
+    until: Annotated[
+        str, typer.Option(metavar="C", help="Fit up to this compute; what comes later is held against it.")
+    ] = ""
+    compute: Annotated[str, typer.Option(metavar="COLUMN", help="Of a CSV.")] = "compute"
+    score: Annotated[str, typer.Option(metavar="COLUMN", help="Of a CSV.")] = "score"
+    stderr: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Of a CSV: standard errors of the scores.", show_default=False),
+    ] = None
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN", help="Of a CSV: one series for each value; may be repeated.", show_default=False
+        ),
+    ] = None
+    series: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Of a CSV: the values of --by.", show_default=False),
+    ] = None
+    r0: Annotated[
+        float | None,
+        typer.Option(
+            "--R0", help="Of a CSV without a row at compute 0: the score before training.", show_default=False
+        ),
+    ] = None
+    split: Annotated[str, typer.Option(help="Of a run: of eval.jsonl.")] = "eval"
+    metric: Annotated[str, typer.Option(help="Of a run: of eval.jsonl.")] = "pass@1"
+    low: Annotated[float, typer.Option(help="The lowest score; -1 for rewards from -1 to 1.")] = 0.0
+    high: Annotated[float, typer.Option(help="The highest score.")] = 1.0
+
+    def given(self) -> list[str]:
+        """The options that are not at their default, as they are written."""
+        names = [one.name for one in fields(self) if getattr(self, one.name) not in (one.default, [])]
+        return ["R0" if name == "r0" else name for name in names]
+
+
+def reading_options(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with the options of a ``Reading`` in place of its parameter ``reading``."""
+    hints = get_type_hints(Reading, include_extras=True)
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != "reading"]
+    parameters += [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(Reading)
+    ]
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        chosen = {field.name: given.pop(field.name) for field in fields(Reading)}
+        command(**given, reading=Reading(**chosen))
+
+    # What typer reads the options from.
+    with_options.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return with_options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Window:
+    """A series, and the part of it that is fitted."""
+
+    whole: Series
+    fitted: Series
+    run: Path | None = None  # the folder that it came from
+
+    @property
+    def later(self) -> Series:
+        """What came after the part that is fitted."""
+        end = float(self.fitted.compute[-1]) if len(self.fitted) else math.inf
+        return self.whole.take(self.whole.compute > end)
+
+    @property
+    def unit(self) -> str:
+        return UNITS[self.whole.axis]
+
+
+def read_all(source: Path, reading: Reading) -> list[Series]:
+    """All series of a CSV, or the one of a run. Raises ValueError in words, for options of the other too."""
+    if source.is_dir():
+        _refuse(reading, OF_CSV, f"{source} is a run folder and the option is for a CSV")
+        return [
+            read_run(
+                source,
+                reading.axis or Axis.FLOPS,
+                reading.split,
+                metric=reading.metric,
+                low=reading.low,
+                high=reading.high,
+            )
+        ]
+    if not source.is_file():
+        raise ValueError(f"{source} is neither a run folder nor a CSV file; name one that exists")
+    _refuse(reading, OF_RUN, f"{source} is a CSV and the option is for a run folder")
+    try:
+        return read_csv(
+            source,
+            compute=reading.compute,
+            score=reading.score,
+            by=reading.by or (),
+            stderr=reading.stderr,
+            R0=reading.r0,
+            axis=reading.axis or Axis.GPU_HOURS,
+            low=reading.low,
+            high=reading.high,
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is no text in UTF-8; give a CSV or a run folder") from error
+
+
+def _refuse(reading: Reading, names: Sequence[str], why: str) -> None:
+    for name in reading.given():
+        if name in names:
+            raise ValueError(f"--{name} is given, but {why}; drop it")
+
+
+def read_one(source: Path, reading: Reading) -> Window:
+    """The series that is meant, and its window."""
+    names = reading.series or [None]
+    if len(names) > 1:
+        raise ValueError(f"--series is given {len(names)} times; this command takes one series")
+    return window(source, _named(read_all(source, reading), source, names[0]), reading)
+
+
+def read_pair(sources: Sequence[Path], reading: Reading) -> tuple[Window, Window]:
+    """Two runs, two files, or two series of one file."""
+    names: Sequence[str | None] = reading.series or ()
+    if len(sources) == 1:
+        found = [read_all(sources[0], reading)] * 2
+        sources = [sources[0]] * 2
+        names = names or [one.name for one in found[0]]
+    else:
+        found = [read_all(source, reading) for source in sources]
+        names = names or [None, None]
+    if len(names) != 2:
+        raise ValueError(
+            f"{sources[0]} has {len(found[0])} series and {len(reading.series or ())} are named; compare two"
+            f" runs, or choose two series: --series ONE --series OTHER"
+        )
+    one, other = (
+        window(source, _named(each, source, name), reading)
+        for source, each, name in zip(sources, found, names, strict=True)
+    )
+    return one, other
+
+
+def _named(found: Sequence[Series], source: Path, name: str | None) -> Series:
+    known = ", ".join(repr(one.name) for one in found)
+    if name is None:
+        if len(found) == 1:
+            return found[0]
+        raise ValueError(f"{source} has {len(found)} series; choose one with --series: {known}")
+    for one in found:
+        if one.name == name:
+            return one
+    raise ValueError(f"--series is {name!r}, and {source} has {known}; choose one of them")
+
+
+def window(source: Path, whole: Series, reading: Reading) -> Window:
+    """The part between --cut and --until. Raises ValueError where nothing is left."""
+    first = amount(reading.cut, "--cut") if reading.cut else 0.0
+    last = amount(reading.until, "--until") if reading.until else math.inf
+    fitted = whole.between(first, last)
+    if len(whole) and not len(fitted):
+        raise ValueError(
+            f"{whole.name} was evaluated from compute {whole.compute[0]:g} to {whole.compute[-1]:g}, none of"
+            " it between --cut and --until; widen them"
+        )
+    return Window(whole=whole, fitted=fitted, run=source if source.is_dir() else None)
+
+
+def amount(text: str, option: str) -> float:
+    """ "100k", "1.5e21", "30000": a positive number. Raises ValueError in words."""
+    factor = MAGNITUDES.get({"K": "k"}.get(text[-1:], text[-1:]), 1.0)
+    try:
+        value = factor * float(text if factor == 1.0 else text[:-1])
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{option} is {text!r}; write a positive number, e.g. 30000, 100k or 1.5e21")
+    return value
+
+
+def published() -> tuple[Path, Reading]:
+    """The points digitised from the figures of the ScaleRL paper, and how they are read."""
+    path = Path(str(files("ostinato.scaling").joinpath("data", "scalerl_points.csv")))
+    return path, Reading(compute="gpu_hours", score="pass_rate", by=["figure", "series"], r0=0.40, cut="1.5k")

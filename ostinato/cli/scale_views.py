@@ -1,0 +1,187 @@
+"""From what the library knows of a curve to what terminal and page show of it.
+
+The rule of what may be told is applied here, once: intervals of a curve that is not identified have no
+median, and of one that refutes the model there are none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ostinato.cli.scale_reading import Window
+from ostinato.report.charts import Section
+from ostinato.report.facts import Cell, Column, Line, Table
+from ostinato.report.ledger import section as ledger_section
+from ostinato.report.reading import read_run
+from ostinato.report.scaling import (
+    NONE,
+    Course,
+    compute_text,
+    curve_chart,
+    cutoff_chart,
+    places,
+    profile_chart,
+    residual_chart,
+)
+from ostinato.run import RunFolder
+from ostinato.scaling.checks import profile_interval
+from ostinato.scaling.fit import by_cutoff, fit
+from ostinato.scaling.gates import TOLD, Assessment, assess
+from ostinato.scaling.noise import whiten
+from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Known:
+    """A window, its posterior, and what may be said of it."""
+
+    window: Window
+    posterior: Posterior
+    assessment: Assessment
+
+    @classmethod
+    def of(cls, window: Window) -> Known:
+        """Raises ValueError for fewer than 3 evaluations."""
+        found = posterior(window.fitted)
+        return cls(window=window, posterior=found, assessment=assess(found))
+
+    @property
+    def told(self) -> bool:
+        """May a point be told?"""
+        return self.assessment.standing in TOLD
+
+    @property
+    def name(self) -> str:
+        return self.window.whole.name
+
+    def shown(self, draws: np.ndarray, level: float = 0.9) -> Interval | None:
+        """The interval of ``draws``, as much of it as may be told."""
+        if self.assessment.refuted:
+            return None
+        return interval(draws, level) if self.told else interval(draws, level).ends()
+
+    def parameters(self) -> dict[str, Interval | None]:
+        draws = {"A": self.posterior.A, "B": self.posterior.B, "C_mid": self.posterior.C_mid}
+        return {name: self.shown(each) for name, each in draws.items()}
+
+
+# -- as text
+
+
+def span(found: Interval | None, form: str = "{:.3f}") -> str:
+    """ "[0.597, 0.622]"; ``form`` of "" is for compute."""
+    if found is None:
+        return NONE
+    return f"[{_text(found.low, form)}, {_text(found.high, form)}]"
+
+
+def middle(found: Interval | None, form: str = "{:.3f}") -> str:
+    """The median, or a dash where it may not be told."""
+    if found is None or math.isnan(found.median):
+        return NONE
+    return _text(found.median, form)
+
+
+def _text(value: float, form: str) -> str:
+    return form.format(value) if form and math.isfinite(value) else compute_text(value)
+
+
+def table(title: str, columns: Sequence[str], lines: Sequence[Line], note: str = "") -> Table:
+    return Table(
+        title=title, columns=tuple(Column(name=name) for name in columns), lines=tuple(lines), note=note
+    )
+
+
+def line(name: str, note: str, *cells: str) -> Line:
+    return Line(name=name, note=note, cells=tuple(Cell(value=cell) for cell in cells))
+
+
+def standing_sentences(known: Known) -> list[str]:
+    """Whether the curve is identified and why, what was fitted, and what else is odd about it."""
+    found, series, window = known.assessment, known.posterior.series, known.window
+    left_out = len(window.whole.between(last=math.nextafter(float(series.compute[0]), 0)))
+    ends = f"{compute_text(series.compute[0])} to {compute_text(series.compute[-1])} {window.unit}"
+    parts = [f"{left_out} before left out"] * bool(left_out)
+    parts += [f"{len(window.later)} later held against the fit"] * bool(len(window.later))
+    sentences = [
+        f"{known.name} is {found.standing}: {found.reason}.",
+        f"Fitted: {', '.join([f'{len(series)} evaluations from {ends}', *parts])}.",
+    ]
+    if found.flags:
+        sentences.append(f"Flags: {', '.join(found.flags)}.")
+    return sentences
+
+
+# -- as charts
+
+
+def course(known: Known, at: np.ndarray) -> Course:
+    """The run and its curve at the places ``at``."""
+    series, whole = known.posterior.series, known.window.whole
+    quantiles = None
+    if not known.assessment.refuted:
+        quantiles = np.quantile(known.posterior.score(at), [0.05, 0.25, 0.5, 0.75, 0.95], axis=0)
+    return Course(
+        name=known.name,
+        compute=whole.compute,
+        score=whole.score,
+        window=(float(series.compute[0]), float(series.compute[-1])),
+        places=at,
+        quantiles=quantiles,
+        told=known.told,
+    )
+
+
+def curve_sections(known: Known, last: float = 0.0) -> list[Section]:
+    """The curve (up to compute ``last``, or twice what is measured), what the ceiling hangs on, ledger."""
+    compute = known.window.whole.compute
+    at = places([compute], max(last, 2 * float(compute[-1])))
+    note = "Held-out score, 0 to 1; bands: what is known of the curve, without the noise of evaluations."
+    if known.assessment.refuted:
+        note = f"No curve is drawn: {known.assessment.reason}."
+    elif not known.told:
+        note = f"Not identified, so no median: {known.assessment.reason}."
+    sections = [
+        Section(title="Curve", charts=[curve_chart([course(known, at)], known.window.unit, note)]),
+        *diagnostics(known),
+    ]
+    if known.window.run is not None:
+        costs = ledger_section(read_run(RunFolder.open(known.window.run)))
+        sections += [costs] if costs is not None else []
+    return sections
+
+
+def diagnostics(known: Known) -> list[Section]:
+    """Residuals, A by cut-off, profile of A: whatever may be told of them."""
+    if known.assessment.refuted:
+        return []
+    found, series = known.posterior, known.posterior.series
+    charts = [profile_chart(*profile(found))]
+    if known.told:
+        cuts = by_cutoff(series)
+        first, A = np.array([cut.first for cut in cuts]), np.array([cut.A for cut in cuts])
+        charts = [
+            residual_chart(series.compute, found.fit.residuals, found.sd, known.window.unit),
+            *([cutoff_chart(first, A, known.window.unit)] if len(cuts) > 1 else []),
+            *charts,
+        ]
+    return [Section(title="What the ceiling hangs on", charts=charts)]
+
+
+def profile(known: Posterior, cells: int = 41) -> tuple[np.ndarray, np.ndarray]:
+    """([cells] ceilings around the 90 % interval, [cells] rise of chi-squared of the best curve with each)"""
+    series, sd, rho = known.series, known.sd, known.noise.rho
+    ends = profile_interval(series, sd, rho)
+    room = 0.3 * ends.width
+    A = np.linspace(max(series.R0, ends.low - room), min(1.0, ends.high + room), cells)
+
+    def chi2(ceiling: float | None) -> float:
+        white = whiten(fit(series, rho=rho, sd=sd, A=ceiling).residuals, sd, rho)
+        return float(white @ white)
+
+    least = chi2(None)
+    return A, np.array([max(0.0, chi2(float(ceiling)) - least) for ceiling in A])

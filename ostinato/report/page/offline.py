@@ -1,0 +1,49 @@
+"""What all pages share: a template of this folder, the style, and scripts that the page admits by digest."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+
+
+def render(template: str, scripts: Sequence[str], **context: Any) -> str:
+    """The page: ``template`` filled with ``context``, the style and ``scripts`` (files of this folder).
+
+    The template escapes what it is given (jinja2 autoescape) and fails for a name that it is not given.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    texts = [(FOLDER / name).read_text(encoding="utf-8") for name in scripts]
+    return environment.get_template(template).render(
+        style=Markup((FOLDER / "report.css").read_text(encoding="utf-8")),
+        scripts=[Markup(text) for text in texts],
+        digests=" ".join(f"'{digest(text)}'" for text in texts),
+        **context,
+    )
+
+
+def script_json(value: Any) -> Any:
+    """JSON that can stand in a script element, as markup: no "<" can end it or begin a comment."""
+    from markupsafe import Markup
+
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def digest(script: str) -> str:
+    """As a Content-Security-Policy names an inline script."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

@@ -1,0 +1,402 @@
+"""``ostinato scale``: what is asked comes out, what may not be told does not, mistakes are one sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.cli.app import main
+from ostinato.cli.scale import Watched, following
+from ostinato.cli.scale_answers import Answer
+from ostinato.cli.scale_reading import Window, amount, published
+from ostinato.run import RunFolder
+from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.plan import simulated
+from ostinato.scaling.series import Series
+
+SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
+FASTER = Sigmoid(R0=0.4, A=0.52, B=1.92, C_mid=1200.0)
+PAPER = ("--compute", "gpu_hours", "--score", "pass_rate", "--by", "figure", "--by", "series", "--R0", "0.4")
+
+
+def scale(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["scale", *map(str, arguments)])
+    return int(caught.value.code or 0)
+
+
+def evaluations(last: float, n: int = 20, curve: Sigmoid = SCALERL, seed: int = 0) -> Series:
+    return simulated(curve, np.linspace(last / n, last, n), seed=seed)
+
+
+def write_csv(path: Path, compute: Sequence[float], score: Sequence[float], R0: float = 0.4) -> Path:
+    rows = "".join(f"{C},{R}\n" for C, R in zip(compute, score, strict=True))
+    path.write_text(f"compute,score\n0,{R0}\n{rows}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 5 C_mid: identified."""
+    one = evaluations(12_700)
+    return write_csv(tmp_path_factory.mktemp("csv") / "long.csv", one.compute.tolist(), one.score.tolist())
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one C_mid: nothing may be told."""
+    one = evaluations(2542, n=8)
+    return write_csv(tmp_path_factory.mktemp("csv") / "short.csv", one.compute.tolist(), one.score.tolist())
+
+
+@pytest.fixture(scope="module")
+def fallen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ends below where it began: it refutes the model."""
+    path = tmp_path_factory.mktemp("csv") / "fallen.csv"
+    return write_csv(path, np.linspace(500, 10_000, 16).tolist(), np.linspace(0.4, 0.3, 16).tolist())
+
+
+def answered(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    """(exit code, the JSON object), which is all that is printed."""
+    code = scale(*arguments, "--json", "-")
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert scale("--help") == 0
+    text = capsys.readouterr().out
+    for command in (
+        *("fit", "forecast", "compare", "decide", "watch"),
+        *("plan-pilot", "simulate", "validate", "ledger"),
+    ):
+        assert command in text
+
+
+# -- one curve
+
+
+def test_a_fit_tells_intervals_beside_three_other_views(
+    long: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    json_file = tmp_path / "fit.json"
+    assert scale("fit", long, "--json", json_file) == 0
+    text, found = capsys.readouterr().out, json.loads(json_file.read_text())
+    assert found["standing"] == "identified" and found["evaluations"] == 20
+    assert found["A"]["low"] < 0.61 < found["A"]["high"]
+    assert found["least_squares"]["A"] == pytest.approx(0.61, abs=0.01)
+    assert set(found["checks"]) == {"profile", "bootstrap"}
+    assert {law["form"] for law in found["laws"]} == {
+        *("sigmoid", "sigmoid-free-R0", "power-law", "log-error"),
+    }
+    assert "GPU-hours" in text and "profile likelihood" in text and "rolling-origin error" in text
+
+
+def test_the_page_shows_the_curve_and_what_its_ceiling_hangs_on(long: Path, tmp_path: Path) -> None:
+    assert scale("forecast", long, "--at", "50k", "--html", tmp_path / "page.html") == 0
+    written = (tmp_path / "page.html").read_text()
+    for title in ("Score over compute", "Residuals", "A by cut-off", "Profile of A"):
+        assert title in written
+
+
+@pytest.mark.parametrize("method", ["varpro", "paper"])
+def test_a_curve_that_is_not_identified_has_no_median_and_says_why(
+    short: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = answered(capsys, "fit", short, "--method", method)
+    assert code == 0 and found["standing"] == "not identified" and "C_mid" in found["reason"]
+    for name in ("A", "B", "C_mid"):
+        assert found[name]["median"] is None and found[name]["low"] < found[name]["high"]
+    assert found["least_squares"] is None and found["laws"] == [] and found["by_cutoff"] == []
+    assert found["checks"]["profile"]["median"] is None
+    code, found = answered(capsys, "forecast", short, "--at", "100k", "--target", "0.5")
+    assert found["at"][0]["score"]["median"] is None and found["at"][0]["score"]["low"] is not None
+    assert found["targets"] == [{"target": 0.5, "probability": None, "compute": None}]
+
+
+def test_a_curve_that_refutes_the_model_gives_no_number(
+    fallen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = answered(capsys, "fit", fallen, "--html", tmp_path / "page.html")
+    assert [found[name] for name in ("A", "B", "C_mid", "checks", "least_squares")] == [None] * 5
+    assert "No curve is drawn" in (tmp_path / "page.html").read_text()
+    code, found = answered(capsys, "forecast", fallen, "--at", "1e5")
+    assert found["at"] == [{"compute": 1e5, "score": None, "measured": None}]
+    code, found = answered(capsys, "decide", fallen, "--budget", "20k")
+    assert (code, found["action"], found["gain"], found["settled"]) == (20, "undecided", None, None)
+
+
+def test_a_forecast_and_the_compute_for_a_target(long: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = answered(
+        capsys, "forecast", long, "--at", "20k", "--at", "1e5", "--target", "0.6", "--target", "0.9"
+    )
+    assert code == 0
+    for one in found["at"]:
+        truth = float(SCALERL.score(one["compute"]))
+        assert one["score"]["low"] < truth < one["score"]["high"]
+        assert one["measured"]["low"] < one["score"]["low"]
+    near, far = found["targets"]
+    assert near["compute"]["low"] < float(SCALERL.compute_for(0.6)) < (near["compute"]["high"] or math.inf)
+    assert far["probability"] == 0 and far["compute"]["median"] is None  # infinite
+    assert scale("forecast", long, "--target", "0.9") == 0
+    assert "never" in capsys.readouterr().out
+
+
+def test_later_evaluations_are_held_against_the_fit(long: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = answered(capsys, "fit", long, "--until", "9k")
+    assert found["window"][1] <= 9000 and found["later"]["alarm"] is None
+    assert found["evaluations"] + found["later"]["evaluations"] == 20
+
+
+@pytest.mark.parametrize(
+    ("budget", "least", "code", "action"),
+    [("14k", 0.05, 10, "stop"), ("100k", 1e-4, 0, "continue"), ("20k", 0.006, 20, "undecided")],
+)
+def test_decisions_have_exit_codes(
+    long: Path, budget: str, least: float, code: int, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found_code, found = answered(capsys, "decide", long, "--budget", budget, "--min-gain", least)
+    assert (found_code, found["action"], found["exit_code"]) == (code, action, code)
+
+
+# -- two runs
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two series in one file."""
+    path = tmp_path_factory.mktemp("csv") / "both.csv"
+    runs = {"slow": evaluations(12_700), "fast": evaluations(12_700, curve=FASTER)}
+    rows = [
+        f"{name},{C},{R}\n" for name, one in runs.items() for C, R in zip(one.compute, one.score, strict=True)
+    ]
+    path.write_text("recipe,compute,score\n" + "".join(rows))
+    return path
+
+
+def test_two_series_of_a_file_compare(both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    code, found = answered(
+        capsys, "compare", both, "--by", "recipe", "--R0", 0.4, "--at", "100k", "--html", page
+    )
+    assert code == 0 and found["names"] == ["slow", "fast"]
+    assert found["higher_A"] > 0.99 and found["higher_score"] > 0.99
+    assert found["shared"]["apart"] == pytest.approx(0.09, abs=0.01)
+    assert "Slopes at an equal ceiling" in page.read_text() and 'class="whisker"' in page.read_text()
+    assert scale("compare", both, both, "--by", "recipe", "--R0", 0.4, "--series", "fast") == 2
+    assert "compare two runs, or choose two series" in capsys.readouterr().err
+
+
+def test_runs_that_are_not_identified_are_not_ranked(
+    long: Path, short: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = answered(capsys, "compare", long, short)
+    assert code == 0 and "short is not identified" in found["reason"]
+    assert (found["higher_A"], found["crosses"], found["shared"]) == (None, None, None)
+
+
+# -- watching
+
+
+def test_the_collapse_of_the_published_run_alarms(capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = published()
+    read = (*PAPER, "--cut", "1.5k", "--series")
+    code, found = answered(capsys, "watch", path, *read, "Fig2 DeepSeek-GRPO")
+    assert code == 10 and found["drift"]["alarm"] == pytest.approx(7800, abs=100)
+    code, found = answered(capsys, "watch", path, *read, "Fig2 ScaleRL")
+    assert (code, found["alarms"], found["truncation"]) == (0, [], None)
+
+
+def new_run(path: Path, last: float = 20.0, truncated: float = 0.0) -> RunFolder:
+    """20 steps of 1e12 FLOPs each, evaluated before and after every one; half of the compute is wasted."""
+    run = RunFolder.create(path, "[trainer]\nsteps = 20\n")
+    truth = Sigmoid(R0=0.4, A=0.61, B=1.9, C_mid=4.0)
+    row = {"split": "eval", "n": 1000, "samples": 16}
+    run.eval.append({**row, "step": 0, "pass@1": 0.4, "seconds": 2.0})
+    for step in range(1, int(last) + 1):
+        run.write(step, {"completions/clipped_ratio": truncated})
+        run.ledger.append(
+            {
+                "step": step,
+                "wall_s": 2.0,
+                "ended_at": 1000.0 + 3.0 * step,
+                "seconds": {"rollout": 1.0, "train": 0.75, "other": 0.25},
+                "tokens": {"sampled": 100.0, "trained": 50.0, "wasted": 50.0, "wasted/truncated": 50.0},
+                "flops": {"rollout": 4e11, "train": 6e11, "useful": 5e11, "wasted": 5e11},
+            }
+        )
+        run.eval.append({**row, "step": step, "pass@1": float(truth.score(step)), "seconds": 1.0})
+    return run
+
+
+def test_truncated_answers_alarm_whatever_the_curve_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for share, code, words in ((0.2, 10, "did not recover"), (0.12, 0, "above 15 %"), (0.01, 0, "1.0%")):
+        run = new_run(tmp_path / str(share), truncated=share)
+        assert scale("watch", run.path, "--axis", "steps") == code
+        assert words in capsys.readouterr().out
+
+
+def test_following_tells_every_new_evaluation_until_the_run_has_ended() -> None:
+    whole = evaluations(12_700)
+    ways = [(2, False), (4, False), (4, False), (5, False), (5, True)]
+    looks = iter(
+        Watched(window=Window(whole=whole, fitted=whole.take(slice(n))), ended=ended) for n, ended in ways
+    )
+    said: list[int] = []
+
+    def say(answer: Answer) -> int:
+        said.append(answer.result["evaluations"])
+        return 10 * (len(said) == 2)
+
+    pauses: list[int] = []
+    assert following(lambda: next(looks), say, lambda: pauses.append(1)) == 10
+    assert said == [4, 5] and len(pauses) == 4
+
+
+# -- not yet measured, and known
+
+
+def test_a_simulated_run_comes_back_from_its_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, curve = tmp_path / "run.csv", ("--R0", 0.4, "--A", 0.61, "--B", 1.92, "--cmid", "2.542k")
+    code, made = answered(capsys, "simulate", *curve, "--out", out)
+    assert code == 0 and len(made["compute"]) == 20 and made["compute"][-1] == pytest.approx(5 * 2542)
+    code, found = answered(capsys, "forecast", out, "--at", "50k")
+    assert (found["R0"], found["evaluations"]) == (0.4, 20)
+    assert found["at"][0]["score"]["low"] < 0.609 < found["at"][0]["score"]["high"]
+
+
+def test_a_pilot_is_as_long_as_its_width_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("plan-pilot", "--R0", 0.4, "--A", 0.61, "--B", 1.92, "--c-mid", 2542, "--every", "1k")
+    page = tmp_path / "page.html"
+    _, found = answered(capsys, *asked, "--width", 0.06, "--html", page)
+    assert 1.5 * 2542 < found["compute"] < 8 * 2542
+    assert found["lengths"][0][1] > 0.06 and "How well a pilot knows A" in page.read_text()
+    assert scale(*asked[:-1], "30k") == 2
+    assert "fewer than 5 evaluations" in capsys.readouterr().err
+
+
+def test_a_validation_counts_what_was_covered(
+    both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    read = ("--by", "recipe", "--R0", 0.4, "--simulated", 10, "--html", page)
+    code, found = answered(capsys, "validate", both, *read)
+    assert code == 0 and {row["name"] for row in found["rows"]} == {"slow", "fast"}
+    half = next(one for one in found["summaries"] if (one["fraction"], one["of"]) == (0.5, "all"))
+    covered = [row["covered"] for row in found["rows"] if row["fraction"] == 0.5]
+    assert half["curves"] == 2 and half["coverage"] == sum(covered) / 2
+    assert found["simulated"]["curves"] == 10 and 'class="seen"' in page.read_text()
+
+
+# -- the books
+
+
+def test_a_ledger_adds_up_by_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = new_run(tmp_path / "run")
+    with run.ledger.path.open("ab") as file:
+        file.write(b'{"step": 21, "wall_s": 2')
+    code, found = answered(capsys, "ledger", run.path)
+    assert code == 0 and found["steps"] == 20
+    assert found["seconds"] == {
+        **{"rollout": 20.0, "train": 15.0, "other": 5.0},
+        **{"steps": 40.0, "between": pytest.approx(19.0), "evaluation": 22.0},
+    }
+    assert found["flops"]["useful"] + found["flops"]["wasted"] == 20e12
+    assert found["tokens"]["wasted/truncated"] == 1000
+    assert "torn" in found["damage"][0]
+    assert scale("ledger", run.path, "--html", tmp_path / "page.html") == 0
+    text = capsys.readouterr().out
+    assert "50.0%" in text and "20.0 s" in text and "between steps" in text
+    assert "Seconds by pool" in (tmp_path / "page.html").read_text()
+
+
+def test_a_run_folder_is_fitted_over_its_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = new_run(tmp_path / "run")
+    page = tmp_path / "page.html"
+    code, found = answered(capsys, "forecast", run.path, "--at", "100T", "--html", page)
+    assert code == 0 and found["axis"] == "flops" and found["window"] == [1e12, 20e12]
+    assert found["held_out"] == "eval, 1000 prompts"
+    assert "Ledger" in page.read_text() and "FLOPs of each step" in page.read_text()
+
+
+# -- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["fit", "nowhere"], "neither a run folder nor a CSV file"),
+        (["fit", "LONG", "--cut", "many"], "--cut is 'many'; write a positive number"),
+        (["fit", "LONG", "--until", "-3"], "--until is '-3'; write a positive number"),
+        (["fit", "LONG", "--cut", "20k"], "none of it between --cut and --until"),
+        (["fit", "LONG", "--score", "reward"], "no column 'reward'; its columns are compute, score"),
+        (["fit", "LONG", "--series", "x"], "--series is 'x', and "),
+        (["fit", "LONG", "--split", "test"], "--split is given, but "),
+        (["fit", "LONG", "--method", "paper", "--axis", "steps"], "seeks C_mid from 100 to 40,000 GPU-hours"),
+        (["fit", "LONG", "--until", "1.5k"], "3 parameters need as many"),
+        (["forecast", "LONG"], "give --at a compute or --target a score"),
+        (["forecast", "LONG", "--target", "62"], "--target is 62; use a score between 0 and 1"),
+        (["decide", "LONG", "--budget", "1k"], "budget is 1000 and 12700 of it are spent"),
+        (["compare", "LONG"], "has 1 series and 0 are named"),
+        (["watch", "LONG", "--follow"], "--follow is for a run folder"),
+        (["simulate", "--A", "61", "--B", "2", "--c-mid", "1k"], "use scores with 0 <= R0 <= A <= 1"),
+        (["validate", "--score", "x"], "--score is given without a file"),
+        (["ledger", "nowhere"], "holds no recipe.toml"),
+    ],
+)
+def test_user_errors_are_one_sentence_and_exit_code_2(
+    arguments: list[str], sentence: str, long: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scale(*(str(long) if word == "LONG" else word for word in arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("ostinato: ") and captured.err.count("\n") == 1
+    assert sentence in captured.err
+
+
+def test_what_is_no_text_is_no_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.csv").write_bytes(bytes(range(128, 256)))
+    assert scale("fit", tmp_path / "run.csv") == 2
+    assert "is no text in UTF-8; give a CSV or a run folder" in capsys.readouterr().err
+
+
+def test_a_broken_ledger_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = new_run(tmp_path / "run")
+    lines = run.ledger.path.read_text().splitlines(keepends=True)
+    run.ledger.path.write_text("".join([*lines[:3], "not json\n", *lines[3:]]))
+    assert scale("fit", run.path) == 2
+    assert "line 4 of" in capsys.readouterr().err
+    _, found = answered(capsys, "ledger", run.path)  # adds up what can be read, and says so
+    assert found["steps"] == 3 and "line 4 of" in found["damage"][0]
+
+
+def test_what_belongs_to_a_csv_is_refused_for_a_run(
+    tmp_path: Path, long: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(tmp_path / "run")
+    assert scale("fit", run.path, "--R0", 0.4) == 2
+    assert "--R0 is given, but" in capsys.readouterr().err
+    assert scale("compare", run.path, long) == 2  # flops and GPU-hours
+    assert "read both with the same axis" in capsys.readouterr().err
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(1e-6, 1e24), st.sampled_from(["", "k", "M", "G", "T", "P", "E"]))
+def test_amounts(value: float, letter: str) -> None:
+    factor = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}[letter]
+    assert amount(f"{value!r}{letter}", "--at") == factor * value
+
+
+@pytest.mark.parametrize("text", ["", "k", "0", "-1", "nan", "inf", "1e400", "1 0", "10q"])
+def test_what_is_no_amount(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--at is .*; write a positive number"):
+        amount(text, "--at")
