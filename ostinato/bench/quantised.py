@@ -140,8 +140,9 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         "reward_per_s": sum(row["reward"] * row["rollout/trajectories"] for row in timed) / seconds,
         "k3": median("sampling/kl_k3"),
         "before": evals[0]["pass@1"],
-        "score": evals[-1]["pass@1"],
+        "score": evals[-1]["pass@1"],  # with the model's own weights: of what is exported
         "score_error": evals[-1]["stderr"],
+        "score_sampler": [row for row in evals if row["weights"] == evals[0]["weights"]][-1]["pass@1"],
     }
 
 
@@ -163,7 +164,8 @@ def _arm(
         return statistics.fmean(one[key] for one in own)
 
     def ratio(key: str) -> float:
-        return math.exp(statistics.fmean(math.log(one[key] / base[one["seed"]][key]) for one in own))
+        ratios = [one[key] / base[one["seed"]][key] for one in own if base[one["seed"]][key] > 0]
+        return statistics.geometric_mean(ratios) if ratios and min(ratios) > 0 else math.nan
 
     gaps = [one["score"] - base[one["seed"]]["score"] for one in own]
     low, high = _t_interval(

@@ -27,6 +27,7 @@ from rich.table import Table
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.mismatch import TAUS
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.bench.collapse_stats import wilson
 from ostinato.bench.epochs import Model, record
 from ostinato.bench.paired import alternate
 from ostinato.bench.planted import Trainers, planted, stale
@@ -249,6 +250,8 @@ def figures(measured: Mapping[str, Any]) -> dict[str, Any]:
         # none seen among n is a share below 3 / n with 95 % (rule of three): the ratio is then a lower bound
         "F_ratio": F_native / (F_replay or 3 / replay["tokens"]),
         "F_ratio_is_bound": F_replay == 0,
+        "F_native_interval": wilson(round(F_native * native["tokens"]), native["tokens"]),
+        "F_replay_interval": wilson(round(F_replay * replay["tokens"]), replay["tokens"]),
         "F_curve": curve,
         "routers_differ": routers["differ"],
         "tokens_differ": routers["tokens_differ"],
@@ -293,6 +296,7 @@ def judged(row: Mapping[str, Any]) -> dict[str, bool]:
         "k3_ratio": row["k3_ratio"] is None or row["k3_ratio"] >= BARS["k3_ratio"],
         "k3_apart": row["k3_replay_high"] < row["k3_native_low"],
         "F_ratio": row["F_ratio"] >= BARS["F_ratio"],
+        "F_apart": row["F_replay_interval"][1] < row["F_native_interval"][0],
     }
     if "step_time_ratio" in row:
         held["step_time_ratio"] = row["step_time_ratio"] <= BARS["step_time_ratio"]

@@ -223,7 +223,7 @@ def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None, s
     sampler = quantise(decoder, weights)
     if sampler is not decoder:
         own, model = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
-        slow = "" if kernels else "; without native kernels they save memory and cost time"
+        slow = "" if kernels and kernels.fast_codes else "; on this machine they save memory and cost time"
         say(f"engine weights {weights}: {own:,.0f} MB beside the model's {model:,.0f} MB{slow}")
     return sampler
 

@@ -61,7 +61,9 @@ class Limits:
     # well above the truth. 40 made-up runs of 200 steps each, groups of 8 answers to prompts of unequal
     # difficulty: of those that stay level at 0.1, 0.5 or 0.9 none was told to have collapsed; at 0.005 and
     # 0.02, 3 to 9 with 8 or 32 answers a step, none with 256. A fall from 0.5 to 0.08 was told after 22 steps
-    # with 64 answers a step, within 100 steps in 6 of 15 runs with 8; one from 0.5 to 0.45 never.
+    # with 64 answers a step, within 100 steps in 6 of 15 runs with 8; one from 0.5 to 0.45 never. Where no
+    # reward was negative it must be below half of its highest, too: a run that gained a little and lost it
+    # again is worse, not broken.
     reward_lost: float = 0.5
     reward_steps: int = 20
     reward_errors: float = 6.0
@@ -108,6 +110,7 @@ class Course:
     now: float | None = None
     start: float = 0.0
     best: float = -math.inf
+    lowest: float = math.inf  # of the values themselves
     _values: deque[float] = field(default_factory=deque)
     _means: deque[float] = field(default_factory=deque)
     _count: int = 0
@@ -118,6 +121,7 @@ class Course:
             change = value - self._values[-1]
             self._squares += change * change  # ** would raise where this overflows to inf
         self._count += 1
+        self.lowest = min(self.lowest, value)
         self._values.append(value)
         if len(self._values) > self.window:
             self._values.popleft()
@@ -253,10 +257,12 @@ class Watch:
         if course.now is None:
             return None
         beyond_noise = course.best - course.now > limits.reward_errors * course.error
+        # where no reward was below 0, 0 is their zero, and a collapse is below half of the highest as well
+        halved = course.lowest < 0 or course.now < course.best / 2
         return Sign(
             rule=Rule.REWARD,
             steps=limits.reward_steps,
-            holds=self._lost() > limits.reward_lost and beyond_noise,
+            holds=self._lost() > limits.reward_lost and beyond_noise and halved,
             sentence=f"the reward is {course.now:.3g} after {course.best:.3g} at its highest and "
             f"{course.start:.3g} at the start (means of {course.window} steps)",
             figures={"reward": course.now, "highest": course.best, "start": course.start},

@@ -94,6 +94,15 @@ def test_the_two_definitions_of_the_studies() -> None:
     assert rule is Rule.REWARD and step == since + 19 and 22 <= since <= 25
 
 
+def test_a_small_gain_that_is_lost_again_is_no_collapse() -> None:
+    """From 0.7 to 0.95 and back: half of the gain is lost, but the policy still solves seven of ten."""
+    rewards = [0.7] * 10 + [0.95] * 20 + [0.72] * 40
+    rows = [{"step": step, "reward": reward} for step, reward in enumerate(rewards, start=1)]
+    assert alarms(rows) == []
+    below_zero = [{**row, "reward": row["reward"] - 1} for row in rows]  # there 0 is no zero
+    assert [alarm.rule for alarm in alarms(below_zero)] == [Rule.REWARD]
+
+
 def test_k3_is_measured_on_the_scale_of_the_run() -> None:
     jump = run(k3=lambda step: 1e-5 if step < 30 else 0.2)
     assert told(jump) == [(Rule.KL, 30, 34)]

@@ -62,6 +62,7 @@ class Kernels:
     sample: Callable[..., None]
     support: Callable[..., tuple[np.ndarray, np.ndarray]]
     fused: Callable[[Decoder, Prepared | None], FusedStep | None]  # None where it does not know the model
+    fast_codes: bool  # products of 8-bit weights beat those of bf16 where few rows are multiplied
 
 
 def load() -> Kernels:
@@ -87,6 +88,8 @@ def load() -> Kernels:
         sample=_sample(functions),
         support=_support(functions),
         fused=_fused(functions, linear),
+        fast_codes="nn_bf16"
+        in functions,  # built where the processor multiplies bf16; widened one by one elsewhere
     )
 
 
@@ -134,6 +137,8 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
         out: Tensor | None = None,
     ) -> Tensor:
         if isinstance(weight, Quantised):
+            if out is not None or out_dtype not in (None, x.dtype):
+                raise TypeError("a product of codes has its input's type and memory of its own")
             return of_codes(x, weight, bias)
         x, weight = _row(x), weight if weight.is_contiguous() else weight.contiguous()
         rows, (columns, depth) = x.shape[0], weight.shape
