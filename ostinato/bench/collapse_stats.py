@@ -13,6 +13,7 @@ SMOOTH = 5  # steps whose mean stands for the reward: one step has 64 answers
 LASTING = 20  # steps that a reward has to stay below half of its best
 AT_LEAST = 5  # ... or to the end of the run, if that is no fewer than these
 TAIL, TAIL_SHARE, TAIL_STEPS = "tail_1.5", 0.1, 5  # F(tau) above this for so many steps
+KEPT = 0.5  # of the score without a mismatch: what a run has to end with to have kept it
 Z = 1.959964  # 95 %
 
 

@@ -190,6 +190,17 @@ def test_signs_are_flipped_in_all_ways() -> None:
     assert stats.paired([1.0, -1.0]) == (0.0, 1.0)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(-64, 64).filter(bool), min_size=1, max_size=8))
+def test_few_pairs_cannot_say_much(differences: list[int]) -> None:
+    """With n pairs p is no less than 2 / 2^n, and that only where all have one sign."""
+    mean, p = stats.paired(differences)
+    least = 2 / 2 ** len(differences)
+    assert least <= p <= 1
+    assert (p == least) == (len({difference > 0 for difference in differences}) == 1)
+    assert stats.paired([-difference for difference in differences]) == (-mean, p)
+
+
 def test_survival_falls_where_runs_end() -> None:
     assert stats.survival([None, 3, 3, 5], 10) == [(0, 1.0), (3, 0.5), (5, 0.25), (10, 0.25)]
 
@@ -216,41 +227,125 @@ def line(arm: str, dose: str, seed: int, lives: bool) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def study(tmp_path: Path) -> Path:
-    rows = [
+SEEDS = range(5)
+
+
+def rows_of_study() -> list[dict[str, Any]]:
+    return [
         line(arm, dose, seed, lives=dose == "bf16" or arm == "R3")
-        for seed in range(5)
+        for seed in SEEDS
         for dose in ("bf16", "noise:2")
         for arm in ("none", "R3")
     ]
-    file = tmp_path / "runs.jsonl"
+
+
+def save(rows: list[dict[str, Any]], file: Path) -> Path:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    return save(rows_of_study(), tmp_path / "runs.jsonl")
+
+
 def test_the_page_tells_the_primary_comparison(study: Path, tmp_path: Path) -> None:
-    page.write(page.read(study), tmp_path / "docs")
+    page.write(page.read(study), tmp_path / "docs", seeds=SEEDS)
     text = (tmp_path / "docs" / "collapse.md").read_text()
+    assert "All 5 seeds (0 to 4) are there for `none`, `R3` at every dose." in text
     assert "collapses in at least half of its runs is **noise:2**" in text
     assert "5 of 5 runs of `R3` survive and 0 of 5 of `none`" in text
-    assert "p = 0.00794" in text
+    assert "two-sided p = 0.00794" in text
     assert "| none | 5/5 (0.57 to 1.00) | 0/5 (0.00 to 0.43) |" in text
+    assert "| R3 | noise:2 | 5 | +0.750 | 0 | 5 | 0.0625 |" in text
+    assert "| R3 | bf16 | 5 | +0.000 | 0 | 0 | 1 |" in text
     for name in ("collapse-survival.svg", "collapse-reward.svg"):
         assert "<polyline" in (tmp_path / "docs" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("arm", "dose", "interim"),
+    [("R3", "noise:2", True), ("none", "noise:2", True), ("none", "bf16", True), ("R3", "bf16", False)],
+)
+def test_a_p_is_interim_while_a_missing_run_could_change_it(arm: str, dose: str, interim: bool) -> None:
+    """The page had called its p of four seeds the result of a study of five. A run of R3 at a dose that is
+    not compared changes nothing; one of none at a lower dose could make that the dose of the comparison."""
+    rows = [page.brief(row) for row in rows_of_study()]
+    left = [row for row in rows if (row["arm"], row["dose"], row["seed"]) != (arm, dose, 3)]
+    assert ("interim p" in page.primary_comparison(left, "R3", "none", SEEDS)) is interim
+
+
+def test_a_cell_with_fewer_seeds_says_so(study: Path) -> None:
+    rows = page.read(study)
+    left = [row for row in rows if row["seed"] < (2 if row["dose"] == "noise:2" else 5)]
+    cell = page.cell_of(left, "R3", "noise:2")
+    assert page.final(cell, left, len(SEEDS)) == "0.750 ± 0.000 n=2 (+0.000)"
+    assert page.final(page.cell_of(rows, "R3", "noise:2"), left, len(SEEDS)) == "0.750 ± 0.000 (+0.000)"
+    alone = [row for row in rows if row["dose"] != "bf16" or row["seed"] == 0]
+    assert page.final(page.cell_of(alone, "none", "noise:2"), alone, 5) == "0.000 ± 0.000 (-0.750 of 1)"
+    told = page.complete(left, SEEDS)
+    assert told.startswith("All 5 seeds (0 to 4) are there for `none`, `R3` at bf16. The other 2 cells have")
+
+
+def test_a_run_that_falls_at_the_very_end_has_not_kept_its_score() -> None:
+    """At noise:2 runs of none fell so late that the registered rule counted them as survivors."""
+    rows = [page.brief(row) for row in rows_of_study()]
+    late = [
+        {**row, "collapsed": None} if (row["arm"], row["dose"]) == ("none", "noise:2") else row
+        for row in rows
+    ]
+    assert page.survived(page.cell_of(late, "none", "noise:2")).startswith("5/5")
+    table = page.kept_table(late, "none")
+    assert "end at 0.375 or more" in table and "Not registered" in table
+    assert "| none | 5/5 (0.57 to 1.00) | 0/5 (0.00 to 0.43) |" in table
+    assert page.kept_table(page.cell_of(rows, "R3", "bf16"), "none") == ""
+
+
+def test_shuffled_routes_are_no_measure_of_replay() -> None:
+    rows = [page.brief(row) for row in (line("R3", "bf16", 0, True), line("shuffled", "bf16", 0, True))]
+    assert "| bf16 | 1 |" in page.measured_table(rows)
+    assert page.measured_table(rows[1:]) == ""
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12))
+def test_differences_are_over_the_seeds_that_both_have(pairs: list[tuple[int, int]]) -> None:
+    mine, other = (
+        [{"seed": seed, "after": {"clean": seed + 10 * i}} for seed in {pair[i] for pair in pairs}]
+        for i in (0, 1)
+    )
+    shared = {a for a, _ in pairs} & {b for _, b in pairs}
+    assert page.differences(mine, other) == [-10] * len(shared)
+    assert page.differences(other, mine) == [10] * len(shared)
+
+
+def test_a_run_that_is_there_twice_counts_once(study: Path, tmp_path: Path) -> None:
+    """Two workers went on from copies of one file, whose lines were then in both; and what both had run anew
+    differed in its seconds, so that `sort -u` kept it twice."""
+    once, again = page.read(study), rows_of_study()
+    both = save([*rows_of_study(), *({**row, "seconds": 31.0} for row in again)], tmp_path / "both.jsonl")
+    assert page.read(both) == once
 
 
 def test_what_people_wrote_stays_and_the_data_makes_the_same_page(study: Path, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "collapse.md").write_text(f"# Ours\n\n{page.BEGIN}\nold\n{page.END}\n\nlimits\n")
-    page.write(page.read(study), docs)
+    page.write(page.read(study), docs, seeds=SEEDS)
     first = (docs / "collapse.md").read_bytes()
     assert first.startswith(b"# Ours\n") and first.endswith(b"\nlimits\n") and b"\nold\n" not in first
-    page.write(page.read(docs / "data" / "collapse.jsonl"), docs)
+    page.write(page.read(docs / "data" / "collapse.jsonl"), docs, seeds=SEEDS)
     assert (docs / "collapse.md").read_bytes() == first
 
 
 def test_a_study_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no finished run yet"):
         page.read(tmp_path / "none.jsonl")
+
+
+def test_a_dense_control_stands_beside_the_study(study: Path, tmp_path: Path) -> None:
+    dense = [page.brief(line("none", dose, seed, True)) for dose in ("bf16", "int4") for seed in SEEDS]
+    page.write(page.read(study), tmp_path / "docs", dense=dense, seeds=SEEDS)
+    control = (tmp_path / "docs" / "collapse.md").read_text().partition("### Dense control")[2]
+    assert "10 runs of a dense model that starts at 0.250" in control
+    assert "| none | 0.750 ± 0.000 | 0.750 ± 0.000 (+0.000) |" in control and "minus" not in control
