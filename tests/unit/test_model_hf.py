@@ -93,8 +93,10 @@ def test_experts_in_one_tensor(name: str, tmp_path: Path) -> None:
         if ".experts." not in key
     }
     for layer, block in enumerate(decoder.blocks):
-        state[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = block.mlp.gate_up.detach()
-        state[f"model.layers.{layer}.mlp.experts.down_proj"] = block.mlp.down.detach()
+        gate_up, down = block.mlp.gate_up, block.mlp.down
+        assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+        state[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = gate_up.detach()
+        state[f"model.layers.{layer}.mlp.experts.down_proj"] = down.detach()
     save_file(state, tmp_path / "model.safetensors")
     assert torch.equal(hidden(load_model(tmp_path)), hidden(decoder))
 
