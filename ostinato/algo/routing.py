@@ -27,7 +27,7 @@ SURE = 20.0  # nats: what chance does once in exp(20), 5e8, is no chance
 ALONE = 32  # routers from which on the overlap of a sequence says something by itself
 _LEAST, _LOOK = 16, 512  # fewest and most rows and...
 _SEQUENCES = 16  # ...sequences that a diagnosis looks at, and...
-_OTHERS = 64  # ...with whose routes it compares them
+_OTHERS = 512  # sequences that a shuffled one may really be
 _MARGIN = 0.1  # an explanation has to agree by that much more than what is to be explained
 
 
@@ -201,7 +201,7 @@ def diagnose(
     others: Sequence[np.ndarray] = (),
 ) -> Diagnosis:
     """The explanation of a disagreement that mends most of it, and by how much. Looks at the worst stretch of
-    the 16 worst sequences, and for routes that were shuffled also at ``others``, the first 64 of them."""
+    the 16 worst sequences, and for routes that were shuffled also at ``others``, the first 512 of them."""
     pairs = [(a, b) for a, b in _pairs(native, replayed) if len(a)]
     worst = sorted(pairs, key=lambda pair: np.nan_to_num(_mean(*pair), nan=1.0))[:_SEQUENCES]
     windows = [_worst_stretch(a, b, threshold) for a, b in worst]
@@ -217,11 +217,15 @@ def diagnose(
             cause=Cause.ZERO, overlap=overlap, best=overlap, detail="rows name one expert several times"
         )
     elsewhere = [[other[w] for other in [*replayed, *others][:_OTHERS]] for *_, w in looked]
-    best, cause, detail = max(
-        _explanations(pairs, elsewhere), key=lambda one: one[0], default=(0.0, Cause.STALE, "")
-    )
-    # the best of 64 sequences fits better than one by chance: the right one fits
-    by_chance = cause is Cause.SHUFFLED and best < threshold - _MARGIN
+    fits = threshold - _MARGIN
+
+    def plausible(one: tuple[float, Cause, str]) -> tuple[bool, float]:
+        """Among many sequences one fits a short stretch by luck: what needs no such search comes first."""
+        return one[1] is not Cause.SHUFFLED and one[0] >= fits, one[0]
+
+    best, cause, detail = max(_explanations(pairs, elsewhere), key=plausible, default=(0.0, Cause.STALE, ""))
+    # the best of many sequences fits better than one by chance: the right one fits
+    by_chance = cause is Cause.SHUFFLED and best < fits
     if best >= overlap + _MARGIN and not by_chance:
         return Diagnosis(cause=cause, overlap=overlap, best=best, detail=detail)
     cause = Cause.STALE if overlap > _chance(pairs) + _MARGIN else Cause.UNRELATED
