@@ -28,7 +28,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.algo.routing import ALONE, SURE, THRESHOLD, improbability, lowest, overlap_of, too_low
+from ostinato.algo.routing import (
+    ALONE,
+    SURE,
+    THRESHOLD,
+    Cause,
+    diagnose,
+    improbability,
+    lowest,
+    overlap_of,
+    too_low,
+)
 from ostinato.train.gate import Agreement
 
 LAYERS, TOP_K, SEQUENCES = 3, 2, 64
@@ -118,3 +128,31 @@ def test_the_edges_of_an_overlap() -> None:
     np.testing.assert_array_equal(overlap_of(np.array([3, 0]), np.array([4, 0])), [0.75, np.nan])
     assert math.isnan(lowest(np.array([0.5, np.nan]), np.array([ALONE - 1, 0])))
     assert lowest(np.array([0.5, 0.9, 0.95]), np.array([ALONE - 1, ALONE, 999])) == 0.9
+
+
+def native_routes(count: int = 200, rows: int = 24, layers: int = 3) -> list[np.ndarray]:
+    """Two of 16 experts, without order from row to row."""
+    rng = np.random.default_rng(0)
+    return [rng.random((rows, layers, 16)).argsort(-1)[..., :2].astype(np.int16) for _ in range(count)]
+
+
+def test_a_shuffled_sequence_is_found_however_far_away() -> None:
+    """Only 64 sequences were looked at, and the best of them fitted by luck."""
+    native = native_routes()
+    carried = [native[(n + 100) % len(native)] for n in range(len(native))]
+    assert diagnose(native, carried).cause is Cause.SHUFFLED
+
+
+def test_one_shifted_sequence_is_not_another_one() -> None:
+    """Among many sequences one may fit as well; what needs no search is the likelier bug."""
+    native = native_routes()
+    native[1] = native[0].copy()
+    native[1][1:] = native[0][:-1]  # a sibling that happens to look like the shift
+    carried = [ids.copy() for ids in native]
+    carried[0] = native[1].copy()
+    assert diagnose(native, carried).cause is Cause.SHIFTED
+
+
+def test_experts_under_other_numbers_are_nobodys_routes() -> None:
+    native, renumbered = native_routes(), np.random.default_rng(1).permutation(16)
+    assert diagnose(native, [renumbered[ids].astype(np.int16) for ids in native]).cause is Cause.UNRELATED

@@ -330,3 +330,18 @@ def test_full_training_with_copied_weights_is_refused() -> None:
         Recipe.model_validate({"engine": {"weights": "int8"}, "adapter": {"kind": "full"}})
     with pytest.raises(ValueError, match=r"engine\.weights is 'int4'"):
         Recipe.load("quickstart", "engine.weights=int4")
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_a_weight_that_is_not_finite_has_no_code(kind: Weights) -> None:
+    """As int8 a NaN was a plain 0: a broken checkpoint sampled on, silently."""
+    weight = draw(8, 16)
+    weight[3, 5] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        codes(weight, kind)
+
+
+def test_a_product_of_codes_does_not_drop_what_it_is_asked_for(kernels: Kernels) -> None:
+    weight, x = codes(draw(16, 32), Weights.INT8), draw(2, 32, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="input's type"):
+        kernels.ops.linear(x, weight, None, torch.float32)
