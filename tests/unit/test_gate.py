@@ -146,10 +146,10 @@ def test_a_shuffled_sequence_is_found_however_far_away() -> None:
 def test_one_shifted_sequence_is_not_another_one() -> None:
     """Among many sequences one may fit as well; what needs no search is the likelier bug."""
     native = native_routes()
-    native[1] = native[0].copy()
-    native[1][1:] = native[0][:-1]  # a sibling that happens to look like the shift
+    native[2] = native[0].copy()  # a sibling that said the same
     carried = [ids.copy() for ids in native]
-    carried[0] = native[1].copy()
+    carried[0][1:] = native[0][:-1]
+    carried[0][5, 0, 1] = (carried[0][5, 0].sum() + 1) % 16  # and a flip, as there always is one
     assert diagnose(native, carried).cause is Cause.SHIFTED
 
 
