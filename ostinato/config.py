@@ -18,11 +18,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ostinato.every import Every
+
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has arrays, not tuples
 Floats = Annotated[tuple[float, ...], Field(strict=False)]
+Counts = Annotated[tuple[int, ...], Field(strict=False)]
 
 
 class Section(BaseModel):
@@ -95,7 +98,13 @@ class RewardSection(Section):
 
 
 class RolloutSection(Section):
-    """What a step samples: ``prompts_per_step`` groups of ``group_size`` completions."""
+    """What a step samples: ``prompts_per_step`` groups of ``group_size`` completions.
+
+    With ``interrupt_after = [lo, hi]`` an answer has a thinking budget, uniform in lo to hi tokens. One that
+    has neither ended nor closed its thought (with ``think_end``) is then told to answer: the phrase is put
+    in, and ``answer_tokens`` follow at most. The longest answer is hi + the phrase + ``answer_tokens``, and
+    ``max_tokens`` is not used (ScaleRL, arXiv 2510.13786, A.10). Evaluation interrupts alike.
+    """
 
     prompts_per_step: Positive = 16
     group_size: Positive = 16
@@ -105,12 +114,61 @@ class RolloutSection(Section):
     min_p: Share = 0.0
     max_tokens: Positive = 64  # per turn
     stop: Names = ()  # strings that end an answer, beside the model's own stop tokens
+    interrupt_after: Counts = ()  # [lo, hi] tokens of thinking; empty: never
+    answer_tokens: Count = 0  # after the thinking budget
+    interrupt_phrase: str = (
+        "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
+    )
+    think_end: str = "</think>"  # "": an answer that has not ended is still thinking
+    solved_for_good: Share = 0.0  # a prompt that this share of its group solves never comes again; 0: off
 
     @model_validator(mode="after")
     def _check(self) -> RolloutSection:
         if "" in self.stop:
             raise ValueError("rollout.stop has an empty string, which ends every answer; remove it")
+        self._check_interruption()
+        if self.solved_for_good and self.group_size < 2:
+            raise ValueError(
+                f"rollout.solved_for_good is {self.solved_for_good} with rollout.group_size 1, and one "
+                "answer is no pass rate; use a group_size of at least 2, or solved_for_good = 0"
+            )
         return self
+
+    def _check_interruption(self) -> None:
+        after, answer = list(self.interrupt_after), self.answer_tokens
+        if not after:
+            if answer:
+                raise ValueError(
+                    f"rollout.answer_tokens is {answer} without rollout.interrupt_after, so nothing would "
+                    "use it; name a thinking budget, e.g. interrupt_after = [48, 64], or leave it at 0"
+                )
+            return
+        if len(after) != 2 or not 1 <= after[0] <= after[1]:
+            raise ValueError(
+                f"rollout.interrupt_after is {after}; give [lo, hi] tokens of thinking with 1 <= lo <= hi"
+            )
+        if answer < 1:
+            raise ValueError(
+                f"rollout.answer_tokens is {answer} with rollout.interrupt_after = {after}, which leaves an "
+                "interrupted answer no room; use at least 1"
+            )
+        if not self.interrupt_phrase:
+            raise ValueError(
+                'rollout.interrupt_phrase is "" with rollout.interrupt_after, so nothing would tell the '
+                "policy to answer; give it a phrase"
+            )
+        if said := [string for string in self.stop if string in self.interrupt_phrase]:
+            raise ValueError(
+                f"rollout.interrupt_phrase holds {said[0]!r}, one of rollout.stop, which ends an answer; "
+                "change one of them"
+            )
+
+
+class PipelineSection(Section):
+    """How old a batch is when it is trained on: ``staleness`` k plays k steps ahead, in lockstep. It saves no
+    time in one process; it is there to see what asynchrony would cost."""
+
+    staleness: Count = 0  # steps between the policy that samples a batch and the one that trains on it
 
 
 class AlgoSection(Section):
@@ -165,22 +223,65 @@ class TrainerSection(Section):
         return self
 
 
-class EvalSection(Section):
-    """Held-out score: ``k`` samples for each of ``n`` prompts, with the same noise every time."""
+class DownstreamSection(Section):
+    """A further set of prompts to be scored on, of a source of its own (see ``TaskSection``)."""
 
-    every: Count = 20  # steps; 0: only before and after
+    source: str
+    params: dict[str, Any] = Field(default_factory=dict)  # of the source
+    split: Literal["eval", "train"] = "eval"
+    n: Count = 0  # 0: every row of a file
+    k: Positive = 1
+    every: Count | str = 0  # as eval.every
+
+
+class EvalSection(Section):
+    """Held-out score: ``k`` samples for each of ``n`` prompts, with the same noise every time.
+
+    ``every``: steps, or training compute as "2e14 flops", "1e6 tokens", "0.5 hours", "0.5 device-hours".
+    """
+
+    every: Count | str = 20  # 0: only before and after
     n: Positive = 256
     k: Positive = 1
     temperature: Annotated[float, Field(ge=0)] = 1.0  # 0: greedy
     at_start: bool = True
+    start_factor: Positive = 1  # so many times k samples before training: every forecast leans on that score
     split: Literal["eval", "train"] = "eval"
+    downstream: dict[str, DownstreamSection] = Field(default_factory=dict)  # by name
 
     @model_validator(mode="after")
     def _check(self) -> EvalSection:
-        if self.temperature == 0 and self.k > 1:
+        Every.parse(self.every, "eval.every")
+        samples = {"k": self.k, "start_factor": self.start_factor}
+        samples |= {f"downstream.{name}.k": each.k for name, each in self.downstream.items()}
+        for field, count in samples.items():
+            if self.temperature == 0 and count > 1:
+                raise ValueError(
+                    f"eval.{field} is {count} with eval.temperature 0, which draws {count} equal answers; "
+                    f"set eval.{field}=1 or a positive temperature"
+                )
+        for name, each in self.downstream.items():
+            if name == "eval":
+                raise ValueError("eval.downstream.eval has the name of the main set; give it another")
+            Every.parse(each.every, f"eval.downstream.{name}.every")
+        return self
+
+
+class ForecastSection(Section):
+    """After each evaluation: where the run will end, and whether the rest of it is worth its compute."""
+
+    enabled: bool = True
+    axis: Literal["flops", "tokens", "steps", "hours", "device-hours", "money"] = "flops"
+    budget: Annotated[float, Field(ge=0)] = 0.0  # of ``axis``; 0: trainer.steps at the mean cost so far
+    min_gain: Annotated[float, Field(gt=0, le=1)] = 0.005  # the least gain that the rest has to bring
+    stop: bool = False  # end the run when it surely (90 %) brings less
+
+    @model_validator(mode="after")
+    def _check(self) -> ForecastSection:
+        if self.stop and not self.enabled:
             raise ValueError(
-                f"eval.k is {self.k} with eval.temperature 0, which draws {self.k} equal answers; "
-                "set eval.k=1 or a positive temperature"
+                "forecast.stop is true with forecast.enabled false, so nothing would stop the run; "
+                "drop one of them"
             )
         return self
 
@@ -218,6 +319,14 @@ class DraftSection(Section):
         return self
 
 
+class LedgerSection(Section):
+    """What the run is on, and what that costs: hours x ``devices`` are device hours, idle ones too."""
+
+    devices: Positive = 1  # this machine, or its GPUs
+    price_per_device_hour: Annotated[float, Field(ge=0)] = 0.0  # 0: not known
+    currency: str = "USD"
+
+
 class LogSection(Section):
     """``dir`` holds the run folders; JSONL is always written, ``writers`` come on top."""
 
@@ -225,6 +334,12 @@ class LogSection(Section):
     writers: Annotated[tuple[Literal["tensorboard", "trackio", "wandb"], ...], Field(strict=False)] = ()
     trajectories_every: Count = 10  # steps; 0: never
     mismatch_every: Count = 25  # steps between measurements of sampler against trainer; 0: never
+
+
+class AblateSection(Section):
+    """What ``ostinato ablate --leave-one-out`` compares the recipe with: name = the overrides of an arm."""
+
+    arms: dict[str, Names] = Field(default_factory=dict)  # e.g. "no fp32 head" = ["model.fp32_head=false"]
 
 
 class Recipe(Section):
@@ -237,12 +352,16 @@ class Recipe(Section):
     task: TaskSection = TaskSection()
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
+    pipeline: PipelineSection = PipelineSection()
     algo: AlgoSection = AlgoSection()
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
+    forecast: ForecastSection = ForecastSection()
     engine: EngineSection = EngineSection()
     draft: DraftSection = DraftSection()
     log: LogSection = LogSection()
+    ledger: LedgerSection = LedgerSection()
+    ablate: AblateSection = AblateSection()
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -267,6 +386,16 @@ class Recipe(Section):
                 f'engine.weights is "{self.engine.weights}" with adapter.kind "full", whose training changes '
                 "the weights that the sampler has copied; use "
                 'engine.weights="model" or adapter.kind="lora"'
+            )
+        if self.forecast.stop and not (self.eval.at_start and self.eval.every):
+            raise ValueError(
+                "forecast.stop is true, but no scores come before and while the run trains; set eval.every, "
+                "and leave eval.at_start on"
+            )
+        if self.forecast.axis == "money" and not self.ledger.price_per_device_hour:
+            raise ValueError(
+                'forecast.axis is "money" without a price; set ledger.price_per_device_hour, or use '
+                '"device-hours"'
             )
         return self
 
@@ -367,6 +496,7 @@ _UNIONS = {
     "trainer.replay": 'use true, false or "auto"',
     "engine.threads": 'use "auto" or a whole number of 1 or more',
     "reward.solved_at": 'use "full" or a number',
+    "eval.every": 'use a number of steps, or an amount of compute, e.g. "2e14 flops"',
 }
 
 
@@ -396,14 +526,15 @@ def _sentence(fault: Any) -> str:
 
 
 def _dotted(loc: Sequence[str]) -> str:
-    text = ".".join(loc[:2])
-    return text + "".join(f"[{part}]" for part in loc[2:] if part.isdigit())
+    depth = 4 if loc[:2] == ["eval", "downstream"] else 2  # its sets are sections by name
+    text = ".".join(loc[:depth])
+    return text + "".join(f"[{part}]" for part in loc[depth:] if part.isdigit())
 
 
 def _unknown_key(loc: Sequence[str]) -> str:
     parent, key = tuple(loc[:-1]), loc[-1]
     keys = dict(_all_keys())
-    here = keys[parent]
+    here = keys.get(parent, tuple(DownstreamSection.model_fields))  # no other section is so deep
     near = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
     elsewhere = [".".join((*path, key)) for path, names in keys.items() if key in names and path != parent]
     if near:

@@ -69,6 +69,10 @@ class Tasks(Protocol):
         """The prompt at ``index`` of the stream (shuffled by seed, repeating by epochs)."""
         ...
 
+    def __len__(self) -> int:
+        """Prompts per epoch."""
+        ...
+
 
 class Grader(Protocol):
     """Judges siblings together, so pairwise and judge rewards are the ordinary case."""

@@ -2,7 +2,7 @@
 
     runs/<recipe>-<yyyymmdd-hhmmss>/
         recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl  drafts.jsonl
-        mismatch.jsonl  watch.jsonl  checkpoints/  adapter/  history.bin  report.html
+        mismatch.jsonl  watch.jsonl  forecast.jsonl  checkpoints/  adapter/  history.bin  report.html
 
 Whole files are replaced (``atomic_write``, ``atomic_folder``): a reader sees the old one or the new one.
 Logs are appended to, one JSON object per line, and forgive a torn end: what a kill or a full disk left of
@@ -30,6 +30,7 @@ from ostinato.routes import routes_to_json
 from ostinato.types import Group, Trajectory
 
 Row = Mapping[str, Any]
+MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
 
 
 def atomic_write(path: Path, content: bytes | Callable[[Path], object]) -> None:
@@ -280,6 +281,9 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
             "tokens": turn.completion.tokens,
             "logprobs": turn.completion.logprobs,
             "versions": turn.completion.versions,
+            "injected": None
+            if turn.completion.injected is None
+            else np.flatnonzero(turn.completion.injected),
             "kept": None if turn.completion.support is None else turn.completion.support.counts,
             "experts": None if turn.completion.experts is None else routes_to_json(turn.completion.experts),
             "text": turn.completion.text,
@@ -314,6 +318,7 @@ class RunFolder:
         self.drafts = Jsonl(path / "drafts.jsonl")
         self.mismatch = Jsonl(path / "mismatch.jsonl")
         self.watch = Jsonl(path / "watch.jsonl")
+        self.forecast = Jsonl(path / "forecast.jsonl")
         self.trajectories = JsonlZst(path / "trajectories.jsonl.zst")
 
     @classmethod
@@ -346,9 +351,10 @@ class RunFolder:
         self.metrics.append({"step": step, **metrics})
 
     def truncate_after(self, step: int) -> None:
-        """Forget the rows of later steps, so that a resumed run writes them again once."""
-        logs = (self.metrics, self.ledger, self.eval, self.drafts, self.mismatch, self.watch)
-        for log in (*logs, self.trajectories):
+        """Forget the rows of later steps, so that a resumed run writes them again once. The ledger forgets
+        nothing: what is done again was paid for."""
+        logs = (self.metrics, self.eval, self.drafts, self.mismatch, self.watch)
+        for log in (*logs, self.forecast, self.trajectories):
             log.keep(lambda row: row.get("step", step) <= step)
 
 

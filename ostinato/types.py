@@ -180,6 +180,9 @@ class Completion:
 
     ``support`` is None where no filter was on, or none was recorded. The bans of ``min_tokens`` are in it
     where a filter is on beside them, and nowhere else.
+
+    ``injected`` marks tokens that were put into the answer and not sampled (``rollout.interrupt``): their
+    log-probability is 0 and their version -1, and nothing is learned from them. None: all were sampled.
     """
 
     tokens: np.ndarray  # [T] int32, the stop token included when one was sampled
@@ -191,6 +194,7 @@ class Completion:
     experts: np.ndarray | None = None  # [T, moe_layers, top_k] int8, from 129 experts on int16
     prompt_experts: np.ndarray | None = None  # [P - routes_from, moe_layers, top_k] alike
     support: Support | None = None  # of T tokens
+    injected: np.ndarray | None = None  # [T] bool
     drafted: int = 0  # draft tokens that were verified for it
     accepted: int = 0  # of them, those that turned out to be what is sampled
     passes: int = 0  # forward passes that gave it a token
@@ -200,10 +204,14 @@ class Completion:
     __repr__ = _brief
 
     def __post_init__(self) -> None:
-        for name in ("logprobs", "edges", "versions", "experts", "support"):
+        for name in ("logprobs", "edges", "versions", "experts", "support", "injected"):
             array = getattr(self, name)
             if array is not None and len(array) != len(self.tokens):
                 raise ValueError(f"{name} has {len(array)} entries for {len(self.tokens)} tokens")
+
+    @property
+    def num_injected(self) -> int:
+        return 0 if self.injected is None else int(self.injected.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -41,6 +41,13 @@ class Pool(StrEnum):
     ALL = "all"
 
 
+class Overlong(StrEnum):
+    """Whose reward falls with length."""
+
+    ALL = "all"  # DAPO, arXiv 2503.14476, section 3.4
+    SOLVED = "solved"  # solved answers alone (ScaleRL, arXiv 2510.13786, eq. 9)
+
+
 def advantages(
     rewards: Sequence[np.ndarray],
     *,
@@ -125,7 +132,8 @@ def check_group_size(
 
 
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int, factor: float = 1.0) -> np.ndarray:
-    """Soft overlong punishment [G], added to the reward (DAPO, arXiv 2503.14476, eq. 13).
+    """Soft overlong punishment [G], added to the reward (DAPO, arXiv 2503.14476, eq. 13; ScaleRL, 2510.13786,
+    eq. 9: clip((L_max - length) / L_cache - 1, -1, 0) is the same).
 
     0 up to ``max_tokens - buffer`` tokens, falling linearly to ``-factor`` at ``max_tokens`` and beyond.
     ``buffer=0`` means off. Raises ValueError when the buffer is negative or longer than ``max_tokens``.

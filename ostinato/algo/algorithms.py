@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ostinato.algo import losses
-from ostinato.algo.advantages import Baseline, Pool, Scale, check_choices
+from ostinato.algo.advantages import Baseline, Overlong, Pool, Scale, check_choices
 from ostinato.algo.losses import LossTerms
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation
@@ -62,6 +62,7 @@ class Algorithm:
     mask_truncated: bool = False  # completions cut by length are not trained on
     overlong_buffer: float = 0.0  # share of max_tokens over which the reward falls; 0 = off
     overlong_factor: float = 1.0  # ... by this much
+    overlong_scope: Overlong = Overlong.ALL  # ... of all answers, or of solved ones
     anchor: Anchor = Anchor.AUTO
     correction: Correction = Correction.NONE
     correction_low: float = 0.0
@@ -252,6 +253,7 @@ def _idle_keys(chosen: Algorithm) -> dict[str, str]:
         "ratio_cap": (chosen.loss is not Loss.CISPO, loss),
         "batch_pool": (chosen.scale is not Scale.BATCH, f"algo.scale is '{chosen.scale}'"),
         "overlong_factor": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
+        "overlong_scope": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
         "correction_low": (truncates or not corrects, correction),
         "correction_high": (not corrects, correction),
         "anchor": (corrects or chosen.loss is Loss.REINFORCE, correction if corrects else loss),

@@ -283,6 +283,25 @@ def scaling(
     _tell(lambda: bench.run(plan.shortened() if quick else plan, _say), bench.table, json_file)
 
 
+@app.command()
+def interrupt(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    recipe: Annotated[str, typer.Option(help="A recipe of seed-moe, by name or file.")] = "quickstart",
+    steps: Annotated[int, typer.Option(help="Training steps of every run; 0 for none.")] = 60,
+    seeds: Annotated[str, typer.Option(help="How many, or FIRST:END.")] = "3",
+    held_out: Annotated[int, typer.Option(help="Problems that every policy is scored on.")] = 256,
+    smollm: Annotated[bool, typer.Option(help="The base policy of SmolLM2 as well.")] = True,
+) -> None:
+    """Forced interruption of thinking under a tight limit: truncation, scores, tokens, with and without."""
+    threads.configure_early("auto", say=_say)
+    from ostinato.bench import interrupt as bench
+
+    base = (bench.SEED_MOE, bench.SMOLLM) if smollm else (bench.SEED_MOE,)
+    plan = bench.Plan(base=base, recipe=recipe, steps=steps, seeds=tuple(_range(seeds)), held_out=held_out)
+    _tell(lambda: bench.run(plan.shortened() if quick else plan, _say), bench.table, json_file)
+
+
 def _range(text: str) -> range:
     first, _, end = text.rpartition(":")
     try:
@@ -310,19 +329,21 @@ def _say(line: str) -> None:
 
 def _tell(measure: Callable[[], dict[str, Any]], table: Any, json_file: Path | None) -> None:
     from ostinato.bench.contender import ContenderFailed
+    from ostinato.run import to_json
 
     try:
         result = measure()
     except ContenderFailed as error:
         _say(f"ostinato: {error}")
         raise typer.Exit(1) from None
+    text = json.dumps(json.loads(to_json(result)), indent=1)  # no NaN, which JSON lacks
     if json_file is not None and str(json_file) == "-":
-        print(json.dumps(result, indent=1))
+        print(text)
         return
     _show(table(result))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        json_file.write_text(f"{text}\n")
 
 
 def _show(table: Any) -> None:

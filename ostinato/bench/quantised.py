@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,10 +23,10 @@ from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
 
-from ostinato.bench.contender import ContenderFailed
 from ostinato.bench.epochs import Model, answers_of
 from ostinato.bench.paired import alternate
 from ostinato.bench.settings import Clock, machine
+from ostinato.bench.whole_runs import trained
 from ostinato.engine.cache import BLOCK
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.paged import block_bytes
@@ -107,16 +105,10 @@ def train(plan: Plan, weights: str, seed: int, logs: Path) -> RunFolder:
         f"eval.n={plan.held_out}",
         "log.mismatch_every=0",
         "log.trajectories_every=0",
-        f"log.dir={logs}",
         *HONEST,
         *plan.overrides,
     ]
-    command = [sys.executable, "-m", "ostinato", "train", plan.recipe, *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["nothing"]
-        raise ContenderFailed(f"the run with engine.weights={weights}, seed {seed} failed: {said[0][:300]}")
-    return RunFolder.open(next(path for path in logs.iterdir() if path.is_dir()))
+    return trained(plan.recipe, overrides, logs, f"with engine.weights={weights}, seed {seed}")
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:

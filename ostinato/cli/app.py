@@ -159,6 +159,59 @@ def scale(ctx: typer.Context) -> None:
 
 
 @app.command()
+def ablate(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|DIR|FILE",
+            help="A recipe with arms (ablate.arms); or its runs, to fit only: a folder, a --collect file.",
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = None,
+    leave_one_out: Annotated[
+        bool,
+        typer.Option("--leave-one-out", help="Run the recipe, and each arm with its one choice changed."),
+    ] = False,
+    arms: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this arm; may be repeated.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at once; they share the threads.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs; by default <log.dir>/<recipe>-ablate.")
+    ] = None,
+    axis: Annotated[str, typer.Option(help="What compute is counted in, e.g. flops, gpu-hours.")] = "flops",
+    cut: Annotated[str, typer.Option(metavar="C", help="Leave out evaluations before this compute.")] = "",
+    split: Annotated[str, typer.Option(help="Of eval.jsonl.")] = "eval",
+    metric: Annotated[str, typer.Option(help="Of eval.jsonl.")] = "pass@1",
+    collect: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the runs, a line each.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write PATH.md and its plots, PATH-*.svg.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="One JSON object into this file, - for standard output.")
+    ] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="A page that opens offline.")] = None,
+) -> None:
+    """Which choice of a recipe moves the ceiling, which only the efficiency: runs, fits, one table."""
+    from ostinato.cli.ablate import Study, Telling, command
+
+    study = Study(arms=arms or (), seeds=seeds, workers=workers, out=out)
+    telling = Telling(
+        axis=axis,
+        cut=cut,
+        split=split,
+        metric=metric,
+        kept=collect,
+        page=page,
+        json_file=json_file,
+        html_file=html_file,
+    )
+    raise typer.Exit(command(source, overrides or [], study, telling, leave_one_out=leave_one_out))
+
+
+@app.command()
 def doctor(
     measure: Annotated[bool, typer.Option("--measure", help="Time thread settings again.")] = False,
 ) -> None:

@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,20 @@ import numpy as np
 import torch
 
 from ostinato.algo.advantages import check_group_size
-from ostinato.algo.algorithms import Algorithm, Loss, algorithm
+from ostinato.algo.algorithms import Algorithm, Anchor, Loss, algorithm
 from ostinato.algo.offpolicy import Correction
 from ostinato.cli.drafts import Memory, save_history
+from ostinato.cli.evaluations import downstream_prompts, evaluations
+from ostinato.cli.forecast import new_forecaster
 from ostinato.cli.models import adapter_spec, load_decoder, newest_checkpoint
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.env.dialogue import Dialogue, resolve_tools
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks
+from ostinato.ledger import Ledger
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
+from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters, init_adapters, linear_shapes
 from ostinato.model.named import model_folder
 from ostinato.model.native import Kernels
@@ -40,12 +44,14 @@ from ostinato.model.native.build import BuildError
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import load_peft
 from ostinato.model.quantise import Weights, own_bytes, quantise
-from ostinato.pipeline.evaluate import Evaluation, evaluate
+from ostinato.pipeline.account import evaluation_work
+from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.remember import Drafting
 from ostinato.protocols import Engine, Grader
 from ostinato.render import Renderer
 from ostinato.reward.workers import WorkerGrader
+from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
 from ostinato.train.checkpoint import Checkpoint, save_checkpoint
@@ -77,6 +83,7 @@ class Prepared:
     grader: WorkerGrader
     train_prompts: Sequence[Prompt]  # empty for an evaluation
     eval_prompts: Sequence[Prompt]
+    downstream: Mapping[str, Sequence[Prompt]]  # by name of the set
     tool_counters: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def __enter__(self) -> Prepared:
@@ -95,8 +102,10 @@ def prepare(recipe: Recipe, *, training: bool) -> Prepared:
     eval_prompts = prompts(recipe, recipe.eval.split, recipe.eval.n)
     if training and recipe.eval.split == "eval":
         check_disjoint(train_prompts, eval_prompts)
+    downstream = downstream_prompts(recipe, train_prompts)
+    scored = [*eval_prompts, *(prompt for each in downstream.values() for prompt in each)]
     decoder = load_decoder(recipe.model, folder)
-    check_lengths(recipe, [*train_prompts, *eval_prompts], renderer, decoder.config.max_positions)
+    check_lengths(recipe, [*train_prompts, *scored], renderer, decoder.config.max_positions)
     grader = WorkerGrader(
         list(recipe.reward.functions),
         weights=list(recipe.reward.weights) or None,
@@ -104,7 +113,8 @@ def prepare(recipe: Recipe, *, training: bool) -> Prepared:
         workers=recipe.reward.workers,
     )
     try:
-        grader.check(eval_prompts[0])
+        for prompts_of_set in (eval_prompts, *downstream.values()):
+            grader.check(prompts_of_set[0])
     except BaseException:
         grader.close()
         raise
@@ -116,6 +126,7 @@ def prepare(recipe: Recipe, *, training: bool) -> Prepared:
         grader=grader,
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
+        downstream=downstream,
     )
 
 
@@ -126,11 +137,12 @@ def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
 
 def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context: int) -> None:
     """Every prompt leaves room for an answer. A token is a byte or more, so only long texts are tokenised."""
-    room = context - recipe.rollout.max_tokens
+    longest, keys = longest_answer(recipe, renderer)
+    room = context - longest
     if room < 1:
         raise ValueError(
-            f"rollout.max_tokens is {recipe.rollout.max_tokens}, but the context of {recipe.model.path} "
-            f"is {context} tokens; lower it, so that a prompt fits in front"
+            f"an answer has up to {longest} tokens ({keys}), but the context of {recipe.model.path} "
+            f"is {context} tokens; lower {keys}, so that a prompt fits in front"
         )
     episode = environment(recipe, renderer)
     sizes = [_bytes(row) for row in rows]
@@ -139,9 +151,39 @@ def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, co
     for row, size in zip(rows, sizes, strict=True):
         if size + template > room and (length := len(episode(row).start())) > room:
             raise ValueError(
-                f"prompt {row.uid} has {length} tokens; with rollout.max_tokens={recipe.rollout.max_tokens} "
-                f"it exceeds the context of {context}: shorten it, leave it out, or lower rollout.max_tokens"
+                f"prompt {row.uid} has {length} tokens; with an answer of {longest} ({keys}) it exceeds the "
+                f"context of {context}: shorten it, leave it out, or lower {keys}"
             )
+
+
+def longest_answer(recipe: Recipe, renderer: Renderer) -> tuple[int, str]:
+    """(tokens of the longest answer of a turn, the keys that say so)."""
+    interruption = new_interruption(recipe, renderer)
+    if interruption is None:
+        return recipe.rollout.max_tokens, "rollout.max_tokens"
+    return interruption.most_tokens, "rollout.interrupt_after and rollout.answer_tokens"
+
+
+def new_interruption(recipe: Recipe, renderer: Renderer) -> Interruption | None:
+    """When thinking is interrupted; None where it never is (no rollout.interrupt_after)."""
+    rollout = recipe.rollout
+    if not rollout.interrupt_after:
+        return None
+    phrase = renderer.encode(rollout.interrupt_phrase)
+    if ends := np.intersect1d(phrase, renderer.stop_tokens).tolist():
+        raise ValueError(
+            f"rollout.interrupt_phrase has {renderer.decode(ends[:1], skip_special=False)!r}, which ends an "
+            "answer; leave it out"
+        )
+    shortest, longest = rollout.interrupt_after
+    return Interruption(
+        shortest=shortest,
+        longest=longest,
+        answer_tokens=rollout.answer_tokens,
+        phrase=phrase,
+        think_end=rollout.think_end,
+        words=renderer,
+    )
 
 
 def _bytes(prompt: Prompt) -> int:
@@ -255,6 +297,7 @@ def new_stage(prepared: Prepared, engine: Engine, grader: Grader) -> Stage:
             stop_strings=recipe.rollout.stop,
         ),
         context_limit=prepared.decoder.config.max_positions,
+        interruption=new_interruption(recipe, prepared.renderer),
         identity=stage_identity(recipe),
     )
 
@@ -263,8 +306,10 @@ def stage_identity(recipe: Recipe) -> str:
     """Twelve hex digits of everything in the recipe that decides which groups are played, and how they are
     judged, beside the policy, the sampling and the seeds."""
     tree = recipe.model_dump(mode="json")
-    reward, weights = tree["reward"], tree["engine"]["weights"]
-    played = [tree["model"], tree["task"], reward["functions"], reward["weights"], weights]
+    reward, weights, rollout = tree["reward"], tree["engine"]["weights"], tree["rollout"]
+    keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
+    interruption = [rollout[key] for key in keys]
+    played = [tree["model"], tree["task"], reward["functions"], reward["weights"], weights, interruption]
     return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -276,22 +321,15 @@ def environment(
     return lambda prompt: Dialogue(prompt, renderer, tools=tools, max_turns=turns, counters=counters)
 
 
-def new_evaluation(prepared: Prepared) -> Evaluation:
-    recipe = prepared.recipe
-    return Evaluation(
-        split=recipe.eval.split,
-        prompts=prepared.eval_prompts,
-        sampling=Sampling(
-            temperature=recipe.eval.temperature,
-            max_tokens=recipe.rollout.max_tokens,
-            stop_tokens=prepared.renderer.stop_tokens,
-            stop_strings=recipe.rollout.stop,
-        ),
-        samples=recipe.eval.k,
-        k=recipe.eval.k,
-        solved_at=solved_at(recipe),
-        seed=recipe.seed,
-        weights=eval_weights(recipe),
+def new_evaluations(prepared: Prepared) -> list[Evaluation]:
+    """The main one first."""
+    return evaluations(
+        prepared.recipe,
+        prepared.eval_prompts,
+        prepared.downstream,
+        stop_tokens=prepared.renderer.stop_tokens,
+        solved_at=solved_at(prepared.recipe),
+        weights=eval_weights(prepared.recipe),
     )
 
 
@@ -300,14 +338,20 @@ def eval_weights(recipe: Recipe) -> str:
     return recipe.engine.weights if own_weights(recipe) else "model"
 
 
-async def score_exported(prepared: Prepared, adapters: Adapters | None, step: int) -> dict[str, Any]:
+async def score_exported(
+    prepared: Prepared, adapters: Adapters | None, state: LoopState, ledger: Ledger
+) -> dict[str, Any]:
     """The held-out row of the policy as it is exported: with the model's weights, whatever the run sampled
     with."""
     sampler = prepared.recipe.engine.model_copy(update={"weights": "model"})
     exact = dataclasses.replace(prepared, recipe=prepared.recipe.model_copy(update={"engine": sampler}))
     engine = new_engine(exact.recipe, exact.decoder, exact.renderer, lambda line: None)
-    engine.publish(adapters, step)
-    return await evaluate(new_stage(exact, engine, exact.grader), new_evaluation(exact), step)
+    engine.publish(adapters, state.step)
+    stage, main = new_stage(exact, engine, exact.grader), new_evaluations(exact)[0]
+    row, groups = await evaluate_groups(stage, main, state.step)
+    work = evaluation_work(groups, new_flops(exact.recipe, exact.decoder.config, adapters))
+    ledger.evaluation(state.step, "exported", row["seconds"], work)
+    return row | {"spent": spent(state.step, state.totals, exact.recipe.ledger.devices)}
 
 
 def solved_at(recipe: Recipe) -> float:
@@ -319,23 +363,35 @@ def solved_at(recipe: Recipe) -> float:
     return sum(weight for weight in weights if weight > 0) - 1e-6
 
 
-def new_plan(recipe: Recipe, config: ModelConfig) -> Plan:
+def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
+    """``answer_tokens``: of the longest answer of a turn."""
     return Plan(
         steps=recipe.trainer.steps,
         prompts_per_step=recipe.rollout.prompts_per_step,
         group_size=recipe.rollout.group_size,
-        answer_tokens=recipe.rollout.max_tokens * recipe.task.max_turns,
+        answer_tokens=answer_tokens * recipe.task.max_turns,
         tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
         minibatches=recipe.trainer.minibatches,
+        staleness=recipe.pipeline.staleness,
         seed=recipe.seed,
         solved_at=solved_at(recipe),
-        eval_every=recipe.eval.every,
+        solved_for_good=recipe.rollout.solved_for_good,
         eval_at_start=recipe.eval.at_start,
         checkpoint_every=recipe.trainer.checkpoint_every,
         trajectories_every=recipe.log.trajectories_every,
         stop_on_collapse=recipe.trainer.stop_on_collapse,
-        forward_flops_per_token=2.0 * active_parameters(config),
-        backward_ratio=2.0 if recipe.adapter.kind == "full" else 1.0,
+        devices=recipe.ledger.devices,
+        flops=flops,
+    )
+
+
+def new_flops(recipe: Recipe, config: ModelConfig, adapters: Adapters | None) -> FlopModel:
+    """What rows of rollouts and of training cost."""
+    return FlopModel.of(
+        config,
+        adapters.spec if adapters else None,
+        recompute=recipe.trainer.recompute,
+        entropy_gradient=check(recipe).needs_entropy,
     )
 
 
@@ -365,6 +421,7 @@ def new_loop(
     """The run, assembled; ``memory`` is what ``engine`` drafts from, ``callbacks`` are the loop's writers,
     on_step, on_eval and on_note."""
     recipe = prepared.recipe
+    flops = new_flops(recipe, prepared.decoder.config, trainer.adapters())
 
     def save(state: LoopState) -> None:
         checkpoint = Checkpoint(
@@ -378,14 +435,15 @@ def new_loop(
             save_history(memory.history, run.history, callbacks.get("on_note", lambda note: None))
 
     return Loop(
-        plan=new_plan(recipe, prepared.decoder.config),
+        plan=new_plan(recipe, flops, longest_answer(recipe, prepared.renderer)[0]),
         stage=new_stage(prepared, engine, prepared.grader),
         tasks=Rows(prepared.train_prompts, seed=recipe.task.seed),
         trainer=trainer,
         algorithm=check(recipe),
         folder=run,
         state=state,
-        evaluations=[new_evaluation(prepared)],
+        evaluations=new_evaluations(prepared),
+        foresee=new_forecaster(recipe, run, callbacks.get("writers", ()), callbacks.get("on_note", print)),
         counters=(prepared.grader.counters, prepared.tool_counters),
         drafting=new_drafting(memory, engine) if memory else None,
         run_ahead=engine.run_ahead if memory and recipe.draft.run_ahead else None,
@@ -430,7 +488,8 @@ def introduction(prepared: Prepared, adapters: Adapters | None) -> Iterator[str]
         bounds = f"{chosen.correction_low:g} to {chosen.correction_high:g}"
         yield f"correction   {chosen.correction} of the ratio trainer / sampler, {bounds}"
     train, held_out = len(prepared.train_prompts), len(prepared.eval_prompts)
-    yield f"tasks        {recipe.task.source}: {train} to train on, {held_out} held out"
+    further = "".join(f", {len(rows)} of {name}" for name, rows in prepared.downstream.items())
+    yield f"tasks        {recipe.task.source}: {train} to train on, {held_out} held out{further}"
     moe = decoder.num_moe_layers > 0
     yield from (f"note         {caveat}" for caveat in caveats(recipe, chosen, moe=moe))
 
@@ -445,6 +504,11 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
             "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
         )
     yield from _of_weights(recipe)
+    if rollout.interrupt_after:
+        yield (
+            f"rollout.interrupt_after = {list(rollout.interrupt_after)} bounds answers, with "
+            f"rollout.answer_tokens = {rollout.answer_tokens}; rollout.max_tokens is not used"
+        )
     usual = type(settings).model_fields
     idle = [key for key in ("replay", "replay_threshold") if getattr(settings, key) != usual[key].default]
     if idle and not moe:
@@ -462,6 +526,17 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
             f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
             "all but the first learn off-policy without a correction"
         )
+    if recipe.pipeline.staleness and uncorrected(chosen):
+        yield (
+            f"pipeline.staleness is {recipe.pipeline.staleness}, and nothing in {chosen.name} as it is set "
+            "corrects for the policy that sampled: batches are trained on as if they were fresh"
+        )
+
+
+def uncorrected(chosen: Algorithm) -> bool:
+    """Does no ratio of this algorithm see the policy that sampled?"""
+    blind = chosen.loss is Loss.REINFORCE or chosen.anchor is Anchor.TRAINER
+    return blind and chosen.correction is Correction.NONE
 
 
 def _of_weights(recipe: Recipe) -> Iterator[str]:

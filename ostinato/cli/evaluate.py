@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from rich.console import Console
 
 from ostinato.cli.models import recipe_of
 from ostinato.cli.policy import trained
-from ostinato.cli.progress import interval
+from ostinato.cli.progress import Row, interval
 from ostinato.engine import threads
+from ostinato.run import MAIN_SET
 
 
 def evaluate(target: str, overrides: Sequence[str]) -> None:
-    """Print pass@1 (and pass@k where eval.k > 1) of the last policy of a run, or of an untrained model.
+    """Print pass@1 (and pass@k where k > 1) of the last policy of a run, or of an untrained model, on the
+    main set and on each downstream one.
 
     It computes with the model's own weights, as what is exported does, whatever the run sampled with; the
     override ``engine.weights=...`` scores a sampler of others.
@@ -31,10 +33,16 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
         engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, say)
         engine.publish(adapters, step)
         stage = build.new_stage(prepared, engine, prepared.grader)
-        row = asyncio.run(measure(stage, build.new_evaluation(prepared), step))
-    weights = "" if recipe.engine.weights == "model" else f", {recipe.engine.weights} weights"
-    took = f"{row['n']} prompts, {row['seconds']:.1f} s"
-    say(f"{target} after {step} steps{weights}, {row['split']} split, {took}")
+        weights = "" if recipe.engine.weights == "model" else f", {recipe.engine.weights} weights"
+        for evaluation in build.new_evaluations(prepared):
+            row = asyncio.run(measure(stage, evaluation, step))
+            of = f"{row['split']} split" if row["set"] == MAIN_SET else row["set"]
+            say(f"{target} after {step} steps{weights}, {of}, {row['n']} prompts, {row['seconds']:.1f} s")
+            tell(row, say)
+
+
+def tell(row: Row, say: Callable[[str], None]) -> None:
+    """A row of eval.jsonl in two or three lines."""
     say(f"pass@1  {interval(row, 'pass@1')}")
     if row["k"] > 1:
         say(f"pass@{row['k']}  {interval(row, 'pass@k')}")

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from ostinato.run import MAIN_SET
+
 Row = Mapping[str, Any]
 Z95 = 1.959964  # two-sided 95 % of the normal distribution
 
@@ -28,7 +30,8 @@ class Monitor:
 
     def __init__(self, total: int, *, done: int = 0, console: Console | None = None) -> None:
         self.console = console or Console()
-        self._total, self._first, self._held_out = total, done, ""
+        self._total, self._first = total, done
+        self._scores: dict[str, str] = {}  # the last of each set, the main one first
         self._start = time.perf_counter()
         self._live: Progress | None = None
         self._task: TaskID | None = None
@@ -50,7 +53,7 @@ class Monitor:
         """A row of metrics.jsonl."""
         done = int(row["step"])
         eta = remaining(time.perf_counter() - self._start, done - self._first, self._total - done)
-        parts = step_parts(row, self._total, self._held_out, eta)
+        parts = step_parts(row, self._total, "  ".join(self._scores.values()), eta)
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=done, description="\n".join(parts))
         else:
@@ -58,8 +61,10 @@ class Monitor:
 
     def evaluated(self, row: Row) -> None:
         """A row of eval.jsonl."""
-        self._held_out = interval(row, "pass@1")
-        self.say(f"step {row['step']}: held-out pass@1 {self._held_out} on {row['n']} prompts")
+        score, name = interval(row, "pass@1"), row["set"]
+        label = "held-out" if name == MAIN_SET else name
+        self._scores[name] = f"{label} {score}"
+        self.say(f"step {row['step']}: {label} pass@1 {score} on {row['n']} prompts")
 
     def exported(self, row: Row) -> None:
         """A row of eval.jsonl with the model's weights, of a run that samples with others."""
@@ -73,7 +78,7 @@ class Monitor:
 def step_parts(row: Row, total: int, held_out: str, eta: str) -> tuple[str, str]:
     """One step in two halves, each short enough for a terminal: what was learned, and what it took."""
     learned = [f"step {int(row['step'])}/{total}", f"reward {_number(row, 'reward')}"]
-    learned += [f"held-out {held_out}"] if held_out else []
+    learned += [held_out] if held_out else []
     learned += [words for key, words in _ODD_STEPS.items() if row.get(key)]
     took = [f"{_number(row, 'tokens_per_s', ',.0f')} tok/s", per_pass(row), shares(row), f"ETA {eta}"]
     return "  ".join(learned), "  ".join(part for part in took if part)

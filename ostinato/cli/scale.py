@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,10 +16,12 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from ostinato.cli import own_law
 from ostinato.cli import scale_answers as answers
 from ostinato.cli import scale_others as others
 from ostinato.cli.report import terminal_table
 from ostinato.cli.scale_answers import Answer, Method
+from ostinato.cli.scale_ledger import books
 from ostinato.cli.scale_reading import (
     Reading,
     Window,
@@ -30,6 +32,7 @@ from ostinato.cli.scale_reading import (
     read_pair,
     reading_options,
 )
+from ostinato.ledger import Event
 from ostinato.report.reading import last_step, mean
 from ostinato.report.reading import read_run as run_rows
 from ostinato.report.scaling import Page, write_page
@@ -38,6 +41,7 @@ from ostinato.scaling.compare import FLOOR
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.decide import Terms
 from ostinato.scaling.fit import PARAMETERS
+from ostinato.scaling.gates import Truncation, truncation
 from ostinato.scaling.series import Axis
 
 app = typer.Typer(
@@ -119,22 +123,31 @@ def forecast(
 @app.command()
 @reading_options
 def compare(
-    source: Source,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CSV", help="Several seeds of one recipe: RUN,RUN,RUN.", show_default=False
+        ),
+    ],
     reading: Reading,
     other: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             metavar="[RUN|CSV]", help="Without it: two --series of the first.", show_default=False
         ),
     ] = None,
     at: Annotated[str, typer.Option(metavar="C", help="Compare the scores at this compute too.")] = "",
     floor: Annotated[
-        float, typer.Option(min=0.0, help="How far A differs by the seed alone: half of a 90 % interval.")
+        float,
+        typer.Option(
+            min=0.0,
+            help="How far A differs by the seed alone, before your own seeds tell: half of a 90 % interval.",
+        ),
     ] = FLOOR,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
-    """Which of two runs has the higher ceiling, and where one overtakes the other."""
+    """Which of two recipes has the higher ceiling, and where one overtakes the other; by one seed or more."""
     pair = read_pair([source] if other is None else [source, other], reading)
     tell(others.versus(pair, amount(at, "--at") if at else None, floor), json_file, html_file)
 
@@ -152,7 +165,12 @@ def decide(
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
-    """Go on (exit code 0), stop (10) or undecided (20), and the compute that would settle it."""
+    """Go on (exit code 0), stop (10) or undecided (20), and the compute that would settle it.
+
+    Stop: the rest of the budget brings less than --min-gain, with 90 %. Go on: it brings more than that, and
+    than --price for each unit, with 90 %. All else is undecided, and so is a curve that is not identified.
+    Exit codes 1 and 2 are errors, as of every command.
+    """
     terms = Terms(budget=amount(budget, "--budget"), min_gain=min_gain, price=price)
     tell(answers.judge(read_one(source, reading), terms), json_file, html_file)
 
@@ -167,17 +185,29 @@ def watch(
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
-    """Hold later evaluations against the forecast; drift, collapse and truncation alarm (exit code 10)."""
+    """Refit, and hold later evaluations against the forecast; an alarm of drift, collapse or truncation exits
+    with code 10.
 
-    def look() -> Watched:
-        return watched(read_one(source, reading))
+    --follow does so at every evaluation, and waits for those that are not there yet.
+    """
+
+    def look() -> Watched | None:
+        run = RunFolder.open(source)
+        if not any(
+            row.get("set", row["split"]) == reading.split for row in run.eval.rows()
+        ) and not has_ended(run):
+            return None
+        return watched(read_one(source, reading, waiting=follow))
 
     def say(answer: Answer) -> int:
         return show(answer, json_file, html_file)
 
     if follow and not source.is_dir():
         raise ValueError(f"--follow is for a run folder and {source} is none; drop it")
-    code = following(look, say, lambda: time.sleep(every)) if follow else say(look().answer())
+    if follow:
+        code = following(look, say, lambda: time.sleep(every))
+    else:
+        code = say(watched(read_one(source, reading)).answer())
     if code:
         raise typer.Exit(code)
 
@@ -188,7 +218,7 @@ class Watched:
 
     window: Window
     truncated: float | None = None  # share of training answers that were cut off of late
-    ended: bool = True  # all steps of its recipe are done
+    ended: bool = True  # see ``has_ended``
 
     def answer(self) -> Answer:
         return answers.watch(self.window, self.truncated)
@@ -197,23 +227,36 @@ class Watched:
 def watched(window: Window) -> Watched:
     if window.run is None:
         return Watched(window=window)
-    data = run_rows(RunFolder.open(window.run))
+    run = RunFolder.open(window.run)
+    data = run_rows(run)
     truncated = mean(data.metrics[-RECENT:], "completions/clipped_ratio")
-    steps = data.setting("trainer.steps", math.inf)
-    return Watched(window=window, truncated=truncated, ended=last_step(data.metrics) >= steps)
+    return Watched(window=window, truncated=truncated, ended=has_ended(run))
 
 
-def following(look: Callable[[], Watched], say: Callable[[Answer], int], pause: Callable[[], object]) -> int:
-    """Tell every new evaluation until the run has ended; the last exit code. A run that ends with too few
+def has_ended(run: RunFolder) -> bool:
+    """All steps of its recipe are done, or its last process has taken its leave. A killed run has not ended:
+    it may be resumed."""
+    data = run_rows(run)
+    *_, last = [{}, *run.ledger.rows()]
+    done = last_step(data.metrics) >= data.setting("trainer.steps", math.inf)
+    return done or last.get("event") == Event.END
+
+
+def following(
+    look: Callable[[], Watched | None], say: Callable[[Answer], int], pause: Callable[[], object]
+) -> int:
+    """Tell every new evaluation, and every change of the truncation alarm, until the run has ended; the last
+    exit code. ``look`` gives None so long as nothing has been evaluated. A run that ends with too few
     evaluations for a fit raises ValueError."""
-    told, code = 0, 0  # evaluations
+    told, code = (0, Truncation.FINE), 0
     while True:
-        found = look()
-        evaluations = len(found.window.fitted)
-        if evaluations > told and (evaluations >= PARAMETERS or found.ended):
-            told, code = evaluations, say(found.answer())
-        if found.ended:
-            return code
+        if (found := look()) is not None:
+            evaluations = len(found.window.fitted)
+            cut = Truncation.FINE if found.truncated is None else truncation(found.truncated)
+            if (evaluations, cut) != told and (evaluations >= PARAMETERS or found.ended):
+                told, code = (evaluations, cut), say(found.answer())
+            if found.ended:
+                return code
         pause()
 
 
@@ -274,21 +317,34 @@ def simulate(
 @reading_options
 def validate(
     reading: Reading,
-    source: Annotated[
-        Path | None,
+    sources: Annotated[
+        list[Path] | None,
         typer.Argument(
-            metavar="[CSV]", help="By default the published curves of the paper.", show_default=False
+            metavar="[CSV|RUN...]",
+            help="A CSV, or runs of your own (folders, or lines that ablate --collect keeps); by default the"
+            " published curves of the paper.",
+            show_default=False,
         ),
     ] = None,
-    simulated: Annotated[int, typer.Option(min=0, help="How many simulated curves too.")] = 500,
+    simulated: Annotated[int, typer.Option(min=0, help="How many simulated curves too; not of runs.")] = 500,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    page: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Of runs: write PATH.md and its plots, PATH-*.svg.")
+    ] = None,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
     """Would forecasts from the early part of known curves have been right?"""
-    if source is None:
-        if reading.given():
-            raise ValueError(f"--{reading.given()[0]} is given without a file; name the CSV that it is for")
+    if sources and (len(sources) > 1 or sources[0].is_dir() or sources[0].suffix == ".jsonl"):
+        tell(of_runs(sources, reading, page), json_file, html_file)
+        return
+    if page is not None:
+        raise ValueError("--page is for a validation of runs; name run folders or a .jsonl, or drop it")
+    if sources:
+        source = sources[0]
+    elif reading.given():
+        raise ValueError(f"--{reading.given()[0]} is given without a file; name the CSV that it is for")
+    else:
         source, reading = published()
     first = amount(reading.cut, "--cut") if reading.cut else 0.0
     if reading.until or reading.series:
@@ -296,14 +352,28 @@ def validate(
     tell(others.back_test(read_all(source, reading), first, simulated, seed), json_file, html_file)
 
 
+def of_runs(sources: Sequence[Path], reading: Reading, page: Path | None) -> Answer:
+    """Runs of our own, each foretold from the first half of its compute."""
+    if unfit := [name for name in reading.given() if name not in ("axis", "cut", "split", "metric")]:
+        raise ValueError(f"--{unfit[0]} is given, and a validation of runs does not know it; drop it")
+    rows = own_law.read_sources(sources, reading.split, reading.metric)
+    first = amount(reading.cut, "--cut") if reading.cut else 0.0
+    found = own_law.tested(rows, reading.axis or Axis.FLOPS, first)
+    if page is not None:
+        own_law.write_page(page, found)
+    return own_law.answer(found)
+
+
 @app.command()
 def ledger(
-    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN..", help="Run folders, side by side.", show_default=False)
+    ],
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
-    """Seconds, tokens and FLOPs of a run, added up by pool, as far as its ledger says."""
-    tell(others.ledger(RunFolder.open(run)), json_file, html_file)
+    """What runs have cost: time, tokens, FLOPs useful and wasted, money, energy, compute on every axis."""
+    tell(books([RunFolder.open(run) for run in runs]), json_file, html_file)
 
 
 # -- telling

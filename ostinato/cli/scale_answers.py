@@ -9,15 +9,25 @@ from enum import StrEnum
 from typing import Any
 
 from ostinato.cli.scale_reading import Window
-from ostinato.cli.scale_views import Known, curve_sections, line, middle, span, standing_sentences, table
+from ostinato.cli.scale_views import (
+    Known,
+    curve_sections,
+    cut_tables,
+    line,
+    middle,
+    span,
+    standing_sentences,
+    table,
+)
 from ostinato.report.charts import Section
 from ostinato.report.facts import Line, Table
 from ostinato.report.scaling import NONE, Forest, compute_text
 from ostinato.scaling import gates
 from ostinato.scaling.checks import CrossCheck, cross_check
+from ostinato.scaling.cut import Cut
 from ostinato.scaling.decide import Terms, decide, forecast, reach
 from ostinato.scaling.fit import CutOff, Fit, by_cutoff, spread
-from ostinato.scaling.forms import Choice, choose
+from ostinato.scaling.forms import ORIGINS, Choice, Form, choose
 from ostinato.scaling.gates import Drift, Truncation, drift
 from ostinato.scaling.paper import fit_paper
 from ostinato.scaling.posterior import Interval
@@ -60,9 +70,14 @@ def about(known: Known) -> dict[str, Any]:
         "standing": found.standing,
         "reason": found.reason,
         "flags": list(found.flags),
+        "cut": None if (cut := known.window.cut) is None else _cut_json(known, cut),
         "C_max_over_C_mid": found.ratio if known.told else None,
         **{name: _json(one) for name, one in known.parameters().items()},
     }
+
+
+def _cut_json(known: Known, cut: Cut) -> dict[str, Any]:
+    return asdict(cut) if known.told else asdict(cut) | {"sweep": []}
 
 
 def _json(found: Interval | None) -> dict[str, float] | None:
@@ -81,16 +96,21 @@ def fit(window: Window, method: Method = Method.VARPRO) -> Answer:
         )
     known = Known.of(window)
     found = fit_paper(window.fitted) if method is Method.PAPER else known.posterior.fit
-    checks = None if known.assessment.refuted else cross_check(known.posterior)
+    checks = cross_check(known.posterior) if known.told else None
     cuts = by_cutoff(window.fitted) if known.told else []
     forms = choose(window.fitted) if known.told else []
     after = _drift(known)
     sentences = standing_sentences(known)
-    if checks is not None and known.told:
+    if checks is not None:
         sentences += [f"{warning[0].upper()}{warning[1:]}." for warning in checks.warnings]
+    sentences += _better(forms) if forms else []
     if len(cuts) > 1:
         sentences.append(f"A moves by {spread(cuts):.3f} over {len(cuts)} cut-offs.")
-    tables = [_parameters(known, checks, found, method), *([_laws(forms)] if forms else [])]
+    tables = [
+        _parameters(known, checks, found, method),
+        *([_laws(forms)] if forms else []),
+        *cut_tables(known),
+    ]
     return Answer(
         title=known.name,
         kind="fit",
@@ -112,29 +132,32 @@ def _fitted(
     after: Drift | None,
 ) -> dict[str, Any]:
     curve = found.curve
-    least = {"A": curve.A, "B": curve.B, "C_mid": curve.C_mid, "sse": found.sse, "sd": found.residual_sd}
-    agreed = None if checks is None else {"profile": checks.profile, "bootstrap": checks.bootstrap}
+    B, C_mid = (curve.B, curve.C_mid) if known.steepness_told else (None, None)
+    least = {"A": curve.A, "B": B, "C_mid": C_mid, "sse": found.sse, "sd": found.residual_sd}
+    agreed = {"profile": _json(checks.profile), "bootstrap": _json(checks.bootstrap)} if checks else None
     return {
         "method": method,
         "least_squares": least if known.told else None,
-        "checks": agreed and {name: _json(_as_told(known, one)) for name, one in agreed.items()},
-        "warnings": list(checks.warnings) if checks is not None and known.told else [],
+        "checks": agreed,
+        "warnings": list(checks.warnings) if checks is not None else [],
         "by_cutoff": [asdict(cut) for cut in cuts],
         "laws": [
-            {"form": one.form, "error": one.error, "parameters": one.law and dict(one.law.parameters)}
+            {
+                "form": one.form,
+                "error": one.error,
+                "by_origin": dict(zip(map(str, ORIGINS), one.by_origin, strict=False)),
+                "parameters": one.law and dict(one.law.parameters),
+            }
             for one in forms
         ],
         "later": None if after is None else _drift_json(after),
     }
 
 
-def _as_told(known: Known, found: Interval) -> Interval:
-    return found if known.told else found.ends()
-
-
 def _parameters(known: Known, checks: CrossCheck | None, found: Fit, method: Method) -> Table:
     unit, curve = known.window.unit, found.curve
-    least = [f"{curve.A:.4f}", f"{curve.B:.3f}", compute_text(curve.C_mid)] if known.told else [NONE] * 3
+    least = [f"{curve.A:.4f}"] if known.told else [NONE]
+    least += [f"{curve.B:.3f}", compute_text(curve.C_mid)] if known.steepness_told else [NONE] * 2
     others = [span(checks.profile), span(checks.bootstrap)] if checks is not None else [NONE] * 2
     shown, series = known.parameters(), known.posterior.series
     error = f" ± {series.R0_stderr:.3f}" if series.R0_stderr else ""
@@ -174,17 +197,38 @@ def _parameters(known: Known, checks: CrossCheck | None, found: Fit, method: Met
 
 def _laws(forms: Sequence[Choice]) -> Table:
     """All forms, the best first; the ceiling of a law that has none is 1."""
-    lines, refused = [], any(one.reason for one in forms)
+
+    def error(one: float | None) -> str:
+        return NONE if one is None or not math.isfinite(one) else f"{one:.4f}"
+
+    lines = []
     for one in forms:
-        error = f"{one.error:.4f}" if math.isfinite(one.error) else NONE
+        by_origin = [error(each) for each in one.by_origin or [None] * len(ORIGINS)]
         ceiling = NONE if one.law is None else f"{one.law.parameters.get('A', 1.0):.3f}"
-        lines.append(line(one.form, "score", error, ceiling, *([one.reason] if refused else [])))
+        lines.append(line(one.form, "score", error(one.error), *by_origin, ceiling))
     note = (
-        "Error: root mean square over what came after 50, 60, 70 and 80 % of the evaluations. Forecasts are"
-        " by the sigmoid whatever comes first."
+        "Error: root mean square over what came after so many of the evaluations, by a law fitted to those"
+        " before. Forecasts are by the posterior whatever comes first."
     )
-    columns = ("rolling-origin error", "ceiling", *(["why none"] if refused else []))
-    return table("Law", columns, lines, note)
+    note += "".join(f" No {one.form}: {one.reason}." for one in forms if one.reason)
+    origins = [f"from {origin:.0%}" for origin in ORIGINS]
+    return table("Law", ("rolling-origin error", *origins, "ceiling"), lines, note)
+
+
+def _better(forms: Sequence[Choice]) -> list[str]:
+    """A sentence where another law foretold this run clearly better than the posterior, from its last origin
+    too: at the first ones a sigmoid is often not identified yet, and would not have been told."""
+    ours = next(one for one in forms if one.form is Form.POSTERIOR)
+    best = forms[0]
+    if best.law is None or not best.error < 0.8 * ours.error:
+        return []
+    if (best.by_origin[-1] or math.inf) >= (ours.by_origin[-1] or math.inf):
+        return []
+    ceiling = best.law.parameters.get("A", 1.0)
+    return [
+        f"Another law, {best.form}, has foretold this run better ({best.error:.4f} against {ours.error:.4f},"
+        f" root mean square); its ceiling is {ceiling:.3f}."
+    ]
 
 
 def _drift(known: Known) -> Drift | None:
@@ -258,7 +302,7 @@ def foretell(window: Window, at: Sequence[float], targets: Sequence[float]) -> A
             ],
         },
         lead=standing_sentences(known),
-        tables=[*([of_score] if scores else []), *([of_compute] if reached else [])],
+        tables=[*([of_score] if scores else []), *([of_compute] if reached else []), *cut_tables(known)],
         sections=lambda: curve_sections(known, max(at, default=0.0)),
     )
 
@@ -300,7 +344,7 @@ def judge(window: Window, terms: Terms) -> Answer:
             **asdict(terms),
         },
         lead=[f"{found.action.capitalize()}: {found.reason}.", *standing_sentences(known)],
-        tables=[table(known.name, columns, rows, note)],
+        tables=[table(known.name, columns, rows, note), *cut_tables(known)],
         sections=lambda: curve_sections(known, terms.budget),
         exit_code=found.action.exit_code,
     )
@@ -339,7 +383,7 @@ def watch(window: Window, truncated: float | None = None) -> Answer:
         },
         lead=sentences,
         alarms=alarms,
-        tables=[_watched(known, after, truncated)],
+        tables=[_watched(known, after, truncated), *cut_tables(known)],
         sections=lambda: curve_sections(known),
         exit_code=ALARM if alarms else 0,
     )

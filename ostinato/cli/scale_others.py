@@ -4,19 +4,18 @@ and about the books of a run."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from ostinato.cli.scale_answers import Answer, about
-from ostinato.cli.scale_reading import UNITS, Window
+from ostinato.cli.scale_reading import UNITS, Side
 from ostinato.cli.scale_views import Known, course, line, middle, span, standing_sentences, table
-from ostinato.report import ledger as books
 from ostinato.report.charts import Chart, Section
 from ostinato.report.facts import Table
-from ostinato.report.reading import read_run
 from ostinato.report.scaling import (
+    COLORS,
     NONE,
     Course,
     Forest,
@@ -27,9 +26,8 @@ from ostinato.report.scaling import (
     slope_chart,
     width_chart,
 )
-from ostinato.run import RunFolder
 from ostinato.scaling import validate
-from ostinato.scaling.compare import Comparison, compare
+from ostinato.scaling.compare import FLOOR, Comparison, compare
 from ostinato.scaling.curve import Sigmoid, linearised
 from ostinato.scaling.gates import TOLD
 from ostinato.scaling.noise import Noise
@@ -42,64 +40,83 @@ MATCHED = Noise(rho=0.45, floor=0.0042, factor=0.0)  # that of the simulated cur
 # -- two runs
 
 
-def versus(windows: tuple[Window, Window], at: float | None, floor: float) -> Answer:
+def versus(windows: tuple[Side, Side], at: float | None, floor: float) -> Answer:
     """Which ceiling is higher, which score at compute ``at``, where one overtakes the other."""
-    one, other = (Known.of(window) for window in windows)
-    found = compare(one.posterior, other.posterior, at=at, floor=floor)
-    told = not found.reason
+    one, other = ([Known.of(window) for window in side] for side in windows)
+    posteriors = [[known.posterior for known in side] for side in (one, other)]
+    found = compare(*posteriors, at=at, floor=floor)
+    runs, unit = [*one, *other], one[0].window.unit
     return Answer(
-        title=f"{one.name} against {other.name}",
+        title=f"{found.names[0]} against {found.names[1]}",
         kind="comparison",
         result=_compared(one, other, found),
-        lead=[*standing_sentences(one), *standing_sentences(other)]
-        + ([] if told else [f"Not ranked: {found.reason}."]),
-        tables=[_side_by_side(one, other, found), *([_ranks(found, one.window.unit)] if told else [])],
-        forests=lambda: _forests((one, other)),
+        lead=[
+            *(sentence for known in runs for sentence in standing_sentences(known)),
+            _between(found, floor) if not found.reason else f"Not ranked: {found.reason}.",
+        ],
+        tables=[_side_by_side(runs, found), *([] if found.reason else [_ranks(found, unit)])],
+        forests=lambda: _forests(runs),
         sections=lambda: _beside(one, other, found),
     )
 
 
-def _compared(one: Known, other: Known, found: Comparison) -> dict[str, Any]:
+def _compared(one: Sequence[Known], other: Sequence[Known], found: Comparison) -> dict[str, Any]:
     told = not found.reason
     plain = {key: value for key, value in asdict(found).items() if key not in ("assessments", "shared")}
-    runs = [about(known) for known in (one, other)]
+    runs = [about(known) | {"side": side} for side, each in enumerate((one, other)) for known in each]
     return {"runs": runs, **plain, "shared": asdict(found.shared) if told else None}
 
 
-def _side_by_side(one: Known, other: Known, found: Comparison) -> Table:
-    shown = [known.parameters() for known in (one, other)]
-    unit = one.window.unit
+def _between(found: Comparison, floor: float) -> str:
+    half = f"A is taken to differ from seed to seed by ± {found.between:.3f} (90 %)"
+    if max(found.seeds) == 1:
+        return f"{half}, for each side has one seed; give several with commas to have it measured."
+    return f"{half}, by the {sum(found.seeds)} runs given{' and --floor' * (floor > 0)}."
+
+
+def _side_by_side(runs: Sequence[Known], found: Comparison) -> Table:
+    shown = [known.parameters() for known in runs]
+    unit = runs[0].window.unit
 
     def cells(name: str, form: str) -> list[str]:
         return [f"{middle(each[name], form)} {span(each[name], form)}" for each in shown]
 
     lines = [
-        line("standing", "", *(each.standing for each in found.assessments)),
+        line("standing", "", *(known.assessment.standing for known in runs)),
         line("A", "score; median, 90 %", *cells("A", "{:.3f}")),
         line("B", "no unit; median, 90 %", *cells("B", "{:.2f}")),
         line("C_mid", f"{unit}; median, 90 %", *cells("C_mid", "")),
     ]
     if found.at is not None:
-        scores = [known.shown(known.posterior.score(found.at)) for known in (one, other)]
+        scores = [known.shown(known.posterior.score(found.at)) for known in runs]
         texts = [f"{middle(each)} {span(each)}" for each in scores]
         lines.append(line(f"score at {compute_text(found.at)}", "score; median, 90 %", *texts))
-    if not found.reason:
-        B = [f"{slope:.2f}" for slope in found.shared.B]
-        lines.append(line(f"B with A = {found.shared.A:.3f}", "no unit; least squares", *B))
-    return table("Run", found.names, lines)
+    return table("Run", [known.name for known in runs], lines)
 
 
 def _ranks(found: Comparison, unit: str) -> Table:
     def chance(p: float | None) -> str:
         return NONE if p is None else f"{p:.0%}"
 
-    lines = [line("has the higher ceiling", "", chance(found.higher_A), "")]
+    lines = [
+        line("has the higher ceiling", "", chance(found.higher_A), ""),
+        line("its ceiling less the other's", "score; median, 90 %", "", _signed(found.difference)),
+    ]
     if found.at is not None:
         lines.append(line(f"scores higher at {compute_text(found.at)}", "", chance(found.higher_score), ""))
     where = f"{middle(found.crossover, '')} {span(found.crossover, '')}"
     lines.append(line("the curves cross", f"{unit}; median, 90 %", chance(found.crosses), where))
-    note = "Ceilings include how far runs differ by their seed alone (--floor)."
-    return table(f"{found.names[0]} against {found.names[1]}", ("probability", "at"), lines, note)
+    shared = found.shared
+    slopes = f"{shared.B[0]:.2f} against {shared.B[1]:.2f}"
+    lines.append(line(f"B with A = {shared.A:.3f}", "no unit; least squares", "", slopes))
+    note = "Ceilings include how far runs differ by their seed alone."
+    if shared.apart > FLOOR:
+        note += f" B at an equal A says little here: their own A are {shared.apart:.3f} apart."
+    return table(f"{found.names[0]} against {found.names[1]}", ("probability", "is"), lines, note)
+
+
+def _signed(found: Interval | None) -> str:
+    return f"{middle(found, '{:+.3f}')} {span(found, '{:+.3f}')}"
 
 
 def _forests(runs: Sequence[Known]) -> list[Forest]:
@@ -124,18 +141,20 @@ def _stretch(name: str, found: Interval, form: str, seen: float | None = None) -
     return Stretch(name=name, low=found.low, high=found.high, middle=middle_at, text=text, seen=seen)
 
 
-def _beside(one: Known, other: Known, found: Comparison) -> list[Section]:
-    runs = (one, other)
+def _beside(one: Sequence[Known], other: Sequence[Known], found: Comparison) -> list[Section]:
+    runs = [*one, *other]
+    colors = [color for side, color in zip((one, other), COLORS, strict=False) for _ in side]
     compute = [known.window.whole.compute for known in runs]
     at = places(compute, max(found.at or 0.0, 2 * max(float(each[-1]) for each in compute)))
-    note = "Bands: 90 and 50 % of the curve, without the noise of evaluations."
-    charts: list[Chart] = [curve_chart([course(known, at) for known in runs], one.window.unit, note)]
-    sections = [Section(title="Curves", charts=charts)]
+    note = (
+        "Bands: 90 and 50 % of the curve, without the noise of evaluations. Seeds of a side share a colour."
+    )
+    courses = [replace(course(known, at), color=color) for known, color in zip(runs, colors, strict=True)]
+    sections = [Section(title="Curves", charts=[curve_chart(courses, runs[0].window.unit, note)])]
     if not found.reason:
         A = found.shared.A
         logits = [linearised(known.window.whole.score, known.window.whole.R0, A) for known in runs]
-        courses = [course(known, at) for known in runs]
-        slopes = slope_chart(courses, logits, A, one.window.unit)
+        slopes = slope_chart(courses, logits, A, runs[0].window.unit)
         sections.append(Section(title="Steepness", charts=[slopes]))
     return sections
 
@@ -291,25 +310,3 @@ def _final(rows: Sequence[validate.Row], fraction: float = 0.5) -> list[Forest]:
         return []
     note = "90 % intervals from the first half; a stroke is what was then measured, a dot the forecast told."
     return [Forest(title="Final score", note=note, rows=tuple(stretches))]
-
-
-# -- the books
-
-
-def ledger(run: RunFolder) -> Answer:
-    """Sums of ledger.jsonl by pool. Raises ValueError for a run without one."""
-    data = read_run(run)
-    if not data.ledger:
-        raise ValueError(f"run {data.name} has no row in ledger.jsonl; it has finished no step yet")
-    damage = list(data.damage)
-    if books.torn(run):
-        damage.append("The last line of ledger.jsonl was torn by a kill and is not counted.")
-    section = books.section(data)
-    return Answer(
-        title=data.name,
-        kind="ledger",
-        result={"run": data.name, **books.summary(data), "damage": damage},
-        lead=[f"{len(data.ledger)} steps.", *damage],
-        tables=books.tables(data),
-        sections=lambda: [] if section is None else [section],
-    )

@@ -11,8 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+import numpy as np
 import typer
 
+from ostinato.report.reading import read_run as run_rows
+from ostinato.run import RunFolder
+from ostinato.scaling.cut import Cut, auto_cut
 from ostinato.scaling.series import Axis, Series, read_csv, read_run
 
 UNITS = {
@@ -22,7 +26,9 @@ UNITS = {
     Axis.TOKENS: "tokens",
     Axis.STEPS: "steps",
     Axis.MONEY: "money",
+    Axis.JOULES: "J",
 }
+AUTO = "auto"  # of --cut
 MAGNITUDES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 OF_CSV = ("compute", "score", "stderr", "by", "series", "R0")
 OF_RUN = ("split", "metric")
@@ -40,7 +46,12 @@ class Reading:
         ),
     ] = None
     cut: Annotated[
-        str, typer.Option(metavar="C", help="Leave out evaluations before this compute, e.g. 1.5k.")
+        str,
+        typer.Option(
+            metavar="C",
+            help="Leave out evaluations before this compute, e.g. 1.5k; auto: the first epoch, and what the"
+            " ceiling would hang on; auto:1.5k both.",
+        ),
     ] = ""
     until: Annotated[
         str, typer.Option(metavar="C", help="Fit up to this compute; what comes later is held against it.")
@@ -107,6 +118,7 @@ class Window:
     whole: Series
     fitted: Series
     run: Path | None = None  # the folder that it came from
+    cut: Cut | None = None  # where --cut auto chose
 
     @property
     def later(self) -> Series:
@@ -158,34 +170,59 @@ def _refuse(reading: Reading, names: Sequence[str], why: str) -> None:
             raise ValueError(f"--{name} is given, but {why}; drop it")
 
 
-def read_one(source: Path, reading: Reading) -> Window:
-    """The series that is meant, and its window."""
+def read_one(source: Path, reading: Reading, *, waiting: bool = False) -> Window:
+    """The series that is meant, and its window, which may be empty while one is ``waiting`` for more."""
     names = reading.series or [None]
     if len(names) > 1:
         raise ValueError(f"--series is given {len(names)} times; this command takes one series")
-    return window(source, _named(read_all(source, reading), source, names[0]), reading)
+    return window(source, _named(read_all(source, reading), source, names[0]), reading, waiting=waiting)
 
 
-def read_pair(sources: Sequence[Path], reading: Reading) -> tuple[Window, Window]:
-    """Two runs, two files, or two series of one file."""
-    names: Sequence[str | None] = reading.series or ()
-    if len(sources) == 1:
-        found = [read_all(sources[0], reading)] * 2
-        sources = [sources[0]] * 2
-        names = names or [one.name for one in found[0]]
-    else:
-        found = [read_all(source, reading) for source in sources]
-        names = names or [None, None]
+Side = tuple[Window, ...]  # the seeds of one recipe
+
+
+def read_pair(sources: Sequence[str], reading: Reading) -> tuple[Side, Side]:
+    """Two sides, each a run or a file, or several seeds with commas between; or two --series of one file."""
+    if len(sources) == 2:
+        sides = [_paths(source) for source in sources]
+        names = reading.series or [None, None]
+        if len(names) != 2:
+            raise ValueError(
+                f"--series is given {len(names)} times for two sides; give one for each, or none"
+            )
+        one, other = (
+            tuple(
+                window(path, found, reading)
+                for path in side
+                for found in _several(read_all(path, reading), path, name)
+            )
+            for side, name in zip(sides, names, strict=True)
+        )
+        return one, other
+    (path,) = (Path(source) for source in sources)
+    found = read_all(path, reading)
+    names = reading.series or [one.name for one in found]
     if len(names) != 2:
         raise ValueError(
-            f"{sources[0]} has {len(found[0])} series and {len(reading.series or ())} are named; compare two"
-            f" runs, or choose two series: --series ONE --series OTHER"
+            f"{path} has {len(found)} series and {len(reading.series or ())} are named; compare two"
+            " runs, or choose two series: --series ONE --series OTHER"
         )
     one, other = (
-        window(source, _named(each, source, name), reading)
-        for source, each, name in zip(sources, found, names, strict=True)
+        tuple(window(path, each, reading) for each in _several(found, path, name)) for name in names
     )
     return one, other
+
+
+def _paths(source: str) -> list[Path]:
+    """One path, or several with commas between."""
+    return [Path(source)] if Path(source).exists() else [Path(part) for part in source.split(",")]
+
+
+def _several(found: Sequence[Series], source: Path, name: str | None) -> list[Series]:
+    """The series of that name, or of several names with commas between."""
+    if name is None or "," not in name or any(one.name == name for one in found):
+        return [_named(found, source, name)]
+    return [_named(found, source, part) for part in name.split(",")]
 
 
 def _named(found: Sequence[Series], source: Path, name: str | None) -> Series:
@@ -200,17 +237,42 @@ def _named(found: Sequence[Series], source: Path, name: str | None) -> Series:
     raise ValueError(f"--series is {name!r}, and {source} has {known}; choose one of them")
 
 
-def window(source: Path, whole: Series, reading: Reading) -> Window:
-    """The part between --cut and --until. Raises ValueError where nothing is left."""
-    first = amount(reading.cut, "--cut") if reading.cut else 0.0
+def window(source: Path, whole: Series, reading: Reading, *, waiting: bool = False) -> Window:
+    """The part between --cut and --until. Raises ValueError where nothing is left, unless one is waiting."""
+    automatic, _, least = (
+        reading.cut.partition(":") if reading.cut.startswith(AUTO) else ("", "", reading.cut)
+    )
+    if automatic not in ("", AUTO):
+        raise ValueError(f"--cut is {reading.cut!r}; write auto, auto:1.5k or a positive number")
+    first = amount(least, "--cut") if least else 0.0
     last = amount(reading.until, "--until") if reading.until else math.inf
     fitted = whole.between(first, last)
-    if len(whole) and not len(fitted):
+    if len(whole) and not len(fitted) and not waiting:
         raise ValueError(
             f"{whole.name} was evaluated from compute {whole.compute[0]:g} to {whole.compute[-1]:g}, none of"
             " it between --cut and --until; widen them"
         )
-    return Window(whole=whole, fitted=fitted, run=source if source.is_dir() else None)
+    run = source if source.is_dir() else None
+    if not automatic or not len(fitted):
+        return Window(whole=whole, fitted=fitted, run=run)
+    epoch = None if run is None else _epoch(run, whole, reading)
+    cut = auto_cut(whole.between(last=last), epoch=epoch, least=first)
+    return Window(whole=whole, fitted=fitted.between(first=cut.first), run=run, cut=cut)
+
+
+def _epoch(run: Path, whole: Series, reading: Reading) -> float | None:
+    """The compute of one pass over the training prompts, by the recipe; None where it does not say."""
+    data = run_rows(RunFolder.open(run))
+    prompts, per_step = data.setting("task.n_train"), data.setting("rollout.prompts_per_step")
+    if not isinstance(prompts, int) or not isinstance(per_step, int) or not per_step:
+        return None
+    steps = read_run(
+        run, Axis.STEPS, reading.split, metric=reading.metric, low=reading.low, high=reading.high
+    ).compute
+    epoch = prompts / per_step
+    if epoch > steps[-1]:
+        return float(whole.compute[-1] * epoch / steps[-1])
+    return float(np.interp(epoch, np.append(0, steps), np.append(0, whole.compute)))
 
 
 def amount(text: str, option: str) -> float:

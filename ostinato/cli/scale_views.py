@@ -16,6 +16,7 @@ from ostinato.cli.scale_reading import Window
 from ostinato.report.charts import Section
 from ostinato.report.facts import Cell, Column, Line, Table
 from ostinato.report.ledger import section as ledger_section
+from ostinato.report.ledger import torn
 from ostinato.report.reading import read_run
 from ostinato.report.scaling import (
     NONE,
@@ -30,7 +31,7 @@ from ostinato.report.scaling import (
 from ostinato.run import RunFolder
 from ostinato.scaling.checks import profile_interval
 from ostinato.scaling.fit import by_cutoff, fit
-from ostinato.scaling.gates import TOLD, Assessment, assess
+from ostinato.scaling.gates import TOLD, Assessment, Flag, assess
 from ostinato.scaling.noise import whiten
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
 
@@ -60,13 +61,22 @@ class Known:
 
     def shown(self, draws: np.ndarray, level: float = 0.9) -> Interval | None:
         """The interval of ``draws``, as much of it as may be told."""
-        if self.assessment.refuted:
+        if self.assessment.silent:
             return None
         return interval(draws, level) if self.told else interval(draws, level).ends()
 
     def parameters(self) -> dict[str, Interval | None]:
+        """A, B and C_mid, as much of them as may be told: no median of B and C_mid where the fit has B at its
+        bound, for they are the prior's."""
         draws = {"A": self.posterior.A, "B": self.posterior.B, "C_mid": self.posterior.C_mid}
-        return {name: self.shown(each) for name, each in draws.items()}
+        found = {name: self.shown(each) for name, each in draws.items()}
+        if not self.steepness_told:
+            found |= {name: one and one.ends() for name, one in found.items() if name != "A"}
+        return found
+
+    @property
+    def steepness_told(self) -> bool:
+        return self.told and Flag.B_AT_BOUND not in self.assessment.flags
 
 
 # -- as text
@@ -111,9 +121,36 @@ def standing_sentences(known: Known) -> list[str]:
         f"{known.name} is {found.standing}: {found.reason}.",
         f"Fitted: {', '.join([f'{len(series)} evaluations from {ends}', *parts])}.",
     ]
+    if window.run is not None and torn(RunFolder.open(window.run)):
+        sentences.append("The last line of its ledger was torn by a kill and is not counted.")
+    if window.cut is not None:
+        sentences.append(f"Cut: {window.cut.reason}.")
     if found.flags:
         sentences.append(f"Flags: {', '.join(found.flags)}.")
     return sentences
+
+
+def cut_tables(known: Known) -> list[Table]:
+    """The sweep of --cut auto, where it made one."""
+    cut, unit = known.window.cut, known.window.unit
+    if cut is None or not cut.sweep or not known.told:
+        return []
+    lines = [
+        line(
+            compute_text(one.first),
+            unit,
+            str(one.evaluations),
+            f"{one.A:.3f} ± {one.sd:.3f}",
+            f"{one.moved:.1f}",
+            "chosen" if one.first == cut.first else "",
+        )
+        for one in cut.sweep
+    ]
+    note = (
+        "A and its sd with the noise of real runs; moved: how far the ceilings of later cuts lie from that of"
+        " this one, in sd of the difference."
+    )
+    return [table("Cut at", ("evaluations", "A", "moved", ""), lines, note)]
 
 
 # -- as charts
@@ -123,7 +160,7 @@ def course(known: Known, at: np.ndarray) -> Course:
     """The run and its curve at the places ``at``."""
     series, whole = known.posterior.series, known.window.whole
     quantiles = None
-    if not known.assessment.refuted:
+    if not known.assessment.silent:
         quantiles = np.quantile(known.posterior.score(at), [0.05, 0.25, 0.5, 0.75, 0.95], axis=0)
     return Course(
         name=known.name,
@@ -141,7 +178,7 @@ def curve_sections(known: Known, last: float = 0.0) -> list[Section]:
     compute = known.window.whole.compute
     at = places([compute], max(last, 2 * float(compute[-1])))
     note = "Held-out score, 0 to 1; bands: what is known of the curve, without the noise of evaluations."
-    if known.assessment.refuted:
+    if known.assessment.silent:
         note = f"No curve is drawn: {known.assessment.reason}."
     elif not known.told:
         note = f"Not identified, so no median: {known.assessment.reason}."
@@ -150,25 +187,23 @@ def curve_sections(known: Known, last: float = 0.0) -> list[Section]:
         *diagnostics(known),
     ]
     if known.window.run is not None:
-        costs = ledger_section(read_run(RunFolder.open(known.window.run)))
+        costs = ledger_section(read_run(RunFolder.open(known.window.run)).ledger)
         sections += [costs] if costs is not None else []
     return sections
 
 
 def diagnostics(known: Known) -> list[Section]:
-    """Residuals, A by cut-off, profile of A: whatever may be told of them."""
-    if known.assessment.refuted:
+    """Residuals, A by cut-off, profile of A; nothing where no point may be told, for each of them has one."""
+    if not known.told:
         return []
     found, series = known.posterior, known.posterior.series
-    charts = [profile_chart(*profile(found))]
-    if known.told:
-        cuts = by_cutoff(series)
-        first, A = np.array([cut.first for cut in cuts]), np.array([cut.A for cut in cuts])
-        charts = [
-            residual_chart(series.compute, found.fit.residuals, found.sd, known.window.unit),
-            *([cutoff_chart(first, A, known.window.unit)] if len(cuts) > 1 else []),
-            *charts,
-        ]
+    cuts = by_cutoff(series)
+    first, A = np.array([cut.first for cut in cuts]), np.array([cut.A for cut in cuts])
+    charts = [
+        residual_chart(series.compute, found.fit.residuals, found.sd, known.window.unit),
+        *([cutoff_chart(first, A, known.window.unit)] if len(cuts) > 1 else []),
+        profile_chart(*profile(found)),
+    ]
     return [Section(title="What the ceiling hangs on", charts=charts)]
 
 

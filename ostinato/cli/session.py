@@ -23,11 +23,12 @@ from ostinato.cli.report import record_start
 from ostinato.cli.writers import check_writers, open_writers
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine import threads
-from ostinato.run import RunFolder, atomic_write, new_run_path
+from ostinato.ledger import Ledger, SteadyClock
+from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 
 if TYPE_CHECKING:
     from ostinato.cli.build import Prepared
-    from ostinato.pipeline.loop import Finish, Finished
+    from ostinato.pipeline.loop import Finish, Finished, LoopState
     from ostinato.train.trainer import PolicyTrainer
 
 
@@ -68,9 +69,11 @@ def resume(path: Path, *overrides: str, quiet: bool = False) -> Outcome:
 
 
 def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Outcome:
+    clock = SteadyClock()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     chosen = threads.configure_early(recipe.engine.threads, say=say)
     from ostinato.cli import build
+    from ostinato.cli.books import new_ledger
     from ostinato.cli.drafts import new_memory
     from ostinato.cli.export import write_policy
 
@@ -82,37 +85,42 @@ def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Out
         state = build.restore(RunFolder.open(path), trainer, say) if resume else build.LoopState()
         check_writers(recipe.log.writers)
         run = _folder(path, dump_toml(recipe), resume)
-        record_start(run, build.device_name(prepared.decoder), asdict(build.check(recipe)))
+        ledger = new_ledger(recipe, run, prepared.decoder, clock)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
-        with Monitor(recipe.trainer.steps, done=state.step, console=console) as monitor:
+        screen = Monitor(recipe.trainer.steps, done=state.step, console=console)
+        with ledger.session(state.step), screen as monitor:
+            record_start(run, build.device_name(prepared.decoder), asdict(build.check(recipe)))
             for line in (f"run folder   {path}", f"threads      {chosen or 'as torch was started'}"):
                 monitor.say(line)
             for line in build.introduction(prepared, adapters):
                 monitor.say(line)
             callbacks = {"on_step": monitor.step, "on_eval": monitor.evaluated, "on_note": monitor.say}
+            books = {"writers": writers, "ledger": ledger}
             with _named_failures(path):
-                loop = build.new_loop(
-                    prepared, trainer, engine, run, state, memory, writers=writers, **callbacks
-                )
+                loop = build.new_loop(prepared, trainer, engine, run, state, memory, **books, **callbacks)
                 finished = asyncio.run(loop.run())
                 write_policy(
                     prepared.decoder, trainer.adapters(), prepared.folder, run.adapter, recipe.model.path
                 )
-                if build.own_weights(recipe) and finished.why in ("done", "collapsed"):
-                    _score_exported(prepared, trainer, run, finished.state.step, monitor)
+                if build.own_weights(recipe) and finished.why in ("done", "collapsed", "solved", "enough"):
+                    _score_exported(prepared, trainer, run, finished.state, ledger, monitor)
     return _outcome(recipe, run, finished)
 
 
 def _score_exported(
-    prepared: Prepared, trainer: PolicyTrainer, run: RunFolder, step: int, monitor: Monitor
+    prepared: Prepared,
+    trainer: PolicyTrainer,
+    run: RunFolder,
+    state: LoopState,
+    ledger: Ledger,
+    monitor: Monitor,
 ) -> None:
     """Add to eval.jsonl, unless it is there, the score with the weights that the policy is exported for."""
     from ostinato.cli.build import score_exported
 
-    split = prepared.recipe.eval.split
-    known = {(row["step"], row["split"], row.get("weights")) for row in run.eval.rows()}
-    if (step, split, "model") not in known:
-        row = asyncio.run(score_exported(prepared, trainer.adapters(), step))
+    known = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}
+    if (state.step, MAIN_SET, "model") not in known:
+        row = asyncio.run(score_exported(prepared, trainer.adapters(), state, ledger))
         run.eval.append(row)
         monitor.exported(row)
 
@@ -120,7 +128,7 @@ def _score_exported(
 def _outcome(recipe: Recipe, run: RunFolder, finished: Finished) -> Outcome:
     from ostinato.cli.build import eval_weights
 
-    rows = [row for row in run.eval.rows() if row["split"] == recipe.eval.split]
+    rows = [row for row in run.eval.rows() if row["set"] == MAIN_SET]
     weights, step = eval_weights(recipe), finished.state.step
     sampler = [row for row in rows if row.get("weights", weights) == weights]
     exact = [row for row in rows if row not in sampler and row["step"] == step]

@@ -43,4 +43,8 @@ def _finish(work: Callable[[], Outcome]) -> int:
         line = f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
         console.print(line, highlight=False, soft_wrap=True)
         return code
+    if outcome.why == "enough":
+        line = f"stopped after step {outcome.step}: by its own forecast the rest is not worth its compute; "
+        line += f"to go on all the same: ostinato resume {outcome.folder} forecast.stop=false"
+        console.print(line, highlight=False, soft_wrap=True)
     return 0

@@ -270,7 +270,7 @@ class Prepared:
 NO_LORA = LayerLora()
 
 # stored matrix -> the logical maps that are stacked in it
-_MEMBERS = {
+STACKED = {
     "qkv": ("attn.q", "attn.k", "attn.v"),
     "q": ("attn.q",),
     "q_a": ("attn.q_a",),
@@ -292,7 +292,7 @@ def _prepare_layer(adapters: Adapters, layer: int, dtype: torch.dtype) -> LayerL
     found = {name: adapters.tensors[prefix + name] for name in shapes if prefix + name in adapters.tensors}
     latent = adapters.config.mla is not None
     result = LayerLora()
-    for slot, members in _MEMBERS.items():
+    for slot, members in STACKED.items():
         if slot == ("qkv" if latent else "q") or not any(name in found for name in members):
             continue
         a, b = _stack([(shapes[name][-2], found.get(name)) for name in members])

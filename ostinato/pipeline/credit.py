@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.algo.advantages import advantages, overlong_penalty, zero_variance
+from ostinato.algo.advantages import Overlong, advantages, overlong_penalty, zero_variance
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import aggregation_weights
 from ostinato.rollout.convert import samples
@@ -32,16 +32,25 @@ class Credit:
     wasted_tokens: Counter[str]  # sampled tokens by the reason why they are not trained on
 
 
-def assign(groups: Sequence[Group], algorithm: Algorithm, *, min_verdicts: int, answer_tokens: int) -> Credit:
+def assign(
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    *,
+    min_verdicts: int,
+    answer_tokens: int,
+    solved_at: float = 1.0,
+) -> Credit:
     """Shape rewards, drop what cannot be learned from, compute advantages and aggregation weights.
 
     ``answer_tokens`` is the longest answer allowed (all turns): the unit of the overlong penalty and of the
-    constant aggregation. A sample whose advantage is 0 contributes nothing to the gradient unless a KL or
-    entropy term is on; it then keeps its share in the weights' denominators and is not computed.
+    constant aggregation. ``solved_at`` is the reward from which an answer is solved. A sample whose advantage
+    is 0 contributes nothing to the gradient unless a KL or entropy term is on; it then keeps its share in the
+    weights' denominators and is not computed.
     """
     drops = [drop_reason(group, min_verdicts) for group in groups]
     rewards = [
-        _shaped(group, drop, algorithm, answer_tokens) for group, drop in zip(groups, drops, strict=True)
+        _shaped(group, drop, algorithm, answer_tokens, solved_at)
+        for group, drop in zip(groups, drops, strict=True)
     ]
     values = advantages(
         rewards,
@@ -71,16 +80,20 @@ def assign(groups: Sequence[Group], algorithm: Algorithm, *, min_verdicts: int, 
     )
 
 
-def _shaped(group: Group, drop: Drop | None, algorithm: Algorithm, answer_tokens: int) -> np.ndarray:
+def _shaped(
+    group: Group, drop: Drop | None, algorithm: Algorithm, answer_tokens: int, solved_at: float
+) -> np.ndarray:
     """Rewards [G] with the overlong penalty; all NaN for a dropped group: it sways no statistic."""
     rewards = verdicts(group)
     if drop is not None:
         return np.full_like(rewards, np.nan)
     lengths = np.array([sampled_tokens(trajectory) for trajectory in group.trajectories])
     buffer = round(algorithm.overlong_buffer * answer_tokens)
-    return rewards + overlong_penalty(
+    penalty = overlong_penalty(
         lengths, max_tokens=answer_tokens, buffer=buffer, factor=algorithm.overlong_factor
     )
+    spared = (rewards < solved_at) & (algorithm.overlong_scope is Overlong.SOLVED)
+    return rewards + np.where(spared, 0.0, penalty)
 
 
 def _left_out(trajectory: Trajectory, drop: Drop | None, algorithm: Algorithm) -> str:

@@ -1,32 +1,44 @@
 """Evaluation: play without training, on the same prompts with the same noise every time.
 
 Common random numbers: two evaluations of one run differ by the policy alone, so their difference is known
-better than each of them. Standard errors are those of a mean over prompts, which are the independent draws;
-samples of one prompt are not.
+better than each of them. There are two standard errors. ``stderr`` takes the prompts as independent draws
+(answers to one prompt are not): it is for what the score says of other prompts. ``answer_stderr`` takes these
+very prompts and only their answers as drawn: it is for a curve over one set.
+
+When a set is scored follows from the rows of eval.jsonl and what training has spent: nothing else is kept.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ostinato.every import NEVER, Every
 from ostinato.rollout.health import counters, length_figures, pass_at_k
-from ostinato.rollout.play import Ask, Played, Stage, play, verdicts
-from ostinato.types import Prompt, Sampling
+from ostinato.rollout.play import Ask, Stage, play, verdicts
+from ostinato.run import MAIN_SET, to_json
+from ostinato.types import Group, Prompt, Sampling
 
 EVAL_STEP = 0  # training steps count from 1, so no training token shares its noise with an evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A held-out measurement: ``samples`` answers to each prompt, scored as pass@1 and pass@k."""
+    """A held-out measurement: ``samples`` answers to each prompt, scored as pass@1 and pass@k.
+
+    Before training each prompt is answered ``start_factor`` times as often; the first answers share their
+    noise with those of later evaluations.
+    """
 
     split: str
+    name: str = MAIN_SET  # of the set
     prompts: Sequence[Prompt]
     sampling: Sampling
     samples: int = 1
@@ -34,6 +46,9 @@ class Evaluation:
     solved_at: float = 1.0  # a reward from here on is a solution
     seed: int = 0
     weights: str = "model"  # those of the base that the engine samples with (engine.weights)
+    every: Every = NEVER  # beside before and after training
+    start_factor: int = 1
+    rules: str = ""  # what else decides the score that a policy has here: rewards, tools, interruption
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -44,46 +59,113 @@ class Evaluation:
             )
 
 
+def held_out(evaluation: Evaluation) -> str:
+    """Twelve hex digits of the prompts and of how they are answered and judged: scores of one policy that
+    differ in them have different expectations, and do not compare. How many answers are drawn, which noise
+    they use and the ids of a tokenizer are not in it."""
+    sampling = evaluation.sampling
+    prompts = [[one.uid, one.text, one.messages, one.columns] for one in evaluation.prompts]
+    drawn = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.stop_strings]
+    length = [sampling.max_tokens, sampling.min_tokens]
+    rules = [evaluation.k, evaluation.solved_at, evaluation.rules]
+    text = to_json({"prompts": prompts, "drawn": drawn, "length": length, "rules": rules})
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def spent(step: int, totals: Mapping[str, float], devices: int = 1) -> dict[str, float]:
+    """Training compute up to the end of ``step``, from the sums of ``pipeline.account.add_totals``.
+
+    ``seconds`` are those of steps, ``device_hours`` the same on ``devices`` devices; what lies between steps,
+    and restarts, are in the ledger alone.
+    """
+    seconds = totals.get("total/seconds", 0.0)
+    return {
+        "flops": totals.get("total/useful_flops", 0.0) + totals.get("total/wasted_flops", 0.0),
+        "tokens": totals.get("total/sampled_tokens", 0.0),
+        "device_hours": devices * seconds / 3600,
+        "seconds": seconds,
+        "steps": float(step),
+    }
+
+
+def due(
+    evaluation: Evaluation, now: Mapping[str, float], last: Mapping[str, Any] | None, *, ended: bool
+) -> bool:
+    """Is the set to be scored, where ``now`` is spent (``spent``) and ``last`` is its last row of eval.jsonl?
+
+    Before training, when the run has ``ended``, and whenever the amount of ``evaluation.every`` has been
+    spent once more than at its last evaluation: what a signal left out is made up for, nothing made twice.
+    """
+    if last is not None and last["step"] == now["steps"]:
+        return False
+    before = {} if last is None else last.get("spent", {})
+    return ended or not now["steps"] or evaluation.every.times(now) > evaluation.every.times(before)
+
+
 async def evaluate(stage: Stage, evaluation: Evaluation, step: int) -> dict[str, Any]:
     """One row of eval.jsonl for the policy that the engine serves now, after ``step`` training steps.
 
     ``n`` prompts count; those with fewer than k verdicts do not and are reported as ``excluded``.
     """
+    return (await evaluate_groups(stage, evaluation, step))[0]
+
+
+async def evaluate_groups(
+    stage: Stage, evaluation: Evaluation, step: int
+) -> tuple[dict[str, Any], list[Group]]:
+    """``evaluate``, and what was played for it."""
     started = time.perf_counter()
+    samples = evaluation.samples * (1 if step else evaluation.start_factor)
+    lane = () if evaluation.name == MAIN_SET else (zlib.crc32(evaluation.name.encode()),)
     asks = [
-        Ask(prompt=prompt, seed=(evaluation.seed, EVAL_STEP, i), group_size=evaluation.samples, step=step)
+        Ask(prompt=prompt, seed=(evaluation.seed, EVAL_STEP, *lane, i), group_size=samples, step=step)
         for i, prompt in enumerate(evaluation.prompts)
     ]
     played = await play(replace(stage, sampling=evaluation.sampling), asks)
     seconds = time.perf_counter() - started
-    about = {"step": step, "split": evaluation.split, "weights": evaluation.weights}
-    return {**about, **score(played, evaluation), "seconds": seconds}
-
-
-def score(played: Sequence[Played], evaluation: Evaluation) -> dict[str, Any]:
-    """pass@1, pass@k and mean reward with their standard errors over prompts, lengths and counters."""
+    about = {"step": step, "set": evaluation.name, "split": evaluation.split}
+    about |= {"held_out": held_out(evaluation), "weights": evaluation.weights, "samples": samples}
     groups = [item.group for item in played]
+    return {**about, **score(groups, evaluation), "seconds": seconds}, groups
+
+
+def score(groups: Sequence[Group], evaluation: Evaluation) -> dict[str, Any]:
+    """pass@1, pass@k and mean reward with their standard errors, lengths and counters."""
     judged = [values[np.isfinite(values)] for values in map(verdicts, groups)]
     counted = [values for values in judged if len(values) >= evaluation.k]
-    solved = [(len(values), int((values >= evaluation.solved_at).sum())) for values in counted]
+    solutions = [values >= evaluation.solved_at for values in counted]
+    solved = [(len(values), int(values.sum())) for values in solutions]
     first, first_error = mean_and_error([c / n for n, c in solved])
     best, best_error = mean_and_error([pass_at_k(n, c, evaluation.k) for n, c in solved])
     reward, reward_error = mean_and_error([float(values.mean()) for values in counted])
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     return {
         "n": len(counted),
-        "samples": evaluation.samples,
         "excluded": len(groups) - len(counted),
         "pass@1": first,
         "stderr": first_error,
+        "answer_stderr": answer_error(solutions),
         "pass@k": best,
         "k": evaluation.k,
         "pass@k_stderr": best_error,
         "reward": reward,
         "reward_stderr": reward_error,
+        "reward_answer_stderr": answer_error(counted),
         **length_figures(trajectories),
         **counters(groups),
     }
+
+
+def answer_error(answers: Sequence[np.ndarray]) -> float:
+    """Standard error, for these very prompts, of the mean over prompts of their mean answer.
+
+    ``answers`` are the values [m_i] of each of n prompts, independent draws: sqrt(sum of s_i^2 / m_i) / n,
+    with s_i^2 the unbiased variance within prompt i. NaN where a prompt has fewer than 2.
+    """
+    if not answers or min(map(len, answers)) < 2:
+        return math.nan
+    of_means = [float(np.var(values, ddof=1)) / len(values) for values in answers]
+    return math.sqrt(sum(of_means)) / len(answers)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

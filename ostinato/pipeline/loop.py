@@ -13,6 +13,7 @@ back from the spool. The loop prints nothing: it calls ``on_step``, ``on_eval`` 
 from __future__ import annotations
 
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,17 +24,29 @@ from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import pack
 from ostinato.algo.routing import Misaligned
-from ostinato.pipeline.account import Clock, add_totals, ledger_row, step_row, tool_rates
+from ostinato.ledger import Ledger
+from ostinato.model.flops import FlopModel
+from ostinato.pipeline.account import (
+    Clock,
+    add_totals,
+    evaluation_work,
+    step_costs,
+    step_row,
+    step_work,
+    tool_rates,
+)
 from ostinato.pipeline.credit import Credit, assign
-from ostinato.pipeline.evaluate import Evaluation, evaluate
+from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent
 from ostinato.pipeline.remember import Drafted, Drafting
+from ostinato.pipeline.rounds import Round, Rounds
 from ostinato.pipeline.signals import Abandoned, StopSignals
-from ostinato.pipeline.spool import Spool, address
+from ostinato.pipeline.spool import Spool
+from ostinato.pipeline.stream import solved_for_good
 from ostinato.pipeline.watch import watch_after
 from ostinato.protocols import MetricWriter, Tasks, Trainer
 from ostinato.rollout.health import failure
-from ostinato.rollout.play import Ask, Played, Stage, fault_name, first_request, play
-from ostinato.run import RunFolder, group_rows
+from ostinato.rollout.play import Played, Stage, fault_name
+from ostinato.run import MAIN_SET, RunFolder, group_rows
 from ostinato.types import Batch, Group, Request, StepReport
 
 
@@ -48,6 +61,8 @@ class Finish(StrEnum):
     INTERRUPTED = "interrupted"  # Ctrl-C: the step was finished
     TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
     COLLAPSED = "collapsed"  # the stability watch said so, and the plan was to stop then
+    SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
+    ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +75,18 @@ class Plan:
     answer_tokens: int  # longest answer allowed, all turns together
     tokens_per_microbatch: int
     minibatches: int = 1  # the trainer's optimizer steps per batch: no fewer microbatches are packed
+    staleness: int = 0  # steps between the policy that samples a batch and the one that trains on it
     seed: int = 0
     solved_at: float = 1.0  # a reward from here on is a solution
-    eval_every: int = 0
+    solved_for_good: float = 0.0  # share of a group's solutions at which its prompt leaves; 0: none ever does
     eval_at_start: bool = True
     checkpoint_every: int = 0
     trajectories_every: int = 0
     max_empty_steps: int = 10  # in a row without anything to learn from
     stop_on_collapse: bool = False  # end after the step in which the stability watch first tells of one
     grace_s: float = 20.0  # for a step to end after SIGTERM
-    forward_flops_per_token: float = 0.0  # 0: unknown, no FLOPs are reported
-    backward_ratio: float = 2.0  # FLOPs of backward over forward; about 1 where the base is frozen
+    devices: int = 1  # that train and sample: hours x devices are device hours
+    flops: FlopModel | None = None  # None: unknown, no FLOPs are reported
 
     def __post_init__(self) -> None:
         names = ("steps", "prompts_per_step", "group_size", "answer_tokens", "tokens_per_microbatch")
@@ -84,10 +100,17 @@ class LoopState:
     """Where a run stands; a checkpoint carries it as JSON (``asdict``, ``LoopState(**d)``)."""
 
     step: int = 0  # finished
-    cursor: int = 0  # prompts taken from the stream
+    cursor: int = 0  # place in the stream from which the next round is taken
     version: int = 0  # of the policy that the engine serves
     empty_in_a_row: int = 0
+    retired: Sequence[str] = ()  # uids of prompts that have left the stream for good, as they left
+    ahead: Sequence[Round] = ()  # played and not trained on yet; their groups are in the spool
     totals: Mapping[str, float] = field(default_factory=dict)  # sums over the whole run
+
+    def __post_init__(self) -> None:
+        told = (one if isinstance(one, Round) else Round(**one) for one in self.ahead)
+        object.__setattr__(self, "ahead", tuple(told))  # JSON has no Round and no tuple
+        object.__setattr__(self, "retired", tuple(self.retired))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,7 +138,9 @@ class Loop:
     folder: RunFolder
     state: LoopState = LoopState()
     evaluations: Sequence[Evaluation] = ()
+    foresee: Callable[[int], bool] | None = None  # after a score of the main set: is the rest not worth it?
     writers: Sequence[MetricWriter] = ()  # beside metrics.jsonl
+    ledger: Ledger | None = None  # None: one that knows neither price nor devices
     counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
     run_ahead: Callable[[Sequence[Request]], None] | None = None  # the next step's, to an engine that can
@@ -132,16 +157,26 @@ class Loop:
         and the trainer raise passes through, after a checkpoint unless the trainer is between two steps. A
         batch that it refuses as ``Misaligned`` is not spooled any more, so a resumed run plays it anew, and
         has mostly not changed the trainer."""
+        self._books = self.ledger or Ledger(folder=self.folder)
+        with self._books.session(self.state.step):
+            finished = await self._run()
+            self._books.why = finished.why
+        return finished
+
+    async def _run(self) -> Finished:
         self.folder.truncate_after(self.state.step)
-        self._evaluated = {(row["step"], row["split"]) for row in self.folder.eval.rows()}
+        self._scored = {row.get("set"): row for row in self.folder.eval.rows()}  # the last of each set
         self._spool = Spool(self.folder.path / "inflight.jsonl.zst")
+        self._rounds = self._new_rounds()
+        self._queue = self._recalled()
         self._saved_step, self._between_steps = self.state.step, False
         self._counted, self._told = sum(self.counters, Counter()), set[str]()
-        self._watch, self._given_up = watch_after(self.folder.metrics.rows()), False
+        self._watch, self._why = watch_after(self.folder.metrics.rows()), self._nobody_left()
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
         with StopSignals(self.plan.grace_s) as self._signals:
             try:
-                await self._train(self._signals)
+                with self._books.work():
+                    await self._train(self._signals)
             except Abandoned:
                 self.on_note(
                     f"what followed step {self.state.step} was abandoned: "
@@ -159,17 +194,17 @@ class Loop:
             self._checkpoint()
         if self.state.step == self.plan.steps:
             return Finished(state=self.state, why=Finish.DONE)
-        if self._given_up:
-            return Finished(state=self.state, why=Finish.COLLAPSED)
+        if self._why is not None:
+            return Finished(state=self.state, why=self._why)
         why = Finish.TERMINATED if self._signals.received is signal.SIGTERM else Finish.INTERRUPTED
         return Finished(state=self.state, why=why)
 
     async def _train(self, signals: StopSignals) -> None:
-        if self.plan.eval_at_start and self.state.step == 0:
+        if self.plan.eval_at_start or self.state.step:
             await signals.bounded(self._evaluate())
-        while self.state.step < self.plan.steps and signals.received is None and not self._given_up:
+        while self.state.step < self.plan.steps and signals.received is None and self._why is None:
             await signals.bounded(self._step())
-            if self._due(self.plan.eval_every) and signals.received is None:
+            if signals.received is None:
                 await signals.bounded(self._evaluate())
             if self._due(self.plan.checkpoint_every):
                 self._checkpoint()
@@ -182,15 +217,19 @@ class Loop:
         step = self.state.step + 1
         if self.drafting is not None:
             self.drafting.begin()
-        played, num_spooled = await self._play(step, clock)
+        state, fresh = await self._play(step, clock)
+        clock.rollouts(fresh)
+        played = self._queue.pop(step)
         groups = [item.group for item in played]
-        clock.rollouts(played)
-        drafted = None if self.drafting is None else self.drafting.end(groups, step, clock.rollout_s)
+        drafted = None
+        if self.drafting is not None:
+            drafted = self.drafting.end([item.group for item in fresh], step, clock.rollout_s)
         credit = assign(
             groups,
             self.algorithm,
             min_verdicts=min(2, self.plan.group_size),
             answer_tokens=self.plan.answer_tokens,
+            solved_at=self.plan.solved_at,
         )
         version, batch, report = self.state.version, None, None
         if credit.samples:
@@ -202,6 +241,8 @@ class Loop:
                 self.stage.engine.publish(self.trainer.adapters(), version)
             if report.mismatch is not None:
                 clock.measured(report.mismatch["seconds"])
+        model = self.plan.flops
+        costs = None if model is None else step_costs(model, groups, credit, batch, report)
         row = step_row(
             groups,
             credit,
@@ -209,66 +250,110 @@ class Loop:
             report,
             clock,
             solved_at=self.plan.solved_at,
-            forward_flops=self.plan.forward_flops_per_token,
-            backward_ratio=self.plan.backward_ratio,
+            costs=costs,
             drafts=drafted.row if drafted else {},
         )
+        reused = [item.group for item in played if item.spooled] if self._books.counted(step) else []
+        work = step_work(groups, credit, batch, costs, reused, model)
+        self._books.step(step, row["step_time"], clock.busy(), work)
         counts = self._new_counts()
-        row |= {"rollout/from_spool": float(num_spooled), **counts}
+        row |= {"rollout/from_spool": float(sum(item.spooled for item in played)), **counts}
+        row |= self._left(state)
         row |= tool_rates(counts, row["rollout/trajectories"])
         self.state = replace(
-            self.state,
+            state,
             step=step,
-            cursor=self.state.cursor + self.plan.prompts_per_step,
             version=version,
             empty_in_a_row=0 if credit.samples else self.state.empty_in_a_row + 1,
+            ahead=state.ahead[1:],
             totals=add_totals(self.state.totals, row),
         )
         self._between_steps = False
         self._report({**row, **self.state.totals}, groups, report, drafted)
+        self._why = self._why or self._nobody_left()
 
-    async def _play(self, step: int, clock: Clock) -> tuple[list[Played], int]:
-        """The groups of the step in the order of the stream, and how many of them the spool had."""
-        asks = self._asks(step, self.state.cursor)
-        places = [address(ask, self.stage, self.state.version) for ask in asks]
-        found = {
-            i: group for i, ask in enumerate(asks) if (group := self._spool.take(places[i], ask)) is not None
-        }
-        missing = [i for i in range(len(asks)) if i not in found]
+    async def _play(self, step: int, clock: Clock) -> tuple[LoopState, list[Played]]:
+        """Play until the round of ``step`` and those that ``staleness`` has the policy play ahead are there:
+        (where that leaves the stream, what was played now). Most often this is one round."""
+        plan, state, played = self.plan, self.state, list[Played]()
+        for number in range(step + len(state.ahead), min(step + plan.staleness, plan.steps) + 1):
+            now = self._round(state, number)
+            places = self._rounds.places(now, state.retired)
+            if not places:
+                break
+            after = replace(state, cursor=places[-1] + 1, ahead=(*state.ahead, now))
+            coming = self._round(after, number + 1) if number < plan.steps else None
+            items = await self._rounds.play(now, state.retired, since=clock.start, coming=coming)
+            self._queue[number] = items
+            played += items
+            state = replace(after, retired=(*state.retired, *self._leaving(state, items)))
+        return state, played
 
-        def keep(index: int, item: Played) -> None:
-            self._spool.put(places[missing[index]], item.group)
+    def _round(self, state: LoopState, step: int) -> Round:
+        """The next round, whose groups ``step`` trains on."""
+        retired = len(state.retired) if self.plan.solved_for_good else 0  # 0: all may come again
+        return Round(step=step, cursor=state.cursor, retired=retired, version=state.version)
 
-        if self.run_ahead is not None and step < self.plan.steps:
-            self.run_ahead(self._next_requests(step))
-        fresh = await play(self.stage, [asks[i] for i in missing], keep)
-        played = dict(zip(missing, fresh, strict=True)) | {
-            i: Played(group=group, generated_at=clock.start, graded_at=clock.start)
-            for i, group in found.items()
-        }
-        return [played[i] for i in range(len(asks))], len(found)
-
-    def _asks(self, step: int, first: int) -> list[Ask]:
-        """The groups of ``step``, whose prompts begin at ``first`` in the stream."""
-        return [
-            Ask(
-                prompt=self.tasks.prompt(index),
-                seed=(self.plan.seed, step, index),
-                group_size=self.plan.group_size,
-                step=step,
-            )
-            for index in range(first, first + self.plan.prompts_per_step)
-        ]
-
-    def _next_requests(self, step: int) -> list[Request]:
-        """What the first turns of the step after ``step`` will ask of the engine; others are not known."""
-        coming = self._asks(step + 1, self.state.cursor + self.plan.prompts_per_step)
-        made = (
-            first_request(self.stage, ask.prompt, (*ask.seed, member))
-            for ask in coming
-            for member in range(ask.group_size)
+    def _new_rounds(self) -> Rounds:
+        return Rounds(
+            tasks=self.tasks,
+            stage=self.stage,
+            spool=self._spool,
+            prompts=self.plan.prompts_per_step,
+            group_size=self.plan.group_size,
+            seed=self.plan.seed,
+            run_ahead=self.run_ahead,
         )
-        return [request for request in made if request is not None]
+
+    def _recalled(self) -> dict[int, list[Played]]:
+        """What an earlier process had played ahead, by step. From the first round on that the spool does not
+        have, the stream is wound back: the policy of now plays them anew."""
+        found: dict[int, list[Played]] = {}
+        for place, one in enumerate(self.state.ahead):
+            played = self._rounds.recall(one, self.state.retired, since=time.perf_counter())
+            if played is None:
+                if one.version != self.state.version:
+                    self.on_note(
+                        f"step {self.state.step}: {self._spool.path.name} does not have all groups for step "
+                        f"{one.step}, which policy {one.version} sampled; policy {self.state.version} plays "
+                        "them anew, so this is not quite the run that was interrupted"
+                    )
+                kept = self.state.ahead[:place]
+                self.state = replace(self.state, cursor=one.cursor, ahead=kept)
+                break
+            found[one.step] = played
+        return found
+
+    def _leaving(self, state: LoopState, played: Sequence[Played]) -> tuple[str, ...]:
+        """The prompts that leave the stream after these groups."""
+        plan = self.plan
+        if not plan.solved_for_good:
+            return ()
+        groups = [item.group for item in played]
+        rule = {"share": plan.solved_for_good, "solved_at": plan.solved_at}
+        return solved_for_good(groups, **rule, retired=frozenset(state.retired))
+
+    def _left(self, state: LoopState) -> dict[str, float]:
+        """What the row tells of the prompts that have left."""
+        if not self.plan.solved_for_good:
+            return {}
+        total = len(state.retired)
+        return {
+            "groups/retired": float(total - len(self.state.retired)),
+            "groups/retired_total": float(total),
+            "groups/left_share": 1 - total / len(self.tasks),
+        }
+
+    def _nobody_left(self) -> Finish | None:
+        """Is this the end, because every prompt has left the stream?"""
+        coming = self._round(self.state, self.state.step + 1)
+        if self.state.ahead or self._rounds.places(coming, self.state.retired):
+            return None
+        self.on_note(
+            f"step {self.state.step}: every prompt is solved for good, so nothing is left to sample; more or "
+            "harder tasks would go on, or rollout.solved_for_good = 0"
+        )
+        return Finish.SOLVED
 
     def _pack(self, credit: Credit) -> Batch:
         return pack(
@@ -290,7 +375,6 @@ class Loop:
         row = self._watched(row)
         for writer in (self.folder, *self.writers):
             writer.write(step, row)
-        self.folder.ledger.append(ledger_row(step, row))
         if drafted is not None:
             self.folder.drafts.append(drafted.detail)
         if self.plan.trajectories_every and (step == 1 or self._due(self.plan.trajectories_every)):
@@ -311,7 +395,8 @@ class Loop:
             self.folder.watch.append(alarm.to_json())
             what = "collapse" if alarm.collapse else "look"
             self.on_note(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
-        self._given_up = self.plan.stop_on_collapse and self._watch.collapsed and not before
+        if self.plan.stop_on_collapse and self._watch.collapsed and not before:
+            self._why = Finish.COLLAPSED
         return row | {"watch/collapsed": float(self._watch.collapsed)}
 
     def _tell_faults(self, groups: Sequence[Group]) -> None:
@@ -328,21 +413,39 @@ class Loop:
         return {name: float(count) for name, count in sorted(new.items())}
 
     async def _evaluate(self) -> None:
+        """Score what is due, and hear what the scores of the main set foretell. The end of a run is due for
+        every set."""
+        await self._score()
+        main = self._scored.get(MAIN_SET, {})
+        if self.foresee is None or not self.state.step or main.get("step") != self.state.step:
+            return
+        if self.foresee(self.state.step) and self._why is None:
+            self._why = Finish.ENOUGH
+            await self._score()
+
+    async def _score(self) -> None:
+        now = spent(self.state.step, self.state.totals, self.plan.devices)
         for evaluation in self.evaluations:
-            if (self.state.step, evaluation.split) not in self._evaluated:
-                row = await evaluate(self.stage, evaluation, self.state.step)
-                row |= self._new_counts()
+            if due(evaluation, now, self._scored.get(evaluation.name), ended=self._due(0)):
+                row, groups = await evaluate_groups(self.stage, evaluation, self.state.step)
+                row |= {"spent": now, **self._new_counts()}
+                work = evaluation_work(groups, self.plan.flops)
+                self._books.evaluation(self.state.step, evaluation.name, row["seconds"], work)
                 if self.drafting is not None:
                     self.drafting.forget(evaluation.prompts)
                 self.folder.eval.append(row)
+                self._scored[evaluation.name] = row
                 self.on_eval(row)
 
     def _due(self, every: int) -> bool:
-        return self.state.step == self.plan.steps or (every > 0 and self.state.step % every == 0)
+        ended = self.state.step == self.plan.steps or self._why in (Finish.SOLVED, Finish.ENOUGH)
+        return ended or (every > 0 and self.state.step % every == 0)
 
     def _checkpoint(self) -> None:
         if self.state.step > self._saved_step:
+            started = time.perf_counter()
             self.save(self.state)
+            self._books.saved(self.state.step, time.perf_counter() - started)
             self._saved_step = self.state.step
             self._spool.forget(self.state.step)
 

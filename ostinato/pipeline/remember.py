@@ -105,7 +105,7 @@ class Drafting:
     def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> Drafted:
         """Books of the step, whose rollouts took ``rollout_s``; then its answers are remembered."""
         stats = self.drafter.stats() - self._stats
-        sampled = sum(len(one.tokens) for told in _by_prompt(groups).values() for one in told)
+        sampled = sum(_sampled(one) for told in _by_prompt(groups).values() for one in told)
         row = counts(groups) | figures(stats, sampled, rollout_s)
         row["draft/seconds_saved"] = _saved_s(self.meter.counters) - self._saved_s
         detail = {
@@ -130,7 +130,7 @@ class Drafting:
         for uid, answers in kept.items():
             self.store.add(uid, step, answers)
         for uid, completions in _by_prompt(groups).items():
-            ended = [(len(one.tokens), one.stop is Stop.LENGTH) for one in completions]
+            ended = [(_sampled(one), one.stop is Stop.LENGTH) for one in completions]
             self.lengths.observe(uid, [n for n, _ in ended], [cut for _, cut in ended])
         self.forget(group.prompt for group in groups)
         skipped = {"draft/not_remembered": float(num_skipped)} if num_skipped else {}
@@ -145,8 +145,9 @@ def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[Past]], int]:
     """(every answer of the groups as history keeps it, by prompt; how many could not be kept).
 
     Each turn is an answer of its own, behind the last tokens of all that came before it, with the reward of
-    its episode. Kept are those whose sampler told where each uniform fell (``Completion.edges``), but for
-    failed ones, whose numbers may be broken.
+    its episode; so is what followed an interruption, behind the phrase, which nobody sampled. Kept are those
+    whose sampler told where each uniform fell (``Completion.edges``), but for failed ones, whose numbers may
+    be broken.
     """
     kept: dict[str, list[Past]] = {}
     num_skipped = 0
@@ -156,24 +157,41 @@ def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[Past]], int]:
             before = np.zeros(0, np.int32)
             for turn in trajectory.turns:
                 before = _tail(before, turn.context)
-                past = _past(before, turn.completion, reward)
+                found = _pasts(before, turn.completion, reward)
                 before = _tail(before, turn.completion.tokens)
-                if past is not None:
-                    kept.setdefault(group.prompt.uid, []).append(past)
-                num_skipped += past is None
+                if found:
+                    kept.setdefault(group.prompt.uid, []).extend(found)
+                num_skipped += not found
     return kept, num_skipped
 
 
-def _past(context: np.ndarray, completion: Completion, reward: float | None) -> Past | None:
-    if completion.edges is None or completion.stop is Stop.ERROR:
-        return None
-    return Past(
-        context=context,
-        tokens=completion.tokens,
-        probs=np.exp(completion.logprobs),
-        edges=completion.edges,
-        reward=reward,
-    )
+def _pasts(context: np.ndarray, completion: Completion, reward: float | None) -> list[Past]:
+    """Each stretch of the answer that was sampled in one go."""
+    edges = completion.edges
+    if edges is None or completion.stop is Stop.ERROR:
+        return []
+    return [
+        Past(
+            context=_tail(context, completion.tokens[: part.start]),
+            tokens=completion.tokens[part],
+            probs=np.exp(completion.logprobs[part]),
+            edges=edges[part],
+            reward=reward,
+        )
+        for part in _sampled_parts(completion)
+    ]
+
+
+def _sampled_parts(completion: Completion) -> list[slice]:
+    """Where the answer was sampled; the whole of it where nothing was put in."""
+    if completion.injected is None:
+        return [slice(0, len(completion.tokens))]
+    ends = np.flatnonzero(np.diff(~completion.injected, prepend=False, append=False)).tolist()
+    return [slice(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
+
+
+def _sampled(completion: Completion) -> int:
+    return len(completion.tokens) - completion.num_injected
 
 
 def _tail(before: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -183,7 +201,7 @@ def _tail(before: np.ndarray, new: np.ndarray) -> np.ndarray:
 def counts(groups: Sequence[Group]) -> dict[str, float]:
     """What the answers say themselves, those that were read back from the spool included."""
     passed = [one for completions in _by_prompt(groups).values() for one in completions if one.passes]
-    passes, tokens = sum(one.passes for one in passed), sum(len(one.tokens) for one in passed)
+    passes, tokens = sum(one.passes for one in passed), sum(map(_sampled, passed))
     drafted, accepted = sum(one.drafted for one in passed), sum(one.accepted for one in passed)
     return {
         "tokens/drafted": float(drafted),
@@ -230,7 +248,10 @@ class Likeness:
 
     def compare(self, groups: Sequence[Group], past: Answers) -> dict[str, float]:
         """Figures of the step's groups against what was before them; empty when no prompt returns."""
-        answers = {uid: [one.tokens for one in told] for uid, told in _by_prompt(groups).items()}
+        answers = {
+            uid: [one.tokens[part] for one in told for part in _sampled_parts(one)]
+            for uid, told in _by_prompt(groups).items()
+        }
         pairs = [(uid, old, new) for uid, new in answers.items() if len(old := past(uid))]
         if not pairs:
             return {}

@@ -30,7 +30,7 @@ class Spool:
     """The file ``inflight.jsonl.zst`` of a run folder: one compressed row per group, a torn end forgiven."""
 
     def __init__(self, path: Path) -> None:
-        self._log = JsonlZst(path)
+        self.path, self._log = path, JsonlZst(path)
         self._found = {row["address"]: row for row in self._log.rows()}
 
     def put(self, address: str, group: Group) -> None:

@@ -6,10 +6,10 @@ from columns which every run writes. The condition of a rule has to hold for sev
 told once, and looks only back: what was said after n steps is what is said of the first n of a longer run.
 
 Three rules call it a collapse, as the studies of collapse do: F(2), k3 and the reward. The others (gradient
-norm, entropy) are signs to look at, for a healthy run may show them.
+norm, entropy, truncated answers) are signs to look at, for a healthy run may show them.
 
-Every rule compares a run with itself, and none knows what a reward is worth: neither its unit nor its zero
-changes anything.
+No rule knows what a reward is worth: neither its unit nor its zero changes anything. F(2) and truncation are
+held against published runs, everything else against the run itself.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class Rule(StrEnum):
     GRADIENT = "gradient"
     ENTROPY_LOW = "entropy_low"
     ENTROPY_HIGH = "entropy_high"
+    TRUNCATED = "truncated"  # the warning
+    TRUNCATED_MUCH = "truncated_much"  # the alarm
+    TRUNCATED_EARLY = "truncated_early"  # the run began so
 
 
 COLLAPSES = frozenset({Rule.TAIL, Rule.KL, Rule.REWARD})
@@ -78,6 +81,13 @@ class Limits:
     entropy_times: float = 3.0
     entropy_nats: float = 0.5
     entropy_steps: int = 5
+    # Truncated answers: ScaleRL's runs destabilised at 10 to 15 % and did not recover, while healthy ones
+    # stayed below 5 % (arXiv 2510.13786). A rise is told. A policy that begins so, as base models do that
+    # never learned to end, may unlearn it: it is told that it begins so.
+    truncated_warning: float = 0.10
+    truncated_alarm: float = 0.15
+    truncated_window: int = 10  # steps in the mean: long enough that one of them above is enough
+    truncated_steps: int = 1
     thriving: float = 0.8  # of the reward's highest gain: near its best
     window: int = 5  # steps in a moving mean
     least: int = 5  # values that a median is taken of, at least
@@ -101,7 +111,7 @@ class Alarm:
 @dataclass(slots=True)
 class Course:
     """A noisy column as it goes on: the mean of its last ``window`` values (None before there are so many),
-    the first and the highest of these means, and the standard error of one.
+    the first, the highest and the least of these means, and the standard error of one.
 
     The error is from the changes between steps (von Neumann 1941), which a trend hardly enters.
     """
@@ -110,6 +120,7 @@ class Course:
     now: float | None = None
     start: float = 0.0
     best: float = -math.inf
+    least: float = math.inf  # of the means
     lowest: float = math.inf  # of the values themselves
     _values: deque[float] = field(default_factory=deque)
     _means: deque[float] = field(default_factory=deque)
@@ -129,6 +140,7 @@ class Course:
             self.now = sum(self._values) / self.window
             self.start = self.now if self._count == self.window else self.start
             self.best = max(self.best, self.now)
+            self.least = min(self.least, self.now)
             self._means.append(self.now)
             if len(self._means) > self.window + 1:
                 self._means.popleft()
@@ -161,6 +173,7 @@ class Watch:
         self._limits = limits or Limits()
         window = self._limits.window
         self._reward, self._spread, self._entropy = Course(window), Course(window), Course(window)
+        self._truncated = Course(self._limits.truncated_window)
         self._early: list[float] = []  # the first values of k3
         self._norms: list[float] = []  # all so far, sorted
         self._streaks: dict[Rule, list[int]] = {rule: [] for rule in Rule}  # steps in which it held, till now
@@ -182,6 +195,7 @@ class Watch:
             None if reward is None else self._fall(),
             self._gradient(_number(row, "grad_norm")),
             *self._entropies(_number(row, "entropy")),
+            *self._cut_short(_number(row, "completions/clipped_ratio")),
         ]
         step = int(_number(row, "step") or 0)
         judged = [self._judge(step, sign) for sign in signs if sign is not None]
@@ -305,6 +319,34 @@ class Watch:
                 (Rule.ENTROPY_LOW, low, ", and the reward is not near its best: the policy has narrowed"),
                 (Rule.ENTROPY_HIGH, high, " and rising: the policy is dissolving"),
             )
+        ]
+
+    def _cut_short(self, share: float | None) -> list[Sign]:
+        if share is None:
+            return []
+        limits, course = self._limits, self._truncated
+        course.add(share)
+        if course.now is None:
+            return []
+        now, start = course.now, course.start
+        warning, alarm = limits.truncated_warning, limits.truncated_alarm
+        was_low = course.least <= warning  # what began high and came down may rise again
+        told = f"{now:.0%} of the answers were cut by length (mean of {course.window} steps)"
+        rose = f"{told} after {start:.0%} at the start"
+        figures = {"truncated": now, "start": start}
+        rules = (
+            (Rule.TRUNCATED_EARLY, start > warning, f"the run begins with truncated answers: {told}"),
+            (Rule.TRUNCATED, was_low and now > warning, f"truncation has risen: {rose}"),
+            (
+                Rule.TRUNCATED_MUCH,
+                (was_low or start <= alarm) and now > alarm,
+                f"truncation has risen to where published runs did not recover, and rollout.interrupt_after, "
+                f"algo.overlong_buffer or more rollout.max_tokens end it: {rose}",
+            ),
+        )
+        return [
+            Sign(rule=rule, steps=limits.truncated_steps, holds=holds, sentence=said, figures=figures)
+            for rule, holds, said in rules
         ]
 
 

@@ -29,6 +29,8 @@ class Series:
     low: Values | None = None
     high: Values | None = None
     join: Callable[[Sequence[float]], float] | None = None  # of a bucket; None: its mean
+    marker: str = ""  # of its points: "dot", "ring" or "cross", to be told apart without colour
+    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class Chart:
     low: float | None = None  # the axis covers at least [low, high]
     high: float | None = None
     mark: tuple[float, str] | None = None  # a dashed line and its name
+    edges: Sequence[tuple[float, str]] = ()  # upright dashed lines: place along the axis, name
     along: str = "step #"
     empty: str = ""
 
@@ -123,6 +126,9 @@ def _signal(rows: Sequence[Row]) -> list[Chart]:
         line(rows, "frac_reward_zero_std", "groups of equal reward", "--purple"),
     ]
     lost_note = "Answers cut off, and groups whose answers all got one reward."
+    if any(column(rows, "interrupt/rate")):
+        lost.append(line(rows, "interrupt/rate", "interrupted answers", "--blue"))
+        lost_note += " Interrupted answers were told to end (rollout.interrupt_after)."
     length = banded(rows, "completions/{}_length", "mean")
     length_note = "Sampled tokens per answer; band: shortest to longest."
     return [
@@ -194,7 +200,7 @@ def _cost(rows: Sequence[Row]) -> list[Chart]:
     tokens = [line(rows, "tokens/trained", "trained on", "--blue"), *lost]
     pools = (("useful", "--blue"), ("wasted", "--red"))
     flops = [line(rows, f"flops/{name}", name, color) for name, color in pools]
-    flops_note = "Estimated from token counts; wasted: sampled but not trained on, or a refused step."
+    flops_note = "By the model's shapes; wasted: not trained on, failed drafts, measuring, refused steps."
     return [
         figure(rows, "Time per step", time_note, "s", times, stacked=True),
         figure(rows, "Throughput", speed_note, "tokens/s", [speed], low=0.0),
@@ -293,10 +299,12 @@ def to_plain(chart: Chart) -> dict[str, Any]:
             "values": short(one.values),
             "low": short(one.low),
             "high": short(one.high),
+            "marker": one.marker,
+            "dashed": one.dashed,
         }
         for one in chart.series
     ]
     keys = ("key", "title", "unit", "labels", "stacked", "log", "log_x", "low", "high", "mark", "along")
-    plain = {key: getattr(chart, key) for key in keys}
+    plain = {key: getattr(chart, key) for key in (*keys, "edges")}
     steps = [step if isinstance(step, int) else float(f"{step:.5g}") for step in chart.steps]
     return {**plain, "steps": steps, "series": series}

@@ -159,8 +159,7 @@ def _signal(data: RunData) -> Iterator[Concern]:
         yield Concern(level=Level.LOOK, text=text)
     truncated = mean(tenth, "completions/clipped_ratio")
     if truncated is not None and truncated > TRUNCATED_SHARE:
-        limit = data.setting("rollout.max_tokens", "?")
-        text = f"In {span}, {truncated:.0%} of answers were cut off at rollout.max_tokens = {limit}."
+        text = f"In {span}, {truncated:.0%} of answers were cut off, at {data.longest_answer}."
         yield Concern(level=Level.LOOK, text=text)
 
 

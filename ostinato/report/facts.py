@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from ostinato.ledger import Event
 from ostinato.report.reading import Row, RunData, column, last_step, names_under, number, total
 
 Z95 = 1.959964  # two-sided 95 % of the normal distribution
@@ -272,7 +273,8 @@ def status(data: RunData, now: datetime) -> tuple[str, str]:
 
 
 def _ended_at(data: RunData) -> datetime | None:
-    at = number(data.ledger[-1], "ended_at") if data.ledger else None
+    ends = [number(row, "ended_at") for row in data.ledger if row["event"] == Event.STEP]
+    at = ends[-1] if ends else None
     return None if at is None else datetime.fromtimestamp(at, UTC)
 
 
@@ -299,7 +301,7 @@ def header(data: RunData) -> list[Fact]:
         Fact(
             name="Step",
             value=f"{sizes} answers",
-            note=f"≤ {data.setting('rollout.max_tokens', '?')} tokens each",
+            note=f"≤ {data.longest_answer} each",
         ),
         Fact(name="Seed", value=str(data.setting("seed", "?"))),
         Fact(name="When", value=_when(data)),
@@ -319,10 +321,10 @@ def _rewards(data: RunData) -> str:
 
 def _when(data: RunData) -> str:
     ended = _ended_at(data)
-    first = number(data.ledger[0], "ended_at") if data.ledger else None
+    first = number(data.ledger[0], "process_started") if data.ledger else None
     if ended is None or first is None:
         return "no step has ended yet"
-    started = datetime.fromtimestamp(first - (number(data.ledger[0], "wall_s") or 0.0), UTC)
+    started = datetime.fromtimestamp(first, UTC)
     same_day = started.date() == ended.date()
     return f"{started:%Y-%m-%d %H:%M} to {ended:{'%H:%M' if same_day else '%Y-%m-%d %H:%M'}} UTC"
 
@@ -356,7 +358,7 @@ def totals(data: RunData) -> list[Fact]:
         facts.append(Fact(name="of them trained on", value=f"{trained / sampled:.0%}"))
     useful, wasted = number(last, "total/useful_flops"), number(last, "total/wasted_flops")
     if useful is not None and wasted is not None and useful + wasted > 0:
-        note = f"{si(useful)}FLOP of {si(useful + wasted)}FLOP, estimated"
+        note = f"{si(useful)}FLOP of {si(useful + wasted)}FLOP, by the model's shapes"
         facts.append(Fact(name="of FLOPs useful", value=f"{useful / (useful + wasted):.0%}", note=note))
     if seconds and sampled is not None:
         facts.append(Fact(name="tokens/s", value=si(sampled / seconds), note="sampled, over whole steps"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from ostinato.run import Jsonl, RunFolder
+from ostinato.ledger import checked
+from ostinato.run import MAIN_SET, Jsonl, RunFolder
 
 Row = Mapping[str, Any]
 
@@ -21,9 +22,11 @@ class RunData:
     recipe_text: str
     recipe: Mapping[str, Any]  # the tree of the recipe; empty when it could not be read
     metrics: Sequence[Row]  # one per finished step, in order
-    evals: Sequence[Row]  # of the main split and the run's own sampler, one per step, in order
+    evals: Sequence[Row]  # of the main set and the run's own sampler, one per step, in order
     exported: Row | None = None  # the last one with the model's weights, where the sampler has others
-    ledger: Sequence[Row]
+    downstream: Mapping[str, Sequence[Row]] = field(default_factory=dict)  # of the other sets, each in order
+    forecasts: Sequence[Row] = ()  # one per evaluation that was looked ahead from, in order
+    ledger: Sequence[Row]  # in order, all events
     drafts: Sequence[Row] = ()  # one per step of a run that drafted, in order
     mismatch: Sequence[Row] = ()  # one per step in which sampler and trainer were compared in full, in order
     alarms: Sequence[Row] = ()  # of the stability watch, in order
@@ -37,6 +40,15 @@ class RunData:
             value = value.get(key) if isinstance(value, Mapping) else None
         return default if value is None else value
 
+    @property
+    def longest_answer(self) -> str:
+        """What cuts an answer off, as the recipe says it."""
+        if after := self.setting("rollout.interrupt_after"):
+            return (
+                f"{after[1]} tokens of thinking and {self.setting('rollout.answer_tokens', '?')} behind them"
+            )
+        return f"{self.setting('rollout.max_tokens', '?')} tokens"
+
 
 def read_run(run: RunFolder) -> RunData:
     """Read what is there. Raises nothing for a run that is going on, was killed, or has damaged logs."""
@@ -48,6 +60,13 @@ def read_run(run: RunFolder) -> RunData:
         recipe = {}
         damage.append(f"{run.recipe.name} cannot be read: {error}.")
     evals = _rows(run.eval, damage)
+    sets = [row.get("set", MAIN_SET) for row in evals]
+    others = {
+        name: _by_step([row for row, has in zip(evals, sets, strict=True) if has == name])
+        for name in dict.fromkeys(sets)
+        if name != MAIN_SET
+    }
+    evals = [row for row, name in zip(evals, sets, strict=True) if name == MAIN_SET]
     splits = [row.get("split") for row in evals]
     wanted = recipe.get("eval", {}).get("split")
     split = wanted if wanted in splits or not splits else splits[0]
@@ -57,7 +76,9 @@ def read_run(run: RunFolder) -> RunData:
         recipe=recipe,
         metrics=_by_step(_rows(run.metrics, damage)),
         **_scores([row for row in evals if row.get("split") == split], recipe),
-        ledger=_by_step(_rows(run.ledger, damage)),
+        downstream={str(name): rows for name, rows in others.items() if rows},
+        forecasts=_by_step(_rows(run.forecast, damage)),
+        ledger=_rows(run.ledger, damage, checked),
         drafts=_by_step(_rows(run.drafts, damage)),
         mismatch=_by_step(_rows(Jsonl(run.path / "mismatch.jsonl"), damage)),
         alarms=[row for row in _rows(run.watch, damage) if number(row, "step") is not None],
@@ -77,10 +98,12 @@ def _scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
     return {"evals": _by_step(sampler), "exported": exact[-1] if exact and kind != "model" else None}
 
 
-def _rows(log: Jsonl, damage: list[str]) -> list[Row]:
+def _rows(
+    log: Jsonl, damage: list[str], read: Callable[[Jsonl], Iterator[Row]] = lambda log: log.rows()
+) -> list[Row]:
     """The rows up to the first broken line; a torn last line is the ordinary end of a killed run."""
     rows: list[Row] = []
-    iterator: Iterator[Row] = log.rows()
+    iterator = read(log)
     try:
         for row in iterator:
             if isinstance(row, dict):

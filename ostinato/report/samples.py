@@ -174,8 +174,10 @@ def _answer(row: Row, pieces: Pieces | None) -> tuple[dict[str, Any], int]:
 
 def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str, Any]:
     """Arrays of the first ``most`` tokens. Log-probabilities with three decimals, equal versions once,
-    experts as one flat list of layers x top_k per token."""
-    tokens, versions = turn["tokens"], turn["versions"]
+    experts as one flat list of layers x top_k per token; ``injected`` are the places of tokens that were put
+    in and not sampled, which have no log-probability and the version of the token before."""
+    tokens, injected = turn["tokens"], turn.get("injected") or []
+    put_in, versions = set(injected), _of_sampled(turn["versions"])
     packed = turn.get("experts")  # a list in runs of before routes were packed: not shown
     experts = routes_from_json(packed) if isinstance(packed, Mapping) else None
     return {
@@ -184,13 +186,25 @@ def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str
         "context": _clip(pieces.text(turn["context"])) if pieces else None,
         "tokens": tokens[:most],
         "pieces": pieces.split(tokens[:most]) if pieces else None,
-        "logprobs": [None if value is None else round(value, 3) for value in turn["logprobs"][:most]],
+        "logprobs": [
+            None if value is None or place in put_in else round(value, 3)
+            for place, value in enumerate(turn["logprobs"][:most])
+        ],
+        "injected": [place for place in injected if place < most],
         "versions": versions[:1] if len(set(versions)) == 1 else versions[:most],
         "experts": experts[:most].ravel().tolist() if experts is not None else None,
         "routing": list(experts.shape[1:]) if experts is not None else None,  # [moe_layers, top_k]
         "text": _clip(turn["text"]),
         "stop": turn["stop"],
     }
+
+
+def _of_sampled(versions: Sequence[int]) -> list[int]:
+    """-1, which stands at tokens that no policy sampled, becomes the version before it."""
+    told: list[int] = []
+    for version in versions:
+        told.append(told[-1] if version < 0 and told else version)
+    return told
 
 
 def _text(value: Any) -> str:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Course:
     places: np.ndarray  # [m] compute, see ``places``
     quantiles: np.ndarray | None  # [5, m] at 5, 25, 50, 75 and 95 %; None where the curve refutes the model
     told: bool  # False: not identified, so neither the median nor the half around it is shown
+    color: str = ""  # a CSS variable; by default the next of COLORS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,24 +119,39 @@ def places(compute: Sequence[np.ndarray], last: float, count: int = 64) -> np.nd
 
 
 def curve_chart(courses: Sequence[Course], unit: str, note: str) -> Chart:
-    """Scores and curves over compute; all courses have the same ``places``."""
+    """Scores and curves over compute; all courses have the same ``places``. Points are rings before the fit
+    window, dots in it, crosses after it, whatever their colour; of one course alone its ends are drawn."""
     alone = len(courses) == 1
     lines: list[Series] = []
-    for course, color in zip(courses, COLORS, strict=False):
+    chosen = dict.fromkeys(
+        course.color or color for course, color in zip(courses, cycle(COLORS), strict=False)
+    )
+    second = list(chosen)[1:]  # the curves of all but the first colour are dashed
+    for course, color in zip(courses, cycle(COLORS), strict=False):
+        color = course.color or color
         prefix = "" if alone else f"{course.name}, "
-        lines += _known(course, color, prefix)
+        lines += _known(course, color, prefix, dashed=color in second)
         lines += _measured(course, "--ink" if alone else color, prefix)
-    return _over(courses[0].places, unit, "curve", "Score over compute", note, lines)
+    edges = _window(courses[0]) if alone else []
+    return _over(courses[0].places, unit, "curve", "Score over compute", note, lines, edges=edges)
 
 
-def _known(course: Course, color: str, prefix: str) -> Iterator[Series]:
+def _window(course: Course) -> list[tuple[float, str]]:
+    """Where the fit begins, if anything is left out, and where it ends, if anything is drawn beyond."""
+    first, last = course.window
+    begins = [(first, "fitted from here")] if course.compute[0] < first else []
+    ends = [(last, "fitted up to here")] if last < course.places[-1] else []
+    return begins + ends
+
+
+def _known(course: Course, color: str, prefix: str, *, dashed: bool) -> Iterator[Series]:
     if course.quantiles is None:
         return
     low, lower, median, upper, high = (list(map(float, each)) for each in course.quantiles)
     nothing: Values = [None] * len(low)
     if course.told:
         label = f"{prefix}median, 90 %"
-        yield Series(label=label, values=list(median), color=color, low=[*low], high=[*high])
+        yield Series(label=label, values=list(median), color=color, low=[*low], high=[*high], dashed=dashed)
         yield Series(label=f"{prefix}50 %", values=nothing, color=color, low=[*lower], high=[*upper])
     else:
         yield Series(label=f"{prefix}90 %", values=nothing, color=color, low=[*low], high=[*high])
@@ -143,17 +160,17 @@ def _known(course: Course, color: str, prefix: str) -> Iterator[Series]:
 def _measured(course: Course, color: str, prefix: str) -> Iterator[Series]:
     first, last = course.window
     parts = (
-        ("left out", course.compute < first, "--grey"),
-        ("fitted", (first <= course.compute) & (course.compute <= last), color),
-        ("later", course.compute > last, "--orange" if not prefix else "--red"),
+        ("left out", course.compute < first, "--grey", "ring"),
+        ("fitted", (first <= course.compute) & (course.compute <= last), color, "dot"),
+        ("later", course.compute > last, "--orange" if not prefix else "--red", "cross"),
     )
     at = np.searchsorted(course.places, course.compute)
-    for label, which, shade in parts:
+    for label, which, shade, marker in parts:
         values: Values = [None] * len(course.places)
         for place, score in zip(at[which], course.score[which], strict=True):
             values[int(place)] = float(score)
         if which.any():
-            yield Series(label=f"{prefix}{label}", values=values, color=shade)
+            yield Series(label=f"{prefix}{label}", values=values, color=shade, marker=marker)
 
 
 def _over(
@@ -216,12 +233,12 @@ def slope_chart(courses: Sequence[Course], logits: Sequence[np.ndarray], A: floa
     """ln F = ln((R - R0) / (A - R)) of the evaluations ([n] for each course; NaN where there is none)."""
     at = courses[0].places
     lines = []
-    for course, values, color in zip(courses, logits, COLORS, strict=False):
+    for course, values, color in zip(courses, logits, cycle(COLORS), strict=False):
         shown: Values = [None] * len(at)
         for place, value in zip(np.searchsorted(at, course.compute), values, strict=True):
             shown[int(place)] = float(value) if math.isfinite(value) else None
         if any(value is not None for value in shown):
-            lines.append(Series(label=course.name, values=shown, color=color))
+            lines.append(Series(label=course.name, values=shown, color=course.color or color))
     note = f"ln((R - R0) / (A - R)) with A = {A:.3f} for both: lines over ln C, their slopes are B."
     return _over(at, unit, "slopes", "Slopes at an equal ceiling", note, lines)
 

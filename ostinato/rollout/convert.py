@@ -1,6 +1,7 @@
 """Group -> Samples: the turns of each trajectory merged into one sequence, token in, token out.
 
-Pure. Nothing is re-tokenised, re-computed or repaired: what the engine returned is what is trained on.
+Pure. Nothing is re-tokenised, re-computed or repaired: what the engine returned is what is trained on. Tokens
+that were put into an answer and not sampled (``Completion.injected``) are context.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def _sample(trajectory: Trajectory, advantage: float, group_index: int, uid: str
     for turn in trajectory.turns:
         said, context_len = turn.completion, len(turn.context)
         tokens += [turn.context, said.tokens]
-        masks += [np.zeros(context_len, bool), np.ones(len(said.tokens), bool)]
+        sampled = np.ones(len(said.tokens), bool) if said.injected is None else ~said.injected
+        masks += [np.zeros(context_len, bool), sampled]
         logprobs += [np.zeros(context_len, np.float32), said.logprobs]
         versions += [np.full(context_len, -1, np.int32), said.versions]
     loss_mask = np.concatenate(masks)

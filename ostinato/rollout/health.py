@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ostinato.rollout.play import FAILED, fault_name, verdicts
-from ostinato.types import Group, Stop, Trajectory
+from ostinato.types import Completion, Group, Stop, Trajectory
 
 
 def health(groups: Sequence[Group], *, solved_at: float = 1.0) -> dict[str, float]:
@@ -71,7 +71,8 @@ def solved_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float
 
 
 def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Sampled tokens per trajectory, all turns, failed ones left out; terminated ones ended by themselves."""
+    """Sampled tokens per trajectory, all turns, failed ones left out; terminated ones ended by themselves.
+    Beside them, how answers fared that were interrupted."""
     played = [trajectory for trajectory in trajectories if trajectory.stop not in FAILED]
     lengths = [sampled_tokens(trajectory) for trajectory in played]
     ended = [n for n, trajectory in zip(lengths, played, strict=True) if trajectory.stop is not Stop.LENGTH]
@@ -80,7 +81,29 @@ def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         **{f"completions/{name}_terminated_length": value for name, value in _spread(ended).items()},
         "completions/clipped_ratio": _mean([trajectory.stop is Stop.LENGTH for trajectory in played]),
         "turns/mean": _mean([len(trajectory.turns) for trajectory in played]),
+        **interruption_figures(played),
     }
+
+
+def interruption_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """``interrupt/rate``: share of answers (turns) that were told to answer. Where there are some:
+    ``answered``, the share of them that ended by themselves then, and ``answer_length``, the tokens that were
+    sampled behind the phrase."""
+    answers = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
+    told = [answer for answer in answers if answer.injected is not None]
+    rate = {"interrupt/rate": _mean([answer.injected is not None for answer in answers])}
+    if not told:
+        return rate
+    return {
+        **rate,
+        "interrupt/answered": _mean([answer.stop is not Stop.LENGTH for answer in told]),
+        "interrupt/answer_length": _mean([_behind_phrase(answer) for answer in told]),
+    }
+
+
+def _behind_phrase(answer: Completion) -> int:
+    assert answer.injected is not None
+    return int(np.argmax(answer.injected[::-1]))
 
 
 def counters(groups: Sequence[Group]) -> dict[str, float]:
@@ -97,6 +120,7 @@ def counters(groups: Sequence[Group]) -> dict[str, float]:
         "tokens/context": float(context),
         "tokens/prefilled": float(prefilled),
         "tokens/sampled": float(sum(map(sampled_tokens, trajectories))),
+        "tokens/injected": float(sum(map(injected_tokens, trajectories))),
         **{f"faults/{name}": float(count) for name, count in sorted(faults(trajectories).items())},
     }
 
@@ -133,16 +157,22 @@ def zero_variance(rewards: np.ndarray) -> bool:
 
 
 def sampled_tokens(trajectory: Trajectory) -> int:
-    """Tokens of all its answers."""
-    return sum(len(turn.completion.tokens) for turn in trajectory.turns)
+    """Tokens of all its answers, without those that were put into them."""
+    return sum(len(turn.completion.tokens) - turn.completion.num_injected for turn in trajectory.turns)
+
+
+def injected_tokens(trajectory: Trajectory) -> int:
+    """Tokens that were put into its answers and not sampled."""
+    return sum(turn.completion.num_injected for turn in trajectory.turns)
 
 
 def prefilled_tokens(trajectory: Trajectory) -> int:
-    """Tokens that the engine computed before answering: of each turn's whole context, what was not cached."""
+    """Tokens that the engine computed and did not sample: of each turn's whole context what was not cached,
+    and what was put into the answer."""
     computed, history = 0, 0
     for turn in trajectory.turns:
         history += len(turn.context)
-        computed += history - turn.completion.cached_tokens
+        computed += history - turn.completion.cached_tokens + turn.completion.num_injected
         history += len(turn.completion.tokens)
     return computed
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.protocols import Engine, Env, Grader
+from ostinato.rollout.interrupt import Interruption
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory, Turn
 
 FAILED = (Stop.ERROR, Stop.ABORT)  # ends after which a trajectory is neither graded nor trained on
@@ -58,6 +59,7 @@ class Stage:
     grader: Grader
     sampling: Sampling
     context_limit: int  # tokens of prompt, answers and replies together
+    interruption: Interruption | None = None  # of thinking; sampling.max_tokens is not used with one
     identity: str = ""  # of what samples and judges: stages that play other groups have another
 
     def __post_init__(self) -> None:
@@ -82,6 +84,7 @@ class Played:
     group: Group
     generated_at: float
     graded_at: float
+    spooled: bool = False  # by an earlier process, and read back
 
 
 async def play(
@@ -174,6 +177,7 @@ class _Episode:
         self._turns: list[Turn] = []
         self._stop, self._error = Stop.ABORT, ""
         self._history = np.zeros(0, np.int32)
+        self._begun: tuple[Request, Completion] | None = None  # the thought that ``request`` goes on with
         try:
             self._env = stage.env(prompt)
             context = self._env.start()
@@ -185,12 +189,16 @@ class _Episode:
     def trajectory(self) -> Trajectory:
         return Trajectory(turns=tuple(self._turns), stop=self._stop, seed=self._seed, error=self._error)
 
-    async def hear(self, completion: Completion) -> None:
-        """Take the answer to ``request``, and let the environment say what comes next."""
+    async def hear(self, said: Completion) -> None:
+        """Take the answer to ``request``: a whole one, then the environment says what comes next, or the
+        part before or behind an interruption."""
         assert self.request is not None
-        context = self.request.tokens[len(self._history) :]
+        asked, completion = self._whole(self.request, said)
+        if completion is None:
+            return
+        context = asked.tokens[len(self._history) :]
         self._turns.append(Turn(context=context, completion=completion))
-        self._history = np.concatenate([self.request.tokens, completion.tokens])
+        self._history = np.concatenate([asked.tokens, completion.tokens])
         self.request, self._stop = None, completion.stop
         if completion.stop is Stop.ERROR:
             return self._fail(f"{Fault.ENGINE}: {completion.error or 'no reason given'}")
@@ -203,11 +211,29 @@ class _Episode:
         if reply is not None:
             self._ask(reply)
 
+    def _whole(self, asked: Request, said: Completion) -> tuple[Request, Completion | None]:
+        """(what the turn asked first, its whole answer); the answer is None while a part is to come."""
+        interruption, stage = self._stage.interruption, self._stage
+        if interruption is None:
+            return asked, said
+        if self._begun is not None:
+            (first, thought), self._begun = self._begun, None
+            return first, interruption.joined(first, thought, asked, said)
+        again = interruption.second(asked, said, stage.sampling, stage.context_limit)
+        if again is None:
+            return asked, said
+        self._begun, self.request = (asked, said), again
+        return asked, None
+
     def _ask(self, context: Any) -> None:
         tokens = np.concatenate([self._history, np.asarray(context, np.int32)])
         room = self._stage.context_limit - len(tokens)
         if room > 0:
-            sampling = _within(self._stage.sampling, room)
+            sampling, interruption = self._stage.sampling, self._stage.interruption
+            most = min(sampling.max_tokens, room)
+            if interruption is not None:
+                most = interruption.first(self._seed, len(tokens), room)
+            sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
             self.request = Request(
                 tokens=tokens,
                 sampling=sampling,
@@ -261,12 +287,6 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _within(sampling: Sampling, room: int) -> Sampling:
-    if sampling.max_tokens <= room:
-        return sampling
-    return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
 
 
 def _finite(reward: Reward) -> Reward:

@@ -6,7 +6,8 @@
     forms     other laws, chosen by rolling-origin error
     posterior what is known of A, B, C_mid        checks     profile likelihood and bootstrap beside it
     gates     what may be said of a curve         drift      alarms after the fit
-    decide    go on, stop, undecided              compare    two runs
+    cut       where a fit begins                  decide     go on, stop, undecided
+    compare   two recipes, by seeds of each       ablation   leave-one-out
     plan      how long a pilot has to be          validate   back-test, calibration
 
 Plain arrays in, dataclasses out; numpy is all that is needed.

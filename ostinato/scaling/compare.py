@@ -1,11 +1,14 @@
-"""Two runs: whose ceiling is higher, whose score at a compute, and where one overtakes the other.
+"""Two recipes: whose ceiling is higher, whose score at a compute, and where one overtakes the other.
 
 Runs that differ by their seed alone end at different ceilings: three of the paper's lay within 0.015, and it
-takes 0.02 as the margin (arXiv 2510.13786, section 2.2). It is read as a 90 % interval of each run's A.
+takes 0.02 as the margin (arXiv 2510.13786, section 2.2). It is read as a 90 % interval of each run's A. Seeds
+of your own count beside it: their variance is estimated from both sides together, with the paper's three runs
+as two more degrees of freedom, and the mean of n seeds has the n-th part of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -18,36 +21,40 @@ from ostinato.scaling.posterior import Interval, Posterior, interval
 from ostinato.scaling.series import require_comparable
 
 FLOOR = 0.02
+FLOOR_FREEDOM = 2  # of the floor: it comes from three runs
 Z90 = NormalDist().inv_cdf(0.95)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedA:
-    """Both refitted with the mean of their A: slopes compare at an equal ceiling only (appendix A.6)."""
+    """All refitted with the mean of their A: slopes compare at an equal ceiling only (appendix A.6)."""
 
     A: float
-    B: tuple[float, float]
+    B: tuple[float, float]  # means of the sides
     apart: float  # |A1 - A2| of their own fits; beyond the floor the refit says little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What may be said of two runs. Probabilities are None where one of them is not identified."""
+    """What may be said of two sides. Probabilities are None where one of their runs is not identified."""
 
     names: tuple[str, str]
-    assessments: tuple[Assessment, Assessment]
+    seeds: tuple[int, int]
+    assessments: tuple[tuple[Assessment, ...], tuple[Assessment, ...]]  # of each run
+    between: float  # 90 % half-width of A from seed to seed, median of what is known of it
     higher_A: float | None  # P(A1 > A2)
+    difference: Interval | None  # A1 - A2, 90 %
     at: float | None
     higher_score: float | None  # P(R1(at) > R2(at))
-    crosses: float | None  # P(the curves cross, from where both have been measured on)
+    crosses: float | None  # P(the curves cross, from where all have been measured on)
     crossover: Interval | None  # compute of the last crossing, given that they do
     shared: SharedA
     reason: str
 
 
 def compare(
-    one: Posterior,
-    other: Posterior,
+    one: Posterior | Sequence[Posterior],
+    other: Posterior | Sequence[Posterior],
     *,
     at: float | None = None,
     floor: float = FLOOR,
@@ -55,57 +62,103 @@ def compare(
     reach: float = 100.0,
     seed: int = 0,
 ) -> Comparison:
-    """Compare two runs on the same axis and held-out set; ``floor`` is the 90 % half-width of A from run to
-    run (0 for none, or that of your own seeds).
+    """Compare two recipes by one run or several seeds of each, on the same axis and held-out set.
 
-    Crossings are looked for from where both have been measured to ``reach`` times the longer run. Raises
+    ``floor`` is the 90 % half-width of A from seed to seed (0: unknown with seeds of your own, none without).
+    Crossings are looked for from where all have been measured to ``reach`` times the longest run. Raises
     ValueError for runs that do not compare.
     """
-    require_comparable(one.series, other.series)
-    assessments = (assess(one, bars), assess(other, bars))
+    sides = tuple([side] if isinstance(side, Posterior) else list(side) for side in (one, other))
+    runs = [*sides[0], *sides[1]]
+    require_comparable(*(known.series for known in runs))
+    found = [[assess(known, bars) for known in side] for side in sides]
     refused = [
-        f"{known.series.name} is not identified: {found.reason}"
-        for known, found in zip((one, other), assessments, strict=True)
-        if found.standing is Standing.NOT_IDENTIFIED
+        f"{known.series.name} is not identified: {what.reason}"
+        for known, what in zip(runs, [*found[0], *found[1]], strict=True)
+        if what.standing is Standing.NOT_IDENTIFIED
     ]
-    rng = np.random.default_rng(seed)
-    n = min(len(one.A), len(other.A))
-    shifts = rng.standard_normal((2, n)) * floor / Z90
-    pairs = tuple(
-        (known.R0[:n], np.maximum(known.A[:n] + shift, known.R0[:n]), known.B[:n], known.C_mid[:n])
-        for known, shift in zip((one, other), shifts, strict=True)
-    )
-    told = not refused
-    low = max(float(known.series.compute[0]) for known in (one, other))
-    high = reach * max(float(known.series.compute[-1]) for known in (one, other))
-    crossing = last_crossing(pairs[0], pairs[1], low, high) if told else np.empty(0)
+    told, rng = not refused, np.random.default_rng(seed)
+    n = min(len(known.A) for known in runs)
+    sd = between_seeds(sides, floor, n, rng)
+    drawn = tuple([_of_another_seed(known, sd, rng) for known in side] for side in sides)
+    A = [np.mean([draws[1] for draws in side], axis=0) for side in drawn]
+    low = max(float(known.series.compute[0]) for known in runs)
+    high = reach * max(float(known.series.compute[-1]) for known in runs)
+    crossing = last_crossing(drawn[0], drawn[1], low, high) if told else np.empty(0)
     crossed = crossing[np.isfinite(crossing)]
     return Comparison(
-        names=(one.series.name, other.series.name),
-        assessments=assessments,
-        higher_A=float(np.mean(pairs[0][1] > pairs[1][1])) if told else None,
+        names=(_name(sides[0]), _name(sides[1])),
+        seeds=(len(sides[0]), len(sides[1])),
+        assessments=(tuple(found[0]), tuple(found[1])),
+        between=float(Z90 * np.median(sd)),
+        higher_A=float(np.mean(A[0] > A[1])) if told else None,
+        difference=interval(A[0] - A[1]) if told else None,
         at=at,
-        higher_score=_higher(pairs, at) if told and at is not None else None,
+        higher_score=_higher(drawn, at) if told and at is not None else None,
         crosses=len(crossed) / n if told else None,
         crossover=interval(crossed) if len(crossed) else None,
-        shared=shared_A(one, other),
+        shared=shared_A(*sides),
         reason="; ".join(refused),
     )
+
+
+def _name(side: Sequence[Posterior]) -> str:
+    return " + ".join(known.series.name for known in side)
 
 
 Draws = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # R0, A, B, C_mid
 
 
-def _higher(pairs: tuple[Draws, ...], at: float) -> float:
-    scores = [curve.score(at, *draws) for draws in pairs]
-    return float(np.mean(scores[0] > scores[1]))
+def between_seeds(
+    sides: Sequence[Sequence[Posterior]], floor: float, draws: int, rng: np.random.Generator
+) -> np.ndarray:
+    """[draws] standard deviations of A from seed to seed.
+
+    Without repeated seeds that of the floor. Else draws of a scaled inverse chi-squared: sums of squares
+    around the mean of each side, less what the runs' own intervals explain, and the floor's with its 2
+    degrees.
+    """
+    freedom = sum(len(side) - 1 for side in sides)
+    if not freedom:
+        return np.full(draws, floor / Z90)
+    squares = 0.0
+    for side in sides:
+        A = np.array([np.median(known.A) for known in side])
+        explained = sum(float(known.A.var()) for known in side) * (len(side) - 1) / len(side)
+        squares += max(0.0, float(((A - A.mean()) ** 2).sum()) - explained)
+    prior = FLOOR_FREEDOM if floor else 0
+    return np.sqrt((prior * (floor / Z90) ** 2 + squares) / rng.chisquare(prior + freedom, draws))
 
 
-def last_crossing(one: Draws, other: Draws, low: float, high: float, cells: int = 200) -> np.ndarray:
-    """[N]: the largest C in (low, high) at which two curves cross, NaN where they do not; to within a cell of
-    ln C, in which the difference of scores is taken as linear."""
+def _of_another_seed(known: Posterior, sd: np.ndarray, rng: np.random.Generator) -> Draws:
+    """Draws of the curve that another seed would have had: A is shifted.
+
+    In an order of their own: posteriors drawn with one seed go up and down together, and a difference of
+    two would look better known than it is.
+    """
+    order = rng.permutation(len(sd))
+    R0, A, B, C_mid = (draws[order] for draws in (known.R0, known.A, known.B, known.C_mid))
+    return R0, np.clip(A + sd * rng.standard_normal(len(sd)), R0, 1.0), B, C_mid
+
+
+def _score(C: float | np.ndarray, side: Sequence[Draws]) -> np.ndarray:
+    """[N, ...]: the mean curve of the seeds of one side."""
+    return np.mean([curve.score(C, *draws) for draws in side], axis=0)
+
+
+def _higher(sides: Sequence[Sequence[Draws]], at: float) -> float:
+    first, second = (_score(at, side) for side in sides)
+    return float(np.mean(first > second))
+
+
+def last_crossing(
+    one: Sequence[Draws], other: Sequence[Draws], low: float, high: float, cells: int = 200
+) -> np.ndarray:
+    """[N]: the largest C in (low, high) at which the mean curves of two sides cross, NaN where they do not;
+    to within a cell of ln C, in which the difference of scores is taken as linear."""
     log_C = np.linspace(np.log(low), np.log(high), cells + 1)
-    first, second = (curve.score(np.exp(log_C), *(x[:, None] for x in draws)) for draws in (one, other))
+    columns = [[tuple(x[:, None] for x in draws) for draws in side] for side in (one, other)]
+    first, second = (_score(np.exp(log_C), side) for side in columns)  # pyright: ignore[reportArgumentType]
     gap = first - second
     changes = np.sign(gap[:, :-1]) * np.sign(gap[:, 1:]) < 0
     last = cells - 1 - np.argmax(changes[:, ::-1], axis=1)
@@ -116,9 +169,10 @@ def last_crossing(one: Draws, other: Draws, low: float, high: float, cells: int 
     return np.exp(at)
 
 
-def shared_A(one: Posterior, other: Posterior) -> SharedA:
+def shared_A(one: Sequence[Posterior], other: Sequence[Posterior]) -> SharedA:
     """The paper's comparison of slopes."""
-    A = [known.fit.curve.A for known in (one, other)]
-    mean = max(sum(A) / 2, one.series.R0, other.series.R0)
-    B = tuple(fit(known.series, A=mean).curve.B for known in (one, other))
+    sides = (one, other)
+    A = [float(np.mean([known.fit.curve.A for known in side])) for side in sides]
+    mean = max(sum(A) / 2, *(known.series.R0 for side in sides for known in side))
+    B = [float(np.mean([fit(known.series, A=mean).curve.B for known in side])) for side in sides]
     return SharedA(A=mean, B=(B[0], B[1]), apart=abs(A[0] - A[1]))

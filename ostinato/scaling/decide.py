@@ -14,8 +14,8 @@ from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A score to come. ``point`` is None where the curve is not identified, ``score`` too where the curve
-    refutes the model; ``measured`` is the interval for one evaluation, noise and all."""
+    """A score to come. ``point`` is None where the curve is not identified, ``score`` too where there
+    is none; ``measured`` is the interval for one evaluation, noise and all."""
 
     compute: float
     point: float | None
@@ -27,7 +27,7 @@ class Forecast:
 def forecast(known: Posterior, C: float, bars: Bars = BARS) -> Forecast:
     """R(C), as far as it may be told."""
     assessment = assess(known, bars)
-    if assessment.refuted:
+    if assessment.silent:
         return Forecast(compute=C, point=None, score=None, measured=None, assessment=assessment)
     score, measured = interval(known.score(C)), interval(known.measured(np.array([C]))[:, 0])
     if assessment.standing is Standing.NOT_IDENTIFIED:
@@ -77,7 +77,7 @@ class Decision:
 
     action: Action
     reason: str
-    gain: Interval | None  # 80 %: of R(budget) - R(now); None where the curve refutes the model
+    gain: Interval | None  # 80 %: of R(budget) - R(now); None where there is no curve
     settled: float | None
     assessment: Assessment
 
@@ -104,10 +104,10 @@ def decide(known: Posterior, terms: Terms, bars: Bars = BARS, *, settle: bool = 
             f"budget is {terms.budget:g} and {now:g} of it are spent; use the compute of the whole run"
         )
     assessment = assess(known, bars)
-    gain = None if assessment.refuted else _gain(known, terms)
+    gain = None if assessment.silent else _gain(known, terms)
     action = _action(known, assessment, terms)
     settled = None
-    if action is Action.UNDECIDED and settle and not assessment.refuted:
+    if action is Action.UNDECIDED and settle and not assessment.silent:
         settled = settling(known, terms, bars)
     return Decision(
         action=action,
@@ -139,7 +139,7 @@ def _reason(action: Action, assessment: Assessment, gain: Interval | None, settl
         start = assessment.reason
     else:
         start = f"the rest of the budget brings {gain.low:.3f} to {gain.high:.3f} (80 %)"
-    if action is not Action.UNDECIDED or assessment.refuted:
+    if action is not Action.UNDECIDED or assessment.silent:
         return start
     until = f"until compute {settled:.4g}" if settled is not None else "but the budget may not settle it"
     return f"{start}; measure on, {until}"

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ostinato.scaling.curve import Sigmoid, share
-from ostinato.scaling.noise import whiten
+from ostinato.scaling.noise import PARAMETERS, whiten
 from ostinato.scaling.series import Series
 
-PARAMETERS = 3  # A, B, C_mid
 B_RANGE = (0.3, 8.0)
 REACH = 20.0  # C_mid is sought from C_min / REACH to REACH x C_max
 

@@ -11,10 +11,14 @@ import numpy as np
 
 from ostinato.scaling.curve import share
 from ostinato.scaling.fit import B_RANGE, REACH, fit
+from ostinato.scaling.posterior import posterior
 from ostinato.scaling.series import Series
+
+ORIGINS = (0.5, 0.6, 0.7, 0.8)  # shares of the evaluations after which the rest is foretold
 
 
 class Form(StrEnum):
+    POSTERIOR = "sigmoid-posterior"  # the median of the posterior: what our forecasts are by
     SIGMOID = "sigmoid"  # R0 + (A - R0) S(C): three parameters, R0 measured
     SIGMOID_FREE_R0 = "sigmoid-free-R0"  # four
     POWER = "power-law"  # A - D / C^B, A at most 1
@@ -39,6 +43,8 @@ def fit_form(series: Series, form: Form) -> Law:
     if len(series) < (needed := 4 if form is Form.SIGMOID_FREE_R0 else 3):
         raise ValueError(f"{series.name} has {len(series)} evaluations; the form {form} needs {needed}")
     match form:
+        case Form.POSTERIOR:
+            parameters, score = _posterior(series)
         case Form.SIGMOID:
             parameters, score = _sigmoid(series)
         case Form.SIGMOID_FREE_R0:
@@ -52,6 +58,12 @@ def fit_form(series: Series, form: Form) -> Law:
 
 
 Fitted = tuple[dict[str, float], Callable[[np.ndarray], np.ndarray]]
+
+
+def _posterior(series: Series) -> Fitted:
+    known = posterior(series, draws=1024, cells=(24, 48))
+    medians = {name: float(np.median(getattr(known, name))) for name in ("A", "B", "C_mid")}
+    return medians, lambda at: np.median(known.score(at), axis=0)
 
 
 def _sigmoid(series: Series) -> Fitted:
@@ -146,30 +158,46 @@ class Choice:
 
     form: Form
     error: float  # rolling-origin RMSE; infinite without a fit
+    by_origin: tuple[
+        float | None, ...
+    ]  # RMSE from each of ORIGINS; None with fewer than 5 evaluations before
     law: Law | None
     reason: str = ""
 
 
 def choose(series: Series, forms: Sequence[Form] = tuple(Form)) -> list[Choice]:
-    """All forms, the one with the smallest rolling-origin error first."""
+    """All forms, the one with the smallest rolling-origin error first.
+
+    Of one series after another, the order says which law foretold best; of a short one it mostly says that
+    the first origins lie below 2 C_mid, where least squares takes the ceiling of a sigmoid to 1.
+    """
     return sorted((_choice(series, form) for form in forms), key=lambda choice: choice.error)
 
 
 def _choice(series: Series, form: Form) -> Choice:
     try:
-        return Choice(form=form, error=rolling_error(series, form), law=fit_form(series, form))
+        by_origin = tuple(_error_from(series, form, origin) for origin in ORIGINS)
+        law = fit_form(series, form)
     except ValueError as error:
-        return Choice(form=form, error=math.inf, law=None, reason=str(error))
+        return Choice(form=form, error=math.inf, by_origin=(), law=None, reason=str(error))
+    return Choice(form=form, error=_together(by_origin), by_origin=by_origin, law=law)
 
 
-def rolling_error(series: Series, form: Form, origins: Sequence[float] = (0.5, 0.6, 0.7, 0.8)) -> float:
+def rolling_error(series: Series, form: Form, origins: Sequence[float] = ORIGINS) -> float:
     """Root mean square, over origins, of the mean-square error on all that comes after an origin, by a law
     fitted to what comes before; origins are shares of the evaluations. Infinite where too few remain."""
-    errors = []
-    for origin in origins:
-        cut = round(origin * len(series))
-        if cut < 5 or cut >= len(series):
-            continue
-        law = fit_form(series.take(slice(cut)), form)
-        errors.append(np.mean((series.score[cut:] - law.score(series.compute[cut:])) ** 2))
-    return math.sqrt(np.mean(errors)) if errors else math.inf
+    return _together([_error_from(series, form, origin) for origin in origins])
+
+
+def _together(errors: Sequence[float | None]) -> float:
+    squares = [error**2 for error in errors if error is not None]
+    return math.sqrt(sum(squares) / len(squares)) if squares else math.inf
+
+
+def _error_from(series: Series, form: Form, origin: float) -> float | None:
+    """RMSE of all that comes after the origin; None where fewer than 5 evaluations come before it."""
+    cut = round(origin * len(series))
+    if cut < 5 or cut >= len(series):
+        return None
+    law = fit_form(series.take(slice(cut)), form)
+    return math.sqrt(np.mean((series.score[cut:] - law.score(series.compute[cut:])) ** 2))

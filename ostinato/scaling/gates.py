@@ -44,7 +44,10 @@ REFUSALS = {
     Flag.FEW: f"fewer than {FEWEST} evaluations do not carry three parameters; measure more",
     Flag.NO_GAIN: "the scores have not risen beyond their noise; there is no curve yet",
 }
-REFUTING = frozenset({Flag.FALLING, Flag.TAIL})  # the model itself: not even its interval is told
+REFUTING = frozenset({Flag.FALLING, Flag.TAIL})  # the model itself
+SILENCING = frozenset(
+    REFUSALS
+)  # not even an interval is told: it would be that of a wrong model, or the prior's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ BARS = Bars()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
     """``reason`` is one sentence for a person. ``A`` has no median where the curve is not identified, and is
-    None where it refutes the model."""
+    None where there is no curve: see ``silent``."""
 
     standing: Standing
     reason: str
@@ -72,8 +75,14 @@ class Assessment:
     A: Interval | None
 
     @property
-    def refuted(self) -> bool:
+    def silent(self) -> bool:
+        """No number may be told: the curve refutes the model, or has not begun to show."""
         return self.A is None
+
+    @property
+    def refuted(self) -> bool:
+        """It falls, or has fallen from what it had reached."""
+        return not REFUTING.isdisjoint(self.flags)
 
 
 def assess(known: Posterior, bars: Bars = BARS) -> Assessment:
@@ -82,7 +91,7 @@ def assess(known: Posterior, bars: Bars = BARS) -> Assessment:
     ratio = float(np.median(known.series.compute[-1] / known.C_mid))
     A: Interval | None = interval(known.A)
     standing, reason = _standing(flags, ratio, A.width, bars)
-    if not REFUTING.isdisjoint(flags):
+    if not SILENCING.isdisjoint(flags):
         A = None
     elif standing is Standing.NOT_IDENTIFIED:
         A = A.ends()

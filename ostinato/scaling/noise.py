@@ -12,18 +12,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ostinato.scaling.normal import student_90
+
+PARAMETERS = 3  # of the curve that residuals are left by
+Z_90 = 1.6448536269514722  # what student_90 becomes for many degrees of freedom
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
     """How noisy evaluations are taken to be, in units of the score (0 to 1).
 
     The standard deviation of one is the largest of ``floor``, ``factor`` times that of the residuals, and
-    its standard error where it came with one.
+    its standard error where it came with one. ``few`` widens the first two by Student's t over the normal
+    quantile, n - 3 degrees of freedom: five evaluations tell less of their own noise than fifty.
     """
 
     rho: float  # of neighbours
     floor: float
     factor: float
+    few: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rho < 1:
@@ -35,13 +42,14 @@ class Noise:
 
     def sd(self, residual_sd: float, stderr: np.ndarray | None, n: int) -> np.ndarray:
         """[n] standard deviations."""
-        least = np.full(n, max(self.floor, self.factor * residual_sd))
+        wider = student_90(max(1, n - PARAMETERS)) / Z_90 if self.few else 1.0
+        least = np.full(n, wider * max(self.floor, self.factor * residual_sd))
         return least if stderr is None else np.maximum(least, stderr)
 
 
 # For intervals: larger than the noise of real runs. Real curves are not quite sigmoids either, and with this
 # the 90 % intervals of published ones held (`ostinato bench scaling`); with independent noise they did not.
-CONSERVATIVE = Noise(rho=0.6, floor=0.006, factor=1.3)
+CONSERVATIVE = Noise(rho=0.6, floor=0.006, factor=1.3, few=True)
 
 # For alarms, which the above would make deaf: what was measured around published curves (sd 0.003 to 0.005,
 # correlation of neighbours 0.23 on average, up to 0.54).

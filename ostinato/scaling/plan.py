@@ -49,7 +49,7 @@ def futures(
     more = max(1, math.floor((last - before.compute[-1]) / step + 1e-9))
     C = before.compute[-1] + step * np.arange(1, more + 1)
     chosen = np.linspace(0, len(known.A) - 1, count).astype(int)
-    scores = np.clip(known.measured(C, seed=seed)[chosen], 0, 1)
+    scores = known.measured(C, seed=seed)[chosen]
     stderr = None if before.stderr is None else np.append(before.stderr, np.full(more, before.stderr[-1]))
     return [
         replace(

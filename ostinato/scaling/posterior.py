@@ -82,10 +82,11 @@ class Posterior:
         return R if np.ndim(C) else R[:, 0]
 
     def measured(self, C: np.ndarray, seed: int = 0) -> np.ndarray:
-        """[N, m]: evaluations at C, one after the other, as they would be measured: with noise."""
+        """[N, m]: evaluations at C, one after the other, as they would be measured: with noise, in [0, 1]."""
         rng = np.random.default_rng(seed)
         sd = float(np.median(self.sd))
-        return self.score(np.asarray(C)) + simulate(rng, len(self.A), len(C), sd, self.noise.rho)
+        noise = simulate(rng, len(self.A), len(C), sd, self.noise.rho)
+        return np.clip(self.score(np.asarray(C)) + noise, 0, 1)
 
     def compute_for(self, T: float) -> np.ndarray:
         """[N]: C with R(C) = T; infinite for draws with A <= T."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -12,18 +12,20 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.ledger import read, spent
 from ostinato.run import RunFolder
 
 
 class Axis(StrEnum):
     """What compute is counted in."""
 
-    GPU_HOURS = "gpu-hours"
+    GPU_HOURS = "gpu-hours"  # devices times wall clock, idle ones too
     HOURS = "hours"  # of wall clock
     FLOPS = "flops"
     TOKENS = "tokens"  # sampled
     STEPS = "steps"
-    MONEY = "money"
+    MONEY = "money"  # the price of these GPU-hours
+    JOULES = "joules"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -222,64 +224,66 @@ def read_run(
     metric: str = "pass@1",
     low: float = 0.0,
     high: float = 1.0,
+    compute: Callable[[Mapping[str, Any]], float] | None = None,
 ) -> Series:
-    """The evaluations of one of our runs, by the compute that its ledger adds up.
+    """The evaluations of one of our runs on the set ``split``, by the compute that its ledger adds up, or
+    that ``compute`` reads from their rows.
 
-    Compute is that of training steps; evaluation is not in it. The error of a score is the largest that a
-    mean of so many answers to the same prompts can have, sqrt(R (1 - R) / draws). Raises ValueError for a run
-    without the split, the axis or a score before training.
+    Compute is that of training; evaluation is not in it. The error of a score is that of these prompts, from
+    the spread of their answers; where eval.jsonl does not have it, the largest that a mean of so many answers
+    can have, sqrt(R (1 - R) / draws). Raises ValueError in words for a run without the set, the axis or a
+    score before training, for a damaged ledger, and where the set changed during the run.
     """
     run = RunFolder.open(folder)
-    rows = [row for row in run.eval.rows() if row["split"] == split]
+    rows = [row for row in run.eval.rows() if row.get("set", row["split"]) == split]
+    rows = [row for row in rows if row.get("weights") == rows[0].get("weights")]  # the run's own sampler
     if not rows:
         raise ValueError(f"run {folder.name} has no evaluation of split {split!r}; name one of eval.jsonl")
-    spent = _spent(run.ledger.rows(), axis, folder)
+    steps = [row["step"] for row in rows]
+    spent_by_then = _compute(run, axis, steps) if compute is None else [compute(row) for row in rows]
     for row in rows:
-        if row["step"] not in spent:
-            raise ValueError(
-                f"run {folder.name} was evaluated after step {row['step']}, which its ledger lacks"
-            )
         if row.get(metric) is None:
             raise ValueError(f"run {folder.name} has no {metric} at step {row['step']}; use another metric")
+        if row.get("held_out") != rows[0].get("held_out"):
+            raise ValueError(
+                f"run {folder.name} was scored on another {split} set at step {row['step']} than before; "
+                "scores of different held-out sets do not compare"
+            )
     return series(
         folder.name,
-        [spent[row["step"]] for row in rows],
+        spent_by_then,
         [row[metric] for row in rows],
-        stderr=[(high - low) * _stderr(row, metric, low, high) for row in rows],
+        stderr=[_stderr(row, metric, low, high) for row in rows],
         axis=axis,
-        held_out=f"{split}, {rows[0]['n'] + rows[0].get('excluded', 0)} prompts",
+        held_out=rows[0].get("held_out") or f"{split}, {rows[0]['n'] + rows[0].get('excluded', 0)} prompts",
         low=low,
         high=high,
     )
 
 
+def _compute(run: RunFolder, axis: Axis, steps: Sequence[int]) -> list[float]:
+    """Up to the end of each of the steps."""
+    if axis is Axis.STEPS:
+        return [float(step) for step in steps]
+    name = run.path.name
+    try:
+        upto = spent(read(run), axis)
+    except ValueError as error:
+        raise ValueError(f"run {name}: {error}") from None
+    for step in steps:
+        if step not in upto:
+            raise ValueError(f"run {name} was evaluated after step {step}, which its ledger lacks")
+    return [upto[step] for step in steps]
+
+
+ANSWER_ERRORS = {"pass@1": "answer_stderr", "reward": "reward_answer_stderr"}
+
+
 def _stderr(row: Mapping[str, Any], metric: str, low: float, high: float) -> float:
+    """Of one evaluation, in the units of its metric."""
     draws = row["n"] * (1 if metric == "pass@k" else row.get("samples", 1))
+    if (told := row.get(ANSWER_ERRORS.get(metric, ""))) is not None:
+        return max(told, (high - low) / (draws + 2))  # where all answers agree, one may yet err
     R = (row[metric] - low) / (high - low)
     R = (R * draws + 1) / (draws + 2)  # Laplace's rule: an evaluation with all answers right may yet err
-    return math.sqrt(max(0.0, R * (1 - R)) / max(1, draws))
-
-
-def _spent(rows: Iterable[Mapping[str, Any]], axis: Axis, folder: Path) -> dict[int, float]:
-    """Compute up to the end of each step; 0 before the first."""
-    spent, total = {0: 0.0}, 0.0
-    for row in rows:
-        try:
-            total = float(row["step"]) if axis is Axis.STEPS else total + _cost(row, axis)
-        except KeyError:
-            raise ValueError(f"the ledger of run {folder.name} has no {axis}; use steps or hours") from None
-        spent[row["step"]] = total
-    return spent
-
-
-def _cost(row: Mapping[str, Any], axis: Axis) -> float:
-    """Of one step. KeyError where its row of the ledger does not say."""
-    match axis:
-        case Axis.HOURS:
-            return row["wall_s"] / 3600
-        case Axis.TOKENS:
-            return row["tokens"]["sampled"]
-        case Axis.FLOPS:
-            return row["flops"]["useful"] + row["flops"]["wasted"]
-        case _:
-            return row[axis]
+    return (high - low) * math.sqrt(max(0.0, R * (1 - R)) / max(1, draws))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.decide import Action, Terms, decide
 from ostinato.scaling.gates import FEWEST, Standing, assess
 from ostinato.scaling.noise import CONSERVATIVE, Noise
 from ostinato.scaling.plan import simulated
@@ -129,7 +131,7 @@ def calibrate(
     curves: int = 500,
     *,
     noise: Noise = CONSERVATIVE,
-    truth: Sigmoid = SCALERL,
+    truths: Sequence[Sigmoid] = (SCALERL,),
     ratios: Sequence[float] = (1.5, 2.0, 3.0, 4.0, 5.0),
     evaluations: int = 20,
     sd: float = 0.0042,
@@ -138,11 +140,13 @@ def calibrate(
     seed: int = 0,
 ) -> Calibration:
     """Simulated curves with AR(1) noise, each cut at one of the ``ratios`` of C_mid and forecast ``beyond``
-    times further. With the noise that they were made with (and factor 0) a right posterior covers 90 %."""
+    times further; ``truths`` and ratios take turns. With the noise that they were made with (and factor 0) a
+    right posterior covers 90 %."""
     hits: dict[float, list[bool]] = {ratio: [] for ratio in ratios}
     widths = []
     for number in range(curves):
         ratio = ratios[number % len(ratios)]
+        truth = truths[number // len(ratios) % len(truths)]
         C = np.linspace(0, ratio * truth.C_mid, evaluations + 1)[1:]
         known = posterior(
             simulated(truth, C, sd=sd, rho=rho, seed=seed + number), noise=noise, draws=1024, cells=(32, 64)
@@ -156,3 +160,32 @@ def calibrate(
         median_width=float(np.median(widths)),
         by_ratio=tuple((ratio, float(np.mean(each))) for ratio, each in hits.items() if each),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """Of simulated runs whose budget was undecided: how many were told a compute that would settle it, and
+    the share of those that were then decided there. Three in four are promised (``decide.settling``)."""
+
+    undecided: int
+    told: int
+    kept: float
+
+
+def settlement(
+    runs: int = 60, *, truth: Sigmoid = SCALERL, sd: float = 0.0042, rho: float = 0.45
+) -> Settlement:
+    """Runs of 20 evaluations that end at 1.5 to 5 C_mid, with 1.5 to 8 times as much to spend and least gains
+    of 0.005 to 0.03: the undecided ones are continued on their own curve."""
+    rng, undecided, kept = np.random.default_rng(0), 0, []
+    for number in range(runs):
+        last = rng.uniform(1.5, 5) * truth.C_mid
+        C = np.arange(1, 20 * rng.uniform(1.5, 8)) * last / 20
+        whole = simulated(truth, C, sd=sd, rho=rho, seed=number)
+        terms = Terms(budget=1.001 * C[-1], min_gain=float(rng.choice([0.005, 0.01, 0.02, 0.03])))
+        found = decide(posterior(whole.between(last=1.001 * last)), terms)
+        undecided += found.action is Action.UNDECIDED
+        if found.settled is not None:
+            later = posterior(whole.between(last=1.001 * found.settled))
+            kept.append(decide(later, terms, settle=False).action is not Action.UNDECIDED)
+    return Settlement(undecided=undecided, told=len(kept), kept=float(np.mean(kept)) if kept else math.nan)

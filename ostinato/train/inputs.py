@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.algo.routing import sequence_spans
+from ostinato.model.flops import Work
 from ostinato.types import Microbatch, Segment
 
 
@@ -33,6 +34,11 @@ class Inputs:
     routing: Tensor | None  # the same where they are replayed
     old: Tensor | None = None  # [R] fp32
     counts: Tensor | None = None  # [3, T], gate.row_counts
+
+    @property
+    def work(self) -> Work:
+        """What one forward has to go through."""
+        return Work.packed(self.segments, len(self.rows))
 
 
 def otherwise_packed(part: Inputs) -> Iterator[Inputs]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ostinato.algo.mismatch import DIRECTION, arm, pearson, routers
 from ostinato.algo.routing import sequence_spans
 from ostinato.model.config import MoEConfig
+from ostinato.model.flops import Work
 from ostinato.model.moe import margins
 from ostinato.model.ops import Ops
 from ostinato.train.gate import coverage
@@ -29,6 +30,7 @@ class Scored:
     """One microbatch, scored by the trainer in up to three ways; log-probabilities [R] of its targets."""
 
     source: Microbatch
+    work: Work  # of the passes
     native: np.ndarray
     replay: np.ndarray | None = None
     floor: np.ndarray | None = None

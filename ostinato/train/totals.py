@@ -24,6 +24,14 @@ class Totals:
     unjudged: list[tuple[Inputs, Tensor]] = field(default_factory=list)  # with gate.row_counts
     judged: list[tuple[Inputs, Tensor]] = field(default_factory=list)
     steps_taken: int = 0
+    extra_flops: float = 0.0  # of forwards for old log-probabilities, the reference and the gate
+    repeated_flops: float = 0.0  # of what went forward and backward again: that of its forward
+
+    def passes(self, forward: float) -> dict[str, float]:
+        """What was run beside training's own pass, in units of the ``forward`` FLOPs of the batch:
+        passes/extra only forward, passes/repeated also backward, to name the samples of a refused step."""
+        repeated = {"passes/repeated": self.repeated_flops / forward} if self.repeated_flops else {}
+        return {"passes/extra": self.extra_flops / forward} | repeated
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
         """The loss, the mismatch, and stats as means over the ``num_tokens`` of the step."""
@@ -36,9 +44,12 @@ class Totals:
         return {"loss": torch.stack(self.loss).sum().item(), **means, **measured}
 
 
-def staleness(batch: Batch) -> dict[str, float]:
-    """Policy versions between sampling and training, over tokens."""
-    ages = np.concatenate([microbatch.staleness for microbatch in batch.microbatches])
+def staleness(batch: Batch, deals: int = 1) -> dict[str, float]:
+    """Optimizer steps between sampling and training, over tokens: ``deals`` for every policy version, and
+    minibatch n (microbatches n, n + ``deals``, ...) comes n steps later than the first."""
+    ages = np.concatenate(
+        [deals * microbatch.staleness + n % deals for n, microbatch in enumerate(batch.microbatches)]
+    )
     return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
 
 

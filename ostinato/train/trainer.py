@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
@@ -41,6 +41,7 @@ from ostinato.algo.mismatch import Decision, decide
 from ostinato.algo.offpolicy import importance_weights, mismatch
 from ostinato.algo.routing import THRESHOLD
 from ostinato.model.decoder import Decoder
+from ostinato.model.flops import FlopModel, Work
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
@@ -131,6 +132,7 @@ class PolicyTrainer:
         self._steps = 0  # calls of step(): what the schedule reads
         self._refused_in_a_row = 0
         self._num_rows = 0
+        self._flops = FlopModel.of(decoder.config, adapters.spec if adapters else None)
         self._missing = ""  # what was said last of experts that a batch should have carried
 
     def adapters(self) -> Adapters | None:
@@ -144,7 +146,8 @@ class PolicyTrainer:
         Metrics are means over trained tokens; ``num_rows`` counts all forward rows since the run began.
         ``routing/*`` compares carried experts with the trainer's own; ``routing/coverage``: the share of
         forward rows that carry any. With a bypass algorithm the mismatch and the routing of a later minibatch
-        include what the earlier ones changed.
+        include what the earlier ones changed. ``passes/*``: FLOPs beside training's own pass, in forwards of
+        the batch (``Totals.passes``); ``passes/measure``: those of ``measure``.
 
         Raises:
             TrainingStopped: the last ``max_refused`` optimizer steps were all refused.
@@ -165,6 +168,7 @@ class PolicyTrainer:
             minibatches[1:] = [[self._with_old(part) for part in minibatch] for minibatch in minibatches[1:]]
         ahead = [(part, part.counts) for part in chain(*minibatches) if part.counts is not None]
         totals, norms, refused = Totals(unjudged=ahead), [], []
+        totals.extra_flops = self._price(part for part in chain(*minibatches) if part.old is not None)
         for minibatch in minibatches:
             norm, at_fault = self._update(minibatch, batch.num_samples, deals, totals)
             norms.append(norm)
@@ -172,7 +176,7 @@ class PolicyTrainer:
             self._refused_in_a_row = self._refused_in_a_row + 1 if at_fault else 0
         self._steps += 1
         self._num_rows += batch.num_tokens + batch.num_context_tokens
-        metrics = totals.metrics(batch.num_tokens) | staleness(batch) | support(batch)
+        metrics = totals.metrics(batch.num_tokens) | staleness(batch, deals) | support(batch)
         metrics |= {
             "grad_norm": sum(norms) / deals,
             "learning_rate": lr,
@@ -180,6 +184,7 @@ class PolicyTrainer:
             "optimizer_steps": float(deals - len(refused)),
             "refused_steps": float(len(refused)),
         }
+        metrics |= {"passes/measure": row["passes"] if row else 0.0, **totals.passes(self._price(inputs))}
         metrics |= self._routing(batch, totals)
         report = self._report(metrics, [microbatch for at_fault in refused for microbatch in at_fault])
         return replace(report, mismatch=row, note=" ".join(filter(None, (missing, decided))))
@@ -199,6 +204,8 @@ class PolicyTrainer:
         row = mismatch_row(scored, moe.layers if moe else ())
         decision = self._decision(row["arms"])
         row |= {"replay": decision.on, "decision": decision.reason}
+        work = sum((one.work for one in scored), Work())
+        row["passes"] = self._flops.forward(work) / self._price(parts)
         return row | {"seconds": time.perf_counter() - started}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -269,6 +276,10 @@ class PolicyTrainer:
             routing=carried if self._replaying else None,
         )
 
+    def _price(self, parts: Iterable[Inputs]) -> float:
+        """FLOPs of one forward of ``parts``."""
+        return self._flops.forward(sum((part.work for part in parts), Work()))
+
     def _deals(self, batch: Batch) -> int:
         """Optimizer steps that the batch is good for."""
         return min(self._minibatches, len(batch.microbatches))
@@ -278,8 +289,8 @@ class PolicyTrainer:
         in another order, and a ratio that should be 1 would be 1 within rounding. The same pass shows the
         trainer's own experts before any weight has moved."""
         hidden, native = self._forward(part, self._adapters, part.routing)
-        with torch.no_grad():
-            old = self._logprobs(hidden, part, want_entropy=False)[0]
+        with torch.no_grad():  # detached: a head computes the slopes of hidden states that need a gradient
+            old = self._logprobs(hidden.detach(), part, want_entropy=False)[0]
         return replace(part, old=old, counts=_counts(part, native))
 
     def _forward(
@@ -348,6 +359,7 @@ class PolicyTrainer:
         totals.loss.append(terms.total.detach())
         totals.stats.append({"entropy": entropy.detach().sum(), **terms.stats})
         totals.mismatches.append(mismatch(old, part.behaviour, correction=weights))
+        totals.extra_flops += self._flops.base(part.work) if algorithm.needs_reference else 0.0
 
     @torch.no_grad()
     def _reference(self, part: Inputs) -> Tensor:
@@ -367,8 +379,11 @@ class PolicyTrainer:
             totals.steps_taken += 1
         else:  # one by one, to name them: paid only by steps that are lost anyway
             totals.unjudged = [one for one in totals.unjudged if one[0] not in minibatch]
-            alone = [(part, self._accumulate([part], num_samples, scale, Totals())[1]) for part in minibatch]
+            again = Totals()
+            alone = [(part, self._accumulate([part], num_samples, scale, again)[1]) for part in minibatch]
             at_fault = [part.source for part, fine in alone if not fine or all(ok for _, ok in alone)]
+            totals.extra_flops += again.extra_flops
+            totals.repeated_flops += self._price(minibatch)
         self._optimizer.zero_grad()
         return norm, at_fault
 
@@ -398,6 +413,7 @@ class PolicyTrainer:
         seen = agreement([(part.source, counts) for part, counts in fresh], moe.top_k)
         if not seen.at_fault(self._threshold).any():
             return
+        totals.extra_flops += sum(self._flops.forward(replace(part.work, logits=0)) for part, _ in fresh)
         # natively: below a layer that was misled, choices are not the model's own any more
         with torch.no_grad():
             natives = [self._forward(part, self._adapters, None)[1] for part, _ in fresh]
@@ -461,21 +477,24 @@ class PolicyTrainer:
 
         def logprobs(hidden: Tensor) -> np.ndarray:
             with torch.no_grad():
-                return self._logprobs(hidden, part, want_entropy=False)[0].cpu().numpy()
+                return self._logprobs(hidden.detach(), part, want_entropy=False)[0].cpu().numpy()
 
         gaps: list[Tensor] = []
         hidden, chosen = self._forward(part, self._adapters, None, watching(self._ops, gaps))
-        native, replayed, again = logprobs(hidden), None, None
+        native, replayed, again, work = logprobs(hidden), None, None, part.work
         del hidden  # and with it all activations
         if part.carried is not None and replay:
             replayed = logprobs(self._forward(part, self._adapters, part.carried)[0])
+            work += part.work
         if floor:
-            passes = otherwise_packed(part)
+            passes = [*otherwise_packed(part)]
+            work = sum((one.work for one in passes), work)
             again = logprobs(
                 torch.cat([self._forward(one, self._adapters, None)[0].detach() for one in passes])
             )
         return Scored(
             source=part.source,
+            work=work,
             native=native,
             replay=replayed,
             floor=again,

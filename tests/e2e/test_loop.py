@@ -28,6 +28,7 @@ from ostinato.config import DraftSection
 from ostinato.engine.local import LocalEngine
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
+from ostinato.model.flops import FlopModel
 from ostinato.model.lora import AdapterSpec, init_adapters
 from ostinato.model.native import Kernels, load
 from ostinato.model.native.build import BuildError
@@ -59,6 +60,7 @@ CONFIG = {
     "norm_topk_prob": True,
     "initializer_range": 0.3,
 }
+ADAPTER = AdapterSpec(rank=4, alpha=8)
 # top-p, so that supports go wherever completions go: through drafts, kills and the spool
 SAMPLING = Sampling(max_tokens=6, stop_tokens=(0,), top_p=0.9)
 
@@ -68,6 +70,9 @@ class Stream:
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._epoch
 
     def prompt(self, index: int) -> Prompt:
         return Prompt(uid=str(index % self._epoch), text=str(index % self._epoch))
@@ -120,7 +125,7 @@ def remembered(folder: RunFolder) -> Memory | None:
 def trained(folder: RunFolder) -> tuple[Decoder, PolicyTrainer, Checkpoint | None]:
     """Model and trainer as the newest checkpoint of ``folder`` left them; new ones without."""
     decoder = Decoder(parse_config(CONFIG)).init_weights(seed=0)
-    adapters = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8), 0)
+    adapters = init_adapters(decoder.config, ADAPTER, 0)
     trainer = PolicyTrainer(
         decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=5e-2), max_refused=2
     )
@@ -180,7 +185,7 @@ def build(
             tokens_per_microbatch=128,
             checkpoint_every=2,
             trajectories_every=2,
-            forward_flops_per_token=1e4,
+            flops=FlopModel.of(decoder.config, ADAPTER),
         ),
         stage=Stage(
             engine=engine,

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mismatch_rows import mismatch_row, routing_metrics
+from small_ledger import a_step, start
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.render import Renderer
@@ -197,7 +198,9 @@ def make_run(path: Path, tokens: Renderer) -> RunFolder:
         if step:
             run.write(step, metrics(step))
             run.drafts.append(draft_detail(step))
-            run.ledger.append({"step": step, "wall_s": 2.2, "ended_at": 1.76e9 + 2.4 * step})
+            run.ledger.append(a_step(1, step, 1.76e9 + 10.2 * step))
+        else:
+            run.ledger.append(start(1, 1.76e9 - 5.0))
         if step % EVERY == 0:
             score = 0.28 + 0.47 * max(0.0, wave(step))
             error = math.sqrt(score * (1 - score) / 256)

@@ -71,12 +71,16 @@ ROW = {
     "time/reward_share": 0.02,
     "time/train_share": 0.35,
 }
-BEFORE = {"step": 0, "n": 100, "pass@1": 0.3, "stderr": 0.02, "pass@k": 0.8, "pass@k_stderr": 0.01, "k": 1}
+BEFORE = {"step": 0, "set": "eval", "n": 100, "pass@1": 0.3, "stderr": 0.02} | {
+    "pass@k": 0.8,
+    "pass@k_stderr": 0.01,
+    "k": 1,
+}
 AFTER = {**BEFORE, "step": 10, "pass@1": 0.6}
 
 
 def test_a_step_is_what_was_learned_and_what_it_took() -> None:
-    assert progress.step_parts(ROW, 80, "0.300", "1:40") == (
+    assert progress.step_parts(ROW, 80, "held-out 0.300", "1:40") == (
         "step 3/80  reward 0.500  held-out 0.300",
         "1,234 tok/s  rollout 61% reward 2% train 35%  ETA 1:40",
     )
@@ -113,10 +117,13 @@ def test_without_a_terminal_every_step_is_a_plain_line() -> None:
     console, out = plain_console()
     with progress.Monitor(80, console=console) as monitor:
         monitor.evaluated(BEFORE)
+        monitor.evaluated({**BEFORE, "set": "hard", "pass@1": 0.0, "stderr": 0.0})
         monitor.step(ROW)
     lines = out.getvalue().splitlines()
     assert lines[0] == "step 0: held-out pass@1 0.300 [0.262, 0.341] on 100 prompts"
-    assert lines[1].startswith("step 3/80  reward 0.500  held-out 0.300 [0.262, 0.341]")
+    assert lines[1] == "step 0: hard pass@1 0.000 [0.000, 0.037] on 100 prompts"
+    learned = "step 3/80  reward 0.500  held-out 0.300 [0.262, 0.341]  hard 0.000 [0.000, 0.037]"
+    assert lines[2].startswith(learned)
     assert "\x1b" not in out.getvalue()
 
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ostinato.cli.build import caveats, check, new_adapters, solved_at, stage_identity
+from ostinato.cli.build import (
+    caveats,
+    check,
+    check_lengths,
+    longest_answer,
+    new_adapters,
+    new_interruption,
+    solved_at,
+    stage_identity,
+)
 from ostinato.config import Recipe, dump_toml
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
+from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
+from ostinato.render import Renderer
 from ostinato.report.page import solved_at as solved_at_in_report
 from ostinato.report.reading import RunData
+from ostinato.types import Prompt
 
 
 @pytest.mark.parametrize(
@@ -53,6 +67,10 @@ def test_a_solved_answer_has_full_marks_or_what_the_recipe_says(reward: dict, ma
         ({"engine": {"weights": "int8"}}, ["the sampler is not quite the policy"]),
         ({"engine": {"weights": "bf16"}}, ["the sampler is not quite the policy"]),
         ({"engine": {"weights": "bf16"}, "model": {"dtype": "bfloat16"}}, ["changes nothing"]),
+        (
+            {"rollout": {"interrupt_after": [8, 12], "answer_tokens": 4}},
+            ["rollout.interrupt_after = [8, 12] bounds answers, with rollout.answer_tokens = 4; rollout"],
+        ),
         ({"trainer": {"replay": "auto"}}, []),
         ({"trainer": {"replay": "auto"}, "log": {"mismatch_every": 0}}, ["holds for the whole run"]),
     ],
@@ -84,6 +102,8 @@ def test_what_changes_the_groups_changes_the_stage() -> None:
         ("engine", {"weights": "int8"}),
         ("task", {"system_prompt": "Be brief."}),
         ("reward", {"functions": ["answer_tags"]}),
+        ("rollout", {"interrupt_after": [8, 12], "answer_tokens": 4}),
+        ("rollout", {"think_end": "####"}),
     ):
         assert stage_identity(Recipe.parse({section: keys})) != usual
     longer = Recipe.parse(
@@ -91,6 +111,34 @@ def test_what_changes_the_groups_changes_the_stage() -> None:
     )
     assert stage_identity(longer) == usual
     assert stage_identity(Recipe.parse(tomllib.loads(dump_toml(Recipe())))) == usual
+
+
+def interrupting(**rollout: Any) -> Recipe:
+    keys = {"interrupt_after": [8, 12], "answer_tokens": 4, "interrupt_phrase": " ####", "max_tokens": 900}
+    return Recipe.parse({"rollout": keys | rollout})
+
+
+def test_an_interrupted_answer_is_as_long_as_its_parts_whatever_max_tokens_says() -> None:
+    renderer = Renderer(model_folder("asset:seed-moe"))
+    found = new_interruption(interrupting(), renderer)
+    assert found is not None and (found.shortest, found.longest, found.answer_tokens) == (8, 12, 4)
+    assert renderer.decode(found.phrase) == " ####" and found.think_end == "</think>"
+    assert longest_answer(interrupting(), renderer)[0] == found.most_tokens == 12 + len(found.phrase) + 4
+    assert longest_answer(Recipe(), renderer) == (64, "rollout.max_tokens")
+    assert new_interruption(Recipe(), renderer) is None
+    prompts = [Prompt(uid="p", text="1 + 1 = ?")]
+    check_lengths(interrupting(), prompts, renderer, 64)
+    with pytest.raises(ValueError, match=r"prompt p has \d+ tokens; with an answer of 17 \(rollout.inter"):
+        check_lengths(interrupting(), prompts, renderer, 20)
+    with pytest.raises(ValueError, match=r"an answer has up to 17 tokens .* lower rollout.interrupt"):
+        check_lengths(interrupting(), prompts, renderer, 17)
+
+
+def test_a_phrase_that_ends_the_answer_is_refused() -> None:
+    renderer = Renderer(model_folder("asset:seed-moe"))
+    end = renderer.decode(list(renderer.stop_tokens)[:1], skip_special=False)
+    with pytest.raises(ValueError, match=f"rollout.interrupt_phrase has '{re.escape(end)}', which ends"):
+        new_interruption(interrupting(interrupt_phrase=f"Enough.{end}"), renderer)
 
 
 def small_decoder(seed: int) -> Decoder:

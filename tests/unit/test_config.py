@@ -97,6 +97,42 @@ def test_override_below_a_value() -> None:
 @pytest.mark.parametrize(
     ("tree", "sentence"),
     [
+        (
+            {"rollout": {"interrupt_after": [48, 32], "answer_tokens": 8}},
+            "rollout.interrupt_after is [48, 32]; give [lo, hi] tokens of thinking with 1 <= lo <= hi",
+        ),
+        (
+            {"rollout": {"interrupt_after": [48], "answer_tokens": 8}},
+            "rollout.interrupt_after is [48]; give [lo, hi] tokens of thinking with 1 <= lo <= hi",
+        ),
+        (
+            {"rollout": {"interrupt_after": [0, 9], "answer_tokens": 8}},
+            "rollout.interrupt_after is [0, 9]; give [lo, hi] tokens of thinking with 1 <= lo <= hi",
+        ),
+        (
+            {"rollout": {"interrupt_after": [1.5, 3], "answer_tokens": 8}},
+            "rollout.interrupt_after[0] is 1.5; use a whole number",
+        ),
+        (
+            {"rollout": {"interrupt_after": [8, 8]}},
+            "rollout.answer_tokens is 0 with rollout.interrupt_after = [8, 8], which leaves an interrupted "
+            "answer no room; use at least 1",
+        ),
+        (
+            {"rollout": {"answer_tokens": 8}},
+            "rollout.answer_tokens is 8 without rollout.interrupt_after, so nothing would use it; name a "
+            "thinking budget, e.g. interrupt_after = [48, 64], or leave it at 0",
+        ),
+        (
+            {"rollout": {"interrupt_after": [8, 8], "answer_tokens": 8, "interrupt_phrase": ""}},
+            'rollout.interrupt_phrase is "" with rollout.interrupt_after, so nothing would tell the policy to '
+            "answer; give it a phrase",
+        ),
+        (
+            {"rollout": {"interrupt_after": [8, 8], "answer_tokens": 8, "stop": ["time is"]}},
+            "rollout.interrupt_phrase holds 'time is', one of rollout.stop, which ends an answer; change one "
+            "of them",
+        ),
         ({"trainer": {"stesp": 3}}, "trainer.stesp is not a key of a recipe; did you mean trainer.steps?"),
         (
             {"trainer": {"group_size": 3}},
@@ -210,3 +246,61 @@ def test_dump_and_parse_are_inverse(
         }
     )
     assert Recipe.parse(tomllib.loads(dump_toml(recipe))) == recipe
+
+
+def test_what_is_evaluated_when_and_what_is_foretold() -> None:
+    recipe = Recipe.parse(
+        {
+            "eval": {
+                "every": "2e14 flops",
+                "start_factor": 4,
+                "downstream": {"hard": {"source": "arithmetic", "n": 8, "every": "1e6 tokens"}},
+            },
+            "forecast": {"axis": "device-hours", "budget": 12.0, "stop": True},
+        }
+    )
+    assert (recipe.eval.every, recipe.eval.downstream["hard"].every) == ("2e14 flops", "1e6 tokens")
+    assert Recipe.parse(tomllib.loads(dump_toml(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"eval": {"every": "2 parsecs"}}, "eval.every is '2 parsecs'; use a number of steps, or"),
+        ({"eval": {"every": -1}}, "eval.every is -1; use a number of steps, or"),
+        ({"eval": {"every": 1.5}}, "eval.every is 1.5; use a number of steps, or"),
+        ({"eval": {"temperature": 0.0, "start_factor": 4}}, "eval.start_factor is 4 with eval.temperature 0"),
+        ({"eval": {"downstream": {"hard": {"n": 3}}}}, "eval.downstream.hard.source is"),
+        (
+            {"eval": {"downstream": {"hard": {"source": "x", "k": 0}}}},
+            "eval.downstream.hard.k is 0; use 1 or",
+        ),
+        (
+            {"eval": {"downstream": {"hard": {"source": "x", "evry": 3}}}},
+            "eval.downstream.hard.evry is not a key of a recipe; did you mean eval.downstream.hard.every?",
+        ),
+        (
+            {"eval": {"downstream": {"hard": {"source": "x", "every": "soon"}}}},
+            "eval.downstream.hard.every is 'soon'; use a number of steps, or",
+        ),
+        (
+            {"eval": {"temperature": 0.0, "downstream": {"hard": {"source": "x", "k": 2}}}},
+            "eval.downstream.hard.k is 2 with eval.temperature 0",
+        ),
+        (
+            {"eval": {"downstream": {"eval": {"source": "x"}}}},
+            "eval.downstream.eval has the name of the main",
+        ),
+        ({"forecast": {"axis": "parsecs"}}, "forecast.axis is 'parsecs'; use one of 'flops', "),
+        ({"forecast": {"min_gain": 0}}, "forecast.min_gain is 0; use a number above 0"),
+        ({"forecast": {"stop": True, "enabled": False}}, "forecast.stop is true with forecast.enabled false"),
+        ({"forecast": {"stop": True}, "eval": {"every": 0}}, "forecast.stop is true, but no scores come"),
+        (
+            {"forecast": {"stop": True}, "eval": {"at_start": False}},
+            "forecast.stop is true, but no scores come",
+        ),
+        ({"forecast": {"axis": "money"}}, 'forecast.axis is "money" without a price'),
+    ],
+)
+def test_schedules_sets_and_forecasts_that_are_refused(tree: dict[str, Any], sentence: str) -> None:
+    assert refusal(tree).startswith(sentence)

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
-LEAVES = {"types", "protocols", "config", "run", "render", "routes"}
+LEAVES = {"types", "protocols", "config", "every", "run", "render", "routes", "ledger"}
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
 ARROWS: dict[str, set[str]] = {
     "types": set(),
-    "config": set(),
+    "every": set(),
+    "energy": set(),
+    "ledger": {"run"},
+    "config": {"every"},
     "protocols": {"types"},
     "routes": {"types"},
     "run": {"types", "routes"},
@@ -29,17 +32,18 @@ ARROWS: dict[str, set[str]] = {
     "history": {"types", "protocols", "run", "compiler", "algo"},
     "env": {"types", "protocols", "render"},
     "reward": {"types", "protocols", "render"},
-    "rollout": {"types", "protocols", "run"},
+    "rollout": {"types", "protocols", "run", "algo"},
     "train": {"types", "protocols", "run", "algo", "model"},
-    "pipeline": {"types", "protocols", "config", "run", "routes", "algo", "history", "rollout", "train"},
+    "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo", "model", "history"}
+    | {"rollout", "train", "ledger"},
     "report": LEAVES,
     "interop": {"types", "protocols", "routes", "algo", "history"},
-    "scaling": {"run"},
+    "scaling": {"run", "ledger"},
     "bench": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "scaling"},
     "cli": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline"}
-    | {"report", "bench", "interop", "scaling", ""},
+    | {"report", "bench", "interop", "scaling", "energy", ""},
     "": {"config", "cli"},  # the lazy names of __init__, and __main__
 }
 

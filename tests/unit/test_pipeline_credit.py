@@ -81,6 +81,18 @@ def test_overlong_answers_pay_before_they_are_compared() -> None:
     assert made.wasted_tokens == {"zero_advantage": 9}
 
 
+def test_the_length_penalty_of_scalerl_is_for_solved_answers_alone() -> None:
+    """Eq. 9, L_max 10, L_cache 4: rewards of 1 fall by 1/4 a token from 6 on, those of -1 stay."""
+    answers = [member(1, 6), member(1, 8), member(1, 12), member(-1, 8), member(-1, 12)]
+    options = {"overlong_buffer": 0.4, "scale": "none", "aggregation": "sample"}
+    wanted = np.array([1, 0.5, 0, -1, -1])
+    made = credit([group(*answers)], "dapo", overlong_scope="solved", **options)
+    assert [sample.advantages[-1] for sample in made.samples] == pytest.approx(wanted - wanted.mean())
+    everyone = np.array([1, 0.5, 0, -1.5, -2])
+    made = credit([group(*answers)], "dapo", **options)
+    assert [sample.advantages[-1] for sample in made.samples] == pytest.approx(everyone - everyone.mean())
+
+
 def test_groups_without_variance_keep_their_share_of_the_denominator() -> None:
     """Plain GRPO averages over all samples; skipping those without gradient must not amplify the others."""
     mixed = group(member(1), member(0))

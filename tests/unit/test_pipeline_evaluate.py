@@ -5,13 +5,26 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ostinato.engine.fake import FakeEngine
-from ostinato.pipeline.evaluate import Evaluation, evaluate, mean_and_error
+from ostinato.every import NEVER, Every, Unit
+from ostinato.pipeline.evaluate import (
+    Evaluation,
+    answer_error,
+    due,
+    evaluate,
+    evaluate_groups,
+    held_out,
+    mean_and_error,
+    spent,
+)
 from ostinato.rollout.play import Stage
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling
 
@@ -74,6 +87,8 @@ def test_a_fair_coin() -> None:
 def test_common_random_numbers() -> None:
     evaluation = Evaluation(split="eval", prompts=prompts(32), sampling=SAMPLING, seed=5)
     first, second = row(evaluation, step=0), row(evaluation, step=100)
+    for figures in (first, second):  # NaN is not equal to itself
+        assert math.isnan(figures.pop("answer_stderr")) and math.isnan(figures.pop("reward_answer_stderr"))
     assert {**first, "step": 0, "seconds": 0} == {**second, "step": 0, "seconds": 0}
     other = row(Evaluation(split="eval", prompts=prompts(32), sampling=SAMPLING, seed=6))
     assert other["pass@1"] != first["pass@1"]
@@ -105,3 +120,165 @@ def test_an_evaluation_that_cannot_be_made_is_refused() -> None:
         Evaluation(split="eval", prompts=prompts(1), sampling=SAMPLING, samples=2, k=3)
     with pytest.raises(ValueError, match=r"eval\.n is 0"):
         Evaluation(split="eval", prompts=[], sampling=SAMPLING)
+
+
+# ---- two standard errors
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=5), min_size=1, max_size=6),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_error_for_these_prompts_by_hand(answers: list[list[float]]) -> None:
+    """Its twin in plain Python: the variance of a mean of independent means, each variance unbiased."""
+    variance = 0.0
+    for values in answers:
+        mean = sum(values) / len(values)
+        unbiased = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+        variance += unbiased / len(values) / len(answers) ** 2
+    assert answer_error([np.array(values) for values in answers]) == pytest.approx(math.sqrt(variance))
+
+
+@pytest.mark.parametrize(("shape", "seed"), [((0.5, 0.5), 1), ((2.0, 2.0), 2), ((8.0, 1.0), 3)])
+def test_which_spread_the_two_errors_estimate(shape: tuple[float, float], seed: int) -> None:
+    """40 prompts whose pass rates are Beta(a, b), 8 answers each, 2,000 times. With the prompts fixed the
+    score spreads as ``answer_stderr`` says, with fresh prompts as ``stderr`` says, and that is more."""
+    rng = np.random.default_rng(seed)
+    rates = rng.beta(*shape, size=40)
+    fixed = rng.random((2000, 40, 8)) < rates[:, None]
+    fresh = rng.random((2000, 40, 8)) < rng.beta(*shape, size=(2000, 40, 1))
+    within = np.sqrt(np.mean([answer_error(list(answers.astype(float))) ** 2 for answers in fixed[::10]]))
+    over = np.sqrt(np.mean([mean_and_error(answers.mean(1).tolist())[1] ** 2 for answers in fresh[::10]]))
+    assert within == pytest.approx(fixed.mean((1, 2)).std(), rel=0.05)
+    assert over == pytest.approx(fresh.mean((1, 2)).std(), rel=0.05)
+    assert within < 0.9 * over
+
+
+def test_without_a_second_answer_there_is_no_error_for_these_prompts() -> None:
+    assert math.isnan(answer_error([np.ones(1), np.ones(3)])) and math.isnan(answer_error([]))
+    alone = row(Evaluation(split="eval", prompts=prompts(8), sampling=SAMPLING))
+    assert math.isnan(alone["answer_stderr"]) and alone["stderr"] > 0
+    both = row(Evaluation(split="eval", prompts=prompts(64), sampling=SAMPLING, samples=8))
+    assert both["answer_stderr"] == both["reward_answer_stderr"]
+    assert both["answer_stderr"] == pytest.approx(0.5 / math.sqrt(64 * 8), rel=0.2)
+
+
+# ---- before training, and by name
+
+
+def test_the_score_before_training_has_the_later_answers_among_its_own() -> None:
+    """Common random numbers: with an unchanged policy, the first k answers of each prompt at step 0 are those
+    of every later evaluation."""
+    measure = Evaluation(split="eval", prompts=prompts(16), sampling=SAMPLING, samples=2, k=2, start_factor=4)
+
+    def said(step: int) -> tuple[dict[str, Any], list[list[int]]]:
+        found, groups = asyncio.run(evaluate_groups(stage(), measure, step))
+        return found, [[int(t.turns[0].completion.tokens[0]) for t in group.trajectories] for group in groups]
+
+    (first, before), (later, after) = said(0), said(7)
+    assert (first["samples"], later["samples"], first["k"], later["k"]) == (8, 2, 2, 2)
+    assert [answers[:2] for answers in before] == after
+    assert first["held_out"] == later["held_out"]
+    assert first["answer_stderr"] < later["answer_stderr"]
+
+
+def test_sets_have_noise_of_their_own() -> None:
+    one, other = (
+        row(Evaluation(split="eval", name=name, prompts=prompts(32), sampling=SAMPLING, samples=4))
+        for name in ("eval", "hard")
+    )
+    assert (one["set"], other["set"]) == ("eval", "hard")
+    assert one["pass@1"] != other["pass@1"]
+
+
+MEASURE = Evaluation(split="eval", prompts=prompts(4), sampling=SAMPLING, samples=2, k=2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompts": prompts(3)},
+        {"prompts": prompts(4)[::-1]},
+        {"prompts": [*prompts(3), Prompt(uid="p3", text="other")]},
+        {"prompts": [*prompts(3), Prompt(uid="p3", text="3", columns={"answer": 7})]},
+        {"sampling": Sampling(max_tokens=2)},
+        {"sampling": Sampling(max_tokens=1, temperature=0.5)},
+        {"k": 1},
+        {"solved_at": 0.5},
+        {"rules": "another reward"},
+    ],
+    ids=str,
+)
+def test_what_changes_the_expected_score_changes_its_name(change: dict[str, Any]) -> None:
+    assert held_out(replace(MEASURE, **change)) != held_out(MEASURE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"samples": 8},
+        {"seed": 9},
+        {"start_factor": 4},
+        {"name": "hard"},
+        {"weights": "int8"},
+        {"every": Every(amount=3)},
+        {"sampling": Sampling(max_tokens=1, stop_tokens=(5,))},
+    ],
+    ids=str,
+)
+def test_what_does_not_change_it_does_not(change: dict[str, Any]) -> None:
+    assert held_out(replace(MEASURE, **change)) == held_out(MEASURE)
+    assert len(held_out(MEASURE)) == 12 and int(held_out(MEASURE), 16)
+
+
+# ---- when
+
+
+def test_what_is_spent() -> None:
+    totals = {"total/useful_flops": 3e9, "total/wasted_flops": 1e9, "total/sampled_tokens": 70.0}
+    assert spent(4, totals | {"total/seconds": 1800.0}, devices=6) == {
+        "flops": 4e9,
+        "tokens": 70.0,
+        "device_hours": 3.0,
+        "seconds": 1800.0,
+        "steps": 4.0,
+    }
+    assert set(spent(0, {}).values()) == {0.0}
+
+
+@given(
+    st.lists(st.floats(0.01, 50), min_size=1, max_size=40),
+    st.floats(0.1, 100),
+    st.sets(st.integers(1, 40)),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_schedule_in_compute(costs: list[float], amount: float, skipped: set[int]) -> None:
+    """Steps of any cost. Without interruptions, a set is scored after exactly the steps in which another
+    multiple of the amount was passed; an evaluation that was left out is made after the next step."""
+    measure = replace(MEASURE, every=Every(amount=amount, unit=Unit.TOKENS))
+
+    def scored(skipped: set[int]) -> list[int]:
+        last, total, found = None, 0.0, []
+        for step, cost in enumerate(costs, start=1):
+            total += cost
+            now = spent(step, {"total/sampled_tokens": total})
+            if step not in skipped and due(measure, now, last, ended=False):
+                found.append(step)
+                last = {"step": step, "spent": now}
+                assert not due(measure, now, last, ended=True)  # never twice
+        return found
+
+    sums = np.cumsum([0.0, *costs])
+    crossed = [step for step in range(1, len(sums)) if sums[step] // amount > sums[step - 1] // amount]
+    assert scored(set()) == crossed
+    made_up = scored(skipped)
+    for step in crossed:
+        later = next((n for n in range(step, len(sums)) if n not in skipped), None)
+        assert later is None or later in made_up
+
+
+def test_before_and_after_are_always_due() -> None:
+    never = replace(MEASURE, every=NEVER)
+    assert due(never, spent(0, {}), None, ended=False)
+    assert not due(never, spent(5, {}), {"step": 0, "spent": spent(0, {})}, ended=False)
+    assert due(never, spent(5, {}), {"step": 0, "spent": spent(0, {})}, ended=True)

@@ -1,220 +1,39 @@
-"""The loop on a bandit: a softmax over ten tokens, trained by its exact policy gradient in numpy.
-
-Small enough to run a whole training in milliseconds, real enough that every room takes part: addressed
-rollouts, credit, packing, publishing, books, evaluation, checkpoints, resume, signals.
-"""
+"""The loop on a bandit (``small_loop``): its books, its ends, and what it does when something fails."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import shutil
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from small_loop import (
+    TEN_A_ROW,
+    Bench,
+    FakeMemory,
+    IsRight,
+    Killed,
+    bandit,
+    deterministic,
+    send,
+)
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.engine.fake import FakeEngine
-from ostinato.history.rules import DraftStats, Source
+from ostinato.every import Every
 from ostinato.pipeline.account import tool_rates
-from ostinato.pipeline.evaluate import Evaluation
-from ostinato.pipeline.loop import Finish, Finished, Loop, LoopState, NoSignal, Plan
-from ostinato.pipeline.remember import Drafting
-from ostinato.rollout.play import Stage
-from ostinato.run import RunFolder
-from ostinato.types import Batch, Completion, Group, Past, Prompt, Request, Reward, Sampling, StepReport
-
-RIGHT = 3
-SAMPLING = Sampling(max_tokens=2)
-
-
-class Stream:
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(uid=f"p{index}", text="?")
-
-
-class Once:
-    """A single-turn episode whose prompt is three tokens."""
-
-    def __init__(self, prompt: Prompt) -> None: ...
-
-    def start(self) -> np.ndarray:
-        return np.array([7, 8, 9], np.int32)
-
-    async def step(self, completion: Completion) -> None:
-        return None
-
-
-class IsRight:
-    """1 when the first sampled token is RIGHT."""
-
-    def __init__(self, value: float = 1.0) -> None:
-        self.value = value
-
-    async def grade(self, group: Group) -> list[Reward]:
-        rewards = [self.value * float(t.turns[0].completion.tokens[0] == RIGHT) for t in group.trajectories]
-        return [Reward(value=value, parts={"right": value}) for value in rewards]
-
-
-class BanditTrainer:
-    """Gradient ascent on sum(weights * advantages * log p): the logits are the adapters."""
-
-    def __init__(self, lr: float = 5.0) -> None:
-        self.logits, self.lr = np.zeros(10), lr
-        self.refuse = False
-
-    def adapters(self) -> np.ndarray:
-        return self.logits.copy()
-
-    def step(self, batch: Batch) -> StepReport:
-        if self.refuse:
-            return StepReport(
-                metrics={"loss": math.nan}, skipped="the loss is nan", uids=batch.microbatches[0].uids
-            )
-        probs = np.exp(self.logits) / np.exp(self.logits).sum()
-        slope = np.zeros(10)
-        for microbatch in batch.microbatches:
-            assert (microbatch.staleness == 0).all()
-            push = (microbatch.weights * microbatch.advantages).astype(np.float64)
-            np.add.at(slope, microbatch.targets, push)
-            slope -= push.sum() * probs
-        self.logits = self.logits + self.lr * slope
-        return StepReport(metrics={"loss": float(-slope.sum())})
-
-
-def bandit(adapters: Any, request: Request, said: Sequence[int]) -> np.ndarray:
-    return adapters
-
-
-def plan(**changes: Any) -> Plan:
-    usual: dict[str, Any] = {"steps": 6, "prompts_per_step": 4, "group_size": 8, "answer_tokens": 2}
-    return Plan(**{**usual, "tokens_per_microbatch": 64, **changes})
-
-
-class Killed(BaseException):
-    """What kill -9 does, as far as a test in one process can: nothing of ours handles it."""
-
-
-class TellingEngine(FakeEngine):
-    """Tells of every token where its uniform fell, and of every answer that one of three drafts was right."""
-
-    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
-        async for index, answer in super().generate(requests):
-            edges = np.zeros(len(answer.tokens), np.float32)
-            yield index, replace(answer, edges=edges, drafted=3, accepted=1, passes=len(answer.tokens) - 1)
-
-
-@dataclass
-class Seconds:
-    seconds: float = 0.0
-    seconds_without: float = 0.0
-
-
-class FakeMemory:
-    """Store, lengths, drafter and meter of ``Drafting``: notes what it is told."""
-
-    num_tokens, num_bytes = 7, 70
-
-    def __init__(self) -> None:
-        self.added: list[tuple[int, str]] = []
-        self.forgotten: list[str] = []
-        self.observed = 0
-        self.counters = Seconds()
-        self.trace = deque([(9, 9, 9)])  # of an evaluation before the step
-        self.books = Drafting(store=self, lengths=self, drafter=self, meter=self, past=self.past)
-
-    def past(self, uid: str) -> list[np.ndarray]:
-        return [np.array([RIGHT, RIGHT])] if (1, uid) in self.added else []
-
-    def add(self, uid: str, step: int, pasts: Sequence[Past]) -> None:
-        assert len(pasts) == 8 and pasts[0].context.tolist() == [7, 8, 9]
-        self.added.append((step, uid))
-
-    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
-        self.observed += sum(lengths)
-
-    def forget(self, uids: list[str] | None = None) -> None:
-        self.forgotten += uids or []
-
-    def stats(self) -> DraftStats:
-        """Ten times as much at each look: 1, 10, 100 ..."""
-        self.looked = 10 * getattr(self, "looked", 0.1)
-        self.counters.seconds_without = 3 * self.looked
-        self.trace.append((2, 4, 3))
-        counts, zeros = {source: int(self.looked) for source in Source}, (0,) * 10
-        return DraftStats(
-            **dict.fromkeys(("passes", "naps", "looked", "slept", "emitted"), int(10 * self.looked)),
-            **dict.fromkeys(("live_bytes", "sequences", "groups"), 0),
-            **dict.fromkeys(("open_s", "propose_s", "observe_s"), 0.0),
-            **dict.fromkeys(("labels", "hits", "predicted"), zeros),
-            **dict.fromkeys(("drafted_at", "accepted_at"), (int(self.looked), 0, 0)),
-            drafted=counts,
-            accepted=counts,
-        )
-
-
-class Bench:
-    """A loop and the things that a test wants to look at."""
-
-    def __init__(
-        self, path: Path, *, state: LoopState | None = None, logits: Any = None, **changes: Any
-    ) -> None:
-        names = ("grader", "algorithm", "delay_s", "drafting")
-        options = {name: changes.pop(name) for name in names if name in changes}
-        path.mkdir(exist_ok=True)
-        self.folder = RunFolder(path)
-        self.drafting = options.get("drafting")
-        kind = FakeEngine if self.drafting is None else TellingEngine
-        self.engine = kind(bandit, delay_s=options.get("delay_s", 0.0))
-        self.trainer = BanditTrainer()
-        if logits is not None:
-            self.trainer.logits = np.array(logits)
-        self.saved: list[tuple[dict[str, Any], np.ndarray]] = []
-        self.rows: list[Mapping[str, float]] = []
-        self.notes: list[str] = []
-        evaluation = Evaluation(
-            split="eval",
-            prompts=[Prompt(uid=f"e{i}", text="?") for i in range(8)],
-            sampling=SAMPLING,
-            samples=4,
-            k=2,
-        )
-        self.grader = options.get("grader", IsRight())
-        self.loop = Loop(
-            plan=plan(**changes),
-            stage=Stage(
-                engine=self.engine, env=Once, grader=self.grader, sampling=SAMPLING, context_limit=16
-            ),
-            tasks=Stream(),
-            trainer=self.trainer,
-            algorithm=options.get("algorithm", algorithm("grpo", scale="none", aggregation="token")),
-            folder=self.folder,
-            state=state or LoopState(),
-            evaluations=[evaluation],
-            drafting=self.drafting and self.drafting.books,
-            save=lambda state: self.saved.append((state.to_json(), self.trainer.logits.copy())),
-            on_step=self.rows.append,
-            on_note=self.notes.append,
-        )
-
-    def run(self) -> Finished:
-        return asyncio.run(self.loop.run())
-
-
-def deterministic(row: Mapping[str, Any]) -> dict[str, Any]:
-    timed = ("time", "seconds", "per_s", "from_spool")
-    return {name: value for name, value in row.items() if not any(word in name for word in timed)}
+from ostinato.pipeline.loop import Finish, LoopState, NoSignal
+from ostinato.types import Batch, Group, Request, Reward, StepReport
 
 
 def test_it_learns_and_keeps_its_books(tmp_path: Path) -> None:
@@ -222,18 +41,23 @@ def test_it_learns_and_keeps_its_books(tmp_path: Path) -> None:
     finished = bench.run()
     assert finished.why is Finish.DONE
     assert (finished.state.step, finished.state.cursor, finished.state.version) == (8, 32, 8)
+    assert bench.trainer.ages == [{0}] * 8
     evals = list(bench.folder.eval.rows())
     assert [row["step"] for row in evals] == [0, 3, 6, 8]
     assert evals[-1]["pass@1"] > 0.7 > 0.3 > evals[0]["pass@1"]
     assert [state["step"] for state, _ in bench.saved] == [5, 8]
     assert [row["step"] for row in bench.folder.metrics.rows()] == list(range(1, 9))
     assert {row["step"] for row in bench.folder.trajectories.rows()} == {1, 4, 8}
-    assert len(list(bench.folder.ledger.rows())) == 8
+    events = [row["event"] for row in bench.folder.ledger.rows()]
+    assert events == [
+        *("start", "eval", "step", "step", "step", "eval", "step", "step", "save", "step", "eval"),
+        *("step", "step", "eval", "save", "end"),
+    ]
     assert bench.engine.version == 8
 
 
 def test_every_sampled_token_is_trained_or_wasted_by_name(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, steps=3, forward_flops_per_token=10.0)
+    bench = Bench(tmp_path, steps=3, flops=TEN_A_ROW)
     bench.run()
     for row in bench.rows:
         assert row["tokens/sampled"] == 4 * 8 * 2 == row["tokens/trained"] + row["tokens/wasted"]
@@ -307,7 +131,8 @@ def test_a_run_that_drafts_is_the_same_run_with_books_of_drafts(tmp_path: Path) 
     details = list(drafting.folder.drafts.rows())
     assert [row["step"] for row in details] == [1, 2, 3]
     assert details[0]["trace"] == [[2, 4, 3]] and details[0]["drafted_at"] == [9]
-    assert next(drafting.folder.ledger.rows())["tokens"]["drafted"] == 96
+    rows = [row for row in drafting.folder.ledger.rows() if row["event"] == "step"]
+    assert rows[0]["tokens"]["drafted"] == 96
     assert not plain.folder.drafts.path.exists() and not any("draft" in key for key in plain.rows[0])
 
 
@@ -380,7 +205,7 @@ def test_zero_advantages_are_not_computed_and_change_nothing(tmp_path: Path) -> 
 
 
 def test_a_refused_step_is_counted_named_and_gone_over(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, steps=2, forward_flops_per_token=1.0)
+    bench = Bench(tmp_path, steps=2, flops=TEN_A_ROW)
     bench.trainer.refuse = True
     assert bench.run().why is Finish.DONE
     assert [row["refused_step"] for row in bench.rows] == [1, 1]
@@ -447,20 +272,23 @@ def test_a_run_goes_on_once_the_recorder_is_mended(tmp_path: Path, steps_taken: 
 
 def test_what_was_measured_has_a_file_and_a_pool_of_seconds_of_its_own(tmp_path: Path) -> None:
     """Three arms are three forward passes over the batch, and teach nothing."""
-    bench = Bench(tmp_path, steps=2, forward_flops_per_token=10.0)
+    bench = Bench(tmp_path, steps=2, flops=TEN_A_ROW)
     measured = {"seconds": 0.005, "arms": {"native": {}, "replay": {}, "floor": {}}}
     honest = bench.trainer.step
 
     def step(batch: Batch) -> StepReport:
         time.sleep(0.01)
         report = honest(batch)
-        return report if bench.loop.state.step else replace(report, mismatch=measured, note="replay is on")
+        if bench.loop.state.step:
+            return report
+        metrics = {**report.metrics, "passes/measure": 3.0}
+        return replace(report, metrics=metrics, mismatch=measured, note="replay is on")
 
     bench.trainer.step = step  # type: ignore[method-assign]
     bench.run()
     assert list(bench.folder.mismatch.rows()) == [{"step": 1, **measured}]
     first, second = bench.rows
-    assert first["flops/measure"] == 3 * 10 * (first["tokens/trained"] + first["tokens/trained_context"])
+    assert first["flops/measure"] == first["flops/train"] > 0  # 3 x 10 a row, and 10 + 20
     assert second["flops/measure"] == 0
     assert bench.notes == ["step 1: replay is on"]
     assert [row["time/measure_s"] for row in bench.rows] == [0.005, 0]
@@ -486,17 +314,6 @@ def test_a_failure_inside_a_training_step_is_never_checkpointed(tmp_path: Path) 
     resumed = Bench(tmp_path, state=LoopState(**bench.saved[-1][0]), logits=bench.saved[-1][1])
     resumed.run()
     assert [row["rollout/from_spool"] for row in resumed.rows] == [4, 4, 0, 0]  # no rollout is paid twice
-
-
-def send(bench: Bench, number: signal.Signals, after_steps: int) -> None:
-    """Deliver a signal to this process when ``after_steps`` steps are reported."""
-
-    def on_step(row: Mapping[str, float]) -> None:
-        bench.rows.append(row)
-        if row["step"] == after_steps:
-            os.kill(os.getpid(), number)
-
-    bench.loop.on_step = on_step
 
 
 @pytest.mark.parametrize(
@@ -568,7 +385,9 @@ class GoesWrong:
 def test_the_loop_tells_a_collapse_once_and_stops_where_it_was_asked_to(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "goes-on", steps=40, grader=GoesWrong(), max_empty_steps=99)
     assert bench.run().why is Finish.DONE
-    ((alarm, note),) = zip(bench.folder.watch.rows(), bench.notes, strict=True)
+    told = zip(bench.folder.watch.rows(), bench.notes, strict=True)
+    early, (alarm, note) = told  # a bandit never ends an answer by itself
+    assert early[0]["rule"] == "truncated_early" and "look: the run begins" in early[1]
     assert alarm["rule"] == "reward" and alarm["collapse"] and "collapse: the reward is" in note
     assert [row["watch/collapsed"] for row in bench.rows] == [
         float(step >= alarm["step"]) for step in range(1, 41)
@@ -592,4 +411,55 @@ def test_a_resumed_run_remembers_what_it_was_told_and_goes_on(tmp_path: Path) ->
     )
     assert again.run().why is Finish.DONE
     assert {row["watch/collapsed"] for row in again.rows} == {1.0}
-    assert len(list(again.folder.watch.rows())) == 1 and not again.notes
+    assert len(list(again.folder.watch.rows())) == 2 and not again.notes
+
+
+def test_a_schedule_in_tokens_and_a_set_with_its_own(tmp_path: Path) -> None:
+    """A step samples 64 tokens: 150 more are passed in steps 3, 5, 8 and 10. The other set counts steps."""
+    bench = Bench(tmp_path, steps=11, eval_every="150 tokens")
+    hard = replace(bench.loop.evaluations[0], name="hard", every=Every(amount=4))
+    bench.loop.evaluations = [*bench.loop.evaluations, hard]
+    bench.run()
+    rows = list(bench.folder.eval.rows())
+    steps = {name: [row["step"] for row in rows if row["set"] == name] for name in ("eval", "hard")}
+    assert steps == {"eval": [0, 3, 5, 8, 10, 11], "hard": [0, 4, 8, 11]}
+    assert [row["spent"]["tokens"] for row in rows if row["set"] == "hard"] == [0, 256, 512, 704]
+
+
+def test_an_evaluation_that_a_signal_left_out_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=6, eval_every=2)
+    bench.loop.on_step = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 4 else None
+    assert bench.run().why is Finish.TERMINATED
+    assert [row["step"] for row in bench.folder.eval.rows()] == [0, 2]
+    (saved, logits) = bench.saved[-1]
+    Bench(tmp_path, steps=6, eval_every=2, state=LoopState(**saved), logits=logits).run()
+    whole = Bench(tmp_path / "whole", steps=6, eval_every=2)
+    whole.run()
+    evals = [list(map(deterministic, run.eval.rows())) for run in (bench.folder, whole.folder)]
+    assert evals[0] == evals[1]
+
+
+def test_a_run_that_is_not_worth_the_rest_ends_with_all_its_scores(tmp_path: Path) -> None:
+    """The main set is due every 2 steps and the other never: it is scored when the forecast ends the run. The
+    forecast is asked after scores of the main set alone, before training not at all."""
+    asked: list[int] = []
+
+    def foresee(step: int) -> bool:
+        asked.append(step)
+        return step >= 4
+
+    def bench(state: LoopState | None = None, logits: Any = None) -> Bench:
+        made = Bench(tmp_path, steps=20, eval_every=2, state=state, logits=logits)
+        hard = replace(made.loop.evaluations[0], name="hard", every=Every())
+        made.loop.evaluations, made.loop.foresee = [hard, *made.loop.evaluations], foresee
+        return made
+
+    first = bench()
+    finished = first.run()
+    assert (finished.why, finished.state.step, asked) == (Finish.ENOUGH, 4, [2, 4])
+    rows = [(row["step"], row["set"]) for row in first.folder.eval.rows()]
+    assert rows == [(0, "hard"), (0, "eval"), (2, "eval"), (4, "eval"), (4, "hard")]
+    (saved, logits) = first.saved[-1]
+    again = bench(LoopState(**saved), logits)  # asked again, it says the same
+    assert again.run().why is Finish.ENOUGH and asked == [2, 4, 4]
+    assert [(row["step"], row["set"]) for row in first.folder.eval.rows()] == rows

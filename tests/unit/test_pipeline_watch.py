@@ -21,6 +21,7 @@ NAMES = {
     "norm": "grad_norm",
     "entropy": "entropy",
     "spread": "reward_std",
+    "cut": "completions/clipped_ratio",
 }
 
 # sixty steps of quickstart (seed 0, two digits of each value): a run that learns its task
@@ -63,7 +64,7 @@ def quickstart() -> list[dict[str, Any]]:
 
 def run(steps: int = 60, **columns: Any) -> list[dict[str, Any]]:
     """Rows of a level healthy run; a column given as a function of the step replaces its own."""
-    level = {"reward": 0.5, "k3": 1e-5, "tail": 0.0, "norm": 0.02, "entropy": 1.0, "spread": 0.5}
+    level = {"reward": 0.5, "k3": 1e-5, "tail": 0.0, "norm": 0.02, "entropy": 1.0, "spread": 0.5, "cut": 0.0}
     return [
         {"step": step}
         | {
@@ -134,6 +135,31 @@ def test_entropy() -> None:
     assert told(run(entropy=lambda step: 0.02 if step < 20 else 0.1)) == []  # 5 times next to nothing
 
 
+def cut_short(*shares: float) -> list[tuple[Rule, int]]:
+    """What is told of a run whose share of truncated answers goes through these, ten steps each."""
+    column = [share for share in shares for _ in range(10)]
+    rows = [{"step": n, "completions/clipped_ratio": share} for n, share in enumerate(column, start=1)]
+    found = alarms(rows)
+    assert not any(alarm.collapse for alarm in found)
+    return [(alarm.rule, alarm.step) for alarm in found]
+
+
+def test_truncation_warns_above_ten_percent_and_alarms_above_fifteen() -> None:
+    """Means of ten steps, each told once; 10 % and 15 % themselves are not above."""
+    assert cut_short(0.02, 0.07, 0.10) == []
+    assert cut_short(0.02, 0.12, 0.14) == [(Rule.TRUNCATED, 19)]  # 1 x 0.02 + 9 x 0.12 = 1.1 of 10
+    assert cut_short(0.02, 0.20, 0.02, 0.20) == [(Rule.TRUNCATED, 15), (Rule.TRUNCATED_MUCH, 18)]
+
+
+def test_a_policy_that_begins_truncated_is_told_so_and_may_unlearn_it() -> None:
+    """It has not risen: the sentence about runs that do not recover is not for it, until it rises again."""
+    assert cut_short(0.4, 0.5, 0.3) == [(Rule.TRUNCATED_EARLY, 10)]
+    assert cut_short(0.4, 0.02, 0.02) == [(Rule.TRUNCATED_EARLY, 10)]
+    risen = [(Rule.TRUNCATED, 35), (Rule.TRUNCATED_MUCH, 38)]
+    assert cut_short(0.4, 0.02, 0.02, 0.2) == [(Rule.TRUNCATED_EARLY, 10), *risen]
+    assert cut_short(0.12, 0.2) == [(Rule.TRUNCATED_EARLY, 10), (Rule.TRUNCATED_MUCH, 14)]
+
+
 def test_noise_of_a_rare_reward_is_no_fall() -> None:
     """Answers are right by luck, 32 in a step. Without the demand that a fall exceed its noise, 58 of 60 such
     runs of 200 steps at a rate of 0.005 were told to have collapsed."""
@@ -172,7 +198,16 @@ tables = st.lists(
     st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES.values(), values)), min_size=0, max_size=60
 ).map(lambda rows: [{"step": step, **row} for step, row in enumerate(rows, start=1)])
 QUICK = Limits(
-    kl_steps=2, tail_steps=2, reward_steps=3, gradient_before=3, gradient_steps=2, window=2, least=2
+    kl_steps=2,
+    tail_steps=2,
+    reward_steps=3,
+    gradient_before=3,
+    gradient_steps=2,
+    window=2,
+    least=2,
+    truncated_window=2,
+    truncated_alarm=0.3,
+    truncated_steps=2,
 )
 
 
@@ -245,9 +280,20 @@ def plain(rows: list[dict[str, Any]], limits: Limits) -> set[tuple[Rule, int]]:
         found = [(row["step"], row.get(NAMES[name])) for row in rows[:upto]]
         return [(step, value) for step, value in found if value is not None and math.isfinite(value)]
 
-    def means(name: str, upto: int) -> list[float]:
+    def means(name: str, upto: int, window: int = limits.window) -> list[float]:
         numbers = [value for _, value in known(name, upto)]
-        return [mean(numbers[i - limits.window : i]) for i in range(limits.window, len(numbers) + 1)]
+        return [mean(numbers[i - window : i]) for i in range(window, len(numbers) + 1)]
+
+    def truncated(rule: Rule, upto: int) -> bool:
+        course = means("cut", upto, limits.truncated_window)
+        if not course:
+            return False
+        low = min(course) <= limits.truncated_warning
+        if rule is Rule.TRUNCATED_EARLY:
+            return course[0] > limits.truncated_warning
+        if rule is Rule.TRUNCATED:
+            return low and course[-1] > limits.truncated_warning
+        return (low or course[0] <= limits.truncated_alarm) and course[-1] > limits.truncated_alarm
 
     def holds(rule: Rule, upto: int) -> bool:
         numbers = [value for _, value in known(COLUMN[rule], upto)]
@@ -262,6 +308,8 @@ def plain(rows: list[dict[str, Any]], limits: Limits) -> set[tuple[Rule, int]]:
             return len(before) >= limits.gradient_before and numbers[-1] > limits.gradient_times * median(
                 before
             )
+        if COLUMN[rule] == "cut":
+            return truncated(rule, upto)
         course, reward = means(COLUMN[rule], upto), means("reward", upto)
         if not course:
             return False
@@ -299,6 +347,9 @@ COLUMN = {
     Rule.GRADIENT: "norm",
     Rule.ENTROPY_LOW: "entropy",
     Rule.ENTROPY_HIGH: "entropy",
+    Rule.TRUNCATED: "cut",
+    Rule.TRUNCATED_MUCH: "cut",
+    Rule.TRUNCATED_EARLY: "cut",
 }
 STEPS = {
     Rule.TAIL: "tail_steps",
@@ -307,6 +358,9 @@ STEPS = {
     Rule.GRADIENT: "gradient_steps",
     Rule.ENTROPY_LOW: "entropy_steps",
     Rule.ENTROPY_HIGH: "entropy_steps",
+    Rule.TRUNCATED: "truncated_steps",
+    Rule.TRUNCATED_MUCH: "truncated_steps",
+    Rule.TRUNCATED_EARLY: "truncated_steps",
 }
 grid = st.sampled_from([None, 0.0, 2**-10, 0.25, 0.5, 1.0, 2.0, 64.0])  # sums of these round nothing
 gridded = st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES.values(), grid)), min_size=10, max_size=40).map(

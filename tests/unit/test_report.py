@@ -10,6 +10,7 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_ledger import a_step, start
 
 from ostinato.cli.report import local_renderer, machine, record_start, report
 from ostinato.config import Recipe, dump_toml
@@ -334,8 +336,22 @@ def test_rewards_and_routes_reach_the_page(tmp_path: Path, tokenizer: Renderer) 
     (turn,) = first["turns"]
     assert "".join(turn["pieces"]) == "the answer"
     assert turn["routing"] == [2, 3] and len(turn["experts"]) == 6 * len(tokens)
-    assert turn["logprobs"] == [-0.123] * len(tokens) and turn["versions"] == [0]
+    assert turn["logprobs"] == [-0.123] * len(tokens) and turn["versions"] == [0] and turn["injected"] == []
     assert second["reason"].startswith("timeout") and second["turns"][0]["experts"] is None
+
+
+def test_what_was_put_in_is_shown_as_such(tmp_path: Path) -> None:
+    """It has no log-probability: its 0 would have looked like certainty, and its version -1 like a policy."""
+    run = new_run(tmp_path)
+    told = trajectory([5, 6, 7, 8], "hi")
+    injected = np.array([False, True, True, False])
+    completion = replace(
+        told.turns[0].completion, injected=injected, versions=np.where(injected, -1, 3).astype(np.int32)
+    )
+    log_group(run, 1, replace(told, turns=(replace(told.turns[0], completion=completion),)))
+    (turn,) = opened(pack_samples(run.trajectories, None).chunks[0])["answers"][0]["turns"]
+    assert (turn["injected"], turn["versions"]) == ([1, 2], [3])
+    assert turn["logprobs"] == [-0.123, None, None, -0.123]
 
 
 def test_without_a_tokenizer_ids_are_left(tmp_path: Path) -> None:
@@ -468,11 +484,14 @@ def test_a_killed_run_with_torn_and_broken_logs_renders(tmp_path: Path) -> None:
     with run.metrics.path.open("ab") as file:
         file.write(b'{"step": 3, "rew')
     run.eval.path.write_text('{"step": 0, "split": "eval", "pass@1": null}\nnot json\n{"step": 2}\n')
-    run.ledger.path.write_text("5\n" + json.dumps({"step": 2, "ended_at": 1.7e9, "wall_s": 2.0}) + "\n")
+    run.ledger.append(start(1, 1.7e9), a_step(1, 1, 1.7e9 + 15), a_step(1, 2, 1.7e9 + 25))
+    with run.ledger.path.open("ab") as file:
+        file.write(b"5\n")
     run.trajectories.path.write_bytes(b"\x00damaged")
     page = write_report(run).read_text(encoding="utf-8")
     assert "2 of 3 steps" in page and "all parameters" in page
     assert "line 2 of" in page and "is not JSON" in page
+    assert "line 4 of" in page and "the ledger is damaged" in page
     assert "2023-11-14 22:13 to 22:13 UTC" in page
 
 

@@ -9,16 +9,18 @@ import re
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_ledger import a_step, killed_and_resumed, start
 
+from ostinato.ledger import Summary, summary
 from ostinato.report.charts import Chart, Section, to_plain
 from ostinato.report.facts import Cell, Column, Line, Table
-from ostinato.report.ledger import section, summary, tables
-from ostinato.report.reading import RunData
+from ostinato.report.ledger import by_step, section, tables
 from ostinato.report.scaling import (
     Course,
     Forest,
@@ -154,6 +156,17 @@ def test_a_forest_stays_in_its_column() -> None:
     assert same["rows"][0]["x"] == (375.0, 375.0)
 
 
+def test_the_fit_window_is_told_without_colour() -> None:
+    """It was told by the colour of the points alone."""
+    chart = to_plain(curve_chart([course()], "GPU-hours", ""))
+    assert [name for _, name in chart["edges"]] == ["fitted from here", "fitted up to here"]
+    markers = {one["label"]: one["marker"] for one in chart["series"] if one["marker"]}
+    assert markers == {"left out": "ring", "fitted": "dot", "later": "cross"}
+    beside = to_plain(curve_chart([course(name="one"), course(name="other")], "GPU-hours", ""))
+    dashed = {one["label"]: one["dashed"] for one in beside["series"] if "median" in one["label"]}
+    assert dashed == {"one, median, 90 %": False, "other, median, 90 %": True}
+
+
 # -- the page
 
 
@@ -223,55 +236,57 @@ def test_a_page_without_plots_is_sentences() -> None:
 # -- the ledger
 
 
-def ledger(rows: int = 3) -> RunData:
-    row = {
-        "wall_s": 2.0,
-        "seconds": {"rollout": 1.5, "train": 0.5},
-        "tokens": {"sampled": 10.0, "trained": 8.0, "wasted": 2.0, "wasted/truncated": 2.0},
-        "flops": {"rollout": 3.0, "train": 1.0, "useful": 3.0, "wasted": 1.0},
+def books(rows: list[dict[str, Any]]) -> dict[str, Summary]:
+    return {"run": summary(rows)}
+
+
+def shares(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[str, ...]]:
+    found = tables(books(rows))
+    return {
+        (table.title, one.name): tuple(cell.value for cell in one.cells)
+        for table in found
+        for one in table.lines
     }
-    return RunData(
-        name="run",
-        recipe_text="",
-        recipe={},
-        metrics=[],
-        evals=[],
-        ledger=[{**row, "step": step, "ended_at": 10.0 * step} for step in range(1, rows + 1)],
-        starts=[],
-        damage=[],
-    )
 
 
-@given(st.integers(1, 9))
-def test_pools_add_up_to_the_steps(rows: int) -> None:
-    sums = summary(ledger(rows))
-    assert sums["seconds"]["rollout"] + sums["seconds"]["train"] == sums["seconds"]["steps"] == 2.0 * rows
-    assert sums["seconds"]["between"] == 8.0 * (rows - 1)
-    assert sums["flops"]["useful"] + sums["flops"]["wasted"] == 4.0 * rows
+def test_the_tables_of_a_ledger_by_hand() -> None:
+    found = shares(killed_and_resumed())
+    assert found["Device time, pool local", "sample"] == ("44.0 s", "27.5%")  # of 1 x 48 + 4 x 28
+    assert found["Device time, pool local", "lost"] == ("6.0 s", "3.8%")
+    assert found["Device time, pool local", "all"] == ("2 min 40 s", "100.0%")
+    assert found["Wall clock", "loading"] == ("12.0 s", "15.8%")
+    assert found["FLOPs of training", "useful"] == ("8.1 k", "49.1%")
+    assert found["FLOPs of training", "wasted: repeated"] == ("6 k", "36.4%")
+    assert found["Tokens", "not trained: repeated"] == ("100", "25.0%")
+    assert found["Compute", "restarts"] == ("1",) and found["Compute", "tokens"] == ("400",)
+    assert found["Evaluation, in no compute", "FLOPs"] == ("400", "")
+    assert ("Compute", "joules") not in found and ("Compute", "energy") not in found
 
 
-def test_the_tables_have_shares_and_what_is_missing_is_left_out() -> None:
-    seconds, tokens, flops = tables(ledger())
-    shares = {line.name: line.cells[1].value for table in (seconds, tokens, flops) for line in table.lines}
-    assert shares["rollout"] == "75.0%" and shares["trained"] == "80.0%" and shares["wasted"] == "25.0%"
-    assert "reward" not in shares and "held-out evaluation" not in shares
-    assert tables(ledger(0)) == [] and section(ledger(0)) is None
-    old = RunData(
-        name="run",
-        recipe_text="",
-        recipe={},
-        metrics=[],
-        evals=[],
-        ledger=[{"step": 1, "wall_s": 2.0}],
-        starts=[],
-        damage=[],
-    )
-    assert [table.title for table in tables(old)] == ["Seconds"]
+def test_runs_stand_side_by_side_and_what_none_has_is_left_out() -> None:
+    short = [start(1, 0.0, price=0.0), a_step(1, 1, 15.0)]
+    both = {"long": summary(killed_and_resumed()), "short": summary(short)}
+    made = {table.title: table for table in tables(both)}
+    assert [column.name for column in made["Tokens"].columns] == ["long", "share", "short", "share"]
+    by_name = {one.name: [cell.value for cell in one.cells] for one in made["Compute"].lines}
+    assert by_name["bill"] == ["0.12", ""]  # the price of the second is not known
+    assert tables({}) == []
 
 
-def test_the_stack_of_the_ledger() -> None:
-    found = section(ledger())
+def test_the_stack_of_the_ledger_has_every_second_of_the_pools() -> None:
+    """By step; the steps that were done again are lost time of the one that followed them."""
+    rows = killed_and_resumed()
+    steps = by_step(rows)
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    seconds = sum(value for row in steps for name, value in row.items() if name.startswith("seconds/"))
+    assert seconds == pytest.approx(summary(rows).pools["local"].total)
+    assert steps[1]["seconds/lost"] == 10 + 12 + 6 and steps[0]["seconds/eval"] == 4
+    found = section(rows)
     assert found is not None
     by_title = {chart.title: chart for chart in found.charts}
-    assert [one.label for one in by_title["Seconds by pool"].series] == ["rollout", "train"]
+    labels = [one.label for one in by_title["Device time by part"].series]
+    assert labels == ["sample", "grade", "train", "measure", "eval", "idle", "lost"]
+    labels = [one.label for one in by_title["FLOPs of each step"].series]
+    assert labels == ["useful", "measurement", "zero variance"]
     assert to_plain(by_title["FLOPs of each step"])["stacked"] is True
+    assert section([]) is None and section([start(1, 0.0)]) is None

@@ -167,11 +167,13 @@ def test_truncate_after_forgets_later_steps_everywhere(tmp_path: Path) -> None:
     for step in range(4):
         run.write(step, {"reward": 0.5})
         run.trajectories.append(*group_rows(make_group(step)))
-    run.ledger.append({"machine": "a row without a step stays"})
+        run.ledger.append({"event": "step", "step": step})
+    run.watch.append({"machine": "a row without a step stays"})
     run.truncate_after(1)
     assert [row["step"] for row in run.metrics.rows()] == [0, 1]
     assert [row["step"] for row in run.trajectories.rows()] == [0, 0, 1, 1]
-    assert len(list(run.ledger.rows())) == 1
+    assert len(list(run.watch.rows())) == 1
+    assert len(list(run.ledger.rows())) == 4  # what is done again was paid for
     run.write(2, {"reward": 0.75})
     assert [row["step"] for row in RunFolder.open(run.path).metrics.rows()] == [0, 1, 2]
 

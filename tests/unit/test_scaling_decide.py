@@ -110,6 +110,16 @@ def test_runs_that_differ_by_seed_alone_are_not_told_apart() -> None:
     assert with_floor.higher_A > 0.05
 
 
+def test_a_difference_is_as_uncertain_as_two_independent_runs_make_it() -> None:
+    """Both posteriors are drawn with seed 0. Rank by rank their A went up and down together, and the interval of
+    a difference came out less than half as wide as two independent runs allow."""
+    one, other = known(8_000, n=20, seed=5), known(8_000, n=20, seed=6)
+    difference = compare(one, other, floor=0.0).difference
+    assert difference is not None
+    independent = math.hypot(one.A.std(), other.A.std()) * 2 * 1.645
+    assert difference.width == pytest.approx(independent, rel=0.15)
+
+
 def test_swapping_the_runs_swaps_the_answer() -> None:
     one, other = known(15_000), known(30_000, LARGE, n=30, seed=1)
     there, back = compare(one, other, at=9_000), compare(other, one, at=9_000)
@@ -123,6 +133,34 @@ def test_slopes_are_compared_at_a_shared_A() -> None:
     shared = compare(steep, slow).shared
     assert shared.B[0] > shared.B[1]
     assert pytest.approx((steep.fit.curve.A + slow.fit.curve.A) / 2) == shared.A
+
+
+@pytest.mark.parametrize(("tau", "most"), [(0.003, 0.012), (0.03, 0.06)])
+def test_own_seeds_tell_how_far_seeds_differ(tau: float, most: float) -> None:
+    """Seeds that hardly differ narrow the floor of 0.02, seeds that differ more widen it, and the difference
+    of the recipes narrows with their number."""
+    rng = np.random.default_rng(0)
+    sides = [
+        [
+            known(15_000, replace(SCALERL, A=A + tau * rng.standard_normal()), seed=10 * at + side)
+            for at in range(4)
+        ]
+        for side, A in enumerate((0.62, 0.60))
+    ]
+    one, four = compare(sides[0][0], sides[1][0]), compare(*sides)
+    assert one.between == pytest.approx(0.02) and four.between < most
+    assert (four.between > 0.02) == (tau > 0.02)
+    assert one.difference is not None and four.difference is not None
+    assert four.difference.low < 0.02 < four.difference.high
+    assert tau > 0.02 or four.difference.width < one.difference.width / 2
+
+
+def test_one_seed_is_a_side_of_one() -> None:
+    one, other = known(15_000), known(15_000, LARGE, seed=1)
+    alone, listed = compare(one, other, at=9_000), compare([one], [other], at=9_000)
+    assert (alone.higher_A, alone.higher_score) == (listed.higher_A, listed.higher_score)
+    assert (alone.seeds, alone.between) == ((1, 1), pytest.approx(0.02))
+    assert compare(one, other, floor=0.0).between == 0
 
 
 def test_a_ranking_with_a_run_that_is_not_identified_is_refused() -> None:
@@ -143,7 +181,7 @@ def test_last_crossing_is_the_last_of_the_curve_s_own() -> None:
     rng = np.random.default_rng(0)
     first = (np.full(50, 0.4), rng.uniform(0.5, 0.7, 50), rng.uniform(1, 3, 50), rng.uniform(1e3, 1e4, 50))
     second = (np.full(50, 0.4), rng.uniform(0.5, 0.7, 50), rng.uniform(1, 3, 50), rng.uniform(1e3, 1e4, 50))
-    found = last_crossing(first, second, 500, 1e6)
+    found = last_crossing([first], [second], 500, 1e6)
     for at, ours in enumerate(found):
         one, other = (Sigmoid(R0=d[0][at], A=d[1][at], B=d[2][at], C_mid=d[3][at]) for d in (first, second))
         twin = crossovers(one, other, 500, 1e6)

@@ -194,7 +194,7 @@ def test_cutoffs() -> None:
 # ---- other laws
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("form", [form for form in Form if form is not Form.POSTERIOR])
 def test_every_form_comes_back_from_its_own_curve(form: Form) -> None:
     C = np.linspace(500, 20_000, 20)
     truth = {
@@ -226,3 +226,18 @@ def test_a_form_that_cannot_be_fitted_is_last_and_says_why() -> None:
     last = choose(perfect)[-1]
     assert (last.form, last.law, last.error) == (Form.LOG_ERROR, None, math.inf)
     assert "score of 1" in last.reason
+
+
+def test_a_sigmoid_that_comes_last_is_one_that_was_not_identified_yet() -> None:
+    """The paper's run until 8k GPU-hours: by its rolling-origin error the sigmoid was the worst of the laws.
+    Most of that is the first origin, at 1.5 C_mid, where least squares puts the ceiling at 1 (the
+    prior on B takes a third of the error); from the next origin on it is better than the power law."""
+    by = ("figure", "series")
+    runs = read_csv(published("scalerl_points.csv"), compute="gpu_hours", score="pass_rate", by=by, R0=0.4)
+    run = next(one for one in runs if one.name == "Fig2 ScaleRL").between(1500, 8000)
+    found = {choice.form: choice for choice in choose(run)}
+    assert list(found)[-1] is Form.SIGMOID
+    first, *later = zip(*(found[form].by_origin for form in (Form.SIGMOID, Form.POWER)), strict=True)
+    assert first[0] > 2 * first[1]
+    assert all(sigmoid < power for sigmoid, power in later)
+    assert found[Form.POSTERIOR].by_origin[0] < 0.7 * first[0]

@@ -55,6 +55,7 @@ def test_three_evaluations_are_refused() -> None:
     found = assess(posterior(simulated(SCALERL, [2500, 5000, 10_000])))
     assert found.standing is Standing.NOT_IDENTIFIED
     assert Flag.FEW in found.flags and "fewer than 5" in found.reason
+    assert found.silent and not found.refuted
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -62,12 +63,13 @@ def test_a_flat_curve_is_refused(seed: int) -> None:
     found = assess(posterior(series("flat", C, 0.4 + noise(seed), R0=0.4)))
     assert found.standing is Standing.NOT_IDENTIFIED
     assert "not risen beyond their noise" in found.reason
+    assert found.silent and not found.refuted  # its intervals would be those of the prior
 
 
 def test_a_falling_curve_is_refused_and_has_no_interval() -> None:
     found = assess(posterior(series("falling", C, np.linspace(0.4, 0.3, 20) + noise(), R0=0.4)))
     assert (found.standing, found.A) == (Standing.NOT_IDENTIFIED, None)
-    assert Flag.FALLING in found.flags
+    assert Flag.FALLING in found.flags and found.silent and found.refuted
 
 
 def test_a_collapsing_curve_is_refused_and_has_no_interval() -> None:

@@ -14,7 +14,7 @@ from ostinato.scaling.checks import cross_check, profile_interval
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.fit import fit
 from ostinato.scaling.noise import CONSERVATIVE, Noise, covariance
-from ostinato.scaling.normal import log_between, log_cdf, truncated
+from ostinato.scaling.normal import log_between, log_cdf, student_90, truncated
 from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import PRIOR, Interval, Prior, _Grid, interval, posterior
 from ostinato.scaling.series import Series, series
@@ -207,3 +207,22 @@ def test_profile_ends_are_where_chi_squared_has_risen() -> None:
     assert found.low < found.median < found.high < 1
     for end in (found.low, found.high):
         assert chi2(end) - chi2(None) == pytest.approx(2.706, abs=0.1)
+
+
+def test_quantiles_of_student() -> None:
+    """Those of the printed tables."""
+    printed = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 10: 1.812, 30: 1.697, 1000: 1.646}
+    for freedom, quantile in printed.items():
+        assert student_90(freedom) == pytest.approx(quantile, rel=3e-3)
+    with pytest.raises(ValueError, match="use at least 1 degree of freedom"):
+        student_90(0)
+
+
+def test_few_evaluations_know_less_of_their_noise() -> None:
+    """Of published runs with 6 to 12 evaluations in the window the intervals were too narrow. Two degrees of
+    freedom (five evaluations) widen the noise by 1.78, seventeen by 1.06; what an evaluation's own standard
+    error says is not widened, and noise that is given is taken as it is."""
+    for n, wider in ((5, 1.775), (20, 1.058)):
+        np.testing.assert_allclose(CONSERVATIVE.sd(0.0, None, n), 0.006 * wider, rtol=1e-3)
+    np.testing.assert_allclose(CONSERVATIVE.sd(0.0, np.full(5, 0.02), 5), 0.02)
+    np.testing.assert_allclose(Noise(rho=0.45, floor=0.0042, factor=0.0).sd(0.0, None, 5), 0.0042)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_ledger import a_step, killed_and_resumed, start
 
 from ostinato.run import RunFolder
 from ostinato.scaling.series import Axis, read_csv, read_run, require_comparable, series
@@ -114,10 +115,10 @@ def test_bad_csv_is_refused_in_words(tmp_path: Path, text: str, said: str) -> No
 
 def a_run(path: Path, steps: int = 40, every: int = 10) -> RunFolder:
     run = RunFolder.create(path, "name = 'x'\n")
+    run.ledger.append(start(1, 0.0, loading=0.0))
     for step in range(steps + 1):
         if step:
-            tokens, flops = {"sampled": 100.0}, {"useful": 3e9, "wasted": 1e9}
-            run.ledger.append({"step": step, "wall_s": 36.0, "tokens": tokens, "flops": flops})
+            run.ledger.append(a_step(1, step, 10.0 * step))
         if step % every == 0:
             row = {"step": step, "split": "eval", "n": 90, "samples": 4, "excluded": 10}
             run.eval.append(row | {"pass@1": 0.25 + step / 100, "reward": step / 50 - 0.5})
@@ -125,7 +126,11 @@ def a_run(path: Path, steps: int = 40, every: int = 10) -> RunFolder:
 
 
 @pytest.mark.parametrize(
-    ("axis", "per_step"), [(Axis.STEPS, 1), (Axis.HOURS, 0.01), (Axis.TOKENS, 100), (Axis.FLOPS, 4e9)]
+    ("axis", "per_step"),
+    [
+        *((Axis.STEPS, 1), (Axis.HOURS, 1 / 360), (Axis.TOKENS, 100), (Axis.FLOPS, 3500)),
+        *((Axis.GPU_HOURS, 1 / 360), (Axis.MONEY, 2 / 360)),
+    ],
 )
 def test_a_run_by_every_axis_of_its_ledger(tmp_path: Path, axis: Axis, per_step: float) -> None:
     one = read_run(a_run(tmp_path / "run").path, axis)
@@ -138,7 +143,7 @@ def test_a_run_by_every_axis_of_its_ledger(tmp_path: Path, axis: Axis, per_step:
 def test_a_torn_ledger_line_is_left_out(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     with run.ledger.path.open("ab") as file:
-        file.write(b'{"step":41,"wall_s":36.')  # killed in the middle of a line
+        file.write(b'{"event":"step","step":41,"seco')  # killed in the middle of a line
     assert len(read_run(run.path)) == 4
 
 
@@ -154,10 +159,62 @@ def test_what_a_run_does_not_have_is_said(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     with pytest.raises(ValueError, match="no evaluation of split 'test'"):
         read_run(run.path, split="test")
-    with pytest.raises(ValueError, match="has no gpu-hours; use steps or hours"):
-        read_run(run.path, Axis.GPU_HOURS)
+    with pytest.raises(ValueError, match="run run: the machine of the run does not tell its energy"):
+        read_run(run.path, Axis.JOULES)
     with pytest.raises(ValueError, match="has no pass@9 at step 0"):
         read_run(run.path, metric="pass@9")
     run.eval.append({"step": 50, "split": "eval", "n": 90, "samples": 4, "pass@1": 0.7})
     with pytest.raises(ValueError, match="evaluated after step 50, which its ledger lacks"):
+        read_run(run.path)
+
+
+def test_errors_are_those_of_the_answers_to_these_prompts(tmp_path: Path) -> None:
+    """Where the run has measured them; where all answers agree, one more might have erred."""
+    run = a_run(tmp_path / "run", steps=20)
+    spread = {"answer_stderr": 0.011, "reward_answer_stderr": 0.02}
+    rows = [row | spread for row in run.eval.rows()]
+    rows[-1] |= {"answer_stderr": 0.0, "reward_answer_stderr": None}
+    run.eval.path.unlink()
+    run.eval.append(*rows)
+    one, reward = read_run(run.path), read_run(run.path, metric="reward", low=-1, high=1)
+    assert one.R0_stderr == 0.011 and one.stderr is not None
+    assert one.stderr.tolist() == pytest.approx([0.011, 1 / 362])
+    assert reward.stderr is not None  # halved, as the reward is
+    assert reward.stderr.tolist() == pytest.approx([0.01, math.sqrt(0.25 * 0.45 / 90) / 1], rel=0.35)
+
+
+def test_sets_have_names_and_hashes(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", steps=20)
+    rows = list(run.eval.rows())
+    run.eval.path.unlink()
+    for row in rows:
+        main = {"set": "eval", "held_out": "0123456789ab", "weights": "int8"}
+        run.eval.append(row | main, row | {"set": "code", "held_out": "ba9876543210", "pass@1": 0.1})
+    run.eval.append(rows[-1] | {"set": "eval", "held_out": "0123456789ab", "weights": "model"})
+    assert (read_run(run.path).held_out, len(read_run(run.path))) == (
+        "0123456789ab",
+        2,
+    )  # the exported one apart
+    assert read_run(run.path, split="code").score.tolist() == [0.1, 0.1]
+    with pytest.raises(ValueError, match="'0123456789ab' and run on 'ba9876543210'; scores of different"):
+        require_comparable(read_run(run.path), read_run(run.path, split="code"))
+    run.eval.append(rows[-1] | {"set": "eval", "held_out": "another", "weights": "int8", "step": 21})
+    run.ledger.append(a_step(1, 21, 210.0))
+    with pytest.raises(ValueError, match="scored on another eval set at step 21 than before"):
+        read_run(run.path)
+
+
+def test_a_resumed_run_is_read_with_all_that_it_cost(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", "name = 'x'\n")
+    run.ledger.append(*killed_and_resumed())
+    for step in range(4):
+        run.eval.append({"step": step, "split": "eval", "n": 9, "pass@1": step / 10})
+    assert read_run(run.path).compute.tolist() == [3500, 13_000, 16_500]
+
+
+def test_steps_need_no_ledger(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    run.ledger.path.write_text("damaged\n" * 2)
+    assert read_run(run.path, Axis.STEPS).compute.tolist() == [10, 20, 30, 40]
+    with pytest.raises(ValueError, match=r"run run: line 1 of .* is not JSON"):
         read_run(run.path)

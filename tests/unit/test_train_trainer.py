@@ -538,3 +538,25 @@ def test_settings_that_cannot_work_are_refused_by_name() -> None:
         PolicyTrainer(decoder_of(DENSE, torch.bfloat16).trainable(True), None, GRPO, optimizer=LR)
     with pytest.raises(ValueError, match="no microbatch"):
         trainer_of(decoder).step(Batch(microbatches=(), num_samples=0, num_tokens=0, num_context_tokens=0))
+
+
+def test_tokens_grow_older_with_every_minibatch() -> None:
+    """PPO-off-policy-4 (arXiv 2510.13786): a batch of one policy, four optimizer steps on it, so that tokens
+    are 0, 1, 2 and 3 steps old when they are learned from; of a batch that is a version old, 4 to 7."""
+    decoder = decoder_of(DENSE)
+    batch = pack(
+        (samples := samples_of(decoder, groups=4, siblings=3)),
+        aggregation_weights(samples, Aggregation.TOKEN),
+        tokens_per_microbatch=1000,
+        min_microbatches=4,
+    )
+    trainer = PolicyTrainer(decoder, adapters_of(decoder), algorithm("cispo"), optimizer=LR, minibatches=4)
+    metrics = trainer.step(batch).metrics
+    sizes = [sum(len(part.targets) for part in batch.microbatches[n::4]) for n in range(4)]
+    mean = sum(n * size for n, size in enumerate(sizes)) / sum(sizes)
+    assert metrics["optimizer_steps"] == 4
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (pytest.approx(mean), 3)
+    older = replace(
+        batch, microbatches=tuple(replace(part, staleness=part.staleness + 1) for part in batch.microbatches)
+    )
+    assert trainer.step(older).metrics["staleness/mean"] == pytest.approx(4 + mean)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ostinato.report.charts import held_out, sections, to_plain
 from ostinato.report.concerns import concerns
+from ostinato.report.downstream import downstream_sections
 from ostinato.report.drafts import draft_sections
 from ostinato.report.facts import (
     comparisons,
@@ -27,6 +28,7 @@ from ostinato.report.facts import (
     totals,
     waste,
 )
+from ostinato.report.forecast import forecast_sections
 from ostinato.report.mismatch import mismatch_section
 from ostinato.report.page.offline import render, script_json
 from ostinato.report.reading import RunData
@@ -36,7 +38,9 @@ from ostinato.report.samples import Samples
 def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
     """The whole page. ``now`` is the time that it says it was written at."""
     now = now or datetime.now(UTC)
-    score, groups = held_out(data), [*sections(data), mismatch_section(data), *draft_sections(data)]
+    score = held_out(data)
+    ahead = [*downstream_sections(data), *forecast_sections(data)]
+    groups = [*ahead, *sections(data), mismatch_section(data), *draft_sections(data)]
     drawn = [score, *(chart for group in groups for chart in group.charts)]
     state, tone = status(data, now)
     return render(

@@ -131,6 +131,26 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     }
   }
 
+  // Where something begins or ends along the horizontal axis, its name at the top, on the side that has room.
+  function edges(svg, chart, scale, width) {
+    for (const [step, name] of chart.edges || []) {
+      const x = scale.x(step), left = x > width - 8 * name.length - 20;
+      node("line", { x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM, class: "mark edge" }, svg);
+      node("text", { x: x + (left ? -4 : 4), y: TOP + 8, "text-anchor": left ? "end" : "start" }, svg, name);
+    }
+  }
+
+  const GLYPHS = { dot: "●", ring: "○", cross: "×" };
+
+  function marker(svg, s, cx, cy) {
+    const x = Number(cx), y = Number(cy), color = `var(${s.color})`;
+    if (s.marker === "cross")
+      node("path", { d: `M${x - 3} ${y - 3}l6 6m0 -6l-6 6`, class: "point cross", style: `stroke: ${color}` }, svg);
+    else if (s.marker === "ring")
+      node("circle", { cx, cy, r: 2.8, class: "point ring", style: `stroke: ${color}` }, svg);
+    else node("circle", { cx, cy, r: 2.6, style: `fill: ${color}` }, svg);
+  }
+
   // Runs of steps that have a value: a gap in the data is a gap in the line.
   function runs(values) {
     const found = [];
@@ -153,13 +173,14 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     }
     for (const s of chart.series) {
       for (const run of runs(s.values)) {
-        node("polyline", { points: run.map((i) => point(i, s.values[i])).join(" "), class: "line", style: `stroke: var(${s.color})` }, svg);
+        const line = { points: run.map((i) => point(i, s.values[i])).join(" "), class: "line", style: `stroke: var(${s.color})` };
+        node("polyline", s.dashed ? { ...line, "stroke-dasharray": "7 4" } : line, svg);
         if (chart.steps.length > 24 && run.length > 1) continue;
         for (const i of run) {
           const [cx, cy] = point(i, s.values[i]).split(",");
           if (s.low && s.low[i] !== null && run.length === 1)  // a band without width
             node("line", { x1: cx, x2: cx, y1: scale.y(s.low[i]), y2: scale.y(s.high[i]), style: `stroke: var(${s.color}); opacity: .45` }, svg);
-          node("circle", { cx, cy, r: 2.6, style: `fill: var(${s.color})` }, svg);
+          marker(svg, s, cx, cy);
         }
       }
     }
@@ -187,7 +208,9 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     at.textContent = place(chart, index);
     box.replaceChildren(...chart.series.map((s) => {
       const entry = document.createElement("span"), swatch = document.createElement("i"), value = document.createElement("b");
-      swatch.style.background = `var(${s.color})`;
+      if (s.marker) Object.assign(swatch, { className: "glyph", textContent: GLYPHS[s.marker] }).style.color = `var(${s.color})`;
+      else if (s.dashed) Object.assign(swatch, { className: "dashed" }).style.borderColor = `var(${s.color})`;
+      else swatch.style.background = `var(${s.color})`;
       const band = s.low && s.low[index] !== null && s.low[index] !== undefined ? ` [${words(s.low[index], chart)}, ${words(s.high[index], chart)}]` : "";
       const unit = chart.unit && chart.unit !== "%" ? " " + chart.unit : "";
       value.textContent = words(s.values[index], chart) + band + (chart.series.length === 1 ? unit : "");
@@ -205,6 +228,7 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     axes(svg, chart, item.scale, width);
     (chart.stacked ? bars : lines)(svg, chart, item.scale);
     milestones(svg, chart, item.scale, width);
+    edges(svg, chart, item.scale, width);
     item.cursor = node("line", { y1: TOP, y2: HEIGHT - BOTTOM, class: "cursor", visibility: "hidden" }, svg);
     plot.replaceChildren(svg);
     legend(item, chart.steps.length - 1);

@@ -53,12 +53,13 @@
   function turnTokens(turn, start) {
     const pre = make("pre", "tokens");
     const [layers, topK] = turn.routing || [0, 0];
+    const putIn = new Set(turn.injected);
     turn.tokens.forEach((id, i) => {
       const piece = turn.pieces ? turn.pieces[i] : `${id} `;
-      const span = make("span", `t ${heat(turn.logprobs[i])}${piece ? "" : " thin"}`, piece.replaceAll("\n", "⏎\n"));
+      const span = make("span", `t ${putIn.has(i) ? "put" : heat(turn.logprobs[i])}${piece ? "" : " thin"}`, piece.replaceAll("\n", "⏎\n"));
       const version = turn.versions[turn.versions.length === 1 ? 0 : i];
       const experts = turn.experts && turn.experts.slice(i * layers * topK, (i + 1) * layers * topK);
-      tokens.set(span, { id, piece: turn.pieces ? piece : null, position: start + i, logprob: turn.logprobs[i], version, experts, layers, topK });
+      tokens.set(span, { id, piece: turn.pieces ? piece : null, position: start + i, logprob: turn.logprobs[i], version, putIn: putIn.has(i), experts, layers, topK });
       pre.append(span);
     });
     if (!turn.pieces && turn.text) return make("div", "", make("pre", "", turn.text), make("p", "role", "token ids"), pre);
@@ -173,8 +174,9 @@
     const facts = make("dl", "",
       ...row("token id", String(token.id)),
       ...row("position", String(token.position)),
-      ...row("log p", token.logprob === null ? "not finite" : number(token.logprob) + share),
-      ...row("policy", String(token.version)),
+      ...(token.putIn ? row("put in", "an interruption, not sampled: nothing is learned from it") : [
+        ...row("log p", token.logprob === null ? "not finite" : number(token.logprob) + share),
+        ...row("policy", String(token.version))]),
       ...(token.experts ? row("experts by MoE layer", routes(token)) : []));
     const name = token.piece === null ? null : make("code", "", token.piece ? JSON.stringify(token.piece) : "part of the character before");
     card.replaceChildren(...[name, facts].filter(Boolean));

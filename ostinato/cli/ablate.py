@@ -1,0 +1,156 @@
+"""``ostinato ablate``: run a recipe and its arms, and tell which choice moves the ceiling, which only B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from ostinato.cli import ablate_answer, ablate_jobs
+from ostinato.cli.ablate_jobs import State
+from ostinato.cli.kept import Row, collect, folders_in, read_kept, write_kept
+from ostinato.cli.progress import remaining
+from ostinato.cli.scale import show
+from ostinato.cli.scale_reading import amount
+from ostinato.config import Recipe, find_recipe
+from ostinato.scaling.series import Axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What is run: every arm with so many seeds."""
+
+    arms: Sequence[str] = ()  # empty: all that the recipe names
+    seeds: int = 2
+    workers: int = 1
+    out: Path | None = None  # by default <log.dir>/<recipe>-ablate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telling:
+    """What is fitted, and where it goes."""
+
+    axis: str = Axis.FLOPS
+    cut: str = ""
+    split: str = "eval"
+    metric: str = "pass@1"
+    kept: Path | None = None
+    page: Path | None = None
+    json_file: Path | None = None
+    html_file: Path | None = None
+
+
+def command(
+    source: str, overrides: Sequence[str], study: Study, telling: Telling, *, leave_one_out: bool
+) -> int:
+    """The exit code. A recipe is run where ``leave_one_out`` says so; runs that are there are only fitted."""
+    if telling.axis not in set(Axis):
+        raise ValueError(f"--axis is {telling.axis!r}; use one of {', '.join(Axis)}")
+    there = Path(source).is_dir() or source.endswith(".jsonl")
+    if leave_one_out and not there:
+        return run(source, overrides, study, telling)
+    if not there:
+        find_recipe(source)  # or it says what is wrong with the name
+        raise ValueError(
+            f"{source} is a recipe; add --leave-one-out to run its arms, or name a folder of runs"
+        )
+    if not Path(source).exists():
+        raise ValueError(f"{source} is not there; name a folder of runs or a file that --collect wrote")
+    if leave_one_out or overrides or study != Study():
+        raise ValueError(
+            f"{source} holds runs that are only fitted; drop --leave-one-out, overrides, --arms, --seeds,"
+            " --workers and --out, or name the recipe"
+        )
+    return fit(Path(source), telling)
+
+
+def run(source: str, overrides: Sequence[str], study: Study, telling: Telling) -> int:
+    """Let the runs of a recipe that have not ended run, then tell. 1 where a run failed, 130 on Ctrl-C."""
+    base = Recipe.load(source, *overrides)
+    out = study.out or Path(base.log.dir) / f"{base.name}-ablate"
+    first = base.seed
+    jobs = ablate_jobs.plan(
+        source,
+        overrides,
+        seeds=range(first, first + study.seeds),
+        arms=study.arms,
+        out=out,
+        workers=study.workers,
+    )
+    ablate_jobs.check(jobs)
+    console = Console(stderr=str(telling.json_file) == "-")
+    console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
+    try:
+        with progress(console) as told:
+            states = ablate_jobs.run(jobs, study.workers, told)
+    except KeyboardInterrupt:
+        console.print("stopped; what was done is kept, and the same command goes on with it")
+        return 130
+    failed = [state for state in states if state.what == "failed"]
+    notes = [f"{state.job.folder.name} failed: {state.error}." for state in failed]
+    done = [state.job.folder for state in states if state.what == "done"]
+    rows, left_out = collect(done, telling.split, telling.metric)
+    tell(rows, [*notes, *left_out], telling)
+    return 1 if failed else 0
+
+
+def fit(source: Path, telling: Telling) -> int:
+    """Tell what the runs in a folder, or the lines of a file, come to."""
+    if source.is_dir():
+        tell(*collect(folders_in(source), telling.split, telling.metric), telling)
+    else:
+        tell(read_kept(source), [], telling)
+    return 0
+
+
+def tell(rows: Sequence[Row], notes: Sequence[str], telling: Telling) -> None:
+    """``notes`` are told first."""
+    axis, first = Axis(telling.axis), amount(telling.cut, "--cut") if telling.cut else 0.0
+    if telling.kept is not None:
+        write_kept(telling.kept, rows)
+    found = ablate_answer.compared(rows, axis, first)
+    show(ablate_answer.answer(found, notes), telling.json_file, telling.html_file)
+    if telling.page is not None:
+        ablate_answer.write_page(telling.page, found)
+
+
+# -- progress
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[Sequence[State]], None]]:
+    """A live table on a terminal; elsewhere a line for each run that begins or ends."""
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda states: live.update(board(states), refresh=True)
+        return
+    before: dict[Path, str] = {}
+
+    def told(states: Sequence[State]) -> None:
+        for state in states:
+            if before.get(state.job.folder) != state.what:
+                console.print("  ".join(cells(state)), highlight=False, markup=False, soft_wrap=True)
+            before[state.job.folder] = state.what
+
+    yield told
+
+
+def board(states: Sequence[State]) -> Table:
+    done = sum(state.what == "done" for state in states)
+    table = Table("run", "state", "step", "score", "ETA", title=f"{done} of {len(states)} runs done")
+    for state in states:
+        table.add_row(*cells(state))
+    return table
+
+
+def cells(state: State) -> tuple[str, str, str, str, str]:
+    steps = state.job.recipe.trainer.steps
+    score = "-" if state.score is None else f"{state.score:.3f}"
+    left = remaining(state.since, state.step - state.first, steps - state.step)
+    last = state.error if state.what == "failed" else left if state.what == "running" else ""
+    return state.job.folder.name, state.what, f"{state.step}/{steps}", score, last

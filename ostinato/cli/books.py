@@ -1,0 +1,29 @@
+"""The ledger of a run as its recipe and its machine have it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from ostinato.cli.build import device_name
+from ostinato.config import Recipe, dump_toml
+from ostinato.energy import Meter, nvml, rapl
+from ostinato.ledger import Ledger, SteadyClock, Terms
+from ostinato.model.decoder import Decoder
+from ostinato.run import RunFolder
+
+
+def new_ledger(recipe: Recipe, run: RunFolder, decoder: Decoder, clock: SteadyClock) -> Ledger:
+    """The books of one process, which began when ``clock`` did, with the energy of all that is counted."""
+    section = recipe.ledger
+    terms = Terms(
+        devices=section.devices,
+        device=device_name(decoder) or "cpu",
+        price_per_device_hour=section.price_per_device_hour,
+        currency=section.currency,
+        recipe=hashlib.sha256(dump_toml(recipe).encode()).hexdigest()[:12],
+    )
+    gpus = [torch.cuda.get_device_properties(decoder.device).uuid] if decoder.device.type == "cuda" else []
+    meter = Meter([*rapl(), *nvml([f"GPU-{uuid}" for uuid in gpus])])
+    return Ledger(folder=run, terms=terms, meter=meter, clock=clock)

@@ -1,0 +1,90 @@
+"""What a run is scored on: the held-out set, and the downstream sets of ``[eval.downstream.NAME]``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from ostinato.config import DownstreamSection, Recipe
+from ostinato.env.tasks import check_disjoint, load_tasks
+from ostinato.every import Every
+from ostinato.pipeline.evaluate import Evaluation
+from ostinato.run import MAIN_SET
+from ostinato.types import Prompt, Sampling
+
+
+def downstream_prompts(recipe: Recipe, trained_on: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """The prompts of each downstream set by name. Raises ValueError, with the name, for what cannot be read,
+    and for a set of the training's own source that shares prompts with it."""
+    sets = recipe.eval.downstream
+    return {
+        name: _named(name, lambda each=each: _prompts(recipe, each, trained_on))
+        for name, each in sets.items()
+    }
+
+
+def _prompts(recipe: Recipe, wanted: DownstreamSection, trained_on: Sequence[Prompt]) -> list[Prompt]:
+    seed, system = recipe.task.seed, recipe.task.system_prompt
+    prompts = load_tasks(wanted.source, wanted.split, seed, wanted.n or None, wanted.params, system)
+    if wanted.source == recipe.task.source:
+        check_disjoint(trained_on, prompts)
+    return prompts
+
+
+def _named(name: str, load: Callable[[], list[Prompt]]) -> list[Prompt]:
+    try:
+        return load()
+    except ValueError as error:
+        raise ValueError(f"eval.downstream.{name}: {error}") from error
+
+
+def evaluations(
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
+    downstream: Mapping[str, Sequence[Prompt]],
+    *,
+    stop_tokens: tuple[int, ...],
+    solved_at: float,
+    weights: str,
+) -> list[Evaluation]:
+    """The main evaluation on ``prompts``, then those on ``downstream``, in the order of the recipe."""
+
+    def made(name: str, prompts: Sequence[Prompt], split: str, k: int, every: int | str) -> Evaluation:
+        return Evaluation(
+            name=name,
+            split=split,
+            prompts=prompts,
+            sampling=sampling,
+            samples=k,
+            k=k,
+            solved_at=solved_at,
+            seed=recipe.seed,
+            weights=weights,
+            every=Every.parse(every, "every"),
+            start_factor=recipe.eval.start_factor,
+            rules=rules(recipe),
+        )
+
+    main = recipe.eval
+    sampling = Sampling(
+        temperature=main.temperature,
+        max_tokens=recipe.rollout.max_tokens,
+        stop_tokens=stop_tokens,
+        stop_strings=recipe.rollout.stop,
+    )
+    others = [(name, main.downstream[name], rows) for name, rows in downstream.items()]
+    return [
+        made(MAIN_SET, prompts, main.split, main.k, main.every),
+        *(made(name, rows, each.split, each.k, each.every) for name, each, rows in others),
+    ]
+
+
+def rules(recipe: Recipe) -> str:
+    """What decides the score of an answer, and how it comes about, beside prompt and sampling: as JSON."""
+    tree = recipe.model_dump(mode="json")
+    keys = {
+        "reward": ("functions", "weights"),
+        "task": ("tools", "max_turns"),
+        "rollout": ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end"),
+    }
+    return json.dumps({section: [tree[section][key] for key in names] for section, names in keys.items()})

@@ -1,0 +1,258 @@
+"""Floating-point operations of a forward and of what backward adds, from the model's own shapes.
+
+A product [m, k] x [k, n] is 2 m k n; nothing else is counted, as by ``torch.utils.flop_counter``: no norms,
+softmax, sums of losses, optimizer. Matrices count as they are stored and run: q, k, v as one, the B of their
+adapters block-diagonal, its zeros too (``lora.STACKED``); of the experts top_k per token. Attention counts
+the pairs that the mask leaves. What a kernel multiplies besides is its own affair: the masked half of a
+rectangle, the padding of latent values up to the width of keys. The native kernels run the same products.
+
+Backward is what autograd runs. Of y = x w it computes dx where x depends on something that is trained, and dw
+where w does or is: below the lowest adapter nothing is run, and a frozen matrix has no dw. The rules of the
+exceptions stand beside them: attention computes its scores anew (``packed``), a frozen head has its one dx
+from the forward's own logits, a trained one recomputes them by chunks (``algo.logprobs``).
+
+All of it is linear in three amounts, ``Work``: so work can be added up first and priced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeVar
+
+from ostinato.model.config import ModelConfig
+from ostinato.model.lora import STACKED, AdapterSpec, ExpertScheme, adapter_shapes, linear_shapes
+from ostinato.types import Segment
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a forward has to go through; the three amounts that its FLOPs are linear in."""
+
+    tokens: float = 0  # rows through the layers
+    pairs: float = 0  # (query, key) pairs of attention: those of one head in one layer
+    logits: float = 0  # rows through the head
+
+    @classmethod
+    def packed(cls, segments: Iterable[Segment], logits: int) -> Work:
+        """Of packed rows, ``logits`` of which go through the head. A shared prompt is run once, and seen by
+        the rows of every segment that has it for a prefix."""
+        tokens = pairs = 0
+        for segment in segments:
+            rows = segment.stop - segment.start
+            tokens += rows
+            pairs += rows * (rows + 1) // 2 + rows * (segment.prefix_stop - segment.prefix_start)
+        return cls(tokens, pairs, logits)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.logits + other.logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """FLOPs of one unit of each amount of ``Work``."""
+
+    tokens: float = 0.0
+    pairs: float = 0.0
+    logits: float = 0.0
+
+    def __add__(self, other: Rates) -> Rates:
+        return Rates(self.tokens + other.tokens, self.pairs + other.pairs, self.logits + other.logits)
+
+    def of(self, work: Work) -> float:
+        """FLOPs of ``work``."""
+        return self.tokens * work.tokens + self.pairs * work.pairs + self.logits * work.logits
+
+
+class Part(StrEnum):
+    """What the FLOPs of a forward are told by."""
+
+    ATTENTION = "attention"
+    MLP = "mlp"  # of dense layers
+    EXPERTS = "experts"  # with their routers and shared experts
+    LORA = "lora"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlopModel:
+    """FLOPs of a model and of what is trained of it; made by ``of``."""
+
+    parts: Mapping[Part, Rates]  # of one forward
+    backward_rates: Rates
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        adapter: AdapterSpec | None,
+        *,
+        recompute: bool = False,
+        entropy_gradient: bool = False,
+    ) -> FlopModel:
+        """Of ``adapter`` on a frozen base, or with None of all parameters.
+
+        ``recompute``: backward runs every layer that has a gradient forward once more. ``entropy_gradient``:
+        the loss has an entropy term (one product more at a frozen head).
+        Raises ValueError for an adapter that does not fit the model.
+        """
+        ranks = {name: a[-2] for name, (a, _) in adapter_shapes(config, adapter).items()} if adapter else {}
+        shapes = linear_shapes(config)
+        parts, backward = dict.fromkeys(Part, Rates()), Rates()
+        needed = adapter is None  # the embedding is trained too
+        for index in range(config.num_layers):
+            prefix = f"layers.{index}."
+            layer = _Layer(config, _below(prefix, shapes), _below(prefix, ranks), adapter)
+            needed = layer.run(needed)
+            parts = {part: rates + layer.parts.get(part, Rates()) for part, rates in parts.items()}
+            again = layer.parts.values() if recompute and needed else ()
+            backward = _sum((backward, layer.backward, *again))
+        head = 2.0 * config.vocab_size * config.hidden_size
+        products = 3 if adapter is None else 1 + entropy_gradient
+        parts[Part.HEAD] = Rates(logits=head)
+        return cls(parts=parts, backward_rates=backward + Rates(logits=products * head))
+
+    def forward(self, work: Work) -> float:
+        """FLOPs of one forward of ``work``, adapters applied unmerged, as engine and trainer run it."""
+        return _sum(self.parts.values()).of(work)
+
+    def backward(self, work: Work) -> float:
+        """FLOPs that training runs beside the forward."""
+        return self.backward_rates.of(work)
+
+    def base(self, work: Work) -> float:
+        """FLOPs of one forward without adapters: the reference policy's."""
+        return _sum(rates for part, rates in self.parts.items() if part is not Part.LORA).of(work)
+
+    def describe(self) -> dict[str, float]:
+        """FLOPs of one token by part of the forward, where there are any, and in "backward". What attention
+        adds for a (query, key) pair, in all heads and layers, is "pair" and "backward_pair"."""
+        told = {str(part): rates.tokens + rates.logits for part, rates in self.parts.items()}
+        back = self.backward_rates
+        return {name: flops for name, flops in told.items() if flops} | {
+            "pair": _sum(self.parts.values()).pairs,
+            "backward": back.tokens + back.logits,
+            "backward_pair": back.pairs,
+        }
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One layer as the decoder runs it. Every method that multiplies takes and returns whether the activation
+    needs a gradient; ``shapes`` and ``ranks`` are of the maps of this layer, by name within it."""
+
+    config: ModelConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    ranks: Mapping[str, int]
+    adapter: AdapterSpec | None
+    parts: dict[Part, Rates] = field(default_factory=dict)
+    backward: Rates = Rates()
+
+    def run(self, x: bool) -> bool:
+        """The whole layer, on a residual stream that needs a gradient or not."""
+        x = self.attention(x) or x
+        return (self.mixture(x) if "router" in self.shapes else self.mlp("", Part.MLP, x)) or x
+
+    def attention(self, x: bool) -> bool:
+        part, mla, heads = Part.ATTENTION, self.config.mla, self.config.num_heads
+        if mla is None:
+            inputs = self.linear(part, "qkv", x)
+        else:
+            q = self.linear(part, "q", x) if mla.q_lora_rank is None else self.linear(part, "q_a", x)
+            if mla.q_lora_rank is not None:
+                q = self.linear(part, "q_b", q)
+            kv = self.linear(part, "kv_a", x)
+            inputs = self.linear(part, "kv_b", kv) or q or kv
+        keys, values = 2.0 * heads * self.config.head_dim, 2.0 * heads * self.config.v_head_dim
+        self.add(part, Rates(pairs=keys + values))
+        if inputs:  # q k^T once more, dO v^T; dv, dq, dk
+            self.backward += Rates(pairs=3 * keys + 2 * values)
+        return self.linear(part, "o", inputs)
+
+    def mlp(self, role: str, part: Part, x: bool) -> bool:
+        return self.linear(part, f"{role}down", self.linear(part, f"{role}gate_up", x))
+
+    def mixture(self, x: bool) -> bool:
+        weights = self.linear(Part.EXPERTS, "router", x)
+        out = self.experts(x, weights)
+        if "shared.down" in self.shapes:
+            out = self.mlp("shared_", Part.EXPERTS, x) or out
+        return out
+
+    def experts(self, x: bool, weights: bool) -> bool:
+        """``moe.experts``: ``weights`` of the mixture depend on what is trained, or not."""
+        moe, hidden = self.config.moe, self.config.hidden_size
+        assert moe is not None
+        width, full = moe.top_k * moe.intermediate_size, self.adapter is None
+        adapted = any(name.startswith("experts.") for name in self.ranks)
+        act = self.product(Part.EXPERTS, 2.0 * hidden * 2 * width, x, full)
+        if adapted:
+            act = self.expert_up(x) or act
+        out = self.product(Part.EXPERTS, 2.0 * width * hidden, act, full)
+        out = self.mixed(Part.EXPERTS, hidden, out, weights)
+        return (self.expert_down(act, weights) if adapted else False) or out
+
+    def expert_up(self, x: bool) -> bool:
+        moe, adapter = self.config.moe, self.adapter
+        assert moe is not None and adapter is not None
+        rank = sum(self.ranks.get(f"experts.{name}", 0) for name in ("gate", "up"))
+        trained = rank > 0  # a zero update stands in otherwise, with one A for all experts
+        shared = not trained or adapter.expert_scheme == ExpertScheme.SHARED_OUTER
+        rank = rank or adapter.rank_of(".experts.")
+        low = 2.0 * self.config.hidden_size * rank * (1 if shared else moe.top_k)
+        out = 2.0 * rank * 2 * moe.intermediate_size * moe.top_k
+        return self.product(Part.LORA, out, self.product(Part.LORA, low, x, trained), trained)
+
+    def expert_down(self, act: bool, weights: bool) -> bool:
+        moe, adapter, hidden = self.config.moe, self.adapter, self.config.hidden_size
+        assert moe is not None and adapter is not None
+        trained = (
+            "experts.down" in self.ranks
+        )  # a zero update stands in otherwise, with one B for all experts
+        rank = adapter.rank_of(".experts.")
+        low = self.product(Part.LORA, 2.0 * moe.intermediate_size * rank * moe.top_k, act, trained)
+        if not trained or adapter.expert_scheme == ExpertScheme.SHARED_OUTER:
+            return self.product(
+                Part.LORA, 2.0 * rank * hidden, self.mixed(Part.LORA, rank, low, weights), trained
+            )
+        out = self.product(Part.LORA, 2.0 * rank * hidden * moe.top_k, low, trained)
+        return self.mixed(Part.LORA, hidden, out, weights)
+
+    def mixed(self, part: Part, width: int, rows: bool, weights: bool) -> bool:
+        """The weighted sum of the top_k rows of a token, a product of two activations."""
+        assert self.config.moe is not None
+        return self.product(part, 2.0 * self.config.moe.top_k * width, rows, weights)
+
+    def linear(self, part: Part, stored: str, x: bool) -> bool:
+        """A stored matrix of ``lora.STACKED`` with the adapters of its members."""
+        members = STACKED[stored]
+        inputs, outputs = self.shapes[members[0]][-1], sum(self.shapes[name][-2] for name in members)
+        rank = sum(self.ranks.get(name, 0) for name in members)
+        out = self.product(part, 2.0 * inputs * outputs, x, self.adapter is None)
+        if not rank:
+            return out
+        low = self.product(Part.LORA, 2.0 * inputs * rank, x, True)
+        return self.product(Part.LORA, 2.0 * rank * outputs, low, True) or out
+
+    def product(self, part: Part, flops: float, x: bool, w: bool) -> bool:
+        """``flops`` per token to multiply x and w, once more for each of them that needs its gradient."""
+        self.add(part, Rates(tokens=flops))
+        self.backward += Rates(tokens=flops * (x + w))
+        return x or w
+
+    def add(self, part: Part, rates: Rates) -> None:
+        self.parts[part] = self.parts.get(part, Rates()) + rates
+
+
+def _sum(rates: Iterable[Rates]) -> Rates:
+    return sum(rates, Rates())
+
+
+def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+
+
+__all__ = ["FlopModel", "Part", "Rates", "Work"]

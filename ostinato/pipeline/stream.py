@@ -1,0 +1,60 @@
+"""The stream of prompts: which places of it a step takes, and who has left it for good.
+
+The order is the tasks' own, epoch after epoch, and a place is an index into it. A prompt that the policy
+solves is sampled for nothing: its siblings get equal rewards. ScaleRL's "No-Positive-Resampling" (arXiv
+2510.13786, section 4) removes it from all later epochs, which here means that its places are passed over:
+
+    epoch 0      | epoch 1      | epoch 2
+    a  b  c  d   | c  a  d  b   | b  d  a  c          steps of two prompts; b leaves after step 1
+    [ 1 ]  [ 2 ] | [ 3 ]  [ 4      -  ]  [ 5 ]
+
+The order of the others never changes, nor does the noise of a place, which is addressed by its index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from ostinato.protocols import Tasks
+from ostinato.rollout.play import verdicts
+from ostinato.types import Group
+
+
+def places(tasks: Tasks, cursor: int, count: int, retired: Collection[str]) -> list[int]:
+    """The next ``count`` indices of the stream from ``cursor`` on whose prompts (by uid) are not ``retired``.
+
+    The next cursor is the last of them plus 1. Empty when nobody is left: 2 ``len(tasks)`` places in a row
+    contain a whole epoch. While fewer are left than are asked for, a prompt comes once in each epoch, so
+    more than once in a step.
+    """
+    if not retired:
+        return list(range(cursor, cursor + count))
+    found: list[int] = []
+    index = cursor
+    while len(found) < count:
+        if tasks.prompt(index).uid not in retired:
+            found.append(index)
+        elif index - (found[-1] if found else cursor) >= 2 * len(tasks):
+            return []
+        index += 1
+    return found
+
+
+def solved_for_good(
+    groups: Sequence[Group], *, share: float, solved_at: float, retired: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The uids, in order, of prompts that leave: of the group's members with a verdict, at least two, a
+    ``share`` or more has a reward of at least ``solved_at``. Those in ``retired`` have left already."""
+    gone: dict[str, None] = {}  # a set that keeps its order
+    for group in groups:
+        values = verdicts(group)
+        judged = values[np.isfinite(values)]
+        enough = len(judged) >= 2 and (judged >= solved_at).mean() >= share
+        if enough and group.prompt.uid not in retired:
+            gone[group.prompt.uid] = None
+    return tuple(gone)
+
+
+__all__ = ["places", "solved_for_good"]

@@ -1,0 +1,115 @@
+"""What a step had to compute, read off its data: the ``Work`` of rollouts, of a batch, of a training step.
+
+A token at position p of its sequence is one row, which sees p + 1 positions. Work that no record tells of is
+not here: prompts recomputed after a preemption, and answers run ahead for the drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ostinato.model.flops import FlopModel, Work
+from ostinato.types import Batch, Completion, Group, Trajectory
+
+_NONE = Work()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutWork:
+    """The engine's passes: rows of known text, rows of sampled tokens, and draft rows verified in vain."""
+
+    prefill: Work = _NONE
+    decode: Work = _NONE
+    refused: Work = _NONE
+
+    def __add__(self, other: RolloutWork) -> RolloutWork:
+        return RolloutWork(
+            prefill=self.prefill + other.prefill,
+            decode=self.decode + other.decode,
+            refused=self.refused + other.refused,
+        )
+
+    @property
+    def total(self) -> Work:
+        return self.prefill + self.decode + self.refused
+
+
+def rollout_work(groups: Iterable[Group]) -> RolloutWork:
+    """Of all episodes of ``groups``."""
+    trajectories = (trajectory for group in groups for trajectory in group.trajectories)
+    return sum(map(trajectory_work, trajectories), RolloutWork())
+
+
+def trajectory_work(trajectory: Trajectory) -> RolloutWork:
+    """Of one episode, turn by turn: what a turn found in the prefix tree, from siblings or from the turn
+    before, was not computed again."""
+    work, history = RolloutWork(), 0
+    for turn in trajectory.turns:
+        history += len(turn.context)
+        work += completion_work(history, turn.completion)
+        history += len(turn.completion.tokens)
+    return work
+
+
+def completion_work(prompt: int, said: Completion) -> RolloutWork:
+    """Of the answer to ``prompt`` tokens.
+
+    The last row of the prompt gives the logits of the first token, and the last token is no row. Injected
+    tokens are known text. A pass runs one row beside its drafts, so what all passes ran and no sampled token
+    came from was in vain: the refused drafts, and the last token where it was a draft itself. Where these
+    rows stood is not recorded: they count as many pairs as those of the answer on average.
+    """
+    length = len(said.tokens)
+    injected = np.zeros(length, bool) if said.injected is None else said.injected
+    known = injected[:-1]
+    sampled = length - int(injected.sum())
+    sees = prompt + 1 + np.arange(max(0, length - 1))  # of the row of token t
+    # the row before token t, that gave its logits, is known text where it is the prompt's last or injected
+    asked = int((~injected & np.concatenate(([True], known))).sum()) if length else 0
+    read = Work(prompt - said.cached_tokens, _causal(prompt) - _causal(said.cached_tokens), asked)
+    prefill = read + Work(int(known.sum()), int(sees[known].sum()), 0)
+    decode = Work(int((~known).sum()), int(sees[~known].sum()), sampled - asked)
+    vain = max(said.drafted - said.accepted, said.passes + said.drafted - sampled if said.passes else 0)
+    refused = Work(vain, vain * (prompt + (length + 1) // 2), vain)
+    return RolloutWork(prefill=prefill, decode=decode, refused=refused)
+
+
+def batch_work(batch: Batch) -> Work:
+    """Of one forward of ``batch``."""
+    return sum((Work.packed(part.segments, len(part.rows)) for part in batch.microbatches), _NONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFlops:
+    """FLOPs of a training step: ``train`` with all that it needs, ``measure`` for figures only."""
+
+    train: float
+    measure: float
+
+
+def step_flops(flops: FlopModel, batch: Work, passes: Mapping[str, float]) -> StepFlops:
+    """Of one training step on ``batch``, with the further passes that the trainer's metrics tell of."""
+    forward, backward = flops.forward(batch), flops.backward(batch)
+    repeated, extra, measure = (
+        passes.get(f"passes/{name}", 0.0) for name in ("repeated", "extra", "measure")
+    )
+    return StepFlops(train=(1 + repeated) * (forward + backward) + extra * forward, measure=measure * forward)
+
+
+def _causal(rows: int) -> int:
+    """Pairs of a sequence that sees itself; below 0 for -rows that were run once more than needed."""
+    return rows * (abs(rows) + 1) // 2
+
+
+__all__ = [
+    "RolloutWork",
+    "StepFlops",
+    "batch_work",
+    "completion_work",
+    "rollout_work",
+    "step_flops",
+    "trajectory_work",
+]

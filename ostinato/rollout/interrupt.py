@@ -1,0 +1,190 @@
+"""Forced interruption of thinking: who has thought long enough is told to answer (ScaleRL, arXiv 2510.13786,
+A.10).
+
+    request b tokens -> ended by itself              the answer
+                     -> cut, its thought is closed   the same answer goes on, up to ``answer_tokens`` more
+                     -> cut, still thinking          the phrase is put in, then up to ``answer_tokens`` more
+
+b, the thinking budget, is uniform in {shortest .. longest} and addressed as every other draw: by the seed and
+the position at which the answer begins. So it is the same in any batch and after a restart, and every turn of
+an agent has its own. The phrase is the prompt of a second request, whose prefix the engine has in its cache.
+
+The pieces become one ``Completion``, whose ``injected`` marks the phrase: part of the text, never trained on.
+An answer that goes on without the phrase is, token by token, what one request would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from ostinato.algo.noise import key, uniform
+from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop, Support
+
+_BUDGETS = -1  # behind a seed path: no sample has this number, so no token shares a budget's noise
+
+
+class Words(Protocol):
+    """What an interruption needs of ``render.Renderer``."""
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Interruption:
+    """When thinking is interrupted, with which words, and what the answer may take then.
+
+    ``think_end`` closes a thought; where it is "", every answer that has not ended is still thinking.
+    """
+
+    shortest: int  # tokens of thinking, at least
+    longest: int
+    answer_tokens: int  # after the budget
+    phrase: np.ndarray  # [F] int32, what is put in
+    think_end: str
+    words: Words
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shortest <= self.longest:
+            raise ValueError(
+                f"interruption after {self.shortest} to {self.longest} tokens; use 1 <= shortest <= longest"
+            )
+        if self.answer_tokens < 1 or not len(self.phrase):
+            raise ValueError(
+                f"interruption with a phrase of {len(self.phrase)} tokens and {self.answer_tokens} for the "
+                "answer; both need at least 1"
+            )
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest answer: thinking, phrase and answer."""
+        return self.longest + self._reserved
+
+    @property
+    def _reserved(self) -> int:
+        return len(self.phrase) + self.answer_tokens
+
+    def budget(self, seed: tuple[int, ...], position: int) -> int:
+        """Tokens of thinking of the answer of episode ``seed`` that begins at ``position``."""
+        u = uniform(key((*seed, _BUDGETS)), position)
+        return self.shortest + int(u * (self.longest - self.shortest + 1))
+
+    def first(self, seed: tuple[int, ...], position: int, room: int) -> int:
+        """Tokens to ask for first where ``room`` are left in the context.
+
+        A thought is shortened so that phrase and answer fit behind it. Where they do not, it is an ordinary
+        answer, as long as the room is.
+        """
+        return min(self.budget(seed, position), room - self._reserved) if room > self._reserved else room
+
+    def second(
+        self, asked: Request, said: Completion, sampling: Sampling, context_limit: int
+    ) -> Request | None:
+        """What to ask after ``said``, the answer to ``asked``; None when it is whole. ``sampling`` is that of
+        the whole answer."""
+        if said.stop is not Stop.LENGTH or len(said.tokens) < asked.sampling.max_tokens:
+            return None  # fewer than asked for: the engine's own limit
+        closed = self.think_end and self.think_end in self.words.decode(said.tokens, skip_special=False)
+        tokens = np.concatenate([asked.tokens, said.tokens, self.phrase[: 0 if closed else None]])
+        most = min(self.answer_tokens, context_limit - len(tokens))
+        if most < 1:
+            return None
+        least = min(max(0, sampling.min_tokens - len(said.tokens)), most)
+        return replace(
+            asked,
+            tokens=tokens.astype(np.int32, copy=False),
+            sampling=replace(sampling, max_tokens=most, min_tokens=least),
+            routes_from=len(asked.tokens) + len(said.tokens) - 1,  # what was said last had not run yet
+        )
+
+    def joined(self, asked: Request, said: Completion, again: Request, more: Completion) -> Completion:
+        """One answer to ``asked``: ``said``, what ``again`` put behind it, and ``more``, the answer to that.
+
+        Where thinking went on without the phrase, a stop string may lie across the seam, where the engine
+        could not see it: the answer ends there, as that of one request would have.
+        """
+        known = len(asked.tokens) + len(said.tokens)
+        whole, strings = merged(said, again.tokens[known:], more, known), asked.sampling.stop_strings
+        if whole.injected is None and (end := self._across(whole, len(said.tokens), strings)):
+            whole = _leading(whole, end)
+        text = self.words.decode(whole.tokens[: -1 if whole.stop is Stop.EOS else None])
+        if whole.stop is Stop.STRING and whole.injected is None:
+            text = text[: min((text.index(string) for string in strings if string in text), default=None)]
+        elif whole.stop is Stop.STRING:  # as much as the engine has cut from the end of its own piece
+            text = text[: len(text) - len(self.words.decode(more.tokens)) + len(more.text)]
+        return replace(whole, text=text)
+
+    def _across(self, whole: Completion, seam: int, strings: Sequence[str]) -> int:
+        """How many tokens there are up to a stop string that ends behind the seam, and before the engine
+        has stopped; 0 without one."""
+
+        def holds(end: int) -> bool:
+            text = self.words.decode(whole.tokens[:end])
+            return any(string in text for string in strings)
+
+        last = len(whole.tokens) - (whole.stop in (Stop.STRING, Stop.EOS))
+        if not strings or not holds(last):
+            return 0
+        return next((end for end in range(seam + 1, last + 1) if holds(end)), 0)
+
+
+def merged(said: Completion, phrase: np.ndarray, more: Completion, known: int) -> Completion:
+    """``said``, the tokens of ``phrase`` (marked as injected) and ``more`` as one completion without text.
+
+    ``known`` tokens stood before the phrase; all but the last of them had run, so what of them the second
+    request did not find in the cache was computed twice, and is taken from ``cached_tokens``.
+    """
+    put_in = len(phrase)
+    edges, routes = (said.edges, more.edges), (said.experts, more.prompt_experts, more.experts)
+    return Completion(
+        tokens=np.concatenate([said.tokens, phrase, more.tokens]),
+        logprobs=np.concatenate([said.logprobs, np.zeros(put_in, np.float32), more.logprobs]),
+        edges=None
+        if edges[0] is None or edges[1] is None
+        else np.concatenate([edges[0], np.zeros(put_in, np.float32), edges[1]]),
+        versions=np.concatenate([said.versions, np.full(put_in, -1, np.int32), more.versions]),
+        injected=np.repeat([False, True, False], [len(said.tokens), put_in, len(more.tokens)])
+        if put_in
+        else None,
+        stop=more.stop,
+        experts=None
+        if routes[0] is None or routes[1] is None or routes[2] is None
+        else np.concatenate([routes[0][:-1], routes[1], routes[2]]),
+        prompt_experts=said.prompt_experts,
+        support=_support(said, put_in, more),
+        drafted=said.drafted + more.drafted,
+        accepted=said.accepted + more.accepted,
+        passes=said.passes + more.passes,
+        cached_tokens=said.cached_tokens + more.cached_tokens - (known - 1),
+        error=more.error,
+    )
+
+
+def _support(said: Completion, put_in: int, more: Completion) -> Support | None:
+    if said.support is None and more.support is None:
+        return None
+    first, last = (
+        Support.whole(len(one.tokens)) if one.support is None else one.support for one in (said, more)
+    )
+    return Support.concatenate([first, Support.whole(put_in), last])
+
+
+def _leading(whole: Completion, end: int) -> Completion:
+    """The first ``end`` tokens, ended by a stop string."""
+    experts = None if whole.experts is None else whole.experts[:end].copy()
+    if experts is not None:
+        experts[-1] = NO_EXPERT  # as far as one request would have known
+    return replace(
+        whole,
+        tokens=whole.tokens[:end],
+        logprobs=whole.logprobs[:end],
+        edges=None if whole.edges is None else whole.edges[:end],
+        versions=whole.versions[:end],
+        experts=experts,
+        support=None if whole.support is None else whole.support.take(np.arange(end)),
+        stop=Stop.STRING,
+        error="",
+    )

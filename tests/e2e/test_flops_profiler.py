@@ -1,0 +1,374 @@
+"""FLOPs from shapes against torch's profiler: whole training steps and whole rollouts, on every family.
+
+``FlopCounterMode`` knows no grouped product, no addmm_ and no attention of the CPU; of other attention it
+counts the whole rectangle. ``formulas`` tells it: the pairs that the mask leaves, and values as wide as they
+are without the padding that flash attention wants. Everything else is counted by torch's own formulas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_moe import KINDS, SIZES, VOCAB
+from small_world import DRAFTS_PAY
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from ostinato.algo.algorithms import algorithm
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.engine.local import LocalEngine
+from ostinato.history.scripted import ScriptedDrafter
+from ostinato.model.config import ModelConfig, parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.flops import FlopModel
+from ostinato.model.hf import load_model
+from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.named import model_folder
+from ostinato.pipeline.work import batch_work, rollout_work, step_flops
+from ostinato.rollout.interrupt import merged
+from ostinato.train.optimizer import OptimizerSettings
+from ostinato.train.trainer import PolicyTrainer
+from ostinato.types import Batch, Completion, Group, Prompt, Request, Sample, Sampling, Stop, Trajectory, Turn
+
+aten = torch.ops.aten
+LR = OptimizerSettings(lr=1e-3)
+DENSE = {**SIZES, "num_key_value_heads": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**DENSE, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {**DENSE, "model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False},
+    "qwen3": {**DENSE, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    **{name: {**SIZES, **kind} for name, kind in KINDS.items()},
+    "latent-queries": {**SIZES, **KINDS["sigmoid-bias-groups"], "q_lora_rank": 12},
+}
+NARROW = {**FAMILIES["latent-queries"], "v_head_dim": 4}  # values narrower than keys
+EVERYTHING = ("attn", "mlp", "shared", "experts", "router")
+
+
+def raw(formula: Callable[..., int]) -> Callable[..., int]:
+    """A formula that is given tensors, not their shapes."""
+    formula._get_raw = True  # type: ignore[attr-defined]
+    return formula
+
+
+def formulas(config: ModelConfig) -> Mapping[Any, Callable[..., int]]:
+    """FLOPs of what torch's counter does not know."""
+
+    def pairs(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> int:
+        if mask is not None:  # [T, 1 or heads, 1, S], added to scores
+            return int((mask[:, 0] == 0).sum())
+        rows = q.shape[2]
+        return q.shape[0] * (rows * (rows + 1) // 2 if causal else rows * k.shape[2])
+
+    @raw
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **more: Any
+    ) -> int:
+        widths = config.head_dim + config.v_head_dim
+        return 2 * q.shape[1] * widths * pairs(q, k, causal, more.get("attn_mask"))
+
+    @raw
+    def attention_backward(
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        p: float,
+        causal: bool,
+        **_: Any,
+    ) -> int:
+        return 2 * q.shape[1] * (3 * config.head_dim + 2 * config.v_head_dim) * pairs(q, k, causal, None)
+
+    def grouped(x: Sequence[int], w: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * x[0] * x[1] * w[-1]  # [S, K] [E, K, N] forward and for dx; [K, S] [S, N] for dw
+
+    def added(y: Sequence[int], a: Sequence[int], b: Sequence[int], **_: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+        aten._grouped_mm: grouped,
+        aten.addmm_: added,
+    }
+
+
+def profiled(config: ModelConfig, run: Callable[[], Any]) -> tuple[int, Any]:
+    """(FLOPs that the profiler counts, what ``run`` returns)."""
+    with FlopCounterMode(display=False, custom_mapping=formulas(config)) as counter:  # type: ignore[arg-type]
+        result = run()
+    return counter.get_total_flops(), result
+
+
+# ---- training
+
+
+def batch_of(vocab: int, seed: int = 0, budget: int = 90) -> Batch:
+    """Groups of siblings that share prompts, in several microbatches; some answers have a reply inside."""
+    rng, samples = np.random.default_rng(seed), []
+    for group in range(3):
+        prompt = rng.integers(0, vocab, 6 + 5 * group)
+        for sibling in range(4):
+            tokens = np.concatenate([prompt, rng.integers(0, vocab, 4 + 5 * sibling)]).astype(np.int32)
+            mask = np.arange(len(tokens)) >= len(prompt)
+            mask[len(prompt) + 5 : len(prompt) + 8] = False
+            samples.append(
+                Sample(
+                    tokens=tokens,
+                    loss_mask=mask,
+                    logprobs=np.where(mask, -np.log(vocab), 0).astype("f4"),
+                    advantages=np.where(mask, rng.standard_normal(), 0).astype("f4"),
+                    versions=np.where(mask, 0, -1).astype(np.int32),
+                    group=group,
+                    prompt_len=len(prompt),
+                    uid=f"{group}#{sibling}",
+                )
+            )
+    weights = aggregation_weights(samples, Aggregation.TOKEN)
+    return pack(samples, weights, tokens_per_microbatch=budget)
+
+
+def trained(decoder: Decoder, spec: AdapterSpec | None) -> Adapters | None:
+    decoder.trainable(spec is None)
+    return None if spec is None else init_adapters(decoder.config, spec)
+
+
+def step_ratio(
+    decoder: Decoder, spec: AdapterSpec | None, *, recompute: bool = False, measure: bool = False, **more: Any
+) -> float:
+    """FLOPs of a training step by the profiler, over ours. ``more``: minibatches, keys of the algorithm."""
+    minibatches = more.pop("minibatches", 1)
+    chosen = algorithm("grpo", **more)
+    trainer = PolicyTrainer(
+        decoder,
+        trained(decoder, spec),
+        chosen,
+        optimizer=LR,
+        minibatches=minibatches,
+        recompute=recompute,
+        measure_every=int(measure),
+    )
+    batch = batch_of(decoder.config.vocab_size)
+    counted, report = profiled(decoder.config, lambda: trainer.step(batch))
+    flops = FlopModel.of(decoder.config, spec, recompute=recompute, entropy_gradient=chosen.needs_entropy)
+    ours = step_flops(flops, batch_work(batch), report.metrics)
+    assert (ours.measure > 0) == measure and len(batch.microbatches) >= 3
+    return counted / (ours.train + ours.measure)
+
+
+SPECS: dict[str, AdapterSpec | None] = {
+    "full": None,
+    "lora": AdapterSpec(rank=2, targets=EVERYTHING),
+    "per-expert": AdapterSpec(
+        rank=2, targets=EVERYTHING, expert_scheme=ExpertScheme.PER_EXPERT, expert_rank=3
+    ),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("family", [*FAMILIES, "narrow-values"])
+def test_a_training_step_of_every_family(family: str, spec: str, recompute: bool) -> None:
+    """To the last product: what the profiler counts is what the shapes say."""
+    decoder = Decoder(parse_config(FAMILIES.get(family, NARROW))).init_weights(0)
+    assert step_ratio(decoder, SPECS[spec], recompute=recompute) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama", ("attn.q",)),
+        ("llama", ("attn.o",)),  # attention of the lowest layer needs no gradient
+        ("llama", ("mlp.up",)),
+        ("llama", ("mlp.down",)),
+        ("softmax", ("experts.gate",)),  # the down of the adapter is a zero update
+        ("softmax", ("experts.down",)),  # ... and here gate and up are
+        ("softmax-renormalised", ("experts.up", "router")),  # the lowest layer has no experts
+        ("every-second-layer", ("mlp",)),
+        ("every-second-layer", ("router",)),
+        ("sigmoid-bias-groups", ("shared.down",)),
+        ("sigmoid-bias-groups", ("experts",)),
+        ("latent-queries", ("attn.q_b",)),
+        ("latent-queries", ("attn.kv_b", "router")),
+    ],
+)
+@pytest.mark.parametrize("scheme", ExpertScheme)
+def test_no_gradient_is_counted_below_the_lowest_adapter(
+    family: str, targets: tuple[str, ...], scheme: ExpertScheme
+) -> None:
+    decoder = Decoder(parse_config(FAMILIES[family])).init_weights(0)
+    spec = AdapterSpec(rank=2, targets=targets, expert_scheme=scheme)
+    for recompute in (False, True):
+        assert step_ratio(decoder, spec, recompute=recompute) == 1.0
+
+
+@pytest.mark.parametrize("family", ["llama", "softmax", "latent-queries"])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"minibatches": 3, "anchor": "trainer"},  # old log-probabilities
+        {"kl_coef": 0.1},
+        {"kl_coef": 0.1, "minibatches": 2, "anchor": "trainer", "recompute": True},
+        {"entropy_coef": 0.1},
+        {"measure": True},
+        {"measure": True, "minibatches": 2, "anchor": "trainer", "entropy_coef": 0.1},
+    ],
+    ids=lambda how: "+".join(how),
+)
+def test_a_whole_step_with_its_further_passes(family: str, spec: str, how: dict[str, Any]) -> None:
+    """Old log-probabilities, reference and measurement are told in forwards of the batch."""
+    if spec == "full" and "kl_coef" in how:
+        pytest.skip("full-parameter training keeps no reference")
+    decoder = Decoder(parse_config(FAMILIES[family])).init_weights(0)
+    assert step_ratio(decoder, SPECS[spec], **how) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("spec", ["full", "lora"])
+def test_a_refused_step_is_run_again_to_name_its_samples(spec: str) -> None:
+    decoder = Decoder(parse_config(FAMILIES["softmax"])).init_weights(0)
+    batch, adapters = batch_of(VOCAB), trained(decoder, SPECS[spec])
+    first, *others = batch.microbatches
+    broken = replace(first, advantages=np.full_like(first.advantages, np.nan))
+    kl = {"kl_coef": 0.1} if adapters else {}
+    trainer = PolicyTrainer(decoder, adapters, algorithm("grpo", **kl), optimizer=LR, minibatches=2)
+    batch = replace(batch, microbatches=(broken, *others))
+    counted, report = profiled(decoder.config, lambda: trainer.step(batch))
+    ours = step_flops(FlopModel.of(decoder.config, SPECS[spec]), batch_work(batch), report.metrics)
+    assert report.skipped and 0 < report.metrics["passes/repeated"] < 1
+    # of what is run again only the forward is told; what backward has besides may differ in pairs and logits
+    assert counted == pytest.approx(ours.train, rel=0.02)
+
+
+def test_old_log_probabilities_cost_one_forward_of_the_head() -> None:
+    """A head computes the slopes of its log-probabilities wherever hidden states need a gradient, even where
+    gradients are off: passes for old log-probabilities and for measurement multiplied twice with it, for
+    nothing. What they cost here is what their metric says."""
+    decoder = Decoder(parse_config({**FAMILIES["llama"], "vocab_size": 4096})).init_weights(0)
+    for how in ({"minibatches": 3, "anchor": "trainer"}, {"measure": True}):
+        assert step_ratio(decoder, SPECS["lora"], **how) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_real_models(spec: str) -> None:
+    """The mixture of experts of the package, and two layers of SmolLM2-135M with its vocabulary."""
+    smol = {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    seed_moe = load_model(model_folder("asset:seed-moe"), dtype=torch.float32)
+    for decoder in (seed_moe, Decoder(parse_config(smol)).init_weights(0)):
+        assert step_ratio(decoder, SPECS[spec], minibatches=2, anchor="trainer") == pytest.approx(1, abs=1e-9)
+
+
+# ---- rollouts
+
+
+def answers(engine: LocalEngine, requests: Sequence[Request]) -> list[Completion]:
+    async def collect() -> list[Completion]:
+        found = {index: completion async for index, completion in engine.generate(requests)}
+        return [found[i] for i in range(len(requests))]
+
+    return asyncio.run(collect())
+
+
+def episode(turns: Sequence[tuple[np.ndarray, Completion]]) -> Trajectory:
+    parts = tuple(Turn(context=context, completion=said) for context, said in turns)
+    return Trajectory(turns=parts, stop=parts[-1].completion.stop, seed=())
+
+
+def group_of(trajectories: Sequence[Trajectory]) -> Group:
+    return Group(prompt=Prompt(uid="p", text=""), trajectories=tuple(trajectories), step=1)
+
+
+def two_turns(engine: LocalEngine, vocab: int) -> list[Group]:
+    """Two groups of three siblings, who go on after a reply."""
+    rng, groups = np.random.default_rng(0), []
+    sampling = Sampling(max_tokens=12, stop_tokens=tuple(range(0, vocab, 9)))
+    for n in range(2):
+        prompt = rng.integers(0, vocab, 21 + 8 * n).astype(np.int32)
+        first = [Request(tokens=prompt, sampling=sampling, seed=(n, k)) for k in range(3)]
+        said = answers(engine, first)
+        replies = [rng.integers(0, vocab, 5 + k).astype(np.int32) for k in range(3)]
+        whole = [np.concatenate([prompt, c.tokens, r]) for c, r in zip(said, replies, strict=True)]
+        more = answers(engine, [replace(r, tokens=t) for r, t in zip(first, whole, strict=True)])
+        turns = zip(said, replies, more, strict=True)
+        groups.append(group_of([episode([(prompt, a), (reply, b)]) for a, reply, b in turns]))
+    return groups
+
+
+@pytest.mark.parametrize("spec", [None, *SPECS.values()][1:], ids=[*SPECS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rollout_of_every_family(family: str, spec: AdapterSpec | None) -> None:
+    """One token at a time on cached keys; siblings share a prompt, second turns begin behind the first."""
+    decoder = Decoder(parse_config(FAMILIES[family])).init_weights(0)
+    engine = LocalEngine(decoder, kv_memory_mb=4, context_limit=128)
+    engine.publish(None if spec is None else init_adapters(decoder.config, spec), 1)
+    counted, groups = profiled(decoder.config, lambda: two_turns(engine, decoder.config.vocab_size))
+    work = rollout_work(groups)
+    said = [turn.completion for g in groups for t in g.trajectories for turn in t.turns]
+    assert sum(c.cached_tokens for c in said) > 100 and len({len(c.tokens) for c in said}) > 3
+    assert counted == FlopModel.of(decoder.config, spec).forward(work.total)
+    assert not work.refused.tokens
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
+def test_drafts_that_fail_are_work_too(tree: bool) -> None:
+    """Right up to a point and wrong behind it. Where refused rows stood is not recorded, only how many there
+    were."""
+    decoder = Decoder(parse_config({**FAMILIES["softmax"], "vocab_size": VOCAB})).init_weights(0)
+    rng, sampling = np.random.default_rng(0), Sampling(max_tokens=24, stop_tokens=(1, 2, 3))
+    requests = [
+        Request(tokens=rng.integers(0, VOCAB, 5 + 9 * n).astype(np.int32), sampling=sampling, seed=(n,))
+        for n in range(6)
+    ]
+    plain = answers(LocalEngine(decoder, kv_memory_mb=4, context_limit=96), requests)
+    whole = {r.seed: np.concatenate([r.tokens, c.tokens]) for r, c in zip(requests, plain, strict=True)}
+
+    def script(request: Request, tokens: np.ndarray) -> np.ndarray:
+        drafts = rng.integers(0, VOCAB, (3, 6))
+        right = whole[request.seed][len(tokens) : len(tokens) + int(rng.integers(0, 6))]
+        drafts[0, : len(right)] = right
+        return drafts
+
+    drafter = ScriptedDrafter(script, length=6, tree=tree)
+    engine = LocalEngine(decoder, kv_memory_mb=4, context_limit=96, drafter=drafter, cost=DRAFTS_PAY)
+    counted, said = profiled(decoder.config, lambda: answers(engine, requests))
+    work = rollout_work([group_of([episode([(r.tokens, c)]) for r, c in zip(requests, said, strict=True)])])
+    assert [c.tokens.tolist() for c in said] == [c.tokens.tolist() for c in plain]
+    assert work.refused.tokens >= sum(c.drafted - c.accepted for c in said) > 20
+    assert counted == pytest.approx(FlopModel.of(decoder.config, None).forward(work.total), rel=0.01)
+
+
+def test_an_injected_phrase_is_read_and_not_sampled() -> None:
+    decoder = Decoder(parse_config(FAMILIES["llama"])).init_weights(0)
+    engine = LocalEngine(decoder, kv_memory_mb=4, context_limit=128)
+    prompt, phrase = np.arange(19, dtype=np.int32), np.arange(7, dtype=np.int32)
+    asked = Request(tokens=prompt, sampling=Sampling(max_tokens=9), seed=(1,))
+
+    def interrupted() -> Completion:
+        said = answers(engine, [asked])[0]
+        assert said.stop is Stop.LENGTH
+        tokens = np.concatenate([prompt, said.tokens, phrase])
+        return merged(said, phrase, answers(engine, [replace(asked, tokens=tokens)])[0], len(tokens) - 7)
+
+    counted, said = profiled(decoder.config, interrupted)
+    work = rollout_work([group_of([episode([(prompt, said)])])])
+    assert (work.prefill.tokens, work.decode.tokens, work.total.logits) == (19 + 7, 17, 18)
+    assert counted == FlopModel.of(decoder.config, None).forward(work.total)

@@ -1,0 +1,204 @@
+"""kill -9 at any moment, torn lines, other devices: the ledger has what was really done, once.
+
+The run under test is this file as a script: the bandit of the loop's own tests, in a process of its own, that
+notes outside of the ledger what it really does (every group that is graded, every step that is trained). The
+test kills it at random moments, tears the end of its ledger, and holds the sums against these notes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.ledger import Event, read, spent, summary
+from ostinato.run import RunFolder
+
+STEPS, EVERY, TOKENS = 12, 3, 8 * 2  # sampled in a group
+ROOT = Path(__file__).parents[2]
+
+
+# ---- the run
+
+
+def run(folder: Path, devices: int) -> None:
+    import small_loop
+    from small_loop import BanditTrainer, IsRight
+
+    from ostinato.ledger import Ledger, Terms
+    from ostinato.pipeline.loop import LoopState
+
+    notes = os.open(folder.with_suffix(".notes"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    class Graded(IsRight):
+        async def grade(self, group: Any) -> Any:
+            time.sleep(0.002)
+            os.write(notes, b"graded\n" if group.prompt.uid.startswith("p") else b"scored\n")
+            return await super().grade(group)
+
+    class Trained(BanditTrainer):
+        def step(self, batch: Any) -> Any:
+            os.write(notes, b"trained\n")
+            return super().step(batch)
+
+    saved = folder.with_suffix(".json")
+    state, logits = json.loads(saved.read_text()) if saved.exists() else (None, None)
+    bench = small_loop.Bench(
+        folder,
+        state=state and LoopState(**state),
+        logits=logits,
+        grader=Graded(),
+        steps=STEPS,
+        checkpoint_every=EVERY,
+        eval_every=EVERY,
+        flops=small_loop.TEN_A_ROW,
+    )
+    trainer = Trained()
+    trainer.logits = bench.trainer.logits
+    bench.loop.trainer = bench.trainer = trainer
+
+    def save(state: Any) -> None:
+        part = saved.with_suffix(".part")
+        part.write_text(json.dumps([state.to_json(), trainer.logits.tolist()]))
+        part.replace(saved)
+
+    bench.loop.save = save
+    bench.loop.ledger = Ledger(folder=bench.folder, terms=Terms(devices=devices, price_per_device_hour=3.6))
+    os.write(notes, b"begun\n")
+    print("begun", flush=True)
+    bench.run()
+
+
+def start(folder: Path, devices: int) -> subprocess.Popen[str]:
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(folder), str(devices)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+
+
+# ---- the tests
+
+
+def torn_at_random(folder: Path, chance: random.Random) -> None:
+    """What a kill in the middle of a line leaves: a part of one more row."""
+    with (folder / "ledger.jsonl").open("ab") as file:
+        file.write(b'{"event":"step","session":1,"step":'[: chance.randrange(36)])
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_three_times_the_sums_are_what_was_really_done(tmp_path: Path, seed: int) -> None:
+    folder, chance, kills = tmp_path / "run", random.Random(seed), 3
+    folder.mkdir()
+    for number in range(kills + 1):
+        process = start(folder, devices=1 + 3 * number)
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        if number < kills:
+            time.sleep(chance.uniform(0.01, 0.15))
+            process.kill()
+            process.wait(timeout=60)
+            torn_at_random(folder, chance)
+        process.communicate(timeout=120)
+    assert process.returncode == 0
+
+    rows = read(RunFolder(folder))
+    events = Counter(row["event"] for row in rows)
+    found, really = summary(rows), Counter(folder.with_suffix(".notes").read_text().split())
+    begun = events[Event.START]  # one that was killed before its first row has none
+    assert 1 <= begun <= kills + 1 and events[Event.LOST] == begun - 1 and events[Event.END] == 1
+    assert (found.steps, found.sessions) == (STEPS, begun)
+    assert sorted(spent(rows, "steps")) == list(range(STEPS + 1))
+
+    # a group that was graded and not yet spooled, and a step that was trained and has no row yet, are lost
+    sampled = found.tokens["sampled"]
+    assert really["graded"] * TOKENS - 4 * kills * TOKENS <= sampled <= really["graded"] * TOKENS
+    trained = sum(row["tokens"]["trained"] > 0 for row in rows if row["event"] == Event.STEP)
+    assert really["trained"] - kills <= trained <= really["trained"]
+    assert sampled == found.tokens["trained"] + sum(found.dropped.values())
+    assert found.useful is not None
+    assert found.useful + sum(found.wasted.values()) == sum(found.flops.values())
+
+    last = list(RunFolder(folder).metrics.rows())[-1]  # of the steps that count, each once
+    assert last["total/sampled_tokens"] == sampled - found.dropped.get("repeated", 0)
+    useful_and_wasted = last["total/useful_flops"] + last["total/wasted_flops"]
+    assert useful_and_wasted == sum(found.flops.values()) - found.wasted.get("repeated", 0)
+    assert found.pools["local"].total == pytest.approx(held(rows))
+    assert found.money == pytest.approx(held(rows) * 3.6 / 3600)
+
+
+def held(rows: list[dict[str, Any]]) -> float:
+    """The slow twin: by session, devices times the seconds from its begin to its last row, and lost ones."""
+    total = 0.0
+    for first in (row for row in rows if row["event"] == Event.START):
+        own = [row for row in rows if row["session"] == first["session"]]
+        ends = [row.get("ended_at") or row["at"] for row in own if row["event"] != Event.LOST]
+        lost = sum(row["seconds"] for row in own if row["event"] == Event.LOST)
+        devices = first["pools"]["local"]["devices"]
+        total += devices * (max(ends) - first["process_started"] + lost)
+    return total
+
+
+def test_a_run_of_the_command_line_is_killed_and_goes_on_with_other_devices(tmp_path: Path) -> None:
+    """From recipe to `scale ledger`, with the packaged model: wall clock is bounded by what the test saw."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+    def ostinato(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "ostinato", *arguments]
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE)
+
+    sizes = ("rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_tokens=12", "eval.n=4")
+    every = ("trainer.steps=5", "trainer.checkpoint_every=2", "log.mismatch_every=0", "eval.every=2")
+    price = ("ledger.price_per_device_hour=2.5", "ledger.devices=2")
+    began = time.time()
+    process = ostinato("train", "quickstart", *sizes, *every, *price)
+    folder = waited_for(tmp_path, steps=3)
+    process.kill()
+    process.communicate(timeout=60)
+    first = time.time() - began
+    torn_at_random(folder, random.Random(0))
+    time.sleep(0.5)  # nobody's
+    again = time.time()
+    process = ostinato("resume", str(folder), "ledger.devices=8")
+    process.communicate(timeout=120)
+    second = time.time() - again
+    assert process.returncode == 0
+
+    rows = read(RunFolder(folder))
+    found = summary(rows)
+    assert (found.steps, found.restarts) == (5, 1) and found.repeated >= 1
+    assert found.useful is not None and found.useful + sum(found.wasted.values()) == sum(found.flops.values())
+    one, other = (row for row in rows if row["event"] == Event.START)
+    assert (one["pools"]["local"]["devices"], other["pools"]["local"]["devices"]) == (2, 8)
+    wall = sum(found.wall.values())
+    assert 0.3 * (first + second) < wall < first + second
+    assert found.pools["local"].total == pytest.approx(held(rows))
+    assert found.money == pytest.approx(2.5 * found.pools["local"].total / 3600)
+    ledger = ostinato("scale", "ledger", str(folder), "--json", "-")
+    (told,) = json.loads(ledger.communicate(timeout=60)[0])["runs"]
+    assert told["flops"] == dict(found.flops) and "repeated" in told["wasted"]
+
+
+def waited_for(place: Path, steps: int) -> Path:
+    """The folder of the run, as soon as its ledger has so many steps."""
+    for _ in range(1200):
+        for path in place.glob("runs/*/ledger.jsonl"):
+            if path.read_text().count('"event":"step"') >= steps:
+                return path.parent
+        time.sleep(0.05)
+    raise AssertionError("the run took no step within a minute")
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), int(sys.argv[2]))

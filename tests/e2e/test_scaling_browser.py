@@ -1,0 +1,51 @@
+"""The page of ``ostinato scale`` in a browser: no script error, and a fit window that needs no colour."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ostinato.report.charts import Section
+from ostinato.report.scaling import Course, Page, curve_chart, places, write_page
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def course(name: str) -> Course:
+    """Twelve evaluations: two before the fit window, seven in it, three after it."""
+    compute = np.geomspace(1000, 50_000, 12)
+    at = places([compute], 100_000)
+    return Course(
+        name=name,
+        compute=compute,
+        score=np.linspace(0.4, 0.6, 12),
+        window=(float(compute[2]), float(compute[8])),
+        places=at,
+        quantiles=np.linspace(0.4, 0.6, len(at)) + np.linspace(-0.02, 0.02, 5)[:, None],
+        told=True,
+    )
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_window_and_the_parts_of_a_run_have_shapes(runs: int, tmp_path: Path) -> None:
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is installed")
+    charts = [curve_chart([course(f"run {at}") for at in range(runs)], "GPU-hours", "")]
+    page = tmp_path / "page.html"
+    write_page(page, Page(title="runs", kind="fit", sections=[Section(title="Curve", charts=charts)]))
+    command = [
+        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *(f"--user-data-dir={tmp_path}", "--virtual-time-budget=8000", "--dump-dom", page.as_uri()),
+    ]
+    dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert 'data-charts="1"' in dom and "data-error" not in dom[: dom.index("<body")]
+    assert dom.count('class="mark edge"') == (2 if runs == 1 else 0)
+    assert dom.count('class="point ring"') == 2 * runs and dom.count('class="point cross"') == 3 * runs
+    assert dom.count('stroke-dasharray="7 4"') == runs - 1  # the curve of the second
+    assert "fitted up to here" in dom or runs == 2

@@ -1,0 +1,235 @@
+"""The loop on a bandit: a softmax over ten tokens, trained by its exact policy gradient in numpy.
+
+Small enough to run a whole training in milliseconds, real enough that every room takes part: addressed
+rollouts, credit, packing, publishing, books, evaluation, checkpoints, resume, signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.algo.algorithms import algorithm
+from ostinato.engine.fake import FakeEngine
+from ostinato.every import Every
+from ostinato.history.rules import DraftStats, Source
+from ostinato.model.flops import FlopModel, Part, Rates
+from ostinato.pipeline.evaluate import Evaluation
+from ostinato.pipeline.loop import Finished, Loop, LoopState, Plan
+from ostinato.pipeline.remember import Drafting
+from ostinato.rollout.play import Stage
+from ostinato.run import RunFolder
+from ostinato.types import Batch, Completion, Group, Past, Prompt, Request, Reward, Sampling, StepReport
+
+RIGHT = 3
+TEN_A_ROW = FlopModel(parts={Part.MLP: Rates(tokens=10.0)}, backward_rates=Rates(tokens=20.0))
+SAMPLING = Sampling(max_tokens=2)
+
+
+class Stream:
+    """``epoch`` prompts, again and again in the same order."""
+
+    def __init__(self, epoch: int = 10**6) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.epoch
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(uid=f"p{index % self.epoch}", text="?")
+
+
+class Once:
+    """A single-turn episode whose prompt is three tokens."""
+
+    def __init__(self, prompt: Prompt) -> None: ...
+
+    def start(self) -> np.ndarray:
+        return np.array([7, 8, 9], np.int32)
+
+    async def step(self, completion: Completion) -> None:
+        return None
+
+
+class IsRight:
+    """1 when the first sampled token is RIGHT."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+
+    async def grade(self, group: Group) -> list[Reward]:
+        rewards = [self.value * float(t.turns[0].completion.tokens[0] == RIGHT) for t in group.trajectories]
+        return [Reward(value=value, parts={"right": value}) for value in rewards]
+
+
+class BanditTrainer:
+    """Gradient ascent on sum(weights * advantages * log p): the logits are the adapters."""
+
+    def __init__(self, lr: float = 5.0) -> None:
+        self.logits, self.lr = np.zeros(10), lr
+        self.ages: list[set[int]] = []  # of the tokens of each batch
+        self.refuse = False
+
+    def adapters(self) -> np.ndarray:
+        return self.logits.copy()
+
+    def step(self, batch: Batch) -> StepReport:
+        self.ages.append({int(age) for part in batch.microbatches for age in part.staleness})
+        if self.refuse:
+            return StepReport(
+                metrics={"loss": math.nan}, skipped="the loss is nan", uids=batch.microbatches[0].uids
+            )
+        probs = np.exp(self.logits) / np.exp(self.logits).sum()
+        slope = np.zeros(10)
+        for microbatch in batch.microbatches:
+            push = (microbatch.weights * microbatch.advantages).astype(np.float64)
+            np.add.at(slope, microbatch.targets, push)
+            slope -= push.sum() * probs
+        self.logits = self.logits + self.lr * slope
+        return StepReport(metrics={"loss": float(-slope.sum())})
+
+
+def bandit(adapters: Any, request: Request, said: Sequence[int]) -> np.ndarray:
+    return adapters
+
+
+def plan(**changes: Any) -> Plan:
+    usual: dict[str, Any] = {"steps": 6, "prompts_per_step": 4, "group_size": 8, "answer_tokens": 2}
+    return Plan(**{**usual, "tokens_per_microbatch": 64, **changes})
+
+
+class Killed(BaseException):
+    """What kill -9 does, as far as a test in one process can: nothing of ours handles it."""
+
+
+class TellingEngine(FakeEngine):
+    """Tells of every token where its uniform fell, and of every answer that one of three drafts was right."""
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
+        async for index, answer in super().generate(requests):
+            edges = np.zeros(len(answer.tokens), np.float32)
+            yield index, replace(answer, edges=edges, drafted=3, accepted=1, passes=len(answer.tokens) - 1)
+
+
+@dataclass
+class Seconds:
+    seconds: float = 0.0
+    seconds_without: float = 0.0
+
+
+class FakeMemory:
+    """Store, lengths, drafter and meter of ``Drafting``: notes what it is told."""
+
+    num_tokens, num_bytes = 7, 70
+
+    def __init__(self) -> None:
+        self.added: list[tuple[int, str]] = []
+        self.forgotten: list[str] = []
+        self.observed = 0
+        self.counters = Seconds()
+        self.trace = deque([(9, 9, 9)])  # of an evaluation before the step
+        self.books = Drafting(store=self, lengths=self, drafter=self, meter=self, past=self.past)
+
+    def past(self, uid: str) -> list[np.ndarray]:
+        return [np.array([RIGHT, RIGHT])] if (1, uid) in self.added else []
+
+    def add(self, uid: str, step: int, pasts: Sequence[Past]) -> None:
+        assert len(pasts) == 8 and pasts[0].context.tolist() == [7, 8, 9]
+        self.added.append((step, uid))
+
+    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
+        self.observed += sum(lengths)
+
+    def forget(self, uids: list[str] | None = None) -> None:
+        self.forgotten += uids or []
+
+    def stats(self) -> DraftStats:
+        """Ten times as much at each look: 1, 10, 100 ..."""
+        self.looked = 10 * getattr(self, "looked", 0.1)
+        self.counters.seconds_without = 3 * self.looked
+        self.trace.append((2, 4, 3))
+        counts, zeros = {source: int(self.looked) for source in Source}, (0,) * 10
+        return DraftStats(
+            **dict.fromkeys(("passes", "naps", "looked", "slept", "emitted"), int(10 * self.looked)),
+            **dict.fromkeys(("live_bytes", "sequences", "groups"), 0),
+            **dict.fromkeys(("open_s", "propose_s", "observe_s"), 0.0),
+            **dict.fromkeys(("labels", "hits", "predicted"), zeros),
+            **dict.fromkeys(("drafted_at", "accepted_at"), (int(self.looked), 0, 0)),
+            drafted=counts,
+            accepted=counts,
+        )
+
+
+class Bench:
+    """A loop and the things that a test wants to look at."""
+
+    def __init__(
+        self, path: Path, *, state: LoopState | None = None, logits: Any = None, **changes: Any
+    ) -> None:
+        names = ("grader", "algorithm", "delay_s", "drafting", "epoch", "eval_every")
+        options = {name: changes.pop(name) for name in names if name in changes}
+        path.mkdir(exist_ok=True)
+        self.folder = RunFolder(path)
+        self.drafting = options.get("drafting")
+        kind = FakeEngine if self.drafting is None else TellingEngine
+        self.engine = kind(bandit, delay_s=options.get("delay_s", 0.0))
+        self.trainer = BanditTrainer()
+        if logits is not None:
+            self.trainer.logits = np.array(logits)
+        self.saved: list[tuple[dict[str, Any], np.ndarray]] = []
+        self.rows: list[Mapping[str, float]] = []
+        self.notes: list[str] = []
+        evaluation = Evaluation(
+            split="eval",
+            prompts=[Prompt(uid=f"e{i}", text="?") for i in range(8)],
+            sampling=SAMPLING,
+            samples=4,
+            k=2,
+            every=Every.parse(options.get("eval_every", 0), "eval_every"),
+        )
+        self.grader = options.get("grader", IsRight())
+        self.loop = Loop(
+            plan=plan(**changes),
+            stage=Stage(
+                engine=self.engine, env=Once, grader=self.grader, sampling=SAMPLING, context_limit=16
+            ),
+            tasks=Stream(options.get("epoch", 10**6)),
+            trainer=self.trainer,
+            algorithm=options.get("algorithm", algorithm("grpo", scale="none", aggregation="token")),
+            folder=self.folder,
+            state=state or LoopState(),
+            evaluations=[evaluation],
+            drafting=self.drafting and self.drafting.books,
+            save=lambda state: self.saved.append((state.to_json(), self.trainer.logits.copy())),
+            on_step=self.rows.append,
+            on_note=self.notes.append,
+        )
+
+    def run(self) -> Finished:
+        return asyncio.run(self.loop.run())
+
+
+def deterministic(row: Mapping[str, Any]) -> dict[str, Any]:
+    timed = ("time", "seconds", "per_s", "from_spool", "device_hours")
+    kept = {name: value for name, value in row.items() if not any(word in name for word in timed)}
+    return kept | {name: deterministic(value) for name, value in kept.items() if isinstance(value, Mapping)}
+
+
+def send(bench: Bench, number: signal.Signals, after_steps: int) -> None:
+    """Deliver a signal to this process when ``after_steps`` steps are reported."""
+
+    def on_step(row: Mapping[str, float]) -> None:
+        bench.rows.append(row)
+        if row["step"] == after_steps:
+            os.kill(os.getpid(), number)
+
+    bench.loop.on_step = on_step

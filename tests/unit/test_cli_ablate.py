@@ -1,0 +1,425 @@
+"""``ostinato ablate``: what is run and what not, what is kept, what is told, and what is refused in words."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.cli import ablate_answer, ablate_jobs, own_law
+from ostinato.cli.ablate_jobs import Job, State, plan, run
+from ostinato.cli.app import main
+from ostinato.cli.kept import collect, ended, prompts, read_kept, series_of, slug, write_kept
+from ostinato.config import Recipe
+from ostinato.report.reading import RunData
+from ostinato.scaling.ablation import REFERENCE
+from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.plan import simulated
+from ostinato.scaling.series import Axis
+
+RECIPE = """
+[trainer]
+steps = 7
+[ablate.arms]
+"no fp32 head" = ["model.fp32_head=true"]
+"CISPO -> DAPO clip" = ["algo.name=dapo"]
+"""
+EMPTY = RunData(name="", recipe_text="", recipe={}, metrics=[], evals=[], ledger=[], starts=[], damage=[])
+LAWS = {
+    REFERENCE: Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1e12),
+    "CISPO -> DAPO clip": Sigmoid(R0=0.3, A=0.5, B=1.9, C_mid=1e12),
+    "a | pipe": Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1e12),
+}
+
+
+def kept_row(arm: str, seed: int, law: Sigmoid, n: int = 24) -> dict[str, Any]:
+    compute = np.linspace(2.5e11, 6e12, n)
+    one = simulated(law, compute, sd=0.003, rho=0.3, seed=sum(map(ord, arm)) + seed)
+    return {
+        "arm": arm,
+        "seed": seed,
+        "overrides": [],
+        "held_out": "0123456789ab",
+        "prompts": "ba9876543210",
+        "metric": "pass@1",
+        "R0": 0.3,
+        "R0_stderr": 0.002,
+        "score": one.score.tolist(),
+        "stderr": [0.004] * n,
+        "compute": {"flops": compute.tolist(), "steps": list(range(8, 8 * n + 1, 8))},
+        "ended": True,
+        "cost": {
+            "compute": {"device-hours": 0.5, "flops": 6e12, "tokens": 1000.0},
+            "flops": 6_000_000_000_000,
+            "useful": 4_000_000_000_000,
+            "wasted": {"zero_variance": 2_000_000_000_000},
+            "tokens": {"sampled": 1000},
+            "dropped": {},
+            "evaluation": {"flops": 10**12, "seconds": 1.0},
+            "restarts": 1,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kept") / "runs.jsonl"
+    write_kept(path, [kept_row(arm, seed, law) for arm, law in LAWS.items() for seed in range(2)])
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def ostinato(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    return int(caught.value.code or 0)
+
+
+def strict(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+# -- what is run
+
+
+def test_folders_have_the_names_that_are_agreed_upon() -> None:
+    assert slug("CISPO -> DAPO clip") == "cispo-dapo-clip"
+    assert slug(REFERENCE) == "recipe"
+    assert slug("PPO-off-policy-8") == "ppo-off-policy-8"
+
+
+def test_the_plan_is_every_arm_with_every_seed_and_one_change(recipe: Path, tmp_path: Path) -> None:
+    jobs = plan(recipe, ["trainer.lr=0.01"], seeds=(3, 4), out=tmp_path / "out")
+    names = [job.folder.name for job in jobs]
+    assert names == [
+        f"{arm}-s{seed}" for seed in (3, 4) for arm in ("recipe", "no-fp32-head", "cispo-dapo-clip")
+    ]
+    assert {job.recipe.seed for job in jobs} == {3, 4}
+    assert {job.recipe.trainer.lr for job in jobs} == {0.01}
+    assert [job.recipe.model.fp32_head for job in jobs[:3]] == [False, True, False]
+    assert [job.recipe.algo.name for job in jobs[:3]] == ["grpo", "grpo", "dapo"]
+    one = plan(recipe, [], seeds=(0,), arms=["no fp32 head"], out=tmp_path)
+    assert [job.arm for job in one] == [REFERENCE, "no fp32 head"]
+
+
+def test_workers_share_the_threads(recipe: Path, tmp_path: Path) -> None:
+    def threads(*overrides: str, workers: int) -> object:
+        return plan(recipe, overrides, seeds=(0,), out=tmp_path, workers=workers)[0].recipe.engine.threads
+
+    assert threads(workers=1) == "auto"
+    assert threads(workers=1000) == 1
+    assert threads("engine.threads=3", workers=1000) == 3
+
+
+@pytest.mark.parametrize(
+    ("arms", "message"),
+    [
+        ("", "has no arms"),
+        ('[ablate.arms]\n"x" = ["trainer.steps=100"]', "changes nothing"),
+        ('[ablate.arms]\n"x" = ["seed=7"]', "changes nothing"),
+        ('[ablate.arms]\n"x" = ["trainer.stepz=3"]', "arm 'x': trainer.stepz"),
+        ('[ablate.arms]\n"->" = ["seed=1"]', "would be empty"),
+        ('[ablate.arms]\n"a b" = ["trainer.steps=3"]\n"A-B" = ["trainer.steps=4"]', "that of 'a b'"),
+        ('[ablate.arms]\n"recipe" = ["trainer.steps=3"]', "that of 'the recipe'"),
+    ],
+)
+def test_arms_that_cannot_be_are_refused(tmp_path: Path, arms: str, message: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(arms)
+    with pytest.raises(ValueError, match=message):
+        plan(path, [], seeds=(0,), out=tmp_path)
+
+
+def test_an_arm_that_is_not_there_is_named(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'nope'; the arms of .* are 'no fp32 head', 'CISPO -> DAPO clip'"):
+        plan(recipe, [], seeds=(0,), arms=["nope"], out=tmp_path)
+
+
+def test_a_folder_of_another_recipe_is_not_gone_on_with(recipe: Path, tmp_path: Path) -> None:
+    jobs = plan(recipe, [], seeds=(0,), out=tmp_path / "out")
+    run(jobs, 3, ignore, command=child("exit 1"), pause=short)
+    ablate_jobs.check(jobs)
+    ablate_jobs.check(plan(recipe, ["engine.threads=1"], seeds=(0,), out=tmp_path / "out"))
+    with pytest.raises(ValueError, match=r"recipe-s0 is a run of another recipe \(trainer.lr differs\)"):
+        ablate_jobs.check(plan(recipe, ["trainer.lr=0.5"], seeds=(0,), out=tmp_path / "out"))
+
+
+def test_an_arm_without_an_algorithm_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[ablate.arms]\n"x" = ["algo.name=nope"]')
+    with pytest.raises(ValueError, match=r"arm 'x': .*nope"):
+        ablate_jobs.check(plan(path, [], seeds=(0,), out=tmp_path))
+
+
+# -- children, by shell scripts in place of runs
+
+DONE = """echo '{"step":7}' >> $0/metrics.jsonl; echo '{"event":"end","why":"done"}' >> $0/ledger.jsonl"""
+
+
+def child(script: str) -> Any:
+    return lambda folder: ["/bin/sh", "-c", script, str(folder)]
+
+
+def short() -> None:
+    time.sleep(0.01)
+
+
+def ignore(states: Sequence[State]) -> None:
+    pass
+
+
+def jobs_of(recipe: Path, out: Path) -> list[Job]:
+    return plan(recipe, [], seeds=(0,), out=out)
+
+
+def test_runs_that_have_ended_are_not_run_again(recipe: Path, tmp_path: Path) -> None:
+    jobs = jobs_of(recipe, tmp_path)
+    seen: list[list[str]] = []
+    first = run(
+        jobs, 2, lambda states: seen.append([s.what for s in states]), command=child(DONE), pause=short
+    )
+    assert [(state.what, state.step) for state in first] == [("done", 7)] * 3
+    assert max(each.count("running") for each in seen) <= 2
+    assert all(Recipe.load(job.folder / "recipe.toml").trainer.steps == 7 for job in jobs)
+    again = run(jobs, 2, ignore, command=child("exit 9"), pause=short)
+    assert [state.what for state in again] == ["done"] * 3
+
+
+def test_a_run_that_fails_is_named_kept_and_gone_on_with(recipe: Path, tmp_path: Path) -> None:
+    jobs = jobs_of(recipe, tmp_path)
+    broken = f'case $0 in *fp32*) echo "ostinato: no signal" >&2; exit 1;; *) {DONE};; esac'
+    states = run(jobs, 1, ignore, command=child(broken), pause=short)
+    assert [state.what for state in states] == ["done", "failed", "done"]
+    assert states[1].error == "no signal"
+    states = run(jobs, 1, ignore, command=child(DONE), pause=short)
+    assert [state.what for state in states] == ["done"] * 3
+
+
+def test_an_interrupted_run_has_not_ended(tmp_path: Path) -> None:
+    log = tmp_path / "ledger.jsonl"
+    for why, wanted in (
+        ("interrupted", False),
+        ("terminated", False),
+        ("failed: OSError", False),
+        ("solved", True),
+    ):
+        log.write_text(json.dumps({"event": "end", "why": why}) + "\n")
+        assert ended(tmp_path) is wanted
+    log.write_text(json.dumps({"event": "end", "why": "done"}) + '\n{"event":"st')  # a torn row after it
+    assert ended(tmp_path)
+
+
+def test_ctrl_c_lets_the_children_save(recipe: Path, tmp_path: Path) -> None:
+    """SIGTERM of the parent is told to every child, which is waited for."""
+    script = "trap 'echo saved > $0/saved; exit 143' TERM; echo > $0/ready; while :; do sleep 0.02; done"
+    jobs = jobs_of(recipe, tmp_path)
+
+    def stop_when_ready(states: Sequence[State]) -> None:
+        if all((job.folder / "ready").exists() for job in jobs[:2]):
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        run(jobs, 2, stop_when_ready, command=child(script), pause=short)
+    assert [(job.folder / "saved").exists() for job in jobs] == [True, True, False]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_two_never_train_into_one_folder(recipe: Path, tmp_path: Path) -> None:
+    """A killed parent leaves its children at work, and another ablation would train beside them."""
+    jobs, states = jobs_of(recipe, tmp_path)[:1], []
+
+    def beside(now: Sequence[State]) -> None:
+        if not states and (jobs[0].folder / "ready").exists():
+            states.extend(_run_in_main(jobs))
+
+    script = f"echo > $0/ready; sleep 0.2; {DONE}"
+    assert run(jobs, 1, beside, command=child(script), pause=short)[0].what == "done"
+    assert (states[0].what, states[0].error) == ("failed", "another process is at work on it")
+
+
+def _run_in_main(jobs: Sequence[Job]) -> list[State]:
+    assert threading.current_thread() is threading.main_thread()
+    return run(jobs, 1, ignore, command=child("exit 0"), pause=short)
+
+
+# -- what is kept and told
+
+
+def test_what_is_kept_gives_the_same_page_byte_for_byte(kept: Path, tmp_path: Path) -> None:
+    rows = read_kept(kept)
+    again = tmp_path / "again.jsonl"
+    write_kept(again, rows)
+    assert again.read_bytes() == kept.read_bytes()
+    for where, source in (("one", rows), ("two", read_kept(again))):
+        (tmp_path / where).mkdir()
+        ablate_answer.write_page(tmp_path / where / "loo", ablate_answer.compared(source, Axis.FLOPS))
+        own_law.write_page(tmp_path / where / "law", own_law.tested(source, Axis.FLOPS))
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert {"loo.md", "loo-curves.svg", "loo-forest.svg", "law.md", "law-recipe.svg"} <= set(names)
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_what_people_wrote_on_the_page_stays(kept: Path, tmp_path: Path) -> None:
+    page = tmp_path / "loo.md"
+    page.write_text(f"# Mine\n\nbefore\n\n{ablate_answer.BEGIN}\nold\n{ablate_answer.END}\n\nafter\n")
+    for _ in range(2):
+        ablate_answer.write_page(page, ablate_answer.compared(read_kept(kept), Axis.FLOPS))
+    text = page.read_text()
+    assert text.startswith("# Mine\n\nbefore\n\n")
+    assert text.endswith("\n\nafter\n")
+    assert "old" not in text
+    assert text.count(ablate_answer.BEGIN) == 1
+    assert "a \\| pipe" in text
+
+
+def test_the_table_of_the_paper(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ostinato("ablate", kept, "--json", "-", "--html", tmp_path / "page.html") == 0
+    result = strict(capsys.readouterr().out)
+    arms = {arm["arm"]: arm for arm in result["arms"]}
+    assert arms["CISPO -> DAPO clip"]["verdict"] == "moves A (down)"
+    assert arms["CISPO -> DAPO clip"]["B_shared"] is None
+    assert arms["a | pipe"]["verdict"] == "no difference seen"
+    assert arms[REFERENCE]["verdict"] == "-"
+    assert result["common_compute"] == 6e12
+    assert ostinato("ablate", kept) == 0
+    told = capsys.readouterr().out
+    for part in (
+        "P(A lower)",
+        "moves A (down)",
+        "no difference seen",
+        "66.7%",
+        "device-hours",
+        "3 degrees",
+    ):
+        assert part in told
+    assert "CISPO -&gt; DAPO clip" in (tmp_path / "page.html").read_text()
+
+
+def test_arms_that_are_too_short_are_not_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [kept_row(arm, seed, law) for arm, law in LAWS.items() for seed in range(2)]
+    for row in rows:
+        if row["arm"] == "a | pipe":
+            for key in ("score", "stderr"):
+                row[key] = row[key][:6]
+            row["held_out"] = "interrupted"  # it is compared all the same
+            row["compute"] = {axis: each[:6] for axis, each in row["compute"].items()}
+    short = {"score": [0.3], "stderr": [0.004], "compute": {"flops": [1e9], "steps": [8]}}
+    rows[1] |= {"ended": False, **short}
+    path = tmp_path / "runs.jsonl"
+    write_kept(path, rows)
+    assert ostinato("ablate", path, "--json", "-") == 0
+    answer = strict(capsys.readouterr().out)
+    told = " ".join(answer["notes"])
+    assert "the recipe, seed 1 is left out: a fit needs 3 evaluations, it has 1." in told
+    assert "the recipe, seed 1 has not ended." in told
+    assert "a | pipe answers the held-out prompts as it samples" in told
+    assert "the recipe has no run of seed 1 here." in told
+    arm = answer["arms"][2]
+    assert arm["verdict"] == "not ranked"
+    assert "seed 0: compute has reached" in arm["reason"]
+    assert arm["A"] is None
+    assert arm["lower"] == {}
+    assert arm["reached"]["median"] > 0.3
+
+
+def test_arms_with_other_prompts_do_not_compare(kept: Path, tmp_path: Path, capsys: Any) -> None:
+    rows = read_kept(kept)
+    rows[-1]["prompts"] = "others"
+    write_kept(tmp_path / "runs.jsonl", rows)
+    assert ostinato("ablate", tmp_path / "runs.jsonl") == 2
+    assert "held-out sets do not compare" in capsys.readouterr().err
+
+
+def test_prompts_are_known_by_the_recipe() -> None:
+    def of(**more: Any) -> str:
+        task = {"source": "arithmetic", "n_train": 512, "params": {}} | more
+        return prompts(
+            replace(EMPTY, recipe={"task": task, "eval": {"n": 8}, "reward": {"functions": ["exact"]}})
+        )
+
+    assert of() == of(n_train=3)
+    assert of() != of(params={"digits": 4})
+
+
+def test_our_own_law_is_told(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ostinato("scale", "validate", kept, "--json", "-", "--page", tmp_path / "law") == 0
+    result = strict(capsys.readouterr().out)
+    assert [row["arm"] for row in result["rows"]] == [arm for arm in LAWS for _ in range(2)]
+    assert all(row["C_end_over_C_mid"] > 4 for row in result["rows"])
+    assert result["summaries"][0]["curves"] == 6
+    told = [row for row in result["rows"] if row["error"] is not None]
+    assert told
+    assert all(row["error"] < 0.03 for row in told)
+    text = (tmp_path / "law.md").read_text()
+    assert "fitted up to here" in (tmp_path / "law-recipe.svg").read_text()
+    assert "![cispo-dapo-clip](law-cispo-dapo-clip.svg)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quickstart"], "add --leave-one-out"),
+        (["quickstart", "--leave-one-out"], "has no arms"),
+        (["KEPT", "--leave-one-out"], "only fitted"),
+        (["KEPT", "trainer.steps=3"], "only fitted"),
+        (["KEPT", "--axis", "miles"], "--axis is 'miles'"),
+        (["KEPT", "--axis", "money"], "does not count money"),
+        (["nope"], "'nope' does not exist"),
+        (["nope.jsonl"], "nope.jsonl is not there"),
+        (["EMPTY"], "no run folder"),
+        (["BROKEN"], "line 1 of"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    arguments: list[str], message: str, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"step": 1}\n')
+    named = {"KEPT": str(kept), "EMPTY": str(tmp_path), "BROKEN": str(tmp_path / "broken.jsonl")}
+    assert ostinato("ablate", *[named.get(each, each) for each in arguments]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert message in said[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["KEPT", "--R0", "0.4"], "--R0 is given"),
+        (["--page", "x"], "--page is for a validation of runs"),
+        (["KEPT", "x.csv"], "x.csv is no run folder"),
+        (["KEPT", "--cut", "3e12"], "fewer than 5 evaluations"),
+    ],
+)
+def test_mistakes_of_validate_are_one_sentence(
+    arguments: list[str], message: str, kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ostinato("scale", "validate", *[str(kept) if each == "KEPT" else each for each in arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_line_gives_its_series_back(kept: Path) -> None:
+    row = read_kept(kept)[0]
+    one = series_of(row, Axis.STEPS)
+    assert (one.name, one.axis, one.R0) == ("the recipe, seed 0", Axis.STEPS, 0.3)
+    np.testing.assert_array_equal(one.compute, row["compute"]["steps"])
+    with pytest.raises(ValueError, match="no run folder"):
+        collect([])

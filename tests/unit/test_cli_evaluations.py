@@ -1,0 +1,78 @@
+"""Which sets a recipe is scored on, and what is wrong with them, known before any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.cli.evaluations import downstream_prompts, evaluations, rules
+from ostinato.config import Recipe
+from ostinato.every import Every, Unit
+from ostinato.pipeline.evaluate import held_out
+from ostinato.types import Prompt
+
+
+def rows_file(path: Path, *questions: str) -> str:
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in questions))
+    return str(path)
+
+
+def recipe_of(task: str = "arithmetic", downstream: Any = None, **changes: Any) -> Recipe:
+    tree = {"task": {"source": task}, "eval": {"k": 2, "every": "1e6 tokens", "downstream": downstream or {}}}
+    return Recipe.parse(tree | changes)
+
+
+def test_sets_come_in_order_with_their_own_terms(tmp_path: Path) -> None:
+    file = rows_file(tmp_path / "rows.jsonl", "1+1", "2+2", "3+3")
+    sets = {"file": {"source": file, "every": 5, "k": 3}, "hard": {"source": "arithmetic", "n": 4}}
+    recipe = recipe_of(downstream=sets)
+    prompts = downstream_prompts(recipe, [])
+    assert {name: len(each) for name, each in prompts.items()} == {"file": 3, "hard": 4}
+    main = [Prompt(uid="a", text="1")]
+    found = evaluations(recipe, main, prompts, stop_tokens=(7,), solved_at=1.0, weights="model")
+    assert [(one.name, one.k, one.samples, len(one.prompts)) for one in found] == [
+        ("eval", 2, 2, 1),
+        ("file", 3, 3, 3),
+        ("hard", 1, 1, 4),
+    ]
+    assert [one.every for one in found] == [
+        Every(amount=1e6, unit=Unit.TOKENS),
+        Every(amount=5),
+        Every(amount=0),
+    ]
+    assert len({held_out(one) for one in found}) == 3
+
+
+def test_a_set_of_the_training_source_must_not_be_trained_on(tmp_path: Path) -> None:
+    file = rows_file(tmp_path / "rows.jsonl", "1+1", "2+2")
+    recipe = recipe_of(task=file, downstream={"again": {"source": file}})
+    trained_on = downstream_prompts(recipe, [])["again"]
+    with pytest.raises(
+        ValueError, match=r"^eval\.downstream\.again: 2 of 2 evaluation prompts are also in the"
+    ):
+        downstream_prompts(recipe, trained_on)
+
+
+def test_what_cannot_be_read_is_named() -> None:
+    for source, words in {"nowhere.jsonl": "no such file", "arithmetic": "n is missing"}.items():
+        recipe = recipe_of(downstream={"hard": {"source": source}})
+        with pytest.raises(ValueError, match=rf"^eval\.downstream\.hard: .*{words}"):
+            downstream_prompts(recipe, [])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reward": {"functions": ["exact", "exact"]}},
+        {"task": {"max_turns": 2, "tools": ["calculator"]}},
+        {"rollout": {"interrupt_after": [8, 12], "answer_tokens": 4}},
+    ],
+    ids=str,
+)
+def test_rules_are_part_of_what_is_measured(change: dict[str, Any]) -> None:
+    assert rules(Recipe.parse(change)) != rules(Recipe.parse({}))
+    others = {"trainer": {"lr": 1.0}, "model": {"path": "other"}, "engine": {"max_batch": 8}, "seed": 3}
+    assert rules(Recipe.parse(others)) == rules(Recipe.parse({}))

@@ -1,0 +1,58 @@
+"""Amounts of compute as text, and how often they have been spent."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.every import NEVER, Every, Unit
+
+
+@pytest.mark.parametrize(
+    ("value", "amount", "unit"),
+    [
+        (20, 20, Unit.STEPS),
+        (0, 0, Unit.STEPS),
+        ("20 steps", 20, Unit.STEPS),
+        ("2e14 flops", 2e14, Unit.FLOPS),
+        (" 1.5E+6   tokens ", 1.5e6, Unit.TOKENS),
+        (".5 device-hours", 0.5, Unit.DEVICE_HOURS),
+        ("0.5 hours", 0.5, Unit.HOURS),
+    ],
+)
+def test_what_is_read(value: int | str, amount: float, unit: Unit) -> None:
+    assert Every.parse(value, "eval.every") == Every(amount=amount, unit=unit)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "flops", "2e14", "2e14flops", "2e14 parsecs", "2e14 FLOPs", "1 2 flops"),
+        *("0 flops", "-1 flops", "nan flops", "inf flops", "1e999 flops"),
+        *("1_0 flops", "1.2.3 flops", ". flops"),
+    ],
+)
+def test_what_is_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r'^eval\.every is .*; use a number of steps, or .* e\.g\. "2e14 flops"$'
+    ):
+        Every.parse(text, "eval.every")
+
+
+@given(st.sampled_from(list(Unit)), st.floats(1e-3, 1e3), st.lists(st.floats(0, 1e4), max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_times_grow_with_what_is_spent(unit: Unit, amount: float, sums: list[float]) -> None:
+    every = Every(amount=amount, unit=unit)
+
+    def times(value: float) -> int:
+        keys = {Unit.HOURS: "seconds", Unit.DEVICE_HOURS: "device_hours"}
+        return every.times({keys.get(unit, unit): value * 3600 if unit is Unit.HOURS else value})
+
+    found = [times(value) for value in sorted(sums)]
+    assert found == sorted(found)
+    for value, count in zip(sorted(sums), found, strict=True):
+        assert math.isclose(count, value / amount, abs_tol=1 + 1e-9 * count)
+    assert every.times({}) == NEVER.times({"steps": 5.0}) == 0

@@ -1,0 +1,335 @@
+"""FLOPs from shapes, and work from data, against twins that count row by row and pair by pair. The profiler
+has its say in ``tests/e2e/test_flops_profiler.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_moe import KINDS, SIZES
+from torch.utils.flop_counter import FlopCounterMode
+
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
+from ostinato.model.attention import segment_mask
+from ostinato.model.config import parse_config
+from ostinato.model.flops import FlopModel, Part, Work
+from ostinato.model.lora import ROLES, AdapterSpec, ExpertScheme
+from ostinato.model.packed import MATH
+from ostinato.pipeline.work import (
+    RolloutWork,
+    batch_work,
+    completion_work,
+    rollout_work,
+    step_flops,
+    trajectory_work,
+)
+from ostinato.rollout.health import prefilled_tokens, sampled_tokens
+from ostinato.types import Completion, Group, Prompt, Sample, Stop, Trajectory, Turn
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+}
+DENSE = {**SIZES, "model_type": "llama"}
+FAMILIES: dict[str, dict[str, Any]] = {"dense": DENSE, **{k: {**SIZES, **v} for k, v in KINDS.items()}}
+WORK = Work(7, 50, 5)
+
+
+def flops_of(family: str, adapter: AdapterSpec | None = None, **options: Any) -> FlopModel:
+    return FlopModel.of(parse_config(FAMILIES[family]), adapter, **options)
+
+
+def specs() -> st.SearchStrategy[AdapterSpec]:
+    targets = st.lists(st.sampled_from(ROLES), min_size=1, unique=True)
+    return st.builds(
+        AdapterSpec,
+        rank=st.integers(1, 5),
+        targets=targets.map(lambda chosen: ("attn", *chosen)),  # no model lacks attention
+        expert_scheme=st.sampled_from(ExpertScheme),
+        expert_rank=st.sampled_from([None, 2]),
+    )
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "pair"),
+    [
+        (SMOLLM2, 0.1345, 30 * 9 * 4 * 64),  # its embedding is its head
+        (QWEN3_30B_A3B, 3.35, 48 * 32 * 4 * 128),  # "3.3 billion activated"
+        (DEEPSEEK_V3, 37.5, 61 * 128 * 2 * (192 + 128)),  # "37 billion activated"
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_token_costs_twice_the_parameters_that_it_meets(
+    config: dict[str, Any], billions: float, pair: float
+) -> None:
+    """The published counts of three models, which have the embedding in them. The weighted sum of the
+    experts' answers meets no parameter, and is nothing beside them."""
+    parsed = parse_config(config)
+    flops = FlopModel.of(parsed, None)
+    embedding = 0 if parsed.tie_embeddings else parsed.vocab_size * parsed.hidden_size
+    assert flops.forward(Work(tokens=1, logits=1)) / 2 + embedding == pytest.approx(1e9 * billions, rel=2e-3)
+    assert flops.forward(Work(pairs=1)) == pair
+
+
+def test_one_layer_written_out() -> None:
+    """q and v of one dense layer adapted: every product of forward and backward by hand."""
+    config = parse_config({**DENSE, "num_hidden_layers": 1, "num_key_value_heads": 1})
+    flops = FlopModel.of(config, AdapterSpec(rank=3, targets=("attn.q", "attn.v")))
+    D, F, V, H, G, dim, rank = 16, 24, 61, 2, 1, 8, 2 * 3
+    qkv, o, mlp = D * (H + 2 * G) * dim, H * dim * D, 3 * D * F
+    a, b = D * rank, rank * (H + 2 * G) * dim  # b with the zeros of k and of what is not its block
+    assert flops.forward(Work(tokens=1)) == 2 * (qkv + o + mlp + a + b)
+    # nothing below needs a gradient: of qkv only dA, dB and the slopes of the projection; dx of what follows
+    assert flops.backward(Work(tokens=1)) == 2 * (a + 2 * b + o + mlp)
+    assert flops.forward(Work(pairs=1)) == 2 * H * 2 * dim
+    assert flops.backward(Work(pairs=1)) == 2 * H * 5 * dim  # scores again, dP, dv, dq, dk
+    assert flops.forward(Work(logits=1)) == flops.backward(Work(logits=1)) == 2 * D * V
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_training_is_twice_forward_and_more(family: str) -> None:
+    """dx and dw of every product; attention makes its scores once more, and the head its logits."""
+    flops = flops_of(family)
+    assert flops.backward(Work(tokens=3)) == 2 * flops.forward(Work(tokens=3))
+    assert flops.backward(Work(logits=3)) == 3 * flops.forward(Work(logits=3))
+    assert flops.backward(Work(pairs=3)) == 2.5 * flops.forward(Work(pairs=3))
+    assert flops.base(WORK) == flops.forward(WORK)
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_laws_of_adapters(data: st.DataObject) -> None:
+    """Price is linear in work; an adapter adds its own products to the base and never saves any; recompute is
+    one more forward of the layers; an entropy term is one more product at the head."""
+    family, spec = data.draw(st.sampled_from([*FAMILIES])), data.draw(specs())
+    flops, full = flops_of(family, spec), flops_of(family)
+    more = Work(*data.draw(st.tuples(*[st.integers(0, 1000)] * 3)))
+    for price in (flops.forward, flops.backward, flops.base):
+        assert price(WORK + more) == price(WORK) + price(more) and price(Work()) == 0
+    lora = flops.parts[Part.LORA]
+    assert flops.base(more) == full.forward(more) == flops.forward(more) - lora.of(more)
+    assert lora.tokens > 0 and lora.pairs == lora.logits == 0
+    assert 0 < flops.backward(WORK) < full.backward(WORK) + 2 * lora.of(WORK)
+    layers = replace(WORK, logits=0)  # attention is adapted in every layer, so every layer has a gradient
+    again = flops_of(family, spec, recompute=True)
+    assert again.backward(WORK) == flops.backward(WORK) + flops.forward(layers)
+    assert again.forward(WORK) == flops.forward(WORK)
+    entropy = flops_of(family, spec, entropy_gradient=True)
+    assert entropy.backward(WORK) == flops.backward(WORK) + flops.forward(Work(logits=WORK.logits))
+
+
+def test_a_lower_adapter_costs_the_way_down_to_it() -> None:
+    """Only the dense layer in the middle has an MLP to adapt: backward stops there, and recompute with it."""
+    spec = AdapterSpec(rank=2, targets=("mlp",))
+    middle, everywhere = flops_of("softmax", spec), flops_of("softmax", AdapterSpec(rank=2))
+    assert middle.backward_rates.pairs == everywhere.backward_rates.pairs / 3  # of the last layer only
+    again = flops_of("softmax", spec, recompute=True)
+    more = again.backward(WORK) - middle.backward(WORK)
+    assert 0 < more < middle.forward(replace(WORK, logits=0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_described_adds_up(family: str) -> None:
+    for spec in (None, AdapterSpec(rank=2, targets=("attn", "mlp", "experts"))):
+        flops = flops_of(family, spec)
+        told = flops.describe()
+        backward, pairs = told.pop("backward"), (told.pop("pair"), told.pop("backward_pair"))
+        assert sum(told.values()) == flops.forward(Work(tokens=1, logits=1))
+        assert backward == flops.backward(Work(tokens=1, logits=1))
+        assert pairs == (flops.forward(Work(pairs=1)), flops.backward(Work(pairs=1)))
+        assert ("lora" in told) == (spec is not None) and ("experts" in told) == (family != "dense")
+
+
+def test_an_adapter_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"adapter.targets has 'attn.kv_b'; llama has attn.k, "):
+        flops_of("dense", AdapterSpec(targets=("attn.kv_b",)))
+
+
+def test_attention_is_what_torch_counts() -> None:
+    """The plain kernel that a packed batch may run on, by torch's own formulas: where nothing is masked, its
+    products are the pairs' price, keys and values of different widths."""
+    config = parse_config({**FAMILIES["sigmoid-bias-groups"], "v_head_dim": 4, "num_hidden_layers": 1})
+    flops, heads, rows, keys = FlopModel.of(config, None), config.num_heads, 5, 7
+    q, k = torch.randn(1, heads, rows, config.head_dim), torch.randn(1, heads, keys, config.head_dim)
+    v, grad = torch.randn(1, heads, keys, config.v_head_dim), torch.randn(1, heads, rows, config.v_head_dim)
+    with FlopCounterMode(display=False) as forward:
+        out, lse, state = MATH.forward(q, k, v, 1.0, False)
+    with FlopCounterMode(display=False) as backward:
+        MATH.backward(grad, q, k, v, out, lse, state, 1.0, False)
+    work = Work(pairs=rows * keys)
+    assert forward.get_total_flops() == flops.forward(work)
+    assert backward.get_total_flops() == flops.backward(work)
+
+
+# ---- batches
+
+
+def samples() -> st.SearchStrategy[list[Sample]]:
+    lengths = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=4)))
+
+    def built(groups: list[tuple[int, list[int]]]) -> list[Sample]:
+        return [
+            Sample(
+                tokens=np.arange(prompt + answer, dtype=np.int32),
+                loss_mask=np.arange(prompt + answer) >= prompt,
+                logprobs=np.zeros(prompt + answer, np.float32),
+                advantages=np.ones(prompt + answer, np.float32),
+                versions=np.zeros(prompt + answer, np.int32),
+                group=group,
+                prompt_len=prompt,
+            )
+            for group, (prompt, answers) in enumerate(groups)
+            for answer in answers
+        ]
+
+    return lengths.filter(bool).map(built)
+
+
+@given(samples(), st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_a_batch_counts_the_pairs_of_its_mask(found: list[Sample], budget: int) -> None:
+    weights = aggregation_weights(found, Aggregation.TOKEN)
+    batch, apart = pack(found, weights, tokens_per_microbatch=budget), pad(found, weights)
+    work = batch_work(batch)
+    assert work.pairs == sum(int(segment_mask(part.segments).sum()) for part in batch.microbatches)
+    assert work.tokens == sum(len(part.tokens) for part in batch.microbatches)
+    assert work.logits == batch.num_tokens == batch_work(apart).logits
+    assert work.tokens <= batch_work(apart).tokens and work.pairs <= batch_work(apart).pairs
+
+
+# ---- rollouts
+
+
+def said(tokens: int, **more: Any) -> Completion:
+    return Completion(
+        tokens=np.zeros(tokens, np.int32),
+        logprobs=np.zeros(tokens, np.float32),
+        versions=np.zeros(tokens, np.int32),
+        stop=Stop.EOS,
+        **more,
+    )
+
+
+def row_by_row(prompt: int, completion: Completion) -> RolloutWork:
+    """The twin: every row that an engine has to run, one after the other."""
+    injected = [False] * len(completion.tokens)
+    if completion.injected is not None:
+        injected = completion.injected.tolist()
+    known = [True] * prompt + injected
+    read, decode = Work(), Work()
+    for place in range(completion.cached_tokens, prompt + max(0, len(injected) - 1)):
+        gives_a_token = prompt <= place + 1 < len(known) and not known[place + 1]
+        row = Work(1, place + 1, int(gives_a_token))
+        read, decode = (read + row, decode) if known[place] else (read, decode + row)
+    return RolloutWork(prefill=read, decode=decode)
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_an_answer_is_as_many_rows_as_an_engine_runs(data: st.DataObject) -> None:
+    prompt, length = data.draw(st.integers(1, 20)), data.draw(st.integers(0, 20))
+    cached = data.draw(st.integers(0, prompt - 1))
+    injected = data.draw(st.none() | st.lists(st.booleans(), min_size=length, max_size=length))
+    marks = None if injected is None else np.array(injected, bool)
+    completion = said(length, cached_tokens=cached, injected=marks)
+    work = completion_work(prompt, completion)
+    assert work == row_by_row(prompt, completion)
+    assert work.total.logits == length - sum(injected or [])
+
+
+def test_drafts_in_vain_are_counted_from_the_passes() -> None:
+    """Ten tokens by three passes with four drafts each: of 3 + 12 rows ten gave a token. Where an engine
+    counts no passes, what was not accepted is known."""
+    plain = completion_work(6, said(10, passes=10))
+    drafts = completion_work(6, said(10, passes=3, drafted=12, accepted=7))
+    assert plain.refused == Work() and drafts.refused == Work(5, 5 * 11, 5)
+    assert (drafts.prefill, drafts.decode) == (plain.prefill, plain.decode)
+    assert completion_work(6, said(10, drafted=12, accepted=7)).refused.tokens == 5
+    # the last token was a draft itself: accepted, but no row follows from it
+    assert completion_work(6, said(10, passes=2, drafted=9, accepted=9)).refused.tokens == 1
+
+
+def test_a_prefix_that_was_lost_in_the_middle_of_an_answer_is_work() -> None:
+    """An interrupted answer takes what its second request had to run again from ``cached_tokens``, which may
+    fall below 0."""
+    lost = completion_work(8, said(10, cached_tokens=-5)).prefill
+    assert lost.tokens == 8 + 5 and lost.pairs == 36 + 15
+
+
+def test_turns_and_siblings_add_up() -> None:
+    """A second turn begins behind what the first has computed; a sibling behind the prompt but its last
+    token."""
+    contexts = [np.zeros(10, np.int32), np.zeros(4, np.int32)]
+    first, second = said(5), said(3, cached_tokens=14)
+    turns = tuple(Turn(context=c, completion=s) for c, s in zip(contexts, (first, second), strict=True))
+    episode = Trajectory(turns=turns, stop=Stop.EOS, seed=())
+    sibling = Trajectory(
+        turns=(Turn(context=contexts[0], completion=said(2, cached_tokens=9)),), stop=Stop.EOS, seed=()
+    )
+    failed = Trajectory(turns=(), stop=Stop.ERROR, seed=(), error="env: broken")
+    work = trajectory_work(episode)
+    assert work == completion_work(10, first) + completion_work(19, second)
+    assert work.total.tokens == 10 + 4 + (19 - 14) + 2
+    assert trajectory_work(sibling).prefill.tokens == 1 and trajectory_work(failed) == RolloutWork()
+    group = Group(prompt=Prompt(uid="p", text=""), trajectories=(episode, sibling, failed), step=1)
+    assert rollout_work([group, group]) == rollout_work([group]) + work + trajectory_work(sibling)
+    assert rollout_work([group]).prefill.tokens == prefilled_tokens(episode) + prefilled_tokens(sibling)
+    assert rollout_work([group]).total.logits == sampled_tokens(episode) + sampled_tokens(sibling)
+
+
+def test_a_step_pays_for_its_further_passes() -> None:
+    flops = flops_of("softmax", AdapterSpec(rank=2))
+    forward, backward = flops.forward(WORK), flops.backward(WORK)
+    plain = step_flops(flops, WORK, {})
+    assert (plain.train, plain.measure) == (forward + backward, 0)
+    passes = {"passes/extra": 0.5, "passes/repeated": 0.25, "passes/measure": 3.0, "loss": 1.0}
+    more = step_flops(flops, WORK, passes)
+    assert more.train == pytest.approx(1.25 * (forward + backward) + 0.5 * forward)
+    assert more.measure == 3 * forward

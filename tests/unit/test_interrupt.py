@@ -1,0 +1,444 @@
+"""Forced interruption: one answer out of two requests, and nothing that was not sampled is learned from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ostinato.algo.noise import key, uniform
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.engine.fake import FakeEngine, draw, scripted
+from ostinato.env.dialogue import Dialogue
+from ostinato.pipeline.remember import counts, pasts
+from ostinato.pipeline.spool import Spool
+from ostinato.rollout.convert import samples
+from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
+from ostinato.rollout.interrupt import Interruption
+from ostinato.rollout.play import Ask, Stage, play_episode
+from ostinato.run import group_rows
+from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory
+
+LETTERS = "abcdefgh"
+END = LETTERS.index("h")  # ends an answer
+PROMPT = Prompt(uid="p", text="p")
+SEED = (0, 1, 2, 3)
+
+
+class Letters:
+    """A token is a letter; the last one is special, and left out of texts."""
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([LETTERS.index(letter) for letter in text], np.int32)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
+        return "".join(LETTERS[token] for token in tokens if token != END or not skip_special)
+
+
+WORDS = Letters()
+
+
+def interruption(
+    shortest: int = 3, longest: int = 5, answer: int = 4, phrase: str = "fg", end: str = "g"
+) -> Any:
+    return Interruption(
+        shortest=shortest,
+        longest=longest,
+        answer_tokens=answer,
+        phrase=WORDS.encode(phrase),
+        think_end=end,
+        words=WORDS,
+    )
+
+
+class Talk:
+    """An agent's environment: ``replies`` after its answers, whose texts it keeps in ``heard``."""
+
+    def __init__(self, *replies: str, start: str = "abc") -> None:
+        self._start, self._replies, self.heard = start, list(replies), list[str]()
+
+    def start(self) -> np.ndarray:
+        return WORDS.encode(self._start)
+
+    async def step(self, completion: Completion) -> np.ndarray | None:
+        self.heard.append(completion.text)
+        return WORDS.encode(self._replies.pop(0)) if self._replies else None
+
+
+class Parity:
+    async def grade(self, group: Group) -> list[Reward]:
+        return [Reward(value=float(k % 2)) for k in range(len(group.trajectories))]
+
+
+def markov(seed: int, moe: tuple[int, int] | None = None) -> FakeEngine:
+    """A policy that looks at the last token alone, wherever a request begins."""
+    table = np.random.default_rng(seed).normal(0, 1.5, (len(LETTERS), len(LETTERS)))
+    return FakeEngine(
+        lambda _, request, said: table[[*request.tokens, *said][-1]], decode=WORDS.decode, moe=moe
+    )
+
+
+def says(*answers: str) -> FakeEngine:
+    """Says ``answers`` one after the other: one for each request."""
+    told = iter(answers)
+    scripts: dict[int, list[int]] = {}  # by the length of the prompt
+
+    def answer(request: Request) -> list[int]:
+        if len(request.tokens) not in scripts:
+            scripts[len(request.tokens)] = WORDS.encode(next(told)).tolist()
+        return scripts[len(request.tokens)]
+
+    return FakeEngine(scripted(answer, len(LETTERS)), decode=WORDS.decode, moe=(2, 1))
+
+
+def stage(engine: Any, env: Talk | None = None, **options: Any) -> Stage:
+    chosen = {"sampling": Sampling(max_tokens=1, stop_tokens=(END,)), "context_limit": 64} | options
+    chosen.setdefault("interruption", interruption())
+    return Stage(engine=engine, env=lambda prompt: env or Talk(), grader=Parity(), **chosen)
+
+
+def episode(setting: Stage, seed: tuple[int, ...] = SEED) -> Trajectory:
+    return asyncio.run(play_episode(setting, PROMPT, seed))
+
+
+def only_answer(setting: Stage, seed: tuple[int, ...] = SEED) -> Completion:
+    (turn,) = episode(setting, seed).turns
+    return turn.completion
+
+
+def group_of(*trajectories: Trajectory) -> Group:
+    return Group(prompt=PROMPT, trajectories=trajectories, step=1)
+
+
+def by_hand(
+    table: np.ndarray, rule: Interruption, seed: tuple[int, ...], sampling: Sampling
+) -> dict[str, Any]:
+    """The slow twin: one token after the other, with the rule as the recipe's page tells it."""
+    context, said, put_in = WORDS.encode("abc").tolist(), [], []
+    logprobs: list[float] = []
+
+    def go_on(most: int, since: int) -> tuple[Stop, str]:
+        for _ in range(most):
+            tokens = [*context, *said]
+            noise = float(uniform(key(seed), len(tokens)))
+            banned = sampling.stop_tokens if len(said) - sum(put_in) < sampling.min_tokens else ()
+            token, logprob = draw(table[tokens[-1]], 1.0, noise, banned)
+            said.append(token)
+            put_in.append(False)
+            logprobs.append(logprob)
+            text = WORDS.decode(said[since:])
+            if token in sampling.stop_tokens:
+                return Stop.EOS, text
+            if cuts := [text.index(string) for string in sampling.stop_strings if string in text]:
+                return Stop.STRING, text[: min(cuts)]
+        return Stop.LENGTH, WORDS.decode(said[since:])
+
+    stop, text = go_on(rule.budget(seed, len(context)), 0)
+    if stop is Stop.LENGTH:
+        before = ""
+        if not (rule.think_end and rule.think_end in text):
+            said += rule.phrase.tolist()
+            put_in += [True] * len(rule.phrase)
+            logprobs += [0.0] * len(rule.phrase)
+            before = WORDS.decode(said)
+        stop, text = go_on(rule.answer_tokens, len(said) if before else 0)
+        text = before + text
+    return {"tokens": said, "put_in": put_in, "logprobs": logprobs, "stop": stop, "text": text}
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    budget=st.tuples(st.integers(1, 6), st.integers(0, 4)),
+    answer=st.integers(1, 6),
+    phrase=st.sampled_from(["f", "fg", "efg"]),
+    end=st.sampled_from(["", "g", "ab", "cde"]),
+    strings=st.sampled_from([(), ("dd",), ("bc", "cab"), ("e", "ce")]),
+    min_tokens=st.integers(0, 8),
+)
+def test_an_answer_is_what_the_slow_twin_says_token_by_token(
+    seed: int, budget: tuple[int, int], answer: int, phrase: str, end: str, strings: Any, min_tokens: int
+) -> None:
+    rule = interruption(budget[0], sum(budget), answer, phrase, end)
+    sampling = Sampling(max_tokens=8, stop_tokens=(END,), stop_strings=strings, min_tokens=min_tokens)
+    table = np.random.default_rng(seed).normal(0, 1.5, (len(LETTERS), len(LETTERS)))
+    ours = only_answer(stage(markov(seed), interruption=rule, sampling=sampling), (seed, 1, 0, 0))
+    twin = by_hand(table, rule, (seed, 1, 0, 0), sampling)
+    assert ours.tokens.tolist() == twin["tokens"]
+    assert (ours.stop, ours.text) == (twin["stop"], twin["text"])
+    put_in = np.zeros(len(ours.tokens), bool) if ours.injected is None else ours.injected
+    assert put_in.tolist() == twin["put_in"]
+    assert ours.injected is None or ours.injected.any()
+    np.testing.assert_allclose(ours.logprobs, twin["logprobs"], rtol=1e-6)
+    assert ours.versions.tolist() == np.where(put_in, -1, 0).tolist()
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    budget=st.integers(1, 8),
+    answer=st.integers(1, 8),
+    strings=st.sampled_from([(), ("bc",), ("aba", "cc"), ("eb", "e")]),
+)
+def test_an_answer_whose_thought_is_closed_is_that_of_one_request(
+    seed: int, budget: int, answer: int, strings: Any
+) -> None:
+    """Token for token with all that belongs to them, also where a stop string lies across the seam: there the
+    engine, which sees the thought as a prompt, goes on, and the answer is cut where one request would end."""
+    rule = interruption(budget, budget, answer, end="a")
+    sampling = Sampling(max_tokens=budget + answer, stop_tokens=(END,), stop_strings=strings)
+    engine = markov(seed, moe=(2, 1))
+    one = only_answer(stage(engine, interruption=None, sampling=sampling))
+    assume("a" in WORDS.decode(one.tokens[:budget], skip_special=False) or len(one.tokens) < budget)
+    two = only_answer(stage(engine, interruption=rule, sampling=replace(sampling, max_tokens=1)))
+    assert (one.stop, one.text, two.injected) == (two.stop, two.text, None)
+    for name in ("tokens", "logprobs", "versions", "experts", "prompt_experts"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
+
+
+def test_a_stop_string_across_the_seam_ends_the_answer_before_what_was_sampled_behind_it() -> None:
+    """The engine sees the thought "abc" as a prompt, so it goes on behind "cb" and says "bdd"."""
+    rule = interruption(3, 3, 3, end="a")
+    sampling = Sampling(max_tokens=1, stop_strings=("cb",))
+    answer = only_answer(stage(says("abc", "bdd"), interruption=rule, sampling=sampling))
+    assert (WORDS.decode(answer.tokens), answer.text, answer.stop) == ("abcb", "ab", Stop.STRING)
+    assert answer.experts is not None and (answer.experts[-1] == NO_EXPERT).all()
+    interrupted = only_answer(
+        stage(says("dec", "bdd"), interruption=replace(rule, phrase=WORDS.encode("f")), sampling=sampling)
+    )
+    assert (interrupted.text, interrupted.stop) == ("decfbdd", Stop.LENGTH)  # the phrase lies between
+
+
+@given(
+    shortest=st.integers(1, 50),
+    more=st.integers(0, 50),
+    seed=st.integers(0, 2**40),
+    place=st.integers(0, 9999),
+)
+def test_budgets_are_addressed_and_within_their_range(
+    shortest: int, more: int, seed: int, place: int
+) -> None:
+    rule = interruption(shortest, shortest + more)
+    budget = rule.budget((seed, 1, 2, 3), place)
+    assert shortest <= budget <= shortest + more
+    assert budget == rule.budget((seed, 1, 2, 3), place)
+
+
+def test_budgets_are_uniform_differ_by_turn_and_share_no_noise_with_tokens() -> None:
+    rule = interruption(3, 6)
+    drawn = Counter(rule.budget((0, 1, k, 0), 10) for k in range(4000))
+    assert set(drawn) == {3, 4, 5, 6} and max(drawn.values()) - min(drawn.values()) < 200
+    assert len({rule.budget(SEED, place) for place in range(20)}) == 4
+    by_token = [3 + int(uniform(key((0, 1, k, 0)), 10) * 4) for k in range(400)]
+    same = np.mean([one == rule.budget((0, 1, k, 0), 10) for k, one in enumerate(by_token)])
+    assert same < 0.35  # a quarter by chance
+
+
+def interrupted_twice(engine: FakeEngine | None = None) -> tuple[Trajectory, Talk]:
+    """Two turns of an agent, both interrupted: "ddd" "fg" "aah", a reply "bb", "eee" "fg" "bh"."""
+    env = Talk("bb")
+    rule = interruption(3, 3, 4)
+    return episode(stage(engine or says("ddd", "aah", "eee", "bh"), env, interruption=rule)), env
+
+
+def test_every_turn_of_an_agent_is_interrupted_and_the_environment_hears_the_whole_answer() -> None:
+    played, env = interrupted_twice()
+    assert env.heard == ["dddfgaa", "eeefgb"]
+    assert [WORDS.decode(t.context) for t in played.turns] == ["abc", "bb"]
+    assert [WORDS.decode(t.completion.tokens, skip_special=False) for t in played.turns] == [
+        "dddfgaah",
+        "eeefgbh",
+    ]
+    assert played.stop is Stop.EOS
+    assert sampled_tokens(played) == 11 and injected_tokens(played) == 4
+
+
+def test_nothing_that_was_put_in_is_learned_from_on_any_turn() -> None:
+    """The one law of masks, up to the rows of the loss; routes of both requests are all there."""
+    played, _ = interrupted_twice()
+    (sample,) = samples(group_of(played), 0, np.array([0.5]))
+    #                             a b c|d d d f g a a h|b b|e e e f g b h
+    learned = np.array([c == "1" for c in "00011100111001110011"])
+    assert sample.loss_mask.tolist() == learned.tolist()
+    np.testing.assert_array_equal(sample.advantages, np.where(learned, np.float32(0.5), 0))
+    np.testing.assert_array_equal(sample.logprobs != 0, np.zeros(20, bool))  # a script is certain of itself
+    np.testing.assert_array_equal(sample.versions, np.where(learned, 0, -1))
+    assert sample.experts is not None
+    whole = says()._routes(sample.tokens)
+    assert whole is not None
+    np.testing.assert_array_equal(sample.experts[:-1], whole[:-1])
+    weights = aggregation_weights([sample], Aggregation.TOKEN)
+    batch = pack([sample], weights, tokens_per_microbatch=64)
+    assert batch.num_tokens == sampled_tokens(played) == 11
+    (part,) = batch.microbatches
+    assert WORDS.decode(part.targets, skip_special=False) == "dddaaheeebh"
+    assert (part.staleness == 0).all() and part.weights.sum() == pytest.approx(1)
+
+
+def test_the_phrase_runs_as_a_prompt_and_is_counted_there() -> None:
+    """An engine without a cache computes a thought again; all but its last token, which had not run."""
+    played, _ = interrupted_twice()
+    first, second = played.turns
+    thought, again = 3, 3 + 3 - 1 + 2  # prompt | prompt and thought without its last token, and the phrase
+    assert prefilled_tokens(replace(played, turns=(first,))) == thought + again
+    assert second.completion.cached_tokens == -(3 + 8 + 2 + 3 - 1)
+
+
+def test_an_answer_that_ends_in_time_is_left_alone() -> None:
+    answer = only_answer(stage(says("dh"), interruption=interruption(3, 3)))
+    assert (answer.text, answer.injected, answer.stop) == ("d", None, Stop.EOS)
+
+
+def test_only_an_answer_that_is_cut_again_is_truncated() -> None:
+    rule = interruption(3, 3, 2)
+    cut = episode(stage(says("ddd", "aa"), Talk("bb"), interruption=rule))
+    assert (cut.stop, len(cut.turns), cut.turns[0].completion.text) == (Stop.LENGTH, 1, "dddfgaa")
+    ended = episode(stage(says("ddd", "ah"), interruption=rule))
+    assert ended.stop is Stop.EOS
+
+
+def test_a_thought_makes_room_for_its_answer_in_a_narrow_context() -> None:
+    """A context of 12: 3 of prompt, 2 of phrase, 4 of answer leave 3 for a thought with a budget of 9."""
+    rule = interruption(9, 9, 4)
+    narrow = says("ddd", "aaaa")
+    answer = only_answer(stage(narrow, interruption=rule, context_limit=12))
+    assert [call[0].sampling.max_tokens for call in narrow.calls] == [3, 4]
+    assert len(answer.tokens) == 9 and answer.stop is Stop.LENGTH
+    narrower = says("dddddd")
+    answer = only_answer(stage(narrower, interruption=rule, context_limit=9))
+    assert len(narrower.calls) == 1 and len(answer.tokens) == 6 and answer.injected is None
+
+
+def test_an_engine_that_gives_less_than_asked_has_its_own_limit() -> None:
+    class Short(FakeEngine):
+        async def generate(self, requests: Sequence[Request]):
+            short = [replace(r, sampling=replace(r.sampling, max_tokens=2)) for r in requests]
+            async for item in super().generate(short):
+                yield item
+
+    answer = only_answer(stage(Short(scripted(lambda request: [3] * 9, 8), decode=WORDS.decode)))
+    assert (answer.text, answer.stop, answer.injected) == ("dd", Stop.LENGTH, None)
+
+
+def test_a_fault_behind_the_phrase_is_the_episodes() -> None:
+    class Breaks(FakeEngine):
+        async def generate(self, requests: Sequence[Request]):
+            none = np.zeros(0, np.int32)
+            if len(self.calls) == 1:
+                yield (
+                    0,
+                    Completion(tokens=none, logprobs=none, versions=none, stop=Stop.ERROR, error="no power"),
+                )
+                return
+            async for item in super().generate(requests):
+                yield item
+
+    broken = episode(stage(Breaks(scripted(lambda request: [3] * 9, 8), decode=WORDS.decode, moe=(2, 1))))
+    assert (broken.stop, broken.error) == (Stop.ERROR, "engine: no power")
+    assert sampled_tokens(broken) >= 3  # what was sampled is kept: it was paid for
+
+
+def test_a_phrase_is_no_past_of_anybody() -> None:
+    """History keeps what was sampled, each stretch behind what really stood before it: a drafter that had
+    learned the phrase would propose it to a policy that never says it."""
+    played, _ = interrupted_twice()
+    turns = tuple(
+        replace(turn, completion=replace(turn.completion, edges=np.arange(len(turn.completion.tokens)) / 64))
+        for turn in played.turns
+    )
+    kept, skipped = pasts([group_of(replace(played, turns=turns))])
+    told = [(WORDS.decode(one.context), WORDS.decode(one.tokens, skip_special=False)) for one in kept["p"]]
+    assert skipped == 0 and told == [
+        ("abc", "ddd"),
+        ("abcdddfg", "aah"),
+        ("dfgaabb", "eee"),
+        ("bbeeefg", "bh"),
+    ]
+    assert [one.edges.tolist() for one in kept["p"]][1] == [5 / 64, 6 / 64, 7 / 64]
+    passed = tuple(replace(t, completion=replace(t.completion, passes=5)) for t in played.turns)
+    assert counts([group_of(replace(played, turns=passed))])["draft/tokens_per_pass"] == 11 / 10
+
+
+def test_health_says_how_many_were_told_and_what_came_of_it() -> None:
+    told, _ = interrupted_twice()
+    ended = episode(stage(says("dh"), interruption=interruption(3, 3)))
+    cut = episode(stage(says("ddd", "aa"), interruption=interruption(3, 3, 2)))
+    row = health([group_of(told, ended, cut)])
+    assert row["interrupt/rate"] == 3 / 4  # of four answers
+    assert row["interrupt/answered"] == pytest.approx(2 / 3)
+    assert row["interrupt/answer_length"] == pytest.approx((3 + 2 + 2) / 3)
+    assert (row["tokens/injected"], row["tokens/sampled"]) == (6, 11 + 2 + 5)
+    assert row["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    calm = health([group_of(ended)])
+    assert (calm["interrupt/rate"], calm["tokens/injected"]) == (0, 0) and "interrupt/answered" not in calm
+
+
+def test_the_spool_and_the_log_carry_what_was_put_in(tmp_path: Path) -> None:
+    played, _ = interrupted_twice()
+    ask = Ask(prompt=PROMPT, seed=(0, 1, 2), group_size=1, step=1)
+    Spool(tmp_path / "spool").put("here", group_of(played))
+    found = Spool(tmp_path / "spool").take("here", ask)
+    assert found is not None
+    for ours, theirs in zip(played.turns, found.trajectories[0].turns, strict=True):
+        np.testing.assert_array_equal(ours.completion.injected, theirs.completion.injected)
+        assert theirs.completion.injected is not None and theirs.completion.injected.dtype == bool
+    (row,) = group_rows(group_of(played))
+    assert [np.asarray(turn["injected"]).tolist() for turn in row["turns"]] == [[3, 4], [3, 4]]
+
+
+def test_a_tool_call_behind_the_phrase_is_made() -> None:
+    """The dialogue reads the whole answer, so a thought that the phrase closes hides no call behind it."""
+
+    class Words:
+        def prompt(self, prompt: Prompt) -> np.ndarray:
+            return np.array([1], np.int32)
+
+        def after_turn(self, messages: Any, new_messages: Any, answer: Any = ()) -> np.ndarray:
+            return np.frombuffer(new_messages[0]["content"].encode(), np.uint8).astype(np.int32)
+
+    class Bytes(Letters):
+        def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
+            return bytes(int(token) for token in tokens).decode()
+
+    call = b'<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>\0'
+    phrase = b" stop </think>"
+    scripts = {1: b"<think>er", 10 + len(phrase): call, 11 + len(phrase) + len(call): b"8\0"}
+    engine = FakeEngine(
+        scripted(lambda request: scripts[len(request.tokens)], 256),
+        decode=lambda tokens: bytes(tokens).decode(),
+    )
+    rule = Interruption(
+        shortest=9,
+        longest=9,
+        answer_tokens=99,
+        phrase=np.frombuffer(phrase, np.uint8).astype(np.int32),
+        think_end="</think>",
+        words=Bytes(),
+    )
+    counters: Counter[str] = Counter()
+    chat = Prompt(uid="p", messages=({"role": "user", "content": "?"},))
+    setting = Stage(
+        engine=engine,
+        env=lambda prompt: Dialogue(
+            chat, Words(), tools={"double": lambda x: 2 * x}, max_turns=2, counters=counters
+        ),
+        grader=Parity(),
+        sampling=Sampling(stop_tokens=(0,)),
+        context_limit=500,
+        interruption=rule,
+    )
+    played = episode(setting)
+    assert counters["tools/calls"] == 1 and bytes(played.turns[1].context.tolist()) == b"8"
+    assert played.turns[0].completion.text.startswith("<think>er stop </think><tool_call>")
+
+
+@pytest.mark.parametrize("change", [{"shortest": 0}, {"shortest": 6}, {"answer_tokens": 0}])
+def test_rules_that_cannot_be_kept_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"at least 1|shortest <= longest"):
+        replace(interruption(), **change)

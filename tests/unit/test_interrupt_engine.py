@@ -1,0 +1,198 @@
+"""Forced interruption on the packaged model: what is continued is one request bit for bit, and what is put in
+runs once, with its routes, behind a prefix that is not run again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.engine.local import LocalEngine
+from ostinato.history.drafter import HistoryDrafter
+from ostinato.history.store import History
+from ostinato.model.attention import CausalAttention
+from ostinato.model.decoder import Decoder
+from ostinato.model.hf import load_model
+from ostinato.model.named import model_folder
+from ostinato.model.native import BuildError, Kernels, load
+from ostinato.pipeline.remember import pasts
+from ostinato.render import Renderer
+from ostinato.rollout.convert import samples
+from ostinato.rollout.health import prefilled_tokens, sampled_tokens
+from ostinato.rollout.interrupt import Interruption
+from ostinato.rollout.play import Ask, Stage, play
+from ostinato.types import Completion, Group, Prompt, Reward, Sampling, Stop
+from tests.small_world import DRAFTS_PAY
+
+SIBLINGS = 4
+ASKS = [
+    Ask(prompt=Prompt(uid=f"p{i}", text=text), seed=(0, 1, i), group_size=SIBLINGS, step=1)
+    for i, text in enumerate(["(81 - 3) * 2 = ?", "Q: 17 mod 5\nA: ", "compute 44 % 7 + 90"])
+]
+
+
+def native() -> Kernels | None:
+    try:
+        return load()
+    except BuildError:
+        return None
+
+
+NATIVE = native()
+KERNELS = [pytest.param(None, id="torch"), *([pytest.param(NATIVE, id="native")] if NATIVE else [])]
+
+
+@cache
+def model() -> Decoder:
+    return load_model(model_folder("asset:seed-moe"), dtype=torch.float32)
+
+
+@cache
+def renderer() -> Renderer:
+    return Renderer(model_folder("asset:seed-moe"))
+
+
+class Turns:
+    """An agent of ``turns`` turns with the same reply to all."""
+
+    def __init__(self, prompt: Prompt, turns: int) -> None:
+        self._prompt, self._left = prompt, turns
+
+    def start(self) -> np.ndarray:
+        return renderer().prompt(self._prompt)
+
+    async def step(self, completion: Completion) -> np.ndarray | None:
+        self._left -= 1
+        return renderer().encode("\nand again: ") if self._left else None
+
+
+class Parity:
+    async def grade(self, group: Group) -> list[Reward]:
+        return [Reward(value=float(k % 2)) for k in range(len(group.trajectories))]
+
+
+def rule(shortest: int, longest: int, answer: int) -> Interruption:
+    return Interruption(
+        shortest=shortest,
+        longest=longest,
+        answer_tokens=answer,
+        phrase=renderer().encode(" time's up\n####"),
+        think_end="",
+        words=renderer(),
+    )
+
+
+def engine(**options: Any) -> LocalEngine:
+    return LocalEngine(
+        model(), kernels=NATIVE, decode=renderer().decode, kv_memory_mb=32, context_limit=400, **options
+    )
+
+
+def played(
+    ours: LocalEngine, interruption: Interruption | None, *, turns: int = 1, **sampling: Any
+) -> list[Group]:
+    usual: dict[str, Any] = {"stop_tokens": renderer().stop_tokens}
+    setting = Stage(
+        engine=ours,
+        env=lambda prompt: Turns(prompt, turns),
+        grader=Parity(),
+        sampling=Sampling(**usual | sampling),
+        context_limit=400,
+        interruption=interruption,
+    )
+    return [item.group for item in asyncio.run(play(setting, ASKS))]
+
+
+def answers(groups: list[Group]) -> list[Completion]:
+    return [turn.completion for group in groups for one in group.trajectories for turn in one.turns]
+
+
+@pytest.mark.skipif(NATIVE is None, reason="only row-wise kernels give the same bits in any batch")
+@pytest.mark.parametrize("strings", [(), ("=1", "#"), ("7 ", " 1", "6%7")])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "temperature": 0.8, "min_tokens": 9}])
+def test_a_closed_thought_goes_on_as_one_request_bit_for_bit(strings: Any, filters: dict[str, Any]) -> None:
+    """Every array, the text (of a byte-level vocabulary: characters break at the seam), and every count."""
+    longest = {"max_tokens": 7 + 9, "stop_strings": strings, "stop_tokens": (1, 2)} | filters
+    one = answers(played(engine(), None, **longest))
+    two = answers(played(engine(), always_closed(rule(7, 7, 9)), **longest))
+    assert any(len(answer.tokens) > 7 for answer in one)
+    for ours, theirs in zip(one, two, strict=True):
+        assert (ours.text, ours.stop, theirs.injected) == (theirs.text, theirs.stop, None)
+        for name in ("tokens", "logprobs", "edges", "versions", "experts", "prompt_experts"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+        assert (ours.support is None) == (theirs.support is None) == (not filters)
+        if ours.support is not None and theirs.support is not None:
+            np.testing.assert_array_equal(ours.support.counts, theirs.support.counts)
+            np.testing.assert_array_equal(ours.support.ids, theirs.support.ids)
+        assert ours.cached_tokens == theirs.cached_tokens
+
+
+def always_closed(interruption: Interruption) -> Interruption:
+    """Every thought holds the end of thinking: a renderer whose text begins with it."""
+
+    class Closed:
+        encode = staticmethod(renderer().encode)
+
+        @staticmethod
+        def decode(tokens: Any, skip_special: bool = True) -> str:
+            return renderer().decode(tokens) if skip_special else "</think>"
+
+    return replace(interruption, think_end="</think>", words=Closed())
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_an_interrupted_agent_runs_every_token_once_and_trains_on_its_own_routes(
+    kernels: Kernels | None,
+) -> None:
+    ours = LocalEngine(model(), kernels=kernels, decode=renderer().decode, kv_memory_mb=32, context_limit=400)
+    groups = played(ours, rule(4, 9, 6), turns=3, stop_tokens=(1, *range(20, 60)))
+    told = [answer for answer in answers(groups) if answer.injected is not None]
+    assert len(told) > 8 and {answer.stop for answer in told} >= {Stop.LENGTH, Stop.EOS}
+    for answer in told:
+        assert answer.text == renderer().decode(answer.tokens[: -1 if answer.stop is Stop.EOS else None])
+        assert " time's up\n####" in answer.text
+    sequences = [one for i, group in enumerate(groups) for one in samples(group, i, np.ones(SIBLINGS))]
+    trajectories = [one for group in groups for one in group.trajectories]
+    turns = sum(len(one.turns) for one in trajectories)
+    counted = sum(prefilled_tokens(one) + sampled_tokens(one) for one in trajectories) - turns
+    assert ours.counters.prefilled + ours.counters.decoded == counted
+    prompts = sum((SIBLINGS - 1) * (len(g.trajectories[0].turns[0].context) - 1) for g in groups)
+    assert counted <= sum(len(one.tokens) - 1 for one in sequences) - prompts  # siblings share what is equal
+    for sample in sequences:
+        row = torch.from_numpy(sample.tokens[:-1]).long()
+        with torch.inference_mode():
+            _, own = model()(row, torch.arange(len(row)), CausalAttention())
+        assert own is not None and sample.experts is not None
+        np.testing.assert_array_equal(sample.experts[:-1], own.numpy())
+    batch = pack(sequences, aggregation_weights(sequences, Aggregation.TOKEN), tokens_per_microbatch=1024)
+    assert batch.num_tokens == sum(map(sampled_tokens, trajectories))
+
+
+@pytest.mark.skipif(NATIVE is None, reason="drafts need the compiler")
+def test_drafts_from_interrupted_pasts_change_no_token_and_are_taken() -> None:
+    """The second epoch, with the same noise, finds thought and answer in the history, each behind what stood
+    before it; the phrase is in neither."""
+    interruption = rule(5, 8, 6)
+    plain = played(engine(), interruption)
+    history = History()
+    drafter = HistoryDrafter(history)
+    kept, skipped = pasts(plain)
+    assert skipped == 0 and sum(map(len, kept.values())) > len(answers(plain))
+    for uid, told in kept.items():
+        history.add(uid, 1, told)
+    ours = engine(drafter=drafter, cost=DRAFTS_PAY)
+    again = played(ours, interruption)
+    for one, two in zip(answers(plain), answers(again), strict=True):
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_array_equal(one.injected, two.injected)
+        assert two.accepted <= two.drafted and two.passes <= one.passes == len(one.tokens) - one.num_injected
+    assert (
+        sum(answer.accepted for answer in answers(again))
+        > sum(map(sampled_tokens, [one for group in plain for one in group.trajectories])) / 2
+    )

@@ -1,0 +1,408 @@
+"""The ledger: what is spent adds up, whatever kills the run, wherever the file is cut, whatever changes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_ledger import a_step, an_eval, killed_and_resumed, start
+
+from ostinato.ledger import (
+    AXES,
+    Event,
+    Ledger,
+    SteadyClock,
+    Summary,
+    Terms,
+    checked,
+    lost_seconds,
+    read,
+    spent,
+    summary,
+)
+from ostinato.run import RunFolder
+
+Row = dict[str, Any]
+
+
+def folder(path: Path) -> RunFolder:
+    path.mkdir(parents=True, exist_ok=True)
+    return RunFolder(path)
+
+
+def test_a_killed_and_resumed_run_by_hand() -> None:
+    rows = killed_and_resumed()
+    hours = {step: 3600 * value for step, value in spent(rows, "hours").items()}
+    first = 5 + 10 + 1 + 10 + 12 + 6  # all of session 1 but its evaluation
+    assert hours == pytest.approx({0: 0, 1: 15, 2: first + 7 + 10, 3: first + 7 + 20})
+    device_hours = {step: 3600 * value for step, value in spent(rows, "device-hours").items()}
+    assert device_hours == pytest.approx({0: 0, 1: 15, 2: first + 4 * 17, 3: first + 4 * 27})
+    assert spent(rows, "gpu-hours") == spent(rows, "device-hours")
+    assert 3600 * spent(rows, "money")[3] == pytest.approx(2 * first + 3 * 4 * 27)
+    assert spent(rows, "flops") == {0: 0, 1: 3500, 2: 3 * 3500 + 2500, 3: 4 * 3500 + 2500}
+    assert spent(rows, "tokens") == {0: 0, 1: 100, 2: 300, 3: 400}
+    assert spent(rows, "steps") == {0: 0, 1: 1, 2: 2, 3: 3}
+
+    found = summary(rows)
+    assert (found.sessions, found.restarts, found.steps, found.repeated) == (2, 1, 3, 2)
+    assert found.wall == {
+        **{"steps": 50.0, "evaluation": 4.0, "saving": 1.0},
+        **{"loading": 12.0, "between": 3.0, "lost": 6.0},
+    }
+    pool = found.pools["local"]
+    assert pool.busy == {"eval": 4.0, "sample": 44.0, "grade": 11.0, "train": 33.0, "measure": 11.0}
+    assert pool.idle == 5 + 1 + 2 + 3 + 4 * (7 + 2 + 1)  # loading, a save, a gap, rests of steps; and again
+    assert (pool.lost, pool.total) == (6.0, first + 4 + 4 * 28)
+    assert found.tokens["sampled"] == 400 and found.tokens["trained"] == 210
+    assert found.dropped == {"zero_variance": 90, "repeated": 100}
+    assert found.flops == {"sample": 4000, "train": 10_000, "measure": 2500}
+    assert found.useful == 3 * 2700
+    assert found.wasted == {"zero_variance": 900, "measurement": 1500, "repeated": 2 * 3500 - 1000}
+    assert (found.evaluation.times, found.evaluation.flops, found.evaluation.tokens) == (1, 400, 40)
+    assert found.money is not None and 3600 * found.money == 2 * (first + 4) + 3 * 4 * 28
+
+
+# ---- laws, on ledgers of runs that go on, are killed and resumed at random
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Row]:
+    """What one process after another writes: each goes on from a step that one before had finished."""
+    number = st.integers(0, 10**19)
+    rows: list[Row] = []
+    at, done = 0.0, 0
+    for session in range(1, draw(st.integers(1, 4)) + 1):
+        devices, step = draw(st.integers(1, 64)), draw(st.integers(0, done))
+        at = max(0.0, at + draw(st.floats(-100, 100)))  # its clock may be behind
+        rows.append(start(session, at, step, devices, loading=draw(st.floats(0, 20))))
+        now, earlier = rows[-1]["at"], [row for row in rows if row["event"] == "step"]
+        for _ in range(draw(st.integers(0, 4))):
+            gap = draw(st.floats(0, 5))
+            kind = draw(st.sampled_from(["step", "step", "eval", "save"]))
+            if kind == "step":
+                step, now = step + 1, now + gap + 10
+                sampled, train, measure = draw(number), draw(number), draw(number)
+                old = [row["flops"]["sample"] for row in earlier if row["step"] == step]
+                reused = draw(st.integers(0, old[-1])) if old else 0
+                sampled += reused
+                total = sampled + train + measure
+                useful = draw(st.integers(0, total))
+                more = {"reused": {"flops": reused, "sampled": draw(st.integers(0, 100))}} if old else {}
+                row = a_step(
+                    session, step, now, devices, useful=useful, wasted={"why": total - useful}, **more
+                )
+                rows.append(row | {"flops": {"sample": sampled, "train": train, "measure": measure}})
+            elif kind == "eval":
+                now += gap + 4
+                rows.append(an_eval(session, step, now, devices))
+            else:
+                now += gap + 1
+                rows.append(
+                    {"event": "save", "session": session, "step": step, "seconds": 1.0, "ended_at": now}
+                )
+        done, at = step, now
+        if draw(st.booleans()):
+            rows.append({"event": "lost", "session": session, "seconds": draw(st.floats(0, 50)), "at": now})
+    return rows
+
+
+def device_seconds(rows: list[Row]) -> float:
+    """The slow twin: session by session, devices times the seconds from its begin to its last row."""
+    total = 0.0
+    for first in (row for row in rows if row["event"] == "start"):
+        own = [row for row in rows if row["session"] == first["session"]]
+        devices = first["pools"]["local"]["devices"]
+        ends = [row.get("ended_at", row["at"] if row["event"] == "start" else 0.0) for row in own]
+        lost = sum(row["seconds"] for row in own if row["event"] == "lost")
+        total += devices * (max(ends) - first["process_started"] + lost)
+    return total
+
+
+@settings(max_examples=50, deadline=None)
+@given(histories())
+def test_what_is_useful_and_what_is_wasted_is_all_to_the_last_flop(rows: list[Row]) -> None:
+    found = summary(rows)
+    assert found.useful is not None
+    assert found.useful + sum(found.wasted.values()) == sum(found.flops.values())
+    assert min([0, found.useful, *found.wasted.values(), *found.flops.values()]) == 0
+    all_rows = sum(sum(row["flops"].values()) for row in rows if row["event"] == "step")
+    all_rows -= sum(row.get("reused", {}).get("flops", 0) for row in rows)
+    assert sum(found.flops.values()) == all_rows
+    assert found.tokens.get("sampled", 0) == found.tokens.get("trained", 0) + sum(found.dropped.values())
+
+
+@settings(max_examples=50, deadline=None)
+@given(histories())
+def test_busy_idle_and_lost_are_all_device_seconds(rows: list[Row]) -> None:
+    found = summary(rows)
+    pool = found.pools["local"]
+    assert pool.total == pytest.approx(device_seconds(rows))
+    assert min(pool.idle, pool.lost, *pool.busy.values(), *found.wall.values(), 0) >= -1e-9
+    tail = [row for row in rows if row["event"] != "start"]
+    if all(row["event"] == "step" for row in tail) and len(tail):
+        upto = spent(rows, "device-hours")
+        assert 3600 * max(upto.values()) <= pool.total + 1e-6
+
+
+@settings(max_examples=50, deadline=None)
+@given(histories(), st.sampled_from(sorted(AXES)))
+def test_compute_grows_from_step_to_step_and_no_row_changes_what_was_before(
+    rows: list[Row], axis: str
+) -> None:
+    if axis == "joules":
+        rows = [row | {"joules": 3.0} for row in rows]
+    whole = spent(rows, axis)
+    steps = sorted(whole)
+    assert steps == list(range(len(steps))) and whole[0] == 0
+    assert all(whole[one] <= whole[one + 1] for one in steps[:-1])
+    for cut in range(len(rows)):
+        if not any(row["event"] == "start" for row in rows[cut:]):
+            assert spent(rows[:cut], axis).items() <= whole.items()
+
+
+def test_cut_at_every_byte_nothing_but_the_torn_row_is_lost(tmp_path: Path) -> None:
+    """A kill in the middle of a line: readers leave the torn row out, the next writer cuts it off."""
+    run, rows = folder(tmp_path), [killed_and_resumed()[at] for at in (0, 3, 10)]
+    run.ledger.append(*rows)
+    content = run.ledger.path.read_bytes()
+    ends = [at for at, byte in enumerate(content, start=1) if byte == ord("\n")]
+    for size in range(len(content) + 1):
+        run.ledger.path.write_bytes(content[:size])
+        whole = sum(end <= size for end in ends)
+        assert read(run) == rows[:whole]
+        if size % 37 == 0 and 0 < whole < len(rows):
+            with ledger(RunFolder(run.path)).session(0):
+                pass
+            assert read(run)[:whole] == rows[:whole]
+            assert [row["event"] for row in read(run)[whole:]] == ["lost", "start", "end"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(histories())
+def test_where_a_session_is_split_changes_no_sum(rows: list[Row]) -> None:
+    """A process that ends and is followed at once by another has spent what one would have."""
+    for at in range(1, len(rows)):
+        row = rows[at - 1]
+        if row["event"] not in ("step", "save", "eval") or rows[at]["event"] == "lost":
+            continue
+        first = next(one for one in rows if one["event"] == "start" and one["session"] == row["session"])
+        more = start(99, row["ended_at"], row["step"], first["pools"]["local"]["devices"], loading=0.0)
+        split = [*rows[:at], more, *rows[at:]]
+        for axis in ("device-hours", "flops", "tokens", "money"):
+            assert spent(split, axis) == pytest.approx(spent(rows, axis))
+
+
+# ---- the writer
+
+
+class Clock(SteadyClock):
+    """Time that a test moves."""
+
+    def __init__(self, started: float = 0.0) -> None:
+        self.started = self.now = started
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ledger(run: RunFolder, at: float | Clock = 0.0, **terms: Any) -> Ledger:
+    clock = at if isinstance(at, Clock) else Clock(at)
+    return Ledger(folder=run, terms=Terms(**terms), clock=clock)
+
+
+def work(**changes: Any) -> Row:
+    row = a_step(1, 1, 0.0)
+    return {key: row[key] for key in ("tokens", "flops", "useful", "wasted")} | changes
+
+
+def test_the_rows_of_a_session(tmp_path: Path) -> None:
+    clock = Clock(100.0)
+    books = ledger(folder(tmp_path), clock, devices=8, price_per_device_hour=2.5, currency="EUR", recipe="ab")
+    with books.session(0), books.session(0):  # the loop's is that of the one around it
+        clock.now = 110.0
+        books.step(1, 6.0, {"sample": 3.0, "train": 2.0}, work())
+        books.evaluation(1, "eval", 2.0, {"tokens": {"sampled": 9}})
+        books.saved(1, 0.5)
+        books.why = "interrupted"
+    first, step, scored, saved, end = read(books.folder)
+    assert (first["session"], first["process_started"], first["recipe"]) == (1, 100.0, "ab")
+    assert step["pools"]["local"] == {"devices": 8, "busy": {"sample": 3.0, "train": 2.0}, "idle": 1.0}
+    assert (scored["set"], scored["pools"]["local"]["busy"]) == ("eval", {"eval": 2.0})
+    assert (saved["seconds"], end["why"], end["step"]) == (0.5, "interrupted", 1)
+    assert summary(read(books.folder)).currency == "EUR"
+
+
+def test_work_that_an_exception_ends_is_lost_and_the_session_says_why(tmp_path: Path) -> None:
+    clock = Clock()
+    books = ledger(folder(tmp_path), clock)
+    with pytest.raises(ZeroDivisionError), books.session(0):
+        books.step(1, 0.0, {}, work())
+        with books.work():
+            clock.now = 7.0
+            raise ZeroDivisionError
+    rows = read(books.folder)
+    assert [row["event"] for row in rows] == ["start", "step", "lost", "end"]
+    assert rows[2]["seconds"] == 7.0 and rows[3]["why"] == "failed: ZeroDivisionError"
+    assert summary(rows).wall["lost"] == 7.0 and summary(rows).wall["between"] == 0.0
+
+
+def test_who_resumes_tells_what_the_killed_one_still_did(tmp_path: Path) -> None:
+    """From the ledger's last writing to the last trace in the folder, both by the file system's clock. What
+    people or reports write there is no trace."""
+    run = folder(tmp_path)
+    one = ledger(run, 1000.0)
+    one._start(0)
+    one.step(1, 1.0, {}, work())
+    for name, age in (
+        ("ledger.jsonl", 50),
+        ("inflight.jsonl.zst", 30),
+        ("report.html", 0),
+        ("recipe.toml", 0),
+    ):
+        (run.path / name).touch()
+        os.utime(run.path / name, (2000 - age, 2000 - age))
+    with ledger(run, 900.0, devices=2).session(1):  # its clock is behind that of the killed one
+        pass
+    lost, second = read(run)[2:4]
+    assert (lost["event"], lost["session"], lost["seconds"]) == ("lost", 1, 20.0)
+    assert (second["session"], second["clock_back"]) == (2, 100.0)
+    assert "100 s behind" in summary(read(run)).notes[0]
+    with ledger(run).session(1):  # the one before has ended: nothing is lost
+        pass
+    assert sum(row["event"] == Event.LOST for row in read(run)) == 1
+
+
+def test_a_folder_that_was_copied_has_lost_nothing(tmp_path: Path) -> None:
+    """Copying gives all files the time of copying, hours after the run: only their differences count."""
+    run = folder(tmp_path)
+    run.ledger.append(start(1, 0.0))
+    run.metrics.append({"step": 1})
+    for log in (run.ledger, run.metrics):
+        os.utime(log.path, (10**9, 10**9))
+    assert lost_seconds(run) == 0
+
+
+def test_steps_that_an_earlier_process_has_a_row_of(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    run.ledger.append(start(1, 0.0), a_step(1, 1, 10.0), a_step(1, 2, 20.0))
+    books = ledger(run)
+    with books.session(1):
+        assert [books.counted(step) for step in (1, 2, 3)] == [True, True, False]
+        books.step(3, 1.0, {}, work())
+        assert not books.counted(3)
+
+
+def test_the_ledger_forgets_nothing_when_a_run_goes_back(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    run.ledger.append(start(1, 0.0), a_step(1, 1, 10.0), a_step(1, 2, 20.0))
+    run.truncate_after(1)
+    assert len(read(run)) == 3
+
+
+def test_energy_is_that_since_the_row_before_and_is_not_told_once_it_is_not_known(tmp_path: Path) -> None:
+    told = iter([100.0, 103.0, 110.0, None, 200.0, 300.0])
+    books = replace(ledger(folder(tmp_path)), meter=lambda: next(told))
+    with books.session(0):
+        books.step(1, 1.0, {}, work())
+        books.evaluation(1, "eval", 1.0, {})
+        books.step(2, 1.0, {}, work())
+        books.step(3, 1.0, {}, work())
+    rows = read(books.folder)
+    assert [row.get("joules") for row in rows] == [None, 3.0, 7.0, None, None, 100.0]
+    assert spent(rows[:2], "joules") == {0: 0.0, 1: 3.0}
+    assert summary(rows[:3]).joules == 10.0 and summary(rows).joules is None
+    lost = {"event": "lost", "session": 1, "seconds": 2.0, "at": 0.0, "joules": 5.0}
+    assert spent([rows[0], lost, rows[1]], "joules")[1] == 8.0  # what was given up was used all the same
+    with pytest.raises(ValueError, match="does not tell its energy; count compute in something else"):
+        spent(rows, "joules")
+
+
+# ---- what is refused
+
+
+def test_money_needs_a_price_and_one_currency() -> None:
+    rows = killed_and_resumed()
+    free = [row | {"price_per_device_hour": 0.0} if row["event"] == "start" else row for row in rows]
+    with pytest.raises(
+        ValueError, match=r"session 1 .* no price: set ledger.price_per_device_hour .* gpu-hours"
+    ):
+        spent(free, "money")
+    assert summary(free).money is None and "money" not in summary(free).compute
+    mixed = [
+        row | {"currency": "EUR"} if row["event"] == "start" and row["session"] == 2 else row for row in rows
+    ]
+    with pytest.raises(ValueError, match="paid in EUR and USD"):
+        spent(mixed, "money")
+    assert summary(mixed).money is None
+
+
+def test_a_ledger_without_flops_says_so() -> None:
+    row = a_step(1, 1, 20.0)
+    rows = [start(1, 0.0), {key: row[key] for key in row if key not in ("flops", "useful", "wasted")}]
+    with pytest.raises(
+        ValueError, match="step 1 of the run has no flops; use gpu-hours, hours, tokens or steps"
+    ):
+        spent(rows, "flops")
+    found = summary(rows)
+    assert (found.useful, found.flops, found.wasted) == (None, {}, {}) and found.compute["tokens"] == 100
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("not json", "line 2 of .* is not JSON"),
+        ('{"step":1,"wall_s":2.0}', "line 2 of .* has no 'event': .* damaged, or of a version"),
+        ('{"event":"step","session":1,"step":1}', "line 2 of .* has no 'seconds'"),
+        ('{"event":"save","session":1,"step":1,"seconds":null}', "line 2 of .* has None for 'seconds'"),
+        ('{"event":"dance"}', "line 2 of .* has no 'event'"),
+        ("7", "line 2 of .* has no 'event'"),
+    ],
+)
+def test_a_ledger_that_breaks_in_the_middle_is_refused_in_words(tmp_path: Path, line: str, said: str) -> None:
+    run = folder(tmp_path)
+    run.ledger.append(start(1, 0.0))
+    with run.ledger.path.open("a") as file:
+        file.write(line + "\n" + json.dumps(a_step(1, 1, 10.0)) + "\n")
+    with pytest.raises(ValueError, match=said):
+        read(run)
+    with pytest.raises(ValueError, match=said), ledger(run).session(0):
+        pass
+
+
+def test_a_ledger_begins_with_a_start(tmp_path: Path) -> None:
+    """Its first row says on what the run is; without it no second has a price or a device."""
+    run = folder(tmp_path)
+    run.ledger.append(a_step(1, 1, 10.0))
+    with pytest.raises(ValueError, match=r"line 1 of .* is not the start of a session"):
+        list(checked(run.ledger))
+
+
+def test_an_empty_ledger_is_no_error(tmp_path: Path) -> None:
+    found: Summary = summary(read(folder(tmp_path)))
+    assert (found.steps, found.sessions, found.restarts, found.pools) == (0, 0, 0, {})
+    assert found.compute["device-hours"] == 0 and found.money is None and not math.isnan(found.wall["steps"])
+
+
+def test_several_pools_each_on_its_own_devices() -> None:
+    """What a pipeline of processes will write: samplers and a trainer side by side, idle where they wait."""
+
+    def pool(devices: int, idle: float, **busy: float) -> Mapping[str, Any]:
+        return {"devices": devices, "busy": busy, "idle": idle}
+
+    pools = {"samplers": pool(6, 1.0, sample=9.0), "trainer": pool(2, 6.0, train=4.0)}
+    held = {name: {"devices": one["devices"], "device": "H200"} for name, one in pools.items()}
+    rows = [start(1, 0.0) | {"pools": held}, a_step(1, 1, 16.0) | {"pools": pools}]
+    found = summary(rows)
+    assert found.pools["samplers"].busy == {"sample": 54.0} and found.pools["samplers"].idle == 6 * (
+        5 + 1 + 1
+    )
+    assert found.pools["trainer"].total == 2 * 16
+    assert 3600 * spent(rows, "device-hours")[1] == pytest.approx(8 * 16)

@@ -1,0 +1,251 @@
+"""The books of a step: what it computed, what of it was in vain and why, all of it to the last FLOP."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_loop import TEN_A_ROW, Bench, IsRight, Killed
+
+from ostinato.ledger import Summary, read, summary
+from ostinato.model.flops import FlopModel, Part, Rates
+from ostinato.pipeline.account import (
+    Clock,
+    Costs,
+    evaluation_work,
+    sampling_flops,
+    step_costs,
+    step_work,
+    token_counts,
+)
+from ostinato.pipeline.credit import Credit
+from ostinato.pipeline.loop import LoopState
+from ostinato.types import (
+    Batch,
+    Completion,
+    Group,
+    Microbatch,
+    Prompt,
+    Reward,
+    Segment,
+    StepReport,
+    Stop,
+    Trajectory,
+    Turn,
+)
+
+TEN = FlopModel(parts={Part.MLP: Rates(tokens=10.0)}, backward_rates=Rates(tokens=20.0))
+CONTEXT = 5
+
+
+def answer(length: int, drafted: int = 0, accepted: int = 0) -> Trajectory:
+    """``length`` sampled tokens behind a prompt of 5, of which nothing was cached."""
+    said = Completion(
+        tokens=np.zeros(length, np.int32),
+        logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int32),
+        stop=Stop.EOS,
+        drafted=drafted,
+        accepted=accepted,
+    )
+    turn = Turn(context=np.zeros(CONTEXT, np.int32), completion=said)
+    return Trajectory(turns=(turn,), stop=Stop.EOS, seed=(0,))
+
+
+def group(*answers: Trajectory) -> Group:
+    return Group(prompt=Prompt(uid="p", text="p"), trajectories=answers, step=1)
+
+
+def batch(rows: int, trained: int) -> Batch:
+    floats = np.zeros(trained, np.float32)
+    microbatch = Microbatch(
+        tokens=np.zeros(rows, np.int32),
+        positions=np.arange(rows, dtype=np.int32),
+        segments=(Segment(start=0, stop=rows),),
+        rows=np.zeros(trained, np.int32),
+        targets=np.zeros(trained, np.int32),
+        logprobs=floats,
+        advantages=floats,
+        weights=floats,
+        sample_idx=np.zeros(trained, np.int32),
+        staleness=np.zeros(trained, np.int32),
+        uids=("p#0",),
+    )
+    return Batch(
+        microbatches=(microbatch,), num_samples=1, num_tokens=trained, num_context_tokens=rows - trained
+    )
+
+
+def credit(**wasted: int) -> Credit:
+    return Credit(samples=[], weights=[], dropped_groups=Counter(), wasted_tokens=Counter(wasted))
+
+
+def report(**metrics: float) -> StepReport:
+    usual = {"optimizer_steps": 1.0, "refused_steps": 0.0}
+    return StepReport(metrics={**usual, **{name.replace("__", "/"): n for name, n in metrics.items()}})
+
+
+def everything(costs: Costs) -> int:
+    assert costs.useful + sum(costs.wasted.values()) == sum(costs.flops.values())
+    assert all(isinstance(n, int) and n >= 0 for n in (costs.useful, *costs.wasted.values()))
+    return sum(costs.flops.values())
+
+
+def test_a_step_by_hand() -> None:
+    """Two answers of 8: 13 rows less the last token each, so 24; one is dropped. Two drafts failed."""
+    groups = [group(answer(8, drafted=3, accepted=1), answer(8))]
+    costs = step_costs(TEN, groups, credit(zero_variance=8), batch(12, 8), report(passes__measure=2.0))
+    assert costs.flops == {"sample": 240 + 20, "train": 360, "measure": 240}
+    assert costs.wasted == {"zero_variance": 120, "refused_drafts": 20, "measurement": 240}
+    assert costs.useful == 120 + 360 and everything(costs) == 860
+    figures = costs.figures()
+    assert figures["flops/rollout"] == 260 and figures["flops/wasted"] == 380
+
+
+def test_further_passes_are_training_and_what_a_refused_step_cost_is_wasted() -> None:
+    """Two optimizer steps, one of them refused: half of what was sampled and trained, and all of looking for
+    the samples at fault, which ran half of the batch once more."""
+    groups, made = [group(answer(8))], batch(12, 8)
+    assert step_costs(TEN, groups, credit(), made, report(passes__extra=1.0)).flops["train"] == 360 + 120
+    refused = report(refused_steps=1.0, optimizer_steps=1.0, passes__repeated=0.5)
+    costs = step_costs(TEN, groups, credit(), made, refused)
+    assert costs.flops == {"sample": 120, "train": 360 + 180, "measure": 0}
+    assert costs.wasted == {"refused_step": (120 + 360) // 2 + 180}
+    all_of_it = step_costs(TEN, groups, credit(), made, StepReport(metrics={}, skipped="the loss is nan"))
+    assert all_of_it.useful == 0 and everything(all_of_it) == 480
+
+
+def test_a_step_without_anything_to_learn_is_all_wasted() -> None:
+    costs = step_costs(TEN, [group(answer(7), answer(3))], credit(truncated=7, zero_variance=3))
+    assert costs.useful == 0 and everything(costs) == 180 == sum(costs.wasted.values())
+    assert costs.wasted == {"truncated": 126, "zero_variance": 54}
+    nothing = Trajectory(turns=(), stop=Stop.ERROR, seed=(0,), error="env: broken")
+    assert everything(step_costs(TEN, [group(nothing)], credit())) == 0
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Sequence[Group], Credit, Batch | None, StepReport | None]:
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    answers = []
+    for length in lengths:
+        accepted = draw(st.integers(0, length - 1))
+        answers.append(answer(length, drafted=accepted + draw(st.integers(0, 9)), accepted=accepted))
+    names = ("zero_variance", "zero_advantage", "truncated", "no_verdict", "failed")
+    wasted, left = Counter[str](), sum(lengths)
+    for name in names:
+        wasted[name] = draw(st.integers(0, left))
+        left -= wasted[name]
+    if not left:
+        return [group(*answers)], credit(**wasted), None, None
+    refused, taken = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    passes = {f"passes__{name}": draw(st.floats(0, 3)) for name in ("extra", "measure", "repeated")}
+    told = report(refused_steps=float(refused), optimizer_steps=float(taken), **passes)
+    return [group(*answers)], credit(**wasted), batch(left + draw(st.integers(0, 30)), left), told
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps(), st.floats(1e-3, 1e15), st.floats(0, 1e15), st.floats(0, 1e15))
+def test_useful_and_wasted_are_all(
+    step: tuple[Sequence[Group], Credit, Batch | None, StepReport | None],
+    row: float,
+    pair: float,
+    logit: float,
+) -> None:
+    """To the last FLOP, whatever the shapes: they are whole numbers."""
+    rates = Rates(row, pair, logit)
+    model = FlopModel(parts={Part.MLP: rates}, backward_rates=rates + rates)
+    costs = step_costs(model, *step)
+    everything(costs)
+    groups, told, made, _ = step
+    shares = sum(n for name, n in costs.wasted.items() if name in told.wasted_tokens)
+    sampling, drafts = sampling_flops(model, groups)
+    assert costs.wasted.get("refused_drafts", 0) == drafts
+    if made is None:
+        assert costs.useful == 0
+    else:  # in proportion to tokens, but for rounding
+        part = told.wasted_tokens.total() / token_counts(groups)["sampled"]
+        assert abs(shares - part * sampling) <= len(told.wasted_tokens) + 1e-9 * sampling
+
+
+def test_what_the_ledger_is_told_of_a_step() -> None:
+    groups = [group(answer(8, drafted=3, accepted=1)), group(answer(4))]
+    made, told = batch(12, 8), credit(zero_variance=4)
+    costs = step_costs(TEN, groups, told, made, report())
+    row = step_work(groups, told, made, costs, groups[1:], TEN)
+    assert row["tokens"] == {
+        **{"prefilled": 10, "sampled": 12, "drafted": 3, "accepted": 1, "injected": 0},
+        **{"trained": 8, "trained_context": 4, "dropped": {"zero_variance": 4}},
+    }
+    assert row["useful"] + sum(row["wasted"].values()) == sum(row["flops"].values())
+    assert row["reused"]["sampled"] == 4 and row["reused"]["flops"] == 80
+    assert set(step_work(groups, told, None, None)) == {"tokens"}
+    assert evaluation_work(groups, TEN) == {"tokens": token_counts(groups), "flops": {"eval": 220}}
+
+
+def test_injected_tokens_are_read_and_not_sampled() -> None:
+    one = answer(8)
+    said = replace(one.turns[0].completion, injected=np.arange(8) == 3)
+    told = group(replace(one, turns=(replace(one.turns[0], completion=said),)))
+    assert token_counts([told])["injected"] == 1 and token_counts([told])["sampled"] == 7
+    assert sampling_flops(TEN, [told])[0] == 120  # rows are rows
+
+
+def test_the_parts_of_a_step_are_all_of_it() -> None:
+    clock = Clock()
+    with clock.training():
+        pass
+    total, parts = clock.read()
+    assert sum(parts.values()) == pytest.approx(total)
+    assert set(clock.busy()) == {"sample", "grade", "train", "measure"}
+    assert sum(clock.busy().values()) <= total
+
+
+def test_groups_that_come_back_from_the_spool_are_paid_for_once(tmp_path: Path) -> None:
+    """Killed in step 7, with the checkpoint of step 5. Step 6 is done again with groups that its first row
+    has paid for; of step 7 two of four groups were finished, and no row has paid for them yet."""
+
+    class DiesLater(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.step == 7 and group.prompt.uid in ("p26", "p27"):
+                raise Killed
+            return await super().grade(group)
+
+    sizes = {"steps": 10, "checkpoint_every": 5, "flops": TEN_A_ROW}
+    killed = Bench(tmp_path, **sizes, grader=DiesLater())
+    with pytest.raises(Killed):
+        killed.run()
+    saved, logits = killed.saved[-1]
+    Bench(tmp_path, **sizes, state=LoopState(**saved), logits=logits).run()
+    whole = Bench(tmp_path.parent / f"{tmp_path.name}-whole", **sizes)
+    whole.run()
+
+    rows = read(killed.folder)
+    found, straight = summary(rows), summary(read(whole.folder))
+    assert [row["event"] for row in rows if row["event"] != "step"] == [
+        *("start", "eval", "save", "lost", "end"),
+        *("start", "eval", "save", "end"),
+    ]
+    sixth = [row for row in rows if row["event"] == "step" and row["step"] == 6]
+    assert sixth[1]["reused"] == {"flops": sixth[0]["flops"]["sample"], **token_counts_of(sixth[0])}
+    assert [row["step"] for row in rows if "reused" in row] == [6]
+    assert (found.repeated, straight.repeated) == (1, 0)
+    assert found.tokens == straight.tokens and found.dropped == {**straight.dropped, "repeated": 0}
+    assert found.useful == straight.useful
+    assert found.wasted == {**straight.wasted, "repeated": sixth[0]["flops"]["train"]}
+    assert everything_of(found) == everything_of(straight) + sixth[0]["flops"]["train"]
+
+
+def token_counts_of(row: dict[str, Any]) -> dict[str, int]:
+    return {name: row["tokens"][name] for name in token_counts([])}
+
+
+def everything_of(found: Summary) -> int:
+    assert found.useful is not None and found.useful + sum(found.wasted.values()) == sum(found.flops.values())
+    return sum(found.flops.values())

@@ -1,0 +1,192 @@
+"""On the bandit of ``small_loop``: who leaves the stream for good, and batches that are kept to grow old."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_loop import (
+    BanditTrainer,
+    Bench,
+    IsRight,
+    Killed,
+    Stream,
+    bandit,
+    deterministic,
+    send,
+)
+
+from ostinato.algo.pack import pack
+from ostinato.engine.fake import FakeEngine
+from ostinato.pipeline.credit import assign
+from ostinato.pipeline.loop import Finish, LoopState
+from ostinato.rollout.play import Ask, play
+from ostinato.types import Group, Reward
+
+
+class GetsEasy(IsRight):
+    """Prompt p<n> is solved by everybody from step 2n on."""
+
+    async def grade(self, group: Group) -> list[Reward]:
+        if group.step >= 2 * int(group.prompt.uid[1:]):
+            return [Reward(value=1.0)] * len(group.trajectories)
+        return await super().grade(group)
+
+
+EASY: dict[str, Any] = {"epoch": 6, "prompts_per_step": 2, "solved_for_good": 0.9, "max_empty_steps": 99}
+
+
+def test_a_solved_prompt_never_comes_again_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=50, grader=GetsEasy(), trajectories_every=1, eval_every=50, **EASY)
+    finished = bench.run()
+    assert finished.why is Finish.SOLVED and "every prompt is solved for good" in bench.notes[-1]
+    assert sorted(finished.state.retired) == [f"p{n}" for n in range(6)]
+    steps: dict[str, list[int]] = {}
+    for row in bench.folder.trajectories.rows():
+        steps.setdefault(row["uid"], []).append(row["step"])
+    left_after = {uid: max(seen) for uid, seen in steps.items()}
+    for row in bench.rows:
+        gone = sum(last <= row["step"] for last in left_after.values())
+        assert (row["groups/retired_total"], row["groups/left_share"]) == (gone, pytest.approx(1 - gone / 6))
+    assert sum(row["groups/retired"] for row in bench.rows) == 6
+    assert [row["step"] for row in bench.folder.eval.rows()] == [0, finished.state.step]  # its last word
+    again = Bench(tmp_path, steps=50, state=LoopState(**json.loads(json.dumps(bench.saved[-1][0]))), **EASY)
+    assert again.run().why is Finish.SOLVED and not again.rows
+
+
+def test_who_has_left_survives_a_kill(tmp_path: Path) -> None:
+    class Dies(GetsEasy):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.step == 6:
+                raise Killed
+            return await super().grade(group)
+
+    whole = Bench(tmp_path / "whole", steps=9, checkpoint_every=2, grader=GetsEasy(), **EASY)
+    whole.run()
+    killed = Bench(tmp_path / "torn", steps=9, checkpoint_every=2, grader=Dies(), **EASY)
+    with pytest.raises(Killed):
+        killed.run()
+    saved, logits = killed.saved[-1]
+    state = LoopState(**json.loads(json.dumps(saved)))
+    resumed = Bench(
+        tmp_path / "torn",
+        steps=9,
+        checkpoint_every=2,
+        grader=GetsEasy(),
+        state=state,
+        logits=logits,
+        **EASY,
+    )
+    resumed.run()
+    assert state.retired and resumed.loop.state.retired == whole.loop.state.retired
+    rows = [list(map(deterministic, bench.folder.metrics.rows())) for bench in (whole, resumed)]
+    assert rows[0] == rows[1]
+    assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
+
+
+def test_without_the_rule_nobody_leaves_and_nothing_is_told(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=8, grader=GetsEasy(), **{**EASY, "solved_for_good": 0.0})
+    finished = bench.run()
+    assert finished.why is Finish.DONE and not finished.state.retired and finished.state.cursor == 16
+    assert not any("retired" in name for row in bench.rows for name in row)
+
+
+def stale(path: Path, staleness: int, **changes: Any) -> Bench:
+    """A loop whose policy plays ahead."""
+    often: dict[str, Any] = {"trajectories_every": 1, "max_empty_steps": 99}
+    bench = Bench(path, staleness=staleness, **{**often, **changes})
+    bench.trainer.lr = 0.5
+    return bench
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3, 9])
+def test_a_batch_is_as_old_as_was_asked(tmp_path: Path, staleness: int) -> None:
+    """Step s trains on what the policy of step s - k sampled, or the first one did; every place of the stream
+    is played once, and nothing is left over at the end."""
+    bench = stale(tmp_path, staleness, steps=7)
+    finished = bench.run()
+    ages = [min(staleness, step) for step in range(7)]
+    assert bench.trainer.ages == [{age} for age in ages]
+    state = finished.state
+    assert (state.version, state.cursor, state.ahead) == (7, 28, ())
+    seen = [row["uid"] for row in bench.folder.trajectories.rows()]
+    assert sorted(set(seen)) == sorted(f"p{n}" for n in range(28))
+
+
+def test_without_staleness_the_loop_is_what_it_was(tmp_path: Path) -> None:
+    """The twin: play, train, play, train, by hand, with the same seeds."""
+    bench = stale(tmp_path, 0, steps=4)
+    bench.run()
+    engine, trainer = FakeEngine(bandit), BanditTrainer(lr=0.5)
+    stage = replace(bench.loop.stage, engine=engine)
+    for step in range(1, 5):
+        engine.publish(trainer.adapters(), step - 1)
+        asks = [
+            Ask(prompt=Stream().prompt(i), seed=(0, step, i), group_size=8, step=step)
+            for i in range(4 * step - 4, 4 * step)
+        ]
+        groups = [item.group for item in asyncio.run(play(stage, asks))]
+        credit = assign(groups, bench.loop.algorithm, min_verdicts=2, answer_tokens=2)
+        if credit.samples:
+            trainer.step(pack(credit.samples, credit.weights, tokens_per_microbatch=64, version=step - 1))
+    assert trainer.logits.tobytes() == bench.trainer.logits.tobytes()
+
+
+@pytest.mark.parametrize("dies_at", [1, 4, 6, 8])
+def test_a_stale_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path, dies_at: int) -> None:
+    """The policies that sampled the queue are gone; their groups are in the spool, their rounds in the
+    checkpoint, and who had left the stream when each was asked for is known again."""
+    options: dict[str, Any] = {**EASY, "steps": 12, "checkpoint_every": 3}
+
+    class Dies(GetsEasy):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.step == dies_at + 2:  # a round for two steps later
+                raise Killed
+            return await super().grade(group)
+
+    whole = stale(tmp_path / "whole", 2, grader=GetsEasy(), **options)
+    whole.run()
+    killed = stale(tmp_path / "torn", 2, grader=Dies(), **options)
+    with pytest.raises(Killed):
+        killed.run()
+    saved, logits = killed.saved[-1] if killed.saved else (LoopState().to_json(), None)
+    state = LoopState(**json.loads(json.dumps(saved)))
+    assert len(state.ahead) == (2 if killed.saved else 0)
+    resumed = stale(tmp_path / "torn", 2, state=state, logits=logits, grader=GetsEasy(), **options)
+    resumed.run()
+    assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
+    rows = [list(map(deterministic, bench.folder.metrics.rows())) for bench in (whole, resumed)]
+    assert rows[0] == rows[1] and resumed.loop.state.retired == whole.loop.state.retired
+    assert not any("anew" in note for note in resumed.notes)
+
+
+def test_when_all_have_left_what_was_played_is_still_trained_on(tmp_path: Path) -> None:
+    bench = stale(tmp_path, 2, steps=50, grader=GetsEasy(), **EASY)
+    finished = bench.run()
+    assert finished.why is Finish.SOLVED and finished.state.ahead == ()
+    assert len(finished.state.retired) == 6
+    last = [row["groups/retired_total"] for row in bench.rows][-3:]
+    assert last == [6, 6, 6]  # all had left while two rounds were in the queue
+
+
+def test_a_queue_that_is_lost_is_played_anew_and_said_to_be(tmp_path: Path) -> None:
+    first = stale(tmp_path, 2, steps=4)
+    first.run()
+    saved, logits = first.saved[-1]
+    state = LoopState(**saved)
+    assert state.ahead == ()  # at the end nothing is
+    interrupted = stale(tmp_path / "cut", 2, steps=9)
+    send(interrupted, signal.SIGINT, 4)
+    assert [one.version for one in interrupted.run().state.ahead] == [2, 3]
+    (tmp_path / "cut" / "inflight.jsonl.zst").unlink()
+    saved, logits = interrupted.saved[-1]
+    resumed = stale(tmp_path / "cut", 2, steps=9, state=LoopState(**saved), logits=logits)
+    resumed.run()
+    assert any("which policy 2 sampled; policy 4 plays them anew" in note for note in resumed.notes)
+    assert resumed.trainer.ages == [{0}, {1}, {2}, {2}, {2}]
+    assert resumed.loop.state.cursor == 36  # no prompt is lost

@@ -1,0 +1,80 @@
+"""recipes/scalerl.toml says what the paper says, and each of its arms changes what its name says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ostinato.algo.advantages import Baseline, Pool, Scale
+from ostinato.algo.algorithms import Anchor, Loss
+from ostinato.algo.offpolicy import Correction
+from ostinato.algo.pack import Aggregation
+from ostinato.cli.build import caveats, check, solved_at
+from ostinato.config import Recipe
+
+RECIPE = Recipe.load("scalerl")
+ARMS = RECIPE.ablate.arms
+
+
+def leaves(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict) and path == ""
+        found |= leaves(value, f"{key}.") if nested else {f"{path}{key}": value}
+    return found
+
+
+def test_it_is_the_papers_recipe() -> None:
+    """arXiv 2510.13786, section 4 and appendix A.3; what depends on the size of a model is its own."""
+    chosen = check(RECIPE)
+    assert (chosen.loss, chosen.ratio_cap, chosen.anchor) == (Loss.CISPO, 5.0, Anchor.AUTO)
+    assert (chosen.baseline, chosen.scale) == (Baseline.GROUP_MEAN, Scale.BATCH)
+    assert (chosen.aggregation, chosen.batch_pool) == (Aggregation.PROMPT, Pool.KEPT)
+    assert chosen.drop_zero_variance and chosen.correction is Correction.NONE
+    assert (chosen.kl_coef, chosen.entropy_coef, chosen.overlong_buffer) == (0, 0, 0)
+    assert RECIPE.model.fp32_head and RECIPE.rollout.solved_for_good == 0.9
+    assert len(RECIPE.rollout.interrupt_after) == 2 and RECIPE.forecast.enabled
+    trainer = RECIPE.trainer
+    assert (trainer.eps, trainer.weight_decay, trainer.schedule) == (1e-15, 0.01, "constant")
+    assert trainer.warmup_steps > 0 and solved_at(RECIPE) == pytest.approx(1, abs=1e-5)
+
+
+def test_its_length_penalty_is_a_switch() -> None:
+    """The lines that are commented out, as a person would put them in."""
+    chosen = check(Recipe.load("scalerl", "algo.overlong_buffer=0.14", "algo.overlong_scope=solved"))
+    assert (chosen.overlong_scope, chosen.overridden) == ("solved", ("overlong_buffer", "overlong_scope"))
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_an_arm_changes_what_it_says_and_nothing_else(name: str) -> None:
+    arm = Recipe.load("scalerl", *ARMS[name])
+    check(arm)
+    before, after = leaves(RECIPE.model_dump(mode="json")), leaves(arm.model_dump(mode="json"))
+    changed = {key for key in after if before.get(key) != after[key]}
+    assert changed == {override.partition("=")[0] for override in ARMS[name]}
+
+
+def test_the_off_policy_arm_takes_as_many_optimizer_steps_on_as_many_prompts() -> None:
+    arm = Recipe.load("scalerl", *ARMS["PPO-off-policy-8"])
+
+    def work(recipe: Recipe) -> tuple[int, int]:
+        steps = recipe.trainer.steps
+        return steps * recipe.trainer.minibatches, steps * recipe.rollout.prompts_per_step
+
+    assert arm.trainer.minibatches == 8 and work(arm) == work(RECIPE)
+
+
+def test_what_cannot_be_is_refused_and_what_is_not_corrected_is_said() -> None:
+    with pytest.raises(
+        ValueError, match=r"rollout\.solved_for_good is 0\.9 with rollout\.group_size 1, and one"
+    ):
+        Recipe.load("scalerl", "rollout.group_size=1")
+    with pytest.raises(
+        ValueError, match=r"algo\.overlong_scope has no effect because algo\.overlong_buffer is 0"
+    ):
+        check(Recipe.load("scalerl", "algo.overlong_scope=solved"))
+    stale = Recipe.load("scalerl", "pipeline.staleness=8")
+    assert not any("staleness" in line for line in caveats(stale, check(stale)))
+    blind = Recipe.load("scalerl", "pipeline.staleness=8", "algo.anchor=trainer")
+    assert any("pipeline.staleness is 8, and nothing in" in line for line in caveats(blind, check(blind)))
