@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ostinato.every import Every
+from ostinato.toml import dumps
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -556,43 +557,7 @@ def _all_keys() -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
 
 def dump_toml(recipe: Recipe) -> str:
     """The resolved tree as TOML; ``Recipe.parse(tomllib.loads(dump_toml(r))) == r``."""
-    tree = recipe.model_dump(mode="json")
-    lines = [f"{key} = {_literal(value)}" for key, value in tree.items() if not isinstance(value, dict)]
-    for section, values in tree.items():
-        if isinstance(values, dict):
-            lines += [
-                "",
-                f"[{section}]",
-                *(f"{_key(key)} = {_literal(value)}" for key, value in values.items()),
-            ]
-    return "\n".join(lines) + "\n"
-
-
-def _literal(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case str():
-            return '"' + "".join(_ESCAPES.get(char) or _escape(char) for char in value) + '"'
-        case list() | tuple():
-            return "[" + ", ".join(_literal(item) for item in value) + "]"
-        case dict():
-            return "{" + ", ".join(f"{_key(key)} = {_literal(item)}" for key, item in value.items()) + "}"
-    raise ValueError(f"a recipe cannot hold {value!r}; use a string, number, boolean, list or table")
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\"}
-
-
-def _escape(char: str) -> str:
-    return f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
-
-
-def _key(key: str) -> str:
-    bare = key and key.isascii() and all(char.isalnum() or char in "_-" for char in key)
-    return key if bare else _literal(key)
+    return dumps(recipe.model_dump(mode="json"))
 
 
 __all__ = ["Recipe", "dump_toml", "explain", "find_recipe", "override"]

@@ -125,8 +125,8 @@ def test_override_below_a_value() -> None:
         ),
         (
             {"rollout": {"interrupt_after": [8, 8], "answer_tokens": 8, "interrupt_phrase": ""}},
-            'rollout.interrupt_phrase is "" with rollout.interrupt_after, so nothing would tell the policy to '
-            "answer; give it a phrase",
+            'rollout.interrupt_phrase is "" with rollout.interrupt_after, so nothing would tell the policy '
+            "to answer; give it a phrase",
         ),
         (
             {"rollout": {"interrupt_after": [8, 8], "answer_tokens": 8, "stop": ["time is"]}},

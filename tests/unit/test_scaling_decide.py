@@ -111,8 +111,8 @@ def test_runs_that_differ_by_seed_alone_are_not_told_apart() -> None:
 
 
 def test_a_difference_is_as_uncertain_as_two_independent_runs_make_it() -> None:
-    """Both posteriors are drawn with seed 0. Rank by rank their A went up and down together, and the interval of
-    a difference came out less than half as wide as two independent runs allow."""
+    """Both posteriors are drawn with seed 0. Rank by rank their A went up and down together, and the interval
+    of a difference came out less than half as wide as two independent runs allow."""
     one, other = known(8_000, n=20, seed=5), known(8_000, n=20, seed=6)
     difference = compare(one, other, floor=0.0).difference
     assert difference is not None
