@@ -9,8 +9,8 @@ from typing import Any
 def dumps(tree: Mapping[str, Any]) -> str:
     """Keys first, then a section for each table; tables inside a section are inline.
 
-    ``tomllib.loads(dumps(tree)) == tree``, but for tuples, which become lists. Raises ValueError for what TOML
-    cannot hold (None).
+    ``tomllib.loads(dumps(tree)) == tree``, but for tuples, which become lists. Raises ValueError for what
+    TOML cannot hold (None).
     """
     lines = [f"{_key(key)} = {_literal(value)}" for key, value in tree.items() if not isinstance(value, dict)]
     for section, values in tree.items():
