@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ostinato.axis import Axis
 from ostinato.every import Every
 from ostinato.toml import dumps
 
@@ -272,13 +273,17 @@ class ForecastSection(Section):
     """After each evaluation: where the run will end, and whether the rest of it is worth its compute."""
 
     enabled: bool = True
-    axis: Literal["flops", "tokens", "steps", "hours", "device-hours", "money"] = "flops"
-    budget: Annotated[float, Field(ge=0)] = 0.0  # of ``axis``; 0: trainer.steps at the mean cost so far
+    axis: Annotated[Axis, Field(strict=False)] = Axis.FLOPS
+    budget: Annotated[float, Field(ge=0)] = 0.0  # of steps alone; 0: trainer.steps at their mean cost so far
     min_gain: Annotated[float, Field(gt=0, le=1)] = 0.005  # the least gain that the rest has to bring
     stop: bool = False  # end the run when it surely (90 %) brings less
 
     @model_validator(mode="after")
     def _check(self) -> ForecastSection:
+        if self.axis is Axis.JOULES:
+            raise ValueError(
+                'forecast.axis is "joules", which few machines count by steps; use "device-hours"'
+            )
         if self.stop and not self.enabled:
             raise ValueError(
                 "forecast.stop is true with forecast.enabled false, so nothing would stop the run; "
@@ -366,11 +371,15 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        samples = self.rollout.prompts_per_step * self.rollout.group_size
-        if self.trainer.minibatches > samples:
+        if self.trainer.minibatches > (prompts := self.rollout.prompts_per_step):
             raise ValueError(
-                f"trainer.minibatches is {self.trainer.minibatches} but a step has only {samples} samples "
-                "(rollout.prompts_per_step x group_size); lower it"
+                f"trainer.minibatches is {self.trainer.minibatches} with rollout.prompts_per_step {prompts}, "
+                "and every optimizer step learns from whole prompts; lower it"
+            )
+        if (stale := self.pipeline.staleness) >= (steps := self.trainer.steps):
+            raise ValueError(
+                f"pipeline.staleness is {stale} with {steps} trainer.steps, so the policy of the beginning "
+                "would sample every batch; lower it, or take more steps"
             )
         if self.task.max_turns > 1 and not self.task.tools:
             raise ValueError(
@@ -517,9 +526,11 @@ def _sentence(fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         return _unknown_key(loc)
     field = _dotted(loc)
-    if field in _UNIONS:  # pydantic reports each branch by itself
-        mend = _UNIONS[field]
-    elif fault["type"] == "literal_error":
+    if fault["type"] == "missing":
+        return f"{field} is missing; every {_dotted(loc[:-2])} section names its own"
+    if (union := "eval.every" if _is_schedule(loc) else field) in _UNIONS:  # pydantic reports each branch
+        mend = _UNIONS[union]
+    elif fault["type"] in ("literal_error", "enum"):
         mend = f"use one of {fault['ctx']['expected'].replace(' or ', ', ')}"
     else:
         mend = str(_MENDS.get(fault["type"], fault["msg"])).format(**fault.get("ctx", {}))
@@ -530,6 +541,10 @@ def _dotted(loc: Sequence[str]) -> str:
     depth = 4 if loc[:2] == ["eval", "downstream"] else 2  # its sets are sections by name
     text = ".".join(loc[:depth])
     return text + "".join(f"[{part}]" for part in loc[depth:] if part.isdigit())
+
+
+def _is_schedule(loc: Sequence[str]) -> bool:
+    return loc[:2] == ["eval", "downstream"] and loc[3:4] == ["every"]
 
 
 def _unknown_key(loc: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import ctypes
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 POWERCAP = Path("/sys/class/powercap")
@@ -45,20 +45,20 @@ class Rapl:
         return self._joules
 
 
-def rapl(root: Path = POWERCAP) -> list[Counter]:
-    """The packages and their memory; not "psys", which has both in it, nor the parts of a package."""
-    return list(_domains(root))
-
-
-def _domains(root: Path) -> Iterator[Rapl]:
+def rapl(root: Path = POWERCAP) -> dict[str, list[Counter]]:
+    """The packages ("processor") and their memory, as far as they can be read; not "psys", which has both in
+    it, nor the parts of a package."""
+    found: dict[str, list[Counter]] = {"processor": [], "memory": []}
     for domain in sorted(root.glob("intel-rapl:*")):  # the name of the interface, on AMD too
         try:
             name = (domain / "name").read_text().strip()
-            package = name.startswith("package") and re.fullmatch(r"intel-rapl:\d+", domain.name)
-            if package or name == "dram":
-                yield Rapl(domain)
+            if name.startswith("package") and re.fullmatch(r"intel-rapl:\d+", domain.name):
+                found["processor"].append(Rapl(domain))
+            elif name == "dram":
+                found["memory"].append(Rapl(domain))
         except (OSError, ValueError):  # readable by root alone, or no counter
             continue
+    return found
 
 
 def nvml(uuids: Sequence[str], library: str = "libnvidia-ml.so.1") -> list[Counter]:
@@ -86,11 +86,13 @@ def _gpu(lib: ctypes.CDLL, uuid: str) -> Counter | None:
 
 
 class Meter:
-    """The sum of several counters, looked at often enough that none wraps unseen. None without counters, and
-    from when one of them cannot tell any more."""
+    """The sum of several counters, by what they count, looked at often enough that none wraps unseen. None
+    without counters, and from when one of them cannot tell any more."""
 
-    def __init__(self, counters: Sequence[Counter], every_s: float = LOOK_EVERY_S) -> None:
-        self._counters, self._lock = tuple(counters), threading.Lock()
+    def __init__(self, counters: Mapping[str, Sequence[Counter]], every_s: float = LOOK_EVERY_S) -> None:
+        self.kinds = tuple(sorted(kind for kind, some in counters.items() if some))
+        self._counters = tuple(counter for some in counters.values() for counter in some)
+        self._lock = threading.Lock()
         if self._counters:
             threading.Thread(target=self._look, args=(every_s,), daemon=True).start()
 

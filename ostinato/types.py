@@ -199,6 +199,7 @@ class Completion:
     accepted: int = 0  # of them, those that turned out to be what is sampled
     passes: int = 0  # forward passes that gave it a token
     cached_tokens: int = 0  # prompt tokens whose keys and values were found in the prefix tree
+    recomputed: np.ndarray | None = None  # [n, 2] int32: positions [from, to) run again, by preemption
     error: str = ""  # one sentence when stop is ERROR
 
     __repr__ = _brief
@@ -344,24 +345,31 @@ class Microbatch:
     targets: np.ndarray  # [R] int32, token ids
     logprobs: np.ndarray  # [R] float32, behaviour policy
     advantages: np.ndarray  # [R] float32
-    weights: np.ndarray  # [R] float32: aggregation weight, sums to 1 over the whole optimizer step
+    weights: np.ndarray  # [R] float32: aggregation weight, sums to 1 over the whole batch
     sample_idx: np.ndarray  # [R] int32: which sample of the step (for sequence-level ratios)
     staleness: np.ndarray  # [R] int32: trainer version minus the version that sampled the token
     uids: tuple[str, ...]  # of the samples in it, to name them when a step is refused
     support: Support | None = None  # of the R targets; None: the whole vocabulary for all
     experts: np.ndarray | None = None  # [T, moe_layers, top_k] to replay, typed as in Completion
+    minibatch: int = 0  # which of the optimizer steps on its batch learns from it
 
     __repr__ = _brief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """The data of one optimizer step."""
+    """The data of one training step, which is an optimizer step for each of its ``minibatches``."""
 
     microbatches: tuple[Microbatch, ...]
     num_samples: int
     num_tokens: int  # trained tokens (rows of the loss)
     num_context_tokens: int  # forward rows without loss
+
+    @property
+    def minibatches(self) -> tuple[tuple[Microbatch, ...], ...]:
+        """What each optimizer step learns from, in order."""
+        numbers = sorted({one.minibatch for one in self.microbatches})
+        return tuple(tuple(one for one in self.microbatches if one.minibatch == n) for n in numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

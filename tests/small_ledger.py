@@ -55,16 +55,16 @@ def an_eval(session: int, step: int, ended_at: float, devices: int = 1) -> Row:
     }
 
 
-def killed_and_resumed() -> list[Row]:
+def killed_and_resumed(price: float = 2.0) -> list[Row]:
     """By hand: 3 steps, a checkpoint after the first; killed; on 4 devices from the first on, to step 3.
 
-    Session 1, 1 device at 2 USD: 5 s of loading, 4 s of evaluation, steps 1 to 3 of 10 s, 2 s idle before
-    step 3, 6 s lost. Session 2, 4 devices at 3 USD: 7 s of loading, steps 2 and 3, whose sampling was reused
-    for step 2.
+    Session 1, 1 device at 2 USD (``price``): 5 s of loading, 4 s of evaluation, steps 1 to 3 of 10 s, 2 s
+    idle before step 3, 6 s lost. Session 2, 4 devices at 3 USD: 7 s of loading, steps 2 and 3, whose sampling
+    was reused for step 2.
     """
     reused = {"prefilled": 20, "sampled": 100, "flops": 1000}
     return [
-        start(1, 0.0),
+        start(1, 0.0, price=price),
         an_eval(1, 0, 9.0),
         a_step(1, 1, 19.0),
         {"event": "save", "session": 1, "step": 1, "seconds": 1.0, "ended_at": 20.0},

@@ -22,10 +22,12 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.engine.fake import FakeEngine
 from ostinato.every import Every
 from ostinato.history.rules import DraftStats, Source
+from ostinato.ledger import Ledger
 from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finished, Loop, LoopState, Plan
 from ostinato.pipeline.remember import Drafting
+from ostinato.pipeline.spool import Spool
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
 from ostinato.types import Batch, Completion, Group, Past, Prompt, Request, Reward, Sampling, StepReport
@@ -121,9 +123,12 @@ class TellingEngine(FakeEngine):
 
 
 @dataclass
-class Seconds:
+class Counted:
     seconds: float = 0.0
     seconds_without: float = 0.0
+    ahead: int = 0
+    ahead_rows: int = 0
+    ahead_pairs: int = 0
 
 
 class FakeMemory:
@@ -135,7 +140,7 @@ class FakeMemory:
         self.added: list[tuple[int, str]] = []
         self.forgotten: list[str] = []
         self.observed = 0
-        self.counters = Seconds()
+        self.counters = Counted()
         self.trace = deque([(9, 9, 9)])  # of an evaluation before the step
         self.books = Drafting(store=self, lengths=self, drafter=self, meter=self, past=self.past)
 
@@ -175,7 +180,7 @@ class Bench:
     def __init__(
         self, path: Path, *, state: LoopState | None = None, logits: Any = None, **changes: Any
     ) -> None:
-        names = ("grader", "algorithm", "delay_s", "drafting", "epoch", "eval_every")
+        names = ("grader", "algorithm", "delay_s", "drafting", "epoch", "eval_every", "keep")
         options = {name: changes.pop(name) for name in names if name in changes}
         path.mkdir(exist_ok=True)
         self.folder = RunFolder(path)
@@ -188,6 +193,7 @@ class Bench:
         self.saved: list[tuple[dict[str, Any], np.ndarray]] = []
         self.rows: list[Mapping[str, float]] = []
         self.notes: list[str] = []
+        self.keep = options.get("keep", 1)  # checkpoints
         evaluation = Evaluation(
             split="eval",
             prompts=[Prompt(uid=f"e{i}", text="?") for i in range(8)],
@@ -209,13 +215,21 @@ class Bench:
             state=state or LoopState(),
             evaluations=[evaluation],
             drafting=self.drafting and self.drafting.books,
-            save=lambda state: self.saved.append((state.to_json(), self.trainer.logits.copy())),
+            save=self.save,
             on_step=self.rows.append,
             on_note=self.notes.append,
         )
 
+    def save(self, state: LoopState) -> int:
+        self.saved.append((state.to_json(), self.trainer.logits.copy()))
+        return self.saved[-self.keep :][0][0]["step"]
+
     def run(self) -> Finished:
         return asyncio.run(self.loop.run())
+
+
+def a_spool(path: Path, ledger: Ledger | None = None) -> Spool:
+    return Spool(path, ledger or Ledger(folder=RunFolder(path.parent)))
 
 
 def deterministic(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,8 +99,9 @@ def samples_of(
     return samples
 
 
-def batch_of(samples: list[Sample], budget: int = 200) -> Batch:
-    return pack(samples, aggregation_weights(samples, Aggregation.TOKEN), tokens_per_microbatch=budget)
+def batch_of(samples: list[Sample], budget: int = 200, minibatches: int = 1, version: int = 0) -> Batch:
+    weights = aggregation_weights(samples, Aggregation.TOKEN)
+    return pack(samples, weights, tokens_per_microbatch=budget, minibatches=minibatches, version=version)
 
 
 def with_experts(samples: list[Sample], experts: list[np.ndarray]) -> list[Sample]:

@@ -184,7 +184,8 @@ def algorithm(name: str, **overrides: Any) -> Algorithm:
     keys = [field.name for field in dataclasses.fields(Algorithm) if field.name not in ("name", "overridden")]
     for key in overrides:
         if key not in keys:
-            raise ValueError(f"algo.{key} is not a key; {_nearest(key, keys)}")
+            hint = _of_trl(key, overrides.get("loss", NAMED[name].get("loss"))) or _nearest(key, keys)
+            raise ValueError(f"algo.{key} is not a key; {hint}")
     given = {key: _typed(key, value) for key, value in overrides.items()}
     choices = {**NAMED[name], **given}
     if bounds := BOUNDS.get(choices.get("correction", Correction.NONE)):
@@ -275,6 +276,20 @@ def _typed(key: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"algo.{key} is {value!r}; use a number")
     return float(value)
+
+
+def _of_trl(key: str, loss: Any) -> str:
+    """What a key of TRL's GRPOConfig is here; empty where it is none. The nearest of our names to its
+    epsilon_high would be correction_high."""
+    if loss == Loss.CISPO and key.startswith("epsilon"):  # there epsilon_high is the cap itself
+        return f"TRL's {key} " + ("is ratio_cap here" if key == "epsilon_high" else "does nothing in CISPO")
+    names = {
+        "epsilon": "clip_low and clip_high",
+        "epsilon_low": "clip_low",
+        "epsilon_high": "clip_high",
+        "beta": "kl_coef",
+    }
+    return f"TRL's {key} is {names[key]} here" if key in names else ""
 
 
 def _nearest(word: str, known: Any) -> str:

@@ -11,7 +11,7 @@ the samples have tokens; nothing that is trained is ever left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -64,7 +64,7 @@ def pack(
     weights: Sequence[np.ndarray],
     *,
     tokens_per_microbatch: int,
-    min_microbatches: int = 1,
+    minibatches: int = 1,
     share_prompts: bool = True,
     version: int = 0,
 ) -> Batch:
@@ -76,23 +76,21 @@ def pack(
     the budget has a microbatch for itself. First-fit-decreasing, twice: siblings into parts, parts into
     microbatches; ties keep the order of ``samples``, so the result is a function of the input. ``sample_idx``
     indexes ``samples``, the rows of one sample are contiguous, and a sample without trained tokens appears in
-    no microbatch. ``staleness`` is ``version`` minus the token's. With ``min_microbatches`` the budget
-    shrinks until that many share the rows about evenly, as far as there are samples: a trainer cannot take
-    more optimizer steps on a batch than it has microbatches.
+    no microbatch. ``staleness`` is ``version`` minus the token's. Each of ``minibatches`` optimizer steps has
+    whole groups, as many as the others or one fewer, in the order of ``samples``, and is packed by itself. A
+    batch of fewer groups has as many minibatches as groups.
 
     Raises ValueError for a sample that trains on its prompt, whose routing is missing beside others', or one
     of whose trained tokens is not in the support that it says the token was drawn from.
     """
     _check(samples, weights, tokens_per_microbatch)
-    families = _families(samples, share_prompts)
-    wanted = min(min_microbatches, sum(map(len, families)))
-    budget = tokens_per_microbatch
-    contents = _fill(families, samples, budget)
-    while len(contents) < wanted:  # ends: with budget 0 every sample is alone
-        rows = sum(part.num_rows for content in contents for part in content)
-        budget = min(rows // wanted, budget - 1 - budget // 16)
-        contents = _fill(families, samples, budget)
-    return _batch([_microbatch(content, samples, weights, version) for content in contents], len(samples))
+    dealt = _deal(_families(samples, share_prompts), samples, minibatches)
+    microbatches = [
+        replace(_microbatch(content, samples, weights, version), minibatch=number)
+        for number, families in enumerate(dealt)
+        for content in _fill(families, samples, tokens_per_microbatch)
+    ]
+    return _batch(microbatches, len(samples))
 
 
 def pad(samples: Sequence[Sample], weights: Sequence[np.ndarray], *, version: int = 0) -> Batch:
@@ -156,6 +154,19 @@ def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_
         raise ValueError(
             f"sample {missing}: experts is missing but other samples have it; replay all or none"
         )
+
+
+def _deal(families: Sequence[list[int]], samples: Sequence[Sample], hands: int) -> list[list[list[int]]]:
+    """The families by optimizer step, those of a group together: runs of groups in their order, which is that
+    of a stream that was shuffled. Dealt by size, as microbatches are filled, one step would have all the long
+    groups and another most of the prompts."""
+    groups = [samples[family[0]].group for family in families]
+    places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    hands = min(hands, len(places))
+    dealt: list[list[list[int]]] = [[] for _ in range(hands)]
+    for family, group in zip(families, groups, strict=True):
+        dealt[places[group] * hands // len(places)].append(family)
+    return dealt
 
 
 def _fill(families: Sequence[list[int]], samples: Sequence[Sample], budget: int) -> list[list[_Part]]:

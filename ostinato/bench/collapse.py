@@ -327,7 +327,6 @@ def new_trainer(world: World, adapters: Adapters, arm: Arm) -> PolicyTrainer:
             max_grad_norm=setting.max_grad_norm,
             total_steps=setting.steps,
         ),
-        minibatches=setting.minibatches,
         replay=arm.replay,
         replay_threshold=0.0,
         measure_every=setting.measure_every,

@@ -203,7 +203,6 @@ def _trainer(recipe: Recipe, model: Model, adapters: Adapters, rules: Algorithm,
             total_steps=steps,
         ),
         temperature=recipe.rollout.temperature,
-        minibatches=settings.minibatches,
         ops=model.kernels.training if model.kernels else TORCH_OPS,
     )
 
@@ -267,7 +266,7 @@ def _train(
                 credit.samples,
                 credit.weights,
                 tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
-                min_microbatches=recipe.trainer.minibatches,
+                minibatches=recipe.trainer.minibatches,
                 version=version,
             )
         )

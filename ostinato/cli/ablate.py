@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from ostinato.axis import Axis
 from ostinato.cli import ablate_answer, ablate_jobs
 from ostinato.cli.ablate_jobs import State
-from ostinato.cli.kept import Row, collect, folders_in, read_kept, write_kept
+from ostinato.cli.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
 from ostinato.cli.progress import remaining
 from ostinato.cli.scale import show
 from ostinato.cli.scale_reading import amount
 from ostinato.config import Recipe, find_recipe
-from ostinato.scaling.series import Axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,7 @@ class Telling:
 
     axis: str = Axis.FLOPS
     cut: str = ""
-    split: str = "eval"
-    metric: str = "pass@1"
+    measure: Measure = MEASURE
     kept: Path | None = None
     page: Path | None = None
     json_file: Path | None = None
@@ -49,8 +48,7 @@ def command(
     source: str, overrides: Sequence[str], study: Study, telling: Telling, *, leave_one_out: bool
 ) -> int:
     """The exit code. A recipe is run where ``leave_one_out`` says so; runs that are there are only fitted."""
-    if telling.axis not in set(Axis):
-        raise ValueError(f"--axis is {telling.axis!r}; use one of {', '.join(Axis)}")
+    Axis.parse(telling.axis, "--axis")  # or it says what is wrong with it
     there = Path(source).is_dir() or source.endswith(".jsonl")
     if leave_one_out and not there:
         return run(source, overrides, study, telling)
@@ -94,17 +92,24 @@ def run(source: str, overrides: Sequence[str], study: Study, telling: Telling) -
     failed = [state for state in states if state.what == "failed"]
     notes = [f"{state.job.folder.name} failed: {state.error}." for state in failed]
     done = [state.job.folder for state in states if state.what == "done"]
-    rows, left_out = collect(done, telling.split, telling.metric)
-    tell(rows, [*notes, *left_out], telling)
+    try:
+        rows, left_out = collect(done, telling.measure)
+        tell(rows, [*notes, *left_out], telling)
+    except ValueError as error:  # too few runs are left to compare: why they failed is what matters
+        if not failed:
+            raise
+        why = str(error).rstrip(".") if done else "no run has come to its end"
+        for sentence in (*notes, f"Nothing can be told: {why}."):
+            console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     return 1 if failed else 0
 
 
 def fit(source: Path, telling: Telling) -> int:
     """Tell what the runs in a folder, or the lines of a file, come to."""
     if source.is_dir():
-        tell(*collect(folders_in(source), telling.split, telling.metric), telling)
+        tell(*collect(folders_in(source), telling.measure), telling)
     else:
-        tell(read_kept(source), [], telling)
+        tell(read_kept(source, telling.measure), [], telling)
     return 0
 
 

@@ -5,20 +5,20 @@ Everything is made of kept lines (``cli.kept``), so it comes out the same withou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ostinato.cli.kept import Row, series_of
+from ostinato.axis import Axis
+from ostinato.cli.kept import ACTED, Row, series_of
 from ostinato.cli.scale_answers import Answer
-from ostinato.cli.scale_reading import UNITS
 from ostinato.cli.scale_views import line, middle, span, table
 from ostinato.report.charts import Chart, Section
 from ostinato.report.facts import Line, Table
-from ostinato.report.scaling import NONE, Course, Forest, Stretch, compute_text, curve_chart, places
+from ostinato.report.scaling import COLORS, NONE, Course, Forest, Stretch, compute_text, curve_chart, places
 from ostinato.report.study_plots import (
     GREY,
     Band,
@@ -29,12 +29,11 @@ from ostinato.report.study_plots import (
     panels_svg,
     write_between,
 )
-from ostinato.scaling.ablation import ENOUGH, FAMILY, REFERENCE, Ablation, Arm, Run, Verdict, ablate
-from ostinato.scaling.compare import FLOOR
+from ostinato.scaling.ablation import FAMILY, REFERENCE, Ablation, Arm, Run, Verdict, ablate
 from ostinato.scaling.fit import PARAMETERS
 from ostinato.scaling.gates import TOLD, Assessment
 from ostinato.scaling.posterior import Interval
-from ostinato.scaling.series import Axis
+from ostinato.scaling.seeds import ENOUGH, FLOOR
 
 BEGIN = "<!-- results: written by `ostinato ablate --page` -->"
 END = "<!-- end of results -->"
@@ -52,18 +51,47 @@ class Compared:
 
     @property
     def unit(self) -> str:
-        return UNITS[self.axis]
+        return self.axis.unit
 
 
 def compared(rows: Sequence[Row], axis: Axis, first: float = 0.0) -> Compared:
-    """Raises ValueError in words for runs that do not compare, or are too short for a fit."""
-    runs = [Run(arm=row["arm"], seed=row["seed"], series=series_of(row, axis).between(first)) for row in rows]
+    """Raises ValueError in words for runs that do not compare; those too short for a fit are left out."""
+    require_same_questions(rows)
+    runs = [
+        Run(
+            arm=row["arm"],
+            seed=row["seed"],
+            series=series_of(row, axis).between(first),
+            ended=row["ended"],
+        )
+        for row in rows
+    ]
     short = [run.series for run in runs if len(run.series) < PARAMETERS]
     left_out = [
         f"{one.name} is left out: a fit needs {PARAMETERS} evaluations, it has {len(one)}." for one in short
     ]
     found = ablate([run for run in runs if len(run.series) >= PARAMETERS])
     return Compared(rows=rows, axis=axis, first=first, found=found, left_out=left_out)
+
+
+def require_same_questions(rows: Sequence[Row]) -> None:
+    """Raises ValueError for runs of which it is not known that they answered the same prompts, or whose
+    answers were judged otherwise. That the prompts are the same is looked at with the curves."""
+    for row in rows:
+        if not row["prompts"]:
+            raise ValueError(
+                f"{_name(row)} does not say on which held-out prompts it was scored, so it does not compare;"
+                " run it anew, or leave it out"
+            )
+        if row["judged"] != rows[0]["judged"]:
+            raise ValueError(
+                f"{_name(row)} is judged by {row['judged']} and {_name(rows[0])} by {rows[0]['judged']};"
+                " scores of different rewards do not compare"
+            )
+
+
+def _name(row: Row) -> str:
+    return f"{row['arm']}, seed {row['seed']}"
 
 
 def answer(of: Compared, notes: Sequence[str] = ()) -> Answer:
@@ -96,17 +124,23 @@ def sentences(of: Compared) -> list[str]:
     cut = f", evaluations before {compute_text(of.first)} left out" if of.first else ""
     told = [
         f"{len(arms) - 1} arms and {REFERENCE}, {len(rows)} runs, seeds {', '.join(map(str, seeds))}; compute"
-        f" in {of.unit}{cut}. Held-out set: {rows[0]['held_out']}.",
+        f" in {of.unit}{cut}. Held-out prompts: {rows[0]['prompts']}.",
     ]
     told += of.left_out
-    own = {row["arm"]: row["held_out"] for row in rows}
+    recipe = next(row for row in rows if row["arm"] == REFERENCE)
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        own = [row for row in rows if row["arm"] == name and row["held_out"] != recipe["held_out"]]
+        if own:
+            told.append(
+                f"{name}, seed {', '.join(str(row['seed']) for row in own)}: held-out prompts are answered"
+                f" otherwise than by {_name(recipe)} (length, interruption, temperature or tools differ)."
+            )
+    told += [f"{_name(row)} has not ended." for row in rows if not row["ended"]]
     told += [
-        f"{name} answers the held-out prompts as it samples, not as {REFERENCE} does (length, interruption or"
-        " temperature differ)."
-        for name, held_out in own.items()
-        if held_out != own[REFERENCE]
+        f"{_name(row)}: {row['unmeasured']} evaluations without a score are left out."
+        for row in rows
+        if row["unmeasured"]
     ]
-    told += [f"{row['arm']}, seed {row['seed']} has not ended." for row in rows if not row["ended"]]
     for arm in arms:
         if missing := [seed for seed in seeds if seed not in arm.seeds]:
             told.append(f"{arm.name} has no run of seed {', '.join(map(str, missing))} here.")
@@ -128,13 +162,20 @@ def rule(found: Ablation) -> str:
         f" P(A lower) is below {found.tail:.2%} or above {1 - found.tail:.2%}: the chance that any of"
         f" {len(found.arms) - 1} arms is said to where none does is {FAMILY:.0%} at most. Where it does not,"
         f" and the medians of A are within {FLOOR:g}, the same is asked of B and of C_mid with A held at the"
-        " recipe's. No difference seen is not none: the interval says how large it may be."
+        " recipe's, each by half of these tails, so that the chance of both together is as large again. B is"
+        " not known where the first evaluations are already at the ceiling. No difference seen is not none:"
+        " the interval says how large it may be."
     )
 
 
 def tables(of: Compared) -> list[Table]:
     known = [_efficiency(of.found, of.unit)] if any(arm.steep for arm in of.found.arms) else []
-    return [_ceilings(of.found, of.unit), *known, _costs(of.found, of.rows)]
+    return [
+        _ceilings(of.found, of.unit),
+        *known,
+        *_acted(of.found, of.rows),
+        _costs(of.found, of.rows),
+    ]
 
 
 def _both(one: Interval | None, form: str = "{:.3f}") -> str:
@@ -147,6 +188,11 @@ def _chance(arm: Arm, name: str) -> str:
     return NONE if p is None else "<0.1%" if p < 0.001 else ">99.9%" if p > 0.999 else f"{p:.1%}"
 
 
+def _score(arm: Arm, common: float) -> str:
+    """Where a run of the arm did not get as far as the others, its own compute stands with it."""
+    return _both(arm.reached) + (f" at {compute_text(arm.reached_at)}" if arm.reached_at < common else "")
+
+
 def _ceilings(found: Ablation, unit: str) -> Table:
     lines = [
         line(
@@ -156,13 +202,16 @@ def _ceilings(found: Ablation, unit: str) -> Table:
             _both(arm.A),
             _both(arm.A_less, "{:+.3f}"),
             _chance(arm, "A"),
-            _both(arm.reached),
+            _score(arm, found.common),
             verdict(arm),
         )
         for arm in found.arms
     ]
     columns = ("runs", "A", "less the recipe's", "P(A lower)", f"score at {compute_text(found.common)}")
-    note = f"{rule(found)} Score at {compute_text(found.common)} {unit}: as measured just before, no curve."
+    note = (
+        f"{rule(found)} Score at {compute_text(found.common)} {unit}, which all runs that ended and may be"
+        " told have reached: as measured just before, no curve."
+    )
     return table("Arm", (*columns, "verdict"), lines, note)
 
 
@@ -187,6 +236,34 @@ def _efficiency(found: Ablation, unit: str) -> Table:
         f" {FLOOR:g} from the recipe's, or B is not known."
     )
     return table("Arm", columns, lines, note)
+
+
+def _acted(found: Ablation, rows: Sequence[Row]) -> list[Table]:
+    """How often the parts of each arm did something: one that never does cannot make a difference."""
+    each = {arm.name: [row["acted"] for row in rows if row["arm"] == arm.name] for arm in found.arms}
+    names = [name for name in ACTED if any(name in one for some in each.values() for one in some)]
+    if not names:
+        return []
+
+    def cell(some: Sequence[Mapping[str, float]], name: str) -> str:
+        values = [one[name] for one in some if name in one]
+        return _share(float(np.mean(values)), of_one=name != "staleness/mean") if values else NONE
+
+    lines = [line(arm, "", *(cell(some, name) for name in names)) for arm, some in each.items()]
+    note = (
+        "Means over the steps of all seeds: tokens capped or clipped, answers interrupted or cut off, groups"
+        " of equal rewards, prompts still asked in the end, age of what is trained on, effective sample size"
+        " of the sampler's answers. A part that never acts can make no difference here, whatever it does"
+        " elsewhere."
+    )
+    return [table("What acted", [ACTED[name] for name in names], lines, note)]
+
+
+def _share(value: float, *, of_one: bool) -> str:
+    """ "0" is none at all."""
+    if not value:
+        return "0"
+    return f"{value:.3g}" if not of_one else "<0.01%" if value < 5e-5 else f"{value:.2%}"
 
 
 def _costs(found: Ablation, rows: Sequence[Row]) -> Table:
@@ -215,6 +292,7 @@ def as_json(of: Compared) -> dict[str, Any]:
     return {
         "axis": of.axis,
         "first": of.first,
+        "prompts": rows[0]["prompts"],
         "held_out": rows[0]["held_out"],
         "common_compute": found.common,
         "shared_A": found.shared_A,
@@ -231,10 +309,12 @@ def _arm_json(arm: Arm, rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "arm": arm.name,
         "overrides": mine[0]["overrides"] if mine else [],
+        "acted": [row["acted"] for row in mine],
         "seeds": arm.seeds,
         "standing": arm.standing,
         "reason": arm.reason,
         **{name: None if (one := getattr(arm, name)) is None else asdict(one) for name in intervals},
+        "reached_at": arm.reached_at,
         "lower": dict(arm.lower),
         "verdict": verdict(arm),
         "runs": [_run_json(seed, one) for seed, one in zip(arm.seeds, arm.assessments, strict=True)],
@@ -286,32 +366,40 @@ def _charts(found: Ablation, unit: str) -> list[Chart]:
     """For the HTML page: every arm over the recipe."""
     compute = [one.series.compute for arm in found.arms for one in arm.known]
     at = places(compute, 1.5 * max(float(each[-1]) for each in compute))
-    base = _course(found.arms[0], at)
-    note = "Evaluations of all seeds; band: 90 and 50 % of the mean of their curves."
+    base = _courses(found.arms[0], at, COLORS[0])
+    note = "Evaluations of each seed; band: 90 and 50 % of the mean of their curves."
     charts = []
     for number, arm in enumerate(found.arms):
-        courses = [base] if arm.name == REFERENCE else [base, _course(arm, at)]
+        courses = base if arm.name == REFERENCE else [*base, *_courses(arm, at, COLORS[1])]
         charts.append(replace(curve_chart(courses, unit, note), key=f"curve-{number}", title=arm.name))
     return charts
 
 
-def _course(arm: Arm, at: np.ndarray) -> Course:
-    compute, score = _evaluations(arm)
-    return Course(
+def _courses(arm: Arm, at: np.ndarray, color: str) -> list[Course]:
+    """The band of the arm, and the points of each of its seeds: at equal steps they stand side by side."""
+    nothing = np.empty(0)
+    band = Course(
         name=arm.name,
-        compute=compute,
-        score=score,
-        window=(float(compute[0]), float(compute[-1])),
+        compute=nothing,
+        score=nothing,
+        window=(0.0, 0.0),
         places=at,
         quantiles=_mean_curve(arm, at),
         told=arm.told,
+        color=color,
     )
-
-
-def _evaluations(arm: Arm) -> tuple[np.ndarray, np.ndarray]:
-    """Of all seeds together, ascending in compute; of equal ones the first stays."""
-    compute, which = np.unique(np.concatenate([one.series.compute for one in arm.known]), return_index=True)
-    return compute, np.concatenate([one.series.score for one in arm.known])[which]
+    points = [
+        replace(
+            band,
+            name=f"{arm.name}, seed {seed}",
+            compute=one.series.compute,
+            score=one.series.score,
+            window=(float(one.series.compute[0]), float(one.series.compute[-1])),
+            quantiles=None,
+        )
+        for seed, one in zip(arm.seeds, arm.known, strict=True)
+    ]
+    return [band, *points]
 
 
 def curves_svg(found: Ablation, unit: str) -> str:

@@ -181,10 +181,12 @@ def ablate(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs; by default <log.dir>/<recipe>-ablate.")
     ] = None,
-    axis: Annotated[str, typer.Option(help="What compute is counted in, e.g. flops, gpu-hours.")] = "flops",
+    axis: Annotated[str, typer.Option(help="What compute is counted in, e.g. tokens.")] = "flops",
     cut: Annotated[str, typer.Option(metavar="C", help="Leave out evaluations before this compute.")] = "",
     split: Annotated[str, typer.Option(help="Of eval.jsonl.")] = "eval",
     metric: Annotated[str, typer.Option(help="Of eval.jsonl.")] = "pass@1",
+    low: Annotated[float, typer.Option(help="The lowest score; -1 for rewards from -1 to 1.")] = 0.0,
+    high: Annotated[float, typer.Option(help="The highest score.")] = 1.0,
     collect: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the runs, a line each.")] = None,
     page: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write PATH.md and its plots, PATH-*.svg.")
@@ -196,13 +198,13 @@ def ablate(
 ) -> None:
     """Which choice of a recipe moves the ceiling, which only the efficiency: runs, fits, one table."""
     from ostinato.cli.ablate import Study, Telling, command
+    from ostinato.cli.kept import Measure
 
     study = Study(arms=arms or (), seeds=seeds, workers=workers, out=out)
     telling = Telling(
         axis=axis,
         cut=cut,
-        split=split,
-        metric=metric,
+        measure=Measure(split=split, metric=metric, low=low, high=high),
         kept=collect,
         page=page,
         json_file=json_file,

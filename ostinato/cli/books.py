@@ -17,13 +17,14 @@ from ostinato.run import RunFolder
 def new_ledger(recipe: Recipe, run: RunFolder, decoder: Decoder, clock: SteadyClock) -> Ledger:
     """The books of one process, which began when ``clock`` did, with the energy of all that is counted."""
     section = recipe.ledger
+    gpus = [torch.cuda.get_device_properties(decoder.device).uuid] if decoder.device.type == "cuda" else []
+    meter = Meter({**rapl(), "GPU": nvml([f"GPU-{uuid}" for uuid in gpus])})
     terms = Terms(
         devices=section.devices,
         device=device_name(decoder) or "cpu",
         price_per_device_hour=section.price_per_device_hour,
         currency=section.currency,
         recipe=hashlib.sha256(dump_toml(recipe).encode()).hexdigest()[:12],
+        energy=meter.kinds,
     )
-    gpus = [torch.cuda.get_device_properties(decoder.device).uuid] if decoder.device.type == "cuda" else []
-    meter = Meter([*rapl(), *nvml([f"GPU-{uuid}" for uuid in gpus])])
     return Ledger(folder=run, terms=terms, meter=meter, clock=clock)

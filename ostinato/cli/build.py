@@ -35,8 +35,8 @@ from ostinato.env.tasks import Rows, check_disjoint, load_tasks
 from ostinato.ledger import Ledger
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
-from ostinato.model.flops import FlopModel
-from ostinato.model.lora import Adapters, init_adapters, linear_shapes
+from ostinato.model.flops import FlopModel, Work
+from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.named import model_folder
 from ostinato.model.native import Kernels
 from ostinato.model.native import load as load_kernels
@@ -45,7 +45,7 @@ from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import load_peft
 from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.pipeline.account import evaluation_work
-from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent
+from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.remember import Drafting
 from ostinato.protocols import Engine, Grader
@@ -54,7 +54,7 @@ from ostinato.reward.workers import WorkerGrader
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
-from ostinato.train.checkpoint import Checkpoint, save_checkpoint
+from ostinato.train.checkpoint import Checkpoint, oldest_step, save_checkpoint
 from ostinato.train.optimizer import OptimizerSettings, Schedule
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Microbatch, Prompt, Sampling
@@ -229,7 +229,6 @@ def new_trainer(
             total_steps=settings.steps,
         ),
         temperature=recipe.rollout.temperature,
-        minibatches=settings.minibatches,
         replay=settings.replay,
         replay_threshold=settings.replay_threshold,
         measure_every=recipe.log.mismatch_every,
@@ -348,10 +347,11 @@ async def score_exported(
     engine = new_engine(exact.recipe, exact.decoder, exact.renderer, lambda line: None)
     engine.publish(adapters, state.step)
     stage, main = new_stage(exact, engine, exact.grader), new_evaluations(exact)[0]
-    row, groups = await evaluate_groups(stage, main, state.step)
+    with ledger.work(), ledger.evaluating():
+        row, groups = await evaluate_groups(stage, main, state.step)
     work = evaluation_work(groups, new_flops(exact.recipe, exact.decoder.config, adapters))
     ledger.evaluation(state.step, "exported", row["seconds"], work)
-    return row | {"spent": spent(state.step, state.totals, exact.recipe.ledger.devices)}
+    return row | {"exported": True, "spent": spent_in_steps(state.step, state.totals)}
 
 
 def solved_at(recipe: Recipe) -> float:
@@ -380,7 +380,6 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         checkpoint_every=recipe.trainer.checkpoint_every,
         trajectories_every=recipe.log.trajectories_every,
         stop_on_collapse=recipe.trainer.stop_on_collapse,
-        devices=recipe.ledger.devices,
         flops=flops,
     )
 
@@ -400,15 +399,6 @@ def device_name(decoder: Decoder) -> str:
     return torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else ""
 
 
-def active_parameters(config: ModelConfig) -> int:
-    """Weights that one token is multiplied with: all linear maps, of the experts top_k, and the head."""
-    total = config.vocab_size * config.hidden_size
-    for shape in linear_shapes(config).values():
-        experts = config.moe.top_k if config.moe and len(shape) == 3 else 1
-        total += experts * shape[-2] * shape[-1]
-    return total
-
-
 def new_loop(
     prepared: Prepared,
     trainer: PolicyTrainer,
@@ -423,7 +413,7 @@ def new_loop(
     recipe = prepared.recipe
     flops = new_flops(recipe, prepared.decoder.config, trainer.adapters())
 
-    def save(state: LoopState) -> None:
+    def save(state: LoopState) -> int:
         checkpoint = Checkpoint(
             step=state.step,
             tensors=trainer.tensors(),
@@ -433,6 +423,7 @@ def new_loop(
         save_checkpoint(run.checkpoints, checkpoint, keep=recipe.trainer.keep_checkpoints)
         if memory is not None:
             save_history(memory.history, run.history, callbacks.get("on_note", lambda note: None))
+        return oldest_step(run.checkpoints)
 
     return Loop(
         plan=new_plan(recipe, flops, longest_answer(recipe, prepared.renderer)[0]),
@@ -474,7 +465,8 @@ def introduction(prepared: Prepared, adapters: Adapters | None) -> Iterator[str]
     """What is about to run, in a few lines; the keys of the algorithm that are the user's by name."""
     recipe, decoder = prepared.recipe, prepared.decoder
     size = sum(parameter.numel() for parameter in decoder.parameters())
-    active = active_parameters(decoder.config)
+    a_token = Work(tokens=1, logits=1)  # 2 FLOPs for each weight that it meets
+    active = FlopModel.of(decoder.config, None).forward(a_token) / 2
     yield (
         f"model        {recipe.model.path}: {decoder.config.model_type}, {size / 1e6:.1f} M parameters, "
         f"{active / 1e6:.1f} M active, {recipe.model.dtype} on {decoder.device.type}"
@@ -525,6 +517,11 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
         yield (
             f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
             "all but the first learn off-policy without a correction"
+        )
+    if 5 * (first := recipe.pipeline.staleness + 1) > settings.steps and first > 1:
+        yield (
+            f"pipeline.staleness is {first - 1}: the first {first} of {settings.steps} batches are all "
+            "sampled by the policy of the beginning"
         )
     if recipe.pipeline.staleness and uncorrected(chosen):
         yield (

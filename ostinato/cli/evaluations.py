@@ -65,12 +65,14 @@ def evaluations(
             rules=rules(recipe),
         )
 
-    main = recipe.eval
+    main, rollout = recipe.eval, recipe.rollout
+    thinking, answer = rollout.interrupt_after[1:], rollout.answer_tokens
     sampling = Sampling(
         temperature=main.temperature,
-        max_tokens=recipe.rollout.max_tokens,
+        # that of the recipe is not used where thinking is interrupted, so it must not tell sets apart then
+        max_tokens=sum(thinking) + answer if thinking else rollout.max_tokens,
         stop_tokens=stop_tokens,
-        stop_strings=recipe.rollout.stop,
+        stop_strings=rollout.stop,
     )
     others = [(name, main.downstream[name], rows) for name, rows in downstream.items()]
     return [
@@ -82,9 +84,10 @@ def evaluations(
 def rules(recipe: Recipe) -> str:
     """What decides the score of an answer, and how it comes about, beside prompt and sampling: as JSON."""
     tree = recipe.model_dump(mode="json")
+    interruption = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
     keys = {
         "reward": ("functions", "weights"),
         "task": ("tools", "max_turns"),
-        "rollout": ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end"),
+        "rollout": interruption if recipe.rollout.interrupt_after else (),
     }
     return json.dumps({section: [tree[section][key] for key in names] for section, names in keys.items()})

@@ -1,8 +1,10 @@
 """What a run hears of its own future: after each evaluation a row of forecast.jsonl, metrics, and one line.
 
-Compute is that of the steps which made the policy, as eval.jsonl has it. A run that was killed and resumed
-therefore foretells what it would have foretold without. ``ostinato scale`` reads the ledger, which has lost
-work, idle time and restarts as well.
+Compute is that of the steps which made the policy, as eval.jsonl has it, and so are budgets: FLOPs, tokens
+and steps are those that the recipe asks for, whatever engine, cache and drafter made of it, and hours those
+of steps alone, without loading, saving and restarts. So a run foretells the same whenever it is run, killed
+and resumed or not, on any axis but those of the clock and its price. ``ostinato scale`` reads the ledger,
+which has what was really paid.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.axis import Axis
 from ostinato.config import ForecastSection, Recipe
 from ostinato.protocols import MetricWriter
 from ostinato.report.scaling import compute_text
@@ -20,7 +23,7 @@ from ostinato.run import MAIN_SET, RunFolder, to_json
 from ostinato.scaling.decide import Action, Terms, decide
 from ostinato.scaling.gates import FEWEST, TOLD, Assessment, Standing, assess
 from ostinato.scaling.posterior import Posterior, interval, posterior
-from ostinato.scaling.series import Axis, Series, read_run
+from ostinato.scaling.series import Series, read_run
 
 PLACES = 24  # of the curve, evenly in ln C: a report joins them
 BAND = {"q05": 0.05, "q95": 0.95}
@@ -28,15 +31,18 @@ CURVE = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 IDENTIFIED = {Standing.IDENTIFIED: 1.0, Standing.PROVISIONAL: 0.5, Standing.NOT_IDENTIFIED: 0.0}
 ADVICE = {Action.CONTINUE: "go on", Action.UNDECIDED: "not decided yet", Action.STOP: "not worth the rest"}
 NO_FORECAST = "no forecast"  # the verdict on a curve that carries none, or where no budget is left
+LEAST_SPENT = 0.3  # of the budget, before a run ends by its own forecast: a second rise may be yet to come
 
 
 def new_forecaster(
     recipe: Recipe, run: RunFolder, writers: Sequence[MetricWriter], say: Callable[[str], None]
 ) -> Callable[[int], bool] | None:
-    """What the loop calls after a score of the main set: is the rest of the run not worth its compute? Always
-    False without ``forecast.stop``. None where a run is not scored before and while it trains.
+    """What the loop calls after a score of the main set: does the run end here, because the rest of it is not
+    worth its compute? Always False without ``forecast.stop``; see ``goes_on``. None where a run is not scored
+    before and while it trains.
 
-    ``writers`` get forecast/*, and ``say`` one line as soon as there are enough evaluations for a curve.
+    ``writers`` get forecast/*, and ``say`` one line as soon as there are enough evaluations for a curve, or
+    why there is no curve, once.
     """
     terms = recipe.forecast
     if not (terms.enabled and recipe.eval.at_start and recipe.eval.every):
@@ -44,46 +50,78 @@ def new_forecaster(
 
     def foresee(step: int) -> bool:
         row = json.loads(to_json(look(recipe, run, step)))  # as it will be read back
-        if row not in run.forecast.rows():  # a resumed run looks again at what it has been told
+        told = list(run.forecast.rows())
+        stop = terms.stop and row["verdict"] == Action.STOP
+        but = goes_on(row, told) if stop else ""
+        if row not in told:  # a resumed run looks again at what it has been told
             run.forecast.append(row)
             for writer in writers:
                 writer.write(step, metrics(row))
-            if row["n"] >= FEWEST:
-                say(f"step {step}: forecast: {row['sentence']}")
-        return terms.stop and row["verdict"] == Action.STOP
+            news = row["failed"] and row["sentence"] not in [each["sentence"] for each in told]
+            if row["n"] >= FEWEST or news:
+                say(f"step {step}: forecast: {row['sentence']}{but and f'; goes on, for {but}'}")
+        return stop and not but
 
     return foresee
+
+
+def goes_on(row: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> str:
+    """Why a run goes on although ``row`` says that its rest is not worth it; empty where it ends.
+
+    A single look may err, and a curve that rests early may rise again: at least 30 % of the budget has to be
+    spent, and the last row before this step, of those ``told``, has to say the same of an identified curve.
+    """
+    if row["gate"] != Standing.IDENTIFIED:
+        return "the curve is only provisionally known"
+    if row["compute"] < LEAST_SPENT * row["budget"]:
+        return f"less than {LEAST_SPENT:.0%} of the budget is spent"
+    before = [(each["verdict"], each["gate"]) for each in told if each["step"] < row["step"]]
+    again = before[-1:] == [(Action.STOP, Standing.IDENTIFIED)]
+    return "" if again else "the next look has to say so too"
 
 
 def look(recipe: Recipe, run: RunFolder, step: int) -> dict[str, Any]:
     """The row of forecast.jsonl after the evaluation at ``step``, from the folder of the run alone."""
     terms = recipe.forecast
-    axis = Axis.GPU_HOURS if terms.axis == "device-hours" else Axis(terms.axis)
-    about: dict[str, Any] = {"step": step, "axis": terms.axis}
+    about: dict[str, Any] = {"step": step, "axis": terms.axis, "counted": counted(terms.axis)}
     try:
-        series = read_run(run.path, axis, MAIN_SET, compute=lambda row: compute_of(row, recipe))
-    except ValueError as error:  # a score that could not be measured
+        series = read_run(run.path, terms.axis, MAIN_SET, compute=lambda row: compute_of(row, recipe))
+        steps = read_run(run.path, Axis.STEPS, MAIN_SET).compute
+    except ValueError as error:  # no score before training, or the set has changed since
         unknown = dict.fromkeys(("compute", "score", "R0", "budget"))
-        return about | {**unknown, "n": 0, "gate": Standing.NOT_IDENTIFIED, **_nothing(str(error))}
-    mean = float(series.compute[-1]) / step if len(series) else 0.0  # of a step
-    return about | outlook(series, terms.budget or mean * recipe.trainer.steps, terms)
+        row = {**unknown, "n": 0, "gate": Standing.NOT_IDENTIFIED, **_nothing(str(error))}
+        return about | row | {"failed": True}
+    budget = terms.budget
+    if not budget and len(series):  # the share of steps first: at the last of them it is exactly 1
+        budget = float(series.compute[-1]) * (recipe.trainer.steps / float(steps[-1]))
+    return about | _with_gaps(outlook(series, budget, terms), series.unmeasured) | {"failed": False}
+
+
+def _with_gaps(row: dict[str, Any], unmeasured: int) -> dict[str, Any]:
+    """Evaluations that had no score are no points of the curve, and are told."""
+    if not unmeasured:
+        return row
+    words = f"{unmeasured} evaluation{'s' * (unmeasured > 1)} without a score left out"
+    return row | {"reasons": [*row["reasons"], words], "sentence": f"{row['sentence']}; {words}"}
 
 
 def compute_of(row: Mapping[str, Any], recipe: Recipe) -> float:
     """What was spent up to a row of eval.jsonl, on the axis of the forecast. Raises ValueError for a row
     that does not say."""
-    spent = row.get("spent")
+    axis, currency = recipe.forecast.axis, recipe.ledger.currency
+    names = {Axis.HOURS: "seconds", Axis.DEVICE_HOURS: "device_hours", Axis.MONEY: f"money/{currency}"}
+    spent = row.get("spent", {}).get(names.get(axis, axis), None if row["step"] else 0.0)
     if spent is None:
-        raise ValueError(f"the score at step {row['step']} does not say what had been spent")
-    match recipe.forecast.axis:
-        case "hours":
-            return spent["seconds"] / 3600
-        case "device-hours":
-            return spent["device_hours"]
-        case "money":
-            return spent["device_hours"] * recipe.ledger.price_per_device_hour
-        case axis:
-            return spent[axis]
+        what = f"money: not every step before it was paid in {currency}" if axis is Axis.MONEY else axis
+        raise ValueError(f"the score at step {row['step']} does not say what had been spent in {what}")
+    return spent / 3600 if axis is Axis.HOURS else spent
+
+
+def counted(axis: Axis) -> str:
+    """What the forecasts of a run count in, told apart from what the ledger has under the same name."""
+    if axis in (Axis.HOURS, Axis.DEVICE_HOURS, Axis.MONEY):
+        return f"{axis} of steps alone"
+    return f"{axis} of the recipe" if axis is Axis.FLOPS else str(axis)
 
 
 def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, Any]:
@@ -101,18 +139,21 @@ def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, 
     assessment = assess(known)
     left = budget > now
     ahead = known.score(budget) if left else None
+    worth = Terms(budget=budget, min_gain=terms.min_gain)
+    decision = decide(known, worth, settle=False) if left and assessment.standing in TOLD else None
+    verdict, rival = (decision.action, decision.rival) if decision else (NO_FORECAST, "")
     row = {
         "gate": assessment.standing,
-        "reasons": [assessment.reason, *assessment.flags],
+        "reasons": [assessment.reason, *assessment.flags, *([rival] if rival else [])],
         "A": _shown(known.A, assessment),
-        "B": _shown(known.B, assessment),
-        "C_mid": _shown(known.C_mid, assessment),
+        "B": _shown(known.B, assessment) if assessment.steep else None,
+        "C_mid": _shown(known.C_mid, assessment) if assessment.steep else None,
         "at_budget": None if ahead is None else _shown(ahead, assessment),
         "gain": _shown(known.gain(now, budget), assessment) if left else None,
         "curve": _curve(known, assessment, max(now, budget)),
     }
-    verdict = _verdict(known, assessment, budget, terms)
-    return told | row | {"verdict": verdict, "sentence": _sentence({**told, **row}, verdict, terms)}
+    sentence = "; ".join([_sentence({**told, **row}, verdict, terms), *([rival] if rival else [])])
+    return told | row | {"verdict": verdict, "sentence": sentence.removesuffix(".")}
 
 
 def metrics(row: Mapping[str, Any]) -> dict[str, float]:
@@ -150,18 +191,12 @@ def _curve(known: Posterior, assessment: Assessment, last: float) -> dict[str, l
     return {name: [float(f"{value:.5g}") for value in values] for name, values in rows}
 
 
-def _verdict(known: Posterior, assessment: Assessment, budget: float, terms: ForecastSection) -> str:
-    if assessment.standing not in TOLD or not budget > known.series.compute[-1]:
-        return NO_FORECAST
-    return decide(known, Terms(budget=budget, min_gain=terms.min_gain), settle=False).action
-
-
 def _sentence(row: Mapping[str, Any], verdict: str, terms: ForecastSection) -> str:
     if row["gate"] == Standing.NOT_IDENTIFIED:
         return f"{row['gate']}: {row['reasons'][0]}"
     words = "provisionally " if row["gate"] == Standing.PROVISIONAL else ""
     ceiling = f"{words}A {_span(row['A'])}"
-    budget = f"{compute_text(row['budget'])} {terms.axis}"
+    budget = f"{compute_text(row['budget'])} {counted(terms.axis)}"
     if row["at_budget"] is None:
         return f"{ceiling}; the budget of {budget} is spent"
     advice = ADVICE[Action(verdict)]

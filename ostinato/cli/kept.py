@@ -10,28 +10,53 @@ Folders of a study are named <arm>-s<seed>, the arm in lower-case letters and di
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ostinato.axis import Axis
 from ostinato.ledger import read, summary
-from ostinato.report.reading import RunData
+from ostinato.report.reading import RunData, mean, number
 from ostinato.report.reading import read_run as run_rows
 from ostinato.run import Jsonl, RunFolder, atomic_write, to_json
 from ostinato.scaling.ablation import REFERENCE
-from ostinato.scaling.series import Axis, Series, read_run
+from ostinato.scaling.series import Series, read_run
 
 Row = Mapping[str, Any]
 FOLDER = re.compile(r"(?P<slug>.+?)(-s(?P<seed>\d+))?(-\d{8}-\d{6}(-\d+)?)?")
 OF_RECIPE = "recipe"  # the slug of the recipe itself
 ENDED = ("done", "collapsed", "solved", "enough")  # endings that no resuming would change
+ACTED = {  # of metrics.jsonl: how often the parts of a recipe did something; a run has some of them
+    "cispo_clip_ratio": "capped",
+    "clip_ratio/region_mean": "clipped",
+    "interrupt/rate": "interrupted",
+    "completions/clipped_ratio": "cut off",
+    "frac_reward_zero_std": "equal rewards",
+    "groups/left_share": "still asked",
+    "staleness/mean": "updates old",
+    "sampling/ess": "ESS",
+}
+AT_THE_END = {"groups/left_share"}  # the last step tells; of the others the mean over steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """Which scores of eval.jsonl are on the curves, and the ends of their scale."""
+
+    split: str = "eval"  # or the name of a downstream set
+    metric: str = "pass@1"
+    low: float = 0.0
+    high: float = 1.0
+
+
+MEASURE = Measure()
 
 
 def slug(name: str) -> str:
@@ -39,7 +64,7 @@ def slug(name: str) -> str:
     return OF_RECIPE if name == REFERENCE else "-".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
-def keep(folder: Path, split: str = "eval", metric: str = "pass@1") -> dict[str, Any]:
+def keep(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
     """The line of a run. Raises ValueError for one without evaluations or a ledger."""
     data = run_rows(RunFolder.open(folder))
     match = FOLDER.fullmatch(folder.resolve().name)
@@ -49,7 +74,9 @@ def keep(folder: Path, split: str = "eval", metric: str = "pass@1") -> dict[str,
     by_axis, refused = {}, []
     for axis in Axis:
         try:
-            by_axis[axis] = read_run(folder, axis, split, metric=metric)
+            by_axis[axis] = read_run(
+                folder, axis, measure.split, metric=measure.metric, low=measure.low, high=measure.high
+            )
         except ValueError as error:  # its ledger does not know the axis, or worse
             refused.append(error)
     if not by_axis:
@@ -60,26 +87,45 @@ def keep(folder: Path, split: str = "eval", metric: str = "pass@1") -> dict[str,
         "seed": int(match["seed"]) if match and match["seed"] else data.setting("seed", 0),
         "overrides": overrides,
         "held_out": one.held_out,
-        "prompts": prompts(data),
-        "metric": metric,
+        "prompts": prompts(RunFolder(folder), measure.split),
+        "judged": judged(data),
+        **asdict(measure),
         "R0": one.R0,
         "R0_stderr": one.R0_stderr,
         "score": one.score.tolist(),
         "stderr": None if one.stderr is None else one.stderr.tolist(),
+        "unmeasured": one.unmeasured,
         "compute": {str(axis): each.compute.tolist() for axis, each in by_axis.items()},
         "ended": ended(folder),
+        "acted": acted(data),
         "cost": cost(folder),
     }
 
 
-def prompts(data: RunData) -> str:
-    """A hash of what decides the held-out prompts and how answers to them are judged, not of how these are
-    sampled: an arm that changes that (a budget of thinking, a temperature) answers the same questions."""
-    task = {key: value for key, value in data.setting("task", {}).items() if key != "n_train"}
-    asked = {key: data.setting(f"eval.{key}") for key in ("n", "split")}
-    judged = {key: data.setting(f"reward.{key}") for key in ("functions", "weights", "solved_at")}
-    text = json.dumps([task, asked, judged], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def prompts(run: RunFolder, split: str) -> str:
+    """The hash that the run itself made of the prompts that it was scored on: what a recipe says of them
+    stays the same while the file that it names is edited. An arm may sample its answers otherwise (a budget
+    of thinking, a temperature) and still answers the same questions. Empty where the run does not say."""
+    rows = (row for row in run.eval.rows() if row.get("set", row["split"]) == split)
+    found = {row.get("prompts", "") for row in rows}
+    return found.pop() if len(found) == 1 else ""
+
+
+def judged(data: RunData) -> str:
+    """What turns answers into scores, as JSON."""
+    keys = ("functions", "weights", "solved_at")
+    return json.dumps({key: data.setting(f"reward.{key}") for key in keys}, default=str)
+
+
+def acted(data: RunData) -> dict[str, float]:
+    """How often the parts of the recipe acted: each metric of ``ACTED`` that the run has, as the mean over
+    its steps, or of its last step."""
+    found = {
+        name: number(data.metrics[-1], name) if name in AT_THE_END else mean(data.metrics, name)
+        for name in ACTED
+        if data.metrics
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def cost(folder: Path) -> dict[str, Any]:
@@ -133,6 +179,7 @@ def series_of(row: Row, axis: Axis) -> Series:
         stderr=None if row["stderr"] is None else np.array(row["stderr"], float),
         axis=axis,
         held_out=row["prompts"],
+        unmeasured=row["unmeasured"],
     )
 
 
@@ -141,16 +188,14 @@ def folders_in(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if (path / "recipe.toml").is_file())
 
 
-def collect(
-    folders: Iterable[Path], split: str = "eval", metric: str = "pass@1"
-) -> tuple[list[dict[str, Any]], list[str]]:
+def collect(folders: Iterable[Path], measure: Measure = MEASURE) -> tuple[list[dict[str, Any]], list[str]]:
     """(lines of runs, why others are left out): the recipe first, then its arms in the order in which it
     names them, by seed. Raises ValueError where no run can be read."""
     rows: list[dict[str, Any]] = []
     order, left_out = [OF_RECIPE], list[str]()
     for folder in folders:
         try:
-            rows.append(keep(folder, split, metric))
+            rows.append(keep(folder, measure))
         except ValueError as error:
             left_out.append(f"{folder.name} is left out: {error}.")
             continue
@@ -169,21 +214,31 @@ def write_kept(path: Path, rows: Sequence[Row]) -> None:
     atomic_write(path, "".join(f"{to_json(row)}\n" for row in rows).encode())
 
 
-KEYS = {"arm", "seed", "overrides", "held_out", "prompts", "R0", "score", "compute", "ended", "cost"}
+KEYS = {
+    *("arm", "seed", "overrides", "held_out", "prompts", "judged", "split", "metric", "low", "high"),
+    *("R0", "R0_stderr", "score", "stderr", "unmeasured", "compute", "ended", "acted", "cost"),
+}
 
 
-def read_kept(path: Path) -> list[dict[str, Any]]:
-    """Raises ValueError for a file that ``write_kept`` did not write."""
+def read_kept(path: Path, measure: Measure = MEASURE) -> list[dict[str, Any]]:
+    """Raises ValueError for a file that ``write_kept`` did not write, and for one of another ``measure``:
+    scores that are not in a line cannot be told from it."""
     rows = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for at, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(text)
         except ValueError:
             row = None
         if not isinstance(row, dict) or not row.keys() >= KEYS:
             raise ValueError(
-                f"line {number} of {path} is no run; give a file that ostinato ablate --collect wrote"
+                f"line {at} of {path} is no run; give a file that ostinato ablate --collect wrote"
             )
+        for key, asked in asdict(measure).items():
+            if row[key] != asked:
+                raise ValueError(
+                    f"line {at} of {path} keeps scores of {key} {row[key]}, and {asked} is asked for; use"
+                    f" --{key} {row[key]}, or collect the runs anew"
+                )
         rows.append(row)
     if not rows:
         raise ValueError(f"{path} holds no runs; give a file that ostinato ablate --collect wrote")

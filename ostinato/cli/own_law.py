@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.cli.kept import Row, keep, read_kept, series_of, slug
+from ostinato.axis import Axis
+from ostinato.cli.kept import MEASURE, Measure, Row, keep, read_kept, series_of, slug
 from ostinato.cli.scale_answers import Answer
-from ostinato.cli.scale_reading import UNITS
 from ostinato.cli.scale_views import line, table
 from ostinato.report.charts import Chart, Section
 from ostinato.report.facts import Table
@@ -24,7 +24,7 @@ from ostinato.report.study_plots import Band, Panel, Points, markdown, panels_sv
 from ostinato.scaling import validate
 from ostinato.scaling.gates import TOLD, Assessment, assess
 from ostinato.scaling.posterior import Posterior, posterior
-from ostinato.scaling.series import Axis, Series
+from ostinato.scaling.series import Series
 
 HALF = 0.5  # of the compute of a run is fitted
 BEGIN = "<!-- results: written by `ostinato scale validate --page` -->"
@@ -42,6 +42,11 @@ class Law:
     assessment: Assessment  # of the half
     ratio: float  # median of C_end / C_mid, by all of the run
     row: validate.Row
+    ended: bool  # has the run?
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}, seed {self.seed}"
 
     @property
     def told(self) -> bool:
@@ -55,33 +60,34 @@ class Tested:
     laws: Sequence[Law]
     axis: Axis
     first: float  # compute before which evaluations are left out
+    left_out: Sequence[str] = ()  # runs that are too short, in words
 
     @property
     def unit(self) -> str:
-        return UNITS[self.axis]
+        return self.axis.unit
 
 
-def read_sources(sources: Iterable[Path], split: str, metric: str) -> list[Row]:
+def read_sources(sources: Iterable[Path], measure: Measure = MEASURE) -> list[Row]:
     """Kept lines of run folders and of files of lines."""
     rows: list[Row] = []
     for source in sources:
         if not source.is_dir() and source.suffix != ".jsonl":
             raise ValueError(f"{source} is no run folder and no .jsonl of kept runs; give these, or one CSV")
-        rows += [keep(source, split, metric)] if source.is_dir() else read_kept(source)
+        rows += [keep(source, measure)] if source.is_dir() else read_kept(source, measure)
     return rows
 
 
 def tested(rows: Sequence[Row], axis: Axis, first: float = 0.0) -> Tested:
-    """Raises ValueError for a run whose first half has fewer than 5 evaluations."""
-    found = []
+    """A run whose first half has fewer than 5 evaluations is left out; raises ValueError where all are."""
+    found, left_out = list[Law](), list[str]()
     for kept in rows:
         whole = series_of(kept, axis).between(first=first)
-        forecasts = validate.backtest([whole], (HALF,))
+        forecasts = validate.backtest([whole], (HALF,)) if len(whole) else []
         if not forecasts:
-            raise ValueError(
-                f"{whole.name} has fewer than 5 evaluations in the first half of its compute; evaluate more"
-                " often, or lower --cut"
+            left_out.append(
+                f"{whole.name} is left out: the first half of its compute has fewer than 5 evaluations."
             )
+            continue
         half = posterior(whole.between(last=HALF * float(whole.compute[-1])))
         found.append(
             Law(
@@ -92,9 +98,14 @@ def tested(rows: Sequence[Row], axis: Axis, first: float = 0.0) -> Tested:
                 assessment=assess(half),
                 ratio=float(np.median(whole.compute[-1] / posterior(whole).C_mid)),
                 row=forecasts[0],
+                ended=kept["ended"],
             )
         )
-    return Tested(laws=found, axis=axis, first=first)
+    if not found:
+        raise ValueError(
+            "no run has 5 evaluations in the first half of its compute; evaluate more often, or lower --cut"
+        )
+    return Tested(laws=found, axis=axis, first=first, left_out=left_out)
 
 
 def answer(of: Tested) -> Answer:
@@ -105,18 +116,22 @@ def answer(of: Tested) -> Answer:
         result={
             "axis": of.axis,
             "first": of.first,
+            "left_out": of.left_out,
             "summaries": [{"of": kind, **asdict(validate.summary(some))} for kind, some in _kinds(found)],
             "rows": [_as_json(law) for law in found],
         },
         lead=sentences(of),
         tables=[_runs(found, of.unit)],
-        forests=lambda: [_forest(found)],
+        forests=lambda: _forests(found),
         sections=lambda: [Section(title="Curves", charts=_charts(found, of.unit))],
     )
 
 
 def _kinds(found: Sequence[Law]) -> list[tuple[str, list[validate.Row]]]:
-    kinds = [("all", [law.row for law in found]), ("told", [law.row for law in found if law.told])]
+    """Runs that have an interval, and those of them that have a point too. One that has neither, because its
+    curve refutes the model or has not begun, is in no count: no score of it was foretold."""
+    shown = [law for law in found if not law.assessment.silent]
+    kinds = [("all", [law.row for law in shown]), ("told", [law.row for law in shown if law.told])]
     return [(kind, some) for kind, some in kinds if some]
 
 
@@ -131,18 +146,30 @@ def _as_json(law: Law) -> dict[str, Any]:
         "reason": law.assessment.reason,
         "foretold": None if law.assessment.silent else asdict(foretold),
         "measured": row.final,
-        "covered": row.covered,
+        "ended": law.ended,
+        "covered": None if law.assessment.silent else row.covered,
         "error": row.error if law.told else None,
         "C_end_over_C_mid": law.ratio,
     }
 
 
 def sentences(of: Tested) -> list[str]:
-    told = []
+    told = list(of.left_out)
+    told += [f"{law.name} has not ended: what it has is taken for all." for law in of.laws if not law.ended]
+    told += [
+        f"{law.name}: {law.whole.unmeasured} evaluations without a score are left out."
+        for law in of.laws
+        if law.whole.unmeasured
+    ]
+    told += [
+        f"{law.name} has no forecast and is in no count: {law.assessment.reason}."
+        for law in of.laws
+        if law.assessment.silent
+    ]
     for kind, some in _kinds(of.laws):
         sums = validate.summary(some)
         hits = sum(row.covered for row in some)
-        kind = "runs" if kind == "all" else "of them that may be told"
+        kind = "runs have an interval" if kind == "all" else "of them may be told"
         told.append(
             f"{len(some)} {kind}: {hits} of {len(some)} scores inside the 90 % interval, median width"
             f" {sums.median_width:.3f}, median error {sums.median_error:.4f}, largest"
@@ -161,8 +188,8 @@ def _runs(found: Sequence[Law], unit: str) -> Table:
         ends = "-" if silent else f"[{row.foretold.low:.3f}, {row.foretold.high:.3f}]"
         lines.append(
             line(
-                f"{law.arm}, seed {law.seed}",
-                "",
+                law.name,
+                "" if law.ended else "not ended",
                 f"{row.evaluations} up to {compute_text(law.half.series.compute[-1])}",
                 str(law.assessment.standing),
                 f"{foretold} {ends}",
@@ -176,10 +203,10 @@ def _runs(found: Sequence[Law], unit: str) -> Table:
     return table("Run", columns, lines, f"Scores, 0 to 1; compute in {unit}; intervals 90 %.")
 
 
-def _forest(found: Sequence[Law]) -> Forest:
+def _forests(found: Sequence[Law]) -> list[Forest]:
     stretches = tuple(
         Stretch(
-            name=f"{law.arm}, seed {law.seed}",
+            name=law.name,
             low=law.row.foretold.low,
             high=law.row.foretold.high,
             middle=law.row.foretold.median if law.told else None,
@@ -190,7 +217,7 @@ def _forest(found: Sequence[Law]) -> Forest:
         if not law.assessment.silent
     )
     note = "90 % intervals from the first half; a stroke is what was then measured, a dot the forecast told."
-    return Forest(title="Final score", note=note, rows=stretches)
+    return [Forest(title="Final score", note=note, rows=stretches)] if stretches else []
 
 
 # -- plots
@@ -219,7 +246,7 @@ def _chart(law: Law, number: int, unit: str) -> Chart:
         told=law.told,
     )
     chart = curve_chart([course], unit, "Bands: 90 and 50 %, from the first half alone.")
-    return replace(chart, key=f"law-{number}", title=f"{law.arm}, seed {law.seed}")
+    return replace(chart, key=f"law-{number}", title=law.name)
 
 
 def plots(found: Sequence[Law], unit: str) -> dict[str, str]:

@@ -99,12 +99,15 @@ def _cached(path: str) -> Path | None:
     return Path(file).parent
 
 
-def record_start(run: RunFolder, device: str = "", algorithm: Mapping[str, Any] | None = None) -> None:
+def record_start(
+    run: RunFolder, device: str = "", algorithm: Mapping[str, Any] | None = None, train_prompts: int = 0
+) -> None:
     """Append to starts.jsonl which machine and versions work on the run from now on; ``device`` names the
     accelerator. A report written elsewhere or later can then say so. ``algorithm``: all of its choices, of
-    which a recipe holds only the user's."""
+    which a recipe holds only the user's. ``train_prompts``: how many there are; a recipe may say "all"."""
     row = {"at": time.time(), "machine": machine(device), "versions": versions()}
     row |= {"algorithm": dict(algorithm)} if algorithm else {}
+    row |= {"train_prompts": train_prompts} if train_prompts else {}
     Jsonl(run.path / "starts.jsonl").append(row)
 
 

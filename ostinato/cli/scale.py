@@ -16,13 +16,18 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from ostinato.axis import Axis
 from ostinato.cli import own_law
 from ostinato.cli import scale_answers as answers
 from ostinato.cli import scale_others as others
+from ostinato.cli.kept import Measure
 from ostinato.cli.report import terminal_table
 from ostinato.cli.scale_answers import Answer, Method
 from ostinato.cli.scale_ledger import books
 from ostinato.cli.scale_reading import (
+    AXIS,
+    OF_RUN,
+    Price,
     Reading,
     Window,
     amount,
@@ -37,12 +42,11 @@ from ostinato.report.reading import last_step, mean
 from ostinato.report.reading import read_run as run_rows
 from ostinato.report.scaling import Page, write_page
 from ostinato.run import RunFolder, atomic_write, to_json
-from ostinato.scaling.compare import FLOOR
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.decide import Terms
 from ostinato.scaling.fit import PARAMETERS
 from ostinato.scaling.gates import Truncation, truncation
-from ostinato.scaling.series import Axis
+from ostinato.scaling.seeds import FLOOR
 
 app = typer.Typer(
     name="scale",
@@ -64,7 +68,7 @@ JsonFile = Annotated[
 HtmlFile = Annotated[
     Path | None, typer.Option("--html", help="A page with plots that opens offline.", show_default=False)
 ]
-UnitOfC = Annotated[Axis, typer.Option(help="What compute is counted in.")]
+UnitOfC = Annotated[Axis, typer.Option(help="What compute is counted in.", **AXIS)]
 R0Option = Annotated[float, typer.Option("--R0", help="The score before training.")]
 AOption = Annotated[float, typer.Option("--A", help="The ceiling.", show_default=False)]
 BOption = Annotated[float, typer.Option("--B", help="The steepness.", show_default=False)]
@@ -126,7 +130,9 @@ def compare(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|CSV", help="Several seeds of one recipe: RUN,RUN,RUN.", show_default=False
+            metavar="RUN|CSV",
+            help="Several seeds of one recipe: a0,a1,a2, one run each.",
+            show_default=False,
         ),
     ],
     reading: Reading,
@@ -141,7 +147,8 @@ def compare(
         float,
         typer.Option(
             min=0.0,
-            help="How far A differs by the seed alone, before your own seeds tell: half of a 90 % interval.",
+            help="How far A differs by the seed alone, before your own seeds tell: half of a 90 % interval;"
+            " 0: not at all.",
         ),
     ] = FLOOR,
     json_file: JsonFile = None,
@@ -167,8 +174,9 @@ def decide(
 ) -> None:
     """Go on (exit code 0), stop (10) or undecided (20), and the compute that would settle it.
 
-    Stop: the rest of the budget brings less than --min-gain, with 90 %. Go on: it brings more than that, and
-    than --price for each unit, with 90 %. All else is undecided, and so is a curve that is not identified.
+    Stop: the whole rest of the budget brings less than --min-gain, or than --price for each unit, with 90 %;
+    a smaller --budget may yet pay. Go on: it brings more than both, with 90 %. All else is undecided, and so
+    is a curve that is not identified, and one to which a law that foretold it better promises the gain.
     Exit codes 1 and 2 are errors, as of every command.
     """
     terms = Terms(budget=amount(budget, "--budget"), min_gain=min_gain, price=price)
@@ -269,7 +277,7 @@ def plan_pilot(
     width: Annotated[float, typer.Option(help="Wanted 90 % width of A.")] = 0.04,
     r0: R0Option = 0.0,
     first: Annotated[str, typer.Option(metavar="C", help="Evaluations before it are not fitted.")] = "",
-    axis: UnitOfC = Axis.GPU_HOURS,
+    axis: UnitOfC = Axis.DEVICE_HOURS,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
@@ -296,7 +304,7 @@ def simulate(
     sd: Annotated[float, typer.Option(min=0.0, help="Of one evaluation.")] = 0.0042,
     rho: Annotated[float, typer.Option(min=0.0, max=0.999, help="Correlation of neighbours.")] = 0.45,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    axis: UnitOfC = Axis.GPU_HOURS,
+    axis: UnitOfC = Axis.DEVICE_HOURS,
     out: Annotated[
         Path | None, typer.Option(help="Write a CSV that scale fit reads.", show_default=False)
     ] = None,
@@ -354,9 +362,10 @@ def validate(
 
 def of_runs(sources: Sequence[Path], reading: Reading, page: Path | None) -> Answer:
     """Runs of our own, each foretold from the first half of its compute."""
-    if unfit := [name for name in reading.given() if name not in ("axis", "cut", "split", "metric")]:
+    if unfit := [name for name in reading.given() if name not in ("axis", "cut", "low", "high", *OF_RUN)]:
         raise ValueError(f"--{unfit[0]} is given, and a validation of runs does not know it; drop it")
-    rows = own_law.read_sources(sources, reading.split, reading.metric)
+    measure = Measure(split=reading.split, metric=reading.metric, low=reading.low, high=reading.high)
+    rows = own_law.read_sources(sources, measure)
     first = amount(reading.cut, "--cut") if reading.cut else 0.0
     found = own_law.tested(rows, reading.axis or Axis.FLOPS, first)
     if page is not None:
@@ -369,11 +378,12 @@ def ledger(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN..", help="Run folders, side by side.", show_default=False)
     ],
+    price_per_device_hour: Price = 0.0,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
     """What runs have cost: time, tokens, FLOPs useful and wasted, money, energy, compute on every axis."""
-    tell(books([RunFolder.open(run) for run in runs]), json_file, html_file)
+    tell(books([RunFolder.open(run) for run in runs], price_per_device_hour), json_file, html_file)
 
 
 # -- telling

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from ostinato.axis import Axis
 from ostinato.cli.scale_reading import Window
 from ostinato.cli.scale_views import (
     Known,
@@ -27,11 +28,10 @@ from ostinato.scaling.checks import CrossCheck, cross_check
 from ostinato.scaling.cut import Cut
 from ostinato.scaling.decide import Terms, decide, forecast, reach
 from ostinato.scaling.fit import CutOff, Fit, by_cutoff, spread
-from ostinato.scaling.forms import ORIGINS, Choice, Form, choose
+from ostinato.scaling.forms import ORIGINS, Choice, choose, rival, rival_sentence
 from ostinato.scaling.gates import Drift, Truncation, drift
 from ostinato.scaling.paper import fit_paper
 from ostinato.scaling.posterior import Interval
-from ostinato.scaling.series import Axis
 
 ALARM = 10  # exit code of a watch that raises one: as that of a decision to stop
 
@@ -71,7 +71,7 @@ def about(known: Known) -> dict[str, Any]:
         "reason": found.reason,
         "flags": list(found.flags),
         "cut": None if (cut := known.window.cut) is None else _cut_json(known, cut),
-        "C_max_over_C_mid": found.ratio if known.told else None,
+        "C_max_over_C_mid": found.ratio if found.steep else None,
         **{name: _json(one) for name, one in known.parameters().items()},
     }
 
@@ -89,7 +89,7 @@ def _json(found: Interval | None) -> dict[str, float] | None:
 
 def fit(window: Window, method: Method = Method.VARPRO) -> Answer:
     """The curve, three intervals of its ceiling, other laws, stability by cut-off, and later evaluations."""
-    if method is Method.PAPER and window.whole.axis is not Axis.GPU_HOURS:
+    if method is Method.PAPER and window.whole.axis is not Axis.DEVICE_HOURS:
         raise ValueError(
             f"--method paper seeks C_mid from 100 to 40,000 GPU-hours and {window.whole.name} counts compute"
             f" in {window.unit}; use varpro"
@@ -103,7 +103,7 @@ def fit(window: Window, method: Method = Method.VARPRO) -> Answer:
     sentences = standing_sentences(known)
     if checks is not None:
         sentences += [f"{warning[0].upper()}{warning[1:]}." for warning in checks.warnings]
-    sentences += _better(forms) if forms else []
+    sentences += [rival_sentence(forms)] if rival(forms) else []
     if len(cuts) > 1:
         sentences.append(f"A moves by {spread(cuts):.3f} over {len(cuts)} cut-offs.")
     tables = [
@@ -132,21 +132,21 @@ def _fitted(
     after: Drift | None,
 ) -> dict[str, Any]:
     curve = found.curve
-    B, C_mid = (curve.B, curve.C_mid) if known.steepness_told else (None, None)
-    least = {"A": curve.A, "B": B, "C_mid": C_mid, "sse": found.sse, "sd": found.residual_sd}
+    least = _steep(known, {"A": curve.A, "B": curve.B, "C_mid": curve.C_mid})
+    least |= {"sse": found.sse, "sd": found.residual_sd}
     agreed = {"profile": _json(checks.profile), "bootstrap": _json(checks.bootstrap)} if checks else None
     return {
         "method": method,
         "least_squares": least if known.told else None,
         "checks": agreed,
         "warnings": list(checks.warnings) if checks is not None else [],
-        "by_cutoff": [asdict(cut) for cut in cuts],
+        "by_cutoff": [_steep(known, asdict(cut)) for cut in cuts],
         "laws": [
             {
                 "form": one.form,
                 "error": one.error,
                 "by_origin": dict(zip(map(str, ORIGINS), one.by_origin, strict=False)),
-                "parameters": one.law and dict(one.law.parameters),
+                "parameters": one.law and _steep(known, one.law.parameters),
             }
             for one in forms
         ],
@@ -154,10 +154,16 @@ def _fitted(
     }
 
 
+def _steep(known: Known, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Without B and C_mid, where they are not known."""
+    unknown = () if known.assessment.steep else ("B", "C_mid")
+    return {name: None if name in unknown else value for name, value in parameters.items()}
+
+
 def _parameters(known: Known, checks: CrossCheck | None, found: Fit, method: Method) -> Table:
     unit, curve = known.window.unit, found.curve
     least = [f"{curve.A:.4f}"] if known.told else [NONE]
-    least += [f"{curve.B:.3f}", compute_text(curve.C_mid)] if known.steepness_told else [NONE] * 2
+    least += [f"{curve.B:.3f}", compute_text(curve.C_mid)] if known.assessment.steep else [NONE] * 2
     others = [span(checks.profile), span(checks.bootstrap)] if checks is not None else [NONE] * 2
     shown, series = known.parameters(), known.posterior.series
     error = f" ± {series.R0_stderr:.3f}" if series.R0_stderr else ""
@@ -215,22 +221,6 @@ def _laws(forms: Sequence[Choice]) -> Table:
     return table("Law", ("rolling-origin error", *origins, "ceiling"), lines, note)
 
 
-def _better(forms: Sequence[Choice]) -> list[str]:
-    """A sentence where another law foretold this run clearly better than the posterior, from its last origin
-    too: at the first ones a sigmoid is often not identified yet, and would not have been told."""
-    ours = next(one for one in forms if one.form is Form.POSTERIOR)
-    best = forms[0]
-    if best.law is None or not best.error < 0.8 * ours.error:
-        return []
-    if (best.by_origin[-1] or math.inf) >= (ours.by_origin[-1] or math.inf):
-        return []
-    ceiling = best.law.parameters.get("A", 1.0)
-    return [
-        f"Another law, {best.form}, has foretold this run better ({best.error:.4f} against {ours.error:.4f},"
-        f" root mean square); its ceiling is {ceiling:.3f}."
-    ]
-
-
 def _drift(known: Known) -> Drift | None:
     """Of the evaluations after the window; None without any, or without a forecast."""
     later = known.window.later
@@ -267,6 +257,7 @@ def foretell(window: Window, at: Sequence[float], targets: Sequence[float]) -> A
     scores = [forecast(known.posterior, C) for C in at]
     reached = [reach(known.posterior, T) for T in targets]
     now, unit = float(window.fitted.compute[-1]), window.unit
+    rival_law = rival_sentence(choose(window.fitted)) if known.told else ""
     lines = []
     for one in scores:
         gain = known.shown(known.posterior.gain(now, one.compute))
@@ -300,8 +291,9 @@ def foretell(window: Window, at: Sequence[float], targets: Sequence[float]) -> A
                 {"target": one.target, "probability": one.probability, "compute": _json(one.compute)}
                 for one in reached
             ],
+            "rival": rival_law or None,
         },
-        lead=standing_sentences(known),
+        lead=[*standing_sentences(known), *([rival_law] if rival_law else [])],
         tables=[*([of_score] if scores else []), *([of_compute] if reached else []), *cut_tables(known)],
         sections=lambda: curve_sections(known, max(at, default=0.0)),
     )
@@ -341,9 +333,14 @@ def judge(window: Window, terms: Terms) -> Answer:
             "why": found.reason,
             "gain": _json(found.gain),
             "settled": found.settled,
+            "rival": found.rival or None,
             **asdict(terms),
         },
-        lead=[f"{found.action.capitalize()}: {found.reason}.", *standing_sentences(known)],
+        lead=[
+            f"{found.action.capitalize()}: {found.reason}.",
+            *standing_sentences(known),
+            *([found.rival] if found.rival else []),
+        ],
         tables=[table(known.name, columns, rows, note), *cut_tables(known)],
         sections=lambda: curve_sections(known, terms.budget),
         exit_code=found.action.exit_code,

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ostinato.cli.scale_answers import Answer
-from ostinato.ledger import read, summary
+from ostinato.ledger import priced, read, summary
 from ostinato.report.charts import Section
 from ostinato.report.ledger import section, tables, torn
 from ostinato.run import RunFolder
 
 
-def books(runs: Sequence[RunFolder]) -> Answer:
-    """The sums of their ledgers. Raises ValueError for a run without one, or with one that is damaged."""
+def books(runs: Sequence[RunFolder], price: float = 0.0) -> Answer:
+    """The sums of their ledgers, with ``price`` for a device-hour of sessions that have none. Raises
+    ValueError for a run without a ledger, or with one that is damaged."""
     names = _names(runs)
-    rows = {name: read(run) for name, run in zip(names, runs, strict=True)}
+    rows = {name: priced(read(run), price) for name, run in zip(names, runs, strict=True)}
     for name, found in rows.items():
         if not found:
             raise ValueError(f"run {name} has no row in ledger.jsonl; it has finished no step yet")

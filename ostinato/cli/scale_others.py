@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.axis import Axis
 from ostinato.cli.scale_answers import Answer, about
-from ostinato.cli.scale_reading import UNITS, Side
+from ostinato.cli.scale_reading import Side
 from ostinato.cli.scale_views import Known, course, line, middle, span, standing_sentences, table
 from ostinato.report.charts import Chart, Section
 from ostinato.report.facts import Table
@@ -27,13 +28,14 @@ from ostinato.report.scaling import (
     width_chart,
 )
 from ostinato.scaling import validate
-from ostinato.scaling.compare import FLOOR, Comparison, compare
+from ostinato.scaling.compare import Comparison, compare
 from ostinato.scaling.curve import Sigmoid, linearised
 from ostinato.scaling.gates import TOLD
-from ostinato.scaling.noise import Noise
+from ostinato.scaling.noise import CONSERVATIVE, Noise
 from ostinato.scaling.plan import Pilot, plan_pilot, simulated
 from ostinato.scaling.posterior import Interval
-from ostinato.scaling.series import Axis, Series
+from ostinato.scaling.seeds import FLOOR
+from ostinato.scaling.series import Series
 
 MATCHED = Noise(rho=0.45, floor=0.0042, factor=0.0)  # that of the simulated curves
 
@@ -61,10 +63,9 @@ def versus(windows: tuple[Side, Side], at: float | None, floor: float) -> Answer
 
 
 def _compared(one: Sequence[Known], other: Sequence[Known], found: Comparison) -> dict[str, Any]:
-    told = not found.reason
-    plain = {key: value for key, value in asdict(found).items() if key not in ("assessments", "shared")}
+    plain = {key: value for key, value in asdict(found).items() if key != "assessments"}
     runs = [about(known) | {"side": side} for side, each in enumerate((one, other)) for known in each]
-    return {"runs": runs, **plain, "shared": asdict(found.shared) if told else None}
+    return {"runs": runs, **plain}
 
 
 def _between(found: Comparison, floor: float) -> str:
@@ -104,14 +105,16 @@ def _ranks(found: Comparison, unit: str) -> Table:
     ]
     if found.at is not None:
         lines.append(line(f"scores higher at {compute_text(found.at)}", "", chance(found.higher_score), ""))
-    where = f"{middle(found.crossover, '')} {span(found.crossover, '')}"
-    lines.append(line("the curves cross", f"{unit}; median, 90 %", chance(found.crosses), where))
-    shared = found.shared
-    slopes = f"{shared.B[0]:.2f} against {shared.B[1]:.2f}"
-    lines.append(line(f"B with A = {shared.A:.3f}", "no unit; least squares", "", slopes))
     note = "Ceilings include how far runs differ by their seed alone."
-    if shared.apart > FLOOR:
-        note += f" B at an equal A says little here: their own A are {shared.apart:.3f} apart."
+    if (shared := found.shared) is None:
+        note += f" Neither crossings nor slopes: B and C_mid of {found.unknown} are not known."
+    else:
+        where = f"{middle(found.crossover, '')} {span(found.crossover, '')}"
+        lines.append(line("the curves cross", f"{unit}; median, 90 %", chance(found.crosses), where))
+        slopes = f"{shared.B[0]:.2f} against {shared.B[1]:.2f}"
+        lines.append(line(f"B with A = {shared.A:.3f}", "no unit; least squares", "", slopes))
+        if shared.apart > FLOOR:
+            note += f" B at an equal A says little here: their own A are {shared.apart:.3f} apart."
     return table(f"{found.names[0]} against {found.names[1]}", ("probability", "is"), lines, note)
 
 
@@ -151,7 +154,7 @@ def _beside(one: Sequence[Known], other: Sequence[Known], found: Comparison) -> 
     )
     courses = [replace(course(known, at), color=color) for known, color in zip(runs, colors, strict=True)]
     sections = [Section(title="Curves", charts=[curve_chart(courses, runs[0].window.unit, note)])]
-    if not found.reason:
+    if found.shared is not None:
         A = found.shared.A
         logits = [linearised(known.window.whole.score, known.window.whole.R0, A) for known in runs]
         slopes = slope_chart(courses, logits, A, runs[0].window.unit)
@@ -164,7 +167,7 @@ def _beside(one: Sequence[Known], other: Sequence[Known], found: Comparison) -> 
 
 def pilot(guess: Sigmoid, every: float, width: float, first: float, axis: Axis) -> Answer:
     """The shortest run that is expected to know the ceiling to ``width``."""
-    found, unit = plan_pilot(guess, every, width, first=first), UNITS[axis]
+    found, unit = plan_pilot(guess, every, width, first=first), axis.unit
     if not found.lengths:
         raise ValueError(f"--every is {every:g}; fewer than 5 evaluations fit into 12 C_mid; use less")
     if found.compute is None:
@@ -201,7 +204,7 @@ def _lengths(found: Pilot, guess: Sigmoid, unit: str) -> Table:
 
 def imagine(truth: Sigmoid, compute: np.ndarray, sd: float, rho: float, seed: int, axis: Axis) -> Answer:
     """Evaluations of a known curve with noise."""
-    drawn, unit = simulated(truth, compute, sd=sd, rho=rho, seed=seed), UNITS[axis]
+    drawn, unit = simulated(truth, compute, sd=sd, rho=rho, seed=seed), axis.unit
     scores = truth.score(compute)
     lines = [
         line(compute_text(C), unit, f"{measured:.4f}", f"{exact:.4f}")
@@ -244,8 +247,8 @@ def csv_of(answer: Answer) -> str:
 
 
 def back_test(curves: Sequence[Series], first: float, count: int, seed: int) -> Answer:
-    """Forecasts from the early part of known curves against what then happened; and coverage of the same
-    posterior on ``count`` simulated curves."""
+    """Forecasts from the early part of known curves against what then happened; and coverage of ``count``
+    simulated curves, by the posterior that knows their noise and by the intervals that are told."""
     rows = validate.backtest(curves, first=first)
     if not rows:
         raise ValueError(
@@ -258,12 +261,14 @@ def back_test(curves: Sequence[Series], first: float, count: int, seed: int) -> 
         for of, some in kinds
     ]
     shown = [(fraction, of, one) for fraction, of, one in summaries if one.curves]
-    drawn = validate.calibrate(count, noise=MATCHED, seed=seed) if count else None
+    noises = {"matched": MATCHED, "default": CONSERVATIVE} if count else {}
+    drawn = {name: validate.calibrate(count, noise=noise, seed=seed) for name, noise in noises.items()}
     lead = ["The interval is that of the curve; the noise of what was measured counts against it."]
-    if drawn is not None:
+    if drawn:
         lead.append(
-            f"{drawn.curves} simulated curves: {drawn.coverage:.1%} covered by 90 % intervals, where the"
-            " noise is known."
+            f"{count} simulated curves: 90 % intervals cover {drawn['matched'].coverage:.1%} of them where"
+            f" the noise is known, and {drawn['default'].coverage:.1%} with the noise that all commands"
+            " assume."
         )
     return Answer(
         title="Would it have been right?",
@@ -271,7 +276,7 @@ def back_test(curves: Sequence[Series], first: float, count: int, seed: int) -> 
         result={
             "summaries": [{"fraction": fraction, "of": of, **asdict(one)} for fraction, of, one in shown],
             "rows": [asdict(row) | {"covered": row.covered, "error": row.error} for row in rows],
-            "simulated": None if drawn is None else asdict(drawn),
+            "simulated": {name: asdict(one) for name, one in drawn.items()},
         },
         lead=lead,
         tables=[_summaries(shown)],

@@ -14,24 +14,30 @@ from typing import Annotated, Any, get_type_hints
 import numpy as np
 import typer
 
+from ostinato.axis import Axis
 from ostinato.report.reading import read_run as run_rows
 from ostinato.run import RunFolder
 from ostinato.scaling.cut import Cut, auto_cut
-from ostinato.scaling.series import Axis, Series, read_csv, read_run
+from ostinato.scaling.series import Series, read_csv, read_run
 
-UNITS = {
-    Axis.GPU_HOURS: "GPU-hours",
-    Axis.HOURS: "hours",
-    Axis.FLOPS: "FLOP",
-    Axis.TOKENS: "tokens",
-    Axis.STEPS: "steps",
-    Axis.MONEY: "money",
-    Axis.JOULES: "J",
-}
 AUTO = "auto"  # of --cut
 MAGNITUDES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+
+
+def axis_of(text: str) -> Axis:
+    """The value of an option --axis."""
+    try:
+        return Axis.parse(text, "--axis")
+    except ValueError as error:  # of a ValueError typer tells the value alone
+        raise typer.BadParameter(str(error)) from None
+
+
+AXIS = {"parser": axis_of, "metavar": f"[{'|'.join(Axis)}]"}  # of its option
 OF_CSV = ("compute", "score", "stderr", "by", "series", "R0")
-OF_RUN = ("split", "metric")
+OF_RUN = ("split", "metric", "price-per-device-hour")
+Price = Annotated[
+    float, typer.Option(min=0.0, help="Of a device-hour, for sessions of a run without a price.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +47,9 @@ class Reading:
     axis: Annotated[
         Axis | None,
         typer.Option(
-            help="What compute is counted in; by default flops of a run, gpu-hours of a CSV.",
+            help="What compute is counted in; by default flops of a run, device-hours of a CSV.",
             show_default=False,
+            **AXIS,
         ),
     ] = None
     cut: Annotated[
@@ -80,13 +87,14 @@ class Reading:
     ] = None
     split: Annotated[str, typer.Option(help="Of a run: of eval.jsonl.")] = "eval"
     metric: Annotated[str, typer.Option(help="Of a run: of eval.jsonl.")] = "pass@1"
+    price_per_device_hour: Price = 0.0
     low: Annotated[float, typer.Option(help="The lowest score; -1 for rewards from -1 to 1.")] = 0.0
     high: Annotated[float, typer.Option(help="The highest score.")] = 1.0
 
     def given(self) -> list[str]:
         """The options that are not at their default, as they are written."""
         names = [one.name for one in fields(self) if getattr(self, one.name) not in (one.default, [])]
-        return ["R0" if name == "r0" else name for name in names]
+        return ["R0" if name == "r0" else name.replace("_", "-") for name in names]
 
 
 def reading_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -128,7 +136,7 @@ class Window:
 
     @property
     def unit(self) -> str:
-        return UNITS[self.whole.axis]
+        return self.whole.axis.unit
 
 
 def read_all(source: Path, reading: Reading) -> list[Series]:
@@ -143,6 +151,7 @@ def read_all(source: Path, reading: Reading) -> list[Series]:
                 metric=reading.metric,
                 low=reading.low,
                 high=reading.high,
+                price=reading.price_per_device_hour,
             )
         ]
     if not source.is_file():
@@ -156,7 +165,7 @@ def read_all(source: Path, reading: Reading) -> list[Series]:
             by=reading.by or (),
             stderr=reading.stderr,
             R0=reading.r0,
-            axis=reading.axis or Axis.GPU_HOURS,
+            axis=reading.axis or Axis.DEVICE_HOURS,
             low=reading.low,
             high=reading.high,
         )
@@ -191,14 +200,10 @@ def read_pair(sources: Sequence[str], reading: Reading) -> tuple[Side, Side]:
                 f"--series is given {len(names)} times for two sides; give one for each, or none"
             )
         one, other = (
-            tuple(
-                window(path, found, reading)
-                for path in side
-                for found in _several(read_all(path, reading), path, name)
-            )
+            [(path, found) for path in side for found in _several(read_all(path, reading), path, name)]
             for side, name in zip(sides, names, strict=True)
         )
-        return one, other
+        return _pair(one, other, reading)
     (path,) = (Path(source) for source in sources)
     found = read_all(path, reading)
     names = reading.series or [one.name for one in found]
@@ -207,10 +212,20 @@ def read_pair(sources: Sequence[str], reading: Reading) -> tuple[Side, Side]:
             f"{path} has {len(found)} series and {len(reading.series or ())} are named; compare two"
             " runs, or choose two series: --series ONE --series OTHER"
         )
-    one, other = (
-        tuple(window(path, each, reading) for each in _several(found, path, name)) for name in names
-    )
-    return one, other
+    one, other = ([(path, each) for each in _several(found, path, name)] for name in names)
+    return _pair(one, other, reading)
+
+
+Named = Sequence[tuple[Path, Series]]
+
+
+def _pair(one: Named, other: Named, reading: Reading) -> tuple[Side, Side]:
+    """Raises ValueError for a run that is given twice: a seed counted twice would pass for one more."""
+    given = [(path.resolve(), found.name) for path, found in [*one, *other]]
+    for _, name in (one for one in given if given.count(one) > 1):
+        raise ValueError(f"{name} is given more than once; name every run once, as in a0,a1,a2 b0,b1,b2")
+    first, second = (tuple(window(path, found, reading) for path, found in side) for side in (one, other))
+    return first, second
 
 
 def _paths(source: str) -> list[Path]:
@@ -261,10 +276,12 @@ def window(source: Path, whole: Series, reading: Reading, *, waiting: bool = Fal
 
 
 def _epoch(run: Path, whole: Series, reading: Reading) -> float | None:
-    """The compute of one pass over the training prompts, by the recipe; None where it does not say."""
+    """The compute of one pass over the training prompts, as many as there were when the run began, or by its
+    recipe, where 0 stands for all that there are; None where it is not known."""
     data = run_rows(RunFolder.open(run))
-    prompts, per_step = data.setting("task.n_train"), data.setting("rollout.prompts_per_step")
-    if not isinstance(prompts, int) or not isinstance(per_step, int) or not per_step:
+    began = data.starts[0].get("train_prompts") if data.starts else None
+    prompts, per_step = began or data.setting("task.n_train"), data.setting("rollout.prompts_per_step")
+    if not (isinstance(prompts, int) and isinstance(per_step, int) and prompts and per_step):
         return None
     steps = read_run(
         run, Axis.STEPS, reading.split, metric=reading.metric, low=reading.low, high=reading.high

@@ -31,7 +31,7 @@ from ostinato.report.scaling import (
 from ostinato.run import RunFolder
 from ostinato.scaling.checks import profile_interval
 from ostinato.scaling.fit import by_cutoff, fit
-from ostinato.scaling.gates import TOLD, Assessment, Flag, assess
+from ostinato.scaling.gates import TOLD, Assessment, assess
 from ostinato.scaling.noise import whiten
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
 
@@ -66,17 +66,13 @@ class Known:
         return interval(draws, level) if self.told else interval(draws, level).ends()
 
     def parameters(self) -> dict[str, Interval | None]:
-        """A, B and C_mid, as much of them as may be told: no median of B and C_mid where the fit has B at its
-        bound, for they are the prior's."""
+        """A, B and C_mid, as much of them as may be told: no median of B and C_mid where they are the
+        prior's."""
         draws = {"A": self.posterior.A, "B": self.posterior.B, "C_mid": self.posterior.C_mid}
         found = {name: self.shown(each) for name, each in draws.items()}
-        if not self.steepness_told:
+        if not self.assessment.steep:
             found |= {name: one and one.ends() for name, one in found.items() if name != "A"}
         return found
-
-    @property
-    def steepness_told(self) -> bool:
-        return self.told and Flag.B_AT_BOUND not in self.assessment.flags
 
 
 # -- as text
@@ -116,6 +112,7 @@ def standing_sentences(known: Known) -> list[str]:
     left_out = len(window.whole.between(last=math.nextafter(float(series.compute[0]), 0)))
     ends = f"{compute_text(series.compute[0])} to {compute_text(series.compute[-1])} {window.unit}"
     parts = [f"{left_out} before left out"] * bool(left_out)
+    parts += [f"{series.unmeasured} without a score left out"] * bool(series.unmeasured)
     parts += [f"{len(window.later)} later held against the fit"] * bool(len(window.later))
     sentences = [
         f"{known.name} is {found.standing}: {found.reason}.",

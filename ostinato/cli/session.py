@@ -89,7 +89,8 @@ def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Out
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         screen = Monitor(recipe.trainer.steps, done=state.step, console=console)
         with ledger.session(state.step), screen as monitor:
-            record_start(run, build.device_name(prepared.decoder), asdict(build.check(recipe)))
+            algorithm, prompts = asdict(build.check(recipe)), len(prepared.train_prompts)
+            record_start(run, build.device_name(prepared.decoder), algorithm, prompts)
             for line in (f"run folder   {path}", f"threads      {chosen or 'as torch was started'}"):
                 monitor.say(line)
             for line in build.introduction(prepared, adapters):

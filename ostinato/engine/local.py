@@ -288,6 +288,9 @@ class LocalEngine:
         self.counters.steps += 1
         self.counters.prefilled += int(counts.sum()) - len(ready)
         self.counters.drafted += len(drafts.tokens)
+        if (ahead := seats.ahead[plan.seats]).any():
+            self.counters.ahead_rows += int((rows := ahead[plan.owner]).sum())
+            self.counters.ahead_pairs += int((plan.positions[rows] + 1).sum())
         if len(ready):
             taken = self._sample(hidden, plan, drafts, ready, version)
             self._report(plan, drafts, ready, taken, time.perf_counter() - start)
@@ -330,6 +333,8 @@ class LocalEngine:
             if sequence.sampled is None:
                 sequence.cached = min(match.tokens, sequence.prompt_len)
                 self.counters.cached += sequence.cached
+            else:
+                sequence.again.append((min(match.tokens, sequence.computed), sequence.computed))
             if not ahead:  # nobody may have to wait for what is run ahead
                 sequence.nodes = self._cache.insert(tokens, sequence.blocks, ready=False)
             room -= needed
@@ -576,6 +581,7 @@ class LocalEngine:
             accepted=sequence.accepted,
             passes=sequence.passes,
             cached_tokens=sequence.cached,
+            recomputed=np.array(sequence.again, np.int32) if sequence.again else None,
             error="the logits are not finite" if stop is Stop.ERROR else "",
         )
         sequence.results.put_nowait((sequence.index, completion))

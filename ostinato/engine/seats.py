@@ -41,6 +41,8 @@ class Sequence:
     handle: int = NO_HANDLE  # at the drafter
     told: int = 0  # length up to which the drafter knows it
     cached: int = 0
+    computed: int = 0  # positions that had run when it was preempted
+    again: list[tuple[int, int]] = field(default_factory=list)  # of them [from, to) ran once more, each time
     drafted: int = 0
     accepted: int = 0
     passes: int = 0
@@ -142,6 +144,7 @@ class Seats:
         sequence.sampled = tuple(array[seat, prompt:length].copy() for array in arrays)
         sequence.drafted, sequence.accepted = int(self.drafted[seat]), int(self.accepted[seat])
         sequence.passes, sequence.told = int(self.passes[seat]), int(self.told[seat])
+        sequence.computed = int(self.computed[seat])
         stop_tokens = sequence.request.sampling.stop_tokens
         self._stop_tokens[stop_tokens] -= 1
         if not self._stop_tokens[stop_tokens]:

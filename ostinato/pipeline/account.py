@@ -9,15 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ostinato.algo.pack import prompts_apart
-from ostinato.model.flops import FlopModel
+from ostinato.ledger import Terms
+from ostinato.model.flops import FlopModel, Work
 from ostinato.pipeline.credit import Credit
-from ostinato.pipeline.work import batch_work, rollout_work, step_flops
+from ostinato.pipeline.work import batch_work, needed_work, rollout_work, step_flops
 from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
 from ostinato.rollout.play import Played
 from ostinato.routes import route_bytes
 from ostinato.types import Batch, Group, StepReport
 
+NO_WORK = Work()
 PARTS = ("rollout", "reward", "train", "measure", "other")
 BUSY = {"rollout": "sample", "reward": "grade", "train": "train", "measure": "measure"}  # in the ledger
 
@@ -71,18 +75,21 @@ def step_row(
     report: StepReport | None,
     clock: Clock,
     *,
+    fresh: Sequence[Group],
     solved_at: float,
     costs: Costs | None,
     drafts: Mapping[str, float],
 ) -> dict[str, float]:
-    """The metrics of one step; ``batch`` and ``report`` are None when there was nothing to learn from,
-    ``costs`` where FLOPs are not known, and ``drafts`` is empty where nothing is drafted."""
+    """The metrics of one step that trained on ``groups`` and played ``fresh``; ``batch`` and ``report`` are
+    None when there was nothing to learn from, ``costs`` where FLOPs are not known, and ``drafts`` is empty
+    where nothing is drafted."""
     row = health(groups, solved_at=solved_at) | dict(drafts)
     row |= {f"groups/dropped/{name}": float(count) for name, count in sorted(credit.dropped_groups.items())}
-    row |= {f"tokens/wasted/{name}": float(count) for name, count in sorted(credit.wasted_tokens.items())}
+    trained, dropped = trained_tokens(credit, batch, report)
+    row |= {f"tokens/wasted/{name}": float(count) for name, count in sorted(dropped.items())}
     row["groups/dropped"] = float(credit.dropped_groups.total())
-    row["tokens/wasted"] = float(credit.wasted_tokens.total())
-    row["tokens/trained"] = float(batch.num_tokens if batch else 0)
+    row["tokens/wasted"] = float(dropped.total())
+    row["tokens/trained"] = float(trained)
     row["tokens/trained_context"] = float(batch.num_context_tokens if batch else 0)
     row |= route_sizes(batch) if batch else {}
     if batch and any(sample.experts is not None for sample in credit.samples):
@@ -91,9 +98,12 @@ def step_row(
     row["refused_step"] = float(report is not None and bool(report.skipped))
     row |= dict(report.metrics) if report else {}
     row |= costs.figures() if costs else {}
+    row["rollout/preempted"] = float(sum(map(len, recomputed(fresh))))
     total, parts = clock.read()
     row["step_time"] = total
-    row["tokens_per_s"] = row["tokens/sampled"] / total
+    if ahead := pending_tokens(groups, fresh):
+        row["tokens/pending"] = float(ahead)
+    row["tokens_per_s"] = (row["tokens/sampled"] + ahead) / total
     for name in PARTS:
         row[f"time/{name}_s"] = parts[name]
         row[f"time/{name}_share"] = parts[name] / total
@@ -126,17 +136,27 @@ def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """FLOPs of a step in whole numbers: ``useful`` and all of ``wasted`` add up to all of ``flops``."""
+    """FLOPs of a step in whole numbers: ``useful``, all of ``wasted`` and ``pending`` add up to all of
+    ``flops``.
+
+    ``compute`` is not what was paid but the C of a scaling curve: ``work.needed_work`` of what the step
+    played, and its training. It is a function of the recipe and the seed, and of no cache, drafter, clock
+    or restart.
+    """
 
     flops: Mapping[str, int]  # sample, train, measure
     useful: int
     wasted: Mapping[str, int]  # by reason
+    compute: int
+    pending: int = 0  # sampled for later steps, less what was trained on and an earlier step has paid for
 
     def figures(self) -> dict[str, float]:
         """The metrics."""
         parts = {"rollout": "sample", "train": "train", "measure": "measure"}
         found = {f"flops/{name}": float(self.flops[part]) for name, part in parts.items()}
-        return found | {"flops/useful": float(self.useful), "flops/wasted": float(sum(self.wasted.values()))}
+        found |= {"flops/useful": float(self.useful), "flops/wasted": float(sum(self.wasted.values()))}
+        found |= {"flops/compute": float(self.compute)}
+        return found | ({"flops/pending": float(self.pending)} if self.pending else {})
 
 
 def step_costs(
@@ -145,14 +165,21 @@ def step_costs(
     credit: Credit,
     batch: Batch | None = None,
     report: StepReport | None = None,
+    fresh: Sequence[Group] | None = None,
+    ahead: Work = NO_WORK,
 ) -> Costs:
     """What a step has computed, and what of it was in vain.
 
-    Sampling is useful as the share of its tokens that was trained on, and each reason of ``wasted_tokens``
-    has its share; drafts that failed and passes that only measure are wasted, and so is everything that led
-    to an optimizer step that was refused.
+    A step pays for what it has played (``fresh``; None: ``groups``), the step that trains on it says what
+    became of it, and in between it is pending. Sampling is useful as the share of its tokens that was trained
+    on, and each reason of ``wasted_tokens`` has its share; drafts that failed or were only made for drafts
+    (``ahead``), what ran again after a preemption and passes that only measure are wasted, and so is
+    everything that led to an optimizer step that was refused.
     """
-    sampling, drafts = sampling_flops(model, groups)
+    played = groups if fresh is None else fresh
+    paid, vain = sampling_flops(model, played)
+    vain += Counter(run_ahead=round(model.forward(ahead)))
+    sampling = paid if fresh is None or fresh == groups else sampling_flops(model, groups)[0]
     sampled = sum(sampled_tokens(trajectory) for group in groups for trajectory in group.trajectories)
     wasted = Counter({name: sampling * n // sampled for name, n in credit.wasted_tokens.items() if sampled})
     if batch is None:  # all was in vain, prompts that got no answer and what rounding has left too
@@ -164,17 +191,37 @@ def step_costs(
         found = step_flops(model, work, passes)
         once = round(step_flops(model, work, {**passes, "passes/repeated": 0.0}).train)
         train, measure = round(found.train), round(found.measure)
-        vain, steps = _refused(report)
-        refused = (kept + once) * vain // steps + train - once
-    wasted += Counter(refused_drafts=drafts, measurement=measure, refused_step=refused)
-    flops = {"sample": sampling + drafts, "train": train, "measure": measure}
-    return Costs(flops=flops, useful=sum(flops.values()) - wasted.total(), wasted=dict(+wasted))
+        failed, steps = _refused(report)
+        refused = (kept + once) * failed // steps + train - once
+    wasted += vain + Counter(measurement=measure, refused_step=refused)
+    flops = {"sample": paid + vain.total(), "train": train, "measure": measure}
+    useful = sampling + vain.total() + train + measure - wasted.total()
+    compute = round(model.forward(needed_work(played))) + train
+    return Costs(flops=flops, useful=useful, wasted=dict(+wasted), compute=compute, pending=paid - sampling)
 
 
-def sampling_flops(model: FlopModel, groups: Sequence[Group]) -> tuple[int, int]:
-    """(FLOPs of reading prompts and sampling answers, FLOPs of drafts verified in vain)."""
+def sampling_flops(model: FlopModel, groups: Sequence[Group]) -> tuple[int, Counter[str]]:
+    """(FLOPs of reading prompts and sampling answers, what the engine computed in vain beside, by reason)."""
     work = rollout_work(groups)
-    return max(0, round(model.forward(work.prefill + work.decode))), round(model.forward(work.refused))
+    vain = {"refused_drafts": work.refused, "recomputed": work.recomputed}
+    sampling = max(0, round(model.forward(work.prefill + work.decode)))
+    return sampling, Counter({reason: round(model.forward(part)) for reason, part in vain.items()})
+
+
+def all_sampling_flops(model: FlopModel, groups: Sequence[Group]) -> int:
+    sampling, vain = sampling_flops(model, groups)
+    return sampling + vain.total()
+
+
+def trained_tokens(
+    credit: Credit, batch: Batch | None, report: StepReport | None
+) -> tuple[int, Counter[str]]:
+    """(sampled tokens that changed the policy, those that did not, by reason)."""
+    if batch is None or report is None:
+        return 0, +credit.wasted_tokens
+    vain, steps = _refused(report)
+    refused = batch.num_tokens * vain // steps
+    return batch.num_tokens - refused, credit.wasted_tokens + Counter(refused_step=refused)
 
 
 def _refused(report: StepReport) -> tuple[int, int]:
@@ -187,26 +234,36 @@ def step_work(
     groups: Sequence[Group],
     credit: Credit,
     batch: Batch | None,
+    report: StepReport | None,
     costs: Costs | None,
+    fresh: Sequence[Group],
     reused: Sequence[Group] = (),
     model: FlopModel | None = None,
 ) -> dict[str, Any]:
-    """What a step's row of the ledger says beside its time. ``reused``: groups that another process sampled
-    and has a row for."""
-    trained = {
-        "trained": batch.num_tokens if batch else 0,
-        "trained_context": batch.num_context_tokens if batch else 0,
-    }
-    row: dict[str, Any] = {
-        "tokens": {**token_counts(groups), **trained, "dropped": dict(+credit.wasted_tokens)}
-    }
+    """What a step's row of the ledger says beside its time. ``fresh``: what it has played, and of that
+    ``reused``: groups that another process sampled and has a row for."""
+    trained, dropped = trained_tokens(credit, batch, report)
+    context = batch.num_context_tokens if batch else 0
+    told = {"trained": trained, "trained_context": context, "dropped": dict(dropped)}
+    row: dict[str, Any] = {"tokens": token_counts(fresh) | told}
     if costs is not None:
         row |= {"flops": costs.flops, "useful": costs.useful, "wasted": costs.wasted}
+    pending = {"sampled": pending_tokens(groups, fresh), "flops": costs.pending if costs else 0}
+    if any(pending.values()):
+        row["pending"] = pending
     if reused:
-        row["reused"] = token_counts(reused) | (
-            {"flops": sum(sampling_flops(model, reused))} if model else {}
-        )
+        row["reused"] = token_counts(reused) | ({"flops": all_sampling_flops(model, reused)} if model else {})
     return row
+
+
+def pending_tokens(groups: Sequence[Group], fresh: Sequence[Group]) -> int:
+    """Sampled tokens of ``fresh``, which a step has played, less those of ``groups``, which it trains on."""
+    if fresh == groups:
+        return 0
+    played, trained = (
+        sum(sampled_tokens(t) for one in some for t in one.trajectories) for some in (fresh, groups)
+    )
+    return played - trained
 
 
 def token_counts(groups: Sequence[Group]) -> dict[str, int]:
@@ -219,26 +276,51 @@ def token_counts(groups: Sequence[Group]) -> dict[str, int]:
         "drafted": sum(completion.drafted for completion in said),
         "accepted": sum(completion.accepted for completion in said),
         "injected": sum(map(injected_tokens, trajectories)),
+        "recomputed": sum(int(np.diff(spans).sum()) for spans in recomputed(groups)),
     }
+
+
+def recomputed(groups: Sequence[Group]) -> list[np.ndarray]:
+    """Of each answer that was preempted, the positions [n, 2] that ran again."""
+    turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
+    return [spans for turn in turns if (spans := turn.completion.recomputed) is not None]
 
 
 def evaluation_work(groups: Sequence[Group], model: FlopModel | None) -> dict[str, Any]:
     """What an evaluation's row of the ledger says beside its time."""
-    flops = {} if model is None else {"flops": {"eval": sum(sampling_flops(model, groups))}}
+    flops = {} if model is None else {"flops": {"eval": all_sampling_flops(model, groups)}}
     return {"tokens": token_counts(groups), **flops}
 
 
+FREE = Terms()
+MONEY = "total/money/"  # and a currency
 SUMMED = {
-    "step_time": "total/seconds",
-    "tokens/sampled": "total/sampled_tokens",
-    "tokens/trained": "total/trained_tokens",
-    "flops/useful": "total/useful_flops",
-    "flops/wasted": "total/wasted_flops",
+    "total/seconds": ("step_time",),
+    "total/device_seconds": ("device_seconds",),
+    "total/sampled_tokens": ("tokens/sampled", "tokens/pending"),  # in the step that played them
+    "total/trained_tokens": ("tokens/trained",),
+    "total/useful_flops": ("flops/useful",),
+    "total/wasted_flops": ("flops/wasted",),
+    "total/pending_flops": ("flops/pending",),
+    "total/compute_flops": ("flops/compute",),
+    "num_tokens": ("tokens/context", "tokens/sampled"),  # TRL's: all that was read and sampled
 }
 
 
-def add_totals(totals: Mapping[str, float], row: Mapping[str, float]) -> dict[str, float]:
-    """Sums over the run, this step included. ``num_tokens`` is TRL's: all that was read and sampled."""
-    added = {total: row[name] for name, total in SUMMED.items() if name in row}
-    added["num_tokens"] = row["tokens/context"] + row["tokens/sampled"]
-    return {total: totals.get(total, 0.0) + value for total, value in added.items()}
+def add_totals(
+    totals: Mapping[str, float], row: Mapping[str, float], terms: Terms = FREE
+) -> dict[str, float]:
+    """Sums over the run, this step included, which was done on ``terms``: what steps cost on other devices
+    and at other prices stays what it was. ``total/money/CURRENCY`` is there while every step was paid in
+    it."""
+    seconds = terms.devices * row["step_time"]
+    row = {**row, "device_seconds": seconds}
+    money = f"{MONEY}{terms.currency}"
+    if terms.price_per_device_hour and (money in totals or not totals):
+        row[money] = terms.price_per_device_hour * seconds / 3600
+    added = {
+        total: totals.get(total, 0.0) + sum(row.get(name, 0.0) for name in names)
+        for total, names in {**SUMMED, money: (money,)}.items()
+        if any(name in row for name in names)
+    }
+    return {name: n for name, n in totals.items() if not name.startswith(MONEY)} | added

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.every import NEVER, Every
+from ostinato.pipeline.account import MONEY
 from ostinato.rollout.health import counters, length_figures, pass_at_k
 from ostinato.rollout.play import Ask, Stage, play, verdicts
 from ostinato.run import MAIN_SET, to_json
@@ -64,34 +65,51 @@ def held_out(evaluation: Evaluation) -> str:
     differ in them have different expectations, and do not compare. How many answers are drawn, which noise
     they use and the ids of a tokenizer are not in it."""
     sampling = evaluation.sampling
-    prompts = [[one.uid, one.text, one.messages, one.columns] for one in evaluation.prompts]
+    prompts = _prompts(evaluation)
     drawn = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.stop_strings]
     length = [sampling.max_tokens, sampling.min_tokens]
     rules = [evaluation.k, evaluation.solved_at, evaluation.rules]
-    text = to_json({"prompts": prompts, "drawn": drawn, "length": length, "rules": rules})
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return _digest({"prompts": prompts, "drawn": drawn, "length": length, "rules": rules})
 
 
-def spent(step: int, totals: Mapping[str, float], devices: int = 1) -> dict[str, float]:
+def same_prompts(evaluation: Evaluation) -> str:
+    """Twelve hex digits of the prompts alone, with what rewards know of them: of policies that sample or
+    answer by other rules, on the same ones."""
+    return _digest(_prompts(evaluation))
+
+
+def _prompts(evaluation: Evaluation) -> list[Any]:
+    return [[one.uid, one.text, one.messages, one.columns] for one in evaluation.prompts]
+
+
+def _digest(tree: Any) -> str:
+    return hashlib.sha256(to_json(tree).encode()).hexdigest()[:12]
+
+
+def spent_in_steps(step: int, totals: Mapping[str, float]) -> dict[str, float]:
     """Training compute up to the end of ``step``, from the sums of ``pipeline.account.add_totals``.
 
-    ``seconds`` are those of steps, ``device_hours`` the same on ``devices`` devices; what lies between steps,
-    and restarts, are in the ledger alone.
+    It is that of the steps which made the policy, and of nothing else: loading, what lies between steps, lost
+    and repeated work are in the ledger alone (``ostinato.ledger.spent``), and so are FLOPs that the recipe
+    did not ask for (``Costs.compute``): flops, tokens and steps are the same whenever a recipe is run.
+    ``money/CURRENCY`` is not there where a step had no price.
     """
-    seconds = totals.get("total/seconds", 0.0)
+    money = {name.removeprefix("total/"): n for name, n in totals.items() if name.startswith(MONEY)}
     return {
-        "flops": totals.get("total/useful_flops", 0.0) + totals.get("total/wasted_flops", 0.0),
+        "flops": totals.get("total/compute_flops", 0.0),
         "tokens": totals.get("total/sampled_tokens", 0.0),
-        "device_hours": devices * seconds / 3600,
-        "seconds": seconds,
+        "device_hours": totals.get("total/device_seconds", 0.0) / 3600,
+        "seconds": totals.get("total/seconds", 0.0),
         "steps": float(step),
+        **money,
     }
 
 
 def due(
     evaluation: Evaluation, now: Mapping[str, float], last: Mapping[str, Any] | None, *, ended: bool
 ) -> bool:
-    """Is the set to be scored, where ``now`` is spent (``spent``) and ``last`` is its last row of eval.jsonl?
+    """Is the set to be scored, where ``now`` is spent (as ``spent_in_steps`` has it) and ``last`` is its last
+    row of eval.jsonl?
 
     Before training, when the run has ``ended``, and whenever the amount of ``evaluation.every`` has been
     spent once more than at its last evaluation: what a signal left out is made up for, nothing made twice.
@@ -124,7 +142,8 @@ async def evaluate_groups(
     played = await play(replace(stage, sampling=evaluation.sampling), asks)
     seconds = time.perf_counter() - started
     about = {"step": step, "set": evaluation.name, "split": evaluation.split}
-    about |= {"held_out": held_out(evaluation), "weights": evaluation.weights, "samples": samples}
+    about |= {"held_out": held_out(evaluation), "prompts": same_prompts(evaluation)}
+    about |= {"weights": evaluation.weights, "samples": samples}
     groups = [item.group for item in played]
     return {**about, **score(groups, evaluation), "seconds": seconds}, groups
 

@@ -27,6 +27,7 @@ from ostinato.algo.routing import Misaligned
 from ostinato.ledger import Ledger
 from ostinato.model.flops import FlopModel
 from ostinato.pipeline.account import (
+    NO_WORK,
     Clock,
     add_totals,
     evaluation_work,
@@ -36,7 +37,7 @@ from ostinato.pipeline.account import (
     tool_rates,
 )
 from ostinato.pipeline.credit import Credit, assign
-from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent
+from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent_in_steps
 from ostinato.pipeline.remember import Drafted, Drafting
 from ostinato.pipeline.rounds import Round, Rounds
 from ostinato.pipeline.signals import Abandoned, StopSignals
@@ -74,7 +75,7 @@ class Plan:
     group_size: int
     answer_tokens: int  # longest answer allowed, all turns together
     tokens_per_microbatch: int
-    minibatches: int = 1  # the trainer's optimizer steps per batch: no fewer microbatches are packed
+    minibatches: int = 1  # optimizer steps per batch, as long as there are as many groups
     staleness: int = 0  # steps between the policy that samples a batch and the one that trains on it
     seed: int = 0
     solved_at: float = 1.0  # a reward from here on is a solution
@@ -85,7 +86,6 @@ class Plan:
     max_empty_steps: int = 10  # in a row without anything to learn from
     stop_on_collapse: bool = False  # end after the step in which the stability watch first tells of one
     grace_s: float = 20.0  # for a step to end after SIGTERM
-    devices: int = 1  # that train and sample: hours x devices are device hours
     flops: FlopModel | None = None  # None: unknown, no FLOPs are reported
 
     def __post_init__(self) -> None:
@@ -126,8 +126,9 @@ class Finished:
 class Loop:
     """A run, assembled. ``await loop.run()`` trains until ``plan.steps`` are done or a signal asks to stop.
 
-    ``save`` writes a checkpoint of the trainer and of the state it is given; it is called every
-    ``checkpoint_every`` steps and whenever the loop ends in a way that it can foresee.
+    ``save`` writes a checkpoint of the trainer and of the state it is given, and returns the step of the
+    oldest one that is kept: the spool has what came after it. It is called every ``checkpoint_every`` steps
+    and whenever the loop ends in a way that it can foresee.
     """
 
     plan: Plan
@@ -144,7 +145,7 @@ class Loop:
     counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
     run_ahead: Callable[[Sequence[Request]], None] | None = None  # the next step's, to an engine that can
-    save: Callable[[LoopState], None] = lambda state: None
+    save: Callable[[LoopState], int] = lambda state: state.step
     on_step: Callable[[Mapping[str, float]], None] = lambda row: None
     on_eval: Callable[[Mapping[str, Any]], None] = lambda row: None
     on_note: Callable[[str], None] = lambda sentence: None  # what a person should know, in one sentence
@@ -166,7 +167,7 @@ class Loop:
     async def _run(self) -> Finished:
         self.folder.truncate_after(self.state.step)
         self._scored = {row.get("set"): row for row in self.folder.eval.rows()}  # the last of each set
-        self._spool = Spool(self.folder.path / "inflight.jsonl.zst")
+        self._spool = Spool(self.folder.path / "inflight.jsonl.zst", self._books, self.state.step)
         self._rounds = self._new_rounds()
         self._queue = self._recalled()
         self._saved_step, self._between_steps = self.state.step, False
@@ -217,20 +218,14 @@ class Loop:
         step = self.state.step + 1
         if self.drafting is not None:
             self.drafting.begin()
-        state, fresh = await self._play(step, clock)
-        clock.rollouts(fresh)
+        state, now = await self._play(step, clock)
+        clock.rollouts(now)
         played = self._queue.pop(step)
-        groups = [item.group for item in played]
+        groups, fresh = ([item.group for item in items] for items in (played, now))
         drafted = None
         if self.drafting is not None:
-            drafted = self.drafting.end([item.group for item in fresh], step, clock.rollout_s)
-        credit = assign(
-            groups,
-            self.algorithm,
-            min_verdicts=min(2, self.plan.group_size),
-            answer_tokens=self.plan.answer_tokens,
-            solved_at=self.plan.solved_at,
-        )
+            drafted = self.drafting.end(fresh, step, clock.rollout_s)
+        credit = self._assign(groups)
         version, batch, report = self.state.version, None, None
         if credit.samples:
             self._between_steps = True
@@ -241,32 +236,33 @@ class Loop:
                 self.stage.engine.publish(self.trainer.adapters(), version)
             if report.mismatch is not None:
                 clock.measured(report.mismatch["seconds"])
-        model = self.plan.flops
-        costs = None if model is None else step_costs(model, groups, credit, batch, report)
+        model, ahead = self.plan.flops, drafted.ahead if drafted else NO_WORK
+        costs = None if model is None else step_costs(model, groups, credit, batch, report, fresh, ahead)
         row = step_row(
             groups,
             credit,
             batch,
             report,
             clock,
+            fresh=fresh,
             solved_at=self.plan.solved_at,
             costs=costs,
             drafts=drafted.row if drafted else {},
         )
-        reused = [item.group for item in played if item.spooled] if self._books.counted(step) else []
-        work = step_work(groups, credit, batch, costs, reused, model)
+        reused = [item.group for item in now if item.paid]
+        work = step_work(groups, credit, batch, report, costs, fresh, reused, model)
         self._books.step(step, row["step_time"], clock.busy(), work)
         counts = self._new_counts()
         row |= {"rollout/from_spool": float(sum(item.spooled for item in played)), **counts}
         row |= self._left(state)
-        row |= tool_rates(counts, row["rollout/trajectories"])
+        row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
         self.state = replace(
             state,
             step=step,
             version=version,
             empty_in_a_row=0 if credit.samples else self.state.empty_in_a_row + 1,
             ahead=state.ahead[1:],
-            totals=add_totals(self.state.totals, row),
+            totals=add_totals(self.state.totals, row, self._books.terms),
         )
         self._between_steps = False
         self._report({**row, **self.state.totals}, groups, report, drafted)
@@ -276,6 +272,10 @@ class Loop:
         """Play until the round of ``step`` and those that ``staleness`` has the policy play ahead are there:
         (where that leaves the stream, what was played now). Most often this is one round."""
         plan, state, played = self.plan, self.state, list[Played]()
+        for lost in (one for one in state.ahead if one.step not in self._queue):
+            items = self._queue[lost.step] = await self._rounds.play(lost, state.retired, since=clock.start)
+            played += items
+            state = self._without(state, items)
         for number in range(step + len(state.ahead), min(step + plan.staleness, plan.steps) + 1):
             now = self._round(state, number)
             places = self._rounds.places(now, state.retired)
@@ -286,7 +286,7 @@ class Loop:
             items = await self._rounds.play(now, state.retired, since=clock.start, coming=coming)
             self._queue[number] = items
             played += items
-            state = replace(after, retired=(*state.retired, *self._leaving(state, items)))
+            state = self._without(after, items)
         return state, played
 
     def _round(self, state: LoopState, step: int) -> Round:
@@ -306,32 +306,32 @@ class Loop:
         )
 
     def _recalled(self) -> dict[int, list[Played]]:
-        """What an earlier process had played ahead, by step. From the first round on that the spool does not
-        have, the stream is wound back: the policy of now plays them anew."""
-        found: dict[int, list[Played]] = {}
-        for place, one in enumerate(self.state.ahead):
+        """What an earlier process had played ahead, by step. A round that the spool does not have is one of
+        the policy of now, which plays the same prompts anew; who had left by what is lost does not return."""
+        found, ahead, version = dict[int, list[Played]](), list[Round](), self.state.version
+        for one in self.state.ahead:
             played = self._rounds.recall(one, self.state.retired, since=time.perf_counter())
-            if played is None:
-                if one.version != self.state.version:
-                    self.on_note(
-                        f"step {self.state.step}: {self._spool.path.name} does not have all groups for step "
-                        f"{one.step}, which policy {one.version} sampled; policy {self.state.version} plays "
-                        "them anew, so this is not quite the run that was interrupted"
-                    )
-                kept = self.state.ahead[:place]
-                self.state = replace(self.state, cursor=one.cursor, ahead=kept)
-                break
-            found[one.step] = played
+            if played is not None:
+                found[one.step] = played
+            elif one.version != version:
+                self.on_note(
+                    f"step {self.state.step}: {self._spool.path.name} does not have all groups for step "
+                    f"{one.step}, which policy {one.version} sampled; policy {version} plays them anew, so "
+                    "this is not quite the run that was interrupted"
+                )
+            ahead.append(one if played is not None else replace(one, version=version))
+        self.state = replace(self.state, ahead=ahead)
         return found
 
-    def _leaving(self, state: LoopState, played: Sequence[Played]) -> tuple[str, ...]:
-        """The prompts that leave the stream after these groups."""
+    def _without(self, state: LoopState, played: Sequence[Played]) -> LoopState:
+        """The state when the prompts have left the stream that these groups solve for good."""
         plan = self.plan
         if not plan.solved_for_good:
-            return ()
+            return state
         groups = [item.group for item in played]
         rule = {"share": plan.solved_for_good, "solved_at": plan.solved_at}
-        return solved_for_good(groups, **rule, retired=frozenset(state.retired))
+        leaving = solved_for_good(groups, **rule, retired=frozenset(state.retired))
+        return replace(state, retired=(*state.retired, *leaving))
 
     def _left(self, state: LoopState) -> dict[str, float]:
         """What the row tells of the prompts that have left."""
@@ -355,12 +355,21 @@ class Loop:
         )
         return Finish.SOLVED
 
+    def _assign(self, groups: Sequence[Group]) -> Credit:
+        return assign(
+            groups,
+            self.algorithm,
+            min_verdicts=min(2, self.plan.group_size),
+            answer_tokens=self.plan.answer_tokens,
+            solved_at=self.plan.solved_at,
+        )
+
     def _pack(self, credit: Credit) -> Batch:
         return pack(
             credit.samples,
             credit.weights,
             tokens_per_microbatch=self.plan.tokens_per_microbatch,
-            min_microbatches=self.plan.minibatches,
+            minibatches=self.plan.minibatches,
             version=self.state.version,
         )
 
@@ -424,10 +433,11 @@ class Loop:
             await self._score()
 
     async def _score(self) -> None:
-        now = spent(self.state.step, self.state.totals, self.plan.devices)
+        now = spent_in_steps(self.state.step, self.state.totals)
         for evaluation in self.evaluations:
             if due(evaluation, now, self._scored.get(evaluation.name), ended=self._due(0)):
-                row, groups = await evaluate_groups(self.stage, evaluation, self.state.step)
+                with self._books.evaluating():
+                    row, groups = await evaluate_groups(self.stage, evaluation, self.state.step)
                 row |= {"spent": now, **self._new_counts()}
                 work = evaluation_work(groups, self.plan.flops)
                 self._books.evaluation(self.state.step, evaluation.name, row["seconds"], work)
@@ -438,16 +448,16 @@ class Loop:
                 self.on_eval(row)
 
     def _due(self, every: int) -> bool:
-        ended = self.state.step == self.plan.steps or self._why in (Finish.SOLVED, Finish.ENOUGH)
+        ended = self.state.step == self.plan.steps or self._why is not None
         return ended or (every > 0 and self.state.step % every == 0)
 
     def _checkpoint(self) -> None:
         if self.state.step > self._saved_step:
             started = time.perf_counter()
-            self.save(self.state)
+            oldest = self.save(self.state)
             self._books.saved(self.state.step, time.perf_counter() - started)
             self._saved_step = self.state.step
-            self._spool.forget(self.state.step)
+            self._spool.forget(oldest)
 
     def _no_signal(self) -> str:
         return (

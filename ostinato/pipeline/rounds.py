@@ -59,11 +59,8 @@ class Rounds:
         round after, if there is one, as far as it is known."""
         asks = self._asks(round, retired)
         addresses = [address(ask, self.stage, round.version) for ask in asks]
-        found = {
-            i: Played(group=group, generated_at=since, graded_at=since, spooled=True)
-            for i, ask in enumerate(asks)
-            if (group := self.spool.take(addresses[i], ask)) is not None
-        }
+        taken = {i: self.spool.take(addresses[i], ask, since) for i, ask in enumerate(asks)}
+        found = {i: played for i, played in taken.items() if played is not None}
         missing = [i for i in range(len(asks)) if i not in found]
 
         def keep(index: int, item: Played) -> None:
@@ -78,11 +75,9 @@ class Rounds:
     def recall(self, round: Round, retired: Sequence[str], *, since: float) -> list[Played] | None:
         """The round as an earlier process played it; None where the spool does not have all of it."""
         asks = self._asks(round, retired)
-        groups = [self.spool.take(address(ask, self.stage, round.version), ask) for ask in asks]
-        if None in groups:
-            return None
-        there = [group for group in groups if group is not None]
-        return [Played(group=group, generated_at=since, graded_at=since, spooled=True) for group in there]
+        taken = [self.spool.take(address(ask, self.stage, round.version), ask, since) for ask in asks]
+        there = [played for played in taken if played is not None]
+        return there if len(there) == len(taken) else None
 
     def _asks(self, round: Round, retired: Sequence[str]) -> list[Ask]:
         return [

@@ -1,9 +1,12 @@
-"""Graded groups that no checkpoint covers yet, so that a resumed run does not pay for them twice.
+"""Graded groups that not every checkpoint covers, so that a resumed run does not pay for them twice.
 
 Randomness is addressed, so a resumed run would play the same groups again, token for token; reading them
 back is the same and free. A group is found by its whole address: what was asked, of which policy version, and
 the stage that played it (model, sampler, task, rewards). So a recipe that changed one of these finds nothing
 and plays anew. Prompts are not stored: the stream gives them again.
+
+A row says which process pays for the group, in its ledger's row of which step: a group is paid for once,
+however many processes read it back.
 
 Of a step that was interrupted, only the missing groups are played, in a smaller batch than before. Their
 tokens are the same; their log-probabilities are the same bits where the engine's kernels work row by row
@@ -20,30 +23,43 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.rollout.play import Ask, Stage
+from ostinato.ledger import Ledger
+from ostinato.rollout.play import Ask, Played, Stage
 from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.run import JsonlZst
 from ostinato.types import Completion, Group, Reward, Stop, Support, Trajectory, Turn
 
 
 class Spool:
-    """The file ``inflight.jsonl.zst`` of a run folder: one compressed row per group, a torn end forgiven."""
+    """The file ``inflight.jsonl.zst`` of a run folder: one compressed row per group, a torn end forgiven.
+    ``ledger`` is that of this process, which has finished ``step`` and asks for no group up to there."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._log = path, JsonlZst(path)
-        self._found = {row["address"]: row for row in self._log.rows()}
+    def __init__(self, path: Path, ledger: Ledger, step: int = 0) -> None:
+        self.path, self._log, self._ledger = path, JsonlZst(path), ledger
+        self._found: dict[str, dict[str, Any]] = {}
+        for row in self._log.rows():  # a later row of an address says who pays instead
+            if row["step"] > step:
+                self._found[row["address"]] = {**self._found.get(row["address"], {}), **row}
 
     def put(self, address: str, group: Group) -> None:
         trajectories = [_trajectory_row(trajectory) for trajectory in group.trajectories]
-        self._log.append({"step": group.step, "address": address, "trajectories": trajectories})
+        self._sign(group.step, address, trajectories=trajectories)
 
-    def take(self, address: str, ask: Ask) -> Group | None:
-        """The group that an earlier process played under this address; given once."""
+    def take(self, address: str, ask: Ask, since: float) -> Played | None:
+        """The group that an earlier process played under this address, there at ``since``; given once."""
         row = self._found.pop(address, None)
-        return None if row is None else _group(row, ask)
+        if row is None:
+            return None
+        paid = self._ledger.has(tuple(row.get("paid_in", ())))
+        if not paid:  # its process was killed before the step had ended
+            self._sign(row["step"], address)
+        return Played(group=_group(row, ask), generated_at=since, graded_at=since, spooled=True, paid=paid)
+
+    def _sign(self, step: int, address: str, **more: Any) -> None:
+        self._log.append({"step": step, "address": address, "paid_in": self._ledger.coming, **more})
 
     def forget(self, step: int) -> None:
-        """Drop the groups up to ``step``: a checkpoint covers them."""
+        """Drop the groups up to ``step``: the oldest checkpoint covers them."""
         self._keep(lambda row: row["step"] > step)
 
     def reject(self, step: int) -> None:

@@ -83,9 +83,11 @@ class Limits:
     entropy_steps: int = 5
     # Truncated answers: ScaleRL's runs destabilised at 10 to 15 % and did not recover, while healthy ones
     # stayed below 5 % (arXiv 2510.13786). A rise is told. A policy that begins so, as base models do that
-    # never learned to end, may unlearn it: it is told that it begins so.
+    # never learned to end, may unlearn it: it is told that it begins so, and one above the alarm is alarmed
+    # by a rise of 15 points more. ``scaling.gates.truncation`` has the first two limits as well.
     truncated_warning: float = 0.10
     truncated_alarm: float = 0.15
+    truncated_rise: float = 0.15
     truncated_window: int = 10  # steps in the mean: long enough that one of them above is enough
     truncated_steps: int = 1
     thriving: float = 0.8  # of the reward's highest gain: near its best
@@ -331,6 +333,7 @@ class Watch:
         now, start = course.now, course.start
         warning, alarm = limits.truncated_warning, limits.truncated_alarm
         was_low = course.least <= warning  # what began high and came down may rise again
+        much = alarm if was_low or start <= alarm else start + limits.truncated_rise
         told = f"{now:.0%} of the answers were cut by length (mean of {course.window} steps)"
         rose = f"{told} after {start:.0%} at the start"
         figures = {"truncated": now, "start": start}
@@ -339,7 +342,7 @@ class Watch:
             (Rule.TRUNCATED, was_low and now > warning, f"truncation has risen: {rose}"),
             (
                 Rule.TRUNCATED_MUCH,
-                (was_low or start <= alarm) and now > alarm,
+                now > much,
                 f"truncation has risen to where published runs did not recover, and rollout.interrupt_after, "
                 f"algo.overlong_buffer or more rollout.max_tokens end it: {rose}",
             ),

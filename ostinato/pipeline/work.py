@@ -1,7 +1,7 @@
 """What a step had to compute, read off its data: the ``Work`` of rollouts, of a batch, of a training step.
 
-A token at position p of its sequence is one row, which sees p + 1 positions. Work that no record tells of is
-not here: prompts recomputed after a preemption, and answers run ahead for the drafter.
+A token at position p of its sequence is one row, which sees p + 1 positions. What an engine runs ahead for
+its drafter is in no record, so it is not here (``pipeline.remember``).
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ _NONE = Work()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutWork:
-    """The engine's passes: rows of known text, rows of sampled tokens, and draft rows verified in vain."""
+    """The engine's passes: rows of known text, rows of sampled tokens, draft rows verified in vain, and what
+    ran once more after a preemption."""
 
     prefill: Work = _NONE
     decode: Work = _NONE
     refused: Work = _NONE
+    recomputed: Work = _NONE
 
     def __add__(self, other: RolloutWork) -> RolloutWork:
         return RolloutWork(
             prefill=self.prefill + other.prefill,
             decode=self.decode + other.decode,
             refused=self.refused + other.refused,
+            recomputed=self.recomputed + other.recomputed,
         )
 
     @property
     def total(self) -> Work:
-        return self.prefill + self.decode + self.refused
+        return self.prefill + self.decode + self.refused + self.recomputed
 
 
 def rollout_work(groups: Iterable[Group]) -> RolloutWork:
@@ -63,18 +66,57 @@ def completion_work(prompt: int, said: Completion) -> RolloutWork:
     rows stood is not recorded: they count as many pairs as those of the answer on average.
     """
     length = len(said.tokens)
+    sampled = length - said.num_injected
+    vain = max(said.drafted - said.accepted, said.passes + said.drafted - sampled if said.passes else 0)
+    refused = Work(vain, vain * (prompt + (length + 1) // 2), vain)
+    return _answer_work(prompt, said.cached_tokens, said) + RolloutWork(
+        refused=refused, recomputed=_recomputed(said)
+    )
+
+
+def _answer_work(prompt: int, cached: int, said: Completion) -> RolloutWork:
+    """Prefill and decode of the answer to ``prompt`` tokens, of which ``cached`` were there."""
+    length = len(said.tokens)
     injected = np.zeros(length, bool) if said.injected is None else said.injected
     known = injected[:-1]
-    sampled = length - int(injected.sum())
     sees = prompt + 1 + np.arange(max(0, length - 1))  # of the row of token t
     # the row before token t, that gave its logits, is known text where it is the prompt's last or injected
     asked = int((~injected & np.concatenate(([True], known))).sum()) if length else 0
-    read = Work(prompt - said.cached_tokens, _causal(prompt) - _causal(said.cached_tokens), asked)
+    read = Work(prompt - cached, _causal(prompt) - _causal(cached), asked)
     prefill = read + Work(int(known.sum()), int(sees[known].sum()), 0)
-    decode = Work(int((~known).sum()), int(sees[~known].sum()), sampled - asked)
-    vain = max(said.drafted - said.accepted, said.passes + said.drafted - sampled if said.passes else 0)
-    refused = Work(vain, vain * (prompt + (length + 1) // 2), vain)
-    return RolloutWork(prefill=prefill, decode=decode, refused=refused)
+    decode = Work(int((~known).sum()), int(sees[~known].sum()), length - said.num_injected - asked)
+    return RolloutWork(prefill=prefill, decode=decode)
+
+
+def needed_work(groups: Iterable[Group]) -> Work:
+    """What ``groups`` take of an engine that does nothing twice and nothing in vain: a prompt is read once
+    for its group, but for the last token, which every answer begins from, and a later turn reads what no row
+    was before. It follows from the tokens alone, so it is the same for every engine, cache and drafter."""
+    total = _NONE
+    for group in groups:
+        begun: np.ndarray | None = None  # the first context of an earlier answer
+        for turns in (trajectory.turns for trajectory in group.trajectories if trajectory.turns):
+            there = 0 if begun is None else _shared(begun, turns[0].context[:-1])
+            begun, history = (turns[0].context if begun is None else begun), 0
+            for turn in turns:
+                history += len(turn.context)
+                work = _answer_work(history, there, turn.completion)
+                total += work.prefill + work.decode
+                length = len(turn.completion.tokens)
+                there, history = history + max(0, length - 1), history + length
+    return total
+
+
+def _shared(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    size = min(len(a), len(b))
+    return int(np.append(a[:size] == b[:size], False).argmin())
+
+
+def _recomputed(said: Completion) -> Work:
+    spans = [] if said.recomputed is None else said.recomputed.tolist()
+    rows, pairs = (sum(of(end) - of(start) for start, end in spans) for of in (int, _causal))
+    return Work(rows, pairs, 0)
 
 
 def batch_work(batch: Batch) -> Work:
@@ -109,6 +151,7 @@ __all__ = [
     "StepFlops",
     "batch_work",
     "completion_work",
+    "needed_work",
     "rollout_work",
     "step_flops",
     "trajectory_work",

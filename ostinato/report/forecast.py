@@ -26,8 +26,9 @@ def forecast_sections(data: RunData) -> list[Section]:
     rows = [row for row in data.forecasts if number(row, "compute") and number(row, "score") is not None]
     if not rows:
         return []
+    newest = data.forecasts[-1]
     last = rows[-1]
-    axis = str(last.get("axis", "?"))
+    axis = str(last.get("counted", "?"))
     charts = [_curve(rows, data.name, axis)] if _points(last) else []
     moved = {
         "A": ("Foretold ceiling", "Where the curve ends however much is spent (A)"),
@@ -39,6 +40,8 @@ def forecast_sections(data: RunData) -> list[Section]:
                 _moved(rows, key, title, f"{note}; 90 %, without a median where not identified.", axis)
             )
     lead = f"After the evaluation of step {last['step']}: {last.get('sentence', '?')}."
+    if newest["step"] > last["step"]:  # what is shown below is not of today
+        lead += f" At step {newest['step']} no more could be foretold: {newest.get('sentence', '?')}."
     return [
         Section(title="Forecast", anchor="forecast", lead=lead, charts=charts, tables=[_table(rows, axis)])
     ]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ostinato.axis import Axis
 from ostinato.ledger import Event, Summary, spells
 from ostinato.report.charts import Section, figure, line, ready
 from ostinato.report.facts import Cell, Column, Line, Table, seconds_text, si
@@ -23,7 +24,7 @@ PARTS = {
     "measure": ("--purple", "sampler against trainer"),
     "eval": ("--gold", "held-out sets; in no compute"),
     "idle": ("--grey", "held and not busy: loading, saving, between steps"),
-    "lost": ("--red", "work of a process that was killed or gave up; the rest of what it did is not known"),
+    "lost": ("--red", "given up, or until the last sign of life of a process that was killed"),
 }
 WALL = {
     "steps": "",
@@ -31,16 +32,16 @@ WALL = {
     "saving": "checkpoints",
     "loading": "until a process is ready, each time",
     "between": "what has no row",
-    "lost": "up to the last trace of a process that was killed",
+    "lost": "given up, or until the last sign of life of a process that was killed",
 }
-AXES = {
-    "device-hours": ("devices x wall clock, idle ones too", "{:.4g}"),
-    "hours": ("wall clock", "{:.4g}"),
-    "flops": ("FLOP", ""),
-    "tokens": ("sampled", ""),
-    "steps": ("that count", "{:.0f}"),
-    "money": ("price x device-hours", "{:.4g}"),
-    "joules": ("J", ""),
+AXES: Mapping[Axis, tuple[str, Form]] = {
+    Axis.DEVICE_HOURS: ("devices x wall clock, idle ones too", "{:.4g}".format),
+    Axis.HOURS: ("wall clock", "{:.4g}".format),
+    Axis.FLOPS: ("FLOP", si),
+    Axis.TOKENS: ("sampled", si),
+    Axis.STEPS: ("that count", "{:.0f}".format),
+    Axis.MONEY: ("price x device-hours", "{:,.4g}".format),
+    Axis.JOULES: ("J", si),
 }
 
 
@@ -66,7 +67,7 @@ def tables(books: Books) -> list[Table]:
 
 def _compute(books: Books) -> Table:
     lines = [
-        _line(books, axis, note, lambda one, axis=axis: one.compute.get(axis), form.format if form else si)
+        _line(books, axis, note, lambda one, axis=axis: one.compute.get(axis), form)
         for axis, (note, form) in AXES.items()
     ]
     lines += [
@@ -76,10 +77,16 @@ def _compute(books: Books) -> Table:
         _line(books, "restarts", "", lambda one: float(one.restarts), "{:.0f}".format),
         _line(books, "repeated steps", "", lambda one: float(one.repeated), "{:.0f}".format),
     ]
-    note = (
-        "Of training, up to its last step: with idle devices, restarts and repeated work, without evaluation."
-    )
+    note = "Of training: with idle devices, restarts and repeated work, without evaluation."
+    lines = [_in_currency(one, books) if one.name in (Axis.MONEY, "bill") else one for one in lines]
     return _table("Compute", books, lines, note)
+
+
+def _in_currency(amounts: Line, books: Books) -> Line:
+    """Every amount with the currency of its run; what has no value stays empty."""
+    named = zip(amounts.cells[::2], books.values(), strict=True)
+    told = [replace(cell, value=f"{cell.value} {one.currency}" if cell.value else "") for cell, one in named]
+    return replace(amounts, cells=tuple(cell for one in told for cell in (one, Cell(value=""))))
 
 
 def _speed(one: Summary) -> float | None:
@@ -131,7 +138,10 @@ def _tokens(books: Books) -> Table:
         _line(books, "sampled", "", sampled, si, sampled),
         _line(books, "trained", "of them", of("trained"), si, sampled),
         *_reasons(books, "not trained: ", lambda one: one.dropped, sampled),
-        *(_line(books, name, "", of(name), si) for name in ("prefilled", "injected", "drafted", "accepted")),
+        *(
+            _line(books, name, "", of(name), si)
+            for name in ("prefilled", "injected", "drafted", "accepted", "recomputed")
+        ),
         _line(books, "context rows of training", "", of("trained_context"), si),
     ]
     return _table("Tokens", books, lines)
@@ -271,7 +281,8 @@ def _stack(rows: Sequence[Row], key: str) -> list[Any]:
 
 def by_step(rows: Iterable[Row]) -> list[Row]:
     """Device seconds by part, FLOPs and tokens by what became of them, for each step that counts: its own
-    row, and the time since the one before. Time of steps that are done again is lost."""
+    row, and the time since the one before; the last has what followed it. Time of steps that are done again
+    is lost. Together they are all device seconds, if any step counts."""
     found: dict[int, Counter[str]] = {}
     kept: dict[int, Row] = {}
     open_time = Counter[str]()  # of the step to come
@@ -292,6 +303,8 @@ def by_step(rows: Iterable[Row]) -> list[Row]:
             found[step].update(busy)
         else:
             open_time.update(busy)
+    if kept:
+        found[max(kept)].update(open_time)
     return [{"step": step, **found[step], **_of_row(row)} for step, row in sorted(kept.items())]
 
 

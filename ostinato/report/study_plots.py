@@ -240,17 +240,28 @@ def write_between(
 ) -> None:
     """``stem``-<name>.svg for every image, and ``stem``.md, which shows ``parts`` and the images between two
     marks. What people wrote around the marks stays; a page that is not there begins with ``title``."""
-    for name, image in images.items():
-        atomic_write(stem.with_name(f"{stem.name}-{name}.svg"), image.encode())
     page = stem.with_name(f"{stem.name}.md")
     text = page.read_text(encoding="utf-8") if page.exists() else title
     shown = [f"![{name}]({stem.name}-{name}.svg)" for name in images]
-    atomic_write(page, between_marks(text, *marks, "\n\n".join([*parts, *shown])).encode())
+    try:
+        text = between_marks(text, *marks, "\n\n".join([*parts, *shown]))
+    except ValueError as error:
+        raise ValueError(f"{page} {error}") from None
+    for name, image in images.items():
+        atomic_write(stem.with_name(f"{stem.name}-{name}.svg"), image.encode())
+    atomic_write(page, text.encode())
 
 
 def between_marks(text: str, begin: str, end: str, body: str) -> str:
     """``text`` with ``body`` in place of what stands between two marks, which are added where there are none;
-    what people wrote around them stays."""
-    text = text if begin in text else f"{text}{begin}\n{end}\n"
-    before, _, rest = text.partition(begin)
-    return f"{before}{begin}\n\n{body}\n\n{end}{rest.partition(end)[2]}"
+    what people wrote around them stays. Raises ValueError where one mark is gone: what would be replaced
+    could be theirs."""
+    if begin not in text and end not in text:
+        text = f"{text}{begin}\n{end}\n"
+    before, opened, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (opened and closed):
+        raise ValueError(
+            f"has lost its mark {end if opened else begin!r}; put it back, or write another page"
+        )
+    return f"{before}{begin}\n\n{body}\n\n{end}{after}"

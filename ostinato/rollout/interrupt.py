@@ -138,6 +138,7 @@ def merged(said: Completion, phrase: np.ndarray, more: Completion, known: int) -
     request did not find in the cache was computed twice, and is taken from ``cached_tokens``.
     """
     put_in = len(phrase)
+    again = [one.recomputed for one in (said, more) if one.recomputed is not None]
     edges, routes = (said.edges, more.edges), (said.experts, more.prompt_experts, more.experts)
     return Completion(
         tokens=np.concatenate([said.tokens, phrase, more.tokens]),
@@ -159,6 +160,7 @@ def merged(said: Completion, phrase: np.ndarray, more: Completion, known: int) -
         accepted=said.accepted + more.accepted,
         passes=said.passes + more.passes,
         cached_tokens=said.cached_tokens + more.cached_tokens - (known - 1),
+        recomputed=np.concatenate(again) if again else None,
         error=more.error,
     )
 

@@ -85,6 +85,7 @@ class Played:
     generated_at: float
     graded_at: float
     spooled: bool = False  # by an earlier process, and read back
+    paid: bool = False  # and that process, or one in between, has a row in the ledger for it
 
 
 async def play(

@@ -6,10 +6,8 @@ An arm is the recipe with one choice changed, run with one or more seeds. For ea
     what is known of x of seed s: the posterior of its run
 
 tau, how far runs differ by their seed alone, is shared by all arms that may be told, because two seeds say
-next to nothing about it and two seeds of nine arms do. Its posterior is a grid (restricted likelihood, as in
-random-effects meta-analysis), flat in tau (Gelman 2006); where fewer than 3 degrees of freedom are there, the
-three runs of the paper stand in. Draws of m are the mean of one draw of each seed plus tau z / sqrt(seeds):
-within and between are both in every interval.
+next to nothing about it and two seeds of nine arms do (``seeds``). Draws of m are the mean of one draw of
+each seed plus tau z / sqrt(seeds): within and between are both in every interval.
 
 Arms of a seed share prompts and noise. What that cancels in a difference is not used: intervals of
 differences are too wide rather than too narrow.
@@ -18,23 +16,21 @@ differences are too wide rather than too narrow.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
 
-from ostinato.scaling.compare import FLOOR, Z90
-from ostinato.scaling.gates import BARS, TOLD, Assessment, Bars, Flag, Standing, assess
+from ostinato.scaling.gates import BARS, TOLD, Assessment, Bars, Standing, assess
 from ostinato.scaling.noise import CONSERVATIVE, Noise, sd_of_mean
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
+from ostinato.scaling.seeds import FLOOR, Z90, spread
 from ostinato.scaling.series import Series, require_comparable
 
 REFERENCE = "the recipe"
-FAMILY = 0.10  # chance that any arm of an ablation is said to move A (or B, or C_mid) where none does
-LAST = 0.8  # the score reached is the mean of the evaluations beyond this share of the common compute
-ENOUGH = 3  # degrees of freedom of one's own seeds that need no others
-PAPER = 2  # degrees of freedom of the paper's three runs
+FAMILY = 0.10  # chance that any arm is said to move A where none does; as much again for B or C_mid
+LAST = 0.8  # the score reached at C is the mean of the evaluations beyond this share of C
 DRAWS = 8192
 
 # Standard deviation from seed to seed, before any is seen: A as three runs of the paper had it (section 2.2);
@@ -49,6 +45,7 @@ class Run:
     arm: str
     seed: int
     series: Series
+    ended: bool = True  # or is it going on, or was it given up?
 
 
 class Verdict(StrEnum):
@@ -56,6 +53,7 @@ class Verdict(StrEnum):
     MOVES_A = "moves A"
     MOVES_EFFICIENCY = "moves only"  # what it moves follows: B, C_mid
     NONE = "no difference seen"
+    HALF_NONE = "no difference in A seen; B not known"  # saturated from the first evaluation on
     UNSETTLED = "A not settled"  # further apart than the margin, but not beyond noise: B has no common A
     NOT_RANKED = "not ranked"
 
@@ -70,7 +68,8 @@ class Arm:
     assessments: tuple[Assessment, ...]
     standing: Standing  # the worst of its seeds
     reason: str  # why it is not ranked; empty where it is
-    reached: Interval | None = None  # score around the common compute, as measured
+    reached: Interval | None = None  # score around ``reached_at``, as measured
+    reached_at: float = 0.0  # the common compute, or less where a run of the arm did not get there
     A: Interval | None = None
     B: Interval | None = None
     C_mid: Interval | None = None
@@ -91,8 +90,8 @@ class Arm:
 
     @property
     def steep(self) -> bool:
-        """Are B and C_mid known? With B at its bound they are the prior's."""
-        return self.told and not any(Flag.B_AT_BOUND in each.flags for each in self.assessments)
+        """Are B and C_mid known, of all seeds?"""
+        return self.told and all(each.steep for each in self.assessments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,9 +99,9 @@ class Ablation:
     """The arms in the order in which they were given, the recipe first."""
 
     arms: tuple[Arm, ...]
-    common: float  # compute that all runs have reached
+    common: float  # compute that all runs have reached which have ended, of the arms that may be told
     shared_A: float | None  # mean A of the recipe; None where it may not be told
-    tail: float  # a probability below it, or above 1 - tail, is a verdict
+    tail: float  # a probability below it, or above 1 - tail, is a verdict on A; half of it on B and C_mid
     spread: Mapping[str, Interval]  # tau of A, ln B, ln C_mid
 
 
@@ -129,11 +128,10 @@ def ablate(
     by_arm = {
         name: [(run, one) for run, one in zip(runs, known, strict=True) if run.arm == name] for name in names
     }
-    common = min(float(run.series.compute[-1]) for run in runs)
     rng = np.random.default_rng(seed)
     arms = [_alone(name, pairs, bars) for name, pairs in by_arm.items()]
-    scores = _reached(arms, common, rng, draws)
-    arms = [replace(arm, reached=scores[arm.name]) for arm in arms]
+    common = _common(runs, {arm.name for arm in arms if arm.told})
+    arms = _reached(arms, common, rng, draws)
     told = [arm for arm in arms if arm.told]
     tau = spreads([[_own(one) for one in arm.known] for arm in told], rng, draws)
     own = {arm.name: pooled([_own(one) for one in arm.known], tau, rng) for arm in told}
@@ -180,57 +178,44 @@ def _alone(name: str, pairs: Sequence[tuple[Run, Posterior]], bars: Bars) -> Arm
     )
 
 
-def _reached(arms: Sequence[Arm], common: float, rng: np.random.Generator, draws: int) -> dict[str, Interval]:
-    """The score of every arm around compute ``common``, as measured: no curve is in it, so it holds for runs
-    that collapsed. Such an arm does not add to the spread between seeds of the others, and has its own."""
-    found = {arm.name: _measured(arm.known, common) for arm in arms}
-    told = [found[arm.name] for arm in arms if arm.told]
-    scale, intervals = SPREAD["A"], {}
-    shared = spread(told, scale, rng, draws)
-    for arm in arms:
-        means, errors = found[arm.name]
-        tau = shared if arm.told else spread([found[arm.name]], scale, rng, draws)
+def _common(runs: Sequence[Run], told: Set[str]) -> float:
+    """The compute at which scores are put side by side. A run that died early, or is still going on, does not
+    pull it down for the others, as long as there is one that has ended."""
+    ended = [run for run in runs if run.ended]
+    chosen = [run for run in ended if run.arm in told] or ended or runs
+    return min(float(run.series.compute[-1]) for run in chosen)
+
+
+def _reached(arms: Sequence[Arm], common: float, rng: np.random.Generator, draws: int) -> list[Arm]:
+    """The arms with their scores around compute ``common``, as measured: no curve is in it, so it holds for
+    runs that collapsed. One that did not get there has the score where its shortest run is. An arm that may
+    not be told does not add to the spread between seeds of the others, and has its own."""
+    ends = [min(common, *(float(one.series.compute[-1]) for one in arm.known)) for arm in arms]
+    found = [_measured(arm.known, at) for arm, at in zip(arms, ends, strict=True)]
+    scale, reached = SPREAD["A"], []
+    shared = spread([each for arm, each in zip(arms, found, strict=True) if arm.told], scale, rng, draws)
+    for arm, at, (means, errors) in zip(arms, ends, found, strict=True):
+        tau = shared if arm.told else spread([(means, errors)], scale, rng, draws)
         sd = np.sqrt((errors**2).sum() / len(means) ** 2 + tau**2 / len(means))
-        score = means.mean() + sd * rng.standard_normal(draws)
-        intervals[arm.name] = interval(np.clip(score, 0, 1))
-    return intervals
+        score = np.clip(means.mean() + sd * rng.standard_normal(draws), 0, 1)
+        reached.append(replace(arm, reached=interval(score), reached_at=at))
+    return reached
 
 
-def _measured(known: Sequence[Posterior], common: float) -> tuple[np.ndarray, np.ndarray]:
-    """([s] means, [s] standard errors) of the last evaluations of each seed up to compute ``common``."""
+def _measured(known: Sequence[Posterior], at: float) -> tuple[np.ndarray, np.ndarray]:
+    """([s] means, [s] standard errors) of the last evaluations of each seed up to compute ``at``."""
     means, errors = [], []
     for one in known:
         series = one.series
-        near = (LAST * common <= series.compute) & (series.compute <= common)
+        near = (LAST * at <= series.compute) & (series.compute <= at)
         if not near.any():  # the last one before, or the first
-            near[max(0, int(np.searchsorted(series.compute, common, side="right")) - 1)] = True
+            near[max(0, int(np.searchsorted(series.compute, at, side="right")) - 1)] = True
         means.append(float(series.score[near].mean()))
         errors.append(sd_of_mean(int(near.sum()), float(np.median(one.sd[near])), one.noise.rho))
     return np.array(means), np.array(errors)
 
 
 # -- the two parts of a seed's difference
-
-
-def spread(
-    groups: Sequence[tuple[np.ndarray, np.ndarray]], scale: float, rng: np.random.Generator, n: int
-) -> np.ndarray:
-    """[n] draws of tau, the standard deviation between runs of a group.
-
-    ``groups`` are ([s] means, [s] standard errors) of the runs of each arm, whose own mean is free (flat).
-    Where they have fewer than ``ENOUGH`` degrees of freedom, as if two more had been seen around ``scale``.
-    """
-    tau = np.geomspace(scale / 30, scale * 30, 400)
-    log_p = np.log(tau)  # flat in tau, on a grid of ln tau
-    if sum(len(means) - 1 for means, _ in groups) < ENOUGH:
-        log_p = -PAPER * (np.log(tau) + scale**2 / (2 * tau**2))  # a scaled inverse chi-squared of tau^2
-    for means, errors in groups:
-        weight = 1 / (tau[:, None] ** 2 + errors**2)
-        centre = (weight @ means) / weight.sum(1)
-        off = means - centre[:, None]
-        log_p += 0.5 * (np.log(weight).sum(1) - np.log(weight.sum(1)) - (weight * off**2).sum(1))
-    mass = np.cumsum(np.exp(log_p - log_p.max()))
-    return np.interp(rng.random(n) * mass[-1], mass, tau)
 
 
 def spreads(groups: Sequence[Sequence[Draws]], rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
@@ -321,11 +306,17 @@ def _judged(
 
 def judge(lower: Mapping[str, float], apart: float, tail: float) -> tuple[Verdict, tuple[str, ...]]:
     """The rule. A is moved where the probability that it is lower is beyond ``tail`` on either side. Where it
-    is not, and the medians are no further ``apart`` than the margin (0.02), the same is asked of B and C_mid
-    at a common A, as far as ``lower`` has them."""
-    beyond = tuple(name for name, p in lower.items() if not tail <= p <= 1 - tail)
-    if "A" in beyond:
+    is not, and the medians are no further ``apart`` than the margin (0.02), B and C_mid are asked at a common
+    A, each with half of the tail: they are two questions. Where ``lower`` lacks them, so does the verdict."""
+
+    def beyond(name: str, tail: float) -> bool:
+        return not tail <= lower[name] <= 1 - tail
+
+    if beyond("A", tail):
         return Verdict.MOVES_A, ("A",)
     if abs(apart) > FLOOR:
         return Verdict.UNSETTLED, ()
-    return (Verdict.MOVES_EFFICIENCY, beyond) if beyond else (Verdict.NONE, ())
+    if "B" not in lower:
+        return Verdict.HALF_NONE, ()
+    moved = tuple(name for name in ("B", "C_mid") if beyond(name, tail / 2))
+    return (Verdict.MOVES_EFFICIENCY, moved) if moved else (Verdict.NONE, ())

@@ -1,16 +1,13 @@
 """Two recipes: whose ceiling is higher, whose score at a compute, and where one overtakes the other.
 
-Runs that differ by their seed alone end at different ceilings: three of the paper's lay within 0.015, and it
-takes 0.02 as the margin (arXiv 2510.13786, section 2.2). It is read as a 90 % interval of each run's A. Seeds
-of your own count beside it: their variance is estimated from both sides together, with the paper's three runs
-as two more degrees of freedom, and the mean of n seeds has the n-th part of it.
+Runs that differ by their seed alone end at different ceilings. How far is estimated from the seeds of both
+sides together (``seeds``), and the mean of n seeds has the n-th part of the variance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
@@ -18,11 +15,8 @@ from ostinato.scaling import curve
 from ostinato.scaling.fit import fit
 from ostinato.scaling.gates import BARS, Assessment, Bars, Standing, assess
 from ostinato.scaling.posterior import Interval, Posterior, interval
+from ostinato.scaling.seeds import FLOOR, Z90, spread
 from ostinato.scaling.series import require_comparable
-
-FLOOR = 0.02
-FLOOR_FREEDOM = 2  # of the floor: it comes from three runs
-Z90 = NormalDist().inv_cdf(0.95)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +30,8 @@ class SharedA:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What may be said of two sides. Probabilities are None where one of their runs is not identified."""
+    """What may be said of two sides. Probabilities are None where one of their runs is not identified; what
+    hangs on B and C_mid, crossings and ``shared``, where they are not known of all runs."""
 
     names: tuple[str, str]
     seeds: tuple[int, int]
@@ -48,8 +43,9 @@ class Comparison:
     higher_score: float | None  # P(R1(at) > R2(at))
     crosses: float | None  # P(the curves cross, from where all have been measured on)
     crossover: Interval | None  # compute of the last crossing, given that they do
-    shared: SharedA
-    reason: str
+    shared: SharedA | None
+    reason: str  # why nothing is ranked
+    unknown: str  # whose B and C_mid are not known
 
 
 def compare(
@@ -64,7 +60,7 @@ def compare(
 ) -> Comparison:
     """Compare two recipes by one run or several seeds of each, on the same axis and held-out set.
 
-    ``floor`` is the 90 % half-width of A from seed to seed (0: unknown with seeds of your own, none without).
+    ``floor`` is the 90 % half-width of A from seed to seed, before your own seeds tell (0: none whatever).
     Crossings are looked for from where all have been measured to ``reach`` times the longest run. Raises
     ValueError for runs that do not compare.
     """
@@ -77,14 +73,17 @@ def compare(
         for known, what in zip(runs, [*found[0], *found[1]], strict=True)
         if what.standing is Standing.NOT_IDENTIFIED
     ]
+    flat = [
+        known.series.name for known, what in zip(runs, [*found[0], *found[1]], strict=True) if not what.steep
+    ]
     told, rng = not refused, np.random.default_rng(seed)
     n = min(len(known.A) for known in runs)
-    sd = between_seeds(sides, floor, n, rng)
+    sd = spread([_ceilings(side) for side in sides], floor / Z90, rng, n) if floor else np.zeros(n)
     drawn = tuple([_of_another_seed(known, sd, rng) for known in side] for side in sides)
     A = [np.mean([draws[1] for draws in side], axis=0) for side in drawn]
     low = max(float(known.series.compute[0]) for known in runs)
     high = reach * max(float(known.series.compute[-1]) for known in runs)
-    crossing = last_crossing(drawn[0], drawn[1], low, high) if told else np.empty(0)
+    crossing = np.empty(0) if flat else last_crossing(drawn[0], drawn[1], low, high)
     crossed = crossing[np.isfinite(crossing)]
     return Comparison(
         names=(_name(sides[0]), _name(sides[1])),
@@ -95,10 +94,11 @@ def compare(
         difference=interval(A[0] - A[1]) if told else None,
         at=at,
         higher_score=_higher(drawn, at) if told and at is not None else None,
-        crosses=len(crossed) / n if told else None,
+        crosses=None if flat else len(crossed) / n,
         crossover=interval(crossed) if len(crossed) else None,
-        shared=shared_A(*sides),
+        shared=None if flat else shared_A(*sides),
         reason="; ".join(refused),
+        unknown=", ".join(flat),
     )
 
 
@@ -109,25 +109,9 @@ def _name(side: Sequence[Posterior]) -> str:
 Draws = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # R0, A, B, C_mid
 
 
-def between_seeds(
-    sides: Sequence[Sequence[Posterior]], floor: float, draws: int, rng: np.random.Generator
-) -> np.ndarray:
-    """[draws] standard deviations of A from seed to seed.
-
-    Without repeated seeds that of the floor. Else draws of a scaled inverse chi-squared: sums of squares
-    around the mean of each side, less what the runs' own intervals explain, and the floor's with its 2
-    degrees.
-    """
-    freedom = sum(len(side) - 1 for side in sides)
-    if not freedom:
-        return np.full(draws, floor / Z90)
-    squares = 0.0
-    for side in sides:
-        A = np.array([np.median(known.A) for known in side])
-        explained = sum(float(known.A.var()) for known in side) * (len(side) - 1) / len(side)
-        squares += max(0.0, float(((A - A.mean()) ** 2).sum()) - explained)
-    prior = FLOOR_FREEDOM if floor else 0
-    return np.sqrt((prior * (floor / Z90) ** 2 + squares) / rng.chisquare(prior + freedom, draws))
+def _ceilings(side: Sequence[Posterior]) -> tuple[np.ndarray, np.ndarray]:
+    """([s] means, [s] standard errors) of A."""
+    return np.array([known.A.mean() for known in side]), np.array([known.A.std() for known in side])
 
 
 def _of_another_seed(known: Posterior, sd: np.ndarray, rng: np.random.Generator) -> Draws:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from ostinato.scaling.forms import Choice, choose, rival, rival_sentence
 from ostinato.scaling.gates import BARS, Assessment, Bars, Standing, assess
 from ostinato.scaling.plan import COARSE, cadence, futures
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
@@ -80,23 +81,29 @@ class Decision:
     gain: Interval | None  # 80 %: of R(budget) - R(now); None where there is no curve
     settled: float | None
     assessment: Assessment
+    rival: str = ""  # a sentence where another law has foretold this run better
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Stop where the gain of the whole rest of the ``budget`` is below ``min_gain`` (with 90 %); go on where
-    it is above both that and ``price`` for each unit of compute (with 90 %)."""
+    """Stop where the gain of the whole rest of the ``budget`` is below ``min_gain``, or below ``price`` for
+    each unit of compute (with 90 %); go on where it is above both (with 90 %)."""
 
     budget: float  # compute in all
     min_gain: float = 0.01
     price: float = 0.0  # score that a unit of compute has to bring
 
+    def least(self, since: float) -> float:
+        """Score that the compute from ``since`` to the budget has to bring."""
+        return max(self.min_gain, self.price * (self.budget - since))
+
 
 def decide(known: Posterior, terms: Terms, bars: Bars = BARS, *, settle: bool = True) -> Decision:
     """Is the rest of the budget worth it?
 
-    A curve that is not identified is never decided upon. ``settle=False`` leaves the simulation of futures
-    out. Raises ValueError for a budget that is spent.
+    A curve that is not identified is never decided upon, and one to which a law that has foretold it better
+    promises the gain is not stopped. ``settle=False`` leaves the simulation of futures out. Raises ValueError
+    for a budget that is spent.
     """
     now = float(known.series.compute[-1])
     if not terms.budget > now:
@@ -104,43 +111,58 @@ def decide(known: Posterior, terms: Terms, bars: Bars = BARS, *, settle: bool = 
             f"budget is {terms.budget:g} and {now:g} of it are spent; use the compute of the whole run"
         )
     assessment = assess(known, bars)
-    gain = None if assessment.silent else _gain(known, terms)
-    action = _action(known, assessment, terms)
+    told = assessment.standing is not Standing.NOT_IDENTIFIED
+    gain = None if assessment.silent else _gain(known, terms, now)
+    action, laws = verdict(known, terms, bars), choose(known.series) if told else []
+    promised = _promised(rival(laws), now, terms.budget)
+    disputed = action is Action.STOP and promised >= terms.least(now)
     settled = None
     if action is Action.UNDECIDED and settle and not assessment.silent:
         settled = settling(known, terms, bars)
+    start = _start(assessment, gain, terms.least(now)) + f"; another law promises {promised:.3f}" * disputed
+    action = Action.UNDECIDED if disputed else action
     return Decision(
         action=action,
-        reason=_reason(action, assessment, gain, settled),
-        gain=gain.ends() if gain and assessment.standing is Standing.NOT_IDENTIFIED else gain,
+        reason=start if action is not Action.UNDECIDED or assessment.silent else _until(start, settled),
+        gain=gain if told or gain is None else gain.ends(),
         settled=settled,
         assessment=assessment,
+        rival=rival_sentence(laws),
     )
 
 
-def _action(known: Posterior, assessment: Assessment, terms: Terms) -> Action:
-    if assessment.standing is Standing.NOT_IDENTIFIED:
+def verdict(known: Posterior, terms: Terms, bars: Bars = BARS, *, since: float | None = None) -> Action:
+    """What the posterior alone says of the compute from ``since`` (what is spent) to the budget."""
+    if assess(known, bars).standing is Standing.NOT_IDENTIFIED:
         return Action.UNDECIDED
-    gain, left = _gain(known, terms), terms.budget - float(known.series.compute[-1])
-    if gain.high < terms.min_gain:
+    since = float(known.series.compute[-1]) if since is None else since
+    gain, least = _gain(known, terms, since), terms.least(since)
+    if gain.high < least:
         return Action.STOP
-    if gain.low > max(terms.min_gain, terms.price * left):
-        return Action.CONTINUE
-    return Action.UNDECIDED
+    return Action.CONTINUE if gain.low > least else Action.UNDECIDED
 
 
-def _gain(known: Posterior, terms: Terms) -> Interval:
+def _gain(known: Posterior, terms: Terms, since: float) -> Interval:
     """80 %: one end is passed with 90 %."""
-    return interval(known.gain(float(known.series.compute[-1]), terms.budget), level=0.8)
+    return interval(known.gain(since, terms.budget), level=0.8)
 
 
-def _reason(action: Action, assessment: Assessment, gain: Interval | None, settled: float | None) -> str:
+def _promised(best: Choice | None, now: float, budget: float) -> float:
+    """The gain of the rest by another law; 0 without one."""
+    if best is None or best.law is None:
+        return 0.0
+    before, after = best.law.score(np.array([now, budget]))
+    return float(after - before)
+
+
+def _start(assessment: Assessment, gain: Interval | None, least: float) -> str:
     if gain is None or assessment.standing is Standing.NOT_IDENTIFIED:
-        start = assessment.reason
-    else:
-        start = f"the rest of the budget brings {gain.low:.3f} to {gain.high:.3f} (80 %)"
-    if action is not Action.UNDECIDED or assessment.silent:
-        return start
+        return assessment.reason
+    brings = f"the rest of the budget brings {gain.low:.3f} to {gain.high:.3f} (80 %)"
+    return f"{brings} and has to bring {least:.3g}"
+
+
+def _until(start: str, settled: float | None) -> str:
     until = f"until compute {settled:.4g}" if settled is not None else "but the budget may not settle it"
     return f"{start}; measure on, {until}"
 
@@ -148,17 +170,23 @@ def _reason(action: Action, assessment: Assessment, gain: Interval | None, settl
 def settling(
     known: Posterior, terms: Terms, bars: Bars = BARS, *, count: int = 8, levels: int = 6, most: float = 0.75
 ) -> float | None:
-    """The least compute, on a grid up to the budget, by which the share ``most`` of ``count`` simulated
-    futures leads to a decision about the same budget; None where it is not settled by then."""
+    """The least compute, on a grid below the budget, by which the share ``most`` of ``count`` simulated
+    futures tells whether what is left of the budget now is worth it; None where it is not told by then.
+
+    The gain is that from now on and not from then on, which vanishes as the budget is spent: "not worth the
+    rest" is true of every run at its end.
+    """
     now = float(known.series.compute[-1])
-    first = min(now + cadence(known.series), terms.budget)
+    first = now + cadence(known.series)
+    if first >= terms.budget:
+        return None
     ways = futures(known, terms.budget, count)
     for C in np.geomspace(first, terms.budget, levels + 1)[:-1]:
         decided = 0
         for way in ways:
             so_far = way.between(last=float(C) * (1 + 1e-9))
             later = posterior(so_far, noise=known.noise, draws=512, cells=COARSE)
-            decided += _action(later, assess(later, bars), terms) is not Action.UNDECIDED
+            decided += verdict(later, terms, bars, since=now) is not Action.UNDECIDED
         if decided >= most * count:
             return float(C)
     return None

@@ -16,6 +16,8 @@ from ostinato.scaling.series import Series
 
 FEWEST = 5  # evaluations for a forecast of three parameters
 Z = 3.0  # standard errors that a change has to have
+FALLS = 5  # in a row, which noise alone has in one of 200 looks
+AT_BOUND = 0.05  # chance that C_mid is within a factor 2 of the least that is thought of
 
 
 class Standing(StrEnum):
@@ -34,6 +36,7 @@ class Flag(StrEnum):
     TAIL = "non-monotone tail"  # has fallen from what it had reached
     A_AT_BOUND = "A at bound"
     B_AT_BOUND = "B at bound"
+    B_UNKNOWN = "B and C_mid not known"  # what is said of them is the prior's
     RUNS = "runs of residuals"  # the sigmoid leaves a pattern
 
 
@@ -48,6 +51,7 @@ REFUTING = frozenset({Flag.FALLING, Flag.TAIL})  # the model itself
 SILENCING = frozenset(
     REFUSALS
 )  # not even an interval is told: it would be that of a wrong model, or the prior's
+UNSTEEP = frozenset({Flag.B_AT_BOUND, Flag.B_UNKNOWN})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +69,8 @@ BARS = Bars()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """``reason`` is one sentence for a person. ``A`` has no median where the curve is not identified, and is
-    None where there is no curve: see ``silent``."""
+    """``standing`` and ``reason``, one sentence for a person, are about the ceiling. ``A`` has no median
+    where the curve is not identified, and is None where there is no curve: see ``silent``."""
 
     standing: Standing
     reason: str
@@ -84,35 +88,48 @@ class Assessment:
         """It falls, or has fallen from what it had reached."""
         return not REFUTING.isdisjoint(self.flags)
 
+    @property
+    def steep(self) -> bool:
+        """May B and C_mid be told? A run that was saturated when it was first evaluated knows its A alone."""
+        return self.standing in TOLD and UNSTEEP.isdisjoint(self.flags)
+
 
 def assess(known: Posterior, bars: Bars = BARS) -> Assessment:
     """May the curve be forecast?"""
-    flags = tuple(_flags(known.series, known.fit))
-    ratio = float(np.median(known.series.compute[-1] / known.C_mid))
+    flags = tuple(_flags(known.series, known.fit)) + (() if _steep(known) else (Flag.B_UNKNOWN,))
+    ratios = interval(known.series.compute[-1] / known.C_mid)
     A: Interval | None = interval(known.A)
-    standing, reason = _standing(flags, ratio, A.width, bars)
+    standing, reason = _standing(flags, ratios, A.width, bars)
     if not SILENCING.isdisjoint(flags):
         A = None
     elif standing is Standing.NOT_IDENTIFIED:
         A = A.ends()
-    return Assessment(standing=standing, reason=reason, flags=flags, ratio=ratio, A=A)
+    return Assessment(standing=standing, reason=reason, flags=flags, ratio=ratios.median, A=A)
 
 
-def _standing(flags: Sequence[Flag], ratio: float, width: float, bars: Bars) -> tuple[Standing, str]:
+def _standing(flags: Sequence[Flag], ratios: Interval, width: float, bars: Bars) -> tuple[Standing, str]:
     for flag, sentence in REFUSALS.items():
         if flag in flags:
             return Standing.NOT_IDENTIFIED, sentence
-    seen = f"compute has reached {ratio:.1f} C_mid and the 90 % interval of A is {width:.3f} wide"
+    ratio = ratios.median
+    reached = f"{ratio:.1f} C_mid" if UNSTEEP.isdisjoint(flags) else f"at least {ratios.low:.1f} C_mid"
+    seen = f"compute has reached {reached} and the 90 % interval of A is {width:.3f} wide"
     if ratio < bars.provisional or width > bars.provisional_width:
         needed = f"{bars.provisional:g} C_mid and {bars.provisional_width:g}"
         return Standing.NOT_IDENTIFIED, f"{seen}; a provisional forecast needs {needed}"
-    # saturated at its first evaluation, a run has its B, and with it C_mid, from the prior alone
-    bounds = [name for name, flag in (("A", Flag.A_AT_BOUND), ("B", Flag.B_AT_BOUND)) if flag in flags]
-    if ratio < bars.identified or width > bars.width or bounds:
-        at_bound = f", with {' and '.join(bounds)} at its bound" if bounds else ""
+    if ratio < bars.identified or width > bars.width or Flag.A_AT_BOUND in flags:
+        at_bound = ", with A at its bound" if Flag.A_AT_BOUND in flags else ""
         needed = f"{bars.identified:g} C_mid and {bars.width:g}"
         return Standing.PROVISIONAL, f"{seen}{at_bound}; {needed} identify it"
     return Standing.IDENTIFIED, seen
+
+
+def _steep(known: Posterior) -> bool:
+    """Do the evaluations say more about B than the prior does (is most of the precision of ln B theirs), and
+    is C_mid above the least that the prior allows?"""
+    floor = float(known.series.compute[0]) / known.prior.below
+    told = float(np.log(known.B).std()) < known.prior.spread / math.sqrt(2)
+    return told and float(np.mean(known.C_mid < 2 * floor)) < AT_BOUND
 
 
 def _flags(series: Series, fit: Fit) -> list[Flag]:
@@ -121,15 +138,15 @@ def _flags(series: Series, fit: Fit) -> list[Flag]:
     n, R = len(series), series.score
     sd = _scatter(series, fit)
     last = max(1, n // 4)  # evaluations that are averaged, at the end and before
-    of_mean = sd_of_mean(last, sd, MEASURED.rho)
-    risen = (R[-last:].mean() - series.R0) / math.hypot(of_mean, series.R0_stderr)
+    error = math.hypot(sd_of_mean(last, sd, MEASURED.rho), series.R0_stderr)
+    means = _means(R, last) - series.R0
     if n < FEWEST:
         found.append(Flag.FEW)
-    if risen < -Z:
+    if means[-1] < -Z * error:
         found.append(Flag.FALLING)
-    elif risen < Z:
+    elif means.max() < Z * error:
         found.append(Flag.NO_GAIN)
-    if any(_fallen(R, many, sd) for many in {2, last}):  # a sudden collapse, and a slow one
+    if any(_fallen(R, many, sd) for many in {1, 2, last}) or _falls(R):
         found.append(Flag.TAIL)
     if not series.R0 < fit.curve.A < 0.999:
         found.append(Flag.A_AT_BOUND)
@@ -146,12 +163,26 @@ def _scatter(series: Series, fit: Fit) -> float:
     return max(MEASURED.floor, sd_from_steps(fit.residuals, MEASURED.rho), stderr)
 
 
+def _means(R: np.ndarray, many: int) -> np.ndarray:
+    """Of so many evaluations in a row, one after the other."""
+    return np.convolve(R, np.full(many, 1 / many), "valid")
+
+
 def _fallen(R: np.ndarray, last: int, sd: float) -> bool:
-    """Is the mean of the last so many evaluations below the best mean of as many before them?"""
-    if len(R) <= 2 * last:
+    """Is the mean of the last so many evaluations below the best that a quarter of all, in a row, had before
+    them? The best of fewer would be the luckiest."""
+    before, many = R[:-last], max(2, len(R) // 4)
+    if len(before) < many:
         return False
-    means = np.convolve(R[:-last], np.full(last, 1 / last), "valid")
-    return means.max() - R[-last:].mean() > Z * math.sqrt(2) * sd_of_mean(last, sd, MEASURED.rho)
+    error = math.hypot(*(sd_of_mean(m, sd, MEASURED.rho) for m in (last, many)))
+    return bool(_means(before, many).max() - R[-last:].mean() > Z * error)
+
+
+def _falls(R: np.ndarray) -> bool:
+    """Has it fallen time after time? In a short run the steps of a slow fall are taken for noise."""
+    last = R[-FALLS - 1 :]
+    fallen = float(last[0] - last[-1])
+    return len(last) > FALLS and bool((np.diff(last) < 0).all()) and fallen > Z * MEASURED.floor
 
 
 def runs_z(residuals: np.ndarray) -> float:

@@ -16,6 +16,7 @@ from ostinato.scaling.normal import student_90
 
 PARAMETERS = 3  # of the curve that residuals are left by
 Z_90 = 1.6448536269514722  # what student_90 becomes for many degrees of freedom
+MEDIAN = 0.6744897501960817  # of |z|, z normal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +90,9 @@ def sd_of_mean(n: int, sd: float, rho: float) -> float:
 
 
 def sd_from_steps(residuals: np.ndarray, rho: float) -> float:
-    """The standard deviation of AR(1) noise from how far neighbours are apart (von Neumann 1941): a curve
-    that fits badly over long stretches moves neighbours together and does not count as noise."""
+    """The standard deviation of AR(1) noise from how far neighbours are apart (von Neumann 1941), by the
+    median: neither a curve that fits badly over long stretches nor a sudden fall counts as noise."""
     if len(residuals) < 2:
         return 0.0
-    return math.sqrt(float(np.mean(np.diff(residuals) ** 2)) / (2 * (1 - rho)))
+    step = float(np.median(np.abs(np.diff(residuals)))) / MEDIAN
+    return step / math.sqrt(2 * (1 - rho))

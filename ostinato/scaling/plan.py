@@ -15,6 +15,8 @@ from ostinato.scaling.posterior import Posterior, interval, posterior
 from ostinato.scaling.series import Series, series
 
 COARSE = (24, 48)  # cells of a posterior of which only a width is wanted
+MOST = 200  # simulated evaluations: a budget in other units than the run is no matter of memory
+OFTENEST = 200  # evaluations per C_mid of a pilot
 
 
 def simulated(
@@ -39,18 +41,20 @@ def cadence(known: Series) -> float:
     return float(np.median(np.diff(known.compute))) if len(known) > 1 else float(known.compute[0])
 
 
-def futures(
-    known: Posterior, last: float, count: int, *, every: float | None = None, seed: int = 0
-) -> list[Series]:
-    """``count`` ways in which the series may go on until compute ``last``, with an evaluation ``every`` so
-    much (as often as so far): curves and noise drawn from the posterior."""
+def futures(known: Posterior, last: float, count: int, *, seed: int = 0) -> list[Series]:
+    """``count`` ways in which the series may go on until compute ``last``, with evaluations as often as so
+    far: curves and noise drawn from the posterior.
+
+    Of more than ``MOST`` evaluations to come some are left out, ever more of the later ones.
+    """
     before = known.series
-    step = every or cadence(before)
+    step = cadence(before)
     more = max(1, math.floor((last - before.compute[-1]) / step + 1e-9))
-    C = before.compute[-1] + step * np.arange(1, more + 1)
+    which = np.arange(1, more + 1) if more <= MOST else np.unique(np.geomspace(1, more, MOST).round())
+    C = before.compute[-1] + step * which
     chosen = np.linspace(0, len(known.A) - 1, count).astype(int)
     scores = known.measured(C, seed=seed)[chosen]
-    stderr = None if before.stderr is None else np.append(before.stderr, np.full(more, before.stderr[-1]))
+    stderr = None if before.stderr is None else np.append(before.stderr, np.full(len(C), before.stderr[-1]))
     return [
         replace(
             before,
@@ -60,31 +64,6 @@ def futures(
         )
         for score in scores
     ]
-
-
-def expected_width(known: Posterior, last: float, *, count: int = 8, seed: int = 0) -> float:
-    """Mean 90 % width of A once the series has gone on until compute ``last``."""
-    widths = [
-        interval(posterior(one, noise=known.noise, draws=512, cells=COARSE).A).width
-        for one in futures(known, last, count, seed=seed)
-    ]
-    return float(np.mean(widths))
-
-
-def halving(known: Posterior, most: float, *, count: int = 8, levels: int = 8) -> float | None:
-    """The least compute, on a geometric grid up to ``most``, at which the width of A is expected to be half
-    of what it is; None where it is not by then. More evaluations do not tell less: the grid is bisected."""
-    now = float(known.series.compute[-1])
-    if most <= now:
-        return None
-    half = interval(known.A).width / 2
-    grid = np.geomspace(min(now + cadence(known.series), most), most, levels)
-    low, high = 0, levels
-    while low < high:
-        middle = (low + high) // 2
-        enough = expected_width(known, float(grid[middle]), count=count) <= half
-        low, high = (low, middle) if enough else (middle + 1, high)
-    return float(grid[low]) if low < levels else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +92,11 @@ def plan_pilot(
     """
     if not every > 0:
         raise ValueError(f"every is {every}; use the compute between evaluations, a positive number")
+    if every < guess.C_mid / OFTENEST:
+        raise ValueError(
+            f"every is {every:g}, less than a {OFTENEST}th of C_mid ({guess.C_mid:g}); use the compute"
+            " between evaluations, in the unit of C_mid"
+        )
     if not 0 < width < 1:
         raise ValueError(f"width is {width}; use the wanted 90 % width of A, in (0, 1)")
     lengths = []

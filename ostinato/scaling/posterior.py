@@ -69,6 +69,7 @@ class Posterior:
     series: Series  # of the fit window
     fit: Fit
     noise: Noise
+    prior: Prior
     sd: np.ndarray  # [n] of the evaluations
     R0: np.ndarray  # [N]
     A: np.ndarray  # [N]
@@ -132,6 +133,7 @@ def posterior(
         series=series,
         fit=least_squares,
         noise=noise,
+        prior=prior,
         sd=sd,
         R0=R0[order],
         A=A[order],

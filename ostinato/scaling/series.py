@@ -6,26 +6,14 @@ import csv
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ostinato.ledger import read, spent
+from ostinato.axis import Axis
+from ostinato.ledger import priced, read, spent
 from ostinato.run import RunFolder
-
-
-class Axis(StrEnum):
-    """What compute is counted in."""
-
-    GPU_HOURS = "gpu-hours"  # devices times wall clock, idle ones too
-    HOURS = "hours"  # of wall clock
-    FLOPS = "flops"
-    TOKENS = "tokens"  # sampled
-    STEPS = "steps"
-    MONEY = "money"  # the price of these GPU-hours
-    JOULES = "joules"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,8 +30,9 @@ class Series:
     R0: float
     R0_stderr: float = 0.0
     stderr: np.ndarray | None = None  # [n]
-    axis: Axis = Axis.GPU_HOURS
+    axis: Axis = Axis.DEVICE_HOURS
     held_out: str = ""  # which held-out set: the same for all that are compared
+    unmeasured: int = 0  # evaluations of a run that have no score: they are not among the n
 
     def __post_init__(self) -> None:
         for at, (before, now) in enumerate(zip(self.compute[:-1], self.compute[1:], strict=True), start=1):
@@ -90,7 +79,7 @@ def series(
     R0: float | None = None,
     R0_stderr: float = 0.0,
     stderr: Sequence[float] | np.ndarray | None = None,
-    axis: Axis = Axis.GPU_HOURS,
+    axis: Axis = Axis.DEVICE_HOURS,
     held_out: str = "",
     low: float = 0.0,
     high: float = 1.0,
@@ -157,7 +146,7 @@ def read_csv(
     by: Sequence[str] = (),
     stderr: str | None = None,
     R0: float | None = None,
-    axis: Axis = Axis.GPU_HOURS,
+    axis: Axis = Axis.DEVICE_HOURS,
     held_out: str = "",
     low: float = 0.0,
     high: float = 1.0,
@@ -195,7 +184,7 @@ def read_csv(
 
 def _csv_rows(path: Path, wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
     """(line number, row) of every row."""
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets put a mark before the header
         lines = [(at, line) for at, line in enumerate(file, start=1) if line.strip() and line[0] != "#"]
     reader = csv.DictReader(line for _, line in lines)
     missing = [name for name in wanted if name not in (reader.fieldnames or ())]
@@ -224,32 +213,31 @@ def read_run(
     metric: str = "pass@1",
     low: float = 0.0,
     high: float = 1.0,
+    price: float = 0.0,
     compute: Callable[[Mapping[str, Any]], float] | None = None,
 ) -> Series:
-    """The evaluations of one of our runs on the set ``split``, by the compute that its ledger adds up, or
-    that ``compute`` reads from their rows.
+    """The evaluations of one of our runs on the set ``split``, by the compute that its ledger adds up (with
+    ``price`` for sessions that have none), or that ``compute`` reads from their rows.
 
     Compute is that of training; evaluation is not in it. The error of a score is that of these prompts, from
     the spread of their answers; where eval.jsonl does not have it, the largest that a mean of so many answers
-    can have, sqrt(R (1 - R) / draws). Raises ValueError in words for a run without the set, the axis or a
-    score before training, for a damaged ledger, and where the set changed during the run.
+    can have, sqrt(R (1 - R) / draws). Evaluations that have no score are left out and counted. Raises
+    ValueError in words for a run without the set, the axis or a score before training, for a damaged ledger,
+    and where the set or what the sampler computes with changed during the run.
     """
     run = RunFolder.open(folder)
     rows = [row for row in run.eval.rows() if row.get("set", row["split"]) == split]
-    rows = [row for row in rows if row.get("weights") == rows[0].get("weights")]  # the run's own sampler
+    rows = [row for row in rows if not row.get("exported")]  # the run's own sampler
     if not rows:
         raise ValueError(f"run {folder.name} has no evaluation of split {split!r}; name one of eval.jsonl")
+    unmeasured = [row["step"] for row in rows if row.get(metric) is None]
+    if len(unmeasured) == len(rows) or 0 in unmeasured:
+        raise ValueError(f"run {folder.name} has no {metric} at step {unmeasured[0]}; use another metric")
+    rows = [row for row in rows if row["step"] not in unmeasured]
     steps = [row["step"] for row in rows]
-    spent_by_then = _compute(run, axis, steps) if compute is None else [compute(row) for row in rows]
-    for row in rows:
-        if row.get(metric) is None:
-            raise ValueError(f"run {folder.name} has no {metric} at step {row['step']}; use another metric")
-        if row.get("held_out") != rows[0].get("held_out"):
-            raise ValueError(
-                f"run {folder.name} was scored on another {split} set at step {row['step']} than before; "
-                "scores of different held-out sets do not compare"
-            )
-    return series(
+    _require_one_measure(rows, folder.name, split)
+    spent_by_then = _compute(run, axis, steps, price) if compute is None else [compute(row) for row in rows]
+    found = series(
         folder.name,
         spent_by_then,
         [row[metric] for row in rows],
@@ -259,15 +247,30 @@ def read_run(
         low=low,
         high=high,
     )
+    return replace(found, unmeasured=len(unmeasured))
 
 
-def _compute(run: RunFolder, axis: Axis, steps: Sequence[int]) -> list[float]:
+def _require_one_measure(rows: Sequence[Mapping[str, Any]], name: str, split: str) -> None:
+    for row in rows:
+        if row.get("held_out") != rows[0].get("held_out"):
+            raise ValueError(
+                f"run {name} was scored on another {split} set at step {row['step']} than before; "
+                "scores of different held-out sets do not compare"
+            )
+        if (now := row.get("weights")) != (before := rows[0].get("weights")):
+            raise ValueError(
+                f"run {name} was scored with engine.weights {now!r} at step {row['step']} and with "
+                f"{before!r} before; scores of different samplers do not compare"
+            )
+
+
+def _compute(run: RunFolder, axis: Axis, steps: Sequence[int], price: float) -> list[float]:
     """Up to the end of each of the steps."""
     if axis is Axis.STEPS:
         return [float(step) for step in steps]
     name = run.path.name
     try:
-        upto = spent(read(run), axis)
+        upto = spent(priced(read(run), price), axis)
     except ValueError as error:
         raise ValueError(f"run {name}: {error}") from None
     for step in steps:

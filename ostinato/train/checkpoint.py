@@ -125,6 +125,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
+def oldest_step(folder: Path) -> int:
+    """The step of the oldest of them, the earliest that a run may have to go on from."""
+    return int(checkpoints(folder)[0].name.removeprefix("step-"))
+
+
 def find_damage(path: Path) -> str:
     """What is wrong with a checkpoint, compared with its manifest; empty when it is whole."""
     try:
@@ -206,5 +211,6 @@ __all__ = [
     "checkpoints",
     "find_damage",
     "load_checkpoint",
+    "oldest_step",
     "save_checkpoint",
 ]

@@ -46,6 +46,7 @@ class Agreement:
     router is one (token, layer). Parts are the answer of a sequence and its prompt."""
 
     uids: tuple[str, ...]  # of the S sequences
+    ages: np.ndarray  # [S] batches that were learned from since the sequence was sampled, its oldest token
     overlaps: np.ndarray  # [S, 2] float64 of the parts, NaN where nothing is known
     routers: np.ndarray  # [S, 2] known ones of the parts
     together: np.ndarray  # [2] overlap of all answers, of all prompts; here each row counts once
@@ -95,12 +96,19 @@ def agreement(counted: Sequence[tuple[Microbatch, Tensor]], top_k: int) -> Agree
     routers = np.array([answers[1], all_known - answers[1]])  # a prompt is shared by its siblings
     return Agreement(
         uids=tuple(uid for microbatch, _ in counted for uid in microbatch.uids),
+        ages=np.concatenate([_oldest(microbatch) for microbatch, _ in counted]),
         overlaps=overlap_of(common, known),
         routers=known / top_k,
         together=overlap_of(np.array([answers[0], all_common - answers[0]]), routers),
         together_routers=routers / top_k,
         differ=float(overlap_of(differ, all_known)),
     )
+
+
+def _oldest(microbatch: Microbatch) -> np.ndarray:
+    """Of each sequence, [S]: the staleness of its oldest token."""
+    firsts = np.append(0, np.flatnonzero(np.diff(microbatch.sample_idx)) + 1)
+    return np.maximum.reduceat(microbatch.staleness, firsts)
 
 
 def refusal(

@@ -44,11 +44,12 @@ class Totals:
         return {"loss": torch.stack(self.loss).sum().item(), **means, **measured}
 
 
-def staleness(batch: Batch, deals: int = 1) -> dict[str, float]:
-    """Optimizer steps between sampling and training, over tokens: ``deals`` for every policy version, and
-    minibatch n (microbatches n, n + ``deals``, ...) comes n steps later than the first."""
+def staleness(batch: Batch) -> dict[str, float]:
+    """Optimizer steps between sampling and training, over tokens: all those of this batch for every policy
+    version, and minibatch n comes n steps later than the first."""
+    minibatches = batch.minibatches
     ages = np.concatenate(
-        [deals * microbatch.staleness + n % deals for n, microbatch in enumerate(batch.microbatches)]
+        [len(minibatches) * part.staleness + n for n, parts in enumerate(minibatches) for part in parts]
     )
     return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
 

@@ -70,10 +70,9 @@ class TrainingStopped(RuntimeError):
 class PolicyTrainer:
     """Trains ``adapters`` on a frozen decoder, or with ``adapters=None`` the decoder's own parameters.
 
-    ``minibatches``: optimizer steps per batch; microbatches are dealt to them like cards. ``temperature``:
-    the sampler's, so that log-probabilities are of the distribution that was sampled from. ``recompute``:
-    keep one activation per layer, recompute the rest in backward. ``ops``: arithmetic that has gradients,
-    such as ``model.native.Kernels.training``.
+    ``temperature``: the sampler's, so that log-probabilities are of the distribution that was sampled from.
+    ``recompute``: keep one activation per layer, recompute the rest in backward. ``ops``: arithmetic that has
+    gradients, such as ``model.native.Kernels.training``.
 
     ``replay``: MoE layers use the experts that the batch carries; "auto": where the mismatch calls for it
     (``algo.mismatch.decide``). Unless it is False, a sequence whose experts agree with the trainer's own in
@@ -95,7 +94,6 @@ class PolicyTrainer:
         *,
         optimizer: OptimizerSettings,
         temperature: float = 1.0,
-        minibatches: int = 1,
         replay: bool | Literal["auto"] = True,
         replay_threshold: float = THRESHOLD,
         measure_every: int = 0,
@@ -106,8 +104,6 @@ class PolicyTrainer:
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"rollout.temperature is {temperature}; training needs a positive temperature")
-        if minibatches < 1:
-            raise ValueError(f"trainer.minibatches is {minibatches}; use at least 1")
         if max_refused < 1:
             raise ValueError(f"trainer.max_refused_in_a_row is {max_refused}; use at least 1")
         if not 0 <= replay_threshold <= 1:
@@ -120,7 +116,7 @@ class PolicyTrainer:
                 "to measure from; set it to 0 or train an adapter"
             )
         self._decoder, self._adapters, self._algorithm = decoder, adapters, algorithm
-        self._settings, self._temperature, self._minibatches = optimizer, temperature, minibatches
+        self._settings, self._temperature = optimizer, temperature
         self._replay, self._threshold, self._measure_every = replay, replay_threshold, measure_every
         self._replaying = replay is True  # now; "auto" is decided before anything is trained
         self._recompute, self._ops = recompute, ops
@@ -140,7 +136,7 @@ class PolicyTrainer:
         return None if self._adapters is None else self._adapters.detach_copy()
 
     def step(self, batch: Batch) -> StepReport:
-        """Train on ``batch``: ``minibatches`` optimizer steps (at most one per microbatch).
+        """Train on ``batch``: an optimizer step for each of its minibatches.
 
         A minibatch's loss is scaled by their number, so the mean over minibatches is the loss of the batch.
         Metrics are means over trained tokens; ``num_rows`` counts all forward rows since the run began.
@@ -161,9 +157,8 @@ class PolicyTrainer:
         row, decided = self._measured(batch)
         lr = self._settings.lr * lr_factor(self._settings, self._steps)
         set_lr(self._optimizer, lr)
-        deals = self._deals(batch)
-        inputs = [self._inputs(microbatch) for microbatch in batch.microbatches]
-        minibatches = [inputs[deal::deals] for deal in range(deals)]
+        minibatches = [[self._inputs(one) for one in minibatch] for minibatch in batch.minibatches]
+        deals, inputs = len(minibatches), [*chain(*minibatches)]
         if self._algorithm.decoupled:  # the first minibatch is its own old policy: nothing has changed yet
             minibatches[1:] = [[self._with_old(part) for part in minibatch] for minibatch in minibatches[1:]]
         ahead = [(part, part.counts) for part in chain(*minibatches) if part.counts is not None]
@@ -176,7 +171,7 @@ class PolicyTrainer:
             self._refused_in_a_row = self._refused_in_a_row + 1 if at_fault else 0
         self._steps += 1
         self._num_rows += batch.num_tokens + batch.num_context_tokens
-        metrics = totals.metrics(batch.num_tokens) | staleness(batch, deals) | support(batch)
+        metrics = totals.metrics(batch.num_tokens) | staleness(batch) | support(batch)
         metrics |= {
             "grad_norm": sum(norms) / deals,
             "learning_rate": lr,
@@ -202,7 +197,7 @@ class PolicyTrainer:
         usable = moe is not None and not unreplayable(batch.microbatches, moe)
         scored = [self._scored(part, floor, replay=usable) for part in parts]
         row = mismatch_row(scored, moe.layers if moe else ())
-        decision = self._decision(row["arms"])
+        decision = self._decision(row["arms"], len(batch.minibatches))
         row |= {"replay": decision.on, "decision": decision.reason}
         work = sum((one.work for one in scored), Work())
         row["passes"] = self._flops.forward(work) / self._price(parts)
@@ -279,10 +274,6 @@ class PolicyTrainer:
     def _price(self, parts: Iterable[Inputs]) -> float:
         """FLOPs of one forward of ``parts``."""
         return self._flops.forward(sum((part.work for part in parts), Work()))
-
-    def _deals(self, batch: Batch) -> int:
-        """Optimizer steps that the batch is good for."""
-        return min(self._minibatches, len(batch.microbatches))
 
     def _with_old(self, part: Inputs) -> Inputs:
         """With ``old``, from the very forward that training runs: without gradients a layer may multiply
@@ -402,8 +393,9 @@ class PolicyTrainer:
     def _gate(self, totals: Totals, deals: int) -> None:
         """Before an optimizer step: are the carried experts that nobody has judged those of their tokens?
 
-        Once weights have moved on this batch, another choice may be their doing. Then only routes are refused
-        that would agree if they were put right: those of a neighbour, of other layers, of another sequence.
+        Once weights have moved since they were chosen, on this batch or on those before an older one, another
+        choice may be their doing. Then only routes are refused that would agree if they were put right: those
+        of a neighbour, of other layers, of another sequence.
         """
         fresh, totals.unjudged = totals.unjudged, []
         totals.judged += fresh
@@ -411,7 +403,8 @@ class PolicyTrainer:
         if not fresh or moe is None or self._replay is False:
             return
         seen = agreement([(part.source, counts) for part, counts in fresh], moe.top_k)
-        if not seen.at_fault(self._threshold).any():
+        at_fault = seen.at_fault(self._threshold)
+        if not at_fault.any():
             return
         totals.extra_flops += sum(self._flops.forward(replace(part.work, logits=0)) for part, _ in fresh)
         # natively: below a layer that was misled, choices are not the model's own any more
@@ -423,7 +416,8 @@ class PolicyTrainer:
             if native is not None
         ]
         found = refusal(seen, chosen, self._threshold, steps=(totals.steps_taken, deals))
-        if not totals.steps_taken or found.diagnosis.best >= self._threshold:
+        moved = totals.steps_taken or seen.ages[at_fault].min() > 0
+        if not moved or found.diagnosis.best >= self._threshold:
             self._optimizer.zero_grad()
             raise found
 
@@ -463,10 +457,10 @@ class PolicyTrainer:
         self._replaying = row["replay"] if auto else self._replaying
         return row, row["decision"] if news else ""
 
-    def _decision(self, arms: Mapping[str, Any]) -> Decision:
+    def _decision(self, arms: Mapping[str, Any], minibatches: int) -> Decision:
         if self._replay == "auto" and "replay" in arms:
             native, replay = arms["native"], arms["replay"]
-            return decide(native, replay, minibatches=self._minibatches, on=self._replaying)
+            return decide(native, replay, minibatches=minibatches, on=self._replaying)
         if "replay" not in arms:
             return Decision(on=False, reason="replay is off: the batch carries no experts to replay")
         word = "on" if self._replaying else "off"

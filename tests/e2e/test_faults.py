@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from same_run import same
 
 from ostinato.cli.app import main
 from ostinato.model.native import BuildError
@@ -180,36 +181,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return place
 
 
-CLOCK = ("time/", "step_time", "tokens_per_s", "total/seconds", "seconds")
-PAID_TWICE_OR_NOT = (
-    "rollout/from_spool",
-    "tokens/cached",
-    "tokens/prefilled",
-    "flops/",
-    "total/",
-    "reward_w",
-)
-MEASURED_WORTH = (  # what is worth a draft is a matter of measured time
-    "tokens/drafted",
-    "tokens/accepted",
-    "draft/tokens_per_pass",
-    "draft/drafted_per_pass",
-    "draft/acceptance",
-    "draft/share_",
-    "draft/cpu_share",
-    "draft/seconds_saved",
-)
-
-
-def stable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what depends on the clock, or on which groups were read back instead of played again."""
-    left_out = CLOCK + PAID_TWICE_OR_NOT + MEASURED_WORTH
-    return [{key: value for key, value in row.items() if not key.startswith(left_out)} for row in rows]
-
-
 def assert_as_if_nothing_had_happened(place: Place, undisturbed: Place) -> None:
     for name in ("metrics.jsonl", "eval.jsonl"):
-        assert stable(place.rows(name)) == stable(undisturbed.rows(name)), name
+        assert same(place.rows(name)) == same(undisturbed.rows(name)), name
     for name in ("adapter/adapter_model.safetensors", f"checkpoints/step-{STEPS:08d}/tensors.safetensors"):
         assert (place.run / name).read_bytes() == (undisturbed.run / name).read_bytes(), name
     samples = [list(JsonlZst(p.run / "trajectories.jsonl.zst").rows()) for p in (place, undisturbed)]

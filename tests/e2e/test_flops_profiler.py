@@ -24,9 +24,10 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.engine.local import LocalEngine
 from ostinato.history.scripted import ScriptedDrafter
+from ostinato.model import packed
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.flops import FlopModel
+from ostinato.model.flops import FlopModel, Work
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
 from ostinato.model.named import model_folder
@@ -54,6 +55,10 @@ def raw(formula: Callable[..., int]) -> Callable[..., int]:
     """A formula that is given tensors, not their shapes."""
     formula._get_raw = True  # type: ignore[attr-defined]
     return formula
+
+
+def added(y: Sequence[int], a: Sequence[int], b: Sequence[int], **_: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]
 
 
 def formulas(config: ModelConfig) -> Mapping[Any, Callable[..., int]]:
@@ -89,9 +94,6 @@ def formulas(config: ModelConfig) -> Mapping[Any, Callable[..., int]]:
     def grouped(x: Sequence[int], w: Sequence[int], *_: Any, **__: Any) -> int:
         return 2 * x[0] * x[1] * w[-1]  # [S, K] [E, K, N] forward and for dx; [K, S] [S, N] for dw
 
-    def added(y: Sequence[int], a: Sequence[int], b: Sequence[int], **_: Any) -> int:
-        return 2 * a[0] * a[1] * b[1]
-
     return {
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
@@ -110,7 +112,7 @@ def profiled(config: ModelConfig, run: Callable[[], Any]) -> tuple[int, Any]:
 # ---- training
 
 
-def batch_of(vocab: int, seed: int = 0, budget: int = 90) -> Batch:
+def batch_of(vocab: int, seed: int = 0, budget: int = 90, minibatches: int = 1) -> Batch:
     """Groups of siblings that share prompts, in several microbatches; some answers have a reply inside."""
     rng, samples = np.random.default_rng(seed), []
     for group in range(3):
@@ -132,7 +134,7 @@ def batch_of(vocab: int, seed: int = 0, budget: int = 90) -> Batch:
                 )
             )
     weights = aggregation_weights(samples, Aggregation.TOKEN)
-    return pack(samples, weights, tokens_per_microbatch=budget)
+    return pack(samples, weights, tokens_per_microbatch=budget, minibatches=minibatches)
 
 
 def trained(decoder: Decoder, spec: AdapterSpec | None) -> Adapters | None:
@@ -151,11 +153,10 @@ def step_ratio(
         trained(decoder, spec),
         chosen,
         optimizer=LR,
-        minibatches=minibatches,
         recompute=recompute,
         measure_every=int(measure),
     )
-    batch = batch_of(decoder.config.vocab_size)
+    batch = batch_of(decoder.config.vocab_size, minibatches=minibatches)
     counted, report = profiled(decoder.config, lambda: trainer.step(batch))
     flops = FlopModel.of(decoder.config, spec, recompute=recompute, entropy_gradient=chosen.needs_entropy)
     ours = step_flops(flops, batch_work(batch), report.metrics)
@@ -179,6 +180,27 @@ def test_a_training_step_of_every_family(family: str, spec: str, recompute: bool
     """To the last product: what the profiler counts is what the shapes say."""
     decoder = Decoder(parse_config(FAMILIES.get(family, NARROW))).init_weights(0)
     assert step_ratio(decoder, SPECS[spec], recompute=recompute) == 1.0
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("family", ["llama", "softmax", "latent-queries"])
+def test_by_the_formulas_of_torch_alone(family: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests supply formulas for attention and grouped products, as ours as what they check. In fp64
+    with attention written out, every product is one that torch's counter knows, but for mm in place. It then
+    counts whole rectangles, masked half and all, and that is all that is left between the two.
+    """
+    monkeypatch.setattr(packed, "_kernel", lambda q, v: packed.MATH)
+    decoder = Decoder(parse_config(FAMILIES[family]), dtype=torch.float64).init_weights(0)
+    trainer = PolicyTrainer(decoder, trained(decoder, SPECS[spec]), algorithm("grpo"), optimizer=LR)
+    batch, stock = batch_of(decoder.config.vocab_size), {aten.addmm_: added}
+    with FlopCounterMode(display=False, custom_mapping=stock) as counter:
+        report = trainer.step(batch)
+    work, segments = batch_work(batch), [one for part in batch.microbatches for one in part.segments]
+    rows = [(one.stop - one.start, one.prefix_stop - one.prefix_start) for one in segments]
+    whole = Work(work.tokens, sum(n * (n + prefix) for n, prefix in rows), work.logits)
+    flops = FlopModel.of(decoder.config, SPECS[spec])
+    assert counter.get_total_flops() == step_flops(flops, whole, report.metrics).train
+    assert 1.05 < counter.get_total_flops() / step_flops(flops, work, report.metrics).train < 1.12
 
 
 @pytest.mark.parametrize(
@@ -234,11 +256,11 @@ def test_a_whole_step_with_its_further_passes(family: str, spec: str, how: dict[
 @pytest.mark.parametrize("spec", ["full", "lora"])
 def test_a_refused_step_is_run_again_to_name_its_samples(spec: str) -> None:
     decoder = Decoder(parse_config(FAMILIES["softmax"])).init_weights(0)
-    batch, adapters = batch_of(VOCAB), trained(decoder, SPECS[spec])
+    batch, adapters = batch_of(VOCAB, minibatches=2), trained(decoder, SPECS[spec])
     first, *others = batch.microbatches
     broken = replace(first, advantages=np.full_like(first.advantages, np.nan))
     kl = {"kl_coef": 0.1} if adapters else {}
-    trainer = PolicyTrainer(decoder, adapters, algorithm("grpo", **kl), optimizer=LR, minibatches=2)
+    trainer = PolicyTrainer(decoder, adapters, algorithm("grpo", **kl), optimizer=LR)
     batch = replace(batch, microbatches=(broken, *others))
     counted, report = profiled(decoder.config, lambda: trainer.step(batch))
     ours = step_flops(FlopModel.of(decoder.config, SPECS[spec]), batch_work(batch), report.metrics)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from same_run import same
 
 from ostinato.report.forecast import forecast_sections
 from ostinato.report.reading import read_run
@@ -29,7 +30,6 @@ OVERRIDES = (
     "rollout.group_size=4",
     "rollout.max_tokens=16",
     "log.mismatch_every=0",
-    "draft.enabled=false",  # refused drafts are FLOPs, and how many are drafted depends on the clock
     "eval.every=250 tokens",
     "eval.n=12",
     "eval.k=2",
@@ -37,8 +37,8 @@ OVERRIDES = (
     "eval.downstream.hard.source=arithmetic",
     "eval.downstream.hard.n=6",
     "eval.downstream.hard.every=1e10 flops",
-    "forecast.axis=tokens",
-    "forecast.budget=1e6",
+    "forecast.axis=flops",
+    "forecast.budget=1e14",
 )
 
 
@@ -98,22 +98,7 @@ def crossings(sums: list[float], amount: float) -> list[int]:
 
 def scores(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """eval.jsonl by set and step, without what the clock and the prefix cache decide."""
-    wanted = (
-        "step",
-        "set",
-        "split",
-        "held_out",
-        "n",
-        "samples",
-        "pass@1",
-        "stderr",
-        "answer_stderr",
-        "reward",
-    )
-    return {
-        (row["set"], row["step"]): {name: row[name] for name in wanted} | {"tokens": row["spent"]["tokens"]}
-        for row in rows(folder, "eval")
-    }
+    return {(row["set"], row["step"]): row for row in same(rows(folder, "eval"))}
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +118,14 @@ def test_a_run_is_scored_by_compute_and_looks_ahead(whole: tuple[Path, str]) -> 
     tokens, flops = [0.0], [0.0]
     for row in rows(folder, "metrics"):
         tokens.append(row["total/sampled_tokens"])
-        flops.append(row["total/useful_flops"] + row["total/wasted_flops"])
+        flops.append(row["total/compute_flops"])
     assert steps == [0, *crossings(tokens, 250), STEPS]
     assert [row["step"] for row in evals if row["set"] == "hard"] == [0, *crossings(flops, 1e10), STEPS]
     assert [row["samples"] for row in main] == [6] + [2] * (len(main) - 1)
     assert len({row["held_out"] for row in main}) == 1
     ahead = rows(folder, "forecast")
     assert [row["step"] for row in ahead] == steps[1:]
-    assert [row["compute"] for row in ahead] == [row["spent"]["tokens"] for row in main[1:]]
+    assert [row["compute"] for row in ahead] == [row["spent"]["flops"] for row in main[1:]]
     assert ahead[-1]["n"] == len(main) - 1 >= 5
     assert f"step {STEPS}: forecast: " in out and f"step {STEPS}: hard pass@1" in out
     assert forecast_sections(read_run(RunFolder(folder)))
@@ -159,28 +144,47 @@ def test_the_command_says_the_same(whole: tuple[Path, str]) -> None:
 def test_killed_and_resumed_it_scores_and_foretells_the_same(
     step: int, whole: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """Killed before the first checkpoint, and between two. The set that is scored by FLOPs may be so at a
-    neighbouring step: after a kill the prefix cache is cold, and what it had is computed again."""
+    """Killed before the first checkpoint, and between two. The set that is scored by FLOPs was so at another
+    step, or with other FLOPs: how much is drafted, and refused, is a matter of measured time, and after a
+    kill the prefix cache is cold."""
     killed_after(tmp_path, step, "train", "quickstart", *OVERRIDES)
     folder = only_run(tmp_path)
     assert len(rows(folder, "metrics")) < STEPS
     ostinato(tmp_path, "resume", str(folder))
-    found, wanted = scores(folder), scores(whole[0])
-    assert {key for key in found if key[0] == "eval"} == {key for key in wanted if key[0] == "eval"}
-    assert all(found[key] == wanted[key] for key in found.keys() & wanted.keys())
-    assert ("hard", 0) in found and ("hard", STEPS) in found
+    assert scores(folder) == scores(whole[0])
     assert rows(folder, "forecast") == rows(whole[0], "forecast")
 
 
+PLANTED = """
+import hashlib
+
+asked = {}
+
+def planted(completions, prompts, **columns):
+    t = asked[str(prompts[0])] = asked.get(str(prompts[0]), -1) + 1
+    share = 0.2 + (0.5 / (1 + (2 / t) ** 2) if t else 0.0)
+    return [float(drawn(f"{prompts[0]} {'' if t else text}") < share) for text in completions]
+
+def drawn(text):
+    return int(hashlib.md5(text.encode()).hexdigest()[:8], 16) / 2**32
+"""
+
+
 def test_a_forecast_that_stops_the_run_ends_it_in_order(tmp_path: Path) -> None:
-    """No gain is enough for these terms: the run ends as soon as its curve carries a decision at all, and
-    goes on to the end where it never does. Either way every set is scored at the end."""
-    terms = ("forecast.stop=true", "forecast.min_gain=1.0", "trainer.lr=0.01", "eval.n=64")
-    out = ostinato(tmp_path, "train", "quickstart", *OVERRIDES, *terms)
+    """A run whose score saturates, by rewards that look at how often a prompt has been asked. No gain is
+    enough for these terms, so it ends as soon as two looks in a row know its curve: in the middle, with every
+    set scored at the end. Rewards that the policy has to earn left it to chance whether anything stopped."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    reward = ('reward.functions=["planted.py:planted"]', "eval.every=1", "eval.n=128")
+    terms = ("forecast.stop=true", "forecast.min_gain=1.0", "forecast.axis=steps", f"forecast.budget={STEPS}")
+    out = ostinato(tmp_path, "train", "quickstart", *OVERRIDES, *reward, *terms)
     folder = only_run(tmp_path)
-    last = rows(folder, "forecast")[-1]
+    *_, before, last = rows(folder, "forecast")
     step = rows(folder, "metrics")[-1]["step"]
-    assert (step < STEPS) == (last["verdict"] == "stop" and last["step"] < STEPS)
+    assert 0.3 * STEPS <= step < STEPS
+    for row, at in ((before, step - 1), (last, step)):
+        assert (row["verdict"], row["step"], row["gate"]) == ("stop", at, "identified")
     assert {row["set"] for row in rows(folder, "eval") if row["step"] == step} == {"eval", "hard"}
-    assert ("by its own forecast" in out) == (step < STEPS)
+    assert "by its own forecast" in out and "goes on, for the next look has to say so too" in out
+    assert rows(folder, "ledger")[-1]["why"] == "enough"
     assert (folder / "checkpoints").is_dir() and (folder / "report.html").exists()

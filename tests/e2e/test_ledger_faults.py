@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.ledger import Event, read, spent, summary
+from ostinato.ledger import Event, Ledger, read, spent, summary
 from ostinato.run import RunFolder
 
 STEPS, EVERY, TOKENS = 12, 3, 8 * 2  # sampled in a group
@@ -65,10 +65,11 @@ def run(folder: Path, devices: int) -> None:
     trainer.logits = bench.trainer.logits
     bench.loop.trainer = bench.trainer = trainer
 
-    def save(state: Any) -> None:
+    def save(state: Any) -> int:
         part = saved.with_suffix(".part")
         part.write_text(json.dumps([state.to_json(), trainer.logits.tolist()]))
         part.replace(saved)
+        return state.step
 
     bench.loop.save = save
     bench.loop.ledger = Ledger(folder=bench.folder, terms=Terms(devices=devices, price_per_device_hour=3.6))
@@ -131,6 +132,42 @@ def test_killed_three_times_the_sums_are_what_was_really_done(tmp_path: Path, se
     assert useful_and_wasted == sum(found.flops.values()) - found.wasted.get("repeated", 0)
     assert found.pools["local"].total == pytest.approx(held(rows))
     assert found.money == pytest.approx(held(rows) * 3.6 / 3600)
+
+
+SLEEPER = """
+import sys, time
+from pathlib import Path
+from ostinato.ledger import Ledger
+from ostinato.run import RunFolder
+
+books = Ledger(folder=RunFolder(Path(sys.argv[1])), beat_every_s=0.02)
+with books.session(0), books.work(), books.evaluating():
+    print("begun", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_has_told_until_when_it_lived(tmp_path: Path) -> None:
+    """No row, no file of the run: nothing but its sign of life says that it worked, and on what."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    began = time.time()
+    command = [sys.executable, "-c", SLEEPER, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    while not (tmp_path / "alive.json").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.kill()
+    process.communicate(timeout=60)
+    seen = time.time() - began
+    time.sleep(0.5)  # nobody's
+    with Ledger(folder=RunFolder(tmp_path)).session(0):
+        pass
+    lost = read(RunFolder(tmp_path))[1]
+    assert (lost["event"], lost["session"], lost["part"]) == ("lost", 1, "eval")
+    assert 0 < lost["seconds"] < seen
+    assert summary(read(RunFolder(tmp_path))).evaluation.seconds == lost["seconds"]
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
 
 
 def held(rows: list[dict[str, Any]]) -> float:

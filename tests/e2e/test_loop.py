@@ -36,7 +36,7 @@ from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finish, Loop, LoopState, Plan
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
-from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from ostinato.train.checkpoint import Checkpoint, load_checkpoint, oldest_step, save_checkpoint
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Completion, Group, Prompt, Reward, Sampling
@@ -165,7 +165,7 @@ def build(
     memory = remembered(folder) if drafts else None
     engine = sampler(decoder, memory)
 
-    def save(state: LoopState) -> None:
+    def save(state: LoopState) -> int:
         made = Checkpoint(
             step=state.step,
             tensors=trainer.tensors(),
@@ -175,6 +175,7 @@ def build(
         save_checkpoint(folder.checkpoints, made)
         if memory is not None:
             save_history(memory.history, folder.history, print)
+        return oldest_step(folder.checkpoints)
 
     loop = Loop(
         plan=Plan(
@@ -220,7 +221,7 @@ def digest(trainer: PolicyTrainer) -> str:
 def steady(row: Mapping[str, Any]) -> dict[str, Any]:
     """Without what depends on the clock, on which other groups were in the prefix tree, or on drafts."""
     loose = ("time", "seconds", "per_s", "from_spool", "prefilled", "flops", "draft", "accepted")
-    exact = ("draft/history_tokens", "draft/reuse")
+    exact = ("draft/history_tokens", "draft/reuse", "flops/compute", "total/compute_flops")
     return {
         name: value for name, value in row.items() if name in exact or not any(word in name for word in loose)
     }

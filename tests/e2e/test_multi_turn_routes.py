@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_loop import a_spool
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import alignment
@@ -23,7 +24,6 @@ from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.named import model_folder
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.packed import PackedAttention
-from ostinato.pipeline.spool import Spool
 from ostinato.rollout.convert import samples
 from ostinato.rollout.play import Ask, Stage, play
 from ostinato.routes import route_bytes
@@ -183,10 +183,10 @@ def test_a_publish_amid_the_episodes_leaves_what_has_been_sampled() -> None:
 def test_on_disk_a_token_takes_a_few_bytes(tmp_path: Path) -> None:
     groups = played(engine())
     for i, group in enumerate(groups):
-        Spool(tmp_path / "spool").put(str(i), group)
-    found = [Spool(tmp_path / "spool").take(str(i), ask) for i, ask in enumerate(ASKS)]
+        a_spool(tmp_path / "spool").put(str(i), group)
+    found = [a_spool(tmp_path / "spool").take(str(i), ask, 0.0) for i, ask in enumerate(ASKS)]
     assert all(found)
-    for a, b in zip(made(groups), made([group for group in found if group]), strict=True):
+    for a, b in zip(made(groups), made([item.group for item in found if item]), strict=True):
         assert a.experts is not None and b.experts is not None and a.experts.dtype == b.experts.dtype
         np.testing.assert_array_equal(a.experts, b.experts)
         assert a.experts.nbytes == len(a.tokens) * route_bytes(3, 2, 16)[0] == len(a.tokens) * 6

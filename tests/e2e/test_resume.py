@@ -68,7 +68,7 @@ def batch_of(step: int):
                 )
             )
     weights = aggregation_weights(samples, Aggregation.SAMPLE)
-    return pack(samples, weights, tokens_per_microbatch=40, version=step)
+    return pack(samples, weights, tokens_per_microbatch=40, minibatches=2, version=step)
 
 
 def trainer_of(model: str, full: bool):
@@ -86,7 +86,7 @@ def trainer_of(model: str, full: bool):
         lr=1e-2, weight_decay=0.01, schedule=Schedule.COSINE, warmup_steps=2, total_steps=STEPS
     )
     grpo = algorithm("grpo", correction="token_truncate")
-    return PolicyTrainer(decoder, adapters, grpo, optimizer=settings, minibatches=2)
+    return PolicyTrainer(decoder, adapters, grpo, optimizer=settings)
 
 
 def run(folder: Path, model: str, full: bool) -> None:

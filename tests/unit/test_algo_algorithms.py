@@ -68,6 +68,16 @@ def test_overrides_are_visible_and_typed() -> None:
     [
         ("gropo", {}, "algo.name is 'gropo'; did you mean 'grpo'?"),
         ("grpo", {"clip_hi": 0.3}, "algo.clip_hi is not a key; did you mean 'clip_high'?"),
+        (
+            "cispo",
+            {"epsilon_high": 5},
+            "algo.epsilon_high is not a key; TRL's epsilon_high is ratio_cap here",
+        ),
+        ("grpo", {"loss": "cispo", "epsilon_high": 5}, "TRL's epsilon_high is ratio_cap here"),
+        ("cispo", {"epsilon": 0.2}, "TRL's epsilon does nothing in CISPO"),
+        ("dapo", {"epsilon_high": 0.28}, "TRL's epsilon_high is clip_high here"),
+        ("grpo", {"epsilon": 0.2}, "TRL's epsilon is clip_low and clip_high here"),
+        ("grpo", {"epsilon_low": 0.2}, "TRL's epsilon_low is clip_low here"),
         ("grpo", {"name": "x"}, "multiple values"),
         ("grpo", {"overridden": ("x",)}, "algo.overridden is not a key"),
         ("grpo", {"aggregation": "tokens"}, "algo.aggregation is 'tokens'; did you mean 'token'?"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -163,16 +164,46 @@ def test_packing_changes_nothing_that_a_loss_depends_on(
         assert sum(mb.weights.sum() for mb in batch.microbatches) == pytest.approx(1, abs=1e-6)
 
 
-@given(steps(), st.integers(1, 30), st.integers(1, 12))
-def test_as_many_microbatches_as_optimizer_steps_are_asked_for(
-    samples: list[Sample], budget: int, wanted: int
+@given(steps(), st.integers(1, 30), st.booleans(), st.integers(1, 6))
+def test_every_optimizer_step_has_its_share_of_the_groups(
+    samples: list[Sample], budget: int, share: bool, wanted: int
 ) -> None:
-    """trainer.minibatches=2 on a step that fits into one microbatch once meant one optimizer step."""
-    weights = token_weights(samples)
-    batch = pack(samples, weights, tokens_per_microbatch=budget, min_microbatches=wanted)
-    trained = sum(bool(sample.loss_mask.any()) for sample in samples)
-    assert len(batch.microbatches) >= min(wanted, trained)
+    """Whole groups, numbers that differ by at most one, in their order; as many steps as groups where more
+    are asked for, however few microbatches they would fit into."""
+    weights, options = token_weights(samples), {"tokens_per_microbatch": budget, "share_prompts": share}
+    batch = pack(samples, weights, minibatches=wanted, **options)
     assert loss_entries(batch) == loss_entries(pad(samples, weights))
+    groups = [*dict.fromkeys(sample.group for sample in samples if sample.loss_mask.any())]
+    dealt = [
+        {samples[i].group for part in parts for i in part.sample_idx.tolist()} for parts in batch.minibatches
+    ]
+    assert len(dealt) == min(wanted, len(groups))
+    edges = np.cumsum([0, *map(len, dealt)]).tolist()
+    assert dealt == [set(groups[first:end]) for first, end in pairwise(edges)]
+    assert not dealt or max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    for number, parts in enumerate(batch.minibatches):
+        mine = [sample for sample in samples if sample.group in dealt[number]]
+        alone = pack(mine, token_weights(mine), **options)
+        assert [part.uids for part in parts] == [part.uids for part in alone.microbatches]
+
+
+def test_no_optimizer_step_has_all_the_long_groups() -> None:
+    """Microbatches, which are filled longest first, were dealt like cards: of 128 prompts the eight steps of
+    PPO-off-policy-8 had 11 to 29 with mean answers of 36 falling to 12 tokens, and the last of them 2.6 times
+    the gradient of the second, so every phase learned its longest groups first."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(4, 60, 128)
+    samples = [
+        make_sample([1, 2, 3], [4] * int(length), [1] * int(length), group=group, uid=f"{group}#{i}")
+        for group, length in enumerate(lengths)
+        for i in range(2)
+    ]
+    weights = aggregation_weights(samples, Aggregation.PROMPT)
+    batch = pack(samples, weights, tokens_per_microbatch=512, minibatches=8)
+    for first, parts in zip(range(0, 128, 16), batch.minibatches, strict=True):
+        seen = {samples[i].group for part in parts for i in part.sample_idx.tolist()}
+        assert seen == set(range(first, first + 16))
+        assert sum(float(part.weights.sum()) for part in parts) == pytest.approx(1 / 8)
 
 
 @given(steps(), st.integers(1, 30), st.booleans())

@@ -7,23 +7,20 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from kept_rows import LAWS, kept_row
 
+from ostinato.axis import Axis
 from ostinato.cli import ablate_answer, ablate_jobs, own_law
 from ostinato.cli.ablate_jobs import Job, State, plan, run
 from ostinato.cli.app import main
-from ostinato.cli.kept import collect, ended, prompts, read_kept, series_of, slug, write_kept
+from ostinato.cli.kept import collect, ended, read_kept, series_of, slug, write_kept
 from ostinato.config import Recipe
-from ostinato.report.reading import RunData
 from ostinato.scaling.ablation import REFERENCE
-from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.plan import simulated
-from ostinato.scaling.series import Axis
 
 RECIPE = """
 [trainer]
@@ -32,41 +29,6 @@ steps = 7
 "no fp32 head" = ["model.fp32_head=true"]
 "CISPO -> DAPO clip" = ["algo.name=dapo"]
 """
-EMPTY = RunData(name="", recipe_text="", recipe={}, metrics=[], evals=[], ledger=[], starts=[], damage=[])
-LAWS = {
-    REFERENCE: Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1e12),
-    "CISPO -> DAPO clip": Sigmoid(R0=0.3, A=0.5, B=1.9, C_mid=1e12),
-    "a | pipe": Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1e12),
-}
-
-
-def kept_row(arm: str, seed: int, law: Sigmoid, n: int = 24) -> dict[str, Any]:
-    compute = np.linspace(2.5e11, 6e12, n)
-    one = simulated(law, compute, sd=0.003, rho=0.3, seed=sum(map(ord, arm)) + seed)
-    return {
-        "arm": arm,
-        "seed": seed,
-        "overrides": [],
-        "held_out": "0123456789ab",
-        "prompts": "ba9876543210",
-        "metric": "pass@1",
-        "R0": 0.3,
-        "R0_stderr": 0.002,
-        "score": one.score.tolist(),
-        "stderr": [0.004] * n,
-        "compute": {"flops": compute.tolist(), "steps": list(range(8, 8 * n + 1, 8))},
-        "ended": True,
-        "cost": {
-            "compute": {"device-hours": 0.5, "flops": 6e12, "tokens": 1000.0},
-            "flops": 6_000_000_000_000,
-            "useful": 4_000_000_000_000,
-            "wasted": {"zero_variance": 2_000_000_000_000},
-            "tokens": {"sampled": 1000},
-            "dropped": {},
-            "evaluation": {"flops": 10**12, "seconds": 1.0},
-            "restarts": 1,
-        },
-    }
 
 
 @pytest.fixture(scope="module")
@@ -280,13 +242,15 @@ def test_what_is_kept_gives_the_same_page_byte_for_byte(kept: Path, tmp_path: Pa
 
 def test_what_people_wrote_on_the_page_stays(kept: Path, tmp_path: Path) -> None:
     page = tmp_path / "loo.md"
-    page.write_text(f"# Mine\n\nbefore\n\n{ablate_answer.BEGIN}\nold\n{ablate_answer.END}\n\nafter\n")
+    page.write_text(
+        f"# Mine\n\nbefore\n\n{ablate_answer.BEGIN}\nthe last page\n{ablate_answer.END}\n\nafter\n"
+    )
     for _ in range(2):
         ablate_answer.write_page(page, ablate_answer.compared(read_kept(kept), Axis.FLOPS))
     text = page.read_text()
     assert text.startswith("# Mine\n\nbefore\n\n")
     assert text.endswith("\n\nafter\n")
-    assert "old" not in text
+    assert "the last page" not in text
     assert text.count(ablate_answer.BEGIN) == 1
     assert "a \\| pipe" in text
 
@@ -331,7 +295,7 @@ def test_arms_that_are_too_short_are_not_ranked(tmp_path: Path, capsys: pytest.C
     told = " ".join(answer["notes"])
     assert "the recipe, seed 1 is left out: a fit needs 3 evaluations, it has 1." in told
     assert "the recipe, seed 1 has not ended." in told
-    assert "a | pipe answers the held-out prompts as it samples" in told
+    assert "a | pipe, seed 0, 1: held-out prompts are answered otherwise than by the recipe, seed 0" in told
     assert "the recipe has no run of seed 1 here." in told
     arm = answer["arms"][2]
     assert arm["verdict"] == "not ranked"
@@ -347,17 +311,6 @@ def test_arms_with_other_prompts_do_not_compare(kept: Path, tmp_path: Path, caps
     write_kept(tmp_path / "runs.jsonl", rows)
     assert ostinato("ablate", tmp_path / "runs.jsonl") == 2
     assert "held-out sets do not compare" in capsys.readouterr().err
-
-
-def test_prompts_are_known_by_the_recipe() -> None:
-    def of(**more: Any) -> str:
-        task = {"source": "arithmetic", "n_train": 512, "params": {}} | more
-        return prompts(
-            replace(EMPTY, recipe={"task": task, "eval": {"n": 8}, "reward": {"functions": ["exact"]}})
-        )
-
-    assert of() == of(n_train=3)
-    assert of() != of(params={"digits": 4})
 
 
 def test_our_own_law_is_told(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -406,7 +359,7 @@ def test_mistakes_are_one_sentence(
         (["KEPT", "--R0", "0.4"], "--R0 is given"),
         (["--page", "x"], "--page is for a validation of runs"),
         (["KEPT", "x.csv"], "x.csv is no run folder"),
-        (["KEPT", "--cut", "3e12"], "fewer than 5 evaluations"),
+        (["KEPT", "--cut", "3e12"], "no run has 5 evaluations"),
     ],
 )
 def test_mistakes_of_validate_are_one_sentence(

@@ -71,6 +71,11 @@ def test_a_solved_answer_has_full_marks_or_what_the_recipe_says(reward: dict, ma
             {"rollout": {"interrupt_after": [8, 12], "answer_tokens": 4}},
             ["rollout.interrupt_after = [8, 12] bounds answers, with rollout.answer_tokens = 4; rollout"],
         ),
+        ({"pipeline": {"staleness": 19}}, []),
+        (
+            {"pipeline": {"staleness": 20}},
+            ["pipeline.staleness is 20: the first 21 of 100 batches are all sampled by the policy of the"],
+        ),
         ({"trainer": {"replay": "auto"}}, []),
         ({"trainer": {"replay": "auto"}, "log": {"mismatch_every": 0}}, ["holds for the whole run"]),
     ],

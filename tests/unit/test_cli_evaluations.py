@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from ostinato.axis import Axis
 from ostinato.cli.evaluations import downstream_prompts, evaluations, rules
 from ostinato.config import Recipe
-from ostinato.every import Every, Unit
+from ostinato.every import Every
 from ostinato.pipeline.evaluate import held_out
 from ostinato.types import Prompt
 
@@ -39,7 +40,7 @@ def test_sets_come_in_order_with_their_own_terms(tmp_path: Path) -> None:
         ("hard", 1, 1, 4),
     ]
     assert [one.every for one in found] == [
-        Every(amount=1e6, unit=Unit.TOKENS),
+        Every(amount=1e6, unit=Axis.TOKENS),
         Every(amount=5),
         Every(amount=0),
     ]
@@ -74,5 +75,25 @@ def test_what_cannot_be_read_is_named() -> None:
 )
 def test_rules_are_part_of_what_is_measured(change: dict[str, Any]) -> None:
     assert rules(Recipe.parse(change)) != rules(Recipe.parse({}))
+    again = {"rollout": {"think_end": "</end>", "interrupt_phrase": "Stop."}}
+    assert rules(Recipe.parse(again)) == rules(Recipe.parse({})), "nothing is interrupted"
     others = {"trainer": {"lr": 1.0}, "model": {"path": "other"}, "engine": {"max_batch": 8}, "seed": 3}
     assert rules(Recipe.parse(others)) == rules(Recipe.parse({}))
+
+
+def test_values_that_nobody_reads_do_not_tell_sets_apart() -> None:
+    """rollout.max_tokens beside an interruption, and the phrase of one that is off, made other held-out sets
+    of the same scores, and `scale compare` refused them."""
+
+    def name(**rollout: Any) -> str:
+        recipe = recipe_of(rollout=rollout)
+        sets = evaluations(
+            recipe, [Prompt(uid="a", text="1")], {}, stop_tokens=(7,), solved_at=1.0, weights="model"
+        )
+        return held_out(sets[0])
+
+    interrupted = {"interrupt_after": [8, 12], "answer_tokens": 4}
+    assert name(**interrupted, max_tokens=48) == name(**interrupted, max_tokens=64)
+    assert name(think_end="</end>") == name() != name(max_tokens=65)
+    assert len({name(**interrupted), name(**{**interrupted, "answer_tokens": 5}), name()}) == 3
+    assert name(**interrupted, think_end="</end>") != name(**interrupted)

@@ -68,7 +68,7 @@ def test_a_fit_tells_intervals_beside_three_other_views(
     assert {law["form"] for law in found["laws"]} == {
         *("sigmoid-posterior", "sigmoid", "sigmoid-free-R0", "power-law", "log-error"),
     }
-    assert "GPU-hours" in text and "profile likelihood" in text and "rolling-origin error" in text
+    assert "device-hours" in text and "profile likelihood" in text and "rolling-origin error" in text
 
 
 def test_the_page_shows_the_curve_and_what_its_ceiling_hangs_on(long: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_two_series_of_a_file_compare(both: Path, tmp_path: Path, capsys: pytest
         capsys, "compare", both, "--by", "recipe", "--R0", 0.4, "--at", "100k", "--html", page
     )
     assert code == 0 and found["names"] == ["slow", "fast"]
-    assert found["higher_A"] > 0.99 and found["higher_score"] > 0.99
+    assert found["higher_A"] > 0.95 and found["higher_score"] > 0.95
     assert found["shared"]["apart"] == pytest.approx(0.09, abs=0.01)
     assert "Slopes at an equal ceiling" in page.read_text() and 'class="whisker"' in page.read_text()
     assert scale("compare", both, "--by", "recipe", "--R0", 0.4, "--series", "fast") == 2
@@ -174,6 +174,18 @@ def test_runs_that_are_not_identified_are_not_ranked(
     code, found = answered(capsys, "compare", long, short)
     assert code == 0 and "short is not identified" in found["reason"]
     assert (found["higher_A"], found["crosses"], found["shared"]) == (None, None, None)
+
+
+def test_a_run_that_is_given_twice_is_refused(
+    long: Path, short: Path, both: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """a,a,a,a against b,b,b,b ranked two runs as if four seeds of each had agreed."""
+    for names in ((f"{long},{long}", str(short)), (str(short), f"{long},{short}")):
+        assert scale("compare", *names) == 2
+        assert "is given more than once; name every run once" in capsys.readouterr().err
+    same = ("--by", "recipe", "--R0", 0.4, "--series", "fast,slow", "--series", "fast")
+    assert scale("compare", both, *same) == 2
+    assert "fast is given more than once" in capsys.readouterr().err
 
 
 # -- watching
@@ -246,7 +258,13 @@ def test_a_validation_counts_what_was_covered(
     half = next(one for one in found["summaries"] if (one["fraction"], one["of"]) == (0.5, "all"))
     covered = [row["covered"] for row in found["rows"] if row["fraction"] == 0.5]
     assert half["curves"] == 2 and half["coverage"] == sum(covered) / 2
-    assert found["simulated"]["curves"] == 10 and 'class="seen"' in page.read_text()
+    assert {name: one["curves"] for name, one in found["simulated"].items()} == {"matched": 10, "default": 10}
+    assert 'class="seen"' in page.read_text()
+    assert scale("validate", both, *read) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    both_shares = [f"{found['simulated'][name]['coverage']:.1%}" for name in ("matched", "default")]
+    assert f"cover {both_shares[0]} of them where the noise is known" in said
+    assert f"and {both_shares[1]} with the noise that all commands assume" in said
 
 
 # -- the books
@@ -295,6 +313,10 @@ def test_a_run_folder_is_fitted_over_its_ledger(tmp_path: Path, capsys: pytest.C
         (["forecast", "LONG", "--target", "62"], "--target is 62; use a score between 0 and 1"),
         (["decide", "LONG", "--budget", "1k"], "budget is 1000 and 12700 of it are spent"),
         (["compare", "LONG"], "has 1 series and 0 are named"),
+        (
+            ["plan-pilot", "--A", "0.6", "--B", "2", "--cmid", "2.5e15", "--every", "1G"],
+            "less than a 200th of C_mid",
+        ),
         (["watch", "LONG", "--follow"], "--follow is for a run folder"),
         (["simulate", "--A", "61", "--B", "2", "--c-mid", "1k"], "use scores with 0 <= R0 <= A <= 1"),
         (["validate", "--score", "x"], "--score is given without a file"),

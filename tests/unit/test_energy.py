@@ -26,7 +26,8 @@ def domain(root: Path, folder: str, name: str, microjoules: int | str, most: int
 
 
 def test_packages_and_their_memory_once_each(tmp_path: Path) -> None:
-    """The cores are in their package, "psys" is the whole board, and mmio is the first package once more."""
+    """The cores are in their package, "psys" is the whole board, and mmio is the first package once more.
+    What is counted has a name: the sum of a process without the rights to some of it is another sum."""
     paths = [
         domain(tmp_path, "intel-rapl:0", "package-0", 1_000_000),
         domain(tmp_path, "intel-rapl:0:0", "core", 500_000),
@@ -37,7 +38,8 @@ def test_packages_and_their_memory_once_each(tmp_path: Path) -> None:
     ]
     counters = rapl(tmp_path)
     meter = Meter(counters)
-    assert len(counters) == 3 and meter() == 0
+    assert {kind: len(some) for kind, some in counters.items()} == {"processor": 2, "memory": 1}
+    assert meter.kinds == ("memory", "processor") and meter() == 0
     for path in paths:
         (path / "energy_uj").write_text("3000000")
     assert meter() == pytest.approx(2 + 1 + 3)
@@ -70,9 +72,10 @@ def test_a_counter_that_may_have_wrapped_twice_is_not_told_any_more(tmp_path: Pa
 
 
 def test_where_nothing_tells_there_is_no_figure(tmp_path: Path) -> None:
-    assert rapl(tmp_path) == rapl(tmp_path / "nothing") == []
+    nothing = {"processor": [], "memory": []}
+    assert rapl(tmp_path) == rapl(tmp_path / "nothing") == nothing
     domain(tmp_path, "intel-rapl:0", "package-0", "garbage")
-    assert rapl(tmp_path) == [] and Meter([])() is None
+    assert rapl(tmp_path) == nothing and Meter(nothing)() is None and Meter(nothing).kinds == ()
     assert nvml(["GPU-0"], library="libthere-is-none.so.1") == []
 
 
@@ -89,7 +92,7 @@ def test_one_counter_that_fails_takes_the_sum_with_it(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_a_counter_for_root_alone_is_absent(tmp_path: Path) -> None:
     (domain(tmp_path, "intel-rapl:0", "package-0", 0) / "energy_uj").chmod(0)
-    assert rapl(tmp_path) == []
+    assert rapl(tmp_path)["processor"] == []
 
 
 def test_the_meter_looks_by_itself() -> None:
@@ -99,7 +102,7 @@ def test_the_meter_looks_by_itself() -> None:
         looks.append(1)
         return float(len(looks))
 
-    meter = Meter([counter], every_s=0.002)
+    meter = Meter({"GPU": [counter]}, every_s=0.002)
     while len(looks) < 3:
         pass
     assert meter() is not None

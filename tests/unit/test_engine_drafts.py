@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ from small_world import DRAFTS_PAY
 
 from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
+from ostinato.engine.passes import Pass
 from ostinato.history.scripted import ScriptedDrafter
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.native import BuildError, Kernels, load
+from ostinato.pipeline.work import completion_work
 from ostinato.types import Completion, Drafts, Emitted, Request, Running, Sampling, Stop
 
 VOCAB = 31
@@ -262,8 +265,16 @@ def test_running_ahead_costs_nobody_a_token_and_foretells_what_comes(blocks: int
     ours = engine(drafter)  # type: ignore[arg-type]
     if blocks is not None:
         ours._cache = type(ours._cache)(blocks)
+    forward, ran = ours._forward, Counter[str]()
+
+    def counted(plan: Pass) -> torch.Tensor:
+        ran.update(tokens=len(plan.tokens), pairs=plan.attended)
+        return forward(plan)
+
+    ours._forward = counted
     ours.run_ahead(later)
-    for a, b in zip(plain, run(ours, requests), strict=True):
+    said = run(ours, requests)
+    for a, b in zip(plain, said, strict=True):
         same(a, b)
     foretold = 0
     for handle, request in drafter.requests.items():
@@ -272,6 +283,11 @@ def test_running_ahead_costs_nobody_a_token_and_foretells_what_comes(blocks: int
         assert text == expected.tokens.tolist()[: len(text)]
         foretold += len(text) * (request.seed[0] == 4)
     assert ours.counters.ahead == foretold > 0 and ours.counters.decoded == 48
+    # the passes ran what the answers tell of, and what was run ahead; nobody had that in his books
+    works = [completion_work(len(r.tokens), c).total for r, c in zip(requests, said, strict=True)]
+    ahead = {"tokens": ours.counters.ahead_rows, "pairs": ours.counters.ahead_pairs}
+    told = {"tokens": sum(one.tokens for one in works), "pairs": sum(one.pairs for one in works)}
+    assert ran == Counter(ahead) + Counter(told) and ahead["tokens"] > ours.counters.ahead
     assert drafter.closed == set(drafter.requests) and not ours._seats.order and not ours._ahead
 
 

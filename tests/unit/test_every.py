@@ -8,22 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.every import NEVER, Every, Unit
+from ostinato.axis import Axis
+from ostinato.every import NEVER, UNITS, Every
 
 
 @pytest.mark.parametrize(
     ("value", "amount", "unit"),
     [
-        (20, 20, Unit.STEPS),
-        (0, 0, Unit.STEPS),
-        ("20 steps", 20, Unit.STEPS),
-        ("2e14 flops", 2e14, Unit.FLOPS),
-        (" 1.5E+6   tokens ", 1.5e6, Unit.TOKENS),
-        (".5 device-hours", 0.5, Unit.DEVICE_HOURS),
-        ("0.5 hours", 0.5, Unit.HOURS),
+        (20, 20, Axis.STEPS),
+        (0, 0, Axis.STEPS),
+        ("20 steps", 20, Axis.STEPS),
+        ("2e14 flops", 2e14, Axis.FLOPS),
+        (" 1.5E+6   tokens ", 1.5e6, Axis.TOKENS),
+        (".5 device-hours", 0.5, Axis.DEVICE_HOURS),
+        ("0.5 hours", 0.5, Axis.HOURS),
     ],
 )
-def test_what_is_read(value: int | str, amount: float, unit: Unit) -> None:
+def test_what_is_read(value: int | str, amount: float, unit: Axis) -> None:
     assert Every.parse(value, "eval.every") == Every(amount=amount, unit=unit)
 
 
@@ -42,14 +43,14 @@ def test_what_is_refused_in_one_sentence(text: str) -> None:
         Every.parse(text, "eval.every")
 
 
-@given(st.sampled_from(list(Unit)), st.floats(1e-3, 1e3), st.lists(st.floats(0, 1e4), max_size=8))
+@given(st.sampled_from(UNITS), st.floats(1e-3, 1e3), st.lists(st.floats(0, 1e4), max_size=8))
 @settings(max_examples=50, deadline=None)
-def test_times_grow_with_what_is_spent(unit: Unit, amount: float, sums: list[float]) -> None:
+def test_times_grow_with_what_is_spent(unit: Axis, amount: float, sums: list[float]) -> None:
     every = Every(amount=amount, unit=unit)
 
     def times(value: float) -> int:
-        keys = {Unit.HOURS: "seconds", Unit.DEVICE_HOURS: "device_hours"}
-        return every.times({keys.get(unit, unit): value * 3600 if unit is Unit.HOURS else value})
+        keys = {Axis.HOURS: "seconds", Axis.DEVICE_HOURS: "device_hours"}
+        return every.times({keys.get(unit, unit): value * 3600 if unit is Axis.HOURS else value})
 
     found = [times(value) for value in sorted(sums)]
     assert found == sorted(found)

@@ -55,6 +55,7 @@ def seen(answers: np.ndarray, rows: int, prompts: float = math.nan) -> Agreement
     routers = np.full(overlaps.shape, (rows * LAYERS, 0 if math.isnan(prompts) else 60 * LAYERS), np.float64)
     return Agreement(
         uids=tuple(map(str, range(len(answers)))),
+        ages=np.zeros(len(answers)),
         overlaps=overlaps,
         routers=routers,
         together=overlaps.mean(axis=0),

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from small_loop import a_spool
 
 from ostinato.algo.noise import key, uniform
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.engine.fake import FakeEngine, draw, scripted
 from ostinato.env.dialogue import Dialogue
 from ostinato.pipeline.remember import counts, pasts
-from ostinato.pipeline.spool import Spool
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
 from ostinato.rollout.interrupt import Interruption
@@ -382,10 +382,10 @@ def test_health_says_how_many_were_told_and_what_came_of_it() -> None:
 def test_the_spool_and_the_log_carry_what_was_put_in(tmp_path: Path) -> None:
     played, _ = interrupted_twice()
     ask = Ask(prompt=PROMPT, seed=(0, 1, 2), group_size=1, step=1)
-    Spool(tmp_path / "spool").put("here", group_of(played))
-    found = Spool(tmp_path / "spool").take("here", ask)
+    a_spool(tmp_path / "spool").put("here", group_of(played))
+    found = a_spool(tmp_path / "spool").take("here", ask, 0.0)
     assert found is not None
-    for ours, theirs in zip(played.turns, found.trajectories[0].turns, strict=True):
+    for ours, theirs in zip(played.turns, found.group.trajectories[0].turns, strict=True):
         np.testing.assert_array_equal(ours.completion.injected, theirs.completion.injected)
         assert theirs.completion.injected is not None and theirs.completion.injected.dtype == bool
     (row,) = group_rows(group_of(played))

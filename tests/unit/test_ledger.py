@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ from ostinato.ledger import (
     Summary,
     Terms,
     checked,
-    lost_seconds,
+    priced,
     read,
     spent,
     summary,
 )
+from ostinato.ledger.write import BEAT
+from ostinato.report.ledger import by_step
 from ostinato.run import RunFolder
 
 Row = dict[str, Any]
@@ -153,6 +157,21 @@ def test_busy_idle_and_lost_are_all_device_seconds(rows: list[Row]) -> None:
 
 
 @settings(max_examples=50, deadline=None)
+@given(histories())
+def test_nothing_that_was_spent_vanishes_when_the_run_is_killed_again(rows: list[Row]) -> None:
+    """Resumed from step 1 and killed before it had taken one: 3 steps had been paid for, and the compute of
+    the run was that of the first; 276 of 296 device seconds were in no bar of the chart."""
+    found, bars = summary(rows), by_step(rows)
+    seconds = sum(value for row in bars for name, value in row.items() if name.startswith("seconds/"))
+    if bars:
+        assert seconds == pytest.approx(found.pools["local"].total)
+    assert found.compute["flops"] == sum(found.flops.values())
+    training = found.pools["local"].total - found.evaluation.device_seconds
+    assert 3600 * found.compute["device-hours"] == pytest.approx(training)
+    assert found.compute["steps"] == found.steps
+
+
+@settings(max_examples=50, deadline=None)
 @given(histories(), st.sampled_from(sorted(AXES)))
 def test_compute_grows_from_step_to_step_and_no_row_changes_what_was_before(
     rows: list[Row], axis: str
@@ -225,7 +244,15 @@ def work(**changes: Any) -> Row:
 
 def test_the_rows_of_a_session(tmp_path: Path) -> None:
     clock = Clock(100.0)
-    books = ledger(folder(tmp_path), clock, devices=8, price_per_device_hour=2.5, currency="EUR", recipe="ab")
+    books = ledger(
+        folder(tmp_path),
+        clock,
+        devices=8,
+        price_per_device_hour=2.5,
+        currency="EUR",
+        recipe="ab",
+        energy=["gpu"],
+    )
     with books.session(0), books.session(0):  # the loop's is that of the one around it
         clock.now = 110.0
         books.step(1, 6.0, {"sample": 3.0, "train": 2.0}, work())
@@ -234,6 +261,7 @@ def test_the_rows_of_a_session(tmp_path: Path) -> None:
         books.why = "interrupted"
     first, step, scored, saved, end = read(books.folder)
     assert (first["session"], first["process_started"], first["recipe"]) == (1, 100.0, "ab")
+    assert first["energy"] == ["gpu"]
     assert step["pools"]["local"] == {"devices": 8, "busy": {"sample": 3.0, "train": 2.0}, "idle": 1.0}
     assert (scored["set"], scored["pools"]["local"]["busy"]) == ("eval", {"eval": 2.0})
     assert (saved["seconds"], end["why"], end["step"]) == (0.5, "interrupted", 1)
@@ -254,50 +282,111 @@ def test_work_that_an_exception_ends_is_lost_and_the_session_says_why(tmp_path: 
     assert summary(rows).wall["lost"] == 7.0 and summary(rows).wall["between"] == 0.0
 
 
-def test_who_resumes_tells_what_the_killed_one_still_did(tmp_path: Path) -> None:
-    """From the ledger's last writing to the last trace in the folder, both by the file system's clock. What
-    people or reports write there is no trace."""
-    run = folder(tmp_path)
-    one = ledger(run, 1000.0)
+def killed(run: RunFolder, at: float, alive: Mapping[str, Any] | None = None) -> None:
+    """A process that began at ``at``, finished one step in the same second, and left this sign of life."""
+    one = ledger(run, at)
     one._start(0)
-    one.step(1, 1.0, {}, work())
-    for name, age in (
-        ("ledger.jsonl", 50),
-        ("inflight.jsonl.zst", 30),
-        ("report.html", 0),
-        ("recipe.toml", 0),
-    ):
-        (run.path / name).touch()
-        os.utime(run.path / name, (2000 - age, 2000 - age))
-    with ledger(run, 900.0, devices=2).session(1):  # its clock is behind that of the killed one
+    one.step(1, 0.0, {}, work())
+    if alive is not None:
+        (run.path / BEAT).write_text(json.dumps(alive))
+
+
+def test_who_resumes_tells_what_the_killed_one_still_did(tmp_path: Path) -> None:
+    """From its last row to its last sign of life, by its own clock; that of the one who resumes is behind."""
+    run = folder(tmp_path)
+    killed(run, 1000.0, {"session": 1, "at": 1020.0, "part": "train"})
+    with ledger(run, 900.0, devices=2).session(1):
         pass
     lost, second = read(run)[2:4]
-    assert (lost["event"], lost["session"], lost["seconds"]) == ("lost", 1, 20.0)
+    assert (lost["event"], lost["session"], lost["seconds"], lost["part"]) == ("lost", 1, 20.0, "train")
     assert (second["session"], second["clock_back"]) == (2, 100.0)
-    assert "100 s behind" in summary(read(run)).notes[0]
+    assert any("100 s behind" in note for note in summary(read(run)).notes)
     with ledger(run).session(1):  # the one before has ended: nothing is lost
         pass
     assert sum(row["event"] == Event.LOST for row in read(run)) == 1
 
 
-def test_a_folder_that_was_copied_has_lost_nothing(tmp_path: Path) -> None:
-    """Copying gives all files the time of copying, hours after the run: only their differences count."""
+def test_a_folder_that_was_copied_has_lost_what_it_had_lost(tmp_path: Path) -> None:
+    """`cp -r` gives every file the time of copying, logs first and checkpoints after: the seconds between the
+    ledger and the last file of its folder were told as lost work, hours of them for a large one."""
+    run, there = folder(tmp_path / "here"), tmp_path / "there"
+    killed(run, 1000.0, {"session": 1, "at": 1007.5, "part": "train"})
+    (run.path / "checkpoints").mkdir()
+    (run.path / "checkpoints" / "x.bin").write_bytes(b"weights")
+    shutil.copytree(run.path, there, copy_function=shutil.copyfile)
+    for age, path in enumerate(there.rglob("*")):
+        os.utime(path, (5000 + 3600 * age, 5000 + 3600 * age))
+    with ledger(RunFolder(there), 9000.0).session(1):
+        pass
+    assert read(RunFolder(there))[2]["seconds"] == 7.5
+
+
+@pytest.mark.parametrize(
+    "alive",
+    [
+        None,
+        {"session": 7, "at": 1020.0, "part": "train"},
+        {"session": 1, "at": 999.0, "part": "train"},
+        *({"session": 1}, {"session": 1, "at": "noon", "part": "train"}, [], "torn"),
+    ],
+)
+def test_who_left_no_sign_of_life_after_its_last_row_has_lost_nothing_known(
+    tmp_path: Path, alive: Any
+) -> None:
     run = folder(tmp_path)
-    run.ledger.append(start(1, 0.0))
-    run.metrics.append({"step": 1})
-    for log in (run.ledger, run.metrics):
-        os.utime(log.path, (10**9, 10**9))
-    assert lost_seconds(run) == 0
+    killed(run, 1000.0, alive)
+    with ledger(run, 2000.0).session(1):
+        pass
+    assert read(run)[2]["seconds"] == 0.0
 
 
-def test_steps_that_an_earlier_process_has_a_row_of(tmp_path: Path) -> None:
+def test_a_process_tells_that_it_lives_and_leaves_no_trace_of_it(tmp_path: Path) -> None:
+    clock, run = Clock(5.0), folder(tmp_path)
+    books = replace(ledger(run, clock), beat_every_s=0.001)
+    with books.session(0):
+        while not (run.path / BEAT).exists():
+            pass
+        with books.evaluating():
+            while (beat := json.loads((run.path / BEAT).read_text()))["part"] != "eval":
+                pass
+        assert beat == {"session": 1, "at": 5.0, "part": "eval"}
+    assert [path.name for path in run.path.iterdir()] == ["ledger.jsonl"]
+
+
+def test_an_evaluation_that_is_given_up_is_no_compute(tmp_path: Path) -> None:
+    """A SIGTERM in the middle of one booked it as lost, and all that is lost counted as training."""
+    clock = Clock()
+    books = ledger(folder(tmp_path), clock, devices=4)
+    with pytest.raises(ZeroDivisionError), books.session(0):
+        books.step(1, 0.0, {}, work())
+        with books.work(), books.evaluating():
+            clock.now = 36.0
+            raise ZeroDivisionError
+    rows = read(books.folder)
+    found = summary(rows)
+    assert (rows[2]["event"], rows[2]["part"], found.wall["lost"]) == ("lost", "eval", 36.0)
+    assert found.compute["hours"] == found.compute["device-hours"] == 0.0
+    assert (found.evaluation.times, found.evaluation.device_seconds) == (0, 144.0)
+    assert found.pools["local"].lost == found.pools["local"].total == 144.0
+
+
+def test_an_evaluation_that_a_kill_ended_is_no_compute_either(tmp_path: Path) -> None:
+    run = folder(tmp_path)
+    killed(run, 1000.0, {"session": 1, "at": 1036.0, "part": "eval"})
+    with ledger(run, 2000.0).session(1):
+        pass
+    assert summary(read(run)).wall["lost"] == 36.0 and summary(read(run)).compute["hours"] == 0.0
+
+
+def test_step_rows_that_an_earlier_process_has_written(tmp_path: Path) -> None:
     run = folder(tmp_path)
     run.ledger.append(start(1, 0.0), a_step(1, 1, 10.0), a_step(1, 2, 20.0))
     books = ledger(run)
     with books.session(1):
-        assert [books.counted(step) for step in (1, 2, 3)] == [True, True, False]
-        books.step(3, 1.0, {}, work())
-        assert not books.counted(3)
+        assert [books.has((1, step)) for step in (1, 2, 3)] == [True, True, False]
+        assert books.coming == (2, 2)
+        books.step(2, 1.0, {}, work())
+        assert books.coming == (2, 3) and not books.has((2, 2))
 
 
 def test_the_ledger_forgets_nothing_when_a_run_goes_back(tmp_path: Path) -> None:
@@ -332,7 +421,8 @@ def test_money_needs_a_price_and_one_currency() -> None:
     rows = killed_and_resumed()
     free = [row | {"price_per_device_hour": 0.0} if row["event"] == "start" else row for row in rows]
     with pytest.raises(
-        ValueError, match=r"session 1 .* no price: set ledger.price_per_device_hour .* gpu-hours"
+        ValueError,
+        match=r"session 1 .* no price: give it one with --price-per-device-hour, or count in device-hours",
     ):
         spent(free, "money")
     assert summary(free).money is None and "money" not in summary(free).compute
@@ -344,11 +434,56 @@ def test_money_needs_a_price_and_one_currency() -> None:
     assert summary(mixed).money is None
 
 
+def test_a_price_may_come_later_and_a_bill_says_why_it_is_missing() -> None:
+    rows = killed_and_resumed()
+    assert not summary(rows).notes
+    free = [row | {"price_per_device_hour": 0.0} if row["event"] == "start" else row for row in rows]
+    ask = "is not known (--price-per-device-hour gives one)."
+    assert summary(free).notes == (f"There is no bill: the price of the run {ask}",)
+    half = killed_and_resumed(price=0.0)
+    assert summary(half).notes == (f"There is no bill: the price of session 1 {ask}",)
+    assert priced(half, 2.0) == rows and priced(rows, 9.0) == rows
+    assert spent(priced(half, 2.0), "money") == spent(rows, "money")
+    mixed = [row | {"currency": "EUR"} if row.get("session") == 2 else row for row in rows]
+    assert summary(mixed).notes == ("There is no bill: it was paid in EUR and USD.",)
+
+
+def test_a_ledger_that_was_begun_anew_does_not_look_whole() -> None:
+    """A damaged ledger was to be renamed, "and a new ledger begins": at step 40, and steps 41 and 42 were
+    then the whole compute of the run."""
+    rows = [start(1, 0.0, step=40), a_step(1, 41, 20.0), a_step(1, 42, 30.0)]
+    for axis in set(AXES) - {"steps"}:
+        with pytest.raises(ValueError, match=r"ledger of the run begins at step 40, .* count in steps"):
+            spent(rows, axis)
+    found = summary(rows)
+    assert spent(rows, "steps")[42] == 42 and found.compute == {"steps": 42}
+    assert found.notes == ("The ledger begins at step 40: what was spent before is not in these sums.",)
+
+
+def test_energy_of_unlike_counters_is_not_added_up() -> None:
+    """RAPL is for root alone: the first session counted its GPU, the second the processor too."""
+
+    def told(*counted: list[str]) -> list[Row]:
+        kinds = iter(counted)
+        rows = [row | {"joules": 5.0} for row in killed_and_resumed()]
+        return [row | {"energy": next(kinds)} if row["event"] == "start" else row for row in rows]
+
+    alike, unlike = told(["gpu"], ["gpu", "gpu"]), told(["gpu"], ["package", "gpu"])
+    assert spent(alike, "joules")[3] > 0 and summary(alike).joules == 55.0
+    assert summary(alike).notes == ("Energy is that of gpu, whoever else used them.",)
+    with pytest.raises(ValueError, match="counted of gpu, later of gpu and package; count in device-hours"):
+        spent(unlike, "joules")
+    found = summary(unlike)
+    assert found.joules is None and "joules" not in found.compute
+    assert found.notes == ("There is no sum of energy: energy was counted of gpu, later of gpu and package.",)
+    assert summary(told([], ["gpu"])).joules is None
+
+
 def test_a_ledger_without_flops_says_so() -> None:
     row = a_step(1, 1, 20.0)
     rows = [start(1, 0.0), {key: row[key] for key in row if key not in ("flops", "useful", "wasted")}]
     with pytest.raises(
-        ValueError, match="step 1 of the run has no flops; use gpu-hours, hours, tokens or steps"
+        ValueError, match="step 1 of the run has no flops; use device-hours, hours, tokens or steps"
     ):
         spent(rows, "flops")
     found = summary(rows)
@@ -364,6 +499,19 @@ def test_a_ledger_without_flops_says_so() -> None:
         ('{"event":"save","session":1,"step":1,"seconds":null}', "line 2 of .* has None for 'seconds'"),
         ('{"event":"dance"}', "line 2 of .* has no 'event'"),
         ("7", "line 2 of .* has no 'event'"),
+        *(  # each of these was taken for a row, and was an AttributeError or a KeyError later
+            (json.dumps(a_step(1, 1, 10.0) | change), said)
+            for change, said in (
+                ({"pools": []}, r"has \[\] for 'pools'"),
+                ({"pools": {"local": 1}}, "has {'local': 1} for 'pools'"),
+                ({"pools": {"local": {"busy": {}}}}, "has {'local': {'busy': {}}} for 'pools'"),
+                ({"tokens": None}, "has None for 'tokens'"),
+                ({"tokens": {}}, "does not say how many tokens were sampled"),
+                ({"wasted": {"measurement": "much"}}, "has {'measurement': 'much'} for 'wasted'"),
+                ({"useful": None}, "has None for 'useful'"),
+            )
+        ),
+        (json.dumps({k: v for k, v in a_step(1, 1, 10.0).items() if k != "wasted"}), "has no 'wasted'"),
     ],
 )
 def test_a_ledger_that_breaks_in_the_middle_is_refused_in_words(tmp_path: Path, line: str, said: str) -> None:
@@ -375,6 +523,38 @@ def test_a_ledger_that_breaks_in_the_middle_is_refused_in_words(tmp_path: Path, 
         read(run)
     with pytest.raises(ValueError, match=said), ledger(run).session(0):
         pass
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a tree of lists and dicts, as the keys that lead there."""
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*above, key)
+        if isinstance(below, dict | list):
+            yield from places(below, (*above, key))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_whatever_stands_in_a_row_is_added_up_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    rows = json.loads(json.dumps(killed_and_resumed()))
+    *above, last = data.draw(st.sampled_from([place for place in places(rows) if len(place) > 1]))
+    within = reduce(lambda tree, key: tree[key], above, rows)
+    junk = data.draw(st.sampled_from([None, [], {}, "x", {"x": None}, {"x": {"x": 1}}, [1], 7, 2.5, "gone"]))
+    if junk == "gone":
+        del within[last]
+    else:
+        within[last] = junk
+    run = folder(tmp_path_factory.mktemp("run"))
+    run.ledger.append(*rows)
+    try:
+        read(run)
+    except ValueError as error:
+        assert str(error).startswith("line ") and "the ledger is damaged" in str(error)
+    else:
+        summary(rows)
+        by_step(rows)
 
 
 def test_a_ledger_begins_with_a_start(tmp_path: Path) -> None:

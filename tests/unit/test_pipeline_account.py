@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,27 +13,32 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_loop import TEN_A_ROW, Bench, IsRight, Killed
+from small_loop import TEN_A_ROW, Bench, FakeMemory, IsRight, Killed, send
 
-from ostinato.ledger import Summary, read, summary
-from ostinato.model.flops import FlopModel, Part, Rates
+from ostinato.ledger import Ledger, SteadyClock, Summary, Terms, read, summary
+from ostinato.model.flops import FlopModel, Part, Rates, Work
 from ostinato.pipeline.account import (
+    MONEY,
     Clock,
     Costs,
+    add_totals,
     evaluation_work,
     sampling_flops,
     step_costs,
     step_work,
     token_counts,
+    trained_tokens,
 )
 from ostinato.pipeline.credit import Credit
 from ostinato.pipeline.loop import LoopState
+from ostinato.run import RunFolder
 from ostinato.types import (
     Batch,
     Completion,
     Group,
     Microbatch,
     Prompt,
+    Request,
     Reward,
     Segment,
     StepReport,
@@ -109,6 +115,36 @@ def test_a_step_by_hand() -> None:
     assert figures["flops/rollout"] == 260 and figures["flops/wasted"] == 380
 
 
+def test_what_the_engine_ran_again_or_ahead_is_wasted() -> None:
+    """Preempted after 9 of its rows, of which 5 were still cached; and 7 rows of drafts for the next step."""
+    one = answer(8)
+    said = replace(one.turns[0].completion, recomputed=np.array([[5, 9]], np.int32))
+    groups = [group(replace(one, turns=(replace(one.turns[0], completion=said),)))]
+    costs = step_costs(TEN, groups, credit(), batch(12, 8), report(), ahead=Work(7, 40, 2))
+    assert costs.flops["sample"] == 120 + 40 + 70 and everything(costs) == 590
+    assert costs.wasted == {"recomputed": 40, "run_ahead": 70} and costs.useful == 120 + 360
+    assert token_counts(groups)["recomputed"] == 4
+
+
+def test_a_row_has_what_was_run_ahead_in_its_step(tmp_path: Path) -> None:
+    memory = FakeMemory()
+
+    def runs_ahead(requests: Sequence[Request]) -> None:
+        memory.counters.ahead_rows += len(requests)
+
+    bench = Bench(tmp_path, steps=3, flops=TEN_A_ROW, drafting=memory)
+    bench.loop.run_ahead = runs_ahead
+    bench.run()
+    rows = [row for row in read(bench.folder) if row["event"] == "step"]
+    assert [row["wasted"].get("run_ahead", 0) for row in rows] == [
+        320,
+        320,
+        0,
+    ]  # nothing comes after the last
+    everything_of(summary(read(bench.folder)))
+    assert [row["rollout/preempted"] for row in bench.rows] == [0, 0, 0]
+
+
 def test_further_passes_are_training_and_what_a_refused_step_cost_is_wasted() -> None:
     """Two optimizer steps, one of them refused: half of what was sampled and trained, and all of looking for
     the samples at fault, which ran half of the batch once more."""
@@ -165,8 +201,8 @@ def test_useful_and_wasted_are_all(
     everything(costs)
     groups, told, made, _ = step
     shares = sum(n for name, n in costs.wasted.items() if name in told.wasted_tokens)
-    sampling, drafts = sampling_flops(model, groups)
-    assert costs.wasted.get("refused_drafts", 0) == drafts
+    sampling, vain = sampling_flops(model, groups)
+    assert costs.wasted.get("refused_drafts", 0) == vain.total()
     if made is None:
         assert costs.useful == 0
     else:  # in proportion to tokens, but for rounding
@@ -178,15 +214,73 @@ def test_what_the_ledger_is_told_of_a_step() -> None:
     groups = [group(answer(8, drafted=3, accepted=1)), group(answer(4))]
     made, told = batch(12, 8), credit(zero_variance=4)
     costs = step_costs(TEN, groups, told, made, report())
-    row = step_work(groups, told, made, costs, groups[1:], TEN)
+    row = step_work(groups, told, made, report(), costs, groups, groups[1:], TEN)
     assert row["tokens"] == {
-        **{"prefilled": 10, "sampled": 12, "drafted": 3, "accepted": 1, "injected": 0},
+        **{"prefilled": 10, "sampled": 12, "drafted": 3, "accepted": 1, "injected": 0, "recomputed": 0},
         **{"trained": 8, "trained_context": 4, "dropped": {"zero_variance": 4}},
     }
     assert row["useful"] + sum(row["wasted"].values()) == sum(row["flops"].values())
     assert row["reused"]["sampled"] == 4 and row["reused"]["flops"] == 80
-    assert set(step_work(groups, told, None, None)) == {"tokens"}
+    assert set(step_work(groups, told, None, None, None, groups)) == {"tokens"}
     assert evaluation_work(groups, TEN) == {"tokens": token_counts(groups), "flops": {"eval": 220}}
+
+
+def test_tokens_of_a_refused_step_have_trained_nothing(tmp_path: Path) -> None:
+    """The ledger had all of them as trained, while none of their FLOPs was useful."""
+    bench = Bench(tmp_path, steps=3, flops=TEN_A_ROW)
+    bench.trainer.refuse = True
+    bench.run()
+    found = summary(read(bench.folder))
+    assert found.tokens["trained"] == found.useful == 0
+    assert found.tokens["sampled"] == sum(found.dropped.values()) and found.dropped["refused_step"] > 0
+    assert [row["tokens/trained"] for row in bench.rows] == [0, 0, 0]
+    assert bench.rows[-1]["total/trained_tokens"] == 0
+    assert all(row["tokens/wasted"] == row["tokens/sampled"] for row in bench.rows)
+    half = report(refused_steps=1.0, optimizer_steps=1.0)
+    assert trained_tokens(credit(truncated=3), batch(12, 9), half) == (5, {"truncated": 3, "refused_step": 4})
+
+
+def test_device_seconds_and_money_are_those_of_the_devices_and_prices_of_each_step(tmp_path: Path) -> None:
+    """They were all seconds so far, times the devices of now."""
+    books = Ledger(folder=RunFolder(tmp_path), terms=Terms(price_per_device_hour=2.0))
+    first = Bench(tmp_path, steps=6)
+    first.loop.ledger = books
+    send(first, signal.SIGINT, after_steps=2)
+    first.run()
+    saved, logits = first.saved[-1]
+    for devices, price, known in ((8, 3.0, True), (1, 0.0, False)):
+        again = Bench(tmp_path, steps=6, state=LoopState(**saved), logits=logits)
+        again.loop.ledger = replace(
+            books, terms=Terms(devices=devices, price_per_device_hour=price), clock=SteadyClock()
+        )
+        again.run()
+        seconds = [sum(row["step_time"] for row in rows) for rows in (first.rows, again.rows)]
+        total, last = again.rows[-1], list(again.folder.eval.rows())[-1]["spent"]
+        assert total["total/device_seconds"] == pytest.approx(seconds[0] + devices * seconds[1])
+        assert 3600 * last["device_hours"] == pytest.approx(total["total/device_seconds"])
+        assert ("money/USD" in last) == known  # steps without a price have cost nobody knows what
+        money = 2.0 * seconds[0] + price * devices * seconds[1]
+        assert 3600 * last.get("money/USD", 0.0) == pytest.approx(known * money)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 8), st.sampled_from([0.0, 2.0, 3.0]), st.sampled_from("€$")), min_size=1
+    )
+)
+def test_money_is_known_while_every_step_was_paid_in_one_currency(paid: list[tuple[int, float, str]]) -> None:
+    totals: dict[str, float] = {}
+    for devices, price, currency in paid:
+        row = {"tokens/context": 0.0, "tokens/sampled": 1.0, "step_time": 1800.0}
+        totals = add_totals(
+            totals, row, Terms(devices=devices, price_per_device_hour=price, currency=currency)
+        )
+    known = len({currency for *_, currency in paid}) == 1 and all(price for _, price, _ in paid)
+    money = {name: n for name, n in totals.items() if name.startswith(MONEY)}
+    assert list(money) == [f"{MONEY}{paid[-1][2]}"] * known
+    assert sum(money.values()) == pytest.approx(known * sum(n * price / 2 for n, price, _ in paid))
+    assert totals.get("total/device_seconds", 0.0) == sum(n * 1800 for n, *_ in paid)
 
 
 def test_injected_tokens_are_read_and_not_sampled() -> None:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.axis import Axis
 from ostinato.engine.fake import FakeEngine
-from ostinato.every import NEVER, Every, Unit
+from ostinato.every import NEVER, Every
 from ostinato.pipeline.evaluate import (
     Evaluation,
     answer_error,
@@ -23,7 +24,8 @@ from ostinato.pipeline.evaluate import (
     evaluate_groups,
     held_out,
     mean_and_error,
-    spent,
+    same_prompts,
+    spent_in_steps,
 )
 from ostinato.rollout.play import Stage
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling
@@ -231,19 +233,34 @@ def test_what_does_not_change_it_does_not(change: dict[str, Any]) -> None:
     assert len(held_out(MEASURE)) == 12 and int(held_out(MEASURE), 16)
 
 
+def test_the_prompts_have_a_name_of_their_own() -> None:
+    """An arm that samples, answers or is judged by other rules has another held-out name, and what it is
+    scored on could not be told from other prompts."""
+    others: list[dict[str, Any]] = [
+        {"sampling": Sampling(max_tokens=2, temperature=0.5)},
+        {"rules": "another reward"},
+        {"k": 1, "samples": 8, "solved_at": 0.5},
+    ]
+    for change in others:
+        assert same_prompts(replace(MEASURE, **change)) == same_prompts(MEASURE)
+    changed = [*prompts(3), Prompt(uid="p3", text="3", columns={"answer": 7})]
+    assert same_prompts(replace(MEASURE, prompts=changed)) != same_prompts(MEASURE)
+    assert row(MEASURE)["prompts"] == same_prompts(MEASURE) != row(MEASURE)["held_out"]
+
+
 # ---- when
 
 
 def test_what_is_spent() -> None:
-    totals = {"total/useful_flops": 3e9, "total/wasted_flops": 1e9, "total/sampled_tokens": 70.0}
-    assert spent(4, totals | {"total/seconds": 1800.0}, devices=6) == {
+    totals = {"total/compute_flops": 4e9, "total/wasted_flops": 1e9, "total/sampled_tokens": 70.0}
+    assert spent_in_steps(4, totals | {"total/seconds": 1800.0, "total/device_seconds": 10_800.0}) == {
         "flops": 4e9,
         "tokens": 70.0,
         "device_hours": 3.0,
         "seconds": 1800.0,
         "steps": 4.0,
     }
-    assert set(spent(0, {}).values()) == {0.0}
+    assert set(spent_in_steps(0, {}).values()) == {0.0}
 
 
 @given(
@@ -255,13 +272,13 @@ def test_what_is_spent() -> None:
 def test_a_schedule_in_compute(costs: list[float], amount: float, skipped: set[int]) -> None:
     """Steps of any cost. Without interruptions, a set is scored after exactly the steps in which another
     multiple of the amount was passed; an evaluation that was left out is made after the next step."""
-    measure = replace(MEASURE, every=Every(amount=amount, unit=Unit.TOKENS))
+    measure = replace(MEASURE, every=Every(amount=amount, unit=Axis.TOKENS))
 
     def scored(skipped: set[int]) -> list[int]:
         last, total, found = None, 0.0, []
         for step, cost in enumerate(costs, start=1):
             total += cost
-            now = spent(step, {"total/sampled_tokens": total})
+            now = spent_in_steps(step, {"total/sampled_tokens": total})
             if step not in skipped and due(measure, now, last, ended=False):
                 found.append(step)
                 last = {"step": step, "spent": now}
@@ -279,6 +296,6 @@ def test_a_schedule_in_compute(costs: list[float], amount: float, skipped: set[i
 
 def test_before_and_after_are_always_due() -> None:
     never = replace(MEASURE, every=NEVER)
-    assert due(never, spent(0, {}), None, ended=False)
-    assert not due(never, spent(5, {}), {"step": 0, "spent": spent(0, {})}, ended=False)
-    assert due(never, spent(5, {}), {"step": 0, "spent": spent(0, {})}, ended=True)
+    assert due(never, spent_in_steps(0, {}), None, ended=False)
+    assert not due(never, spent_in_steps(5, {}), {"step": 0, "spent": spent_in_steps(0, {})}, ended=False)
+    assert due(never, spent_in_steps(5, {}), {"step": 0, "spent": spent_in_steps(0, {})}, ended=True)

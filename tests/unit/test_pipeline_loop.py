@@ -399,6 +399,7 @@ def test_the_loop_tells_a_collapse_once_and_stops_where_it_was_asked_to(tmp_path
     finished = stopped.run()
     assert (finished.why, finished.state.step) == (Finish.COLLAPSED, alarm["step"])
     assert stopped.saved[-1][0]["step"] == alarm["step"]
+    assert [row["step"] for row in stopped.folder.eval.rows()] == [0, alarm["step"]], "what it ended as"
 
 
 def test_a_resumed_run_remembers_what_it_was_told_and_goes_on(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from small_loop import (
 )
 
 from ostinato.algo.pack import pack
+from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.engine.fake import FakeEngine
 from ostinato.pipeline.credit import assign
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.rollout.play import Ask, play
-from ostinato.types import Group, Reward
+from ostinato.types import Batch, Group, Reward, StepReport
 
 
 class GetsEasy(IsRight):
@@ -165,6 +167,25 @@ def test_a_stale_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path, die
     assert not any("anew" in note for note in resumed.notes)
 
 
+def test_from_the_older_of_two_checkpoints_it_is_the_same_run_too(tmp_path: Path) -> None:
+    """The newest checkpoint may turn out to be damaged. The one before it names rounds that were played
+    ahead, and the spool had dropped their groups when the newest was written: they were played anew by a
+    later policy, with a note that this was not quite the run. Nothing is sampled again."""
+    options: dict[str, Any] = {**EASY, "steps": 9, "checkpoint_every": 3, "keep": 2}
+    whole = stale(tmp_path, 2, grader=GetsEasy(), **options)
+    whole.run()
+    rows = list(map(deterministic, whole.folder.metrics.rows()))
+    saved, logits = whole.saved[-2]
+    state = LoopState(**json.loads(json.dumps(saved)))
+    assert [one.step for one in state.ahead] == [7, 8]
+    resumed = stale(tmp_path, 2, state=state, logits=logits, grader=GetsEasy(), **options)
+    resumed.run()
+    assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
+    assert list(map(deterministic, resumed.folder.metrics.rows())) == rows
+    assert [row["rollout/from_spool"] for row in resumed.rows] == [2, 2, 2]
+    assert not any("anew" in note for note in resumed.notes)
+
+
 def test_when_all_have_left_what_was_played_is_still_trained_on(tmp_path: Path) -> None:
     bench = stale(tmp_path, 2, steps=50, grader=GetsEasy(), **EASY)
     finished = bench.run()
@@ -190,3 +211,44 @@ def test_a_queue_that_is_lost_is_played_anew_and_said_to_be(tmp_path: Path) -> N
     assert any("which policy 2 sampled; policy 4 plays them anew" in note for note in resumed.notes)
     assert resumed.trainer.ages == [{0}, {1}, {2}, {2}, {2}]
     assert resumed.loop.state.cursor == 36  # no prompt is lost
+
+
+def test_one_refused_round_is_played_anew_and_no_other(tmp_path: Path) -> None:
+    """A step whose routes the trainer refused took the whole queue with it: the spool drops that round, and a
+    resumed run threw away those behind it too, whose groups were all there, wound the stream back and gave
+    their places to other steps, while prompts that had left by them stayed away."""
+    options: dict[str, Any] = {**EASY, "epoch": 12, "prompts_per_step": 3, "steps": 10}
+
+    class Notes(GetsEasy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.played = Counter[int]()  # groups by step
+
+        async def grade(self, group: Group) -> list[Reward]:
+            self.played[group.step] += group.prompt.uid.startswith("p")
+            return await super().grade(group)
+
+    first, notes = stale(tmp_path, 3, grader=GetsEasy(), **options), Notes()
+    learn = first.trainer.step
+
+    def refuses(batch: Batch) -> StepReport:
+        if len(first.rows) == 4:
+            raise Misaligned("foreign", Diagnosis(cause=Cause.STALE, overlap=0.5, best=0.5))
+        return learn(batch)
+
+    first.trainer.step = refuses  # type: ignore[method-assign]
+    with pytest.raises(Misaligned):
+        first.run()
+    saved, logits = first.saved[-1]
+    state = LoopState(**json.loads(json.dumps(saved)))
+    assert [one.step for one in state.ahead] == [5, 6, 7] and state.ahead[0].version < state.version
+    resumed = stale(tmp_path, 3, state=state, logits=logits, grader=notes, **options)
+    assert resumed.run().why is Finish.DONE
+    assert +notes.played == {5: 3, 9: 3, 10: 3}  # that of 8 was played in the step that was refused
+    assert resumed.trainer.ages[0] == {0}
+    found = resumed.loop.state.retired
+    assert found[: len(state.retired)] == state.retired and len(set(found)) == len(found) > 0
+    assert sum(f"policy {state.version} plays them anew" in note for note in resumed.notes) == 1
+    rows = [row for row in resumed.folder.trajectories.rows() if row["step"] == 5]
+    tasks, places = resumed.loop.tasks, resumed.loop._rounds.places(state.ahead[0], state.retired)
+    assert {row["uid"] for row in rows} == {tasks.prompt(index).uid for index in places}

@@ -9,9 +9,12 @@ from typing import Any, cast
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_loop import a_spool
 
+from ostinato.ledger import Ledger
 from ostinato.pipeline.spool import Spool, address
 from ostinato.rollout.play import Ask, Stage
+from ostinato.run import RunFolder
 from ostinato.types import (
     NO_EXPERT,
     Completion,
@@ -84,20 +87,24 @@ def same(a: object, b: object) -> bool:
 def test_round_trip(tmp_path_factory, seed: int, reward: float | None, routed: bool) -> None:
     path = tmp_path_factory.mktemp("spool") / "inflight.jsonl.zst"
     played = group(np.random.default_rng(seed), 1, reward, routed)
-    Spool(path).put("here", played)
-    found = Spool(path)
-    assert same(found.take("here", ask()), played)
-    assert found.take("here", ask()) is None  # given once
-    assert Spool(path).take("there", ask()) is None
+    a_spool(path).put("here", played)
+    found = a_spool(path)
+    taken = found.take("here", ask(), 7.0)
+    assert taken is not None and taken.spooled and (taken.generated_at, taken.graded_at) == (7.0, 7.0)
+    assert same(taken.group, played)
+    assert found.take("here", ask(), 7.0) is None  # given once
+    assert a_spool(path).take("there", ask(), 0.0) is None
 
 
 def test_a_checkpoint_forgets_what_it_covers(tmp_path: Path) -> None:
     path = tmp_path / "inflight.jsonl.zst"
-    spool, rng = Spool(path), np.random.default_rng(0)
+    spool, rng = a_spool(path), np.random.default_rng(0)
     for step in (1, 2, 3):
         spool.put(f"step {step}", group(rng, step, 1.0, False))
+    again = Spool(path, Ledger(folder=RunFolder(tmp_path)), step=1)  # has gone on from the checkpoint of 1
+    assert [again.take(f"step {step}", ask(step), 0.0) is not None for step in (1, 2)] == [False, True]
     spool.forget(2)
-    assert [Spool(path).take(f"step {step}", ask(step)) is not None for step in (1, 2, 3)] == [
+    assert [a_spool(path).take(f"step {step}", ask(step), 0.0) is not None for step in (1, 2, 3)] == [
         False,
         False,
         True,
@@ -106,26 +113,26 @@ def test_a_checkpoint_forgets_what_it_covers(tmp_path: Path) -> None:
 
 def test_what_the_trainer_refused_is_dropped_alone(tmp_path: Path) -> None:
     path = tmp_path / "inflight.jsonl.zst"
-    spool, rng = Spool(path), np.random.default_rng(0)
+    spool, rng = a_spool(path), np.random.default_rng(0)
     for step in (1, 2, 3):
         spool.put(f"step {step}", group(rng, step, 1.0, False))
-    again = Spool(path)
+    again = a_spool(path)
     again.reject(2)
-    for found in (again, Spool(path)):
-        taken = [found.take(f"step {step}", ask(step)) is not None for step in (1, 2, 3)]
+    for found in (again, a_spool(path)):
+        taken = [found.take(f"step {step}", ask(step), 0.0) is not None for step in (1, 2, 3)]
         assert taken == [True, False, True]
 
 
 def test_an_end_torn_by_a_kill_costs_one_group(tmp_path: Path) -> None:
     path = tmp_path / "inflight.jsonl.zst"
-    spool, rng = Spool(path), np.random.default_rng(0)
+    spool, rng = a_spool(path), np.random.default_rng(0)
     spool.put("first", group(rng, 1, 1.0, True))
     spool.put("second", group(rng, 1, 1.0, True))
     path.write_bytes(path.read_bytes()[:-5])
-    torn = Spool(path)
+    torn = a_spool(path)
     torn.put("third", group(rng, 1, 1.0, True))
-    found = Spool(path)
-    assert [found.take(name, ask()) is not None for name in ("first", "second", "third")] == [
+    found = a_spool(path)
+    assert [found.take(name, ask(), 0.0) is not None for name in ("first", "second", "third")] == [
         True,
         False,
         True,

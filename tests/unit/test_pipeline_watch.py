@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.pipeline.watch import Alarm, Limits, Rule, alarms, watch_after
+from ostinato.scaling.gates import Truncation, truncation
 
 NAMES = {
     "reward": "reward",
@@ -160,6 +161,22 @@ def test_a_policy_that_begins_truncated_is_told_so_and_may_unlearn_it() -> None:
     assert cut_short(0.12, 0.2) == [(Rule.TRUNCATED_EARLY, 10), (Rule.TRUNCATED_MUCH, 14)]
 
 
+def test_a_policy_that_begins_truncated_may_still_come_apart() -> None:
+    """A run that rose from 18 % to 95 % was told that it begins so, and nothing more."""
+    early = (Rule.TRUNCATED_EARLY, 10)
+    assert cut_short(0.18, 0.3, 0.95) == [early, (Rule.TRUNCATED_MUCH, 21)]
+    assert cut_short(0.18, 0.3, 0.32) == [early], "not 15 points more"
+
+
+def test_watch_and_scale_have_the_same_limits() -> None:
+    """`ostinato scale watch` grades the share of a run that trains elsewhere, too."""
+    limits = Limits()
+    edges = (limits.truncated_warning, limits.truncated_alarm)
+    assert [truncation(share) for share in edges] == [Truncation.FINE, Truncation.WARN]
+    above = [truncation(math.nextafter(share, 1)) for share in edges]
+    assert above == [Truncation.WARN, Truncation.ALARM]
+
+
 def test_noise_of_a_rare_reward_is_no_fall() -> None:
     """Answers are right by luck, 32 in a step. Without the demand that a fall exceed its noise, 58 of 60 such
     runs of 200 steps at a rate of 0.005 were told to have collapsed."""
@@ -293,7 +310,9 @@ def plain(rows: list[dict[str, Any]], limits: Limits) -> set[tuple[Rule, int]]:
             return course[0] > limits.truncated_warning
         if rule is Rule.TRUNCATED:
             return low and course[-1] > limits.truncated_warning
-        return (low or course[0] <= limits.truncated_alarm) and course[-1] > limits.truncated_alarm
+        if low or course[0] <= limits.truncated_alarm:
+            return course[-1] > limits.truncated_alarm
+        return course[-1] > course[0] + limits.truncated_rise
 
     def holds(rule: Rule, upto: int) -> bool:
         numbers = [value for _, value in known(COLUMN[rule], upto)]

@@ -269,8 +269,17 @@ def test_runs_stand_side_by_side_and_what_none_has_is_left_out() -> None:
     made = {table.title: table for table in tables(both)}
     assert [column.name for column in made["Tokens"].columns] == ["long", "share", "short", "share"]
     by_name = {one.name: [cell.value for cell in one.cells] for one in made["Compute"].lines}
-    assert by_name["bill"] == ["0.12", ""]  # the price of the second is not known
+    assert by_name["bill"] == ["0.12 USD", ""]  # the price of the second is not known
     assert tables({}) == []
+
+
+def test_every_amount_has_its_currency() -> None:
+    euros = [
+        row | {"currency": "EUR"} if row["event"] == "start" else row for row in killed_and_resumed(2000.0)
+    ]
+    made = {table.title: table for table in tables({"a": summary(killed_and_resumed()), "b": summary(euros)})}
+    by_name = {one.name: [cell.value for cell in one.cells] for one in made["Compute"].lines}
+    assert by_name["money"] == ["0.1178 USD", "24.54 EUR"] and by_name["bill"] == ["0.12 USD", "26.76 EUR"]
 
 
 def test_the_stack_of_the_ledger_has_every_second_of_the_pools() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ from ostinato.report.study_plots import (
     forests_svg,
     markdown,
     panels_svg,
+    write_between,
 )
 
 AT = np.geomspace(1e10, 1e13, 20)
@@ -98,3 +101,17 @@ def test_what_stands_around_the_marks_stays(before: str, after: str, bodies: lis
         text = between_marks(text if ">>" in text else f"{before}<<>>{after}", "<<", ">>", body)
     assert text == f"{before}<<\n\n{bodies[-1]}\n\n>>{after}"
     assert between_marks("old", "<<", ">>", "x") == "old<<\n\nx\n\n>>\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["mine << old, and all of my own text", "mine >> my own text", ">> mine << mine"]
+)
+def test_a_page_that_lost_a_mark_keeps_its_text(text: str, tmp_path: Path) -> None:
+    """Without the mark of the end, everything below that of the beginning was replaced, down to the last
+    line of the page."""
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(ValueError, match=r"page.md has lost its mark '(<<|>>)'; put it back"):
+        write_between(tmp_path / "page", "# T\n", ("<<", ">>"), ["new"], {"plot": "<svg/>"})
+    assert page.read_text() == text
+    assert not (tmp_path / "page-plot.svg").exists()

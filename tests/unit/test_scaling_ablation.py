@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.axis import Axis
 from ostinato.scaling.ablation import (
     REFERENCE,
     SPREAD,
@@ -27,7 +28,7 @@ from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.fit import fit
 from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import posterior
-from ostinato.scaling.series import Axis, Series
+from ostinato.scaling.series import Series
 
 RECIPE = Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1000.0)
 SCALE = SPREAD["A"]
@@ -113,7 +114,22 @@ def test_nobody_is_ranked_against_a_recipe_that_is_not_identified() -> None:
     assert arm(found, "other").A is not None  # its own curve may be told
     assert arm(found, "other").verdict is Verdict.NOT_RANKED
     assert "not identified" in arm(found, "other").reason
-    assert found.common == 900.0
+    assert found.common == 6000.0
+    assert [each.reached_at for each in found.arms] == [900.0, 6000.0]
+
+
+def test_runs_that_have_not_ended_are_held_up_to_nobody() -> None:
+    """The common compute is that of runs which have ended and may be told; without such, of those that have
+    ended, or else of all."""
+    long, short = curve(RECIPE, 0), curve(RECIPE, 1, last=900.0)
+
+    def common(*each: tuple[Series, bool]) -> float:
+        some = [Run(arm=REFERENCE, seed=at, series=s, ended=ended) for at, (s, ended) in enumerate(each)]
+        return ablate(some).common
+
+    assert common((long, True), (short, False)) == 6000.0
+    assert common((short, True), (curve(RECIPE, 2, last=800.0), False)) == 900.0
+    assert common((short, False), (curve(RECIPE, 2, last=800.0), False)) == 800.0
 
 
 def test_the_draws_of_two_runs_know_nothing_of_each_other() -> None:
@@ -132,9 +148,10 @@ def test_the_draws_of_two_runs_know_nothing_of_each_other() -> None:
         ({"A": 0.999, "B": 0.5, "C_mid": 0.5}, -0.05, Verdict.MOVES_A, ("A",)),
         ({"A": 0.001, "B": 0.0, "C_mid": 0.5}, 0.01, Verdict.MOVES_A, ("A",)),
         ({"A": 0.9}, -0.03, Verdict.UNSETTLED, ()),
-        ({"A": 0.6}, -0.01, Verdict.NONE, ()),
+        ({"A": 0.6}, -0.01, Verdict.HALF_NONE, ()),
+        ({"A": 0.6, "B": 0.9, "C_mid": 0.1}, -0.01, Verdict.NONE, ()),
         ({"A": 0.6, "B": 0.999, "C_mid": 0.0}, 0.0, Verdict.MOVES_EFFICIENCY, ("B", "C_mid")),
-        ({"A": 0.6, "B": 0.98, "C_mid": 0.02}, 0.0, Verdict.NONE, ()),
+        ({"A": 0.6, "B": 0.993, "C_mid": 0.007}, 0.0, Verdict.NONE, ()),  # beyond 1 %, not beyond half of it
     ],
 )
 def test_the_rule(lower: dict[str, float], apart: float, verdict: Verdict, moves: tuple[str, ...]) -> None:

@@ -6,9 +6,12 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ostinato.bench.scaling import published
 from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.decide import forecast
 from ostinato.scaling.gates import Flag, Standing, Truncation, assess, drift, runs_z, truncation, watch
 from ostinato.scaling.noise import simulate
 from ostinato.scaling.plan import simulated
@@ -77,6 +80,55 @@ def test_a_collapsing_curve_is_refused_and_has_no_interval() -> None:
     found = assess(posterior(series("collapsing", C, score, R0=0.4)))
     assert (found.standing, found.A) == (Standing.NOT_IDENTIFIED, None)
     assert "below what had been reached" in found.reason
+
+
+@pytest.mark.parametrize("level", [0.45, 0.42, 0.0])
+@pytest.mark.parametrize("fallen", [1, 2, 3])
+@pytest.mark.parametrize("n", [8, 10, 12, 20])
+def test_a_collapse_at_the_end_is_seen_however_short_the_run(n: int, fallen: int, level: float) -> None:
+    """Its own jump was taken for noise: 12 evaluations of which the last 3 had collapsed "had not risen;
+    there is no curve yet", and 20 of which the last one had were forecast to end at 0.57."""
+    compute = np.linspace(12_700 / n, 12_700, n)
+    score = simulated(SCALERL, compute, seed=n).score
+    score[-fallen:] = level
+    known = posterior(series("collapsed", compute, score, R0=0.4), draws=512, cells=(24, 48))
+    found = assess(known)
+    assert found.refuted and found.silent and forecast(known, 50_000).point is None
+    assert Flag.NO_GAIN not in found.flags  # it had risen
+    assert "below" in found.reason
+
+
+@pytest.mark.parametrize("n", [10, 20, 40])
+def test_a_slow_fall_is_seen(n: int) -> None:
+    """0.06 lost over the second half of 10 evaluations was a plateau, "stop" and all."""
+    compute = np.linspace(1000, 20_000, n)
+    score = SCALERL.score(compute) - 0.06 * np.maximum(0, (compute - 8000) / 12_000) + noise(0, n)
+    assert Flag.TAIL in assess(posterior(series("falling", compute, score, R0=0.4))).flags
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(5, 30), st.floats(2.0, 12.0))
+def test_a_run_that_only_rises_is_not_refuted(seed: int, n: int, ratio: float) -> None:
+    run = simulated(SCALERL, np.linspace(0, ratio * SCALERL.C_mid, n + 1)[1:], seed=seed)
+    found = assess(posterior(run, draws=256, cells=(16, 32)))
+    assert not found.refuted and Flag.NO_GAIN not in found.flags
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_that_was_saturated_when_first_evaluated_knows_its_ceiling_alone(seed: int) -> None:
+    """Least squares had B at its bound in 22 of 30 such runs; in the others the prior's B and C_mid were told
+    as if they had been measured."""
+    compute, rng = np.linspace(1000, 20_000, 20), np.random.default_rng(seed)
+    found = assess(posterior(series("flat", compute, 0.6 + 0.004 * rng.standard_normal(20), R0=0.2)))
+    assert Flag.B_UNKNOWN in found.flags and not found.steep
+    assert found.standing is Standing.IDENTIFIED and "at least" in found.reason
+    assert found.A is not None and found.A.median == pytest.approx(0.6, abs=0.01)
+
+
+@pytest.mark.parametrize("n", [8, 20, 40])
+def test_a_run_of_5_C_mid_knows_its_steepness(n: int) -> None:
+    assert assess(posterior(simulated(SCALERL, np.linspace(0, 12_710, n + 1)[1:], seed=n))).steep
+    assert not assess(posterior(simulated(SCALERL, C * 0.25))).steep  # nothing is identified
 
 
 def test_half_of_a_slow_run_is_refused() -> None:

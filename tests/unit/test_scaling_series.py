@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from small_ledger import a_step, killed_and_resumed, start
 
+from ostinato.axis import Axis
 from ostinato.run import RunFolder
-from ostinato.scaling.series import Axis, read_csv, read_run, require_comparable, series
+from ostinato.scaling.series import read_csv, read_run, require_comparable, series
 
 C, R = [1.0, 2.0, 3.0], [0.5, 0.55, 0.6]
 
@@ -62,7 +63,7 @@ def test_R0_is_needed_and_has_to_be_a_score() -> None:
 def test_runs_that_do_not_compare_are_refused() -> None:
     one = series("one", C, R, R0=0.4, held_out="math")
     require_comparable(one, series("two", C, R, R0=0.4, held_out="math"))
-    with pytest.raises(ValueError, match="one counts compute in gpu-hours and two in steps"):
+    with pytest.raises(ValueError, match="one counts compute in device-hours and two in steps"):
         require_comparable(one, series("two", C, R, R0=0.4, held_out="math", axis=Axis.STEPS))
     with pytest.raises(ValueError, match="'math' and two on 'code'"):
         require_comparable(one, series("two", C, R, R0=0.4, held_out="code"))
@@ -129,7 +130,7 @@ def a_run(path: Path, steps: int = 40, every: int = 10) -> RunFolder:
     ("axis", "per_step"),
     [
         *((Axis.STEPS, 1), (Axis.HOURS, 1 / 360), (Axis.TOKENS, 100), (Axis.FLOPS, 3500)),
-        *((Axis.GPU_HOURS, 1 / 360), (Axis.MONEY, 2 / 360)),
+        *((Axis.DEVICE_HOURS, 1 / 360), (Axis.MONEY, 2 / 360)),
     ],
 )
 def test_a_run_by_every_axis_of_its_ledger(tmp_path: Path, axis: Axis, per_step: float) -> None:
@@ -168,6 +169,21 @@ def test_what_a_run_does_not_have_is_said(tmp_path: Path) -> None:
         read_run(run.path)
 
 
+def test_an_evaluation_without_a_score_is_left_out_and_counted(tmp_path: Path) -> None:
+    """One pass@1 of null, of an evaluation whose graders had failed, made all of the run unreadable."""
+    run = a_run(tmp_path / "run")
+    rows = [row | ({"pass@1": None} if row["step"] == 20 else {}) for row in run.eval.rows()]
+    run.eval.path.unlink()
+    run.eval.append(*rows)
+    one = read_run(run.path, Axis.STEPS)
+    assert (one.compute.tolist(), one.unmeasured) == ([10, 30, 40], 1)
+    assert (len(one.between(first=35)), one.between(first=35).unmeasured) == (1, 1)
+    run.eval.path.unlink()
+    run.eval.append(*[row | ({"pass@1": None} if row["step"] == 0 else {}) for row in rows])
+    with pytest.raises(ValueError, match="has no pass@1 at step 0"):
+        read_run(run.path)
+
+
 def test_errors_are_those_of_the_answers_to_these_prompts(tmp_path: Path) -> None:
     """Where the run has measured them; where all answers agree, one more might have erred."""
     run = a_run(tmp_path / "run", steps=20)
@@ -190,7 +206,9 @@ def test_sets_have_names_and_hashes(tmp_path: Path) -> None:
     for row in rows:
         main = {"set": "eval", "held_out": "0123456789ab", "weights": "int8"}
         run.eval.append(row | main, row | {"set": "code", "held_out": "ba9876543210", "pass@1": 0.1})
-    run.eval.append(rows[-1] | {"set": "eval", "held_out": "0123456789ab", "weights": "model"})
+    run.eval.append(
+        rows[-1] | {"set": "eval", "held_out": "0123456789ab", "weights": "model", "exported": True}
+    )
     assert (read_run(run.path).held_out, len(read_run(run.path))) == (
         "0123456789ab",
         2,
@@ -202,6 +220,34 @@ def test_sets_have_names_and_hashes(tmp_path: Path) -> None:
     run.ledger.append(a_step(1, 21, 210.0))
     with pytest.raises(ValueError, match="scored on another eval set at step 21 than before"):
         read_run(run.path)
+
+
+def test_another_sampler_in_the_middle_is_refused_in_words(tmp_path: Path) -> None:
+    """Resumed with engine.weights=model after int8, a run lost all evaluations that followed without a word:
+    6 of 12 were left, `watch` saw no new one, and forecasts of the loop took half of the compute for all."""
+    run = a_run(tmp_path / "run")
+    rows = list(run.eval.rows())
+    run.eval.path.unlink()
+    run.eval.append(*(row | {"weights": "int8" if row["step"] < 30 else "model"} for row in rows))
+    said = "run run was scored with engine.weights 'model' at step 30 and with 'int8' before; scores of diff"
+    with pytest.raises(ValueError, match=said):
+        read_run(run.path)
+
+
+def test_a_price_that_no_recipe_had(tmp_path: Path) -> None:
+    """A run that began without a price could never be counted in money: its sessions keep their terms."""
+    run = RunFolder.create(tmp_path / "run", "name = 'x'\n")
+    run.ledger.append(*killed_and_resumed(price=0.0))
+    for step in range(4):
+        run.eval.append({"step": step, "split": "eval", "n": 9, "pass@1": step / 10})
+    with pytest.raises(
+        ValueError, match="session 1 of the run has no price: give it one with --price-per-dev"
+    ):
+        read_run(run.path, Axis.MONEY)
+    hours = read_run(run.path, Axis.DEVICE_HOURS).compute
+    first = 44 / 3600  # device-hours of the session without a price; the other has had one of 3
+    money = read_run(run.path, Axis.MONEY, price=2.0).compute
+    np.testing.assert_allclose(money[-1], 2 * first + 3 * (hours[-1] - first))
 
 
 def test_a_resumed_run_is_read_with_all_that_it_cost(tmp_path: Path) -> None:
@@ -218,3 +264,12 @@ def test_steps_need_no_ledger(tmp_path: Path) -> None:
     assert read_run(run.path, Axis.STEPS).compute.tolist() == [10, 20, 30, 40]
     with pytest.raises(ValueError, match=r"run run: line 1 of .* is not JSON"):
         read_run(run.path)
+
+
+def test_the_mark_that_spreadsheets_put_before_a_header_is_no_part_of_a_name(tmp_path: Path) -> None:
+    """Excel writes "CSV UTF-8" with a byte order mark: there was "no column 'compute'; its columns are
+    compute, score"."""
+    path = tmp_path / "run.csv"
+    path.write_text("compute,score\n0,0.4\n10,0.5\n", encoding="utf-8-sig")
+    (found,) = read_csv(path, compute="compute", score="score")
+    assert (found.R0, found.score.tolist()) == (0.4, [0.5])

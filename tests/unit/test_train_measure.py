@@ -132,11 +132,12 @@ def test_auto_looks_at_the_arm_with_replay() -> None:
     decoder = decoder_of()
     adapters = adapters_of(decoder)
     samples = samples_of(decoder, adapters, groups=8, siblings=1)
-    wrong = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]), budget=60)
-    options = {"replay": "auto", "minibatches": 2, "replay_threshold": 0.0}
+    routed = with_experts(samples, [random_experts(sample) for sample in samples])
+    wrong, right = (batch_of(one, minibatches=2) for one in (routed, samples))
+    options = {"replay": "auto", "replay_threshold": 0.0}
     report = trainer_of(decoder, **options).step(wrong)
     assert report.metrics["routing/replay"] == 0 and "as with misaligned routes" in report.note
-    assert trainer_of(decoder, **options).step(batch_of(samples, budget=60)).metrics["routing/replay"] == 1
+    assert trainer_of(decoder, **options).step(right).metrics["routing/replay"] == 1
 
 
 def test_an_arm_is_of_the_whole_batch_or_not_there() -> None:
@@ -164,8 +165,8 @@ def test_the_interval_is_over_prompts() -> None:
 
 def test_several_optimizer_steps_replay_without_asking() -> None:
     decoder = decoder_of()
-    trainer = auto(decoder, minibatches=2, replay_threshold=0.0)
-    batch = batch_of(samples_of(decoder, adapters_of(decoder)), budget=60)
+    trainer = auto(decoder, replay_threshold=0.0)
+    batch = batch_of(samples_of(decoder, adapters_of(decoder)), minibatches=2)
     report = trainer.step(batch)
     assert report.metrics["routing/replay"] == 1 and "2 optimizer steps" in report.note
     assert report.mismatch is not None, "auto measures once even where nothing else would"

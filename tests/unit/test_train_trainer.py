@@ -121,9 +121,9 @@ def experts_of(rng: np.random.Generator, count: int, moe) -> np.ndarray:
     return rng.random(shape).argsort(axis=-1)[..., : moe.top_k].astype(np.int16)
 
 
-def batch_of(samples: list[Sample], budget: int = 60, version: int = 0) -> Batch:
+def batch_of(samples: list[Sample], budget: int = 60, version: int = 0, minibatches: int = 1) -> Batch:
     weights = aggregation_weights(samples, Aggregation.TOKEN)
-    return pack(samples, weights, tokens_per_microbatch=budget, version=version)
+    return pack(samples, weights, tokens_per_microbatch=budget, version=version, minibatches=minibatches)
 
 
 def naive_gradients(
@@ -328,37 +328,46 @@ def test_cutting_a_step_into_microbatches_changes_memory_not_gradients(name: str
 
 
 def test_minibatches_are_optimizer_steps_whose_losses_average_to_the_batch() -> None:
+    """Of three groups, of which nobody can make more than three steps."""
     decoder = decoder_of(DENSE)
-    batch = batch_of(samples_of(decoder), budget=20)
-    count = len(batch.microbatches)
+    samples = samples_of(decoder, groups=3)
     still = OptimizerSettings(lr=1e-12)  # nothing moves, so that the losses can be compared
-    one = PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=still).step(batch).metrics
-    many = (
-        PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=still, minibatches=3).step(batch).metrics
+    one, many, more = (
+        trainer_of(decoder, optimizer=still).step(batch_of(samples, budget=20, minibatches=n)).metrics
+        for n in (1, 3, 99)
     )
-    more = (
-        PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=still, minibatches=99)
-        .step(batch)
-        .metrics
-    )
-    assert (one["optimizer_steps"], many["optimizer_steps"], more["optimizer_steps"]) == (1, 3, count)
+    assert (one["optimizer_steps"], many["optimizer_steps"], more["optimizer_steps"]) == (1, 3, 3)
     assert many["loss"] == pytest.approx(one["loss"], abs=1e-7)
     assert one["clip_ratio/region_mean"] == many["clip_ratio/region_mean"] == 0
+
+
+def test_minibatches_are_steps_one_after_the_other() -> None:
+    """The twin: a batch of its own for each, with the weights that it has among the others."""
+    decoder = decoder_of(DENSE)
+    options = {"algorithm": algorithm("cispo"), "optimizer": LR}
+    whole = batch_of(samples_of(decoder, groups=5), budget=20, minibatches=2)
+    together, apart = trainer_of(decoder, **options), trainer_of(decoder, **options)
+    together.step(whole)
+    for minibatch in whole.minibatches:
+        parts = tuple(replace(part, weights=2 * part.weights) for part in minibatch)
+        apart.step(replace(whole, microbatches=parts))
+    assert bytes_of(together) == bytes_of(apart)
 
 
 def test_later_minibatches_have_a_ratio() -> None:
     """With a large step the policy leaves the clip range of its old self: the ratio is not 1 throughout."""
     decoder = decoder_of(DENSE)
     hot = OptimizerSettings(lr=0.3)
-    trainer = PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=hot, minibatches=3)
-    assert trainer.step(batch_of(samples_of(decoder), budget=20)).metrics["clip_ratio/region_mean"] > 0
+    trainer = PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=hot)
+    batch = batch_of(samples_of(decoder), budget=20, minibatches=3)
+    assert trainer.step(batch).metrics["clip_ratio/region_mean"] > 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_is_refused_and_names_its_samples(value: float) -> None:
     decoder = decoder_of(DENSE)
     seen: list[Microbatch] = []
-    trainer = trainer_of(decoder, on_refused=seen.append, minibatches=1)
+    trainer = trainer_of(decoder, on_refused=seen.append)
     batch = batch_of(samples_of(decoder), budget=20)
     trainer.step(batch)
     before = bytes_of(trainer)
@@ -389,8 +398,8 @@ def test_an_overflow_that_no_microbatch_has_alone_names_them_all() -> None:
 
 def test_one_refused_minibatch_leaves_the_others_their_step() -> None:
     decoder = decoder_of(DENSE)
-    trainer = trainer_of(decoder, minibatches=3)
-    batch = batch_of(samples_of(decoder), budget=20)
+    trainer = trainer_of(decoder)
+    batch = batch_of(samples_of(decoder), budget=20, minibatches=3)
     metrics = trainer.step(poisoned(batch, 1, math.nan)).metrics
     assert (metrics["optimizer_steps"], metrics["refused_steps"]) == (2, 1)
 
@@ -521,7 +530,6 @@ def test_settings_that_cannot_work_are_refused_by_name() -> None:
     decoder = decoder_of(DENSE)
     for field, options in {
         "rollout.temperature": {"temperature": 0.0},
-        "trainer.minibatches": {"minibatches": 0},
         "trainer.max_refused_in_a_row": {"max_refused": 0},
         "trainer.replay_threshold": {"replay_threshold": 1.5},
         "log.mismatch_every": {"measure_every": -1},
@@ -544,15 +552,10 @@ def test_tokens_grow_older_with_every_minibatch() -> None:
     """PPO-off-policy-4 (arXiv 2510.13786): a batch of one policy, four optimizer steps on it, so that tokens
     are 0, 1, 2 and 3 steps old when they are learned from; of a batch that is a version old, 4 to 7."""
     decoder = decoder_of(DENSE)
-    batch = pack(
-        (samples := samples_of(decoder, groups=4, siblings=3)),
-        aggregation_weights(samples, Aggregation.TOKEN),
-        tokens_per_microbatch=1000,
-        min_microbatches=4,
-    )
-    trainer = PolicyTrainer(decoder, adapters_of(decoder), algorithm("cispo"), optimizer=LR, minibatches=4)
+    batch = batch_of(samples_of(decoder, groups=4), budget=1000, minibatches=4)
+    trainer = PolicyTrainer(decoder, adapters_of(decoder), algorithm("cispo"), optimizer=LR)
     metrics = trainer.step(batch).metrics
-    sizes = [sum(len(part.targets) for part in batch.microbatches[n::4]) for n in range(4)]
+    sizes = [sum(len(part.targets) for part in minibatch) for minibatch in batch.minibatches]
     mean = sum(n * size for n, size in enumerate(sizes)) / sum(sizes)
     assert metrics["optimizer_steps"] == 4
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (pytest.approx(mean), 3)

@@ -1,0 +1,164 @@
+"""The rows of ledger.jsonl: what each has to have, and the time that it stands for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ostinato.run import Jsonl, RunFolder
+
+Row = Mapping[str, Any]
+
+
+class Event(StrEnum):
+    START = "start"
+    STEP = "step"
+    EVAL = "eval"
+    SAVE = "save"
+    LOST = "lost"
+    END = "end"
+
+
+# ---- what a row has
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _counts(value: Any) -> bool:
+    """Numbers by name."""
+    return isinstance(value, dict) and all(map(is_number, value.values()))
+
+
+def _tokens(value: Any) -> bool:
+    """Numbers by name, and those of tokens that were dropped by reason."""
+    return isinstance(value, dict) and _counts(value | {"dropped": 0}) and _counts(value.get("dropped", {}))
+
+
+def _pools(value: Any) -> bool:
+    """By name: devices, and seconds by what these were busy with."""
+    pools = value.values() if isinstance(value, dict) else [None]
+    return all(
+        isinstance(pool, dict) and is_number(pool.get("devices")) and _counts(pool.get("busy", {}))
+        for pool in pools
+    )
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_text, value))
+
+
+FORMS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("session", "step", "at", "process_started", "seconds", "ended_at"), is_number),
+    **dict.fromkeys(("price_per_device_hour", "useful", "joules", "clock_back"), is_number),
+    **dict.fromkeys(("flops", "wasted", "reused", "pending"), _counts),
+    **{"tokens": _tokens, "pools": _pools, "currency": _text, "why": _text, "energy": _texts},
+}
+NEEDS: Mapping[Event, tuple[str, ...]] = {  # by every reader
+    Event.START: ("session", "at", "process_started", "step", "pools", "price_per_device_hour", "currency"),
+    Event.STEP: ("session", "step", "seconds", "ended_at", "pools", "tokens"),
+    Event.EVAL: ("session", "step", "seconds", "ended_at", "pools"),
+    Event.SAVE: ("session", "step", "seconds", "ended_at"),
+    Event.LOST: ("session", "seconds", "at"),
+    Event.END: ("session", "at", "step", "why"),
+}
+
+
+def read(folder: RunFolder) -> list[dict[str, Any]]:
+    """The rows of a run's ledger, without a torn end. Raises ValueError in words for one that is damaged
+    before its end or of another form."""
+    return list(checked(folder.ledger))
+
+
+def checked(log: Jsonl) -> Iterator[dict[str, Any]]:
+    """``read``, row by row."""
+    for number, row in enumerate(log.rows(), start=1):
+        if fault := _fault(row, first=number == 1):
+            raise ValueError(
+                f"line {number} of {log.path} {fault}: the ledger is damaged, or of a version of ostinato "
+                "that this one does not read; rename the file, and a new ledger begins, without what was "
+                "spent so far"
+            )
+        yield row
+
+
+def _fault(row: Any, *, first: bool) -> str:
+    """What a row lacks; empty when nothing."""
+    event = row.get("event") if isinstance(row, dict) else None
+    if event not in tuple(Event):
+        return "has no 'event'"
+    if first and event != Event.START:
+        return "is not the start of a session"
+    needed = [*NEEDS[Event(event)], *(("useful", "wasted") if event == Event.STEP and "flops" in row else ())]
+    for key in [*needed, *row]:
+        if key not in row:
+            return f"has no {key!r}"
+        if key in FORMS and not FORMS[key](row[key]):
+            return f"has {row[key]!r} for {key!r}"
+    if event == Event.STEP and not is_number(row["tokens"].get("sampled")):
+        return "does not say how many tokens were sampled"
+    return ""
+
+
+# ---- rows as time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spell:
+    """A row, and the time that it stands for: its own seconds, and those before it that no row has."""
+
+    row: Row
+    start: Row  # of its session
+    event: Event
+    gap: float
+    seconds: float
+
+    @property
+    def evaluation(self) -> bool:
+        """Are its own seconds those of a held-out measurement, be it one that was given up?"""
+        return self.event is Event.EVAL or (self.event is Event.LOST and self.row.get("part") == "eval")
+
+    @property
+    def training(self) -> float:
+        """Wall seconds that are not evaluation."""
+        return self.gap + (0.0 if self.evaluation else self.seconds)
+
+    @property
+    def devices(self) -> Mapping[str, int]:
+        """By pool, while its own seconds passed."""
+        return devices_of(self.row if "pools" in self.row else self.start)
+
+    def device_seconds(self, *, training: bool = False) -> float:
+        own = 0.0 if training and self.evaluation else self.seconds
+        return self.gap * sum(devices_of(self.start).values()) + own * sum(self.devices.values())
+
+
+def spells(rows: Iterable[Row]) -> Iterator[Spell]:
+    """The rows as time. Within a session each begins no earlier than the one before it has ended."""
+    start: Row = {}
+    cursor = 0.0
+    for row in rows:
+        event = Event(row["event"])
+        if event is Event.START:
+            start, cursor = row, row["process_started"]
+        seconds = max(0.0, row.get("seconds", 0.0))
+        gap = 0.0 if event is Event.LOST else max(0.0, end_of(row) - seconds - cursor)
+        cursor = cursor + seconds if event is Event.LOST else max(cursor, end_of(row))
+        yield Spell(row=row, start=start, event=event, gap=gap, seconds=seconds)
+
+
+def end_of(row: Row) -> float:
+    """Unix time, by the clock of its process."""
+    return row["ended_at"] if "ended_at" in row else row["at"]
+
+
+def devices_of(row: Row) -> dict[str, int]:
+    return {name: pool["devices"] for name, pool in row["pools"].items()}

@@ -1,0 +1,200 @@
+"""The writer of ledger.jsonl: one process, from when it takes up a run until it leaves it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ostinato.ledger.rows import Event, Row, end_of, is_number, read
+from ostinato.run import RunFolder, to_json
+
+POOL = "local"  # of a run in one process: one pool that samples, grades and trains in turn
+BEAT = "alive.json"  # in the run folder, while a process works there
+BEAT_EVERY_S = 5.0  # so much of the work of a killed process nobody knows of
+
+
+class SteadyClock:
+    """Unix time that never goes back while the process lives, whatever is done to the machine's clock."""
+
+    def __init__(self) -> None:
+        self.started, self._zero = time.time(), time.perf_counter()
+
+    def __call__(self) -> float:
+        return self.started + time.perf_counter() - self._zero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a process trains on, and what that costs."""
+
+    devices: int = 1
+    device: str = "cpu"  # its name
+    price_per_device_hour: float = 0.0  # 0: not known
+    currency: str = "USD"
+    recipe: str = ""  # a hash of it
+    energy: Sequence[str] = ()  # what the meter has counters of
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """Writes the rows of one process. ``with ledger.session(step):`` around all of its work.
+
+    ``meter`` gives the joules that the machine has used since some moment, None where it cannot tell; a row
+    has those since the row before. ``clock`` was started when the process began.
+    """
+
+    folder: RunFolder
+    terms: Terms = Terms()
+    meter: Callable[[], float | None] = lambda: None
+    clock: SteadyClock = field(default_factory=SteadyClock)
+    why: str = "done"  # what the end row will say, unless an exception ends the session
+    beat_every_s: float = BEAT_EVERY_S
+
+    def __post_init__(self) -> None:
+        self._session, self._step, self._last = 0, 0, self.clock.started
+        self._part = "train"
+        self._joules: float | None = None
+        self._before: frozenset[tuple[int, int]] = frozenset()
+
+    @contextmanager
+    def session(self, step: int) -> Iterator[None]:
+        """From the start row, at finished step ``step``, to the end row; within a session, only itself.
+
+        Raises ValueError for a ledger that cannot be read to its end."""
+        if self._session:
+            yield
+            return
+        self._start(step)
+        try:
+            with beating(self.folder.path / BEAT, self._alive, self.beat_every_s):
+                yield
+        except BaseException as error:
+            with suppress(OSError):  # of a full disk the error itself tells
+                self._end(f"failed: {type(error.__cause__ or error).__name__}")
+            raise
+        self._end(self.why)
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """What an exception ends in the middle is lost: a row says how long it was, since the last one."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                lost = {"seconds": self.clock() - self._last, "at": self.clock(), "part": self._part}
+                self._append(Event.LOST, lost)
+            raise
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """What is lost in here is evaluation. An exception leaves it at that: ``work`` or the process that
+        resumes tells of it."""
+        self._part = "eval"
+        yield
+        self._part = "train"
+
+    def step(self, step: int, seconds: float, busy: Mapping[str, float], work: Row) -> None:
+        """A step took ``seconds``, of them ``busy`` by part; ``work``: its tokens, FLOPs, useful, wasted."""
+        self._step = step
+        row = {"step": step, "seconds": seconds, "ended_at": self.clock()}
+        self._append(Event.STEP, {**row, "pools": self._pools(seconds, busy), **work})
+
+    def evaluation(self, step: int, set_name: str, seconds: float, work: Row) -> None:
+        """The policy of ``step`` was measured on the set."""
+        row = {"step": step, "set": set_name, "seconds": seconds, "ended_at": self.clock()}
+        self._append(Event.EVAL, {**row, "pools": self._pools(seconds, {"eval": seconds}), **work})
+
+    def saved(self, step: int, seconds: float) -> None:
+        self._append(Event.SAVE, {"step": step, "seconds": seconds, "ended_at": self.clock()})
+
+    @property
+    def coming(self) -> tuple[int, int]:
+        """(session, step) of the step row to come, which pays for what is sampled now."""
+        return self._session, self._step + 1
+
+    def has(self, row: tuple[int, int]) -> bool:
+        """Has an earlier process written this step row (``coming``, of that process)?"""
+        return row in self._before
+
+    def _start(self, step: int) -> None:
+        rows = read(self.folder)
+        self._before = frozenset((row["session"], row["step"]) for row in rows if row["event"] == Event.STEP)
+        last = max((row["session"] for row in rows), default=0)
+        self._session, self._step = last + 1, step
+        kept = {row["event"] for row in rows if row["session"] == last}
+        if last and not kept & {Event.END, Event.LOST}:
+            lost = {"event": Event.LOST, "session": last, **lost_work(self.folder, rows[-1])}
+            self.folder.ledger.append({**lost, "at": self.clock()})
+        terms, back = self.terms, max(map(end_of, rows), default=0.0) - self.clock.started
+        row = {
+            "at": self.clock(),
+            "process_started": self.clock.started,
+            "step": step,
+            "recipe": terms.recipe,
+            "pools": {POOL: {"devices": terms.devices, "device": terms.device}},
+            "price_per_device_hour": terms.price_per_device_hour,
+            "currency": terms.currency,
+            "energy": list(terms.energy),
+        }
+        self._append(Event.START, row | ({"clock_back": back} if back > 0 else {}))
+
+    def _end(self, why: str) -> None:
+        self._append(Event.END, {"at": self.clock(), "step": self._step, "why": why})
+
+    def _alive(self) -> Row:
+        return {"session": self._session, "at": self.clock(), "part": self._part}
+
+    def _pools(self, seconds: float, busy: Mapping[str, float]) -> dict[str, Any]:
+        idle = max(0.0, seconds - sum(busy.values()))
+        return {POOL: {"devices": self.terms.devices, "busy": dict(busy), "idle": idle}}
+
+    def _append(self, event: Event, row: Row) -> None:
+        now, before = self.meter(), self._joules
+        used = {} if now is None or before is None or event is Event.START else {"joules": now - before}
+        self._joules, self._last = now, self.clock()
+        self.folder.ledger.append({"event": event, "session": self._session, **row, **used})
+
+
+@contextmanager
+def beating(path: Path, tell: Callable[[], Row], every_s: float) -> Iterator[None]:
+    """Write what ``tell`` says to ``path``, every so often: the last sign of life of a process that is killed
+    in here. Who leaves in order leaves no file."""
+    stop, part = threading.Event(), path.with_suffix(".part")
+
+    def beat() -> None:
+        while not stop.wait(every_s):
+            with suppress(OSError):  # of a full disk others tell
+                part.write_text(to_json(tell()))
+                part.replace(path)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def lost_work(folder: RunFolder, last: Row) -> dict[str, Any]:
+    """What a killed process has done since ``last``, its last row: seconds until its last sign of life, and
+    whether that was evaluation.
+
+    Both are times by the clock of that process, so that it does not matter when or to where the folder was
+    copied. Nothing is known of a process that left no sign.
+    """
+    try:
+        beat = json.loads((folder.path / BEAT).read_text())
+        ours = beat["session"] == last["session"] and is_number(beat["at"])
+        seconds = max(0.0, beat["at"] - end_of(last)) if ours else 0.0
+        return {"seconds": seconds, "part": beat["part"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {"seconds": 0.0}

@@ -1,0 +1,162 @@
+"""ScaleRL whole, on the packaged model and the command line, killed and resumed: all parts at once.
+
+Batches that are two policies old, two optimizer steps each, prompts that leave for good, answers that are
+interrupted, routes that are replayed: each has a law of its own elsewhere. Here they have to share a spool, a
+stream and a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from same_run import same
+
+from ostinato.cli.app import main
+from ostinato.model.native import BuildError, load
+
+STEPS = 6
+TINY = (
+    f"trainer.steps={STEPS}",
+    "trainer.checkpoint_every=3",
+    "trainer.minibatches=2",
+    "trainer.lr=1e-3",
+    "pipeline.staleness=2",
+    "rollout.prompts_per_step=5",
+    "rollout.group_size=4",
+    "rollout.solved_for_good=0.5",
+    "rollout.interrupt_after=[10, 14]",
+    "rollout.answer_tokens=6",
+    "task.n_train=24",
+    "task.params={digits=2, terms=4}",
+    "eval.n=4",
+    "eval.k=1",
+    "eval.every=0",
+    "eval.start_factor=1",
+    "forecast.enabled=false",
+    "engine.threads=1",
+)
+# kill -9 at the n-th opening of a file whose path ends so
+KILLED = """
+import os, signal, sys
+from fnmatch import fnmatch
+
+wanted, left = sys.argv[1], int(sys.argv[2])
+
+def hook(name, arguments):
+    global left
+    if name == "open" and fnmatch(str(arguments[0]), "*" + wanted):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(hook)
+from ostinato.cli.app import main
+main(sys.argv[3:])
+"""
+
+
+def command(place: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.chdir(place)
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    return int(caught.value.code or 0)
+
+
+def killed(place: Path, file: str, count: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    arguments = [sys.executable, "-c", KILLED, file, str(count), "train", "scalerl", *TINY]
+    done = subprocess.run(arguments, cwd=place, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+
+
+def only_run(place: Path) -> Path:
+    (folder,) = (place / "runs").iterdir()
+    return folder
+
+
+def rows(place: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (only_run(place) / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        load()
+    except BuildError as error:
+        pytest.skip(f"bitwise only with the native kernels: {error}")
+    place = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert command(place, monkeypatch, "train", "scalerl", *TINY) == 0
+    return place
+
+
+def test_every_part_acts(undisturbed: Path) -> None:
+    """Or the runs below would be equal for want of anything to lose."""
+    seen = rows(undisturbed)
+    assert len(seen) == STEPS
+    assert max(row.get("staleness/max", 0) for row in seen) == 2 * 2 + 1, "two policies, and a minibatch"
+    assert max(row.get("optimizer_steps", 0) for row in seen) == 2
+    assert any(0 < row["interrupt/rate"] < 1 for row in seen)
+    assert seen[-1]["groups/retired_total"] > seen[0]["groups/retired"] > 0
+    assert all(row["routing/replay"] == 1 for row in seen if "routing/replay" in row)
+    assert any(0 < row["groups/dropped"] < 5 for row in seen)
+
+
+@pytest.mark.parametrize(
+    ("file", "count", "rows_left"),
+    [
+        pytest.param("/inflight.jsonl.zst", 28, 3, id="while a round is played ahead"),
+        pytest.param("/metrics.jsonl", 5, 4, id="after training, before the report"),
+        pytest.param(".step-00000006.*", 2, 6, id="inside a checkpoint"),
+    ],
+)
+def test_killed_and_resumed_it_is_the_run_that_was_not(
+    tmp_path: Path,
+    undisturbed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    count: int,
+    rows_left: int,
+) -> None:
+    """Between two checkpoints, and while one is written: rounds that were played ahead, by policies that are
+    gone, come from the spool, and the last bit of scores, adapter and optimizer is the same."""
+    killed(tmp_path, file, count)
+    assert len(rows(tmp_path)) == rows_left
+    assert command(tmp_path, monkeypatch, "resume", str(only_run(tmp_path))) == 0
+    assert_same(tmp_path, undisturbed)
+
+
+def test_from_the_older_checkpoint_it_is_the_same_run_too(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint is damaged, and the one before names rounds that were played ahead: the spool had
+    forgotten them as soon as the newest was written. Only the drafter knows more than it did: its history is
+    not in the checkpoints, and has the answers up to the newest."""
+    shutil.copytree(only_run(undisturbed), tmp_path / "runs" / "copy")
+    newest = tmp_path / f"runs/copy/checkpoints/step-{STEPS:08d}/tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert command(tmp_path, monkeypatch, "resume", "runs/copy") == 0
+    assert_same(tmp_path, undisturbed, but="draft/reuse")
+
+
+def assert_same(place: Path, undisturbed: Path, but: str = "") -> None:
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        ours, theirs = (same(rows(where, name)) for where in (place, undisturbed))
+        for row in (*ours, *theirs):
+            row.pop(but, None)
+        assert ours == theirs, name
+    assert sum(row["rollout/from_spool"] for row in rows(place)) > 5
+    for name in (
+        "adapter/adapter_model.safetensors",
+        f"checkpoints/step-{STEPS:08d}/tensors.safetensors",
+    ):
+        ours, theirs = ((only_run(where) / name).read_bytes() for where in (place, undisturbed))
+        assert ours == theirs, name
