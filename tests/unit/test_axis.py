@@ -36,5 +36,5 @@ def test_what_is_no_axis_is_refused_with_all_that_are() -> None:
         Axis.parse("parsecs", "--axis")
     with pytest.raises(typer.BadParameter, match=said):
         axis_of("parsecs")
-    with pytest.raises(ValueError, match=r'forecast.axis is "joules", which few machines count by steps; use'):
+    with pytest.raises(ValueError, match=r'forecast.axis is "joules", which few machines count by steps'):
         Recipe.parse({"name": "x", "forecast": {"axis": "joules"}})
