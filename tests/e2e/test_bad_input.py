@@ -210,7 +210,7 @@ HOLDOUT = "task.params.holdout=0.5"
         (["task.source=latin1.jsonl"], ["row 1 of latin1.jsonl is not JSON", "utf-8", "mend the line"]),
         (["task.source=both_splits.jsonl"], ["also in the training data", "set task.params.holdout"]),
         (["task.source=long.jsonl", HOLDOUT], ["prompt ", "tokens", "the context of 1024", "shorten it"]),
-        (["rollout.max_tokens=1024"], ["1024 tokens (rollout.max_tokens)", "context", "lower rollout.max_tokens"]),
+        (["rollout.max_tokens=1024"], ["1024 tokens (rollout.max_tokens)", "lower rollout.max_tokens"]),
         (["rollout.max_tokens=1020"], ["answer of 1020 (rollout.max_tokens)", "exceeds the context of 1024"]),
         (["task.params.digit=3"], ["task.params.digit is unknown", "'digits'"]),
         (["task.source=gym:basic_arithmetik"], ["gym:basic_arithmetik, an unknown task", "nearest"]),

@@ -150,6 +150,6 @@ def test_the_largest_of_floor_residuals_and_standard_error_counts() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("rho", 1.0), ("floor", 0.0), ("factor", -1.0)])
 def test_impossible_noise_is_refused(field: str, value: float) -> None:
-    given_ = {"rho": MEASURED.rho, "floor": MEASURED.floor, "factor": MEASURED.factor, field: value}
+    given = {"rho": MEASURED.rho, "floor": MEASURED.floor, "factor": MEASURED.factor, field: value}
     with pytest.raises(ValueError, match=f"noise.{field} is"):
-        Noise(**given_)
+        Noise(rho=given["rho"], floor=given["floor"], factor=given["factor"])
