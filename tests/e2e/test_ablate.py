@@ -41,7 +41,14 @@ def test_ctrl_c_and_the_same_command_again(tmp_path: Path) -> None:
     recipe, out = tmp_path / "mine.toml", tmp_path / "out"
     recipe.write_text(RECIPE)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    first = subprocess.Popen(command(recipe, out), env=environment, stdout=subprocess.PIPE, text=True)
+    # a shell lets its background jobs, and all that these start, ignore SIGINT
+    first = subprocess.Popen(
+        command(recipe, out),
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     metrics = out / "recipe-s0" / "metrics.jsonl"
     limit = time.monotonic() + 120
     while not metrics.exists() and time.monotonic() < limit and first.poll() is None:
