@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from ostinato.timeline import Span
 from ostinato.types import (
     Batch,
+    Collected,
     Completion,
     Drafts,
     Emitted,
     Group,
     Prompt,
+    Publication,
     Request,
     Reward,
     Running,
@@ -31,6 +34,34 @@ class Engine(Protocol):
 
     def publish(self, adapters: Any, version: int) -> None:
         """Serve ``adapters`` (a ``model.lora.Adapters``, or None for the base) as policy ``version``."""
+        ...
+
+
+class Sampler(Protocol):
+    """A worker that samples, in this process or another. It hears calls in the order in which they are made.
+
+    Whatever it raises, and a wait longer than was agreed, means that the worker is lost.
+    """
+
+    async def start(self, calls: Sequence[tuple[int, Request]], drop: Sequence[int] = ()) -> None:
+        """Begin with ``calls``, each under an id of the caller's, and give those in ``drop`` up: they come
+        back with what they had."""
+        ...
+
+    async def collect(self, wait_s: float) -> Collected:
+        """What has ended since the last time; at once when something has, else after ``wait_s`` at most."""
+        ...
+
+    async def publish(self, publication: Publication) -> str:
+        """Serve it from the next pass on, running calls too. The fingerprint of what is served then."""
+        ...
+
+
+class Timed(Protocol):
+    """Something whose time is drawn in the timeline."""
+
+    def take_spans(self) -> Sequence[Span]:
+        """What it was busy with since it was last asked, in order."""
         ...
 
 
@@ -94,4 +125,4 @@ class MetricWriter(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
-__all__ = ["Drafter", "Engine", "Env", "Grader", "MetricWriter", "Tasks", "Trainer"]
+__all__ = ["Drafter", "Engine", "Env", "Grader", "MetricWriter", "Sampler", "Tasks", "Timed", "Trainer"]

@@ -2,7 +2,8 @@
 
     runs/<recipe>-<yyyymmdd-hhmmss>/
         recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl  drafts.jsonl
-        mismatch.jsonl  watch.jsonl  forecast.jsonl  checkpoints/  adapter/  history.bin  report.html
+        mismatch.jsonl  watch.jsonl  forecast.jsonl  timeline.jsonl
+        checkpoints/  adapter/  history.bin  report.html
 
 Whole files are replaced (``atomic_write``, ``atomic_folder``): a reader sees the old one or the new one.
 Logs are appended to, one JSON object per line, and forgive a torn end: what a kill or a full disk left of
@@ -319,6 +320,7 @@ class RunFolder:
         self.mismatch = Jsonl(path / "mismatch.jsonl")
         self.watch = Jsonl(path / "watch.jsonl")
         self.forecast = Jsonl(path / "forecast.jsonl")
+        self.timeline = Jsonl(path / "timeline.jsonl")
         self.trajectories = JsonlZst(path / "trajectories.jsonl.zst")
 
     @classmethod

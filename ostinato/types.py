@@ -216,6 +216,35 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Publication:
+    """A policy on its way to the samplers: adapters alone (megabytes), or all weights where all are trained.
+
+    ``fingerprint`` is of what a sampler has to serve once it has read ``payload``; empty stands for the base.
+    """
+
+    version: int
+    fingerprint: str
+    payload: bytes  # ``model.wire``: safetensors; empty: the base, without adapters
+    path: str = ""  # a file that holds the payload instead, where it is large and the host is the same
+    answers: tuple[tuple[str, int, tuple[Past, ...]], ...] = ()  # (uid, step, answers): drafts for what comes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collected:
+    """What a sampler tells when it is asked: answers that ended, and proof of what it serves."""
+
+    done: tuple[tuple[int, Completion], ...]  # (id of the call, answer); dropped calls end as ABORT, in part
+    version: int
+    fingerprint: str  # of the weights that it serves, computed from these
+    running: int  # calls that have not ended
+    sampled: int  # tokens since it began: what stands still does not make progress
+    spans: tuple[Any, ...] = ()  # ``timeline.Span``: what it did since it was last asked
+    counters: Mapping[str, float] = field(default_factory=dict)  # of its engine, since it began
+
+    __repr__ = _brief
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
     """One task instance: what the policy sees, and what the reward needs to know.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
-LEAVES = {"types", "protocols", "axis", "config", "every", "toml", "run", "render", "routes", "ledger"}
+LEAVES = set("timeline types protocols axis config every toml run render routes ledger".split())
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
 ARROWS: dict[str, set[str]] = {
@@ -23,28 +23,31 @@ ARROWS: dict[str, set[str]] = {
     "energy": set(),
     "ledger": {"axis", "run"},
     "config": {"axis", "every", "toml"},
-    "protocols": {"types"},
+    "protocols": {"timeline", "types"},
+    "timeline": set(),
     "routes": {"types"},
     "run": {"types", "routes"},
     "render": {"types"},
     "algo": {"types"},
     "model": {"types", "run", "compiler"},
-    "engine": {"types", "protocols", "run", "render", "routes", "algo", "model"},
+    "engine": {"timeline", "types", "protocols", "run", "render", "routes", "algo", "model"},
     "compiler": set(),
     "history": {"types", "protocols", "run", "compiler", "algo"},
     "env": {"types", "protocols", "render"},
     "reward": {"types", "protocols", "render"},
     "rollout": {"types", "protocols", "run", "algo"},
     "train": {"types", "protocols", "run", "algo", "model"},
-    "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo", "model", "history"}
-    | {"rollout", "train", "ledger"},
+    "cluster": {"timeline", "types", "protocols", "run"},  # and Ray, which nothing else imports
+    "pipeline": {"timeline", "types", "protocols", "config", "every", "run", "routes", "algo", "model"}
+    | {"history", "rollout", "train", "ledger"},
     "report": LEAVES,
     "interop": {"types", "protocols", "routes", "algo", "history"},
     "scaling": {"axis", "run", "ledger"},
     "bench": LEAVES
-    | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "scaling"},
+    | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "scaling"}
+    | {"cluster"},
     "cli": LEAVES
-    | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline"}
+    | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "cluster"}
     | {"report", "bench", "interop", "scaling", "energy", ""},
     "": {"config", "cli"},  # the lazy names of __init__, and __main__
 }

@@ -1,26 +1,13 @@
-"""A recipe: one TOML file, a frozen tree of plain values, dotted overrides from the command line.
-
-Each value exists once, with its default here; nothing is written back after loading. What a user wrote
-wrongly raises ``ValueError`` with one sentence that names the field, the value and the mend. Only what
-needs no model is checked here; ``cli.build.check`` checks the rest (algorithm keys, context length).
-
->>> recipe = Recipe.load("recipes/quickstart.toml", "trainer.steps=10", "algo.name=dapo")
-"""
+"""The sections of a recipe, with every default. Docstrings and comments are what a user reads of a key."""
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-import typing
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ostinato.axis import Axis
 from ostinato.every import Every
-from ostinato.toml import dumps
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -167,10 +154,47 @@ class RolloutSection(Section):
 
 
 class PipelineSection(Section):
-    """How old a batch is when it is trained on: ``staleness`` k plays k steps ahead, in lockstep. It saves no
-    time in one process; it is there to see what asynchrony would cost."""
+    """How sampling and training overlap.
 
-    staleness: Count = 0  # steps between the policy that samples a batch and the one that trains on it
+    ``staleness`` k: no token that is trained on is of a policy more than k steps old. Without ``overlap`` the
+    samplers play k rounds ahead in lockstep: reproducible, and no faster. With it they go on while the
+    trainer learns, and take up its weights in flight (PipelineRL, arXiv 2509.19128); 0 is then the
+    synchronous loop, bit for bit.
+    """
+
+    staleness: Count = 0  # steps
+    overlap: bool = False
+    late: Literal["wait", "drop"] = "wait"  # for a group about to become too old, or drop it, counted
+    placement: Literal["static", "least-loaded", "longest-first", "histopipe"] = "least-loaded"
+    watch_s: Annotated[float, Field(gt=0)] = 600.0  # without any progress, before the run ends and says where
+
+
+class ClusterSection(Section):
+    """Workers as Ray actors; with no samplers here everything runs in one process and needs no Ray."""
+
+    samplers: Count = 0  # 0: in this process
+    graders: Count = 0  # actors that call the rewards; 0: children of this process
+    remote_trainer: bool = False  # the trainer as an actor too
+    address: str = ""  # of a running Ray ("auto", "host:6379"); empty: one is started on this machine
+    cpus_per_worker: Positive = 1
+    gpus_per_sampler: Annotated[float, Field(ge=0)] = 0.0
+    gpus_per_trainer: Annotated[float, Field(ge=0)] = 0.0
+    pin: bool = False  # each worker to cores of its own, as if these were a device
+    share_weights: bool = True  # workers of a host map one copy of the base
+    start_s: Annotated[float, Field(gt=0)] = 300.0  # for a worker to be ready
+    silence_s: Annotated[float, Field(gt=0)] = 60.0  # without a sign of life, before a worker is replaced
+    max_restarts: Count = 5  # of workers in a row, without a finished group in between
+    max_quarantined: Count = 8  # prompts that broke a worker twice, before the run ends
+
+    @model_validator(mode="after")
+    def _check(self) -> ClusterSection:
+        if not self.samplers and (self.graders or self.remote_trainer or self.address):
+            key = "graders" if self.graders else "remote_trainer" if self.remote_trainer else "address"
+            raise ValueError(
+                f"cluster.{key} is {getattr(self, key)!r} with cluster.samplers 0, which runs everything in "
+                "one process; set cluster.samplers to 1 or more"
+            )
+        return self
 
 
 class AlgoSection(Section):
@@ -299,6 +323,10 @@ class EngineSection(Section):
     sampler computes in bfloat16, with linear maps of 8 bits for "int8" and "fp8". Adapters come on top.
     """
 
+    backend: Literal["local", "vllm"] = "local"
+    address: str = ""  # of a running vLLM server, "http://host:8000"; empty: the run starts one
+    python: str = ""  # interpreter of the environment that has vLLM; empty: this one
+    server_args: Names = ()  # further arguments of the vLLM server
     weights: Literal["model", "bf16", "int8", "fp8"] = "model"
     kv_memory_mb: Positive = 512
     max_batch: Positive = 256  # sequences decoded together
@@ -346,233 +374,3 @@ class AblateSection(Section):
     """What ``ostinato ablate --leave-one-out`` compares the recipe with: name = the overrides of an arm."""
 
     arms: dict[str, Names] = Field(default_factory=dict)  # e.g. "no fp32 head" = ["model.fp32_head=false"]
-
-
-class Recipe(Section):
-    """Everything that a run is made of. ``Recipe.load`` reads one; ``dump_toml`` writes it back."""
-
-    name: str = "recipe"  # of the run folder; the file's name unless given
-    seed: Count = 0
-    model: ModelSection = ModelSection()
-    adapter: AdapterSection = AdapterSection()
-    task: TaskSection = TaskSection()
-    reward: RewardSection = RewardSection()
-    rollout: RolloutSection = RolloutSection()
-    pipeline: PipelineSection = PipelineSection()
-    algo: AlgoSection = AlgoSection()
-    trainer: TrainerSection = TrainerSection()
-    eval: EvalSection = EvalSection()
-    forecast: ForecastSection = ForecastSection()
-    engine: EngineSection = EngineSection()
-    draft: DraftSection = DraftSection()
-    log: LogSection = LogSection()
-    ledger: LedgerSection = LedgerSection()
-    ablate: AblateSection = AblateSection()
-
-    @model_validator(mode="after")
-    def _check(self) -> Recipe:
-        if self.trainer.minibatches > (prompts := self.rollout.prompts_per_step):
-            raise ValueError(
-                f"trainer.minibatches is {self.trainer.minibatches} with rollout.prompts_per_step {prompts}, "
-                "and every optimizer step learns from whole prompts; lower it"
-            )
-        if (stale := self.pipeline.staleness) >= (steps := self.trainer.steps):
-            raise ValueError(
-                f"pipeline.staleness is {stale} with {steps} trainer.steps, so the policy of the beginning "
-                "would sample every batch; lower it, or take more steps"
-            )
-        if self.task.max_turns > 1 and not self.task.tools:
-            raise ValueError(
-                f"task.max_turns is {self.task.max_turns} but task.tools is empty, so no turn follows; "
-                'name a tool, e.g. ["calculator"], or set max_turns=1'
-            )
-        if self.task.tools and self.task.max_turns == 1:
-            raise ValueError(
-                f"task.tools is {list(self.task.tools)} but task.max_turns is 1, so no reply could be read; "
-                "set max_turns to 2 or more"
-            )
-        if self.engine.weights != "model" and self.adapter.kind == "full":
-            raise ValueError(
-                f'engine.weights is "{self.engine.weights}" with adapter.kind "full", whose training changes '
-                "the weights that the sampler has copied; use "
-                'engine.weights="model" or adapter.kind="lora"'
-            )
-        if self.forecast.stop and not (self.eval.at_start and self.eval.every):
-            raise ValueError(
-                "forecast.stop is true, but no scores come before and while the run trains; set eval.every, "
-                "and leave eval.at_start on"
-            )
-        if self.forecast.axis == "money" and not self.ledger.price_per_device_hour:
-            raise ValueError(
-                'forecast.axis is "money" without a price; set ledger.price_per_device_hour, or use '
-                '"device-hours"'
-            )
-        return self
-
-    @classmethod
-    def load(cls, path: str | Path, *overrides: str) -> Recipe:
-        """Read a recipe file, or a packaged recipe by name, and apply ``section.key=value`` overrides.
-
-        Raises ValueError, with one sentence, for whatever is missing, misspelt or of the wrong type.
-        """
-        file = find_recipe(path)
-        try:
-            tree = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"recipe {file} is not valid TOML: {error}; mend that line") from error
-        tree.setdefault("name", file.stem)
-        return cls.parse(override(tree, overrides))
-
-    @classmethod
-    def parse(cls, tree: Mapping[str, Any]) -> Recipe:
-        """Check a nested mapping. Raises ValueError with one sentence, which counts further faults."""
-        try:
-            return cls.model_validate(tree)
-        except ValidationError as error:
-            raise ValueError(explain(error)) from None
-
-
-def find_recipe(path: str | Path) -> Path:
-    """``path`` itself, or the recipe of that name that comes with the package ("quickstart")."""
-    file = Path(path).expanduser()
-    if file.is_file():
-        return file
-    known = {f.stem: f for folder in _recipe_folders() for f in sorted(folder.glob("*.toml"))}
-    if file.name == str(path) and file.stem in known and file.suffix in ("", ".toml"):
-        return known[file.stem]
-    near = difflib.get_close_matches(file.stem, known, n=1, cutoff=0.5)
-    mend = (
-        f"did you mean {near[0]}?"
-        if near
-        else f"give a TOML file or one of {', '.join(known) or '(none found)'}"
-    )
-    raise ValueError(f"recipe {str(path)!r} does not exist; {mend}")
-
-
-def _recipe_folders() -> Iterator[Path]:
-    package = Path(__file__).parent
-    for folder in (package / "recipes", package.parent / "recipes"):  # installed | a checkout
-        if folder.is_dir():
-            yield folder
-
-
-def override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of ``tree`` with each ``a.b=value`` set. Values are TOML; what is not TOML is a bare string."""
-    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    for text in overrides:
-        dotted, equals, value = text.partition("=")
-        path = dotted.strip().split(".")
-        if not equals or not all(path):
-            raise ValueError(f"override {text!r} is not of the form section.key=value; e.g. trainer.steps=10")
-        table = result
-        for depth, key in enumerate(path[:-1], start=1):
-            below = table.get(key, {})
-            if not isinstance(below, Mapping):
-                raise ValueError(
-                    f"override {text!r}: {'.'.join(path[:depth])} is a value, not a section; shorten it"
-                )
-            table[key] = dict(below)
-            table = table[key]
-        table[path[-1]] = _toml_value(value.strip())
-    return result
-
-
-def _toml_value(text: str) -> Any:
-    try:
-        parsed = tomllib.loads(f"v = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    value = parsed["v"]
-    plain = isinstance(value, bool | int | float | str | list | dict)  # a date is a bare string to us
-    return value if plain and len(parsed) == 1 else text
-
-
-_MENDS = {
-    "int_type": "use a whole number",
-    "float_type": "use a number",
-    "bool_type": "use true or false",
-    "string_type": "use a string in quotes",
-    "tuple_type": "use a list in brackets",
-    "dict_type": "use a table",
-    "model_type": "use a section of keys",
-    "greater_than": "use a number above {gt}",
-    "greater_than_equal": "use {ge} or more",
-    "less_than": "use a number below {lt}",
-    "less_than_equal": "use {le} or less",
-    "finite_number": "use a finite number",
-}
-
-_UNIONS = {
-    "trainer.replay": 'use true, false or "auto"',
-    "engine.threads": 'use "auto" or a whole number of 1 or more',
-    "reward.solved_at": 'use "full" or a number',
-    "eval.every": 'use a number of steps, or an amount of compute, e.g. "2e14 flops"',
-}
-
-
-def explain(error: ValidationError) -> str:
-    """The first fault in one sentence: field, value, mend. The number of other faults follows in brackets."""
-    faults = error.errors(include_url=False)
-    first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")  # a typo explains the rest
-    fields = {fault["loc"][:2] for fault in faults}  # members of a union report one fault each
-    more = f" (and {len(fields) - 1} more in this recipe)" if len(fields) > 1 else ""
-    return _sentence(first) + more
-
-
-def _sentence(fault: Any) -> str:
-    loc = [str(part) for part in fault["loc"]]
-    if fault["type"] == "value_error":
-        return str(fault["ctx"]["error"])
-    if fault["type"] == "extra_forbidden":
-        return _unknown_key(loc)
-    field = _dotted(loc)
-    if fault["type"] == "missing":
-        return f"{field} is missing; every {_dotted(loc[:-2])} section names its own"
-    if (union := "eval.every" if _is_schedule(loc) else field) in _UNIONS:  # pydantic reports each branch
-        mend = _UNIONS[union]
-    elif fault["type"] in ("literal_error", "enum"):
-        mend = f"use one of {fault['ctx']['expected'].replace(' or ', ', ')}"
-    else:
-        mend = str(_MENDS.get(fault["type"], fault["msg"])).format(**fault.get("ctx", {}))
-    return f"{field} is {fault['input']!r}; {mend}"
-
-
-def _dotted(loc: Sequence[str]) -> str:
-    depth = 4 if loc[:2] == ["eval", "downstream"] else 2  # its sets are sections by name
-    text = ".".join(loc[:depth])
-    return text + "".join(f"[{part}]" for part in loc[depth:] if part.isdigit())
-
-
-def _is_schedule(loc: Sequence[str]) -> bool:
-    return loc[:2] == ["eval", "downstream"] and loc[3:4] == ["every"]
-
-
-def _unknown_key(loc: Sequence[str]) -> str:
-    parent, key = tuple(loc[:-1]), loc[-1]
-    keys = dict(_all_keys())
-    here = keys.get(parent, tuple(DownstreamSection.model_fields))  # no other section is so deep
-    near = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
-    elsewhere = [".".join((*path, key)) for path, names in keys.items() if key in names and path != parent]
-    if near:
-        mend = f"did you mean {'.'.join((*parent, near[0]))}?"
-    elif elsewhere:
-        mend = f"did you mean {elsewhere[0]}?"
-    else:
-        mend = f"the keys of {'.'.join(parent) or 'a recipe'} are {', '.join(here)}"
-    return f"{'.'.join(loc)} is not a key of a recipe; {mend}"
-
-
-def _all_keys() -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """((path of a section), (its keys)) for the root and each section."""
-    yield (), tuple(Recipe.model_fields)
-    for name, section in typing.get_type_hints(Recipe).items():
-        if isinstance(section, type) and issubclass(section, Section):
-            yield (name,), tuple(section.model_fields)
-
-
-def dump_toml(recipe: Recipe) -> str:
-    """The resolved tree as TOML; ``Recipe.parse(tomllib.loads(dump_toml(r))) == r``."""
-    return dumps(recipe.model_dump(mode="json"))
-
-
-__all__ = ["Recipe", "dump_toml", "explain", "find_recipe", "override"]

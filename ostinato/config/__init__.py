@@ -1,0 +1,39 @@
+"""A recipe: one TOML file, a frozen tree of plain values, dotted overrides from the command line.
+
+Each value exists once, with its default in ``sections``; nothing is written back after loading. What a user
+wrote wrongly raises ``ValueError`` with one sentence that names the field, the value and the mend. Only what
+needs no model is checked here; ``cli.build.check`` checks the rest (algorithm keys, context length).
+
+>>> recipe = Recipe.load("recipes/quickstart.toml", "trainer.steps=10", "algo.name=dapo")
+"""
+
+from ostinato.config.recipe import Recipe, dump_toml, find_recipe, override
+from ostinato.config.sections import (
+    AdapterSection,
+    AlgoSection,
+    ClusterSection,
+    DownstreamSection,
+    DraftSection,
+    EngineSection,
+    EvalSection,
+    ForecastSection,
+    ModelSection,
+    PipelineSection,
+)
+
+__all__ = [
+    "AdapterSection",
+    "AlgoSection",
+    "ClusterSection",
+    "DownstreamSection",
+    "DraftSection",
+    "EngineSection",
+    "EvalSection",
+    "ForecastSection",
+    "ModelSection",
+    "PipelineSection",
+    "Recipe",
+    "dump_toml",
+    "find_recipe",
+    "override",
+]

@@ -1,0 +1,188 @@
+"""The whole recipe: its sections together, the files it is read from, the overrides on top."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError, model_validator
+
+from ostinato.config.explain import explain
+from ostinato.config.sections import (
+    AblateSection,
+    AdapterSection,
+    AlgoSection,
+    ClusterSection,
+    Count,
+    DraftSection,
+    EngineSection,
+    EvalSection,
+    ForecastSection,
+    LedgerSection,
+    LogSection,
+    ModelSection,
+    PipelineSection,
+    RewardSection,
+    RolloutSection,
+    Section,
+    TaskSection,
+    TrainerSection,
+)
+from ostinato.toml import dumps
+
+
+class Recipe(Section):
+    """Everything that a run is made of. ``Recipe.load`` reads one; ``dump_toml`` writes it back."""
+
+    name: str = "recipe"  # of the run folder; the file's name unless given
+    seed: Count = 0
+    model: ModelSection = ModelSection()
+    adapter: AdapterSection = AdapterSection()
+    task: TaskSection = TaskSection()
+    reward: RewardSection = RewardSection()
+    rollout: RolloutSection = RolloutSection()
+    pipeline: PipelineSection = PipelineSection()
+    algo: AlgoSection = AlgoSection()
+    trainer: TrainerSection = TrainerSection()
+    eval: EvalSection = EvalSection()
+    forecast: ForecastSection = ForecastSection()
+    engine: EngineSection = EngineSection()
+    draft: DraftSection = DraftSection()
+    log: LogSection = LogSection()
+    ledger: LedgerSection = LedgerSection()
+    cluster: ClusterSection = ClusterSection()
+    ablate: AblateSection = AblateSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        if self.trainer.minibatches > (prompts := self.rollout.prompts_per_step):
+            raise ValueError(
+                f"trainer.minibatches is {self.trainer.minibatches} with rollout.prompts_per_step {prompts}, "
+                "and every optimizer step learns from whole prompts; lower it"
+            )
+        if (stale := self.pipeline.staleness) >= (steps := self.trainer.steps):
+            raise ValueError(
+                f"pipeline.staleness is {stale} with {steps} trainer.steps, so the policy of the beginning "
+                "would sample every batch; lower it, or take more steps"
+            )
+        if self.task.max_turns > 1 and not self.task.tools:
+            raise ValueError(
+                f"task.max_turns is {self.task.max_turns} but task.tools is empty, so no turn follows; "
+                'name a tool, e.g. ["calculator"], or set max_turns=1'
+            )
+        if self.task.tools and self.task.max_turns == 1:
+            raise ValueError(
+                f"task.tools is {list(self.task.tools)} but task.max_turns is 1, so no reply could be read; "
+                "set max_turns to 2 or more"
+            )
+        if self.engine.weights != "model" and self.adapter.kind == "full":
+            raise ValueError(
+                f'engine.weights is "{self.engine.weights}" with adapter.kind "full", whose training changes '
+                "the weights that the sampler has copied; use "
+                'engine.weights="model" or adapter.kind="lora"'
+            )
+        if self.forecast.stop and not (self.eval.at_start and self.eval.every):
+            raise ValueError(
+                "forecast.stop is true, but no scores come before and while the run trains; set eval.every, "
+                "and leave eval.at_start on"
+            )
+        if self.forecast.axis == "money" and not self.ledger.price_per_device_hour:
+            raise ValueError(
+                'forecast.axis is "money" without a price; set ledger.price_per_device_hour, or use '
+                '"device-hours"'
+            )
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, *overrides: str) -> Recipe:
+        """Read a recipe file, or a packaged recipe by name, and apply ``section.key=value`` overrides.
+
+        Raises ValueError, with one sentence, for whatever is missing, misspelt or of the wrong type.
+        """
+        file = find_recipe(path)
+        try:
+            tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"recipe {file} is not valid TOML: {error}; mend that line") from error
+        tree.setdefault("name", file.stem)
+        return cls.parse(override(tree, overrides))
+
+    @classmethod
+    def parse(cls, tree: Mapping[str, Any]) -> Recipe:
+        """Check a nested mapping. Raises ValueError with one sentence, which counts further faults."""
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ValueError(explain(error, dict(_all_keys()))) from None
+
+
+def find_recipe(path: str | Path) -> Path:
+    """``path`` itself, or the recipe of that name that comes with the package ("quickstart")."""
+    file = Path(path).expanduser()
+    if file.is_file():
+        return file
+    known = {f.stem: f for folder in _recipe_folders() for f in sorted(folder.glob("*.toml"))}
+    if file.name == str(path) and file.stem in known and file.suffix in ("", ".toml"):
+        return known[file.stem]
+    near = difflib.get_close_matches(file.stem, known, n=1, cutoff=0.5)
+    mend = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"give a TOML file or one of {', '.join(known) or '(none found)'}"
+    )
+    raise ValueError(f"recipe {str(path)!r} does not exist; {mend}")
+
+
+def _recipe_folders() -> Iterator[Path]:
+    package = Path(__file__).parents[1]
+    for folder in (package / "recipes", package.parent / "recipes"):  # installed | a checkout
+        if folder.is_dir():
+            yield folder
+
+
+def override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of ``tree`` with each ``a.b=value`` set. Values are TOML; what is not TOML is a bare string."""
+    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    for text in overrides:
+        dotted, equals, value = text.partition("=")
+        path = dotted.strip().split(".")
+        if not equals or not all(path):
+            raise ValueError(f"override {text!r} is not of the form section.key=value; e.g. trainer.steps=10")
+        table = result
+        for depth, key in enumerate(path[:-1], start=1):
+            below = table.get(key, {})
+            if not isinstance(below, Mapping):
+                raise ValueError(
+                    f"override {text!r}: {'.'.join(path[:depth])} is a value, not a section; shorten it"
+                )
+            table[key] = dict(below)
+            table = table[key]
+        table[path[-1]] = _toml_value(value.strip())
+    return result
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed["v"]
+    plain = isinstance(value, bool | int | float | str | list | dict)  # a date is a bare string to us
+    return value if plain and len(parsed) == 1 else text
+
+
+def _all_keys() -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """((path of a section), (its keys)) for the root and each section."""
+    yield (), tuple(Recipe.model_fields)
+    for name, section in typing.get_type_hints(Recipe).items():
+        if isinstance(section, type) and issubclass(section, Section):
+            yield (name,), tuple(section.model_fields)
+
+
+def dump_toml(recipe: Recipe) -> str:
+    """The resolved tree as TOML; ``Recipe.parse(tomllib.loads(dump_toml(r))) == r``."""
+    return dumps(recipe.model_dump(mode="json"))
