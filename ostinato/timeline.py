@@ -1,7 +1,8 @@
 """What every worker was busy with, and when: the rows of timeline.jsonl, merged so that a run stays small.
 
-A row is a span: {"worker": "sampler-0", "kind": "decode", "from": 1763650000.1, "to": 1763650000.4}. Times are Unix seconds of the host that worked. What no span covers is idle. The file is only ever appended
-to, like the ledger: work that is done again was done twice.
+A row is a span: {"worker": "sampler-0", "kind": "decode", "from": 1763650000.1, "to": 1763650000.4}.
+Times are Unix seconds of the host that worked. What no span covers is idle. The file is only ever
+appended to, like the ledger: work that is done again was done twice.
 """
 
 from __future__ import annotations
