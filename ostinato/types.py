@@ -164,6 +164,7 @@ class Request:
     seed: tuple[int, ...]
     uid: str = ""  # of the Prompt: whose history may be drafted from; empty: nobody's
     routes_from: int = 0  # the caller has the routes of the tokens before it: they are not returned again
+    said: Completion | None = None  # of the answer, by an engine that gave it up: go on behind it, return both
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -237,7 +238,8 @@ class Collected:
     version: int
     fingerprint: str  # of the weights that it serves, computed from these
     running: int  # calls that have not ended
-    sampled: int  # tokens since it began: what stands still does not make progress
+    sampled: int  # tokens since it began: what stands still makes no progress; -1: it cannot tell
+    progress: tuple[tuple[int, int], ...] = ()  # (id, tokens so far) of calls that run, where it can tell
     spans: tuple[Any, ...] = ()  # ``timeline.Span``: what it did since it was last asked
     counters: Mapping[str, float] = field(default_factory=dict)  # of its engine, since it began
 

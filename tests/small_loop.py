@@ -10,6 +10,7 @@ import asyncio
 import math
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,11 +81,13 @@ class BanditTrainer:
         self.logits, self.lr = np.zeros(10), lr
         self.ages: list[set[int]] = []  # of the tokens of each batch
         self.refuse = False
+        self.seconds = 0.0  # that a step takes at least
 
     def adapters(self) -> np.ndarray:
         return self.logits.copy()
 
     def step(self, batch: Batch) -> StepReport:
+        time.sleep(self.seconds)
         self.ages.append({int(age) for part in batch.microbatches for age in part.staleness})
         if self.refuse:
             return StepReport(
@@ -151,7 +154,7 @@ class FakeMemory:
         assert len(pasts) == 8 and pasts[0].context.tolist() == [7, 8, 9]
         self.added.append((step, uid))
 
-    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
+    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool], *, step: int) -> None:
         self.observed += sum(lengths)
 
     def forget(self, uids: list[str] | None = None) -> None:
@@ -180,7 +183,7 @@ class Bench:
     def __init__(
         self, path: Path, *, state: LoopState | None = None, logits: Any = None, **changes: Any
     ) -> None:
-        names = ("grader", "algorithm", "delay_s", "drafting", "epoch", "eval_every", "keep")
+        names = ("grader", "algorithm", "delay_s", "train_s", "drafting", "epoch", "eval_every", "keep")
         options = {name: changes.pop(name) for name in names if name in changes}
         path.mkdir(exist_ok=True)
         self.folder = RunFolder(path)
@@ -188,6 +191,7 @@ class Bench:
         kind = FakeEngine if self.drafting is None else TellingEngine
         self.engine = kind(bandit, delay_s=options.get("delay_s", 0.0))
         self.trainer = BanditTrainer()
+        self.trainer.seconds = options.get("train_s", 0.0)
         if logits is not None:
             self.trainer.logits = np.array(logits)
         self.saved: list[tuple[dict[str, Any], np.ndarray]] = []

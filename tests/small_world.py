@@ -1,5 +1,6 @@
 """A world of five tokens and answers of three, whose probabilities are known exactly, for tests of laws;
-and a cost table under which drafts always pay, for tests that must not depend on the clock."""
+a cost table under which drafts always pay, for tests that must not depend on the clock; and the kernels that
+there are, for tests of all of them."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import pytest
 
 from ostinato.algo.speculate import accepted_path
 from ostinato.engine.cost import KNOTS, CostTable
+from ostinato.model.native import BuildError, Kernels, load
 
 VOCAB, LENGTH = 5, 3
 Prefix = tuple[int, ...]
@@ -114,3 +117,15 @@ class DraftsPay(CostTable):
 
 
 DRAFTS_PAY = DraftsPay([1e-3] * len(KNOTS))
+
+
+def native() -> Kernels | None:
+    """None where there is no compiler."""
+    try:
+        return load()
+    except BuildError:
+        return None
+
+
+NATIVE = native()
+KERNELS = [pytest.param(None, id="torch"), *([pytest.param(NATIVE, id="native")] if NATIVE else [])]

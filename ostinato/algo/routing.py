@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -65,6 +66,10 @@ class Misaligned(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.diagnosis, self.uids, self.steps_taken = diagnosis, tuple(uids), steps_taken
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled whole: a trainer in another process refuses a batch as one in this process does."""
+        return type(self), (str(self), self.diagnosis), self.__dict__
 
 
 def shared_ids(a: np.ndarray, b: np.ndarray) -> np.ndarray:

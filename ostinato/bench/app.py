@@ -302,6 +302,65 @@ def interrupt(
     _tell(lambda: bench.run(plan.shortened() if quick else plan, _say), bench.table, json_file)
 
 
+@app.command()
+def pipeline(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    seeds: Annotated[str, typer.Option(help="Rounds: how many, or FIRST:END.")] = "3",
+    steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 15,
+    staleness: Annotated[int, typer.Option(help="Of the arms that overlap.")] = 2,
+    placements: Annotated[
+        bool, typer.Option("--placements", help="Instead: placements alone, with the seconds kept here.")
+    ] = False,
+) -> None:
+    """One sampler and one trainer, waiting for each other, overlapping, and in one process; placements of
+    two samplers."""
+    from ostinato.bench import pipeline as bench
+
+    threads.configure_early("auto", say=_say)  # how threads wait for each other, where there are two
+    plan = bench.Plan(seeds=tuple(_range(seeds)), staleness=staleness, steps=steps)
+    plan = plan.shortened() if quick else plan
+    if not placements:
+        _tell(lambda: bench.run(plan, _say), bench.tables, json_file)
+        return
+    known = bench.kept(bench.kept_file())
+    if known is None or not known.train_s:
+        raise ValueError(
+            "--placements replays the trainer's seconds, which this machine has not; leave it out once"
+        )
+    plan = bench.Plan()
+    _tell(lambda: bench.replayed(plan, known.train_s, _say), bench.replay_table, json_file)
+
+
+@app.command()
+def publish(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    model: Model = "smollm2-135m",
+    dtype: str = "bfloat16",
+    rank: Annotated[int, typer.Option(help="Of the adapters.")] = 16,
+    layers: Annotated[
+        int, typer.Option(help="Of a larger model, made up, of 0.5 GB a layer while it runs; 0: without it.")
+    ] = 24,
+    rounds: int = 5,
+    workers: Annotated[int, typer.Option(help="Samplers over one copy of the base.")] = 3,
+) -> None:
+    """A new policy on its way to a sampler, adapters against merged weights; memory of several samplers."""
+    threads.configure_early("auto", say=_say)
+    from ostinato.bench import publish as bench
+
+    plan = bench.Plan(
+        folder=_folder(model),
+        model=model,
+        dtype=dtype,
+        rank=rank,
+        layers=layers,
+        rounds=rounds,
+        workers=workers,
+    )
+    _tell(lambda: bench.run(plan.shortened() if quick else plan, _say), bench.table, json_file)
+
+
 def _range(text: str) -> range:
     first, _, end = text.rpartition(":")
     try:

@@ -136,6 +136,19 @@ def report(
         typer.echo(command(run, out, show=show))
 
 
+@app.command()
+def board(
+    run: RunPath,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: the first free one from 7321 on.")] = 0,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Follow a run in the browser while it goes: curves, timeline, workers, answers."""
+    from ostinato.cli.board import board as command
+
+    command(run, host, port, show=show)
+
+
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -215,7 +228,9 @@ def ablate(
 
 @app.command()
 def doctor(
-    measure: Annotated[bool, typer.Option("--measure", help="Time thread settings again.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time thread settings and the pipeline again.")
+    ] = False,
 ) -> None:
     """What this machine has, what is missing, and a short self-test."""
     from ostinato.cli.doctor import doctor as command

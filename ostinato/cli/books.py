@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 
@@ -14,13 +15,21 @@ from ostinato.model.decoder import Decoder
 from ostinato.run import RunFolder
 
 
-def new_ledger(recipe: Recipe, run: RunFolder, decoder: Decoder, clock: SteadyClock) -> Ledger:
-    """The books of one process, which began when ``clock`` did, with the energy of all that is counted."""
+def new_ledger(
+    recipe: Recipe,
+    run: RunFolder,
+    decoder: Decoder,
+    clock: SteadyClock,
+    pools: Mapping[str, int] | None = None,
+) -> Ledger:
+    """The books of one process, which began when ``clock`` did, with the energy of all that is counted.
+    ``pools``: devices by pool where workers have them; otherwise it has the recipe's."""
     section = recipe.ledger
     gpus = [torch.cuda.get_device_properties(decoder.device).uuid] if decoder.device.type == "cuda" else []
     meter = Meter({**rapl(), "GPU": nvml([f"GPU-{uuid}" for uuid in gpus])})
     terms = Terms(
-        devices=section.devices,
+        devices=sum(pools.values()) if pools else section.devices,
+        pools=pools or {},
         device=device_name(decoder) or "cpu",
         price_per_device_hour=section.price_per_device_hour,
         currency=section.currency,

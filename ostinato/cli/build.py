@@ -1,8 +1,7 @@
 """A recipe becomes components: here, and only here, concrete classes meet.
 
-    check      what needs no model: the algorithm's keys, the size of a group
     prepare    model, tokenizer, prompts, rewards; everything that can be wrong in a recipe is found here
-    trainer, engine, loop      the parts of a run, from what was prepared
+    new_loop   the run, from what was prepared, and from the trainer and the engine (``parts``, ``cluster``)
 
 Everything raises ValueError with one sentence for what the user can mend, before any work starts.
 """
@@ -16,18 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from ostinato.algo.advantages import check_group_size
-from ostinato.algo.algorithms import Algorithm, Anchor, Loss, algorithm
 from ostinato.algo.offpolicy import Correction
+from ostinato.cli.caveats import caveats, own_weights
 from ostinato.cli.drafts import Memory, save_history
 from ostinato.cli.evaluations import downstream_prompts, evaluations
 from ostinato.cli.forecast import new_forecaster
-from ostinato.cli.models import adapter_spec, load_decoder, newest_checkpoint
+from ostinato.cli.models import load_decoder, newest_checkpoint
+from ostinato.cli.parts import Say, check, new_engine, new_grader, shares
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.env.dialogue import Dialogue, resolve_tools
@@ -36,40 +35,32 @@ from ostinato.ledger import Ledger
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Work
-from ostinato.model.lora import Adapters, init_adapters
+from ostinato.model.lora import Adapters
 from ostinato.model.named import model_folder
-from ostinato.model.native import Kernels
-from ostinato.model.native import load as load_kernels
-from ostinato.model.native.build import BuildError
-from ostinato.model.ops import TORCH_OPS
-from ostinato.model.peft_io import load_peft
-from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.pipeline.account import evaluation_work
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
+from ostinato.pipeline.feed import Late
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.remember import Drafting
 from ostinato.protocols import Engine, Grader
 from ostinato.render import Renderer
-from ostinato.reward.workers import WorkerGrader
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
 from ostinato.train.checkpoint import Checkpoint, oldest_step, save_checkpoint
-from ostinato.train.optimizer import OptimizerSettings, Schedule
 from ostinato.train.trainer import PolicyTrainer
-from ostinato.types import Microbatch, Prompt, Sampling
+from ostinato.types import Prompt, Sampling
 
-Say = Callable[[str], None]
+if TYPE_CHECKING:
+    from ostinato.cli.crew import Crew
 
 
-def check(recipe: Recipe) -> Algorithm:
-    """The algorithm that the recipe asks for, checked against the rest of it."""
-    chosen = algorithm(recipe.algo.name, **recipe.algo.overrides)
-    try:
-        check_group_size(recipe.rollout.group_size, chosen.baseline, chosen.scale, chosen.drop_zero_variance)
-    except ValueError as error:
-        raise ValueError(f"rollout.group_size: {error}") from error
-    return chosen
+class ClosingGrader(Grader, Protocol):
+    """One that counts what it meets, and has processes to end."""
+
+    counters: Counter[str]
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +71,7 @@ class Prepared:
     folder: Path  # of the base model
     decoder: Decoder
     renderer: Renderer
-    grader: WorkerGrader
+    grader: ClosingGrader
     train_prompts: Sequence[Prompt]  # empty for an evaluation
     eval_prompts: Sequence[Prompt]
     downstream: Mapping[str, Sequence[Prompt]]  # by name of the set
@@ -104,14 +95,9 @@ def prepare(recipe: Recipe, *, training: bool) -> Prepared:
         check_disjoint(train_prompts, eval_prompts)
     downstream = downstream_prompts(recipe, train_prompts)
     scored = [*eval_prompts, *(prompt for each in downstream.values() for prompt in each)]
-    decoder = load_decoder(recipe.model, folder)
+    decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
     check_lengths(recipe, [*train_prompts, *scored], renderer, decoder.config.max_positions)
-    grader = WorkerGrader(
-        list(recipe.reward.functions),
-        weights=list(recipe.reward.weights) or None,
-        timeout_s=recipe.reward.timeout_s,
-        workers=recipe.reward.workers,
-    )
+    grader = new_grader(recipe)
     try:
         for prompts_of_set in (eval_prompts, *downstream.values()):
             grader.check(prompts_of_set[0])
@@ -189,95 +175,6 @@ def new_interruption(recipe: Recipe, renderer: Renderer) -> Interruption | None:
 def _bytes(prompt: Prompt) -> int:
     texts = [prompt.text or ""] if prompt.messages is None else [m["content"] for m in prompt.messages]
     return sum(len(text.encode()) for text in texts)
-
-
-def new_adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
-    """Those at adapter.path, or fresh ones; for adapter.kind = "full" None, and the decoder is trainable."""
-    if recipe.adapter.path:
-        return load_peft(Path(recipe.adapter.path).expanduser(), decoder)
-    if recipe.adapter.kind == "lora":
-        return init_adapters(decoder.config, adapter_spec(recipe.adapter), recipe.seed, decoder.device)
-    if recipe.model.dtype != "float32":
-        raise ValueError(
-            f'model.dtype is "{recipe.model.dtype}" with adapter.kind "full", which trains fp32 parameters; '
-            'use model.dtype="float32" or adapter.kind="lora"'
-        )
-    decoder.trainable(True)
-    return None
-
-
-def new_trainer(
-    recipe: Recipe,
-    decoder: Decoder,
-    adapters: Adapters | None,
-    on_refused: Callable[[Microbatch], None] | None = None,
-) -> PolicyTrainer:
-    settings = recipe.trainer
-    beta1, beta2 = settings.betas
-    return PolicyTrainer(
-        decoder,
-        adapters,
-        check(recipe),
-        optimizer=OptimizerSettings(
-            lr=settings.lr,
-            betas=(beta1, beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            max_grad_norm=settings.max_grad_norm,
-            schedule=Schedule(settings.schedule),
-            warmup_steps=settings.warmup_steps,
-            total_steps=settings.steps,
-        ),
-        temperature=recipe.rollout.temperature,
-        replay=settings.replay,
-        replay_threshold=settings.replay_threshold,
-        measure_every=recipe.log.mismatch_every,
-        recompute=settings.recompute,
-        max_refused=settings.max_refused_in_a_row,
-        on_refused=on_refused,
-        ops=found.training if (found := kernels(recipe, decoder, lambda line: None)) else TORCH_OPS,
-    )
-
-
-def new_engine(
-    recipe: Recipe, decoder: Decoder, renderer: Renderer, say: Say, memory: Memory | None = None
-) -> LocalEngine:
-    """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
-    with drafts from ``memory``."""
-    found = kernels(recipe, decoder, say)
-    return LocalEngine(
-        sampler_decoder(recipe, decoder, found, say),
-        kernels=found,
-        decode=renderer.decode,
-        kv_memory_mb=recipe.engine.kv_memory_mb,
-        max_batch=recipe.engine.max_batch,
-        context_limit=decoder.config.max_positions,
-        drafter=memory.drafter if memory else None,
-        leaves=recipe.draft.leaves,
-        expect=memory.expect if memory else None,
-    )
-
-
-def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None, say: Say) -> Decoder:
-    """What the engine samples from (``engine.weights``); ``say`` hears what a copy costs."""
-    weights = Weights(recipe.engine.weights)
-    sampler = quantise(decoder, weights)
-    if sampler is not decoder:
-        own, model = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
-        slow = "" if kernels and kernels.fast_codes else "; on this machine they save memory and cost time"
-        say(f"engine weights {weights}: {own:,.0f} MB beside the model's {model:,.0f} MB{slow}")
-    return sampler
-
-
-def kernels(recipe: Recipe, decoder: Decoder, say: Say) -> Kernels | None:
-    """The native kernels where they are wanted and can be had; torch does the work otherwise, and says so."""
-    if not recipe.engine.native or decoder.device.type != "cpu":
-        return None
-    try:
-        return load_kernels()
-    except BuildError as error:
-        say(f"native kernels are not used: {error}")
-        return None
 
 
 def new_stage(prepared: Prepared, engine: Engine, grader: Grader) -> Stage:
@@ -373,6 +270,9 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
         minibatches=recipe.trainer.minibatches,
         staleness=recipe.pipeline.staleness,
+        overlap=recipe.pipeline.overlap,
+        late=Late(recipe.pipeline.late),
+        watch_s=recipe.pipeline.watch_s,
         seed=recipe.seed,
         solved_at=solved_at(recipe),
         solved_for_good=recipe.rollout.solved_for_good,
@@ -399,18 +299,9 @@ def device_name(decoder: Decoder) -> str:
     return torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else ""
 
 
-def new_loop(
-    prepared: Prepared,
-    trainer: PolicyTrainer,
-    engine: LocalEngine,
-    run: RunFolder,
-    state: LoopState,
-    memory: Memory | None = None,
-    **callbacks: Any,
-) -> Loop:
-    """The run, assembled; ``memory`` is what ``engine`` drafts from, ``callbacks`` are the loop's writers,
-    on_step, on_eval and on_note."""
-    recipe = prepared.recipe
+def new_loop(prepared: Prepared, crew: Crew, run: RunFolder, state: LoopState, **callbacks: Any) -> Loop:
+    """The run, assembled; ``callbacks`` are the loop's writers, ledger, on_step, on_eval and on_note."""
+    recipe, trainer, memory = prepared.recipe, crew.trainer, crew.memory
     flops = new_flops(recipe, prepared.decoder.config, trainer.adapters())
 
     def save(state: LoopState) -> int:
@@ -427,7 +318,7 @@ def new_loop(
 
     return Loop(
         plan=new_plan(recipe, flops, longest_answer(recipe, prepared.renderer)[0]),
-        stage=new_stage(prepared, engine, prepared.grader),
+        stage=new_stage(prepared, crew.engine, prepared.grader),
         tasks=Rows(prepared.train_prompts, seed=recipe.task.seed),
         trainer=trainer,
         algorithm=check(recipe),
@@ -435,9 +326,13 @@ def new_loop(
         state=state,
         evaluations=new_evaluations(prepared),
         foresee=new_forecaster(recipe, run, callbacks.get("writers", ()), callbacks.get("on_note", print)),
-        counters=(prepared.grader.counters, prepared.tool_counters),
-        drafting=new_drafting(memory, engine) if memory else None,
-        run_ahead=engine.run_ahead if memory and recipe.draft.run_ahead else None,
+        counters=(prepared.grader.counters, prepared.tool_counters, *crew.counters),
+        figures=crew.figures,
+        timed=crew.timed,
+        worker=crew.loop_worker,
+        sampled=crew.sampled,
+        drafting=crew.drafting,
+        run_ahead=crew.run_ahead,
         save=save,
         **callbacks,
     )
@@ -484,91 +379,3 @@ def introduction(prepared: Prepared, adapters: Adapters | None) -> Iterator[str]
     yield f"tasks        {recipe.task.source}: {train} to train on, {held_out} held out{further}"
     moe = decoder.num_moe_layers > 0
     yield from (f"note         {caveat}" for caveat in caveats(recipe, chosen, moe=moe))
-
-
-def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[str]:
-    """What is allowed and is not exact, or not what it seems, one sentence each."""
-    rollout, settings = recipe.rollout, recipe.trainer
-    filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
-    if used := " and ".join(f"rollout.{name}" for name, on in filters.items() if on):
-        yield (
-            f"{used} cut what is sampled from: log-probabilities, entropy and gradients are over the tokens "
-            "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
-        )
-    yield from _of_weights(recipe)
-    if rollout.interrupt_after:
-        yield (
-            f"rollout.interrupt_after = {list(rollout.interrupt_after)} bounds answers, with "
-            f"rollout.answer_tokens = {rollout.answer_tokens}; rollout.max_tokens is not used"
-        )
-    usual = type(settings).model_fields
-    idle = [key for key in ("replay", "replay_threshold") if getattr(settings, key) != usual[key].default]
-    if idle and not moe:
-        told = " and ".join(f"trainer.{key}" for key in idle)
-        yield f"{told} change nothing: {recipe.model.path} has no mixture of experts"
-    if moe and settings.replay == "auto" and recipe.log.mismatch_every == 0:
-        yield (
-            'trainer.replay = "auto" with log.mismatch_every = 0 measures the first step alone, and what it '
-            "decides there holds for the whole run"
-        )
-    if recipe.adapter.path and chosen.needs_reference:
-        yield f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path"
-    if chosen.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:
-        yield (
-            f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
-            "all but the first learn off-policy without a correction"
-        )
-    if 5 * (first := recipe.pipeline.staleness + 1) > settings.steps and first > 1:
-        yield (
-            f"pipeline.staleness is {first - 1}: the first {first} of {settings.steps} batches are all "
-            "sampled by the policy of the beginning"
-        )
-    if recipe.pipeline.staleness and uncorrected(chosen):
-        yield (
-            f"pipeline.staleness is {recipe.pipeline.staleness}, and nothing in {chosen.name} as it is set "
-            "corrects for the policy that sampled: batches are trained on as if they were fresh"
-        )
-
-
-def uncorrected(chosen: Algorithm) -> bool:
-    """Does no ratio of this algorithm see the policy that sampled?"""
-    blind = chosen.loss is Loss.REINFORCE or chosen.anchor is Anchor.TRAINER
-    return blind and chosen.correction is Correction.NONE
-
-
-def _of_weights(recipe: Recipe) -> Iterator[str]:
-    """What follows from engine.weights."""
-    weights = recipe.engine.weights
-    if weights == "model":
-        return
-    if not own_weights(recipe):
-        yield f'engine.weights = "{weights}" changes nothing: the model is in bfloat16 already'
-        return
-    yield (
-        f'engine.weights = "{weights}": the sampler is not quite the policy that is trained; sampling/* in '
-        "the metrics says how far it is, and held-out scores are the sampler's, but for one of the exported "
-        "policy at the end of the run"
-    )
-
-
-def own_weights(recipe: Recipe) -> bool:
-    """Does the sampler compute with weights that are not the trainer's (``model.quantise``)?"""
-    same = ("model", "bf16") if recipe.model.dtype == "bfloat16" else ("model",)
-    return recipe.engine.weights not in same
-
-
-def save_refused(folder: Path) -> Callable[[Microbatch], None]:
-    """Keep the microbatches of refused steps in ``folder``, numbered, as compressed numpy arrays."""
-
-    def keep(microbatch: Microbatch) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        values = {field.name: getattr(microbatch, field.name) for field in dataclasses.fields(microbatch)}
-        arrays: dict[str, Any] = {
-            name: value for name, value in values.items() if isinstance(value, np.ndarray)
-        }
-        if microbatch.support is not None:
-            arrays |= {"support_counts": microbatch.support.counts, "support_ids": microbatch.support.ids}
-        number = len(list(folder.glob("*.npz")))
-        np.savez_compressed(folder / f"{number:04d}.npz", uids=microbatch.uids, **arrays)
-
-    return keep

@@ -15,6 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato import __version__
+from ostinato.bench import pipeline as bench
+from ostinato.bench.contender import ContenderFailed
+from ostinato.bench.whole_runs import allowed_cores
 from ostinato.engine import threads
 
 EXTRAS = {
@@ -23,6 +26,7 @@ EXTRAS = {
     "math": ("math_verify",),
     "data": ("pyarrow", "datasets"),
     "hub": ("huggingface_hub",),
+    "ray": ("ray",),
     "log": ("tensorboard", "trackio", "wandb"),
 }
 SELF_TEST_S = 2.0
@@ -51,6 +55,7 @@ def doctor(*, measure: bool) -> int:
         *torch_findings(),
         *extras(),
         self_test(),
+        pipeline(console, measure=measure),
     ]
     table = Table("", "", show_header=False, box=None)
     for finding in findings:
@@ -122,6 +127,33 @@ def self_test() -> Finding:
     except (ValueError, RuntimeError, ImportError) as error:
         return Finding(name="self-test", value=f"failed: {error}", ok=False)
     return Finding(name="self-test", value=f"seed-moe samples {speed:,.0f} tokens/s in batches of {BATCH}")
+
+
+def pipeline(console: Console, *, measure: bool) -> Finding:
+    """How two cores are used best, as ``ostinato bench pipeline`` measured on this machine; never a guess."""
+    if measure and len(allowed_cores()) > 1:
+        console.print("measuring one process, workers that wait and workers that overlap, some 3 minutes")
+        try:
+            bench.run(bench.Plan().shortened(), console.print)
+        except ContenderFailed as error:
+            return Finding(name="pipeline", value=f"not measured: {error}", ok=False)
+    known = bench.kept(bench.kept_file())
+    if known is None:
+        mend = "ostinato bench pipeline (12 minutes, or 3 with --quick) says what is best here"
+        return Finding(name="pipeline", value=f"not measured on this machine: {mend}")
+    return Finding(name="pipeline", value=recommendation(known))
+
+
+def recommendation(known: bench.Kept) -> str:
+    """What was fastest, how to ask for it, the others, and how far that can be trusted."""
+    others = ", ".join(f"{arm} {speed:.2f}" for arm, speed in known.speeds.items() if arm != known.arm)
+    day = time.strftime("%Y-%m-%d", time.localtime(known.at))
+    caution = ", in one round" if known.rounds == 1 else ""
+    caution += ", while others used the machine: measure again" if known.busy else ""
+    return (
+        f"of two cores {known.arm} makes most ({' '.join(known.overrides)}): {known.speeds[known.arm]:.2f} "
+        f"steps/s of seed-moe, {others} (measured {day}{caution})"
+    )
 
 
 async def sampled_tokens_per_s(model: str, seconds: float) -> float:

@@ -25,12 +25,12 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
     recipe, run = recipe_of(target, "engine.weights=model", *overrides)
     say = partial(Console().print, highlight=False, markup=False, soft_wrap=True)
     threads.configure_early(recipe.engine.threads, say=say)
-    from ostinato.cli import build
+    from ostinato.cli import build, parts
     from ostinato.pipeline.evaluate import evaluate as measure
 
     with build.prepare(recipe, training=False) as prepared:
         step, adapters = trained(recipe, run, prepared.decoder) if run else (0, None)
-        engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, say)
+        engine = parts.new_engine(recipe, prepared.decoder, prepared.renderer, say)
         engine.publish(adapters, step)
         stage = build.new_stage(prepared, engine, prepared.grader)
         weights = "" if recipe.engine.weights == "model" else f", {recipe.engine.weights} weights"

@@ -18,18 +18,25 @@ if TYPE_CHECKING:
     from ostinato.train.trainer import PolicyTrainer
 
 
-def load_decoder(section: ModelSection, folder: Path) -> Decoder:
-    """The model in ``folder`` as the recipe wants it: dtype, device, precision of the head; frozen."""
+def load_decoder(section: ModelSection, folder: Path, *, shared: bool = False) -> Decoder:
+    """The model in ``folder`` as the recipe wants it: dtype, device, precision of the head; frozen.
+
+    ``shared``: over the one copy that all processes of a host map, where the device is the CPU.
+    """
     import torch
 
     from ostinato.model.hf import load_model
+    from ostinato.model.shared import shared_model
 
     device = section.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"model.device is {device!r}, but torch sees no CUDA device; use auto or cpu")
-    return load_model(folder, dtype=getattr(torch, section.dtype), device=device, fp32_head=section.fp32_head)
+    dtype = getattr(torch, section.dtype)
+    if shared and device == "cpu":
+        return shared_model(folder, dtype, fp32_head=section.fp32_head)
+    return load_model(folder, dtype=dtype, device=device, fp32_head=section.fp32_head)
 
 
 def adapter_spec(section: AdapterSection) -> AdapterSpec:

@@ -54,7 +54,7 @@ def load_policy(target: str, *overrides: str) -> Policy:
 
 def _given(recipe: Recipe, decoder: Decoder) -> Adapters | None:
     """The adapter that an untrained recipe begins with, None without adapter.path."""
-    from ostinato.cli.build import new_adapters
+    from ostinato.cli.parts import new_adapters
 
     return new_adapters(recipe, decoder) if recipe.adapter.path else None
 
@@ -64,7 +64,7 @@ def trained(recipe: Recipe, run: RunFolder, decoder: Decoder) -> tuple[int, Adap
 
     Full-parameter checkpoints are loaded into ``decoder`` itself, and the adapters are None.
     """
-    from ostinato.cli.build import new_adapters, new_trainer
+    from ostinato.cli.parts import new_adapters, new_trainer
 
     adapters = new_adapters(recipe, decoder)
     trainer = new_trainer(recipe, decoder, adapters)
@@ -80,7 +80,7 @@ def trained(recipe: Recipe, run: RunFolder, decoder: Decoder) -> tuple[int, Adap
 
 def serve(policy: Policy, say: Callable[[str], None] = lambda line: None) -> LocalEngine:
     """An engine that samples from ``policy``."""
-    from ostinato.cli.build import new_engine
+    from ostinato.cli.parts import new_engine
 
     engine = new_engine(policy.recipe, policy.decoder, policy.renderer, say)
     engine.publish(policy.adapters, policy.step)

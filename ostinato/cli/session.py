@@ -8,8 +8,8 @@ Nothing heavy is imported at the top: threads have to be chosen before torch is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,8 @@ from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 
 if TYPE_CHECKING:
     from ostinato.cli.build import Prepared
+    from ostinato.model.lora import Adapters
     from ostinato.pipeline.loop import Finish, Finished, LoopState
-    from ostinato.train.trainer import PolicyTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,45 +72,47 @@ def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Out
     clock = SteadyClock()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     chosen = threads.configure_early(recipe.engine.threads, say=say)
-    from ostinato.cli import build
+    from ostinato.cli import build, parts
     from ostinato.cli.books import new_ledger
+    from ostinato.cli.caveats import own_weights
+    from ostinato.cli.crew import hired
     from ostinato.cli.drafts import new_memory
     from ostinato.cli.export import write_policy
 
-    with build.prepare(recipe, training=True) as prepared:
-        adapters = build.new_adapters(recipe, prepared.decoder)
-        trainer = build.new_trainer(recipe, prepared.decoder, adapters, build.save_refused(path / "refused"))
+    with contextlib.ExitStack() as held:
+        prepared = held.enter_context(build.prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None, say)
-        engine = build.new_engine(recipe, prepared.decoder, prepared.renderer, say, memory)
-        state = build.restore(RunFolder.open(path), trainer, say) if resume else build.LoopState()
+        prepared, crew = held.enter_context(hired(prepared, path, memory, say))
+        state = build.restore(RunFolder.open(path), crew.trainer, say) if resume else build.LoopState()
+        if memory is not None:
+            memory.history.forget_after(state.step)  # an older checkpoint than the history is of
         check_writers(recipe.log.writers)
         run = _folder(path, dump_toml(recipe), resume)
-        ledger = new_ledger(recipe, run, prepared.decoder, clock)
+        ledger = new_ledger(recipe, run, prepared.decoder, clock, crew.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         screen = Monitor(recipe.trainer.steps, done=state.step, console=console)
         with ledger.session(state.step), screen as monitor:
-            algorithm, prompts = asdict(build.check(recipe)), len(prepared.train_prompts)
+            algorithm, prompts = asdict(parts.check(recipe)), len(prepared.train_prompts)
             record_start(run, build.device_name(prepared.decoder), algorithm, prompts)
             for line in (f"run folder   {path}", f"threads      {chosen or 'as torch was started'}"):
                 monitor.say(line)
-            for line in build.introduction(prepared, adapters):
+            for line in (*build.introduction(prepared, crew.trainer.adapters()), *crew.lines):
                 monitor.say(line)
             callbacks = {"on_step": monitor.step, "on_eval": monitor.evaluated, "on_note": monitor.say}
             books = {"writers": writers, "ledger": ledger}
             with _named_failures(path):
-                loop = build.new_loop(prepared, trainer, engine, run, state, memory, **books, **callbacks)
-                finished = asyncio.run(loop.run())
-                write_policy(
-                    prepared.decoder, trainer.adapters(), prepared.folder, run.adapter, recipe.model.path
-                )
-                if build.own_weights(recipe) and finished.why in ("done", "collapsed", "solved", "enough"):
-                    _score_exported(prepared, trainer, run, finished.state, ledger, monitor)
+                loop = build.new_loop(prepared, crew, run, state, **books, **callbacks)
+                finished = asyncio.run(crew.run(loop, path))
+                adapters = crew.trainer.adapters()
+                write_policy(prepared.decoder, adapters, prepared.folder, run.adapter, recipe.model.path)
+                if own_weights(recipe) and finished.why in ("done", "collapsed", "solved", "enough"):
+                    _score_exported(prepared, adapters, run, finished.state, ledger, monitor)
     return _outcome(recipe, run, finished)
 
 
 def _score_exported(
     prepared: Prepared,
-    trainer: PolicyTrainer,
+    adapters: Adapters | None,
     run: RunFolder,
     state: LoopState,
     ledger: Ledger,
@@ -121,7 +123,7 @@ def _score_exported(
 
     known = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}
     if (state.step, MAIN_SET, "model") not in known:
-        row = asyncio.run(score_exported(prepared, trainer.adapters(), state, ledger))
+        row = asyncio.run(score_exported(prepared, adapters, state, ledger))
         run.eval.append(row)
         monitor.exported(row)
 
@@ -151,20 +153,35 @@ def _folder(path: Path, recipe: str, resume: bool) -> RunFolder:
     return run
 
 
-@contextmanager
+@contextlib.contextmanager
 def _named_failures(path: Path) -> Iterator[None]:
     """Around the run in ``path``: its named failures become RunFailed, and Ctrl-C learns where it was."""
-    from ostinato.algo.routing import Misaligned
-    from ostinato.pipeline.loop import NoSignal
-    from ostinato.train.checkpoint import CheckpointError
-    from ostinato.train.trainer import TrainingStopped
-
     mend = f"to go on: ostinato resume {path}"
     try:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"what was saved is in {path}, {mend}") from None
-    except (NoSignal, TrainingStopped, Misaligned, CheckpointError, OSError) as error:
+    except (*_named(), OSError) as error:
         raise RunFailed(f"{error}; what was saved is in {path}, {mend}") from error
     except ValueError as error:  # past all checks it is not the user's, and is not told as if it were
         raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {mend}") from error
+
+
+def _named() -> tuple[type[Exception], ...]:
+    """The failures of a run that say themselves what is to be done."""
+    from ostinato.algo.routing import Misaligned
+    from ostinato.cluster.graders import GradersLost
+    from ostinato.cluster.remote import ClusterLost, WorkerFault, WorkerGone
+    from ostinato.cluster.trainer import TrainerLost
+    from ostinato.engine.pool import TooManyQuarantined, WorkersLost
+    from ostinato.engine.vllm_server import VllmFailed
+    from ostinato.model.wire import NotFinite
+    from ostinato.pipeline.loop import NoSignal
+    from ostinato.pipeline.signals import Stalled
+    from ostinato.pipeline.state import TooOld
+    from ostinato.train.checkpoint import CheckpointError
+    from ostinato.train.trainer import TrainingStopped
+
+    of_workers = (GradersLost, TrainerLost, WorkersLost, TooManyQuarantined, WorkerFault, WorkerGone)
+    of_training = (NoSignal, Stalled, TooOld, TrainingStopped, Misaligned, NotFinite, CheckpointError)
+    return (*of_workers, ClusterLost, VllmFailed, *of_training)

@@ -333,6 +333,22 @@ class EngineSection(Section):
     native: bool = True  # C++ kernels where a compiler is found
     threads: Positive | Literal["auto"] = "auto"
 
+    @model_validator(mode="after")
+    def _check(self) -> EngineSection:
+        of_vllm = {"address": self.address, "python": self.python, "server_args": list(self.server_args)}
+        given = [name for name, value in of_vllm.items() if value]
+        if given and self.backend != "vllm":
+            raise ValueError(
+                f'engine.{given[0]} is {of_vllm[given[0]]!r} with engine.backend "{self.backend}", which has '
+                'no server; set engine.backend to "vllm", or drop it'
+            )
+        if self.address and len(given) > 1:
+            raise ValueError(
+                f"engine.{given[1]} is {of_vllm[given[1]]!r} with engine.address {self.address!r}, where "
+                "somebody else starts the server; drop one of them"
+            )
+        return self
+
 
 class DraftSection(Section):
     """Guesses from what was sampled before, verified by the engine: the same tokens in fewer passes."""

@@ -19,13 +19,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from ostinato.algo.noise import key, uniform
+from ostinato.algo.noise import uniform
+from ostinato.engine.answers import completion_of
+from ostinato.engine.asked import Limits, Results, longest_first, new_sequence
+from ostinato.engine.busy import Busy
 from ostinato.engine.cache import BLOCK, KVCache, OutOfBlocks
 from ostinato.engine.cost import CostTable
 from ostinato.engine.counters import Counters
@@ -35,12 +39,13 @@ from ostinato.engine.passes import NO_DRAFTS, Pass, are_chains, draft_counts, pl
 from ostinato.engine.routes import RouteStore
 from ostinato.engine.runner import Runner
 from ostinato.engine.seats import Seats, Sequence
-from ostinato.engine.taking import Taken, take_in, text_before
+from ostinato.engine.taking import Taken, take_in
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.protocols import Drafter
-from ostinato.types import Completion, Drafts, Request, Stop, Support
+from ostinato.timeline import Span
+from ostinato.types import Completion, Drafts, Request, Stop
 
 
 class LocalEngine:
@@ -51,6 +56,7 @@ class LocalEngine:
     leaves where few sequences run. ``expect`` predicts how many tokens a request will be answered with (0:
     unknown): the longest are begun first. ``cost`` is what passes take, measured here unless given.
     ``record_routing`` and ``record_support``: completions carry experts, and what their filters had kept.
+    ``name`` is the worker's in the timeline.
     Raises ValueError for requests that can never fit.
     """
 
@@ -70,6 +76,7 @@ class LocalEngine:
         leaves: int = 4,
         expect: Callable[[Request], float] | None = None,
         cost: CostTable | None = None,
+        name: str = "engine",
     ) -> None:
         if max_batch < 1 or step_tokens < 1:
             raise ValueError(f"engine.max_batch {max_batch} and step_tokens {step_tokens} must be at least 1")
@@ -83,6 +90,7 @@ class LocalEngine:
         layers, shape = decoder.config.num_layers, decoder.kv_shape
         blocks = (kv_memory_mb << 20) // block_bytes(layers, shape, decoder.dtype)
         self._cache = KVCache(blocks)
+        self._busy = Busy(name)
         store = KVStore.allocate(layers, blocks, shape, decoder.dtype, decoder.device)
         self._runner = Runner(decoder, kernels, store)
         moe = decoder.config.moe
@@ -108,18 +116,31 @@ class LocalEngine:
         self.version = version
         self._cache.forget()
 
+    def publish_weights(self, path: Path, version: int) -> None:
+        """The same of a whole policy: all weights in ``path`` (``wire.pack_weights``), into the decoder."""
+        self._runner.load(path)
+        self.publish(None, version)
+
+    @property
+    def served(self) -> tuple[int, str]:
+        """(version, fingerprint) of the copy that is served; the base, which nobody sent, has ""."""
+        return self.version, self._runner.fingerprint
+
     async def generate(
         self, requests: Seq[Request], on_token: Callable[[int, int], None] | None = None
     ) -> AsyncIterator[tuple[int, Completion]]:
         """Yield (index, completion) as requests finish; ``on_token(index, token)`` streams. Calls share one
         batch.
         """
-        results: asyncio.Queue[tuple[int, Completion] | BaseException] = asyncio.Queue()
-        mine = [self._sequence(index, request, results, on_token) for index, request in enumerate(requests)]
+        results, limits = Results(), self._limits
+        mine = [
+            new_sequence(request, limits, index=index, results=results, on_token=on_token)
+            for index, request in enumerate(requests)
+        ]
         self._leave_other_loops()
         self._waiting.extend(mine)
         if self._expect is not None:
-            self._longest_first(mine)
+            self._waiting = longest_first(self._waiting, mine, self._expect)
         if self.speculation is not None:
             self.speculation.meet({request.uid for request in requests})
         if self._driver is None or self._driver.done():
@@ -142,7 +163,33 @@ class LocalEngine:
         """
         self._drop_ahead()
         if self.speculation is not None:
-            self._ahead.extend(self._sequence(index, r, None, None) for index, r in enumerate(requests))
+            self._ahead.extend(new_sequence(request, self._limits) for request in requests)
+
+    def cut(self, requests: Collection[Request]) -> None:
+        """End these now, between two passes: they come back as ABORT with what they have, and go on wherever
+        that is given as ``Request.said``, to the same answer bit for bit (as far as passes are)."""
+        wanted, seats = set(map(id, requests)), self._seats
+        seated = [seat for seat in seats.wanted.tolist() if id(seats.at(seat).request) in wanted]
+        waiting = [sequence for sequence in self._waiting if id(sequence.request) in wanted]
+        given_up = [*map(seats.at, seated), *waiting]
+        for seat in seated:
+            self._finish(seat, Stop.ABORT)
+        for sequence in waiting:
+            self._hand_out(sequence, sequence.text, sequence.routes, Stop.ABORT)
+        self._waiting = deque(sequence for sequence in self._waiting if id(sequence.request) not in wanted)
+        if self.speculation is not None:
+            self.speculation.close(given_up)
+
+    def under_way(self) -> list[tuple[Request, int]]:
+        """Requests that have not ended, and how many tokens of the answer each has."""
+        seats = self._seats
+        running = [(seats.at(seat), int(seats.length[seat])) for seat in seats.wanted.tolist()]
+        waiting = [(sequence, len(sequence.text)) for sequence in self._waiting]
+        return [(one.request, length - one.prompt_len) for one, length in (*running, *waiting)]
+
+    def take_spans(self) -> list[Span]:
+        """What it was busy with since it was last asked."""
+        return self._busy.take()
 
     def _drop_ahead(self) -> None:
         seats = [seat for seat in self._seats.order if self._seats.ahead[seat]]
@@ -163,59 +210,14 @@ class LocalEngine:
 
     # ---- life of a sequence
 
-    def _sequence(
-        self,
-        index: int,
-        request: Request,
-        results: asyncio.Queue[tuple[int, Completion] | BaseException] | None,
-        on_token: Callable[[int, int], None] | None,
-    ) -> Sequence:
-        sampling, length = request.sampling, len(request.tokens)
-        limit = min(length + sampling.max_tokens, self.context_limit)
-        if length == 0:
-            raise ValueError("a request has no tokens; give at least one, for example the bos token")
-        tokens, vocab = np.array(request.tokens, np.int32), self.decoder.config.vocab_size
-        for token in (int(tokens.min()), int(tokens.max())):
-            if not 0 <= token < vocab:
-                raise ValueError(f"a prompt has the token {token}, but the model's are 0 to {vocab - 1}")
-        if not 0 <= request.routes_from < length:
-            raise ValueError(
-                f"routes_from is {request.routes_from}; a prompt of {length} tokens allows 0 to {length - 1}"
-            )
-        if length >= self.context_limit:
-            raise ValueError(
-                f"a prompt has {length} tokens and the context {self.context_limit}; shorten the prompt"
-            )
-        if (limit + BLOCK - 1) // BLOCK > self._cache.num_blocks:
-            raise ValueError(
-                f"a request of up to {limit} tokens does not fit the KV cache of "
-                f"{self._cache.num_blocks * BLOCK}; raise engine.kv_memory_mb or lower max_tokens"
-            )
-        if sampling.stop_strings and self._decode is None:
-            raise ValueError("sampling.stop_strings need a tokenizer; give the engine decode=")
-        return Sequence(
-            index=index,
-            request=request,
-            results=results,
-            on_token=on_token,
-            address=key(request.seed),
-            limit=limit,
-            text=tokens,
-        )
-
-    def _longest_first(self, new: list[Sequence]) -> None:
-        """Begin with those that are predicted to be long: one that begins late is what all wait for."""
-        assert self._expect is not None
-        known: dict[str, float] = {}  # siblings are predicted alike
-        for sequence in new:
-            request = sequence.request
-            if request.uid not in known:
-                known[request.uid] = self._expect(request)
-            if known[request.uid] > 0:
-                sequence.expected = sequence.prompt_len + known[request.uid]
-        # those that were preempted first: they hold their callers up already
-        self._waiting = deque(
-            sorted(self._waiting, key=lambda one: (one.sampled is None, len(one.text) - one.expected))
+    @property
+    def _limits(self) -> Limits:
+        return Limits(
+            context=self.context_limit,
+            vocab_size=self.decoder.config.vocab_size,
+            blocks=self._cache.num_blocks,
+            has_text=self._decode is not None,
+            records_support=self._record_support,
         )
 
     async def _drive(self) -> None:
@@ -293,9 +295,13 @@ class LocalEngine:
             self.counters.ahead_pairs += int((plan.positions[rows] + 1).sum())
         if len(ready):
             taken = self._sample(hidden, plan, drafts, ready, version)
-            self._report(plan, drafts, ready, taken, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self._report(plan, drafts, ready, taken, seconds)
         else:
-            self.counters.seconds += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.counters.seconds += seconds
+        prefilled = int(counts.sum()) - len(ready)
+        self._busy.passed(seconds, prefilled, len(plan.tokens) - prefilled)
 
     def _admit(self) -> None:
         """Seat waiting sequences while there is room."""
@@ -545,45 +551,20 @@ class LocalEngine:
         if sequence.results is None:
             self._unseat(seat)
             return
-        computed, prompt = int(seats.computed[seat]), sequence.prompt_len
+        computed = int(seats.computed[seat])
         whole = seats.text[seat, : int(seats.length[seat])].copy()
-        tokens = whole[prompt:]
         routes = None if self._routes is None else self._routes.of(sequence, computed, len(whole))
-        answer = prompt - sequence.request.routes_from
-        text = ""
-        if self._decode is not None:
-            strings = sequence.request.sampling.stop_strings
-            cut = text_before(self._decode, tokens, strings) if stop is Stop.STRING else None
-            text = (
-                cut
-                if cut is not None
-                else self._decode((tokens[:-1] if stop is Stop.EOS else tokens).tolist())
-            )
         self.counters.errors += stop is Stop.ERROR
         if stop is Stop.ERROR:
             self._cache.forget()  # its prompt is in the tree, and the numbers of it may be broken
-        elif sequence.generation == self._cache.generation:
+        elif sequence.generation == self._cache.generation and not sequence.nodes:
             self._cache.insert(whole[:computed].tolist(), sequence.blocks)
         self._unseat(seat)
-        assert sequence.sampled is not None
-        logprobs, edges, versions = sequence.sampled
-        completion = Completion(
-            tokens=tokens,
-            logprobs=logprobs,
-            edges=edges,
-            versions=versions,
-            stop=stop,
-            text=text,
-            support=Support.of(sequence.kept) if sequence.kept else None,
-            experts=None if routes is None else routes[answer:],
-            prompt_experts=None if routes is None else routes[:answer],
-            drafted=sequence.drafted,
-            accepted=sequence.accepted,
-            passes=sequence.passes,
-            cached_tokens=sequence.cached,
-            recomputed=np.array(sequence.again, np.int32) if sequence.again else None,
-            error="the logits are not finite" if stop is Stop.ERROR else "",
-        )
+        self._hand_out(sequence, whole, routes, stop)
+
+    def _hand_out(self, sequence: Sequence, whole: np.ndarray, routes: np.ndarray | None, stop: Stop) -> None:
+        assert sequence.results is not None
+        completion = completion_of(sequence, whole, routes, stop, self._decode)
         sequence.results.put_nowait((sequence.index, completion))
 
     def _keep_routes(self, seat: int) -> None:

@@ -7,6 +7,9 @@ with pair = 2 for bf16 and 1 for fp32, so that one vector holds a feature of 16 
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +18,15 @@ from torch import Tensor
 
 from ostinato.engine.cache import BLOCK
 from ostinato.model.native import Kernels
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``torch.zeros``, which writes to every page of a CPU's memory; the system's own zeros cost none."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or sys.platform == "win32" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 @dataclass(slots=True)
@@ -33,14 +45,16 @@ class KVStore:
     def allocate(
         cls, layers: int, blocks: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     ) -> KVStore:
-        """Zeros for ``blocks`` blocks; ``shape`` is the decoder's (num_kv_heads, key_dim, value_dim)."""
+        """Zeros for ``blocks`` blocks; ``shape`` is the decoder's (num_kv_heads, key_dim, value_dim).
+
+        On a CPU memory is taken when a block is first written: of many workers few fill their pools.
+        """
         heads, key_dim, value_dim = shape
         pair = key_pair(dtype)
         if key_dim % pair:
             raise ValueError(f"keys of an odd width ({key_dim}) cannot be cached in {dtype}; use float32")
-        keys = torch.zeros(layers, blocks, heads, key_dim // pair, BLOCK, pair, dtype=dtype, device=device)
-        values = torch.zeros(layers, blocks, heads, BLOCK, value_dim, dtype=dtype, device=device)
-        return cls(keys, values)
+        keys = _zeros((layers, blocks, heads, key_dim // pair, BLOCK, pair), dtype, device)
+        return cls(keys, _zeros((layers, blocks, heads, BLOCK, value_dim), dtype, device))
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks in every layer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
+from ostinato.model.wire import check_finite, fingerprint, fingerprint_weights, load_weights
 from ostinato.types import Sampling
 
 _LOGIT_BYTES = 64 << 20  # logits held at once; rows beyond it are sampled in chunks
@@ -31,17 +33,34 @@ class Runner:
         self._want_fused = fused and kernels is not None
         self._kernels = kernels
         self._ops = kernels.ops if kernels else TORCH_OPS
+        self._has_loaded = False  # all weights, into the decoder
         self.serve(None)
 
     def serve(self, adapters: Adapters | None) -> None:
-        """Run with a copy of ``adapters`` from now on; None: the base."""
+        """Run with a copy of ``adapters`` from now on; None: the base. NotFinite: still with the last."""
+        if adapters is not None:
+            check_finite(adapters)
+        self._fingerprint: str | None = None
         with torch.inference_mode():
-            self._prepared = (
-                adapters.detach_copy().prepared(self.decoder.dtype) if adapters is not None else None
-            )
+            self._served = None if adapters is None else adapters.detach_copy()
+            self._prepared = None if self._served is None else self._served.prepared(self.decoder.dtype)
             self._fused = None
             if self._kernels is not None and self._want_fused:
                 self._fused = self._kernels.fused(self.decoder, self._prepared)
+
+    def load(self, path: Path) -> None:
+        """Run with all weights in ``path`` (``wire.pack_weights``), which are copied into the decoder."""
+        load_weights(self.decoder, path)
+        self._has_loaded = True
+        self.serve(None)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the copy that is served, computed when it is first asked for; "" for the base."""
+        if self._fingerprint is None:
+            whole = self._has_loaded and self._served is None
+            self._fingerprint = fingerprint_weights(self.decoder) if whole else fingerprint(self._served)
+        return self._fingerprint
 
     @property
     def is_fused(self) -> bool:

@@ -29,11 +29,13 @@ class Lengths:
     def __init__(self) -> None:
         self._own: dict[str, np.ndarray] = {}
         self._truncated: dict[str, np.ndarray] = {}
+        self._steps: dict[str, np.ndarray] = {}
         self._all = NONE
+        self._all_steps = NONE
         self._sorted: list[int] | None = None  # of _all
 
-    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None:
-        """Remember the responses of one group to prompt ``uid``."""
+    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool], *, step: int = 0) -> None:
+        """Remember the responses of one group to prompt ``uid``, sampled in ``step``."""
         new = np.asarray(lengths, np.int32)
         cut = np.asarray(truncated, bool)
         if new.shape != cut.shape:
@@ -43,7 +45,21 @@ class Lengths:
         self._own[uid] = np.concatenate([self._own.get(uid, new[:0]), new])[-OWN:]
         self._truncated[uid] = np.concatenate([self._truncated.get(uid, cut[:0]), cut])[-OWN:]
         self._all = np.concatenate([self._all, new])[-ALL:]
+        steps = np.full(len(new), step, np.int32)
+        self._steps[uid] = np.concatenate([self._steps.get(uid, NONE), steps])[-OWN:]
+        self._all_steps = np.concatenate([self._all_steps, steps])[-ALL:]
         self._sorted = None
+
+    def forget_after(self, step: int) -> None:
+        """Drop what was sampled in later steps. What these had pushed out does not come back."""
+        for uid, steps in list(self._steps.items()):
+            known = steps <= step
+            self._own[uid], self._truncated[uid] = self._own[uid][known], self._truncated[uid][known]
+            self._steps[uid] = steps[known]
+            if not known.any():
+                del self._own[uid], self._truncated[uid], self._steps[uid]
+        known = self._all_steps <= step
+        self._all, self._all_steps, self._sorted = self._all[known], self._all_steps[known], None
 
     def predict(
         self, uid: str, *, generated: int = 0, siblings: Sequence[int] = (), quantile: float = 0.5
@@ -98,17 +114,18 @@ class Lengths:
     def state(self) -> dict[str, Any]:
         """All of it, as JSON can say it."""
         own = {
-            uid: [lengths.tolist(), self._truncated[uid].astype(int).tolist()]
+            uid: [lengths.tolist(), self._truncated[uid].astype(int).tolist(), self._steps[uid].tolist()]
             for uid, lengths in self._own.items()
         }
-        return {"own": own, "all": self._all.tolist()}
+        return {"own": own, "all": [self._all.tolist(), self._all_steps.tolist()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Become what ``state`` was taken of."""
         own = state["own"].items()
-        self._own = {uid: np.array(lengths, np.int32) for uid, (lengths, _) in own}
-        self._truncated = {uid: np.array(truncated, bool) for uid, (_, truncated) in own}
-        self._all = np.array(state["all"], np.int32)
+        self._own = {uid: np.array(lengths, np.int32) for uid, (lengths, _, _) in own}
+        self._truncated = {uid: np.array(truncated, bool) for uid, (_, truncated, _) in own}
+        self._steps = {uid: np.array(steps, np.int32) for uid, (_, _, steps) in own}
+        self._all, self._all_steps = (np.array(one, np.int32) for one in state["all"])
         self._sorted = None
 
     def _everyone(self) -> list[int]:

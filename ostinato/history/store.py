@@ -24,7 +24,7 @@ from ostinato.history.native.library import NativeStore, load_library
 from ostinato.run import atomic_write
 from ostinato.types import Past
 
-MAGIC = b"ostinato history 1\n"
+MAGIC = b"ostinato history 2\n"
 OVERHEAD = 640  # bytes that a block takes besides its arrays, in Python and C++
 
 
@@ -95,6 +95,14 @@ class History:
         if block is not None:
             self._keep(key, block)
         self._make_room()
+
+    def forget_after(self, step: int) -> None:
+        """Drop what was answered in later steps, lengths too: a run that goes on from ``step`` has yet to
+        sample it. Older answers that these had pushed out do not come back."""
+        for key, kept in list(self._blocks.items()):
+            for block in [block for block in kept if block.step > step]:
+                self._drop(key, block, "undone")
+        self.lengths.forget_after(step)
 
     def blocks(self, uid: str) -> list[Block]:
         """The blocks of a prompt, sorted, newest first."""

@@ -15,6 +15,7 @@ from ostinato.ledger.rows import Event, Row, end_of, is_number, read
 from ostinato.run import RunFolder, to_json
 
 POOL = "local"  # of a run in one process: one pool that samples, grades and trains in turn
+SAMPLERS = "samplers"  # the pool that evaluates, where there are several
 BEAT = "alive.json"  # in the run folder, while a process works there
 BEAT_EVERY_S = 5.0  # so much of the work of a killed process nobody knows of
 
@@ -35,10 +36,21 @@ class Terms:
 
     devices: int = 1
     device: str = "cpu"  # its name
+    pools: Mapping[str, int] = field(default_factory=dict)  # devices of each; empty: all in one pool
     price_per_device_hour: float = 0.0  # 0: not known
     currency: str = "USD"
     recipe: str = ""  # a hash of it
     energy: Sequence[str] = ()  # what the meter has counters of
+
+    def __post_init__(self) -> None:
+        if self.pools and sum(self.pools.values()) != self.devices:
+            raise ValueError(
+                f"the pools {dict(self.pools)} are not the {self.devices} devices that are paid for"
+            )
+
+    @property
+    def by_pool(self) -> Mapping[str, int]:
+        return self.pools or {POOL: self.devices}
 
 
 @dataclass(kw_only=True)
@@ -99,16 +111,26 @@ class Ledger:
         yield
         self._part = "train"
 
-    def step(self, step: int, seconds: float, busy: Mapping[str, float], work: Row) -> None:
-        """A step took ``seconds``, of them ``busy`` by part; ``work``: its tokens, FLOPs, useful, wasted."""
+    def step(
+        self,
+        step: int,
+        seconds: float,
+        busy: Mapping[str, float],
+        work: Row,
+        by_pool: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        """A step took ``seconds``, of them ``busy`` by part, or ``by_pool`` and part where there are several;
+        ``work``: its tokens, FLOPs, useful, wasted."""
         self._step = step
         row = {"step": step, "seconds": seconds, "ended_at": self.clock()}
-        self._append(Event.STEP, {**row, "pools": self._pools(seconds, busy), **work})
+        told = {POOL: busy} if by_pool is None else by_pool
+        self._append(Event.STEP, {**row, "pools": self._pools(seconds, told), **work})
 
     def evaluation(self, step: int, set_name: str, seconds: float, work: Row) -> None:
         """The policy of ``step`` was measured on the set."""
         row = {"step": step, "set": set_name, "seconds": seconds, "ended_at": self.clock()}
-        self._append(Event.EVAL, {**row, "pools": self._pools(seconds, {"eval": seconds}), **work})
+        busy = {SAMPLERS if self.terms.pools else POOL: {"eval": seconds}}
+        self._append(Event.EVAL, {**row, "pools": self._pools(seconds, busy), **work})
 
     def saved(self, step: int, seconds: float) -> None:
         self._append(Event.SAVE, {"step": step, "seconds": seconds, "ended_at": self.clock()})
@@ -137,7 +159,9 @@ class Ledger:
             "process_started": self.clock.started,
             "step": step,
             "recipe": terms.recipe,
-            "pools": {POOL: {"devices": terms.devices, "device": terms.device}},
+            "pools": {
+                name: {"devices": devices, "device": terms.device} for name, devices in terms.by_pool.items()
+            },
             "price_per_device_hour": terms.price_per_device_hour,
             "currency": terms.currency,
             "energy": list(terms.energy),
@@ -150,9 +174,17 @@ class Ledger:
     def _alive(self) -> Row:
         return {"session": self._session, "at": self.clock(), "part": self._part}
 
-    def _pools(self, seconds: float, busy: Mapping[str, float]) -> dict[str, Any]:
-        idle = max(0.0, seconds - sum(busy.values()))
-        return {POOL: {"devices": self.terms.devices, "busy": dict(busy), "idle": idle}}
+    def _pools(self, seconds: float, busy: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+        """What each pool did with ``seconds``."""
+        parts = {name: dict(busy.get(name, {})) for name in self.terms.by_pool}
+        return {
+            name: {
+                "devices": devices,
+                "busy": parts[name],
+                "idle": max(0.0, seconds - sum(parts[name].values())),
+            }
+            for name, devices in self.terms.by_pool.items()
+        }
 
     def _append(self, event: Event, row: Row) -> None:
         now, before = self.meter(), self._joules

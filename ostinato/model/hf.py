@@ -104,18 +104,25 @@ def load_model(
     *,
     fp32_head: bool = False,
 ) -> Decoder:
-    """The decoder in a Hugging Face folder (single or sharded safetensors), cast to ``dtype``.
+    """The decoder in a Hugging Face folder, cast to ``dtype``. Raises ValueError as ``fill`` does, and for an
+    unsupported config.
+    """
+    decoder = Decoder(read_config(folder), dtype=dtype, device=device, fp32_head=fp32_head)
+    fill(decoder, folder)
+    return decoder
 
-    Raises ValueError, in one sentence, for an unsupported config, a missing, unexpected or misshapen
-    tensor, and a truncated file.
+
+def fill(decoder: Decoder, folder: str | Path) -> None:
+    """Copy the weights in a Hugging Face folder (single or sharded safetensors) into ``decoder``.
+
+    Raises ValueError, in one sentence, for a missing, unexpected or misshapen tensor, and a truncated file.
     """
     folder = Path(folder)
-    decoder = Decoder(read_config(folder), dtype=dtype, device=device, fp32_head=fp32_head)
     views = dict(hf_tensors(decoder))
     fused = _fused_views(decoder)
     missing, unexpected, extra_layers = set(views), [], 0
     with torch.no_grad():
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             for name, tensor in _read(path):
                 name = _canonical(name, decoder)
                 if name in fused:
@@ -134,7 +141,6 @@ def load_model(
         warnings.warn(
             f"{folder}: {extra_layers} tensors of multi-token-prediction layers were not loaded", stacklevel=2
         )
-    return decoder
 
 
 def _report(folder: Path, missing: list[str], unexpected: list[str]) -> None:
@@ -150,7 +156,8 @@ def _report(folder: Path, missing: list[str], unexpected: list[str]) -> None:
         )
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder. Raises ValueError where one is missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -43,6 +43,11 @@ def save_peft(adapters: Adapters, decoder: Decoder, folder: Path, base_name: str
     facts = {"spec": asdict(adapters.spec), "base": base_fingerprint(decoder), "base_name": base_name}
     # one entry, because safetensors writes several in random order and equal runs should give equal files
     write_tensors(folder / LOGICAL, _on_cpu(adapters.state_dict()), {"ostinato": json.dumps(facts)})
+    write_peft(adapters, folder, base_name)
+
+
+def write_peft(adapters: Adapters, folder: Path, base_name: str = "") -> None:
+    """What PEFT and vLLM read, alone: the files ``PEFT_CONFIG`` and ``PEFT_TENSORS``."""
     write_tensors(folder / PEFT_TENSORS, _on_cpu(dict(_peft_tensors(adapters))), {"format": "pt"})
     config = json.dumps(_peft_config(adapters, base_name), indent=2) + "\n"
     atomic_write(folder / PEFT_CONFIG, config.encode())
@@ -201,4 +206,12 @@ def _module(name: str) -> str:
     return hf_module(name, _IN_MEMORY)
 
 
-__all__ = ["base_fingerprint", "export_merged", "load_peft", "save_peft"]
+__all__ = [
+    "PEFT_CONFIG",
+    "PEFT_TENSORS",
+    "base_fingerprint",
+    "export_merged",
+    "load_peft",
+    "save_peft",
+    "write_peft",
+]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,22 +19,33 @@ from ostinato.pipeline.work import batch_work, needed_work, rollout_work, step_f
 from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
 from ostinato.rollout.play import Played
 from ostinato.routes import route_bytes
+from ostinato.timeline import Kind, Span, pool_of
 from ostinato.types import Batch, Group, StepReport
 
 NO_WORK = Work()
-PARTS = ("rollout", "reward", "train", "measure", "other")
 BUSY = {"rollout": "sample", "reward": "grade", "train": "train", "measure": "measure"}  # in the ledger
+OF_KIND = {  # parts of the ledger; to publish and to save is to be held and not busy, as in one process
+    Kind.PREFILL: "sample",
+    Kind.DECODE: "sample",
+    Kind.GRADE: "grade",
+    Kind.PACK: "train",
+    Kind.TRAIN: "train",
+}
 
 
 class Clock:
-    """Wall seconds of one step, split so that the parts add up to the whole.
+    """Wall seconds of one step, split so that the parts add up to the whole; and the spans of the timeline,
+    as ``worker``, by ``unix``, a clock of Unix seconds.
 
     Grading overlaps with generation; only what is left of it after the last token counts as "reward".
-    Passes that measure the mismatch and train nothing are "measure".
+    Passes that measure the mismatch and train nothing are "measure". Where rollouts overlap with training,
+    "rollout" is what the trainer waited for them, and "publish" is told apart.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 0, unix: Callable[[], float] = time.time, worker: str = "trainer") -> None:
         self.start = time.perf_counter()
+        self.spans: list[Span] = []
+        self._step, self._unix, self._worker = step, unix, worker
         self._seconds = {"rollout": 0.0, "reward": 0.0, "train": 0.0, "measure": 0.0}
 
     def rollouts(self, played: Sequence[Played]) -> None:
@@ -44,10 +55,18 @@ class Clock:
         self._seconds["reward"] = max(0.0, graded - generated)
 
     @contextmanager
-    def training(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._seconds["train"] = time.perf_counter() - started
+    def doing(self, part: str, kind: Kind) -> Iterator[None]:
+        """What happens in here is of this part (empty: of none that is known) and one span."""
+        started, at = time.perf_counter(), self._unix()
+        try:
+            yield
+        finally:
+            if part:
+                seconds = time.perf_counter() - started
+                self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+            self.spans.append(
+                Span(worker=self._worker, kind=kind, start=at, stop=self._unix(), step=self._step)
+            )
 
     def measured(self, seconds: float) -> None:
         """So much of "train" was spent on measuring."""
@@ -57,6 +76,11 @@ class Clock:
     @property
     def rollout_s(self) -> float:
         return self._seconds["rollout"]
+
+    @property
+    def waited_s(self) -> float:
+        """For the batch."""
+        return self._seconds["rollout"] + self._seconds["reward"]
 
     def read(self) -> tuple[float, dict[str, float]]:
         """(seconds so far, seconds by part)."""
@@ -104,10 +128,65 @@ def step_row(
     if ahead := pending_tokens(groups, fresh):
         row["tokens/pending"] = float(ahead)
     row["tokens_per_s"] = (row["tokens/sampled"] + ahead) / total
-    for name in PARTS:
-        row[f"time/{name}_s"] = parts[name]
-        row[f"time/{name}_share"] = parts[name] / total
+    for name, seconds in parts.items():
+        row[f"time/{name}_s"] = seconds
+        row[f"time/{name}_share"] = seconds / total
     return row
+
+
+def ages(batch: Batch) -> Counter[int]:
+    """Trained tokens by how many versions the trainer is ahead of the policy that sampled them."""
+    ages = [part.staleness for part in batch.microbatches]
+    found, counts = np.unique(np.concatenate([np.empty(0, np.int32), *ages]), return_counts=True)
+    return Counter(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+
+def with_stale(credit: Credit, stale: Sequence[Group], num_stale: int) -> Credit:
+    """The credit of a step that also dropped ``num_stale`` groups as too old. Of ``stale``, those of them
+    that had ended, the tokens are wasted; of the others nobody has them."""
+    if not num_stale:
+        return credit
+    tokens = sum(sampled_tokens(t) for group in stale for t in group.trajectories)
+    return replace(
+        credit,
+        dropped_groups=credit.dropped_groups + Counter(stale=num_stale),
+        wasted_tokens=credit.wasted_tokens + Counter(stale=tokens),
+    )
+
+
+def busy_by_pool(
+    spans: Iterable[Span], over: Mapping[str, Mapping[str, float]], pools: Mapping[str, int], seconds: float
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """(seconds by pool and part that ``seconds`` of a step have room for, what is left over for the next
+    one).
+
+    ``pools`` are numbers of devices; a second of a pool is one of each of its devices. Spans are told when
+    they have ended, so what began in an earlier step may be more than this one has: ``over`` was left by the
+    step before. Nothing is told twice or lost."""
+    told = {pool: dict(over.get(pool, {})) for pool in pools}
+    for span in spans:
+        part, pool = OF_KIND.get(span.kind), pool_of(span.worker)
+        if part and pool in told:
+            told[pool][part] = told[pool].get(part, 0.0) + span.seconds / pools[pool]
+    shares = {pool: min(1.0, seconds / (sum(parts.values()) or 1.0)) for pool, parts in told.items()}
+    busy, rest = (
+        {pool: {part: n * share[pool] for part, n in parts.items()} for pool, parts in told.items()}
+        for share in (shares, {pool: 1 - share for pool, share in shares.items()})
+    )
+    return busy, rest
+
+
+def pipeline_row(
+    by_pool: Mapping[str, Mapping[str, float]], pools: Mapping[str, int], seconds: float
+) -> dict[str, float]:
+    """How busy the pools were in ``seconds``: shares of all their devices, and of each pool."""
+    busy = {pool: min(1.0, sum(by_pool[pool].values()) / seconds) for pool in pools}
+    utilisation = sum(pools[pool] * share for pool, share in busy.items()) / (sum(pools.values()) or 1)
+    return {
+        "pipeline/utilisation": utilisation,
+        "pipeline/bubble_share": 1 - utilisation,
+        **{f"pipeline/bubble_share/{pool}": 1 - share for pool, share in busy.items()},
+    }
 
 
 def route_sizes(batch: Batch) -> dict[str, float]:

@@ -14,7 +14,7 @@ import hashlib
 import math
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from ostinato.every import NEVER, Every
 from ostinato.pipeline.account import MONEY
 from ostinato.rollout.health import counters, length_figures, pass_at_k
-from ostinato.rollout.play import Ask, Stage, play, verdicts
+from ostinato.rollout.play import Ask, Played, Stage, play, verdicts
 from ostinato.run import MAIN_SET, to_json
 from ostinato.types import Group, Prompt, Sampling
 
@@ -129,9 +129,12 @@ async def evaluate(stage: Stage, evaluation: Evaluation, step: int) -> dict[str,
 
 
 async def evaluate_groups(
-    stage: Stage, evaluation: Evaluation, step: int
+    stage: Stage,
+    evaluation: Evaluation,
+    step: int,
+    on_group: Callable[[int, Played], None] = lambda index, played: None,
 ) -> tuple[dict[str, Any], list[Group]]:
-    """``evaluate``, and what was played for it."""
+    """``evaluate``, and what was played for it; ``on_group`` sees each group as it ends."""
     started = time.perf_counter()
     samples = evaluation.samples * (1 if step else evaluation.start_factor)
     lane = () if evaluation.name == MAIN_SET else (zlib.crc32(evaluation.name.encode()),)
@@ -139,7 +142,7 @@ async def evaluate_groups(
         Ask(prompt=prompt, seed=(evaluation.seed, EVAL_STEP, *lane, i), group_size=samples, step=step)
         for i, prompt in enumerate(evaluation.prompts)
     ]
-    played = await play(replace(stage, sampling=evaluation.sampling), asks)
+    played = await play(replace(stage, sampling=evaluation.sampling), asks, on_group)
     seconds = time.perf_counter() - started
     about = {"step": step, "set": evaluation.name, "split": evaluation.split}
     about |= {"held_out": held_out(evaluation), "prompts": same_prompts(evaluation)}

@@ -1,23 +1,27 @@
 """The loop: one policy, one stream of prompts, everything that happens between them.
 
-    tasks -> play -> credit -> pack -> trainer.step -> engine.publish      (a step)
-               |                                            |
-        spool, drafting                     metrics, ledger, trajectories; every k steps evaluate and save
+    tasks -> feed: play -> credit -> pack -> trainer.step -> engine.publish      (a step)
+               |                                                |
+        spool, drafting                         metrics, ledger, trajectories; every k steps evaluate and save
 
 Steps are numbered from 1; ``LoopState.step`` counts the finished ones and is all the history there is.
-Randomness is addressed by (seed, step, index of the prompt in the stream, sample), so a run resumed from
+Randomness is addressed by (seed, round, index of the prompt in the stream, sample), so a run resumed from
 ``LoopState`` draws what the interrupted one would have drawn; groups that it had already finished are read
 back from the spool. The loop prints nothing: it calls ``on_step``, ``on_eval`` and ``on_note``.
-"""
+
+With ``Plan.overlap`` a step trains in a thread while groups play on, and what it learned is published while
+they do: PipelineRL (arXiv 2509.19128, algorithm 2). Groups are admitted at the end of a step and by nothing
+else, so the books of a step are as exact as without: a prompt that was admitted is trained on, dropped by a
+rule that is counted, or on its way."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ostinato.algo.advantages import check_group_size
@@ -25,101 +29,46 @@ from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import pack
 from ostinato.algo.routing import Misaligned
 from ostinato.ledger import Ledger
-from ostinato.model.flops import FlopModel
 from ostinato.pipeline.account import (
     NO_WORK,
     Clock,
     add_totals,
+    ages,
+    busy_by_pool,
     evaluation_work,
+    pipeline_row,
     step_costs,
     step_row,
     step_work,
     tool_rates,
+    with_stale,
 )
 from ostinato.pipeline.credit import Credit, assign
 from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent_in_steps
+from ostinato.pipeline.feed import Feed, Rule, Taken
 from ostinato.pipeline.remember import Drafted, Drafting
-from ostinato.pipeline.rounds import Round, Rounds
-from ostinato.pipeline.signals import Abandoned, StopSignals
+from ostinato.pipeline.rounds import Rounds
+from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog, in_thread
 from ostinato.pipeline.spool import Spool
+from ostinato.pipeline.state import Finish, Finished, LoopState, NoSignal, Plan, TooOld
 from ostinato.pipeline.stream import solved_for_good
 from ostinato.pipeline.watch import watch_after
-from ostinato.protocols import MetricWriter, Tasks, Trainer
+from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
 from ostinato.rollout.health import failure
 from ostinato.rollout.play import Played, Stage, fault_name
 from ostinato.run import MAIN_SET, RunFolder, group_rows
+from ostinato.timeline import Kind, Span, kept, pool_of
 from ostinato.types import Batch, Group, Request, StepReport
 
 
-class NoSignal(RuntimeError):
-    """Too many steps in a row had nothing to learn from."""
-
-
-class Finish(StrEnum):
-    """Why the loop came back."""
-
-    DONE = "done"
-    INTERRUPTED = "interrupted"  # Ctrl-C: the step was finished
-    TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
-    COLLAPSED = "collapsed"  # the stability watch said so, and the plan was to stop then
-    SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
-    ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How much of everything. ``*_every`` counts steps, 0 is never (checkpoints: only at the end)."""
+class Learned:
+    """What a step did with its groups; ``batch`` and ``report`` are None when there was nothing to learn
+    from."""
 
-    steps: int
-    prompts_per_step: int
-    group_size: int
-    answer_tokens: int  # longest answer allowed, all turns together
-    tokens_per_microbatch: int
-    minibatches: int = 1  # optimizer steps per batch, as long as there are as many groups
-    staleness: int = 0  # steps between the policy that samples a batch and the one that trains on it
-    seed: int = 0
-    solved_at: float = 1.0  # a reward from here on is a solution
-    solved_for_good: float = 0.0  # share of a group's solutions at which its prompt leaves; 0: none ever does
-    eval_at_start: bool = True
-    checkpoint_every: int = 0
-    trajectories_every: int = 0
-    max_empty_steps: int = 10  # in a row without anything to learn from
-    stop_on_collapse: bool = False  # end after the step in which the stability watch first tells of one
-    grace_s: float = 20.0  # for a step to end after SIGTERM
-    flops: FlopModel | None = None  # None: unknown, no FLOPs are reported
-
-    def __post_init__(self) -> None:
-        names = ("steps", "prompts_per_step", "group_size", "answer_tokens", "tokens_per_microbatch")
-        for name in (*names, "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"plan.{name} is {getattr(self, name)}; use at least 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopState:
-    """Where a run stands; a checkpoint carries it as JSON (``asdict``, ``LoopState(**d)``)."""
-
-    step: int = 0  # finished
-    cursor: int = 0  # place in the stream from which the next round is taken
-    version: int = 0  # of the policy that the engine serves
-    empty_in_a_row: int = 0
-    retired: Sequence[str] = ()  # uids of prompts that have left the stream for good, as they left
-    ahead: Sequence[Round] = ()  # played and not trained on yet; their groups are in the spool
-    totals: Mapping[str, float] = field(default_factory=dict)  # sums over the whole run
-
-    def __post_init__(self) -> None:
-        told = (one if isinstance(one, Round) else Round(**one) for one in self.ahead)
-        object.__setattr__(self, "ahead", tuple(told))  # JSON has no Round and no tuple
-        object.__setattr__(self, "retired", tuple(self.retired))
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    state: LoopState
-    why: Finish
+    credit: Credit
+    batch: Batch | None = None
+    report: StepReport | None = None
 
 
 @dataclass(kw_only=True)
@@ -137,12 +86,16 @@ class Loop:
     trainer: Trainer
     algorithm: Algorithm
     folder: RunFolder
-    state: LoopState = LoopState()
+    state: LoopState = field(default_factory=LoopState)
     evaluations: Sequence[Evaluation] = ()
     foresee: Callable[[int], bool] | None = None  # after a score of the main set: is the rest not worth it?
     writers: Sequence[MetricWriter] = ()  # beside metrics.jsonl
     ledger: Ledger | None = None  # None: one that knows neither price nor devices
     counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
+    figures: Callable[[], Mapping[str, float]] = dict  # more for each row: of workers, of what was published
+    timed: Sequence[Timed] = ()  # beside the loop itself, whose spans are those of ``worker``
+    worker: str = "trainer"
+    sampled: Callable[[], float] = lambda: 0.0  # grows with every token that the engine samples
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
     run_ahead: Callable[[Sequence[Request]], None] | None = None  # the next step's, to an engine that can
     save: Callable[[LoopState], int] = lambda state: state.step
@@ -154,10 +107,10 @@ class Loop:
         check_group_size(self.plan.group_size, self.algorithm.baseline, self.algorithm.scale)
 
     async def run(self) -> Finished:
-        """Raises NoSignal when ``max_empty_steps`` steps in a row had nothing to learn from. What the engine
-        and the trainer raise passes through, after a checkpoint unless the trainer is between two steps. A
-        batch that it refuses as ``Misaligned`` is not spooled any more, so a resumed run plays it anew, and
-        has mostly not changed the trainer."""
+        """Raises NoSignal when ``max_empty_steps`` steps in a row had nothing to learn from, and Stalled when
+        nothing has got on for ``watch_s``. What the engine and the trainer raise passes through, after a
+        checkpoint unless the trainer is between two steps. A batch that it refuses as ``Misaligned`` is not
+        spooled any more, so a resumed run plays it anew, and has mostly not changed the trainer."""
         self._books = self.ledger or Ledger(folder=self.folder)
         with self._books.session(self.state.step):
             finished = await self._run()
@@ -168,13 +121,14 @@ class Loop:
         self.folder.truncate_after(self.state.step)
         self._scored = {row.get("set"): row for row in self.folder.eval.rows()}  # the last of each set
         self._spool = Spool(self.folder.path / "inflight.jsonl.zst", self._books, self.state.step)
-        self._rounds = self._new_rounds()
-        self._queue = self._recalled()
+        self._feed = self._new_feed()
+        self._recall()
         self._saved_step, self._between_steps = self.state.step, False
         self._counted, self._told = sum(self.counters, Counter()), set[str]()
+        self._spans, self._over = list[Span](), dict[str, dict[str, float]]()
         self._watch, self._why = watch_after(self.folder.metrics.rows()), self._nobody_left()
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
-        with StopSignals(self.plan.grace_s) as self._signals:
+        with StopSignals(self.plan.grace_s) as self._signals, self._watchdog():
             try:
                 with self._books.work():
                     await self._train(self._signals)
@@ -186,12 +140,14 @@ class Loop:
             except Misaligned as refused:
                 if not refused.steps_taken:  # between two steps, but no weight has changed
                     self._checkpoint()
-                self._spool.reject(self.state.step + 1)
+                self._spool.reject(self._feed.addresses)
                 raise
             except RuntimeError:
                 if not self._between_steps:
                     self._checkpoint()
                 raise
+            finally:
+                await self._feed.close()
             self._checkpoint()
         if self.state.step == self.plan.steps:
             return Finished(state=self.state, why=Finish.DONE)
@@ -201,9 +157,11 @@ class Loop:
         return Finished(state=self.state, why=why)
 
     async def _train(self, signals: StopSignals) -> None:
+        if self.plan.overlap and self.drafting is not None:
+            self.drafting.begin()
         if self.plan.eval_at_start or self.state.step:
             await signals.bounded(self._evaluate())
-        while self.state.step < self.plan.steps and signals.received is None and self._why is None:
+        while self._goes_on:
             await signals.bounded(self._step())
             if signals.received is None:
                 await signals.bounded(self._evaluate())
@@ -211,32 +169,114 @@ class Loop:
                 self._checkpoint()
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
                 raise NoSignal(self._no_signal())
+        if signals.received is signal.SIGTERM:
+            await signals.bounded(self._feed.drain())
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.state.step < self.plan.steps and self._signals.received is None and self._why is None
 
     async def _step(self) -> None:
-        """Play, learn, publish, report. Nothing after the rollouts awaits: a step happens or it does not."""
-        clock = Clock()
-        step = self.state.step + 1
-        if self.drafting is not None:
+        """Play, learn, publish, report. Nothing after the training awaits: a step happens or it does not."""
+        step, overlap = self.state.step + 1, self.plan.overlap
+        clock = Clock(step, self._books.clock, self.worker)
+        self._doing = f"step {step} waits for its groups"
+        if self.drafting is not None and not overlap:
             self.drafting.begin()
-        state, now = await self._play(step, clock)
-        clock.rollouts(now)
-        played = self._queue.pop(step)
-        groups, fresh = ([item.group for item in items] for items in (played, now))
-        drafted = None
-        if self.drafting is not None:
-            drafted = self.drafting.end(fresh, step, clock.rollout_s)
-        credit = self._assign(groups)
-        version, batch, report = self.state.version, None, None
-        if credit.samples:
-            self._between_steps = True
-            with clock.training(), self._signals.blocking():
-                batch = self._pack(credit)
-                report = self.trainer.step(batch)
-                version += 1
+        with clock.doing("rollout" if overlap else "", Kind.WAIT):
+            taken = await self._feed.batch(self.state.step, self.state.version)
+        groups, stale = ([self._of(step, item.group) for item in some] for some in (taken.batch, taken.stale))
+        if not overlap:
+            clock.rollouts(self._feed.ended)
+        learned = await self._learned(groups, clock)
+        version = self.state.version
+        if learned.report is not None:
+            version += 1
+            with clock.doing("publish" if overlap else "train", Kind.PUBLISH):
                 self.stage.engine.publish(self.trainer.adapters(), version)
-            if report.mismatch is not None:
-                clock.measured(report.mismatch["seconds"])
+        learned = replace(learned, credit=with_stale(learned.credit, stale, taken.num_stale))
+        fresh = self._feed.fresh()
+        drafted = self._drafted(fresh, clock)
+        row = self._booked(clock, [*groups, *stale], fresh, taken, learned, drafted)
+        self._end_step(step, version, taken, learned, row)
+        self._report({**row, **self.state.totals}, groups, learned.report, drafted)
+        self._why = self._why or self._nobody_left()
+        if overlap and self._goes_on:
+            self._feed.admit(step, version)
+        self._dog.moved()
+
+    def _drafted(self, ended: Sequence[Played], clock: Clock) -> Drafted | None:
+        """The books of drafts, and what has ended is remembered."""
+        if self.drafting is None:
+            return None
+        drafted = self.drafting.end([item.group for item in ended], self.state.step + 1, clock.rollout_s)
+        if self.plan.overlap:
+            self.drafting.begin()
+        return drafted
+
+    async def _learned(self, groups: Sequence[Group], clock: Clock) -> Learned:
+        """Train on the groups: in a thread where workers need the event loop meanwhile."""
+        self._doing = f"step {self.state.step + 1} is training"
+        if self.plan.overlap or self._books.terms.pools:
+            with self._signals.finishing():
+                return await in_thread(lambda: self._learn(groups, clock))
+        with self._signals.blocking():
+            return self._learn(groups, clock)
+
+    def _learn(self, groups: Sequence[Group], clock: Clock) -> Learned:
+        credit = assign(
+            groups,
+            self.algorithm,
+            min_verdicts=min(2, self.plan.group_size),
+            answer_tokens=self.plan.answer_tokens,
+            solved_at=self.plan.solved_at,
+        )
+        if not credit.samples:
+            return Learned(credit=credit)
+        with clock.doing("train", Kind.PACK):
+            batch = pack(
+                credit.samples,
+                credit.weights,
+                tokens_per_microbatch=self.plan.tokens_per_microbatch,
+                minibatches=self.plan.minibatches,
+                version=self.state.version,
+            )
+        self._check_ages(batch)
+        self._between_steps = True
+        with clock.doing("train", Kind.TRAIN):
+            report = self.trainer.step(batch)
+        if report.mismatch is not None:
+            clock.measured(report.mismatch["seconds"])
+        return Learned(credit=credit, batch=batch, report=report)
+
+    def _check_ages(self, batch: Batch) -> None:
+        """The bound of the feed once more, on the tokens themselves."""
+        wrong = {age: n for age, n in ages(batch).items() if not 0 <= age <= self.plan.staleness}
+        if wrong:
+            raise TooOld(
+                f"step {self.state.step + 1} has {sum(wrong.values())} tokens that are {sorted(wrong)} "
+                f"versions old where pipeline.staleness is {self.plan.staleness}; nothing was trained on them"
+            )
+
+    @staticmethod
+    def _of(step: int, group: Group) -> Group:
+        """As that of the step that trains on it."""
+        return group if group.step == step else replace(group, step=step)
+
+    def _booked(
+        self,
+        clock: Clock,
+        groups: Sequence[Group],
+        ended: Sequence[Played],
+        taken: Taken,
+        learned: Learned,
+        drafted: Drafted | None,
+    ) -> dict[str, float]:
+        """The row of the step, but for sums over the run; the ledger and the timeline have theirs then.
+        ``groups`` are those that have left: trained on or dropped. ``ended`` is what the row pays for."""
+        fresh = [item.group for item in ended]
         model, ahead = self.plan.flops, drafted.ahead if drafted else NO_WORK
+        credit, batch, report = learned.credit, learned.batch, learned.report
         costs = None if model is None else step_costs(model, groups, credit, batch, report, fresh, ahead)
         row = step_row(
             groups,
@@ -249,105 +289,130 @@ class Loop:
             costs=costs,
             drafts=drafted.row if drafted else {},
         )
-        reused = [item.group for item in now if item.paid]
+        spans = [*clock.spans, *self._new_spans()]
+        by_pool = self._by_pool(spans, row, clock.waited_s)
+        reused = [item.group for item in ended if item.paid]
         work = step_work(groups, credit, batch, report, costs, fresh, reused, model)
-        self._books.step(step, row["step_time"], clock.busy(), work)
+        self._books.step(self.state.step + 1, row["step_time"], clock.busy(), work, by_pool)
+        self._draw(spans)
         counts = self._new_counts()
-        row |= {"rollout/from_spool": float(sum(item.spooled for item in played)), **counts}
-        row |= self._left(state)
+        row |= {"rollout/from_spool": float(sum(item.spooled for item in taken.batch)), **counts}
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
+        if batch is not None and (self.plan.staleness or self.plan.overlap):
+            row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(ages(batch).items())}
+        return {**row, **self.figures()}
+
+    def _by_pool(
+        self, spans: Sequence[Span], row: dict[str, float], waited_s: float
+    ) -> dict[str, dict[str, float]] | None:
+        """What each pool was busy with, for the ledger; None where everything is one pool. ``row`` gets what
+        it says of the pipeline, where there is one."""
+        told, seconds = self._books.terms.pools, row["step_time"]
+        if not (told or self.plan.overlap):
+            return None
+        pools = told or Counter(pool_of(worker) for worker in {span.worker for span in spans})
+        by_pool, self._over = busy_by_pool(spans, self._over, pools, seconds)
+        row |= pipeline_row(by_pool, pools, seconds) | {"pipeline/wait_s": waited_s}
+        row |= {"queue/running": float(self._feed.running), "queue/ready": float(self._feed.ready)}
+        return by_pool if told else None
+
+    def _end_step(
+        self, step: int, version: int, taken: Taken, learned: Learned, row: dict[str, float]
+    ) -> None:
+        """The step has happened; ``row`` gets what the new state says."""
+        self._feed.trained()
+        before, gone = self.state, learned.credit.dropped_groups
+        dropped = Counter(before.dropped) + gone
         self.state = replace(
-            state,
+            before,
             step=step,
             version=version,
-            empty_in_a_row=0 if credit.samples else self.state.empty_in_a_row + 1,
-            ahead=state.ahead[1:],
-            totals=add_totals(self.state.totals, row, self._books.terms),
+            cursor=self._feed.cursor,
+            retired=self._feed.retired,
+            empty_in_a_row=0 if learned.credit.samples else before.empty_in_a_row + 1,
+            ahead=self._feed.ahead,
+            admitted=before.admitted + taken.num_admitted,
+            trained=before.trained + len(taken.batch) + taken.num_stale - gone.total(),
+            dropped=dict(sorted(dropped.items())),
+            totals=add_totals(before.totals, row, self._books.terms),
         )
         self._between_steps = False
-        self._report({**row, **self.state.totals}, groups, report, drafted)
-        self._why = self._why or self._nobody_left()
+        row |= self._left(before) | self._accounted()
+        if taken.num_anew:
+            row["groups/played_anew"] = float(taken.num_anew)
 
-    async def _play(self, step: int, clock: Clock) -> tuple[LoopState, list[Played]]:
-        """Play until the round of ``step`` and those that ``staleness`` has the policy play ahead are there:
-        (where that leaves the stream, what was played now). Most often this is one round."""
-        plan, state, played = self.plan, self.state, list[Played]()
-        for lost in (one for one in state.ahead if one.step not in self._queue):
-            items = self._queue[lost.step] = await self._rounds.play(lost, state.retired, since=clock.start)
-            played += items
-            state = self._without(state, items)
-        for number in range(step + len(state.ahead), min(step + plan.staleness, plan.steps) + 1):
-            now = self._round(state, number)
-            places = self._rounds.places(now, state.retired)
-            if not places:
-                break
-            after = replace(state, cursor=places[-1] + 1, ahead=(*state.ahead, now))
-            coming = self._round(after, number + 1) if number < plan.steps else None
-            items = await self._rounds.play(now, state.retired, since=clock.start, coming=coming)
-            self._queue[number] = items
-            played += items
-            state = self._without(after, items)
-        return state, played
+    def _accounted(self) -> dict[str, float]:
+        """Exactly once: where all the groups are that were ever admitted."""
+        state, dropped = self.state, sum(self.state.dropped.values())
+        assert state.admitted == state.trained + dropped + len(state.ahead), (
+            f"step {state.step}: of {state.admitted} groups {state.trained} were trained on, {dropped} "
+            f"dropped and {len(state.ahead)} are on their way"
+        )
+        return {
+            "groups/admitted_total": float(state.admitted),
+            "groups/trained_total": float(state.trained),
+            **{f"groups/dropped_total/{rule}": float(n) for rule, n in state.dropped.items()},
+            "groups/outstanding": float(len(state.ahead)),
+        }
 
-    def _round(self, state: LoopState, step: int) -> Round:
-        """The next round, whose groups ``step`` trains on."""
-        retired = len(state.retired) if self.plan.solved_for_good else 0  # 0: all may come again
-        return Round(step=step, cursor=state.cursor, retired=retired, version=state.version)
-
-    def _new_rounds(self) -> Rounds:
-        return Rounds(
+    def _new_feed(self) -> Feed:
+        plan = self.plan
+        rounds = Rounds(
             tasks=self.tasks,
             stage=self.stage,
             spool=self._spool,
-            prompts=self.plan.prompts_per_step,
-            group_size=self.plan.group_size,
-            seed=self.plan.seed,
-            run_ahead=self.run_ahead,
+            prompts=plan.prompts_per_step,
+            group_size=plan.group_size,
+            seed=plan.seed,
+            staleness=plan.staleness,
+            run_ahead=None if plan.overlap else self.run_ahead,
+        )
+        return Feed(
+            rule=Rule(
+                prompts=plan.prompts_per_step,
+                staleness=plan.staleness,
+                steps=plan.steps,
+                overlap=plan.overlap,
+                late=plan.late,
+            ),
+            rounds=rounds,
+            cursor=self.state.cursor,
+            retired=self.state.retired,
+            leaving=self._leaving if plan.solved_for_good else None,
+            moved=lambda: self._dog.moved(),
         )
 
-    def _recalled(self) -> dict[int, list[Played]]:
-        """What an earlier process had played ahead, by step. A round that the spool does not have is one of
-        the policy of now, which plays the same prompts anew; who had left by what is lost does not return."""
-        found, ahead, version = dict[int, list[Played]](), list[Round](), self.state.version
-        for one in self.state.ahead:
-            played = self._rounds.recall(one, self.state.retired, since=time.perf_counter())
-            if played is not None:
-                found[one.step] = played
-            elif one.version != version:
-                self.on_note(
-                    f"step {self.state.step}: {self._spool.path.name} does not have all groups for step "
-                    f"{one.step}, which policy {one.version} sampled; policy {version} plays them anew, so "
-                    "this is not quite the run that was interrupted"
-                )
-            ahead.append(one if played is not None else replace(one, version=version))
-        self.state = replace(self.state, ahead=ahead)
-        return found
+    def _recall(self) -> None:
+        """Take up what an earlier process had on its way. What the spool does not have is played anew, by the
+        policy of now, in its place; who had left by what is lost does not return."""
+        state = self.state
+        lost = [one.version for one in self._feed.recall(state.ahead, state.step, state.version)]
+        if gone := sorted({version for version in lost if version != state.version}):
+            who = f"policy {gone[0]}" if len(gone) == 1 else f"policies {gone[0]} to {gone[-1]}"
+            self.on_note(
+                f"step {state.step}: of {len(state.ahead)} groups that were on their way "
+                f"{self._spool.path.name} does not have {len(lost)}, which {who} sampled; policy "
+                f"{state.version} plays them anew, so this is not quite the run that was interrupted"
+            )
 
-    def _without(self, state: LoopState, played: Sequence[Played]) -> LoopState:
-        """The state when the prompts have left the stream that these groups solve for good."""
-        plan = self.plan
-        if not plan.solved_for_good:
-            return state
-        groups = [item.group for item in played]
-        rule = {"share": plan.solved_for_good, "solved_at": plan.solved_at}
-        leaving = solved_for_good(groups, **rule, retired=frozenset(state.retired))
-        return replace(state, retired=(*state.retired, *leaving))
+    def _leaving(self, groups: Sequence[Group], retired: Sequence[str]) -> Sequence[str]:
+        rule = {"share": self.plan.solved_for_good, "solved_at": self.plan.solved_at}
+        return solved_for_good(groups, **rule, retired=frozenset(retired))
 
-    def _left(self, state: LoopState) -> dict[str, float]:
+    def _left(self, before: LoopState) -> dict[str, float]:
         """What the row tells of the prompts that have left."""
         if not self.plan.solved_for_good:
             return {}
-        total = len(state.retired)
+        total = len(self.state.retired)
         return {
-            "groups/retired": float(total - len(self.state.retired)),
+            "groups/retired": float(total - len(before.retired)),
             "groups/retired_total": float(total),
             "groups/left_share": 1 - total / len(self.tasks),
         }
 
     def _nobody_left(self) -> Finish | None:
         """Is this the end, because every prompt has left the stream?"""
-        coming = self._round(self.state, self.state.step + 1)
-        if self.state.ahead or self._rounds.places(coming, self.state.retired):
+        if not self._feed.is_dry:
             return None
         self.on_note(
             f"step {self.state.step}: every prompt is solved for good, so nothing is left to sample; more or "
@@ -355,23 +420,31 @@ class Loop:
         )
         return Finish.SOLVED
 
-    def _assign(self, groups: Sequence[Group]) -> Credit:
-        return assign(
-            groups,
-            self.algorithm,
-            min_verdicts=min(2, self.plan.group_size),
-            answer_tokens=self.plan.answer_tokens,
-            solved_at=self.plan.solved_at,
+    @contextmanager
+    def _watchdog(self) -> Iterator[None]:
+        """In here a wait without progress ends with ``Stalled``."""
+        self._doing = "nothing has begun"
+        self._dog = Watchdog(
+            self.plan.watch_s,
+            self._signals,
+            self.sampled,
+            lambda: f"{self._doing}; on the way for longest: {self._feed.waiting()}",
         )
+        watching = asyncio.create_task(self._dog.watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
 
-    def _pack(self, credit: Credit) -> Batch:
-        return pack(
-            credit.samples,
-            credit.weights,
-            tokens_per_microbatch=self.plan.tokens_per_microbatch,
-            minibatches=self.plan.minibatches,
-            version=self.state.version,
-        )
+    def _new_spans(self) -> list[Span]:
+        spans, self._spans = self._spans, []
+        return [*spans, *(span for worker in self.timed for span in worker.take_spans())]
+
+    def _draw(self, spans: Sequence[Span]) -> None:
+        path = self.folder.timeline.path
+        size = path.stat().st_size if path.exists() else 0
+        if rows := [span.to_json() for span in kept(spans, step=self.state.step + 1, file_bytes=size)]:
+            self.folder.timeline.append(*rows)
 
     def _report(
         self,
@@ -424,6 +497,7 @@ class Loop:
     async def _evaluate(self) -> None:
         """Score what is due, and hear what the scores of the main set foretell. The end of a run is due for
         every set."""
+        self._doing = f"the evaluation after step {self.state.step}"
         await self._score()
         main = self._scored.get(MAIN_SET, {})
         if self.foresee is None or not self.state.step or main.get("step") != self.state.step:
@@ -437,12 +511,15 @@ class Loop:
         for evaluation in self.evaluations:
             if due(evaluation, now, self._scored.get(evaluation.name), ended=self._due(0)):
                 with self._books.evaluating():
-                    row, groups = await evaluate_groups(self.stage, evaluation, self.state.step)
+                    row, groups = await evaluate_groups(
+                        self.stage, evaluation, self.state.step, lambda *ended: self._dog.moved()
+                    )
                 row |= {"spent": now, **self._new_counts()}
                 work = evaluation_work(groups, self.plan.flops)
                 self._books.evaluation(self.state.step, evaluation.name, row["seconds"], work)
                 if self.drafting is not None:
                     self.drafting.forget(evaluation.prompts)
+                self._draw(self._new_spans())  # no time of a step
                 self.folder.eval.append(row)
                 self._scored[evaluation.name] = row
                 self.on_eval(row)
@@ -453,11 +530,14 @@ class Loop:
 
     def _checkpoint(self) -> None:
         if self.state.step > self._saved_step:
-            started = time.perf_counter()
-            oldest = self.save(self.state)
-            self._books.saved(self.state.step, time.perf_counter() - started)
+            clock = Clock(self.state.step, self._books.clock, self.worker)
+            with clock.doing("", Kind.SAVE):
+                oldest = self.save(self.state)
+            self._books.saved(self.state.step, clock.spans[0].seconds)
+            self._spans += clock.spans
             self._saved_step = self.state.step
             self._spool.forget(oldest)
+            self._dog.moved()
 
     def _no_signal(self) -> str:
         return (

@@ -48,7 +48,7 @@ class Store(Protocol):
 class Lengths(Protocol):
     """Answer lengths by prompt: ``history.lengths.Lengths``."""
 
-    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool]) -> None: ...
+    def observe(self, uid: str, lengths: Sequence[int], truncated: Sequence[bool], *, step: int) -> None: ...
 
 
 class Drafter(Protocol):
@@ -145,7 +145,7 @@ class Drafting:
             self.store.add(uid, step, answers)
         for uid, completions in _by_prompt(groups).items():
             ended = [(_sampled(one), one.stop is Stop.LENGTH) for one in completions]
-            self.lengths.observe(uid, [n for n, _ in ended], [cut for _, cut in ended])
+            self.lengths.observe(uid, [n for n, _ in ended], [cut for _, cut in ended], step=step)
         self.forget(group.prompt for group in groups)
         skipped = {"draft/not_remembered": float(num_skipped)} if num_skipped else {}
         return {

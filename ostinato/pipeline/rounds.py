@@ -1,4 +1,4 @@
-"""Rounds: the groups of one training step, from the stream to the spool and back.
+"""Groups on their way: from the stream to the players, to the spool and back.
 
 With a staleness of k, the policy that step s begins with plays the round of step s + k, so that every batch
 (but the first k) is trained on k updates after it was sampled: PipelineRL's off-policyness (arXiv 2509.19128)
@@ -10,34 +10,37 @@ in lockstep, in one process and the same to the last bit whenever it is run.
     staleness     0        1    2    2    2
 
 What was played and not yet trained on cannot be played again, for its policy is gone: a checkpoint names the
-rounds, and the spool keeps their groups.
+groups, and the spool keeps them. Who plays a group, and when, changes nothing but the policy in flight: its
+noise is addressed by its admission.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ostinato.pipeline.spool import Spool, address
 from ostinato.pipeline.stream import places
 from ostinato.protocols import Tasks
-from ostinato.rollout.play import Ask, Played, Stage, first_request, play
+from ostinato.rollout.play import Ask, Played, Stage, first_request, play_group
 from ostinato.types import Request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """All that says which groups these are, beside the names of those who have left the stream."""
+class Admission(NamedTuple):
+    """All that says which group this is, and how old it is. A checkpoint has one for each on its way."""
 
-    step: int  # that trains on it
-    cursor: int  # where in the stream it begins
-    retired: int  # how many prompts had left by then
-    version: int  # of the policy that plays it
+    round: int  # the step that trains on it if nothing intervenes: a part of its seed
+    place: int  # of its prompt in the stream; no place is taken twice
+    step: int  # finished when it was admitted
+    version: int  # of the policy that was published then
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Plays rounds of ``prompts`` groups; ``run_ahead`` hears what the round after will ask for."""
+    """Plays groups of ``group_size``, ``prompts`` in a round; ``run_ahead`` hears what a round to come will
+    ask."""
 
     tasks: Tasks
     stage: Stage
@@ -45,59 +48,57 @@ class Rounds:
     prompts: int
     group_size: int
     seed: int
+    staleness: int = 0
     run_ahead: Callable[[Sequence[Request]], None] | None = None
 
-    def places(self, round: Round, retired: Sequence[str]) -> list[int]:
-        """Indices of its prompts in the stream, which ``retired`` have left in this order; empty when all
-        have."""
-        return places(self.tasks, round.cursor, self.prompts, frozenset(retired[: round.retired]))
+    def places(self, cursor: int, retired: Iterable[str], count: int = 0) -> list[int]:
+        """Indices in the stream of the next ``count`` prompts (0: a round of them), which ``retired`` have
+        left; empty when all have."""
+        return places(self.tasks, cursor, count or self.prompts, frozenset(retired))
 
     async def play(
-        self, round: Round, retired: Sequence[str], *, since: float, coming: Round | None = None
-    ) -> list[Played]:
-        """The groups in the order of the stream; what the spool had was there at ``since``. ``coming`` is the
-        round after, if there is one, as far as it is known."""
-        asks = self._asks(round, retired)
-        addresses = [address(ask, self.stage, round.version) for ask in asks]
-        taken = {i: self.spool.take(addresses[i], ask, since) for i, ask in enumerate(asks)}
-        found = {i: played for i, played in taken.items() if played is not None}
-        missing = [i for i in range(len(asks)) if i not in found]
+        self, one: Admission, *, since: float, generated: Callable[[], None] = lambda: None
+    ) -> Played:
+        """The group; what the spool had was there at ``since``. ``generated`` is called when the last answer
+        is there, and only the verdict is missing."""
+        found = self.recall(one, one.version, since=since)
+        if found is not None:
+            return found
+        ask = self._ask(one)
+        played = await play_group(self.stage, ask, generated)
+        self.spool.put(self.address(one), played.group, until=one.step + self.staleness + 1)
+        return played
 
-        def keep(index: int, item: Played) -> None:
-            self.spool.put(addresses[missing[index]], item.group)
+    def recall(self, one: Admission, version: int, *, since: float) -> Played | None:
+        """The group as an earlier process played it; None where the spool does not have it, or has one that a
+        later policy than ``version`` went on with: that policy is not there, or not yet."""
+        return self.spool.take(self.address(one), self._ask(one), since, newest=version)
 
-        if self.run_ahead is not None and coming is not None:
-            self.run_ahead(self._first_requests(coming, retired))
-        fresh = await play(self.stage, [asks[i] for i in missing], keep)
-        played = found | dict(zip(missing, fresh, strict=True))
-        return [played[i] for i in range(len(asks))]
+    def uid(self, one: Admission) -> str:
+        """Of its prompt."""
+        return self.tasks.prompt(one.place).uid
 
-    def recall(self, round: Round, retired: Sequence[str], *, since: float) -> list[Played] | None:
-        """The round as an earlier process played it; None where the spool does not have all of it."""
-        asks = self._asks(round, retired)
-        taken = [self.spool.take(address(ask, self.stage, round.version), ask, since) for ask in asks]
-        there = [played for played in taken if played is not None]
-        return there if len(there) == len(taken) else None
+    def address(self, one: Admission) -> str:
+        return address(self._ask(one), self.stage, one.version)
 
-    def _asks(self, round: Round, retired: Sequence[str]) -> list[Ask]:
-        return [
-            Ask(
-                prompt=self.tasks.prompt(index),
-                seed=(self.seed, round.step, index),
-                group_size=self.group_size,
-                step=round.step,
-            )
-            for index in self.places(round, retired)
-        ]
-
-    def _first_requests(self, round: Round, retired: Sequence[str]) -> list[Request]:
-        """What its first turns will ask of the engine; later ones are not known."""
+    def foretell(self, coming: Sequence[Admission]) -> None:
+        """What the first turns of ``coming`` will ask of the engine; later ones are not known."""
+        assert self.run_ahead is not None
+        asks = [self._ask(one) for one in coming]
         made = (
             first_request(self.stage, ask.prompt, (*ask.seed, member))
-            for ask in self._asks(round, retired)
+            for ask in asks
             for member in range(ask.group_size)
         )
-        return [request for request in made if request is not None]
+        self.run_ahead([request for request in made if request is not None])
+
+    def _ask(self, one: Admission) -> Ask:
+        return Ask(
+            prompt=self.tasks.prompt(one.place),
+            seed=(self.seed, one.round, one.place),
+            group_size=self.group_size,
+            step=one.round,
+        )
 
 
-__all__ = ["Round", "Rounds"]
+__all__ = ["Admission", "Rounds"]

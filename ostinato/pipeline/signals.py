@@ -2,7 +2,10 @@
 
 Ctrl-C        the running step is finished, then the run saves and ends
 Ctrl-C again  what runs is cancelled and KeyboardInterrupt raised; all that was reported is on the disk
-SIGTERM       as the first Ctrl-C, but a step that is not done within ``grace_s`` seconds is abandoned
+SIGTERM       as the first Ctrl-C, but what is not done within ``grace_s`` seconds is abandoned, unless it
+trains
+
+A wait that nothing ends is ended by a ``Watchdog``, which says who waits for whom.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -22,6 +26,10 @@ class Abandoned(Exception):
     """The step was given up because the grace period of a SIGTERM was over."""
 
 
+class Stalled(RuntimeError):
+    """Nothing has got on for as long as the plan allows."""
+
+
 class StopSignals:
     """A context in which the signals above are heard; outside the main thread, where Python delivers no
     signals, it hears nothing. To be entered inside a running event loop."""
@@ -29,7 +37,8 @@ class StopSignals:
     def __init__(self, grace_s: float) -> None:
         self.received: signal.Signals | None = None
         self._grace_s = grace_s
-        self._expired, self._killed, self._blocking = False, False, False
+        self._expired, self._killed, self._blocking, self._finishing = False, False, False, False
+        self._error: Exception | None = None
         self._task: asyncio.Task[Any] | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -46,7 +55,7 @@ class StopSignals:
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``. When the grace period ends or a second Ctrl-C comes first, it is cancelled
-        and Abandoned or KeyboardInterrupt raised."""
+        and Abandoned or KeyboardInterrupt raised; so is the error of ``give_up``."""
         if self._expired:
             work.close()
             raise Abandoned
@@ -56,11 +65,19 @@ class StopSignals:
         except asyncio.CancelledError:
             if self._killed:
                 raise KeyboardInterrupt from None
+            if self._error is not None:
+                raise self._error from None
             if self._expired:
                 raise Abandoned from None
             raise
         finally:
             self._task = None
+
+    def give_up(self, error: Exception) -> None:
+        """Cancel what runs; whoever waits for it gets ``error``."""
+        if self._task is not None:
+            self._error = error
+            self._task.cancel()
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
@@ -70,6 +87,15 @@ class StopSignals:
             yield
         finally:
             self._blocking = False
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Around what the end of the grace period does not cut off."""
+        self._finishing = True
+        try:
+            yield
+        finally:
+            self._finishing = False
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received is not None:
@@ -85,5 +111,64 @@ class StopSignals:
 
     def _expire(self) -> None:
         self._expired = True
-        if self._task is not None:
+        if self._task is not None and not self._finishing:
             self._task.cancel()
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """The result of ``work()``, done in a thread of its own while the event loop goes on.
+
+    A cancelled caller leaves the thread to itself, and a process that ends does not wait for it.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)  # type: ignore[arg-type]
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # an edge of the process: whatever it is, it is the caller's
+            error = raised
+        with suppress(RuntimeError):  # of a loop that is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+class Watchdog:
+    """Ends a wait without progress. ``amount`` is something that grows while there is any (tokens sampled);
+    what else gets on calls ``moved``. ``waiting`` says who waits for whom."""
+
+    def __init__(
+        self, limit_s: float, signals: StopSignals, amount: Callable[[], float], waiting: Callable[[], str]
+    ) -> None:
+        self._limit_s, self._signals, self._amount, self._waiting = limit_s, signals, amount, waiting
+        self._last, self._seen = time.monotonic(), amount()
+
+    def moved(self) -> None:
+        self._last = time.monotonic()
+
+    async def watch(self) -> None:
+        """Until cancelled: look now and then, and give up what runs when ``limit_s`` seconds have passed."""
+        while True:
+            await asyncio.sleep(self._limit_s / 10)
+            if (now := self._amount()) != self._seen:
+                self._seen = now
+                self.moved()
+            idle_s = time.monotonic() - self._last
+            if idle_s >= self._limit_s:
+                self._signals.give_up(
+                    Stalled(
+                        f"nothing has got on for {idle_s:.0f} s (pipeline.watch_s = {self._limit_s:g}): "
+                        f"{self._waiting()}"
+                    )
+                )

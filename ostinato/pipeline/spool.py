@@ -8,6 +8,10 @@ and plays anew. Prompts are not stored: the stream gives them again.
 A row says which process pays for the group, in its ledger's row of which step: a group is paid for once,
 however many processes read it back.
 
+With workers that go on while the trainer learns, the tokens of a group may be of several policies. Its
+address names the one that it began under; it is given back only to a run that has come as far as the newest
+of them.
+
 Of a step that was interrupted, only the missing groups are played, in a smaller batch than before. Their
 tokens are the same; their log-probabilities are the same bits where the engine's kernels work row by row
 (the native ones), and equal up to rounding (1e-6) where they do not (torch's).
@@ -16,7 +20,7 @@ tokens are the same; their log-probabilities are the same bits where the engine'
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -41,19 +45,24 @@ class Spool:
             if row["step"] > step:
                 self._found[row["address"]] = {**self._found.get(row["address"], {}), **row}
 
-    def put(self, address: str, group: Group) -> None:
+    def put(self, address: str, group: Group, until: int = 0) -> None:
+        """Keep it for the step that asked for it, and up to step ``until``."""
         trajectories = [_trajectory_row(trajectory) for trajectory in group.trajectories]
-        self._sign(group.step, address, trajectories=trajectories)
+        self._sign(max(group.step, until), address, trajectories=trajectories)
 
-    def take(self, address: str, ask: Ask, since: float) -> Played | None:
-        """The group that an earlier process played under this address, there at ``since``; given once."""
+    def take(self, address: str, ask: Ask, since: float, newest: int | None = None) -> Played | None:
+        """The group that an earlier process played under this address, there at ``since``; given once, and
+        only if none of its tokens is of a later policy than ``newest``."""
         row = self._found.pop(address, None)
         if row is None:
+            return None
+        group = _group(row, ask)
+        if newest is not None and newest_version(group) > newest:
             return None
         paid = self._ledger.has(tuple(row.get("paid_in", ())))
         if not paid:  # its process was killed before the step had ended
             self._sign(row["step"], address)
-        return Played(group=_group(row, ask), generated_at=since, graded_at=since, spooled=True, paid=paid)
+        return Played(group=group, generated_at=since, graded_at=since, spooled=True, paid=paid)
 
     def _sign(self, step: int, address: str, **more: Any) -> None:
         self._log.append({"step": step, "address": address, "paid_in": self._ledger.coming, **more})
@@ -62,9 +71,9 @@ class Spool:
         """Drop the groups up to ``step``: the oldest checkpoint covers them."""
         self._keep(lambda row: row["step"] > step)
 
-    def reject(self, step: int) -> None:
-        """Drop the groups of ``step``: the trainer refused them, and would again."""
-        self._keep(lambda row: row["step"] != step)
+    def reject(self, addresses: Collection[str]) -> None:
+        """Drop these groups: the trainer refused them, and would again."""
+        self._keep(lambda row: row["address"] not in addresses)
 
     def _keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
         self._log.keep(wanted)
@@ -75,6 +84,12 @@ def address(ask: Ask, stage: Stage, version: int) -> str:
     """All that a played group is a function of: what was asked, of which policy version, on which stage."""
     asked = f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version}"
     return f"{asked} context={stage.context_limit} stage={stage.identity} {stage.sampling}"
+
+
+def newest_version(group: Group) -> int:
+    """Of the policies that sampled its tokens; -1 without any."""
+    turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
+    return max((int(turn.completion.versions.max(initial=-1)) for turn in turns), default=-1)
 
 
 def _group(row: Mapping[str, Any], ask: Ask) -> Group:

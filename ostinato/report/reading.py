@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ostinato.ledger import checked
 from ostinato.run import MAIN_SET, Jsonl, RunFolder
+from ostinato.timeline import Span, coarse
 
 Row = Mapping[str, Any]
+
+ENDS = 20_000  # spans at either end of a timeline that are read as they are
+BETWEEN = 60_000  # that are left of those between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,6 +36,7 @@ class RunData:
     drafts: Sequence[Row] = ()  # one per step of a run that drafted, in order
     mismatch: Sequence[Row] = ()  # one per step in which sampler and trainer were compared in full, in order
     alarms: Sequence[Row] = ()  # of the stability watch, in order
+    spans: Sequence[Span] = ()  # what workers did and when; between the ends of a long run, the less detailed
     starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
     damage: Sequence[str]  # one sentence per file that could not be read to its end
 
@@ -66,29 +73,32 @@ def read_run(run: RunFolder) -> RunData:
         for name in dict.fromkeys(sets)
         if name != MAIN_SET
     }
-    evals = [row for row, name in zip(evals, sets, strict=True) if name == MAIN_SET]
-    splits = [row.get("split") for row in evals]
-    wanted = recipe.get("eval", {}).get("split")
-    split = wanted if wanted in splits or not splits else splits[0]
     return RunData(
         name=run.path.resolve().name,
         recipe_text=text,
         recipe=recipe,
         metrics=_by_step(_rows(run.metrics, damage)),
-        **_scores([row for row in evals if row.get("split") == split], recipe),
+        **main_scores(evals, recipe),
         downstream={str(name): rows for name, rows in others.items() if rows},
         forecasts=_by_step(_rows(run.forecast, damage)),
         ledger=_rows(run.ledger, damage, checked),
         drafts=_by_step(_rows(run.drafts, damage)),
         mismatch=_by_step(_rows(Jsonl(run.path / "mismatch.jsonl"), damage)),
         alarms=[row for row in _rows(run.watch, damage) if number(row, "step") is not None],
+        spans=thinned(_spans(run.timeline, damage)),
         starts=_rows(Jsonl(run.path / "starts.jsonl"), damage),
         damage=damage,
     )
 
 
-def _scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
-    """``evals`` and ``exported`` of the rows of one split."""
+def main_scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
+    """``evals`` and ``exported`` of a ``RunData``, from rows of eval.jsonl: one set, split and kind of
+    weights."""
+    rows = [row for row in rows if row.get("set", MAIN_SET) == MAIN_SET]
+    splits = [row.get("split") for row in rows]
+    wanted = recipe.get("eval", {}).get("split")
+    split = wanted if wanted in splits or not splits else splits[0]
+    rows = [row for row in rows if row.get("split") == split]
     kinds = [row.get("weights", "model") for row in rows]
     wanted = recipe.get("engine", {}).get("weights")
     kind = wanted if wanted in kinds else next(iter(kinds), "model")
@@ -111,6 +121,30 @@ def _rows(
     except ValueError as error:
         damage.append(f"{error}; this report ends there.")
     return rows
+
+
+def _spans(log: Jsonl, damage: list[str]) -> Iterator[Span]:
+    """The spans up to the first row that is none."""
+    try:
+        for row in log.rows():
+            yield Span.of(row)
+    except (ValueError, KeyError, TypeError) as error:
+        damage.append(f"{log.path.name} has a row that is no span ({error!r}); the timeline ends there.")
+
+
+def thinned(spans: Iterable[Span], ends: int = ENDS, between: int = BETWEEN) -> list[Span]:
+    """All spans where they are few; else those at both ends as they are, and ``between`` them fewer that come
+    to the same seconds (``timeline.coarse``)."""
+    rest = iter(spans)
+    head, tail = list(islice(rest, ends)), deque[Span]()
+    middle, grain = list[Span](), 0.05
+    for span in rest:
+        tail.append(span)
+        if len(tail) > ends:
+            middle.append(tail.popleft())
+        while len(middle) > 2 * between:
+            middle, grain = coarse(middle, grain), 2 * grain
+    return [*head, *middle, *tail]
 
 
 def _by_step(rows: Sequence[Row]) -> list[Row]:

@@ -105,14 +105,15 @@ async def play(
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        await _end(tasks)
+        await end_tasks(tasks)
 
 
-async def play_group(stage: Stage, ask: Ask) -> Played:
-    """The siblings of one prompt, played and graded together."""
+async def play_group(stage: Stage, ask: Ask, generated: Callable[[], None] = lambda: None) -> Played:
+    """The siblings of one prompt, played and graded together; ``generated`` is called in between."""
     episodes = [_Episode(stage, ask.prompt, (*ask.seed, k)) for k in range(ask.group_size)]
     await _play_together(stage.engine, episodes)
     generated_at = time.perf_counter()
+    generated()
     trajectories = tuple(episode.trajectory() for episode in episodes)
     group = await grade(stage.grader, Group(prompt=ask.prompt, trajectories=trajectories, step=ask.step))
     return Played(group=group, generated_at=generated_at, graded_at=time.perf_counter())
@@ -272,7 +273,7 @@ async def _play_together(engine: Engine, episodes: Sequence[_Episode]) -> None:
             raise RuntimeError(f"the engine gave {len(tasks)} completions for {len(asked)} requests")
         await asyncio.gather(*tasks)
     finally:
-        await _end(tasks)
+        await end_tasks(tasks)
 
 
 async def _play_on(engine: Engine, episode: _Episode) -> None:
@@ -283,7 +284,7 @@ async def _play_on(engine: Engine, episode: _Episode) -> None:
         await episode.hear(completions[0])
 
 
-async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def end_tasks(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel what still runs and wait for it: nobody may go on behind the back of a failed call."""
     for task in tasks:
         task.cancel()

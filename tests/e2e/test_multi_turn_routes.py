@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from small_loop import a_spool
+from small_world import KERNELS, NATIVE
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import alignment
@@ -22,7 +23,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.named import model_folder
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.model.packed import PackedAttention
 from ostinato.rollout.convert import samples
 from ostinato.rollout.play import Ask, Stage, play
@@ -35,17 +36,6 @@ SAMPLING = Sampling(max_tokens=80, min_tokens=2, stop_tokens=tuple(range(0, 295,
 ASKS = [
     Ask(prompt=Prompt(uid=f"p{i}", text=""), seed=(0, 1, i), group_size=SIBLINGS, step=1) for i in range(2)
 ]
-
-
-def native() -> Kernels | None:
-    try:
-        return load()
-    except BuildError:
-        return None
-
-
-NATIVE = native()
-KERNELS = [pytest.param(None, id="torch"), *([pytest.param(NATIVE, id="native")] if NATIVE else [])]
 
 
 @cache

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from ostinato.cli.build import (
-    caveats,
-    check,
     check_lengths,
     longest_answer,
-    new_adapters,
     new_interruption,
     solved_at,
     stage_identity,
 )
+from ostinato.cli.caveats import caveats
+from ostinato.cli.parts import check, new_adapters
 from ostinato.config import Recipe, dump_toml
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder

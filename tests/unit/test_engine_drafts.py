@@ -12,29 +12,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_world import DRAFTS_PAY
+from small_world import DRAFTS_PAY, NATIVE
 
+from ostinato.engine.asked import new_sequence
 from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.passes import Pass
 from ostinato.history.scripted import ScriptedDrafter
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.native import BuildError, Kernels, load
 from ostinato.pipeline.work import completion_work
 from ostinato.types import Completion, Drafts, Emitted, Request, Running, Sampling, Stop
 
 VOCAB = 31
 
 
-def native() -> Kernels | None:
-    try:
-        return load()
-    except BuildError:
-        return None
-
-
-NATIVE = native()
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "vocab_size": VOCAB,
@@ -356,7 +348,7 @@ def test_a_block_added_before_others_are_given_back_is_in_the_table() -> None:
     ours._cache = type(ours._cache)(5)
     first, second = asked(2)
     for request in (first, second):
-        ours._waiting.append(ours._sequence(0, request, asyncio.Queue(), None))
+        ours._waiting.append(new_sequence(request, ours._limits, results=asyncio.Queue()))
     ours._admit()
     growing, other = ours._seats.order
     ours._seats.tables[growing, 1:] = 99

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_world import KERNELS
 
 from ostinato.algo.noise import key, uniform
 from ostinato.engine.local import LocalEngine
@@ -20,23 +21,11 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.pipeline.work import completion_work
 from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
 
 VOCAB = 61
-
-
-def native() -> Kernels | None:
-    try:
-        return load()
-    except BuildError:
-        return None
-
-
-KERNELS = [pytest.param(None, id="torch"), pytest.param(native(), id="native")]
-if KERNELS[1].values[0] is None:
-    KERNELS.pop()
 
 
 def tiny(moe: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32, tied: bool = True) -> Decoder:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_world import DRAFTS_PAY
+from small_world import DRAFTS_PAY, KERNELS, NATIVE
 
 from ostinato.engine.cache import BLOCK, KVCache
 from ostinato.engine.fake import FakeEngine
@@ -21,7 +21,7 @@ from ostinato.model.attention import NaiveCache
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.rollout.convert import samples
 from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Request, Sampling, Stop, Trajectory, Turn
 
@@ -49,17 +49,6 @@ CONFIG: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 DECODER = Decoder(parse_config(CONFIG)).init_weights(0)
-
-
-def native() -> Kernels | None:
-    try:
-        return load()
-    except BuildError:
-        return None
-
-
-NATIVE = native()
-KERNELS = [pytest.param(None, id="torch"), *([pytest.param(NATIVE, id="native")] if NATIVE else [])]
 
 
 def policy(seed: int) -> Adapters:

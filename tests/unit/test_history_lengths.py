@@ -117,3 +117,24 @@ def test_state_comes_back(groups: dict[str, list[int]]) -> None:
     new.restore(old.state())
     assert new.state() == old.state()
     assert all(new.predict(uid) == old.predict(uid) for uid in groups)
+
+
+@EXAMPLES
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(1, 500), max_size=3)), max_size=8),
+    st.data(),
+)
+def test_what_was_learned_after_a_step_can_be_forgotten(
+    steps: list[tuple[str, list[int]]], data: st.DataObject
+) -> None:
+    """Few enough lengths that none was pushed out: what is left is what there was."""
+    kept = data.draw(st.integers(0, len(steps)))
+    whole, part = Lengths(), Lengths()
+    for step, (uid, group) in enumerate(steps, start=1):
+        for lengths in (whole, part) if step <= kept else (whole,):
+            lengths.observe(uid, group, [length > 250 for length in group], step=step)
+    whole.forget_after(kept)
+    assert whole.ranks("abc") == part.ranks("abc")
+    for uid in "abc":
+        assert whole.truncated_share(uid) == part.truncated_share(uid)
+        assert whole.predict(uid) == part.predict(uid) and whole.mean(uid) == part.mean(uid)

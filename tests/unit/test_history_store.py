@@ -398,6 +398,34 @@ def test_a_saved_history_comes_back(history_of: Callable[..., History], tmp_path
     assert [block.step for block in smaller.blocks("p")] == [2]
 
 
+def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(
+    history_of: Callable[..., History], tmp_path: Path
+) -> None:
+    """The history is in no checkpoint: where the newest one was damaged, the run went on from an older one
+    with drafts from answers that it had yet to sample, and its ``draft/reuse`` was not that of a run that
+    nobody had killed."""
+
+    def after(steps: int) -> History:
+        history = history_of(epochs=4)
+        for step in range(1, steps + 1):
+            for uid in ("p", "q" if step < 3 else "r"):
+                history.add(uid, step, [past([step, 2, 3])])
+                history.lengths.observe(uid, [3 * step], [step == 2], step=step)
+        return history
+
+    after(4).save(tmp_path / "history")
+    straight = after(2)
+    back = History.load(tmp_path / "history", epochs=4, compiled=straight.native is not None)
+    back.forget_after(2)
+    for uid in "pqr":
+        old, new = straight.blocks(uid), back.blocks(uid)
+        assert [(one.step, one.text.tolist()) for one in old] == [
+            (one.step, one.text.tolist()) for one in new
+        ]
+    assert (back.num_bytes, back.num_tokens) == (straight.num_bytes, straight.num_tokens)
+    assert back.lengths.state() == straight.lengths.state() and back.counters["undone_blocks"] == 4
+
+
 @EXAMPLES
 @given(data=st.data())
 def test_a_damaged_file_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_world import DRAFTS_PAY, KERNELS, NATIVE
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.engine.local import LocalEngine
@@ -20,7 +21,7 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.named import model_folder
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.pipeline.remember import pasts
 from ostinato.render import Renderer
 from ostinato.rollout.convert import samples
@@ -28,24 +29,12 @@ from ostinato.rollout.health import prefilled_tokens, sampled_tokens
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.play import Ask, Stage, play
 from ostinato.types import Completion, Group, Prompt, Reward, Sampling, Stop
-from tests.small_world import DRAFTS_PAY
 
 SIBLINGS = 4
 ASKS = [
     Ask(prompt=Prompt(uid=f"p{i}", text=text), seed=(0, 1, i), group_size=SIBLINGS, step=1)
     for i, text in enumerate(["(81 - 3) * 2 = ?", "Q: 17 mod 5\nA: ", "compute 44 % 7 + 90"])
 ]
-
-
-def native() -> Kernels | None:
-    try:
-        return load()
-    except BuildError:
-        return None
-
-
-NATIVE = native()
-KERNELS = [pytest.param(None, id="torch"), *([pytest.param(NATIVE, id="native")] if NATIVE else [])]
 
 
 @cache

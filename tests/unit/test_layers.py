@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"timeline", "types", "protocols", "axis", "config", "every", "toml", "run", "render", "routes"}
-LEAVES |= {"ledger"}
+LEAVES |= {"jobs", "ledger"}
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
 ARROWS: dict[str, set[str]] = {
@@ -26,22 +26,24 @@ ARROWS: dict[str, set[str]] = {
     "config": {"axis", "every", "toml"},
     "protocols": {"timeline", "types"},
     "timeline": set(),
+    "jobs": set(),
     "routes": {"types"},
     "run": {"types", "routes"},
     "render": {"types"},
     "algo": {"types"},
     "model": {"types", "run", "compiler"},
-    "engine": {"timeline", "types", "protocols", "run", "render", "routes", "algo", "model"},
+    "engine": {"timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"},
     "compiler": set(),
     "history": {"types", "protocols", "run", "compiler", "algo"},
     "env": {"types", "protocols", "render"},
     "reward": {"types", "protocols", "render"},
-    "rollout": {"types", "protocols", "run", "algo"},
+    "rollout": {"types", "protocols", "jobs", "run", "algo"},
     "train": {"types", "protocols", "run", "algo", "model"},
     "cluster": {"timeline", "types", "protocols", "run"},  # and Ray, which nothing else imports
-    "pipeline": {"timeline", "types", "protocols", "config", "every", "run", "routes", "algo", "model"}
+    "pipeline": {"timeline", "types", "protocols", "jobs", "config", "every", "run", "routes", "algo", "model"}
     | {"history", "rollout", "train", "ledger"},
     "report": LEAVES,
+    "board": LEAVES | {"report"},
     "interop": {"types", "protocols", "routes", "algo", "history"},
     "scaling": {"axis", "run", "ledger"},
     "bench": LEAVES
@@ -49,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
     | {"cluster"},
     "cli": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "cluster"}
-    | {"report", "bench", "interop", "scaling", "energy", ""},
+    | {"report", "board", "bench", "interop", "scaling", "energy", ""},
     "": {"config", "cli"},  # the lazy names of __init__, and __main__
 }
 

@@ -32,6 +32,7 @@ from ostinato.pipeline.account import (
 from ostinato.pipeline.credit import Credit
 from ostinato.pipeline.loop import LoopState
 from ostinato.run import RunFolder
+from ostinato.timeline import Kind
 from ostinato.types import (
     Batch,
     Completion,
@@ -293,7 +294,7 @@ def test_injected_tokens_are_read_and_not_sampled() -> None:
 
 def test_the_parts_of_a_step_are_all_of_it() -> None:
     clock = Clock()
-    with clock.training():
+    with clock.doing("train", Kind.TRAIN):
         pass
     total, parts = clock.read()
     assert sum(parts.values()) == pytest.approx(total)

@@ -158,7 +158,7 @@ def test_a_stale_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path, die
         killed.run()
     saved, logits = killed.saved[-1] if killed.saved else (LoopState().to_json(), None)
     state = LoopState(**json.loads(json.dumps(saved)))
-    assert len(state.ahead) == (2 if killed.saved else 0)
+    assert len(state.ahead) == (2 * 2 if killed.saved else 0)  # two rounds of two
     resumed = stale(tmp_path / "torn", 2, state=state, logits=logits, grader=GetsEasy(), **options)
     resumed.run()
     assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
@@ -177,7 +177,7 @@ def test_from_the_older_of_two_checkpoints_it_is_the_same_run_too(tmp_path: Path
     rows = list(map(deterministic, whole.folder.metrics.rows()))
     saved, logits = whole.saved[-2]
     state = LoopState(**json.loads(json.dumps(saved)))
-    assert [one.step for one in state.ahead] == [7, 8]
+    assert [one.round for one in state.ahead] == [7, 7, 8, 8]
     resumed = stale(tmp_path, 2, state=state, logits=logits, grader=GetsEasy(), **options)
     resumed.run()
     assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
@@ -203,12 +203,14 @@ def test_a_queue_that_is_lost_is_played_anew_and_said_to_be(tmp_path: Path) -> N
     assert state.ahead == ()  # at the end nothing is
     interrupted = stale(tmp_path / "cut", 2, steps=9)
     send(interrupted, signal.SIGINT, 4)
-    assert [one.version for one in interrupted.run().state.ahead] == [2, 3]
+    assert [one.version for one in interrupted.run().state.ahead] == 4 * [2] + 4 * [3]
     (tmp_path / "cut" / "inflight.jsonl.zst").unlink()
     saved, logits = interrupted.saved[-1]
     resumed = stale(tmp_path / "cut", 2, steps=9, state=LoopState(**saved), logits=logits)
     resumed.run()
-    assert any("which policy 2 sampled; policy 4 plays them anew" in note for note in resumed.notes)
+    told = "does not have 8, which policies 2 to 3 sampled; policy 4 plays them anew"
+    assert sum(told in note for note in resumed.notes) == 1
+    assert [row.get("groups/played_anew") for row in resumed.rows] == [8, None, None, None, None]
     assert resumed.trainer.ages == [{0}, {1}, {2}, {2}, {2}]
     assert resumed.loop.state.cursor == 36  # no prompt is lost
 
@@ -241,7 +243,8 @@ def test_one_refused_round_is_played_anew_and_no_other(tmp_path: Path) -> None:
         first.run()
     saved, logits = first.saved[-1]
     state = LoopState(**json.loads(json.dumps(saved)))
-    assert [one.step for one in state.ahead] == [5, 6, 7] and state.ahead[0].version < state.version
+    assert [one.round for one in state.ahead] == 3 * [5] + 3 * [6] + 3 * [7]
+    assert state.ahead[0].version < state.version
     resumed = stale(tmp_path, 3, state=state, logits=logits, grader=notes, **options)
     assert resumed.run().why is Finish.DONE
     assert +notes.played == {5: 3, 9: 3, 10: 3}  # that of 8 was played in the step that was refused
@@ -250,5 +253,4 @@ def test_one_refused_round_is_played_anew_and_no_other(tmp_path: Path) -> None:
     assert found[: len(state.retired)] == state.retired and len(set(found)) == len(found) > 0
     assert sum(f"policy {state.version} plays them anew" in note for note in resumed.notes) == 1
     rows = [row for row in resumed.folder.trajectories.rows() if row["step"] == 5]
-    tasks, places = resumed.loop.tasks, resumed.loop._rounds.places(state.ahead[0], state.retired)
-    assert {row["uid"] for row in rows} == {tasks.prompt(index).uid for index in places}
+    assert {row["uid"] for row in rows} == {Stream(12).prompt(one.place).uid for one in state.ahead[:3]}

@@ -117,7 +117,7 @@ def test_what_the_trainer_refused_is_dropped_alone(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         spool.put(f"step {step}", group(rng, step, 1.0, False))
     again = a_spool(path)
-    again.reject(2)
+    again.reject(["step 2"])
     for found in (again, a_spool(path)):
         taken = [found.take(f"step {step}", ask(step), 0.0) is not None for step in (1, 2, 3)]
         assert taken == [True, False, True]

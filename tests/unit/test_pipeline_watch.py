@@ -290,6 +290,20 @@ def test_only_the_past_counts(rows: list[dict[str, Any]], cut: int) -> None:
     assert rebuilt.collapsed == any(alarm.collapse for alarm in whole)
 
 
+def cut_too_often(rule: Rule, course: list[float], limits: Limits) -> bool:
+    """Does ``rule`` hold at the end of these means of the share of truncated answers?"""
+    if not course:
+        return False
+    low = min(course) <= limits.truncated_warning
+    if rule is Rule.TRUNCATED_EARLY:
+        return course[0] > limits.truncated_warning
+    if rule is Rule.TRUNCATED:
+        return low and course[-1] > limits.truncated_warning
+    if low or course[0] <= limits.truncated_alarm:
+        return course[-1] > limits.truncated_alarm
+    return course[-1] > course[0] + limits.truncated_rise
+
+
 def plain(rows: list[dict[str, Any]], limits: Limits) -> set[tuple[Rule, int]]:
     """The slow twin: every condition from whole columns again, for each row; (rule, step) of each alarm."""
 
@@ -300,19 +314,6 @@ def plain(rows: list[dict[str, Any]], limits: Limits) -> set[tuple[Rule, int]]:
     def means(name: str, upto: int, window: int = limits.window) -> list[float]:
         numbers = [value for _, value in known(name, upto)]
         return [mean(numbers[i - window : i]) for i in range(window, len(numbers) + 1)]
-
-    def truncated(rule: Rule, upto: int) -> bool:
-        course = means("cut", upto, limits.truncated_window)
-        if not course:
-            return False
-        low = min(course) <= limits.truncated_warning
-        if rule is Rule.TRUNCATED_EARLY:
-            return course[0] > limits.truncated_warning
-        if rule is Rule.TRUNCATED:
-            return low and course[-1] > limits.truncated_warning
-        if low or course[0] <= limits.truncated_alarm:
-            return course[-1] > limits.truncated_alarm
-        return course[-1] > course[0] + limits.truncated_rise
 
     def holds(rule: Rule, upto: int) -> bool:
         numbers = [value for _, value in known(COLUMN[rule], upto)]
@@ -328,7 +329,7 @@ def plain(rows: list[dict[str, Any]], limits: Limits) -> set[tuple[Rule, int]]:
                 before
             )
         if COLUMN[rule] == "cut":
-            return truncated(rule, upto)
+            return cut_too_often(rule, means("cut", upto, limits.truncated_window), limits)
         course, reward = means(COLUMN[rule], upto), means("reward", upto)
         if not course:
             return False

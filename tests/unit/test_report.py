@@ -436,15 +436,17 @@ def test_pieces_join_to_the_text(text: str, tokenizer: Renderer) -> None:
 
 
 def test_what_others_wrote_never_becomes_markup(tmp_path: Path, tokenizer: Renderer) -> None:
-    """A completion, a prompt, a recipe's system prompt and a fault's name that try to leave their place."""
+    """A completion, a prompt, a recipe's system prompt, a fault's and a worker's name that try to leave their
+    place."""
     run = new_run(tmp_path, task={"system_prompt": PROBE})
+    run.timeline.append({"worker": PROBE, "kind": "decode", "from": 1.0, "to": 2.0})
     run.write(1, row(1, **{f"faults__{PROBE}": 1.0}))
     log_group(run, 1, trajectory([int(t) for t in tokenizer.encode(PROBE)], PROBE), prompt=PROBE, uid=PROBE)
     page = write_report(run, renderer=tokenizer).read_text(encoding="utf-8")
     found = Tags(page)
     assert "img" not in {tag for tag, _ in found.tags}
     assert not [name for _, attributes in found.tags for name in attributes if name.startswith("on")]
-    assert sum(tag == "script" for tag, _ in found.tags) == 5  # two of data, one chunk, two of code
+    assert sum(tag == "script" for tag, _ in found.tags) == 7  # three of data, one chunk, three of code
     index = json.loads(found.scripts[1])
     assert index["groups"][0]["uid"] == PROBE
 
@@ -456,7 +458,7 @@ def test_the_page_admits_its_own_scripts_and_nothing_from_outside(tmp_path: Path
         a["content"] for tag, a in found.tags if tag == "meta" and "content" in a and a.get("http-equiv")
     )
     assert policy is not None and "default-src 'none'" in policy
-    for script in found.scripts[-2:]:
+    for script in found.scripts[-3:]:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy
     assert not [a for _, a in found.tags if "src" in a or (a.get("href") or "#")[0] != "#"]

@@ -12,7 +12,9 @@ from ostinato.algo.advantages import Baseline, Pool, Scale
 from ostinato.algo.algorithms import Anchor, Loss
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.cli.build import caveats, check, new_plan, solved_at
+from ostinato.cli.build import new_plan, solved_at
+from ostinato.cli.caveats import caveats
+from ostinato.cli.parts import check
 from ostinato.config import Recipe
 from ostinato.types import Sample
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from small_world import KERNELS
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
@@ -15,7 +16,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import AdapterSpec, init_adapters
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.rollout.convert import samples
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
@@ -49,13 +50,6 @@ FILTERS = {
 
 def decoder_of(seed: int = 0) -> Decoder:
     return Decoder(parse_config(CONFIG)).init_weights(seed)
-
-
-def native() -> Kernels | None:
-    try:
-        return load()
-    except BuildError:
-        return None
 
 
 def played(decoder: Decoder, sampling: Sampling, kernels: Kernels | None = None) -> list[Sample]:
@@ -101,7 +95,7 @@ def without_support(batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("kernels", [None, native()], ids=["torch", "native"])
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_sampler_and_trainer_agree_to_rounding(filters: str, kernels: Kernels | None) -> None:
     """At equal weights, on a mixture of experts with its routes replayed. Scored over the whole vocabulary
     the same tokens look off-policy, which was our account of every truncated run before supports."""

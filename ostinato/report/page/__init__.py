@@ -29,10 +29,12 @@ from ostinato.report.facts import (
     waste,
 )
 from ostinato.report.forecast import forecast_sections
+from ostinato.report.gantt import pictures, steps_of
 from ostinato.report.mismatch import mismatch_section
 from ostinato.report.page.offline import render, script_json
 from ostinato.report.reading import RunData
 from ostinato.report.samples import Samples
+from ostinato.report.timeline import ANCHOR, pipeline_sections
 
 
 def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
@@ -40,12 +42,13 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
     now = now or datetime.now(UTC)
     score = held_out(data)
     ahead = [*downstream_sections(data), *forecast_sections(data)]
-    groups = [*ahead, *sections(data), mismatch_section(data), *draft_sections(data)]
+    parts = [*sections(data), *pipeline_sections(data), mismatch_section(data), *draft_sections(data)]
+    groups = [*ahead, *parts]
     drawn = [score, *(chart for group in groups for chart in group.charts)]
     state, tone = status(data, now)
     return render(
         "report.html.jinja",
-        ("charts.js", "samples.js"),
+        ("charts.js", "gantt.js", "samples.js"),
         data=data,
         state=state,
         tone=tone,
@@ -62,6 +65,8 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
         faults=faults(data),
         samples=samples,
         chart_data=script_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty}),
+        gantt_in=ANCHOR if data.spans else "",
+        gantt_data=script_json(pictures(data.spans, steps_of(data.ledger))),
         marks=json.dumps(marked_steps(data)),
         sample_data=script_json(_sample_index(data, samples)),
     )

@@ -2,11 +2,12 @@
 "use strict";
 addEventListener("error", (event) => { document.documentElement.dataset.error = event.message; });
 addEventListener("unhandledrejection", (event) => { document.documentElement.dataset.error = String(event.reason); });
-(() => {
-  const charts = JSON.parse(document.getElementById("chart-data").textContent);
-  const marks = JSON.parse(document.getElementById("plots").dataset.marks);  // [step, word]
+const Charts = (() => {
+  const charts = JSON.parse(document.getElementById("chart-data")?.textContent ?? "{}");
+  const marks = JSON.parse(document.getElementById("plots")?.dataset.marks ?? "[]");  // [step, word]
   const HEIGHT = 176, LEFT = 44, RIGHT = 10, TOP = 8, BOTTOM = 22;
   const drawn = [];
+  let pointed = null;  // [place, axis] under the cursor
 
   function node(tag, attributes, parent, text) {
     const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -242,6 +243,7 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
 
   // Shows one place in every chart that has the same axis; null lets go.
   function point(step, along) {
+    pointed = step === null ? null : [step, along];
     for (const item of drawn.filter((one) => one.chart.along === along)) {
       const { chart, cursor, scale } = item, last = chart.steps.length - 1;
       const index = step === null ? last : nearest(chart.steps, step);
@@ -255,15 +257,15 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
   }
 
   function watch(item) {
-    const { chart, plot } = item;
+    const { plot } = item;
     plot.addEventListener("pointermove", (event) => {
-      const x = event.clientX - plot.getBoundingClientRect().left;
+      const { chart } = item, x = event.clientX - plot.getBoundingClientRect().left;
       point(chart.steps.reduce((best, step) => (Math.abs(item.scale.x(step) - x) < Math.abs(item.scale.x(best) - x) ? step : best)), chart.along);
     });
-    plot.addEventListener("pointerleave", () => point(null, chart.along));
-    plot.addEventListener("blur", () => point(null, chart.along));
+    plot.addEventListener("pointerleave", () => point(null, item.chart.along));
+    plot.addEventListener("blur", () => point(null, item.chart.along));
     plot.addEventListener("keydown", (event) => {
-      const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+      const { chart } = item, move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
       if (move === undefined) return;
       event.preventDefault();
       point(chart.steps[Math.min(chart.steps.length - 1, Math.max(0, (item.index ?? chart.steps.length - 1) + move))], chart.along);
@@ -276,14 +278,26 @@ addEventListener("unhandledrejection", (event) => { document.documentElement.dat
     return `${chart.title}, ${place(chart, 0)} to ${place(chart, last)}: ${each.join("; ")}. Arrow keys read single values.`;
   }
 
-  for (const plot of document.querySelectorAll(".plot")) {
-    const chart = charts[plot.dataset.chart];
+  // Draws a chart into a figure; what comes back takes the chart as it is later.
+  function mount(plot, chart) {
     const item = { chart, plot, box: plot.previousElementSibling, at: plot.parentElement.querySelector(".at"), width: 0 };
-    plot.setAttribute("aria-label", describe(chart));
-    draw(item);
+    update(item, chart);
     watch(item);
     drawn.push(item);
+    return item;
   }
+
+  function update(item, chart) {
+    Object.assign(item, { chart, width: 0 });
+    item.plot.setAttribute("aria-label", describe(chart));
+    draw(item);
+    if (pointed && pointed[1] === chart.along) point(...pointed);
+  }
+
+  function remove(item) { drawn.splice(drawn.indexOf(item), 1); }
+
+  for (const plot of document.querySelectorAll(".plot")) mount(plot, charts[plot.dataset.chart]);
   new ResizeObserver(() => drawn.forEach(draw)).observe(document.body);
   document.documentElement.dataset.charts = drawn.length;
+  return { mount, update, remove };
 })();

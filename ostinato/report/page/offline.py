@@ -12,8 +12,15 @@ from typing import Any
 FOLDER = Path(__file__).parent
 
 
-def render(template: str, scripts: Sequence[str], **context: Any) -> str:
-    """The page: ``template`` filled with ``context``, the style and ``scripts`` (files of this folder).
+def render(
+    template: str,
+    scripts: Sequence[str],
+    *,
+    folders: Sequence[Path] = (FOLDER,),
+    styles: Sequence[str] = ("report.css",),
+    **context: Any,
+) -> str:
+    """The page: ``template`` filled with ``context``, ``styles`` and ``scripts``, files of these folders.
 
     The template escapes what it is given (jinja2 autoescape) and fails for a name that it is not given.
     """
@@ -21,19 +28,24 @@ def render(template: str, scripts: Sequence[str], **context: Any) -> str:
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FileSystemLoader(FOLDER),
+        loader=FileSystemLoader(folders),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    texts = [(FOLDER / name).read_text(encoding="utf-8") for name in scripts]
+    texts, looks = ([read(name, folders) for name in names] for names in (scripts, styles))
     return environment.get_template(template).render(
-        style=Markup((FOLDER / "report.css").read_text(encoding="utf-8")),
+        style=Markup("\n".join(looks)),
         scripts=[Markup(text) for text in texts],
         digests=" ".join(f"'{digest(text)}'" for text in texts),
         **context,
     )
+
+
+def read(name: str, folders: Sequence[Path]) -> str:
+    """The file of that name in the first folder that has it."""
+    return next(path for folder in folders if (path := folder / name).is_file()).read_text(encoding="utf-8")
 
 
 def script_json(value: Any) -> Any:

@@ -1,0 +1,83 @@
+"""What a recipe may ask for and is not exact, or not what it seems: said before a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ostinato.algo.algorithms import Algorithm, Anchor, Loss
+from ostinato.algo.offpolicy import Correction
+from ostinato.cli import vllm
+from ostinato.config import Recipe
+
+
+def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[str]:
+    """What is allowed and is not exact, or not what it seems, one sentence each."""
+    rollout, settings = recipe.rollout, recipe.trainer
+    filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
+    if used := " and ".join(f"rollout.{name}" for name, on in filters.items() if on):
+        yield (
+            f"{used} cut what is sampled from: log-probabilities, entropy and gradients are over the tokens "
+            "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
+        )
+    yield from _of_weights(recipe)
+    if recipe.engine.backend == "vllm":
+        yield from vllm.notes(recipe)
+    if rollout.interrupt_after:
+        yield (
+            f"rollout.interrupt_after = {list(rollout.interrupt_after)} bounds answers, with "
+            f"rollout.answer_tokens = {rollout.answer_tokens}; rollout.max_tokens is not used"
+        )
+    usual = type(settings).model_fields
+    idle = [key for key in ("replay", "replay_threshold") if getattr(settings, key) != usual[key].default]
+    if idle and not moe:
+        told = " and ".join(f"trainer.{key}" for key in idle)
+        yield f"{told} change nothing: {recipe.model.path} has no mixture of experts"
+    if moe and settings.replay == "auto" and recipe.log.mismatch_every == 0:
+        yield (
+            'trainer.replay = "auto" with log.mismatch_every = 0 measures the first step alone, and what it '
+            "decides there holds for the whole run"
+        )
+    if recipe.adapter.path and chosen.needs_reference:
+        yield f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path"
+    if chosen.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:
+        yield (
+            f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
+            "all but the first learn off-policy without a correction"
+        )
+    if 5 * (first := recipe.pipeline.staleness + 1) > settings.steps and first > 1:
+        yield (
+            f"pipeline.staleness is {first - 1}: the first {first} of {settings.steps} batches are all "
+            "sampled by the policy of the beginning"
+        )
+    if recipe.pipeline.staleness and uncorrected(chosen):
+        yield (
+            f"pipeline.staleness is {recipe.pipeline.staleness}, and nothing in {chosen.name} as it is set "
+            "corrects for the policy that sampled: batches are trained on as if they were fresh"
+        )
+
+
+def uncorrected(chosen: Algorithm) -> bool:
+    """Does no ratio of this algorithm see the policy that sampled?"""
+    blind = chosen.loss is Loss.REINFORCE or chosen.anchor is Anchor.TRAINER
+    return blind and chosen.correction is Correction.NONE
+
+
+def _of_weights(recipe: Recipe) -> Iterator[str]:
+    """What follows from engine.weights."""
+    weights = recipe.engine.weights
+    if weights == "model":
+        return
+    if not own_weights(recipe):
+        yield f'engine.weights = "{weights}" changes nothing: the model is in bfloat16 already'
+        return
+    yield (
+        f'engine.weights = "{weights}": the sampler is not quite the policy that is trained; sampling/* in '
+        "the metrics says how far it is, and held-out scores are the sampler's, but for one of the exported "
+        "policy at the end of the run"
+    )
+
+
+def own_weights(recipe: Recipe) -> bool:
+    """Does the sampler compute with weights that are not the trainer's (``model.quantise``)?"""
+    same = ("model", "bf16") if recipe.model.dtype == "bfloat16" else ("model",)
+    return recipe.engine.weights not in same

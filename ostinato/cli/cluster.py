@@ -1,0 +1,299 @@
+"""The crew of a cluster: samplers, and if the recipe says so graders and the trainer, as actors of Ray.
+
+    recipe -> Cluster (places) -> links -> EnginePool, GraderLink, TrainerLink -> Crew
+
+This process keeps the loop, the books, the history, and a decoder that maps the same base as the workers of
+its host: it counts FLOPs and exports with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ostinato.cli import parts
+from ostinato.cli.build import Prepared
+from ostinato.cli.crew import Crew
+from ostinato.cli.drafts import Memory
+from ostinato.cli.failure import RunFailed
+from ostinato.cluster.actors import Cluster, RayRemote, Want
+from ostinato.cluster.graders import GraderLink
+from ostinato.cluster.remote import ClusterLost, WorkerFault
+from ostinato.cluster.samplers import SamplerLink
+from ostinato.cluster.trainer import TrainerLink, TrainerLost
+from ostinato.config import Recipe, dump_toml
+from ostinato.engine.counters import Counters
+from ostinato.engine.pool import EnginePool, adapters_only, unknown
+from ostinato.history.store import History
+from ostinato.model.decoder import Decoder
+from ostinato.model.shared import sweep
+from ostinato.model.wire import fingerprint_weights, pack_weights
+from ostinato.pipeline.remember import Drafting
+from ostinato.protocols import Sampler
+from ostinato.rollout.schedule import placement
+from ostinato.types import Past, Publication
+
+WORKERS = "ostinato.cli.workers"
+KEPT_WEIGHTS = 3  # files of all weights
+IMPORT_S = 60.0  # that a child of a grader may take to import the reward functions
+
+
+@contextlib.contextmanager
+def clustered(
+    prepared: Prepared, folder: Path, memory: Memory | None, say: parts.Say
+) -> Iterator[tuple[Prepared, Crew]]:
+    """Start or join Ray and hire what the recipe asks for; all of it has ended when the context does.
+
+    Raises ValueError where no Ray answers or the workers do not fit.
+    """
+    recipe, section = prepared.recipe, prepared.recipe.cluster
+    parts.kernels(recipe, prepared.decoder, say)  # compiled once, here, and not by every worker at once
+    sweep()  # copies of the base that a killed run left behind
+    with contextlib.ExitStack() as held:
+        opened = Cluster.open(
+            section.address,
+            wants(recipe),
+            pin=section.pin,
+            start_s=section.start_s,
+            silence_s=section.silence_s,
+        )
+        hire = Hire(cluster=held.enter_context(opened), recipe=recipe, folder=folder)
+        trainer: Any = None
+        if section.remote_trainer:
+            trainer = _started(hire.trainer)
+            held.callback(trainer.close)
+        else:
+            adapters = parts.new_adapters(recipe, prepared.decoder)
+            refused = parts.save_refused(folder / "refused")
+            trainer = parts.new_trainer(recipe, prepared.decoder, adapters, refused)
+        publication = adapters_only
+        if recipe.adapter.kind == "full":
+            publication = held.enter_context(all_weights(prepared.decoder))
+        graders = hire.graders() if section.graders else None
+        if graders is not None:
+            held.callback(graders.close)
+            prepared.grader.close()
+            prepared = replace(prepared, grader=graders)
+        pool = hire.pool(memory, publication)
+        yield prepared, _crew(hire, pool, trainer, graders, memory)
+    sweep()
+
+
+def _started(hire: Callable[[], TrainerLink]) -> TrainerLink:
+    try:
+        return hire()
+    except (ClusterLost, TrainerLost, WorkerFault) as error:
+        raise RunFailed(f"the trainer's worker could not be started: {error}") from error
+
+
+@contextlib.contextmanager
+def all_weights(decoder: Decoder) -> Iterator[Callable[[Any, int], Publication]]:
+    """How a policy is published where every weight is trained: as a file on this host, in memory if it can.
+    The last few stay for samplers that are slow to load or begin anew."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="ostinato-", dir=memory if memory.is_dir() else None) as name:
+        kept: deque[Path] = deque()
+
+        def publication(adapters: Any, version: int) -> Publication:
+            path = Path(name) / f"weights-{version}.safetensors"
+            pack_weights(decoder, path)
+            kept.append(path)
+            if len(kept) > KEPT_WEIGHTS:
+                kept.popleft().unlink()
+            return Publication(
+                version=version, fingerprint=fingerprint_weights(decoder), payload=b"", path=str(path)
+            )
+
+        yield publication
+
+
+def _crew(
+    hire: Hire, pool: EnginePool, trainer: Any, graders: GraderLink | None, memory: Memory | None
+) -> Crew:
+    recipe = hire.recipe
+    remote = [trainer] if isinstance(trainer, TrainerLink) else []
+    told = [pool, *remote, *([graders] if graders else [])]
+    return Crew(
+        trainer=trainer,
+        engine=pool,
+        memory=memory,
+        drafting=drafting(memory, pool) if memory else None,
+        counters=[pool.counters, *(link.losses for link in remote)],
+        figures=lambda: figures(pool),
+        sampled=lambda: sum(pool.work.get(name, 0) for name in ("decoded", "prefilled")),
+        timed=told,
+        loop_worker="controller" if remote else "trainer",
+        pools=pools(recipe),
+        lines=[*lines(recipe)],
+        status=lambda: [row | hire.where(row["worker"]) for link in told for row in link.status()],
+        ready=pool.ready,
+        end=pool.close,
+    )
+
+
+def wants(recipe: Recipe) -> list[Want]:
+    """A place for each worker, the trainer's first: with pinning it has the first cores."""
+    section = recipe.cluster
+    cpus = section.cpus_per_worker
+    trainer = (
+        [Want(name="trainer", cpus=cpus, gpus=section.gpus_per_trainer)] if section.remote_trainer else []
+    )
+    samplers = [
+        Want(name=f"sampler-{i}", cpus=cpus, gpus=section.gpus_per_sampler) for i in range(section.samplers)
+    ]
+    return [*trainer, *samplers, *(Want(name=f"grader-{i}", cpus=cpus) for i in range(section.graders))]
+
+
+def lines(recipe: Recipe) -> Iterator[str]:
+    """Who works where, for a person."""
+    section = recipe.cluster
+    threads = f"{section.cpus_per_worker} thread{'s' * (section.cpus_per_worker > 1)} each"
+    where = f"the Ray at {section.address}" if section.address else "a Ray of its own on this machine"
+    kinds = [(section.samplers, "sampler"), (section.graders, "grader"), (section.remote_trainer, "trainer")]
+    who = ", ".join(f"{int(n)} {kind}{'s' * (n > 1)}" for n, kind in kinds if n)
+    pinned = ", pinned to cores of their own" if section.pin else ""
+    yield f"workers      {who} on {where}, {threads}{pinned}"
+    here = [kind for n, kind in kinds[1:] if not n]
+    if here:
+        yield f"             this process: the loop and the {' and the '.join(here)}"
+
+
+def pools(recipe: Recipe) -> dict[str, int]:
+    """Devices by pool, for the ledger: GPUs where workers have some, otherwise the places of the workers."""
+    section = recipe.cluster
+    if section.gpus_per_sampler or section.gpus_per_trainer:
+        samplers = math.ceil(section.samplers * section.gpus_per_sampler)
+        return {"samplers": max(1, samplers), "trainer": max(1, math.ceil(section.gpus_per_trainer))}
+    graders = {"graders": section.graders} if section.graders else {}
+    return {"samplers": section.samplers, "trainer": 1} | graders
+
+
+def figures(pool: EnginePool) -> dict[str, float]:
+    """For a row of metrics: who is there, and what was published since the last one."""
+    published = pool.take_publications()
+    sent = {
+        "publish/count": float(len(published)),
+        "publish/bytes": float(sum(one.bytes for one in published)),
+        "publish/seconds": sum(one.seconds for one in published),
+    }
+    return pool.gauges() | sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hire:
+    """Workers by kind, on the places of ``cluster``."""
+
+    cluster: Cluster
+    recipe: Recipe
+    folder: Path
+
+    def _remote(self, worker: str, factory: str, **arguments: Any) -> RayRemote:
+        told = {"recipe": dump_toml(self.recipe), **arguments}
+        start_s = self.recipe.cluster.start_s
+        return self.cluster.remote(worker, f"{WORKERS}:{factory}", told, start_s=start_s)
+
+    def where(self, worker: str) -> dict[str, Any]:
+        """Process and host, while it has one."""
+        place = self.cluster.place(worker)
+        return {} if place is None else {"pid": place.pid, "host": place.host}
+
+    def pool(self, memory: Memory | None, publication: Callable[[Any, int], Publication]) -> EnginePool:
+        section = self.recipe.cluster
+
+        async def spawn(index: int) -> Sampler:
+            name = f"sampler-{index}"
+            history = str((self.folder / "history.bin").absolute())
+            return SamplerLink(self._remote(name, "sampler", name=name, history=history), section.silence_s)
+
+        return EnginePool(
+            spawn,
+            section.samplers,
+            place=placement(self.recipe.pipeline.placement),
+            expect=unknown if memory is None else memory.expect,
+            slots=self.recipe.engine.max_batch,
+            silence_s=section.silence_s,
+            start_s=section.start_s,
+            max_restarts=section.max_restarts,
+            max_quarantined=section.max_quarantined,
+            publication=publication,
+        )
+
+    def trainer(self) -> TrainerLink:
+        refused = str((self.folder / "refused").absolute())
+        return TrainerLink(
+            lambda: self._remote("trainer", "trainer", refused=refused),
+            within_s=self.recipe.pipeline.watch_s,
+            max_restarts=self.recipe.cluster.max_restarts,
+        )
+
+    def graders(self) -> GraderLink:
+        reward, section = self.recipe.reward, self.recipe.cluster
+
+        def spawn(index: int) -> RayRemote:
+            return self._remote(f"grader-{index}", "grader", name=f"grader-{index}")
+
+        calls = 2 * len(reward.functions)  # each may hang once and die once
+        return GraderLink(
+            spawn,
+            section.graders,
+            within_s=IMPORT_S + calls * reward.timeout_s,
+            slots=reward.workers,
+            max_restarts=section.max_restarts,
+        )
+
+
+# ---- drafts
+
+
+def drafting(memory: Memory, pool: EnginePool) -> Drafting:
+    """The books of drafts that the samplers verify, each from a memory of its own: what is remembered here is
+    sent to them with the next policy."""
+    history = memory.history
+    return Drafting(
+        store=Told(history, pool),
+        lengths=history.lengths,
+        drafter=memory.drafter,
+        meter=Meter(pool),
+        past=memory.past,
+    )
+
+
+class Told:
+    """``pipeline.remember.Store``: remembers, and tells the samplers."""
+
+    def __init__(self, history: History, pool: EnginePool) -> None:
+        self._history, self._pool = history, pool
+
+    @property
+    def num_tokens(self) -> int:
+        return self._history.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return self._history.num_bytes
+
+    def add(self, uid: str, step: int, pasts: Sequence[Past]) -> None:
+        self._history.add(uid, step, pasts)
+        self._pool.remember(uid, step, pasts)
+
+
+class Meter:
+    """``pipeline.remember.Meter``: the engines of all workers together, without the course of passes."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+        self.trace: deque[tuple[int, int, int]] = deque(maxlen=0)
+
+    @property
+    def counters(self) -> Counters:
+        counters = Counters()
+        for one in fields(counters):
+            kind = type(getattr(counters, one.name))
+            setattr(counters, one.name, kind(self._pool.work.get(one.name, 0)))
+        return counters

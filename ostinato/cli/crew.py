@@ -1,0 +1,121 @@
+"""Who does the work of a run: a trainer, an engine and a grader, in this process or over a cluster.
+
+The loop is the same for all; only what stands behind its protocols differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ostinato.cli import parts
+from ostinato.cli.build import Prepared, environment, new_drafting
+from ostinato.cli.drafts import Memory
+from ostinato.cli.vllm import vllm_engine
+from ostinato.pipeline.loop import Finished, Loop
+from ostinato.pipeline.remember import Drafting
+from ostinato.protocols import Engine, Timed
+from ostinato.types import Request
+
+STATUS_S = 1.0  # between two writings of workers.json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """``trainer`` has what ``train.PolicyTrainer`` has. ``ready`` is awaited before the loop begins, ``end``
+    when it has ended, both in its event loop."""
+
+    trainer: Any
+    engine: Engine
+    memory: Memory | None = None
+    drafting: Drafting | None = None
+    run_ahead: Callable[[Sequence[Request]], None] | None = None
+    counters: Sequence[Counter[str]] = ()  # beside those of the grader and the tools
+    figures: Callable[[], Mapping[str, float]] = dict  # more for each row of metrics
+    sampled: Callable[[], float] = lambda: 0.0  # grows while the engine gets on
+    timed: Sequence[Timed] = ()  # whoever is at work beside the loop
+    loop_worker: str = "trainer"  # what the loop's own time is drawn as
+    pools: Mapping[str, int] = field(default_factory=dict)  # devices by pool; empty: one process does it all
+    lines: Sequence[str] = ()  # who works where, for a person
+    status: Callable[[], Sequence[Mapping[str, Any]]] | None = None  # rows of workers.json
+    ready: Callable[[], Awaitable[None]] | None = None
+    end: Callable[[], Awaitable[None]] | None = None
+
+    async def run(self, loop: Loop, folder: Path) -> Finished:
+        """Run ``loop``; meanwhile workers.json in ``folder`` tells of the workers."""
+        telling = asyncio.create_task(_tell(folder / "workers.json", self.status)) if self.status else None
+        try:
+            if self.ready is not None:
+                await self.ready()
+            return await loop.run()
+        finally:
+            if telling is not None:
+                telling.cancel()
+            if self.end is not None:
+                await self.end()
+
+
+@contextlib.contextmanager
+def hired(
+    prepared: Prepared, folder: Path, memory: Memory | None, say: parts.Say
+) -> Iterator[tuple[Prepared, Crew]]:
+    """The crew that the recipe asks for, and what it has prepared to work with, until the context ends.
+    ``folder`` is of the run."""
+    if prepared.recipe.cluster.samplers:
+        from ostinato.cli.cluster import clustered
+
+        with clustered(prepared, folder, memory, say) as found:
+            yield found
+        return
+    recipe, decoder = prepared.recipe, prepared.decoder
+    adapters = parts.new_adapters(recipe, decoder)
+    trainer = parts.new_trainer(recipe, decoder, adapters, parts.save_refused(folder / "refused"))
+    if recipe.engine.backend == "vllm":
+        with _sampling_by_vllm(prepared, folder, say) as vllm:
+            yield prepared, Crew(trainer=trainer, **vllm)
+        return
+    engine = parts.new_engine(recipe, decoder, prepared.renderer, say, memory)
+    yield (
+        prepared,
+        Crew(
+            trainer=trainer,
+            engine=engine,
+            memory=memory,
+            drafting=new_drafting(memory, engine) if memory else None,
+            run_ahead=engine.run_ahead if memory and recipe.draft.run_ahead else None,
+            sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
+            timed=(engine,),
+        ),
+    )
+
+
+@contextlib.contextmanager
+def _sampling_by_vllm(prepared: Prepared, folder: Path, say: parts.Say) -> Iterator[dict[str, Any]]:
+    """What a crew has of it: no drafts, and what policies were proven by in each row of metrics."""
+    recipe, renderer = prepared.recipe, prepared.renderer
+    prompt = environment(recipe, renderer)(prepared.train_prompts[0]).start()
+    places = {"model": prepared.folder, "folder": folder / "vllm"}
+    with vllm_engine(recipe, prepared.decoder, renderer, **places, prompt=prompt, say=say) as engine:
+        yield {
+            "engine": engine,
+            "counters": (engine.counters,),
+            "figures": lambda: {"publish/k3": engine.k3},
+            "sampled": lambda: engine.signs,
+            "timed": (engine,),
+        }
+
+
+async def _tell(path: Path, status: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+    """Write the rows again and again. Not flushed to the disk: it is of now, and gone with the process."""
+    aside = path.with_name(f".{path.name}")
+    while True:
+        with contextlib.suppress(OSError):  # a full disk is the loop's to tell
+            aside.write_text(json.dumps(list(status())))
+            aside.replace(path)
+        await asyncio.sleep(STATUS_S)

@@ -1,0 +1,71 @@
+"""What the workers of a cluster are made of: factories from a recipe's text and plain names.
+
+They run in the worker's own process, on whatever host it has; ``cluster.host`` calls them by name. All that a
+worker needs it finds or makes there: the recipe comes as TOML, the base is the one copy of its host.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from ostinato.cli import parts
+from ostinato.cli.drafts import Memory, new_memory
+from ostinato.cli.models import load_decoder
+from ostinato.cluster.graders import GraderServer
+from ostinato.cluster.trainer import TrainerServer
+from ostinato.config import Recipe
+from ostinato.engine.serve import SamplerServer
+from ostinato.model.named import model_folder
+from ostinato.model.wire import unpack
+from ostinato.render import Renderer
+from ostinato.types import Past
+
+
+def sampler(recipe: str, name: str, history: str = "") -> SamplerServer:
+    """The local engine behind ``protocols.Sampler``; drafts begin with the ``history`` of the run, if any."""
+    told, folder = _read(recipe)
+    decoder = load_decoder(told.model, folder, shared=parts.shares(told))
+    saved = Path(history) if history and Path(history).exists() else None
+    memory = new_memory(told.draft, saved, _say)
+    engine = parts.new_engine(told, decoder, Renderer(folder), _say, memory, name=name)
+    remember = None if memory is None else Remembering(memory)
+    return SamplerServer(engine, name, lambda payload: unpack(payload, decoder.config), remember=remember)
+
+
+def trainer(recipe: str, refused: str) -> TrainerServer:
+    """The policy trainer; batches that it refuses are kept in the folder ``refused``."""
+    told, folder = _read(recipe)
+    decoder = load_decoder(told.model, folder, shared=parts.shares(told))
+    adapters = parts.new_adapters(told, decoder)
+    return TrainerServer(parts.new_trainer(told, decoder, adapters, parts.save_refused(Path(refused))))
+
+
+def grader(recipe: str, name: str) -> GraderServer:
+    """Reward functions in killable children of the worker."""
+    told, _ = _read(recipe)
+    return GraderServer(parts.new_grader(told), name)
+
+
+class Remembering:
+    """What ``SamplerServer`` tells of answers that others sampled: drafts for the prompt's next epoch."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def __call__(self, uid: str, step: int, answers: Sequence[Past]) -> None:
+        self._memory.history.add(uid, step, answers)
+        self._memory.drafter.forget()  # the live text of what has ended: it is history now, or never will be
+
+
+def _read(recipe: str) -> tuple[Recipe, Path]:
+    told = Recipe.parse(tomllib.loads(recipe))
+    return told, model_folder(told.model.path)
+
+
+def _say(line: str) -> None:
+    """The driver has said it."""
+
+
+__all__ = ["grader", "sampler", "trainer"]

@@ -1,0 +1,329 @@
+"""Ray: a cluster started here or joined, one actor for each worker, a watch over its head.
+
+    Cluster.open(address, wants) -> places reserved -> .remote(name, factory, arguments) -> RayRemote
+                                         |
+                                    Watch: does the head still answer?
+
+A worker is one async actor of ``host.Host``. Ray restarts nothing by itself: who calls a worker decides what
+becomes of its work, and asks for a new one. Actors and reservations die with this process. Ray aborts a
+process that cannot reach its head for a minute; the watch notices sooner, so that a run can save and say why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import exceptions
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ostinato.cluster.host import BUILD, Host, Place
+from ostinato.cluster.remote import ClusterLost, WorkerGone, outcome, sealed
+
+SLICE_S = 1.0  # between two looks at the cluster and the clock while an answer is awaited
+HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
+STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster of our own; what does not fit is spilt
+LEAN = {"prestart_worker_first_driver": False}  # every worker has an environment of its own, none fits
+CALLS = 256  # at once, to one worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """What a worker needs of its host."""
+
+    name: str
+    cpus: int = 1
+    gpus: float = 0.0
+
+
+class Cluster:
+    """A place for each of ``wants``. ``open`` makes one; a context, at whose end all workers have ended."""
+
+    def __init__(self, wants: Sequence[Want], *, pin: bool, silence_s: float, folder: Path | None) -> None:
+        self._wants = {want.name: want for want in wants}
+        self._places = {want.name: place for place, want in enumerate(wants)}
+        self._pin, self.silence_s, self._folder = pin, silence_s, folder
+        self._group: Any = None
+        self._alive: dict[str, RayRemote] = {}
+        self._sent: tuple[Any, Any] = (None, None)  # what was shared last, and where it lies
+        self._watch = Watch()
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls, address: str, wants: Sequence[Want], *, pin: bool = False, start_s: float, silence_s: float
+    ) -> Iterator[Cluster]:
+        """Join the Ray at ``address``, or the one that this process has joined before, or start one here for
+        as long as the context lasts.
+
+        Raises ValueError, with one sentence, where no Ray answers or the workers do not fit in ``start_s``.
+        """
+        if pin and not hasattr(os, "sched_setaffinity"):
+            raise ValueError(f"cluster.pin is true, but {sys.platform} cannot pin a process; set it to false")
+        joined = ray.is_initialized()
+        folder = None if joined else _begin(address, wants)
+        cluster = cls(wants, pin=pin, silence_s=silence_s, folder=folder)
+        try:
+            cluster._reserve(start_s)
+            yield cluster
+        finally:
+            cluster.close(leave=not joined)
+
+    def _reserve(self, start_s: float) -> None:
+        """A bundle for each worker: what replaces it finds its place free."""
+        bundles = [
+            {"CPU": want.cpus} | ({"GPU": want.gpus} if want.gpus else {}) for want in self._wants.values()
+        ]
+        self._group = placement_group(bundles, strategy="PACK" if self._folder else "SPREAD")
+        if not self._group.wait(start_s):
+            has = ray.cluster_resources()
+            asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
+            told = ", ".join(
+                f"{asked[kind]:g} of {has.get(kind, 0):g} {kind}s" for kind in asked if asked[kind]
+            )
+            raise ValueError(
+                f"the workers of [cluster] found no place in cluster.start_s={start_s:g} s: they need {told} "
+                "that Ray has; lower cluster.samplers, cpus_per_worker or gpus_*, or add nodes"
+            )
+
+    def remote(self, name: str, factory: str, arguments: Mapping[str, Any], *, start_s: float) -> RayRemote:
+        """A worker of that name (one of ``wants``), beginning to build its object; it takes the place of an
+        earlier one. Returns at once."""
+        self.check()
+        if (before := self._alive.get(name)) is not None:
+            before.kill()
+        want, place = self._wants[name], self._places[name]
+        actor = ray.remote(Host).options(
+            num_cpus=want.cpus,
+            num_gpus=want.gpus,
+            max_restarts=0,
+            max_concurrency=CALLS,
+            runtime_env={"env_vars": _environment(want.cpus, local=self._folder is not None)},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, place),
+        )
+        first = sum(other.cpus for other in [*self._wants.values()][:place])
+        handle = actor.remote(name, (first, want.cpus) if self._pin else None)
+        self._alive[name] = remote = RayRemote(self, name, handle, start_s)
+        remote.build(factory, arguments)
+        return remote
+
+    def place(self, name: str) -> Place | None:
+        """Where that worker is; None while it is not there."""
+        remote = self._alive.get(name)
+        return None if remote is None else remote.place
+
+    def check(self) -> None:
+        """Raises ClusterLost once the head does not answer."""
+        if why := self._watch.lost:
+            raise ClusterLost(why)
+
+    def shelf(self, value: Any) -> Any:
+        """A reference to the sealed ``value``, put once for all workers that get it one after another."""
+        if self._sent[0] is not value:
+            self._sent = (value, ray.put(sealed((value,))))
+        return self._sent[1]
+
+    def close(self, *, leave: bool) -> None:
+        """End the workers, give the places back; ``leave`` Ray, which ends it where it was started here."""
+        self._watch.stop()
+        for remote in self._alive.values():
+            remote.kill()
+        self._sent = (None, None)
+        if not self._watch.lost and self._group is not None:
+            remove_placement_group(self._group)
+        if leave:
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class RayRemote:
+    """``remote.Remote`` over an actor of ``Host``."""
+
+    def __init__(self, cluster: Cluster, name: str, handle: Any, start_s: float) -> None:
+        self.name = name
+        self._cluster, self._handle, self._start_s = cluster, handle, start_s
+        self.place: Place | None = None  # once it is built
+        self._number, self._gone, self._build = 0, "", None
+
+    def build(self, factory: str, arguments: Mapping[str, Any]) -> None:
+        self._build = self._send(BUILD, sealed((factory, dict(arguments), os.getcwd())))
+
+    def _send(self, method: str, payload: Any) -> Any:
+        if self._gone:
+            raise WorkerGone(f"{self.name} {self._gone}")
+        number, self._number = self._number, self._number + 1
+        with self._named(method):
+            return self._handle.call.remote(number, method, payload)
+
+    async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
+        payload = self._cluster.shelf(*arguments) if shared else sealed(arguments)
+        reference = self._send(method, payload)
+        if self.place is None:
+            self.place = outcome(await self._answer(self._build, BUILD, self._start_s))
+        return outcome(await self._answer(reference, method, within_s))
+
+    async def _answer(self, reference: Any, method: str, within_s: float) -> bytes:
+        """Time is counted in slices of the event loop: while somebody blocks it, nobody is late."""
+        future = asyncio.wrap_future(reference.future())
+        try:
+            for _ in range(math.ceil(within_s / SLICE_S)):
+                if (await asyncio.wait({future}, timeout=SLICE_S))[0]:
+                    with self._named(method):
+                        return future.result()
+                self._cluster.check()
+            raise WorkerGone(self._silent(method, within_s))
+        finally:
+            future.cancel()
+
+    def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
+        reference = self._send(method, sealed(arguments))
+        if self.place is None:
+            self.place = outcome(self._awaited(self._build, BUILD, self._start_s))
+        return outcome(self._awaited(reference, method, within_s))
+
+    def _awaited(self, reference: Any, method: str, within_s: float) -> bytes:
+        """``_answer`` for a thread; a worker that is silent as such is not waited for."""
+        limit, sign, heard = time.monotonic() + within_s, self._handle.alive.remote(), time.monotonic()
+        while True:
+            with self._named(method), contextlib.suppress(exceptions.GetTimeoutError):
+                return ray.get(reference, timeout=SLICE_S)
+            self._cluster.check()
+            now = time.monotonic()
+            if ray.wait([sign], timeout=0)[0]:
+                sign, heard = self._handle.alive.remote(), now
+            silent = method != BUILD and now - heard > self._cluster.silence_s
+            if silent or now > limit:
+                raise WorkerGone(self._silent(method, self._cluster.silence_s if silent else within_s))
+
+    def _silent(self, method: str, seconds: float) -> str:
+        return f"{self.name} gave no answer to {method} in {seconds:g} s"
+
+    @contextlib.contextmanager
+    def _named(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except exceptions.GetTimeoutError:
+            raise
+        except exceptions.RayError as error:
+            self._cluster.check()
+            raise WorkerGone(f"{self.name} was lost while it did {method}: {words(error)}") from error
+
+    def kill(self) -> None:
+        self._gone = self._gone or "was ended"
+        with contextlib.suppress(exceptions.RayError, ValueError):
+            ray.kill(self._handle)
+
+
+class Watch:
+    """Asks the head of the cluster every few seconds whether it is there; ``lost`` says when it is not.
+
+    Seconds are counted as they pass here, so a machine that slept, or a thread that had to wait for its turn,
+    loses nobody.
+    """
+
+    def __init__(self, every_s: float = 2.0, head_s: int = HEAD_S) -> None:
+        self.lost = ""
+        self._every_s, self._head_s = every_s, head_s
+        self._answers, self._stopped = 0, threading.Event()
+        self._me = ray.get_runtime_context().get_node_id()
+        # daemons: one that waits for a head that is gone must not keep the process from ending
+        for work in (self._ask, self._count):
+            threading.Thread(target=work, name="watch-ray", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _ask(self) -> None:
+        while not self._stopped.is_set():
+            with contextlib.suppress(exceptions.RayError, RuntimeError, OSError):
+                mine = next((node["Alive"] for node in ray.nodes() if node["NodeID"] == self._me), True)
+                self._answers += mine
+            self._stopped.wait(self._every_s)
+
+    def _count(self) -> None:
+        before, ticks = self._answers, 0
+        while not self._stopped.wait(1.0):
+            before, ticks = self._answers, 0 if self._answers != before else ticks + 1
+            if ticks >= self._head_s:
+                self.lost = f"the head of the Ray cluster, or its daemon here, has not answered for {ticks} s"
+                return
+
+
+def _begin(address: str, wants: Sequence[Want]) -> Path | None:
+    """Join Ray, or start one; its folder, where it was started here. Signals stay ours."""
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    mine = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    folder = None if address else _short_folder()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
+    try:
+        if folder is None:
+            ray.init(address=address, **quiet)
+        else:
+            ray.init(
+                num_cpus=sum(want.cpus for want in wants),  # as many as we place, whatever the machine has
+                include_dashboard=False,
+                object_store_memory=STORE_BYTES,
+                _temp_dir=str(folder),
+                _system_config=LEAN,
+                **quiet,
+            )
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ValueError(f"no Ray could be started on this machine: {words(error)}") from error
+        raise ValueError(
+            f"cluster.address is {address!r}, where no Ray answers ({words(error)}); start one with "
+            '"ray start --head", or leave the address empty to have one started here'
+        ) from error
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, handler)
+    return folder
+
+
+def _short_folder() -> Path:
+    """For logs and sockets, whose paths may have 107 bytes at most."""
+    root = "/tmp" if os.access("/tmp", os.W_OK) else None
+    return Path(tempfile.mkdtemp(prefix="ostinato-ray-", dir=root))
+
+
+def _environment(cpus: int, *, local: bool) -> dict[str, str]:
+    """What a worker's libraries read when they are loaded: OpenMP its threads, Python its path."""
+    kept = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    environment["OMP_NUM_THREADS"] = str(cpus)
+    if local:
+        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return environment
+
+
+def words(error: BaseException) -> str:
+    """What Ray says of this case, without its advice: of an actor that died, how its process ended."""
+    text = " ".join(str(error).split())
+    if "connection error code 2" in text:
+        return "its process ended, as one does that is killed or out of memory"
+    detail = text.rpartition("Worker exit detail:")[2] or text.rpartition("The actor is dead because")[2]
+    told = re.split(r"\. (?:Some common|There are some|To troubleshoot)", detail.strip() or text)[0]
+    return f"{type(error).__name__}: {told.rstrip('.')[:300]}"
+
+
+__all__ = ["Cluster", "RayRemote", "Want", "words"]

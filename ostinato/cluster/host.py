@@ -1,0 +1,118 @@
+"""The worker's side: an object, built here from a factory, whose methods others call.
+
+A factory is named "module:function" and takes plain arguments, so that nothing but names and values is sent.
+Coroutines run in the event loop of the worker; other methods one after another in one thread, so that the
+worker answers ``alive`` while it computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ostinato.cluster.remote import answer, opened, refusal
+
+BUILD = "build"  # the first call; nothing else begins before it has ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a worker is, and what it runs."""
+
+    pid: int
+    host: str
+    python: str
+    ostinato: str
+
+
+def here() -> Place:
+    try:
+        ours = version("ostinato")
+    except PackageNotFoundError:  # a checkout on the path
+        ours = "unknown"
+    return Place(pid=os.getpid(), host=platform.node(), python=platform.python_version(), ostinato=ours)
+
+
+class Host:
+    """Serves one object. ``cores`` (first, count): of those of its host, the only ones that it computes on.
+
+    Every call carries its number, and begins when all before it have begun: an actor of Ray that serves
+    several calls at once may start a small one before a large one that was sent first.
+    """
+
+    def __init__(self, name: str, cores: tuple[int, int] | None = None) -> None:
+        if cores is not None:
+            pin(dealt(*cores, sorted(os.sched_getaffinity(0))))
+        self._name = name
+        self._object: Any = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._next, self._early = 0, dict[int, asyncio.Future[None]]()
+        self._built: asyncio.Future[None] | None = None
+
+    async def alive(self) -> Place:
+        """A sign of life."""
+        return here()
+
+    async def call(self, number: int, method: str, payload: bytes) -> bytes:
+        """The answer, or the refusal, of ``method`` to the sealed tuple of arguments in ``payload``."""
+        await self._turn(number)
+        try:
+            if method == BUILD:
+                return answer(await self._build(*opened(payload)))
+            if self._built is not None:
+                await asyncio.shield(self._built)
+            return answer(await self._run(getattr(self._object, method), opened(payload)))
+        except Exception as error:  # the edge of the process: the caller has to hear of it
+            return refusal(error, self._name)
+
+    async def _turn(self, number: int) -> None:
+        if number != self._next:
+            self._early[number] = asyncio.get_running_loop().create_future()
+            await self._early[number]
+            del self._early[number]
+        self._next += 1
+        if (following := self._early.get(self._next)) is not None:
+            following.set_result(None)
+
+    async def _build(self, factory: str, arguments: Mapping[str, Any], folder: str) -> Place:
+        self._built = asyncio.get_running_loop().create_future()
+        try:
+            if os.path.isdir(folder):
+                os.chdir(folder)  # relative paths of a recipe keep their meaning
+            self._object = await self._run(lambda: resolve(factory)(**arguments), ())
+        finally:
+            self._built.set_result(None)
+        return here()
+
+    async def _run(self, function: Any, arguments: Sequence[Any]) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+
+def resolve(factory: str) -> Any:
+    """The function that "module:function" names."""
+    module, _, function = factory.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Let all threads of this process, those that are there and those to come, run on ``cores`` alone."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+def dealt(first: int, count: int, cores: Sequence[int]) -> list[int]:
+    """``count`` neighbours of ``cores`` from ``first`` on, round and round: every core once in n workers."""
+    return sorted({cores[(first + number) % len(cores)] for number in range(count)})
+
+
+__all__ = ["BUILD", "Host", "Place", "dealt", "here", "pin", "resolve"]

@@ -1,0 +1,202 @@
+"""``protocols.Trainer`` over a worker that may die: made anew, put back, its batches done again.
+
+    link                                   worker
+    step(batch) ------ batch ------------> PolicyTrainer.step
+         report, adapters, snapshot <------
+
+The link keeps the newest snapshot (parameters, moments, counters) and the batches since. A trainer is a
+function of these, so what a new worker makes of them is, bit for bit, what the lost one would have made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from ostinato.cluster.remote import Remote, WorkerGone
+from ostinato.protocols import Trainer
+from ostinato.timeline import Kind, Span
+from ostinato.types import Batch, StepReport
+
+T = TypeVar("T")
+
+
+class TrainerLost(RuntimeError):
+    """Trainers were lost again and again, and no step was done in between."""
+
+
+class Restorable(Trainer, Protocol):
+    """What ``train.PolicyTrainer`` has beside ``step`` and ``adapters``."""
+
+    def tensors(self) -> Mapping[str, Any]: ...
+
+    def counters(self) -> Mapping[str, int]: ...
+
+    def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None: ...
+
+    def identity(self) -> dict[str, str]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """All that a trainer is, beside what its recipe says."""
+
+    tensors: Mapping[str, Any]
+    counters: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stepped:
+    """What a worker sends back for a batch; ``snapshot`` where one was due."""
+
+    report: StepReport
+    adapters: Any
+    snapshot: Snapshot | None
+    span: Span
+
+
+class TrainerServer:
+    """The worker's side."""
+
+    def __init__(self, trainer: Restorable, name: str = "trainer") -> None:
+        self._trainer, self._name = trainer, name
+
+    def step(self, batch: Batch, due: bool) -> Stepped:
+        start = time.time()
+        report = self._trainer.step(batch)
+        span = Span(
+            worker=self._name, kind=Kind.TRAIN, start=start, stop=time.time(), amount=batch.num_tokens
+        )
+        snapshot = self.snapshot() if due else None
+        return Stepped(report=report, adapters=self._trainer.adapters(), snapshot=snapshot, span=span)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(tensors=dict(self._trainer.tensors()), counters=self._trainer.counters())
+
+    def adapters(self) -> Any:
+        return self._trainer.adapters()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._trainer.restore(snapshot.tensors, snapshot.counters)
+
+    def identity(self) -> dict[str, str]:
+        return self._trainer.identity()
+
+
+class TrainerLink:
+    """A ``train.PolicyTrainer`` that lives in a worker which ``spawn`` makes.
+
+    ``within_s`` bounds one call; every ``snapshot_every`` steps the worker's state is fetched. After
+    ``max_restarts`` losses without a step in between it raises TrainerLost, which names the last cause. What
+    the trainer itself raises (Misaligned, TrainingStopped ...) comes as itself and is no loss.
+    """
+
+    def __init__(
+        self, spawn: Callable[[], Remote], *, within_s: float, max_restarts: int = 5, snapshot_every: int = 1
+    ) -> None:
+        self.losses: Counter[str] = Counter()
+        self._spawn, self._within_s = spawn, within_s
+        self._max_restarts, self._in_a_row, self._every = max_restarts, 0, snapshot_every
+        self._since: list[Batch] = []
+        self._spans: list[Span] = []
+        self._since_when, self._cause = time.time(), ""
+        self._worker: Remote | None = None
+        self._snapshot: Snapshot | None = None
+        self._identity: dict[str, str] = self._asked("identity")
+        self._snapshot = self._asked("snapshot")
+        self._adapters: Any = self._asked("adapters")
+
+    def step(self, batch: Batch) -> StepReport:
+        due = len(self._since) + 1 >= self._every
+        stepped: Stepped = self._asked("step", batch, due)
+        self._in_a_row = 0
+        self._adapters = stepped.adapters
+        self._spans.append(stepped.span)
+        if stepped.snapshot is None:
+            self._since.append(batch)
+        else:
+            self._snapshot, self._since = stepped.snapshot, []
+        return stepped.report
+
+    def adapters(self) -> Any:
+        """Those after the last step; a copy, as all that came over the wire."""
+        return self._adapters
+
+    def tensors(self) -> Mapping[str, Any]:
+        return self._newest().tensors
+
+    def counters(self) -> Mapping[str, int]:
+        return self._newest().counters
+
+    def identity(self) -> dict[str, str]:
+        return self._identity
+
+    def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None:
+        snapshot = Snapshot(tensors=dict(tensors), counters=dict(counters))
+        self._asked("restore", snapshot)
+        self._snapshot, self._since = snapshot, []
+        self._adapters = self._asked("adapters")
+
+    def _newest(self) -> Snapshot:
+        """Of all steps: fetched where it is not the last one that came with a step."""
+        if self._since:
+            self._snapshot, self._since = self._asked("snapshot"), []
+        assert self._snapshot is not None
+        return self._snapshot
+
+    def _asked(self, method: str, *arguments: Any) -> Any:
+        """The answer of the worker, or of as many as it takes."""
+        while True:
+            try:
+                return self._standing().wait(method, *arguments, within_s=self._within_s)
+            except WorkerGone as gone:
+                self._lose(gone)
+
+    def _standing(self) -> Remote:
+        """The worker; a new one is first put where the lost one was."""
+        if self._worker is not None:
+            return self._worker
+        worker = self._spawn()
+        try:
+            if self._snapshot is not None:
+                worker.wait("restore", self._snapshot, within_s=self._within_s)
+            for batch in self._since:
+                worker.wait("step", batch, False, within_s=self._within_s)
+        except BaseException:
+            worker.kill()  # half of the way is not where it was
+            raise
+        self._worker = worker
+        return worker
+
+    def _lose(self, cause: WorkerGone) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+        self._worker = None
+        self._since_when, self._cause = time.time(), str(cause)
+        self.losses["workers/restarts"] += 1
+        self._in_a_row += 1
+        if self._in_a_row > self._max_restarts:
+            raise TrainerLost(
+                f"{self._in_a_row} trainers in a row were lost without a step in between, at last: {cause}; "
+                "look at the memory of its host and at cluster.max_restarts"
+            ) from cause
+
+    def take_spans(self) -> Sequence[Span]:
+        taken, self._spans = self._spans, []
+        return taken
+
+    def status(self) -> list[dict[str, Any]]:
+        """A row, as those of ``EnginePool.status``."""
+        state = "starting" if self._worker is None else "serving"
+        row = {"worker": "trainer", "state": state, "since": self._since_when, "cause": self._cause}
+        return [row]
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+
+
+__all__ = ["Snapshot", "Stepped", "TrainerLink", "TrainerLost", "TrainerServer"]

@@ -1,0 +1,128 @@
+"""What is asked of the engine: requests, checked, as sequences; and the order in which they begin."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from ostinato.algo.noise import key
+from ostinato.engine.cache import BLOCK
+from ostinato.engine.seats import Sequence
+from ostinato.types import Completion, Request, Support
+
+Results = asyncio.Queue[tuple[int, Completion] | BaseException]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an engine can take."""
+
+    context: int  # tokens in a sequence
+    vocab_size: int
+    blocks: int  # of the KV cache
+    has_text: bool  # token ids can be decoded
+    records_support: bool
+
+
+def new_sequence(
+    request: Request,
+    limits: Limits,
+    *,
+    index: int = 0,
+    results: Results | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+) -> Sequence:
+    """The request as a sequence that waits. Raises ValueError where it can never fit.
+
+    What another engine has sampled of it (``request.said``) is where it stands, as after a preemption: its
+    keys and values will be computed again, its tokens and all that was recorded with them stay.
+    """
+    check(request, limits)
+    sequence = Sequence(
+        index=index,
+        request=request,
+        results=results,
+        on_token=on_token,
+        address=key(request.seed),
+        limit=min(len(request.tokens) + request.sampling.max_tokens, limits.context),
+        text=np.array(request.tokens, np.int32),
+    )
+    if request.said is not None and len(request.said.tokens):
+        _take_up(sequence, request.said, limits)
+    return sequence
+
+
+def check(request: Request, limits: Limits) -> None:
+    """Raises ValueError for what can never be answered."""
+    sampling, length = request.sampling, len(request.tokens)
+    if length == 0:
+        raise ValueError("a request has no tokens; give at least one, for example the bos token")
+    for token in (int(np.min(request.tokens)), int(np.max(request.tokens))):
+        if not 0 <= token < limits.vocab_size:
+            raise ValueError(
+                f"a prompt has the token {token}, but the model's are 0 to {limits.vocab_size - 1}"
+            )
+    if not 0 <= request.routes_from < length:
+        raise ValueError(
+            f"routes_from is {request.routes_from}; a prompt of {length} tokens allows 0 to {length - 1}"
+        )
+    if length >= limits.context:
+        raise ValueError(f"a prompt has {length} tokens and the context {limits.context}; shorten the prompt")
+    longest = min(length + sampling.max_tokens, limits.context)
+    if (longest + BLOCK - 1) // BLOCK > limits.blocks:
+        raise ValueError(
+            f"a request of up to {longest} tokens does not fit the KV cache of "
+            f"{limits.blocks * BLOCK}; raise engine.kv_memory_mb or lower max_tokens"
+        )
+    if sampling.stop_strings and not limits.has_text:
+        raise ValueError("sampling.stop_strings need a tokenizer; give the engine decode=")
+
+
+def _take_up(sequence: Sequence, said: Completion, limits: Limits) -> None:
+    """Put the sequence where another engine has left it."""
+    sequence.text = np.concatenate([sequence.text, said.tokens]).astype(np.int32, copy=False)
+    if len(sequence.text) >= sequence.limit:
+        raise ValueError(
+            f"{len(said.tokens)} tokens of an answer are there, and more than "
+            f"{sequence.limit - sequence.prompt_len} are not allowed: nothing is left to continue"
+        )
+    if said.edges is None:
+        raise ValueError("a part of an answer comes without edges, so it cannot be continued; ask anew")
+    if limits.records_support and sequence.request.sampling.filtered and said.support is None:
+        raise ValueError("a part of an answer comes without the supports that are recorded here; ask anew")
+    sequence.sampled = (said.logprobs, said.edges, said.versions)
+    sequence.computed = len(sequence.text) - 1  # all but the newest token have been an input
+    sequence.kept = [] if said.support is None else kept_ids(said.support)
+    if said.experts is not None and said.prompt_experts is not None:
+        sequence.routes = np.concatenate([said.prompt_experts, said.experts[:-1]])
+    sequence.cached = said.cached_tokens
+    sequence.again = [] if said.recomputed is None else [(int(a), int(b)) for a, b in said.recomputed]
+    sequence.drafted, sequence.accepted, sequence.passes = said.drafted, said.accepted, said.passes
+
+
+def kept_ids(support: Support) -> list[np.ndarray]:
+    """The ids of each token."""
+    return np.split(support.ids, np.cumsum(support.counts)[:-1]) if len(support) else []
+
+
+def longest_first(
+    waiting: Iterable[Sequence], new: Seq[Sequence], expect: Callable[[Request], float]
+) -> deque[Sequence]:
+    """Begin with those that are predicted to be long: one that begins late is what all wait for."""
+    known: dict[str, float] = {}  # siblings are predicted alike
+    for sequence in new:
+        request = sequence.request
+        if request.uid not in known:
+            known[request.uid] = expect(request)
+        if known[request.uid] > 0:
+            sequence.expected = sequence.prompt_len + known[request.uid]
+    # those that were preempted first: they hold their callers up already
+    return deque(sorted(waiting, key=lambda one: (one.sampled is None, len(one.text) - one.expected)))
+
+
+__all__ = ["Limits", "Results", "check", "kept_ids", "longest_first", "new_sequence"]

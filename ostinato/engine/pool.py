@@ -1,0 +1,537 @@
+"""Many samplers as one engine: placement, supervision, replacement, and proof of what they serve.
+
+    generate -> waiting --place--> dealt --room--> with a worker -> ended
+                  ^                                    |
+                  +---- its worker is lost, or it moves to another one
+
+A call is a request with its seed, so whoever answers it gives the same tokens, but for the policy in flight.
+Every worker has at most ``slots`` calls; the others wait here, where placement can still choose.
+
+Failures of workers and of prompts are told apart. A worker that raises, is silent, stands still, or serves
+what it was not sent is replaced, given the current policy, and its calls go to whoever has room. A prompt
+that was on two workers that were lost runs alone; lost with it alone, a worker proves it guilty, and it ends
+as ERROR. Both kinds of failure have a budget of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from ostinato.engine.pool_calls import Call, Results, Suspects, fault, isolated
+from ostinato.engine.pool_worker import Lost, Worker, bounded, close
+from ostinato.engine.serve import failed
+from ostinato.jobs import Placement, Plan, least_loaded
+from ostinato.model.wire import fingerprint, pack
+from ostinato.protocols import Sampler
+from ostinato.timeline import Kind, Span
+from ostinato.types import Collected, Completion, Past, Publication, Request, Stop
+
+HOMES = 10_000  # conversations whose worker is remembered
+LONGEST_PAUSE_S = 30.0  # before a worker that keeps failing is tried again
+
+
+class WorkersLost(RuntimeError):
+    """Too many workers in a row were lost, and none of them had answered anything."""
+
+
+class TooManyQuarantined(RuntimeError):
+    """More prompts break workers than was agreed."""
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    LOST = "lost"  # and not begun anew yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A policy that all workers of its time serve."""
+
+    version: int
+    bytes: int  # sent, to all workers together
+    seconds: float  # from ``publish`` until the last of them had proved it
+    workers: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sending:
+    version: int
+    size: int
+    begun: float
+    missing: set[int]
+    proved: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Place:
+    """Of a worker in the pool, over its lives."""
+
+    id: int
+    state: State = State.STARTING
+    since: float = field(default_factory=time.time)
+    worker: Worker | None = None
+    cause: str = ""  # of the latest loss
+    losses: int = 0  # in a row, without an answer
+
+    def enter(self, state: State) -> None:
+        self.state, self.since = state, time.time()
+
+
+def adapters_only(adapters: Any, version: int) -> Publication:
+    """``adapters`` (``model.lora.Adapters`` or None) as bytes. Raises NotFinite naming a tensor."""
+    return Publication(version=version, fingerprint=fingerprint(adapters), payload=pack(adapters))
+
+
+def unknown(request: Request) -> float:
+    """Nothing is known of how long it will be answered."""
+    return 0.0
+
+
+class EnginePool:
+    """Implements ``protocols.Engine`` with ``count`` samplers; ``spawn(i)`` makes the i-th, again and again.
+
+    place: who samples what (``rollout.schedule``); expect: tokens of an answer, 0 if unknown; slots: calls
+    that a worker has at once; publication: a policy as it is sent. Seconds: silence_s without a reply or
+    without progress, and a worker is lost; start_s for one to come up. More than ``max_restarts`` losses in a
+    row without an answer raise WorkersLost from ``generate``, more than ``max_quarantined`` prompts
+    TooManyQuarantined. Names of workers: "sampler-0" and so on.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[int], Awaitable[Sampler]],
+        count: int,
+        *,
+        place: Placement = least_loaded,
+        expect: Callable[[Request], float] = unknown,
+        slots: int = 256,
+        silence_s: float = 60.0,
+        start_s: float = 300.0,
+        max_restarts: int = 5,
+        max_quarantined: int = 8,
+        pause_s: float = 0.5,
+        publication: Callable[[Any, int], Publication] = adapters_only,
+    ) -> None:
+        if count < 1 or slots < 1:
+            raise ValueError(f"a pool of {count} samplers with {slots} slots; both must be at least 1")
+        self._spawn, self._place, self._expect, self._make = spawn, place, expect, publication
+        self._slots, self._silence_s, self._start_s, self._pause_s = slots, silence_s, start_s, pause_s
+        self._max_restarts, self._max_quarantined = max_restarts, max_quarantined
+        self._places = [_Place(id=i) for i in range(count)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+        self._ids = itertools.count()
+        self._waiting: dict[int, Call] = {}
+        self._open: Counter[str] = Counter()  # calls that have not ended, by prompt
+        self._suspects = Suspects()
+        self._homes: dict[tuple[int, ...], int] = {}
+        self._planned = False
+        self._causes: deque[str] = deque(maxlen=max_restarts + 1)  # of losses since the last answer
+        self._spans: list[Span] = []
+        self._current = Publication(version=0, fingerprint="", payload=b"")
+        self._sending: deque[_Sending] = deque()
+        self._published: list[Published] = []
+        self._answers: tuple[tuple[str, int, tuple[Past, ...]], ...] = ()
+        names = ("restarts", "redispatched", "quarantined", "migrated")
+        self.counters: Counter[str] = Counter({f"workers/{name}": 0 for name in names})
+        self.work: dict[str, float] = {}  # the workers' own counters, summed over all lives
+
+    # ---- the protocol
+
+    def publish(self, adapters: Any, version: int) -> None:
+        """Send it to all workers, and come back at once. Calls that are asked from here on are sampled by it,
+        running ones go on under it. Raises what packing raises (NotFinite), and the old policy stays."""
+        begun = time.time()
+        publication = replace(self._make(adapters, version), answers=self._answers)
+        self._answers = ()
+        self._current = replace(publication, answers=())
+        alive = [place for place in self._places if place.worker is not None]
+        for place in alive:
+            assert place.worker is not None
+            place.worker.post(publication)
+        if alive:
+            missing, size = {place.id for place in alive}, len(publication.payload)
+            self._sending.append(_Sending(version=version, size=size, begun=begun, missing=missing))
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
+        """Yield (index, completion) as requests end, wherever; see ``protocols.Engine``."""
+        self._begin()
+        results: Results = asyncio.Queue()
+        mine = [self._call(index, request, results) for index, request in enumerate(requests)]
+        self._plan_soon()
+        try:
+            for _ in mine:
+                result = await results.get()
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
+        finally:
+            self._abandon(mine)
+
+    @property
+    def served(self) -> tuple[int, str]:
+        """(version, fingerprint) of what was published last."""
+        return self._current.version, self._current.fingerprint
+
+    # ---- beside the protocol
+
+    async def ready(self) -> None:
+        """Until every worker serves. Raises WorkersLost."""
+        self._begin()
+        while any(place.state is not State.SERVING for place in self._places):
+            if self._failure is not None:
+                raise self._failure
+            self._news.clear()
+            await self._news.wait()  # every start is bounded, and so is their number
+
+    async def close(self) -> None:
+        """End all workers. What still runs is given up."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._failure = self._failure or RuntimeError("the pool was closed")
+
+    def rebalance(self) -> None:
+        """Place what waits, and move what the placement would have elsewhere: given up where it runs, and
+        continued there. Happens by itself whenever a worker has nothing to do."""
+        self._planned = False
+        if self._failure is None:
+            workers = [place.worker for place in self._places if place.worker is not None]
+            self._place_waiting({worker.id: worker for worker in workers if worker.serving})
+
+    def remember(self, uid: str, step: int, answers: Sequence[Past]) -> None:
+        """Answers that workers may draft from; they go with the next publication."""
+        self._answers += ((uid, step, tuple(answers)),)
+
+    def take_spans(self) -> list[Span]:
+        spans, self._spans = self._spans, []
+        return spans
+
+    def take_publications(self) -> list[Published]:
+        """Those that have been proved by all since it was last asked."""
+        published, self._published = self._published, []
+        return published
+
+    def gauges(self) -> dict[str, float]:
+        """Of now, by the names of metrics."""
+        alive = sum(place.state is State.SERVING for place in self._places)
+        return {"workers/alive": float(alive), "workers/calls_waiting": float(len(self._waiting))}
+
+    def status(self) -> list[dict[str, Any]]:
+        """A row for each worker. Times are Unix seconds."""
+        return [_status(place) for place in self._places]
+
+    # ---- calls
+
+    def _call(self, index: int, request: Request, results: Results) -> Call:
+        call = Call(
+            id=next(self._ids),
+            index=index,
+            request=request,
+            results=results,
+            expected=self._expect(request),
+            home=self._homes.pop(request.seed, None),
+        )
+        self._open[call.prompt] += 1
+        if guilty := self._suspects.quarantined.get(call.prompt):
+            self._end(call, failed(guilty))
+        else:
+            self._waiting[call.id] = call
+        return call
+
+    def _end(self, call: Call, completion: Completion) -> None:
+        """Hand it out."""
+        if call.wanted:
+            call.wanted = False
+            call.results.put_nowait((call.index, completion))
+            self._leave(call)
+
+    def _leave(self, call: Call) -> None:
+        self._open[call.prompt] -= 1
+        if not self._open[call.prompt]:
+            del self._open[call.prompt]
+            self._suspects.forget(call.prompt)
+
+    def _abandon(self, calls: Sequence[Call]) -> None:
+        """Nobody waits for these any more."""
+        for call in calls:
+            if call.wanted:
+                call.wanted = False
+                self._leave(call)
+                self._waiting.pop(call.id, None)
+                if (worker := self._holder(call)) is not None and call.going_to is None:
+                    worker.drop(call)
+
+    def _holder(self, call: Call) -> Worker | None:
+        workers = (place.worker for place in self._places if place.worker is not None)
+        return next((worker for worker in workers if call.id in worker.calls or call in worker.dealt), None)
+
+    # ---- placement
+
+    def _plan_soon(self) -> None:
+        """Once, when all that is ready to ask has asked: placement sees groups that arrive together."""
+        if not self._planned:
+            self._planned = True
+            asyncio.get_running_loop().call_soon(self._rebalance)
+
+    def _rebalance(self) -> None:
+        """As a callback of the event loop, which would only log an error: those who wait are told of it."""
+        try:
+            self.rebalance()
+        except Exception as error:  # of a placement
+            self._fail(error)
+
+    def _place_waiting(self, alive: Mapping[int, Worker]) -> None:
+        if not alive or (not self._waiting and all(worker.all_calls for worker in alive.values())):
+            return
+        held = {id: [call.prompt for call in worker.all_calls] for id, worker in alive.items()}
+        suspects = dict.fromkeys(call.prompt for call in self._by_age() if call.prompt in self._suspects)
+        alone, closed = isolated([*suspects], held) if suspects else ({}, frozenset())
+        for call in self._by_age():
+            if call.prompt in alone:
+                self._deal(call, alive[alone[call.prompt]])
+        open = [worker.as_job_worker() for id, worker in alive.items() if id not in closed]
+        jobs = [call.job() for call in self._by_age() if call.prompt not in suspects]
+        plan = self._place(jobs, open)
+        if jobs and not plan.starts and open and not any(worker.jobs for worker in open):
+            plan = least_loaded(jobs, open)  # whatever a placement waits for, nothing will happen by itself
+        self._follow(plan, alive)
+
+    def _follow(self, plan: Plan, alive: Mapping[int, Worker]) -> None:
+        for id, worker in plan.starts:
+            self._deal(self._waiting[id], alive[worker])
+        holders = {call.id: (call, worker) for worker in alive.values() for call in worker.all_calls}
+        for id, target in plan.moves:
+            call, worker = holders[id]
+            if worker.id == target or not call.may_move:
+                continue
+            call.going_to = target
+            if worker.drop(call):
+                self._deal(call, alive[target])
+        for worker in alive.values():
+            worker.fill()
+
+    def _deal(self, call: Call, worker: Worker) -> None:
+        self._waiting.pop(call.id, None)
+        worker.deal(call)
+
+    def _by_age(self) -> list[Call]:
+        return sorted(self._waiting.values(), key=lambda call: call.id)
+
+    # ---- what workers tell
+
+    def _hear(self, worker: Worker, told: Collected) -> None:
+        """Take in a reply. Raises Lost where an answer cannot be right."""
+        self._spans += told.spans
+        known = worker.told_before.counters if worker.told_before is not None else {}
+        for name, value in told.counters.items():
+            self.work[name] = self.work.get(name, 0) + value - known.get(name, 0)
+        for id, tokens in told.progress:
+            if id in worker.calls:
+                worker.calls[id].generated = tokens
+        for id, completion in told.done:
+            self._answered(worker, id, completion)
+        worker.fill()
+        self._plan_soon()
+
+    def _answered(self, worker: Worker, id: int, completion: Completion) -> None:
+        call = worker.calls.get(id)
+        if call is None:
+            raise Lost(f"answered call {id}, which it does not have", by_calls=False)
+        if wrong := fault(call, completion, worker.versions(call)):
+            raise Lost(wrong, by_calls=False)
+        if completion.stop is Stop.ABORT and call.wanted and call.going_to is None:
+            raise Lost(f"gave prompt {call.prompt} up unasked")
+        del worker.calls[id]
+        if completion.stop is Stop.ABORT and call.wanted:
+            self._continue(call, completion)
+            return
+        if completion.stop is not Stop.ERROR:
+            self._causes.clear()
+            self._places[worker.id].losses = 0
+        if len(self._homes) >= HOMES:
+            self._homes.pop(next(iter(self._homes)))
+        self._homes[call.request.seed] = worker.id
+        self._end(call, completion)
+
+    def _continue(self, call: Call, part: Completion) -> None:
+        """It moves: on to where it was to go, if that worker is still there."""
+        call.go_on(part)
+        assert call.going_to is not None
+        self.counters["workers/migrated"] += 1
+        place, call.going_to = self._places[call.going_to], None
+        alone = any(other in self._suspects for other in self._open)  # they need workers of their own
+        if place.worker is not None and place.worker.serving and not alone:
+            self._deal(call, place.worker)
+            place.worker.fill()
+        else:
+            self._waiting[call.id] = call
+
+    def _acknowledged(self, worker: Worker, publication: Publication) -> None:
+        place = self._places[worker.id]
+        if place.state is not State.SERVING:
+            place.enter(State.SERVING)
+            self._news.set()
+        for sending in self._sending:
+            if sending.version <= publication.version and worker.id in sending.missing:
+                sending.missing.discard(worker.id)
+                sending.proved += sending.version == publication.version  # an older one was never sent
+        self._settle()
+        self._plan_soon()
+
+    def _settle(self) -> None:
+        """Close the books of publications that nobody owes a proof of."""
+        while self._sending and not self._sending[0].missing:
+            sent = self._sending.popleft()
+            self._published.append(
+                Published(
+                    version=sent.version,
+                    bytes=sent.size * sent.proved,
+                    seconds=time.time() - sent.begun,
+                    workers=sent.proved,
+                )
+            )
+
+    # ---- lives and deaths
+
+    def _begin(self) -> None:
+        """Begin with the workers in the event loop of the caller; refuse to be shared by two."""
+        if self._failure is not None:
+            raise self._failure
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("the pool is at work in another event loop; make one pool for each loop")
+        self._loop, self._planned, self._news = loop, False, asyncio.Event()
+        self._waiting, self._open, self._sending = {}, Counter(), deque()
+        self._places = [_Place(id=place.id) for place in self._places]
+        self._tasks = [asyncio.create_task(self._supervise(place)) for place in self._places]
+        for task in self._tasks:
+            task.add_done_callback(self._broke)
+
+    def _broke(self, task: asyncio.Task[None]) -> None:
+        """Supervision itself has failed: that is a bug, and every caller is told."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    async def _supervise(self, place: _Place) -> None:
+        """One worker after the other, for as long as the pool lives."""
+        while self._failure is None:
+            if place.losses:
+                await asyncio.sleep(min(self._pause_s * (2 ** (place.losses - 1) - 1), LONGEST_PAUSE_S))
+            place.enter(State.STARTING)
+            sampler, begun = None, time.time()
+            try:
+                sampler = await bounded(self._spawn(place.id), self._start_s, "starting")
+                place.worker = self._worker(place.id, sampler)
+                place.worker.post(self._current)
+                name = f"sampler-{place.id}"
+                self._spans.append(Span(worker=name, kind=Kind.START, start=begun, stop=time.time()))
+                await place.worker.serve(self._start_s)
+            except Lost as lost:
+                self._lose(place, lost)
+            finally:
+                if sampler is not None:
+                    await close(sampler)
+
+    def _worker(self, id: int, sampler: Sampler) -> Worker:
+        return Worker(
+            id,
+            sampler,
+            slots=self._slots,
+            silence_s=self._silence_s,
+            hear=self._hear,
+            acknowledged=self._acknowledged,
+        )
+
+    def _lose(self, place: _Place, lost: Lost) -> None:
+        """Take its calls back, see who may be to blame, and whether this can go on."""
+        worker, place.worker = place.worker, None
+        place.enter(State.LOST)
+        place.cause, place.losses = str(lost), place.losses + 1
+        self.counters["workers/restarts"] += 1
+        self._causes.append(f"sampler-{place.id}: {lost}")
+        for sending in self._sending:
+            sending.missing.discard(place.id)
+        self._settle()
+        if worker is not None:
+            self._take_back(worker, lost)
+        if len(self._suspects.quarantined) > self._max_quarantined:
+            told = list(self._suspects.quarantined.values())
+            self._fail(
+                TooManyQuarantined(
+                    f"{len(told)} prompts broke samplers (cluster.max_quarantined is "
+                    f"{self._max_quarantined}); the latest: {told[-1]}"
+                )
+            )
+        elif len(self._causes) > self._max_restarts:
+            causes = "; ".join(dict.fromkeys(self._causes))
+            self._fail(
+                WorkersLost(
+                    f"{len(self._causes)} samplers in a row were lost without an answer in between "
+                    f"(cluster.max_restarts is {self._max_restarts}): {causes}"
+                )
+            )
+        self._plan_soon()
+
+    def _take_back(self, worker: Worker, lost: Lost) -> None:
+        """What it had not ended waits again, but for a prompt that is found guilty."""
+        handed = [call for call in worker.calls.values() if call.handed]
+        self.counters["workers/redispatched"] += sum(call.wanted for call in handed)
+        for call in worker.all_calls:
+            if call.wanted:
+                call.going_to = None
+                self._waiting[call.id] = call
+        guilty = None
+        if lost.by_calls:
+            guilty = self._suspects.blame({call.prompt for call in handed}, str(lost))
+        if guilty is not None:
+            self.counters["workers/quarantined"] += 1
+            for call in [call for call in self._waiting.values() if call.prompt == guilty]:
+                del self._waiting[call.id]
+                self._end(call, failed(self._suspects.quarantined[guilty]))
+
+    def _fail(self, error: Exception) -> None:
+        """The end: everybody who waits hears of it, and whoever asks from now on."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._news.set()
+        for place in self._places:
+            for call in place.worker.all_calls if place.worker is not None else ():
+                self._waiting[call.id] = call
+        for call in self._waiting.values():
+            if call.wanted:
+                call.results.put_nowait(error)
+        for task in self._tasks:
+            if task is not asyncio.current_task():  # that one ends by itself, when it has closed its sampler
+                task.cancel()
+
+
+def _status(place: _Place) -> dict[str, Any]:
+    worker, told = place.worker, place.worker.told if place.worker is not None else None
+    return {
+        "worker": f"sampler-{place.id}",
+        "state": str(place.state),
+        "since": round(place.since, 3),
+        "version": told.version if told is not None else -1,
+        "running": len(worker.calls) if worker is not None else 0,
+        "sampled": told.sampled if told is not None else 0,
+        "heard": round(worker.heard, 3) if worker is not None else round(place.since, 3),
+        "cause": place.cause,
+    }
+
+
+__all__ = ["EnginePool", "Published", "State", "TooManyQuarantined", "WorkersLost", "adapters_only"]

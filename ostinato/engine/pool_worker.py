@@ -1,0 +1,286 @@
+"""One life of a worker of the pool, from its first publication until it is lost.
+
+Two tasks talk to it. One sends, in order, what it is told: publications, calls, drops. The other collects.
+Whatever the worker raises, and every wait longer than was agreed, ends its life as ``Lost``, which names the
+cause. What a worker says of the policy that it serves is checked in every reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar, runtime_checkable
+
+from ostinato import jobs
+from ostinato.engine.pool_calls import Call
+from ostinato.protocols import Sampler
+from ostinato.timeline import Kind
+from ostinato.types import Collected, Publication
+
+COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life
+CLOSE_S = 10.0  # for a worker that is given up to end
+SLICES = 8  # that a bounded wait is counted in
+
+T = TypeVar("T")
+
+
+class Lost(Exception):
+    """A worker is not to be relied on any more. ``by_calls``: what it was working on may be why."""
+
+    def __init__(self, cause: str, *, by_calls: bool = True) -> None:
+        super().__init__(cause)
+        self.by_calls = by_calls
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A sampler with something to give back."""
+
+    async def close(self) -> None: ...
+
+
+async def bounded(asked: Awaitable[T], seconds: float, what: str) -> T:
+    """Its result. Raises Lost where it raises, or is not there in time: it is then cancelled, and not waited
+    for, since it may not listen.
+
+    Time is counted in slices: where the event loop itself was held up for long (by a training step), what has
+    arrived meanwhile is looked at before anybody is called silent.
+    """
+    task = asyncio.ensure_future(asked)
+    try:
+        for _ in range(SLICES):
+            await asyncio.wait({task}, timeout=seconds / SLICES)
+            if task.done():
+                break
+    finally:
+        if not task.done():
+            task.add_done_callback(_heed)
+            task.cancel()
+    if not task.done():
+        raise Lost(f"silent for {seconds:g} s: {what}")
+    if task.cancelled():
+        raise Lost(f"gave up: {what}")
+    error = task.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise error  # Ctrl-C is not a worker's failure
+    if error is not None:
+        raise Lost(f"{type(error).__name__}: {error}") from error
+    return task.result()
+
+
+def _heed(task: asyncio.Future[T]) -> None:
+    """Look at what came of it, so that nobody complains that nobody did."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def close(sampler: Sampler) -> None:
+    """Best effort: it is given up in any case."""
+    if isinstance(sampler, Closing):
+        with suppress(Lost):
+            await bounded(sampler.close(), CLOSE_S, "closing")
+
+
+def _policy(version: int, fingerprint: str) -> str:
+    return f"version {version} ({fingerprint or 'the base'})"
+
+
+@dataclass(slots=True, eq=False)
+class _Orders:
+    calls: list[Call] = field(default_factory=list)
+    drop: list[int] = field(default_factory=list)
+
+
+class Worker:
+    """``hear`` is called with every reply, ``acknowledged`` with every publication that is served."""
+
+    def __init__(
+        self,
+        id: int,
+        sampler: Sampler,
+        *,
+        slots: int,
+        silence_s: float,
+        hear: Callable[[Worker, Collected], None],
+        acknowledged: Callable[[Worker, Publication], None],
+    ) -> None:
+        self.id, self.slots = id, slots
+        self.calls: dict[int, Call] = {}  # handed over, and not ended
+        self.dealt: deque[Call] = deque()  # to be handed over as there is room
+        self.told: Collected | None = None  # its latest reply, and the one before
+        self.told_before: Collected | None = None
+        self.heard = time.time()
+        self.serving = False
+        self._sampler, self._silence_s = sampler, silence_s
+        self._hear, self._acknowledged = hear, acknowledged
+        self._outbox: deque[Publication | _Orders] = deque()
+        self._mail = asyncio.Event()
+        self._policies: dict[int, tuple[int, str]] = {}  # (version, fingerprint) by number of publication
+        self._posted = self._sent = self._served = 0  # numbers: meant for it, on their way, acknowledged
+        self._still_s = 0.0  # how long it has not got on
+
+    # ---- what it is told
+
+    def post(self, publication: Publication) -> None:
+        """Send it, instead of one that has not been sent yet: nobody needs that any more."""
+        policy = (publication.version, publication.fingerprint)
+        for place, waiting in enumerate(self._outbox):
+            if isinstance(waiting, Publication):
+                self._outbox[place] = replace(publication, answers=waiting.answers + publication.answers)
+                self._policies[self._posted] = policy
+                return
+        self._posted += 1
+        self._policies[self._posted] = policy
+        self._outbox.append(publication)
+        self._mail.set()
+
+    def versions(self, call: Call) -> set[int]:
+        """That its tokens may be of: what the worker was sent last before it, and what it was sent since."""
+        return {version for n, (version, _) in self._policies.items() if call.after <= n <= self._sent}
+
+    def deal(self, call: Call) -> None:
+        call.home, call.going_to, call.generated, call.handed = self.id, None, 0, False
+        self.dealt.append(call)
+
+    def fill(self) -> None:
+        """Hand over as many of the calls that it was dealt as it has room for."""
+        room = self.slots - len(self.calls)
+        if room > 0 and self.dealt:
+            if not self.calls:
+                self._still_s = 0.0
+            orders = self._orders()
+            for _ in range(min(room, len(self.dealt))):
+                call = self.dealt.popleft()
+                call.after = self._posted
+                self.calls[call.id] = call
+                orders.calls.append(call)
+
+    def drop(self, call: Call) -> bool:
+        """Ask for ``call`` back. True: it has it already, for the worker has not heard of it yet."""
+        if call in self.dealt:
+            self.dealt.remove(call)
+            return True
+        for orders in self._outbox:
+            if isinstance(orders, _Orders) and call in orders.calls:
+                orders.calls.remove(call)
+                del self.calls[call.id]
+                return True
+        self._orders().drop.append(call.id)
+        return False
+
+    def _orders(self) -> _Orders:
+        """To be sent after all that was posted."""
+        self._mail.set()
+        if not self._outbox or not isinstance(self._outbox[-1], _Orders):
+            self._outbox.append(_Orders())
+        orders = self._outbox[-1]
+        assert isinstance(orders, _Orders)
+        return orders
+
+    # ---- its life
+
+    async def serve(self, start_s: float) -> None:
+        """Work until it is lost; the first publication, which has been posted, may take ``start_s``. Raises
+        Lost."""
+        await self._publish(start_s)
+        self.serving = True
+        tasks = [asyncio.create_task(self._send()), asyncio.create_task(self._collect())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self.serving = False
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self) -> None:
+        while True:
+            await self._mail.wait()
+            self._mail.clear()
+            while self._outbox:
+                if isinstance(self._outbox[0], Publication):
+                    await self._publish(self._silence_s)
+                else:
+                    await self._start()
+
+    async def _start(self) -> None:
+        orders = self._outbox.popleft()
+        assert isinstance(orders, _Orders)
+        calls = [(call.id, call.request) for call in orders.calls]
+        for call in orders.calls:
+            call.handed = True
+        if calls or orders.drop:
+            asked = self._sampler.start(calls, orders.drop)
+            await bounded(asked, self._silence_s, f"starting {len(calls)} calls")
+            self.heard = time.time()
+
+    async def _publish(self, seconds: float) -> None:
+        publication = self._outbox.popleft()
+        assert isinstance(publication, Publication)
+        self._sent += 1
+        asked = self._sampler.publish(publication)
+        try:
+            proof = await bounded(asked, seconds, f"publishing version {publication.version}")
+        except Lost as lost:
+            raise Lost(str(lost), by_calls=False) from lost
+        if proof != publication.fingerprint:
+            version = publication.version
+            sent, served = _policy(version, publication.fingerprint), _policy(version, proof)
+            raise Lost(f"was sent {sent} and serves {served}", by_calls=False)
+        self.heard, self._served = time.time(), self._sent
+        self._acknowledged(self, publication)
+
+    async def _collect(self) -> None:
+        wait_s = min(COLLECT_S, self._silence_s / 3)
+        loop = asyncio.get_running_loop()
+        while True:
+            floor, asked = self._served, loop.time()
+            oldest = min([floor, *(call.after for call in self.calls.values())])
+            self._policies = {n: policy for n, policy in self._policies.items() if n >= oldest}
+            told = await bounded(self._sampler.collect(wait_s), self._silence_s, self._occupation())
+            self._check(told, floor, min(loop.time() - asked, wait_s))
+            self.heard, self.told, self.told_before = time.time(), told, self.told
+            self._hear(self, told)
+
+    def _check(self, told: Collected, floor: int, waited_s: float) -> None:
+        """Does it serve what it was sent, and get on with what it has?"""
+        sent = [policy for n, policy in self._policies.items() if floor <= n <= self._sent]
+        if (told.version, told.fingerprint) not in sent:
+            served = _policy(told.version, told.fingerprint)
+            known = " and ".join(_policy(*policy) for policy in sent)
+            raise Lost(f"serves {served}; it was sent {known}", by_calls=False)
+        known, passes = self.told, any(one.kind in (Kind.PREFILL, Kind.DECODE) for one in told.spans)
+        stands = known is not None and 0 <= told.sampled == known.sampled and not (told.done or passes)
+        self._still_s = self._still_s + waited_s if stands and self.calls else 0.0
+        if self._still_s >= self._silence_s:
+            raise Lost(f"no progress for {self._silence_s:g} s: {self._occupation()}")
+
+    def _occupation(self) -> str:
+        return f"sampling {len(self.calls)} calls" if self.calls else "waiting for calls"
+
+    # ---- what it looks like from outside
+
+    @property
+    def all_calls(self) -> list[Call]:
+        return [*self.calls.values(), *self.dealt]
+
+    def as_job_worker(self) -> jobs.Worker:
+        """As placements see it: passes take what they took so far, on the average."""
+        counters = self.told.counters if self.told is not None else {}
+        passes, seconds = counters.get("steps", 0), counters.get("seconds", 0.0)
+        mean = seconds / passes if passes and seconds else 1.0
+        return jobs.Worker(
+            id=self.id,
+            slots=self.slots,
+            jobs=tuple(call.job() for call in self.all_calls if call.going_to is None),
+            pass_s=lambda batch, attended: mean,
+        )
+
+
+__all__ = ["Closing", "Lost", "Worker", "bounded", "close"]

@@ -1,0 +1,231 @@
+"""The worker's side of a pool: any engine behind ``protocols.Sampler``, in this process or inside an actor.
+
+    start    -> engine.generate  -> answers, kept until they are collected
+    drop     -> engine.cut           (what it had so far comes back, to be continued elsewhere)
+    publish  -> engine.publish   -> the fingerprint of what the engine serves then
+    collect  <- answers, spans, counters, and what is served: version and fingerprint
+
+Nothing here waits for the trainer or for another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from ostinato.protocols import Engine, Timed
+from ostinato.timeline import Kind, Span
+from ostinato.types import Collected, Completion, Past, Publication, Request, Stop
+
+Remember = Callable[[str, int, Sequence[Past]], None]  # (uid, step, answers)
+CLOSE_S = 5.0  # for calls that were cancelled to end
+
+
+class Serving(Engine, Protocol):
+    """An engine that knows what it serves."""
+
+    @property
+    def served(self) -> tuple[int, str]:
+        """(version, fingerprint of the weights that are served, computed from these)."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """An engine whose running requests can be given up and continued elsewhere (``Request.said``)."""
+
+    def cut(self, requests: Collection[Request]) -> None:
+        """End these now: ``generate`` yields them as ABORT, with what they have."""
+        ...
+
+    def under_way(self) -> Sequence[tuple[Request, int]]:
+        """Requests that have not ended, and how many tokens of the answer each has."""
+        ...
+
+
+@runtime_checkable
+class Reloadable(Protocol):
+    """An engine that takes all weights from a file (``Publication.path``)."""
+
+    def publish_weights(self, path: Path, version: int) -> None: ...
+
+
+def failed(sentence: str) -> Completion:
+    """No answer, and why."""
+    return empty(Stop.ERROR, sentence)
+
+
+def empty(stop: Stop, error: str = "") -> Completion:
+    """An answer without a token."""
+    nothing = np.zeros(0, np.float32)
+    return Completion(
+        tokens=np.zeros(0, np.int32),
+        logprobs=nothing,
+        versions=np.zeros(0, np.int32),
+        stop=stop,
+        error=error,
+    )
+
+
+class SamplerServer:
+    """Implements ``protocols.Sampler`` with ``engine``.
+
+    ``name`` is the worker's in the timeline. ``read`` turns a publication's payload into what the engine
+    publishes (``model.wire.unpack``). ``remember`` hears the answers that come with publications, where the
+    engine drafts from them. A request that the engine refuses (ValueError) ends alone, as ERROR; whatever
+    else it raises is raised by the next ``collect``.
+    """
+
+    def __init__(
+        self,
+        engine: Serving,
+        name: str,
+        read: Callable[[bytes], Any],
+        *,
+        remember: Remember | None = None,
+    ) -> None:
+        self._engine, self._name, self._read, self._remember = engine, name, read, remember
+        self._running: dict[int, Request] = {}
+        self._tasks: dict[asyncio.Task[None], set[int]] = {}  # calls that each has not answered yet
+        self._done: list[tuple[int, Completion]] = []
+        self._spans: list[Span] = []
+        self._broken: Exception | None = None
+        self._news = asyncio.Event()
+
+    async def start(self, calls: Sequence[tuple[int, Request]], drop: Sequence[int] = ()) -> None:
+        """Begin with ``calls`` as one call of the engine, and give ``drop`` up; see ``protocols.Sampler``."""
+        if calls:
+            self._running.update(calls)
+            self._begin(dict(calls))
+        if drop:
+            await asyncio.sleep(0)  # what was begun just before reaches the engine first
+            self._give_up([id for id in drop if id in self._running])
+
+    async def collect(self, wait_s: float) -> Collected:
+        """What has ended since the last time; waits ``wait_s`` at most. Raises what the engine has raised,
+        once all answers have been given out."""
+        if not self._done and self._broken is None:
+            self._news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), wait_s)
+        if not self._done and self._broken is not None:
+            raise self._broken
+        return self._report()  # nothing awaits from here on: what is taken is given out
+
+    async def publish(self, publication: Publication) -> str:
+        """Serve it from the next pass on. Raises what the engine and ``read`` raise; the old policy goes on
+        then."""
+        start, engine, version = time.time(), self._engine, publication.version
+        size = len(publication.payload)
+        if publication.path:
+            if not isinstance(engine, Reloadable):
+                raise RuntimeError(f"{self._name} cannot load all weights ({publication.path})")
+            engine.publish_weights(Path(publication.path), version)
+            size = Path(publication.path).stat().st_size
+        else:
+            engine.publish(self._read(publication.payload), version)
+        if self._remember is not None:
+            for answers in publication.answers:
+                self._remember(*answers)
+        fingerprint = engine.served[1]
+        self._spans.append(
+            Span(worker=self._name, kind=Kind.PUBLISH, start=start, stop=time.time(), amount=size)
+        )
+        return fingerprint
+
+    async def close(self) -> None:
+        """End all calls; nothing comes of them."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+
+    # ---- calls
+
+    def _begin(self, calls: Mapping[int, Request]) -> None:
+        left = set(calls)
+        task = asyncio.create_task(self._answer(calls, left))
+        self._tasks[task] = left
+        task.add_done_callback(lambda task: self._tasks.pop(task, None))
+
+    async def _answer(self, calls: Mapping[int, Request], left: set[int]) -> None:
+        ids = list(calls)
+        try:
+            async for index, completion in self._engine.generate(list(calls.values())):
+                left.discard(ids[index])
+                self._end(ids[index], completion)
+        except ValueError as error:
+            if len(calls) == 1:
+                self._end(ids[0], failed(str(error)))
+                return
+            for id in sorted(left):  # one of them is to blame, and the others need not suffer for it
+                self._begin({id: calls[id]})
+        except Exception as error:  # the edge of the process: whoever collects is told
+            self._broken = error
+            self._news.set()
+
+    def _end(self, id: int, completion: Completion) -> None:
+        if self._running.pop(id, None) is not None:
+            self._done.append((id, completion))
+            self._news.set()
+
+    def _give_up(self, ids: Sequence[int]) -> None:
+        if isinstance(self._engine, Interruptible):
+            self._engine.cut([self._running[id] for id in ids])
+            return
+        for task, left in list(self._tasks.items()):  # no parts to be had: calls that are wanted go on
+            if left and left <= set(ids):
+                task.cancel()
+                for id in sorted(left):
+                    self._end(id, empty(Stop.ABORT))
+
+    # ---- what is told
+
+    def _report(self) -> Collected:
+        (version, fingerprint), counters = self._engine.served, self._counters()
+        done, self._done = tuple(self._done), []
+        return Collected(
+            done=done,
+            version=version,
+            fingerprint=fingerprint,
+            running=len(self._running),
+            sampled=int(counters["decoded"]) if "decoded" in counters else -1,
+            progress=self._progress(),
+            spans=self._take_spans(),
+            counters=counters,
+        )
+
+    def _progress(self) -> tuple[tuple[int, int], ...]:
+        if not isinstance(self._engine, Interruptible) or not self._running:
+            return ()
+        ids = {id(request): call for call, request in self._running.items()}
+        known = ((ids.get(id(request)), tokens) for request, tokens in self._engine.under_way())
+        return tuple((call, tokens) for call, tokens in known if call is not None)
+
+    def _counters(self) -> Mapping[str, float]:
+        counters = getattr(self._engine, "counters", None)
+        if is_dataclass(counters) and not isinstance(counters, type):
+            return asdict(counters)
+        return dict(counters) if isinstance(counters, Mapping) else {}
+
+    def _take_spans(self) -> tuple[Span, ...]:
+        """The engine's passes and the publications between them, in order."""
+        spans, self._spans = self._spans, []
+        if isinstance(self._engine, _Timed):
+            spans += self._engine.take_spans()
+        return tuple(sorted(spans, key=lambda span: span.start))
+
+
+@runtime_checkable
+class _Timed(Timed, Protocol): ...
+
+
+__all__ = ["Interruptible", "Reloadable", "SamplerServer", "Serving", "empty", "failed"]

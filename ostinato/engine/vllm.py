@@ -1,0 +1,513 @@
+"""vLLM as an engine: tokens in, tokens and log-probabilities out, over HTTP; it is not imported here.
+
+    generate -> one request each -> /inference/v1/generate -> tokens, log-probabilities, labels -> Completion
+    publish  -> PEFT folder -> pause (KV kept) -> the adapter replaced -> labelled -> resume -> proven
+
+Running requests go on under the new adapter with the keys and values that they have. vLLM labels every token
+with the policy in force when it was sampled, so versions are exact; a label that was not published here is a
+server that is not ours any more, and nothing that it said is used. New requests find no prefix of an older
+policy: the label salts the prefix cache.
+
+What is served is proven three times: the worker tells the digest of the adapter that it has read, every
+answer carries its labels, and after each publish a few tokens that it samples behind a fixed text are scored
+by our own decoder (k3 below ``bound``).
+
+A server that dies, or does not answer for ``silence_s``, is started anew at most ``max_restarts`` times in a
+row, gets the policy, and is asked again. The noise is vLLM's own: seeded by the request, but a function of
+the numerics of its batch, so there is no law that tokens are the same in any company.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ostinato.algo.offpolicy import kl_k3
+from ostinato.engine.vllm_answers import answer, failed, question
+from ostinato.engine.vllm_http import Reply, Unreachable, call, post
+from ostinato.engine.vllm_server import CALL_S, Server, VllmLost, VllmWrong, check
+from ostinato.model.attention import CausalAttention
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.model.peft_io import PEFT_CONFIG, PEFT_TENSORS, write_peft
+from ostinato.model.wire import check_finite, fingerprint
+from ostinato.timeline import Kind, Span
+from ostinato.types import Completion, Request, Sampling, Stop
+
+LORA = "ostinato"  # the name of the adapter there
+COLDEST = 0.01  # vLLM raises temperatures between 0 and this to it
+BEAT_S = 5.0  # between two signs of life of a server with requests
+MOST_OPEN = 512  # connections at once
+MOST_SPANS = 10_000
+PROOF_TOKENS = 12
+QUESTIONS = "/inference/v1/generate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Policy:
+    """What was published."""
+
+    version: int
+    fingerprint: str = ""  # "": the base
+    folder: Path | None = None  # of its adapter
+    digest: str = ""  # of the files in it
+    adapters: Adapters | None = None  # a copy
+
+    @property
+    def label(self) -> str:
+        return f"{self.version}:{self.fingerprint or 'base'}"
+
+
+class VllmEngine:
+    """Implements ``protocols.Engine`` on a server that has the weights of ``decoder``; it begins with the
+    base.
+
+    ``folder`` is written to, and has to be read by the server under the same path. ``decode`` turns token ids
+    into text. ``probe`` ([T] token ids) is the text that each policy is proven on, with a k3 below ``bound``.
+    ``name`` is the worker's in the timeline, ``say`` hears of restarts.
+
+    Raises ValueError for a server that cannot do what is asked of it, VllmLost where it is not there.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        decoder: Decoder,
+        *,
+        folder: Path,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        probe: np.ndarray | None = None,
+        bound: float = 0.015,
+        silence_s: float = 60.0,
+        max_restarts: int = 5,
+        name: str = "sampler-0",
+        say: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        self._server, self._decoder, self._folder, self._decode = server, decoder, folder, decode
+        self._probe, self._bound, self._silence_s, self._most = probe, bound, silence_s, max_restarts
+        self._say, self._time = say, _Time(name)
+        self._lock = threading.RLock()  # of the server's life and of what it serves
+        self._epoch, self._restarts = 0, 0
+        self._desk: _Desk | None = None
+        self._heard = ""  # the label that the server told last
+        self.k3 = math.nan  # of the last policy that was proven
+        self.signs = 0  # of life: answers, and beats while requests run
+        self.counters = Counter[str]()
+        self._wrong: VllmWrong | None = None  # nothing is answered before a publish goes well
+        self._slot = -1  # the version in the adapter's place
+        self._labels: dict[str, int] = {}  # to the version that was in the adapter's place
+        try:
+            with self._time.of(Kind.START):
+                server.revive()
+            self._facts = check(server.address, [0])
+            self.context_limit = min(self._facts.context, decoder.config.max_positions)
+            self._policy = self._written(None, 0)
+            self._install(self._policy)
+        except BaseException:  # nobody else knows of the server yet
+            server.close()
+            raise
+
+    # ---- the protocol
+
+    @property
+    def version(self) -> int:
+        return self._policy.version
+
+    @property
+    def served(self) -> tuple[int, str]:
+        """(version, fingerprint) that the server was last heard to serve, by answer, publish or sign of
+        life."""
+        version, _, told = self._heard.partition(":")
+        return int(version), "" if told == "base" else told
+
+    def publish(self, adapters: Adapters | None, version: int) -> None:
+        """Serve ``adapters`` (None: the base) from the next pass on; requests in flight go on under them.
+
+        A request that began on the base ends on it, and its tokens say so. Raises NotFinite, and the old
+        policy goes on; VllmWrong where the server serves something else then, and nothing is answered before
+        a publish goes well; VllmLost.
+        """
+        start, before = time.time(), self._policy
+        with self._time.of(None):  # whoever publishes tells of it
+            policy = self._written(adapters, version)
+            with self._lock:
+                try:
+                    self._install(policy)
+                except Unreachable as lost:
+                    self._revived(str(lost), policy)
+                except VllmWrong as error:
+                    self._wrong = error
+                    raise
+                self._policy, self._wrong = policy, None
+        for old in self._folder.glob("policy-*"):
+            if old not in (policy.folder, before.folder):
+                shutil.rmtree(old, ignore_errors=True)
+        seconds = round(time.time() - start, 4)
+        row = {"version": version, "fingerprint": policy.fingerprint, "k3": self.k3, "seconds": seconds}
+        with (self._folder / "publishes.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
+        """Yield (index, completion) as requests finish. Raises ValueError for requests that never fit, and
+        VllmLost."""
+        for request in requests:
+            self._refuse(request)
+        desk = self._desk_here()
+        tasks = [asyncio.create_task(self._answer(desk, index, r)) for index, r in enumerate(requests)]
+        self._time.asked(len(tasks))
+        for task in tasks:
+            task.add_done_callback(lambda task: self._time.answered())
+        try:
+            for done in asyncio.as_completed(tasks):
+                yield await done
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def take_spans(self) -> list[Span]:
+        """See ``protocols.Timed``. Of what the server does between, it is known that it has requests."""
+        return self._time.take()
+
+    def close(self) -> None:
+        """End the server, if it is ours."""
+        with self._lock:
+            self._server.close()
+
+    # ---- requests
+
+    def _refuse(self, request: Request) -> None:
+        sampling, length = request.sampling, len(request.tokens)
+        vocab = self._decoder.config.vocab_size
+        if length == 0:
+            raise ValueError("a request has no tokens; give at least one, for example the bos token")
+        for token in (int(request.tokens.min()), int(request.tokens.max())):
+            if not 0 <= token < vocab:
+                raise ValueError(f"a prompt has the token {token}, but the model's are 0 to {vocab - 1}")
+        if length >= self.context_limit:
+            raise ValueError(
+                f"a prompt has {length} tokens and the context {self.context_limit}; shorten the prompt"
+            )
+        if 0 < sampling.temperature < COLDEST:
+            raise ValueError(
+                f"sampling.temperature is {sampling.temperature}; vLLM takes 0 (greedy) or {COLDEST} and more"
+            )
+        if sampling.min_tokens and sampling.stop_strings:
+            raise ValueError(
+                f"sampling.min_tokens is {sampling.min_tokens} with stop_strings, which vLLM "
+                "does not look for before as many tokens; drop one of them"
+            )
+        if sampling.stop_strings and self._decode is None:
+            raise ValueError("sampling.stop_strings need a tokenizer; give the engine decode=")
+
+    async def _answer(self, desk: _Desk, index: int, request: Request) -> tuple[int, Completion]:
+        async with desk.gate:
+            while True:
+                epoch, policy = self._epoch, self._policy
+                try:
+                    asking = post(self._server.address, QUESTIONS, self._question(request, policy))
+                    reply = await self._watched(desk, asking)
+                    if reply.status >= 500:  # of this request, or the end of all
+                        await asyncio.to_thread(self._beat)
+                    completion = self._said(request, policy, reply)
+                except Unreachable as lost:
+                    await asyncio.to_thread(self._recover, epoch, str(lost))
+                else:
+                    self._restarts = 0
+                    self.signs += 1
+                    if self._wrong is not None:
+                        raise self._wrong
+                    return index, completion
+
+    def _question(self, request: Request, policy: Policy) -> dict[str, Any]:
+        return question(request, self._name_of(policy), policy.label, self.context_limit)
+
+    def _said(self, request: Request, policy: Policy, reply: Reply) -> Completion:
+        """The answer in the ``reply`` of a living server. Raises ValueError where it refused the request, and
+        Unreachable where it is not the server that was asked."""
+        if reply.status >= 500:
+            return failed(f"vLLM answered {reply.error}")
+        if reply.status == 404:  # it does not know our adapter (any more)
+            raise Unreachable(f"vLLM answered {reply.error}")
+        if reply.status != 200:
+            raise ValueError(f"vLLM refused a request of {len(request.tokens)} tokens with {reply.error}")
+        choice, name = reply.body["choices"][0], self._name_of(policy)
+        if reply.body["model"] != name:
+            raise Unreachable(f"vLLM answered as {reply.body['model']!r}, and {name!r} was asked")
+        versions = self._versions(policy, choice)
+        details = reply.body["usage"].get("prompt_tokens_details") or {}
+        cached = int(details.get("cached_tokens") or 0)
+        moe = self._decoder.config.moe
+        experts = None if moe is None else moe.num_experts
+        return answer(request, choice, versions, self._decode, cached=cached, num_experts=experts)
+
+    def _versions(self, policy: Policy, choice: dict[str, Any]) -> np.ndarray:
+        """[T] int32, by the labels of the tokens."""
+        spans, count = choice["weight_versions"] or [], len(choice["token_ids"])
+        versions = np.full(count, -1, np.int32)
+        for span in spans:
+            if span["version"] not in self._labels:
+                raise Unreachable(f"vLLM serves policy {span['version']!r}, which was not published")
+            served = self._labels[span["version"]] if policy.folder is not None else policy.version
+            versions[span["start"] : span["end"]] = served
+            self._heard = span["version"]
+        if count and versions.min() < policy.version:
+            raise Unreachable(f"vLLM answered as policy {versions.min()} where {policy.version} was asked")
+        return versions
+
+    def _name_of(self, policy: Policy) -> str:
+        return self._facts.base if policy.folder is None else LORA
+
+    # ---- signs of life
+
+    def _desk_here(self) -> _Desk:
+        """What the calls in this event loop share."""
+        loop = asyncio.get_running_loop()
+        if self._desk is None or self._desk.loop is not loop:
+            self._desk = _Desk(loop=loop, gate=asyncio.Semaphore(MOST_OPEN))
+        return self._desk
+
+    async def _watched(self, desk: _Desk, asking: Coroutine[Any, Any, Reply]) -> Reply:
+        """The reply, or Unreachable as soon as the server gives no sign of life."""
+        asked = asyncio.create_task(asking)
+        if desk.watch is None or desk.watch.done():
+            desk.watch = asyncio.create_task(self._watch())
+        desk.open += 1
+        try:
+            await asyncio.wait({asked, desk.watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                desk.watch.result()
+            return asked.result()
+        finally:
+            asked.cancel()
+            desk.open -= 1
+            if not desk.open:
+                desk.watch.cancel()
+
+    async def _watch(self) -> None:
+        """Ends with Unreachable. In a thread, for the event loop may be kept busy longer than silence is
+        borne."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await asyncio.to_thread(self._beat)
+
+    def _beat(self) -> None:
+        """The engine core answers this between two passes. ``/health`` says well for a while after it
+        died."""
+        reply = call(self._server.address, "GET", "/weight_info", timeout_s=self._silence_s)
+        if reply.status != 200:
+            raise Unreachable(f"vLLM told no sign of life but {reply.error}")
+        label = reply.body["weight_version"]
+        if label not in self._labels:
+            raise Unreachable(f"vLLM serves policy {label!r}, which was not published")
+        self._heard = label
+        self.signs += 1
+
+    def _recover(self, epoch: int, why: str) -> None:
+        """Have a server again, after it was lost in ``epoch``. One of many that find it lost does the
+        work."""
+        with self._lock:
+            if epoch == self._epoch:
+                self._revived(why, self._policy)
+
+    def _revived(self, why: str, policy: Policy) -> None:
+        """A server that serves ``policy``, in a new epoch. Raises VllmLost."""
+        while True:
+            self._restarts += 1
+            if self._restarts > self._most:
+                raise VllmLost(f"vLLM was lost {self._restarts} times in a row: {why}; {self._server.why()}")
+            self._say(f"vLLM was lost and is started anew ({self._restarts} of {self._most}): {why}")
+            try:
+                with self._time.of(Kind.START):
+                    self._server.revive()
+                self._install(policy)
+            except (Unreachable, VllmLost) as error:
+                why = str(error)
+                continue
+            self._epoch += 1
+            self.counters["workers/restarts"] += 1
+            return
+
+    # ---- publishing
+
+    def _written(self, adapters: Adapters | None, version: int) -> Policy:
+        """Checked, and in files. Raises NotFinite."""
+        if adapters is None:
+            return Policy(version=version)
+        check_finite(adapters)
+        mark = fingerprint(adapters)
+        folder = self._folder / f"policy-{version}-{mark}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_peft(adapters, folder)
+        return Policy(
+            version=version,
+            fingerprint=mark,
+            folder=folder,
+            digest=_digest(folder),
+            adapters=adapters.detach_copy(),
+        )
+
+    def _install(self, policy: Policy) -> None:
+        """Have the server serve it, and prove it. Raises VllmWrong and Unreachable."""
+        self._must("POST", "/pause?mode=keep&clear_cache=false")
+        try:
+            if policy.folder is not None:
+                self._load(policy, policy.folder)
+                self._slot = policy.version
+            self._labels[policy.label] = self._slot
+            self._must("POST", "/update_weight_version", {"new_version": policy.label})
+        finally:
+            self._must("POST", "/resume")
+        self._beat()
+        if self._heard != policy.label:
+            raise VllmWrong(f"vLLM serves policy {self._heard!r} after {policy.label!r} was published")
+        self._prove(policy)
+
+    def _load(self, policy: Policy, folder: Path) -> None:
+        """The adapter into its place, which the first one makes."""
+        known = {card["id"] for card in self._must("GET", "/v1/models")["data"]}
+        if LORA not in known:
+            body = {"lora_name": LORA, "lora_path": str(folder.absolute())}
+            if (reply := self._ask("POST", "/v1/load_lora_adapter", body)).status != 200:
+                raise VllmWrong(f"vLLM does not take the adapter of policy {policy.label}: {reply.error}")
+        body = {"method": "ostinato_publish", "args": [str(folder.absolute())]}
+        if (reply := self._ask("POST", "/collective_rpc", body)).status != 200:
+            raise VllmWrong(f"vLLM does not take the adapter of policy {policy.label}: {reply.error}")
+        if read := {*reply.body["results"]} - {policy.digest}:
+            raise VllmWrong(f"vLLM read {sorted(read)} in {folder}, where {policy.digest} was written")
+
+    def _prove(self, policy: Policy) -> None:
+        """By k3 between the server and our decoder on a few tokens that the server samples behind the probe.
+        Raises VllmWrong.
+
+        To have it score a text instead (``prompt_logprobs``) would be one pass, but kills vLLM 0.32 on a CPU
+        where other requests are in the batch: its adapter of the head takes all rows for sampled ones.
+        """
+        if self._probe is None:
+            return
+        seed = (policy.version, len(self._probe))
+        request = Request(tokens=self._probe, sampling=Sampling(max_tokens=PROOF_TOKENS), seed=seed)
+        said = self._said(request, policy, self._ask("POST", QUESTIONS, self._question(request, policy)))
+        if said.stop is Stop.ERROR:
+            raise VllmWrong(said.error)
+        ours = self._scores(policy.adapters, np.concatenate([request.tokens, said.tokens]))
+        self.k3 = float(kl_k3(torch.from_numpy(ours[-len(said.tokens) :] - said.logprobs)).mean())
+        if not self.k3 < self._bound:
+            raise VllmWrong(
+                f"vLLM is not the policy that is trained: k3 is {self.k3:.3g} for policy {policy.label} on "
+                f"{len(said.tokens)} tokens, and {self._bound:g} is the bound; compare model and dtype"
+            )
+
+    def _scores(self, adapters: Adapters | None, tokens: np.ndarray) -> np.ndarray:
+        """[T - 1] log-probabilities of ``tokens`` [T], from the second one on, by our decoder."""
+        decoder = self._decoder
+        rows = torch.from_numpy(tokens.astype(np.int64)).to(decoder.device)
+        with torch.inference_mode():
+            places = torch.arange(len(rows), device=decoder.device)
+            hidden, _ = decoder(rows, places, CausalAttention(), adapters=adapters)
+            logprobs = decoder.logits(hidden[:-1]).float().log_softmax(-1)
+        return logprobs.gather(1, rows[1:, None])[:, 0].cpu().numpy()
+
+    def _must(self, method: str, path: str, body: Any = None) -> Any:
+        """What the server says. Raises Unreachable where it refuses: it always can."""
+        if (reply := self._ask(method, path, body)).status != 200:
+            raise Unreachable(f"{method} {path}: {reply.error}")
+        return reply.body
+
+    def _ask(self, method: str, path: str, body: Any = None) -> Reply:
+        """Raises Unreachable where nobody answers, or the last words of a server that dies."""
+        limit = min(CALL_S, self._silence_s)
+        reply = call(self._server.address, method, path, body, timeout_s=limit)
+        if reply.status >= 500:
+            self._beat()
+        return reply
+
+
+# ---- bookkeeping
+
+
+@dataclass(slots=True, kw_only=True)
+class _Desk:
+    """What the calls in one event loop share."""
+
+    loop: asyncio.AbstractEventLoop
+    gate: asyncio.Semaphore
+    open: int = 0  # questions that are being answered
+    watch: asyncio.Task[None] | None = None
+
+
+class _Time:
+    """What the worker did, one thing at a time: it decodes while it has requests, unless it does what is
+    named by ``of``."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)  # the newest, where nobody takes them
+        self._lock = threading.Lock()
+        self._running = 0  # requests
+        self._doing: tuple[Kind | None] | None = None
+        self._since = time.time()
+
+    def asked(self, requests: int) -> None:
+        with self._lock:
+            self._turn()
+            self._running += requests
+
+    def answered(self) -> None:
+        with self._lock:
+            if self._running == 1:
+                self._turn()
+            self._running -= 1
+
+    @contextmanager
+    def of(self, kind: Kind | None) -> Iterator[None]:
+        """Doing this, and nothing else; None: what somebody else tells of."""
+        with self._lock:
+            self._turn()
+            before, self._doing = self._doing, (kind,)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._turn()
+                self._doing = before
+
+    def take(self) -> list[Span]:
+        with self._lock:
+            self._turn()
+            spans = list(self._spans)
+            self._spans.clear()
+        return spans
+
+    def _turn(self) -> None:
+        """What was done until now is a span."""
+        (kind,) = self._doing or (Kind.DECODE if self._running else None,)
+        now = time.time()
+        if kind is not None and now > self._since:
+            self._spans.append(Span(worker=self._worker, kind=kind, start=self._since, stop=now))
+        self._since = now
+
+
+def _digest(folder: Path) -> str:
+    """As the worker computes it (``interop.vllm_worker.digest``)."""
+    hashed = blake2b(digest_size=8)
+    for name in (PEFT_CONFIG, PEFT_TENSORS):
+        hashed.update((folder / name).read_bytes())
+    return hashed.hexdigest()
+
+
+__all__ = ["Policy", "VllmEngine"]

@@ -1,0 +1,117 @@
+"""A request as vLLM is asked it, and what it says as a completion. Pure."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ostinato.algo.noise import key
+from ostinato.engine.taking import text_before
+from ostinato.routes import route_dtype
+from ostinato.types import NO_EXPERT, Completion, Request, Stop, Support
+
+NO_LOGPROB = -9999.0  # what vLLM says for none
+
+
+def question(request: Request, model: str, salt: str, context: int) -> dict[str, Any]:
+    """What vLLM is asked; ``salt`` keeps apart what may share a prefix."""
+    sampling, length = request.sampling, len(request.tokens)
+    most = min(sampling.max_tokens, context - length)
+    return {
+        "model": model,
+        "token_ids": request.tokens.tolist(),
+        "cache_salt": salt,
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "max_tokens": most,
+            "min_tokens": min(sampling.min_tokens, most),
+            "stop_token_ids": list(sampling.stop_tokens),
+            "stop": list(sampling.stop_strings),
+            "ignore_eos": True,  # ours are among the stop tokens
+            "detokenize": bool(sampling.stop_strings),
+            "logprobs": 0,  # of the token itself
+            "seed": int(key((*request.seed, length)))
+            >> 1,  # by position too: a turn is not the last one's noise
+        },
+    }
+
+
+def answer(
+    request: Request,
+    choice: dict[str, Any],
+    versions: np.ndarray,
+    decode: Callable[[Sequence[int]], str] | None,
+    *,
+    cached: int = 0,
+    num_experts: int | None = None,
+) -> Completion:
+    """What vLLM has said, as a completion; an ERROR where it gave no log-probability for a token."""
+    sampling = request.sampling
+    tokens = np.array(choice["token_ids"], np.int32)
+    logprobs = np.array([row["logprob"] for row in choice["logprobs"]["content"]], np.float32)
+    stop = _stop(choice)
+    if len(logprobs) != len(tokens) or (logprobs <= NO_LOGPROB).any():
+        return failed("vLLM gave tokens without log-probabilities: the logits are not finite")
+    if sampling.temperature == 0:  # a greedy token is not drawn; vLLM tells what it would have had at 1
+        logprobs = np.zeros_like(logprobs)
+    routes = _routes(choice, len(request.tokens) + len(tokens), num_experts)
+    text = ""
+    if decode is not None:
+        cut = text_before(decode, tokens, sampling.stop_strings) if stop is Stop.STRING else None
+        said = tokens[:-1] if stop is Stop.EOS else tokens
+        text = cut if cut is not None else decode(said.tolist())
+    return Completion(
+        tokens=tokens,
+        logprobs=logprobs,
+        versions=versions,
+        stop=stop,
+        text=text,
+        support=_support(choice) if sampling.filtered else None,
+        experts=None if routes is None else routes[len(request.tokens) :],
+        prompt_experts=None if routes is None else routes[request.routes_from : len(request.tokens)],
+        passes=len(tokens),
+        cached_tokens=cached,
+    )
+
+
+def failed(sentence: str) -> Completion:
+    """No answer, and why."""
+    none = np.zeros(0, np.int32)
+    return Completion(
+        tokens=none, logprobs=none.astype(np.float32), versions=none, stop=Stop.ERROR, error=sentence
+    )
+
+
+def _stop(choice: dict[str, Any]) -> Stop:
+    why = choice["finish_reason"]
+    if why == "stop":
+        return Stop.STRING if isinstance(choice["stop_reason"], str) else Stop.EOS
+    return {"length": Stop.LENGTH, "abort": Stop.ABORT}.get(why, Stop.ERROR)
+
+
+def _support(choice: dict[str, Any]) -> Support | None:
+    """What the filters had kept, where the server tells it (``--return-sampling-mask``)."""
+    kept = choice.get("sampling_mask")
+    return None if kept is None else Support.of([np.sort(np.array(ids, np.int32)) for ids in kept])
+
+
+def _routes(choice: dict[str, Any], length: int, num_experts: int | None) -> np.ndarray | None:
+    """[length, layers, top_k], where the server tells them (``--enable-return-routed-experts``)."""
+    told = choice.get("routed_experts")
+    if told is None or num_experts is None:
+        return None
+    rows = np.load(io.BytesIO(base64.b64decode(told)), allow_pickle=False)
+    if len(rows) != length - 1:
+        raise ValueError(f"vLLM gave the experts of {len(rows)} tokens for an answer that ends at {length}")
+    last = np.full((1, *rows.shape[1:]), NO_EXPERT)
+    return np.concatenate([rows.astype(np.int32), last]).astype(route_dtype(num_experts))
+
+
+__all__ = ["answer", "failed", "question"]

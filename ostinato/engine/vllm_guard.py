@@ -1,0 +1,44 @@
+"""Runs a command, and ends it with all that it has started when its own standard input closes.
+
+The other end of that pipe is in the program that wanted the command: however that program ends, by kill -9
+too, the pipe closes. Started as a file in a session of its own; argv is the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+GRACE_S = 5.0
+
+
+def main() -> None:
+    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    threading.Thread(target=_end_with_the_parent, args=(child,), daemon=True).start()
+    code = child.wait()
+    how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    print(f"the server ended: {how}", file=sys.stderr, flush=True)
+    _kill_all()
+
+
+def _end_with_the_parent(child: subprocess.Popen[bytes]) -> None:
+    while os.read(0, 1 << 12):
+        pass
+    child.terminate()
+    time.sleep(GRACE_S)
+    _kill_all()
+
+
+def _kill_all() -> None:
+    """The session, this process too."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

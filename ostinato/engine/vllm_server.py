@@ -1,0 +1,284 @@
+"""A vLLM server: one that is started here and dies with this process, or one that runs somewhere by itself.
+
+    VllmChild  -> guard -> python -m vllm... -> engine core, workers       a session of its own
+    VllmAt                                                                 an address
+
+Both can be asked to be there (``revive``) and why they are not. What a server has to be able to do is
+checked once (``check``), so that what is missing is said in words before any work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ostinato.engine import vllm_guard
+from ostinato.engine.vllm_http import Unreachable, call, host_and_port
+
+EXTENSION = "ostinato.interop.vllm_worker.Worker"
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+POLL_S = 0.25
+CALL_S = 60.0  # for what takes milliseconds
+TAIL_LINES, TAIL_BYTES = 6, 1 << 14
+
+
+class VllmFailed(RuntimeError):
+    """Sampling with vLLM cannot go on; the message says why, in one sentence."""
+
+
+class VllmLost(VllmFailed):
+    """The server does not start, has ended or is silent; with the end of its log."""
+
+
+class VllmWrong(VllmFailed):
+    """The server serves something else than what was published."""
+
+
+class Server(Protocol):
+    """Where vLLM can be asked."""
+
+    @property
+    def address(self) -> str: ...
+
+    def revive(self) -> None:
+        """Be there, and ready, after whatever happened. Raises VllmLost."""
+        ...
+
+    def why(self) -> str:
+        """What is known of its end."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serve:
+    """What is served, and how; ``args`` are further arguments of vLLM's, and win."""
+
+    python: str  # of the environment that has vLLM
+    model: Path
+    dtype: str
+    context: int  # tokens of a sequence
+    max_batch: int
+    kv_memory_mb: int
+    rank: int  # of the adapters
+    args: Sequence[str] = ()
+
+    def command(self, port: int) -> list[str]:
+        """Raises ValueError for a rank that vLLM has no room for."""
+        room = next((rank for rank in RANKS if rank >= self.rank), None)
+        if room is None:
+            raise ValueError(f"adapter.rank is {self.rank}; vLLM takes adapters up to rank {RANKS[-1]}")
+        given = {
+            "model": self.model,
+            "served-model-name": "base",
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": self.dtype,
+            "max-model-len": self.context,
+            "max-num-seqs": self.max_batch,
+            "kv-cache-memory-bytes": self.kv_memory_mb << 20,
+            "max-lora-rank": room,
+            "max-loras": 1,
+            "max-cpu-loras": 1,
+            "logprobs-mode": "processed_logprobs",
+            "generation-config": "vllm",  # none of the model's own sampling settings
+            "worker-extension-cls": EXTENSION,
+        }
+        pairs = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        flags = ("--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details")
+        return [self.python, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *self.args]
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """For vLLM: its endpoints for training, our worker extension, and the threads that were chosen for us."""
+    package = str(Path(__file__).parents[2])
+    usual = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    path = os.pathsep.join(filter(None, (package, environ.get("PYTHONPATH", ""))))
+    return {**usual, **environ, **wanted, "PYTHONPATH": path}
+
+
+class VllmChild:
+    """A server that is started here; ``log`` has what it prints, of all its lives. ``revive`` starts it."""
+
+    def __init__(self, serve: Serve, log: Path, *, start_s: float = 300.0) -> None:
+        serve.command(0)
+        self._serve, self._log, self._start_s = serve, log, start_s
+        self._guard: subprocess.Popen[bytes] | None = None
+        self.address = ""
+
+    def revive(self) -> None:
+        """End what is left of it, and start it anew. Raises VllmLost after ``start_s`` or when it ends."""
+        self.close()
+        port = _free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-P", vllm_guard.__file__, *self._serve.command(port)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment(os.environ),
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready(time.monotonic() + self._start_s)
+        except BaseException:  # Ctrl-C too: in a session of its own it would outlive us
+            self.close()
+            raise
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        while not is_healthy(self.address):
+            if self._guard is None or self._guard.poll() is not None:
+                raise VllmLost(f"vLLM did not start: {self.why()}")
+            if time.monotonic() > deadline:
+                raise VllmLost(f"vLLM was not ready after {self._start_s:g} s: {self.why()}")
+            time.sleep(POLL_S)
+
+    def why(self) -> str:
+        return f"the end of {self._log} is: {tail(self._log)}"
+
+    def close(self) -> None:
+        """End it and all that it has started, at once."""
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        assert guard.stdin is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(guard.pid, signal.SIGKILL)
+        guard.stdin.close()
+        guard.wait(timeout=30)
+
+
+class VllmAt:
+    """A server that somebody else runs."""
+
+    def __init__(self, address: str, *, start_s: float = 300.0) -> None:
+        host_and_port(address)
+        self.address, self._start_s = address.rstrip("/"), start_s
+
+    def revive(self) -> None:
+        """Wait until it answers. Raises VllmLost after ``start_s``."""
+        deadline = time.monotonic() + self._start_s
+        while not is_healthy(self.address):
+            if time.monotonic() > deadline:
+                raise VllmLost(f"vLLM at {self.address} was not ready in {self._start_s:g} s")
+            time.sleep(POLL_S)
+
+    def why(self) -> str:
+        return "its log is where it was started"
+
+    def close(self) -> None:
+        """It goes on."""
+
+
+# ---- what it can do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a server told of itself."""
+
+    base: str  # the name that the model without adapters has there
+    context: int
+    routes: bool  # answers come with routed experts
+    masks: bool  # ... and with what filters had kept
+
+
+def check(address: str, prompt: Sequence[int]) -> Facts:
+    """Raises ValueError naming what this server cannot do, and how it would have to be started; ``prompt`` is
+    any, of a token or more. Raises Unreachable."""
+
+    def must(right: bool, what: str, mend: str) -> None:
+        if not right:
+            raise ValueError(f"vLLM at {address} {what}; start it with {mend}")
+
+    def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        reply = call(address, method, path, body, timeout_s=CALL_S)
+        return reply.status, reply.body
+
+    status, told = ask("GET", "/v1/models")
+    must(status == 200, f"answers GET /v1/models with {status}", "vllm serve, 0.32 or newer")
+    model = next(card for card in told["data"] if not card.get("parent"))
+    status, _ = ask("GET", "/weight_info")
+    must(
+        status == 200, "has no /weight_info", "VLLM_SERVER_DEV_MODE=1 in its environment (vLLM 0.32 or newer)"
+    )
+    status, _ = ask("POST", "/v1/load_lora_adapter", {})  # incomplete: 400 where there is such a thing
+    must(
+        status == 400, "loads no adapters at run time", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+    )
+    status, _ = ask("POST", "/collective_rpc", {"method": "ostinato_served"})
+    must(
+        status == 200,
+        "does not have our worker extension",
+        f"--worker-extension-cls {EXTENSION}, on its PYTHONPATH",
+    )
+    sampling = {"max_tokens": 1, "logprobs": 0, "top_k": 1, "temperature": 1.0}
+    body = {"model": model["id"], "token_ids": list(prompt), "sampling_params": sampling}
+    status, told = ask("POST", "/inference/v1/generate", body)
+    must(status != 403, "gives no tokens for tokens", "--enable-scale-out")
+    must(status == 200, f"answers /inference/v1/generate with {status}", "vLLM 0.32 or newer")
+    choice = told["choices"][0]
+    must(bool(choice.get("weight_versions")), "does not tell who sampled a token", "vLLM 0.32 or newer")
+    sure = choice["logprobs"]["content"][0]["logprob"]  # of the one token that top_k = 1 has kept
+    must(abs(sure) < 1e-6, "tells log-probabilities before filters", "--logprobs-mode processed_logprobs")
+    return Facts(
+        base=model["id"],
+        context=int(model["max_model_len"]),
+        routes=choice.get("routed_experts") is not None,
+        masks=choice.get("sampling_mask") is not None,
+    )
+
+
+def is_healthy(address: str, timeout_s: float = 5.0) -> bool:
+    """Does it answer, and is its engine alive?"""
+    try:
+        return call(address, "GET", "/health", timeout_s=timeout_s).status == 200
+    except Unreachable:
+        return False
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log, as one."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"not to be read ({error})"
+    said = [line.strip() for line in lines if line.strip()]
+    return " | ".join(said[-TAIL_LINES:]) or "empty"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+__all__ = [
+    "EXTENSION",
+    "Facts",
+    "Serve",
+    "Server",
+    "VllmAt",
+    "VllmChild",
+    "VllmFailed",
+    "VllmLost",
+    "VllmWrong",
+    "check",
+    "environment",
+    "is_healthy",
+]

@@ -1,0 +1,208 @@
+"""One copy of the base weights for all processes of a host.
+
+The tensors lie in a file as the decoder stores them (``model.weights``). Every process maps it copy-on-write
+and computes with the pages where they are; nobody writes to a frozen base, so no page is ever copied, which
+/proc/PID/smaps can be asked about. A process that does write (training of all weights) gets pages of its own
+and disturbs nobody.
+
+A file is named after the checkpoint and dtype that it was made of. The first process that wants it writes it,
+straight from the checkpoint, so that the weights are never in memory twice; the others wait. Who maps it
+holds a shared lock, which the kernel takes back however the process ends. So a file that can be locked for
+oneself is nobody's, and ``sweep`` removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from ostinato.model.config import ModelConfig, read_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.hf import fill, weight_files
+from ostinato.model.tensor_file import Layout, layout, shapes_of
+
+_SHM = Path("/dev/shm")
+_FORMAT = 1  # of the file; a change of how decoders store their weights counts too
+_SAMPLES, _SAMPLE = 16, 4096  # places of a checkpoint that are looked at, and bytes of each
+_POLL_S = 0.05
+
+
+def shared_model(
+    source: str | Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    fp32_head: bool = False,
+    folder: Path | None = None,
+    wait_s: float = 600.0,
+) -> Decoder:
+    """The decoder that ``hf.load_model(source, dtype)`` gives, on the CPU, over the copy that a host shares.
+
+    The copy is in ``folder``; None: in memory (/dev/shm), or where that is too small in the user's cache,
+    which the system keeps in memory as far as it can.
+
+    Raises ValueError as ``load_model`` does and off Linux, OSError where no folder has room, and TimeoutError
+    when another process has not finished writing within ``wait_s``.
+    """
+    if sys.platform != "linux":
+        raise ValueError(
+            f"cluster.share_weights is true, which needs Linux, not {sys.platform}; set it to false"
+        )
+    source, config = Path(source), read_config(source)
+    shapes = shapes_of(dict(Decoder(config, dtype=dtype, device="meta").named_parameters()))
+    plan, name = layout(shapes, {"ostinato": json.dumps({"kind": "base"})}), _name(source, dtype)
+
+    def write(tensors: Mapping[str, Tensor]) -> None:
+        fill(_over(tensors, config, dtype), source)
+
+    content = _mapped([folder] if folder else _folders(), name, plan, write, time.monotonic() + wait_s)
+    return _over(plan.views(content), config, dtype, fp32_head=fp32_head)
+
+
+def shared_file(source: str | Path, dtype: torch.dtype = torch.float32, folder: Path | None = None) -> Path:
+    """Where the copy is, or would be first."""
+    name = _name(Path(source), dtype)
+    paths = [each / name for each in ([folder] if folder else _folders())]
+    return next(filter(Path.exists, paths), paths[0])
+
+
+def sweep(folder: Path | None = None) -> list[Path]:
+    """Remove the copies that no process holds; the paths of those that are gone.
+
+    For whoever starts workers, before and after: what a killed run left behind is found the next time.
+    """
+    removed = []
+    for path in (path for each in ([folder] if folder else _folders()) for path in each.glob(_name_of("*"))):
+        try:
+            with path.open("rb") as file:
+                if _has_locked(file, fcntl.LOCK_EX):
+                    path.unlink()
+                    removed.append(path)
+        except FileNotFoundError:  # somebody else removed it just now
+            continue
+    return removed
+
+
+def _over(
+    tensors: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype, *, fp32_head: bool = False
+) -> Decoder:
+    """A decoder whose weights are ``tensors``."""
+    stored = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+    return Decoder(config, dtype=dtype, fp32_head=fp32_head, stored=stored)
+
+
+# ---- where
+
+
+def _folders() -> list[Path]:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato" / "shared"
+    return [_SHM, cache] if _SHM.is_dir() else [cache]
+
+
+def _name(source: Path, dtype: torch.dtype) -> str:
+    """Of the copy: changes with the config, the dtype, and size, time and samples of the weight files."""
+    digest = blake2b(f"{_FORMAT} {dtype}".encode(), digest_size=8)
+    digest.update((source / "config.json").read_bytes())
+    for path in weight_files(source):
+        with path.open("rb") as file:
+            facts = os.fstat(file.fileno())
+            digest.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}".encode())
+            for number in range(_SAMPLES):
+                file.seek(facts.st_size * number // _SAMPLES)
+                digest.update(file.read(_SAMPLE))
+    return _name_of(digest.hexdigest())
+
+
+def _name_of(key: str) -> str:
+    return f"ostinato-{os.getuid()}-{key}.safetensors"
+
+
+# ---- the file
+
+
+def _mapped(
+    folders: list[Path], name: str, plan: Layout, write: Callable[[dict[str, Tensor]], None], deadline: float
+) -> mmap.mmap:
+    """The whole file, mapped; written first where it is in none of ``folders`` that has room for it."""
+    existing = [folder for folder in folders if (folder / name).exists()]
+    for folder in existing or folders[:-1]:
+        try:
+            return _mapped_at(folder / name, plan, write, deadline)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+    return _mapped_at(folders[-1] / name, plan, write, deadline)
+
+
+def _mapped_at(
+    path: Path, plan: Layout, write: Callable[[dict[str, Tensor]], None], deadline: float
+) -> mmap.mmap:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+            # to write it if nobody does, to map it once it is whole: that changes while others are at it
+            wanted = fcntl.LOCK_SH if _is_whole(file, plan) else fcntl.LOCK_EX
+            if _has_locked(file, wanted) and _is_named(file, path):
+                if not _is_whole(file, plan):
+                    _write(file, path, plan, write)
+                fcntl.flock(file, fcntl.LOCK_SH)
+                if _is_named(file, path):  # and was not swept just now
+                    return mmap.mmap(file.fileno(), plan.size, access=mmap.ACCESS_COPY)  # keeps the lock
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} was not finished in time by the process that writes it")
+        time.sleep(_POLL_S)
+
+
+def _write(file: BinaryIO, path: Path, plan: Layout, write: Callable[[dict[str, Tensor]], None]) -> None:
+    """The first eight bytes come last: without them the file is not whole."""
+    try:
+        os.ftruncate(file.fileno(), 0)
+        os.posix_fallocate(file.fileno(), 0, plan.size)  # a full disk is an error here, and a SIGBUS later
+        content = mmap.mmap(file.fileno(), plan.size)
+        write(plan.views(content))
+        content[8 : len(plan.header)] = plan.header[8:]
+        content.flush()
+        os.pwrite(file.fileno(), plan.header[:8], 0)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _is_whole(file: BinaryIO, plan: Layout) -> bool:
+    start = os.pread(file.fileno(), 8, 0)
+    return (
+        len(start) == 8
+        and struct.unpack("<Q", start) != (0,)
+        and os.fstat(file.fileno()).st_size == plan.size
+    )
+
+
+def _is_named(file: BinaryIO, path: Path) -> bool:
+    """Is it still what ``path`` leads to?"""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _has_locked(file: BinaryIO, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+__all__ = ["shared_file", "shared_model", "sweep"]

@@ -1,0 +1,228 @@
+"""Weights on their way from the trainer to the samplers, exact in the last bit, and their fingerprints.
+
+    pack, unpack                 adapters as bytes: factors in fp32 and the spec they belong to; megabytes
+    pack_weights, load_weights   all weights of a decoder as a file, where all of them are trained
+    fingerprint(...)             which values these are: the same here and where they are served
+
+Both are safetensors files with one entry of metadata. Values that are not finite are refused by name before
+anything is sent, loaded or served: a policy that broke must not reach a sampler.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from enum import StrEnum
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.model.config import ModelConfig
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, adapter_shapes
+from ostinato.model.tensor_file import joined, raw, read
+from ostinato.run import atomic_write
+
+_META = "ostinato"
+_LEAF = 4 << 20  # bytes that are hashed in one piece
+
+
+class Kind(StrEnum):
+    """What a payload holds."""
+
+    ADAPTERS = "adapters"
+    WEIGHTS = "weights"
+
+
+class NotFinite(RuntimeError):
+    """A weight is NaN or infinite; the message names the tensor."""
+
+
+# ---- adapters
+
+
+def pack(adapters: Adapters | None) -> bytes:
+    """All of ``adapters``; b"" for None, the base. Raises NotFinite."""
+    if adapters is None:
+        return b""
+    check_finite(adapters)
+    return b"".join(joined(adapters.state_dict(), _metadata(Kind.ADAPTERS, _spec(adapters))))
+
+
+def unpack(payload: bytes | bytearray | memoryview, config: ModelConfig) -> Adapters | None:
+    """What ``pack`` was given, on the CPU, bit for bit; ``config`` is of the decoder that is to serve it.
+
+    Raises ValueError where the payload is damaged or does not fit the decoder, and NotFinite.
+    """
+    if not len(payload):
+        return None
+    about, state = _read(bytearray(payload), Kind.ADAPTERS)  # the caller's own memory, to do with as it likes
+    try:
+        scheme, targets = ExpertScheme(about["expert_scheme"]), tuple(about["targets"])
+        spec = AdapterSpec(**{**about, "expert_scheme": scheme, "targets": targets})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the adapters come with a spec that this version does not know ({error})"
+        ) from error
+    wanted = {
+        f"{name}.{part}": (torch.float32, shape)
+        for name, pair in adapter_shapes(config, spec).items()
+        for part, shape in zip("AB", pair, strict=True)
+    }
+    _check_fit(state, wanted, "adapter tensor", "publish to samplers of the base that is trained")
+    names = dict.fromkeys(name.rpartition(".")[0] for name in wanted)
+    adapters = Adapters(spec, {name: (state[f"{name}.A"], state[f"{name}.B"]) for name in names}, config)
+    check_finite(adapters)
+    return adapters
+
+
+def fingerprint(adapters: Adapters | None) -> str:
+    """16 hex digits of the values and of the spec, wherever the tensors lie; "" for None, the base."""
+    return "" if adapters is None else _digest(_spec(adapters), adapters.state_dict())
+
+
+def check_finite(adapters: Adapters) -> None:
+    """Raises NotFinite naming the first tensor that is not."""
+    _check_finite(adapters.state_dict(), "adapter tensor")
+
+
+def _spec(adapters: Adapters) -> dict[str, Any]:
+    return asdict(adapters.spec)
+
+
+# ---- all weights
+
+
+def pack_weights(decoder: Decoder, path: Path) -> None:
+    """All weights of ``decoder``, as it stores them, into a file that appears whole or not at all.
+
+    Raises NotFinite, ValueError for a quantised decoder, and OSError.
+    """
+    weights = _weights(decoder)
+    _check_finite(weights, "weight")
+    parts = joined(weights, _metadata(Kind.WEIGHTS, {}))
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb", buffering=0) as file:
+            for part in parts:
+                rest = memoryview(part)
+                while rest.nbytes:  # one call writes 2 GB at most
+                    rest = rest[file.write(rest) :]
+
+    atomic_write(path, write)
+
+
+def load_weights(decoder: Decoder, path: Path) -> None:
+    """The values in ``path`` into the tensors of ``decoder``, in place: who computes with them sees the new.
+
+    All is checked before anything is changed. Raises ValueError where the file is damaged or of another
+    decoder, NotFinite, and OSError.
+    """
+    own = _weights(decoder)
+    with path.open("rb") as file:  # the mapping ends with the last of its views: closed before, these dangle
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    _, state = _read(content, Kind.WEIGHTS)
+    wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
+    _check_fit(state, wanted, "weight", "publish to samplers of the same model and dtype")
+    _check_finite(state, "weight")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+def fingerprint_weights(decoder: Decoder) -> str:
+    """16 hex digits of all values that ``decoder`` computes with."""
+    return _digest({}, _weights(decoder))
+
+
+def _weights(decoder: Decoder) -> dict[str, Tensor]:
+    if decoder.quantised:
+        raise ValueError(
+            "a sampler with quantised weights cannot take all weights of a policy; "
+            'use engine.weights="model" with adapter.kind="full"'
+        )
+    return {name: weight.detach() for name, weight in decoder.named_parameters()}
+
+
+# ---- both
+
+
+def _metadata(kind: Kind, about: Mapping[str, Any]) -> dict[str, str]:
+    """One entry, so that equal payloads are equal bytes."""
+    return {_META: json.dumps({"kind": kind, "about": about})}
+
+
+def _read(buffer: Any, kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    metadata, state = read(buffer)
+    try:
+        facts = json.loads(metadata[_META])
+        found, about = facts["kind"], facts["about"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError("the payload is a safetensors file, but none of ours; publish with pack") from error
+    if found != kind:
+        raise ValueError(f"the payload holds {found}, where {kind} are expected")
+    return about, state
+
+
+def _check_fit(
+    state: Mapping[str, Tensor],
+    wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    what: str,
+    mend: str,
+) -> None:
+    if odd := sorted(state.keys() ^ wanted.keys()):
+        where = "is missing from the payload" if odd[0] in wanted else "is unknown to this model"
+        raise ValueError(f"{what} {odd[0]} {where}; {mend}")
+    for name, (dtype, shape) in wanted.items():
+        tensor = state[name]
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            raise ValueError(
+                f"{what} {name} is {tensor.dtype} {list(tensor.shape)}, this model needs {dtype} "
+                f"{list(shape)}; {mend}"
+            )
+
+
+def _check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
+    """By the extremes: one pass at memory speed, in which NaN wins; ``isfinite`` makes tensors of bools."""
+    for name, tensor in tensors.items():
+        if tensor.numel() and not all(map(torch.isfinite, tensor.aminmax())):
+            raise NotFinite(f"{what} {name} is not finite, so this policy is not published")
+
+
+def _digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """A tree of BLAKE2b (RFC 7693): leaves of 4 MB, those of a large tensor in threads, and a root over names
+    with their shapes and dtypes, and all leaves in order."""
+    names = sorted(tensors)
+    rows = [(name, str(tensors[name].dtype), tuple(tensors[name].shape)) for name in names]
+    root = blake2b(json.dumps([about, rows], sort_keys=True).encode(), digest_size=8)
+    with ThreadPoolExecutor() as pool:  # has no thread before it has work
+        for name in names:
+            content = raw(tensors[name])
+            pieces = [content[start : start + _LEAF] for start in range(0, len(content), _LEAF)]
+            run = pool.map if len(pieces) > 1 else map  # hashing lets go of the GIL
+            for leaf in run(_leaf, pieces):
+                root.update(leaf)
+    return root.hexdigest()
+
+
+def _leaf(piece: memoryview) -> bytes:
+    return blake2b(piece, digest_size=32).digest()
+
+
+__all__ = [
+    "Kind",
+    "NotFinite",
+    "check_finite",
+    "fingerprint",
+    "fingerprint_weights",
+    "load_weights",
+    "pack",
+    "pack_weights",
+    "unpack",
+]

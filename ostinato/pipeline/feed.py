@@ -1,0 +1,360 @@
+"""The feed: who is admitted, who is trained on, and whom the trainer waits for.
+
+Groups of prompts are admitted while those that are on their way (playing, being graded, waiting or being
+trained on) are fewer than (k + 1) N, for a staleness of k and N prompts in a step; so they come in rounds of
+N whenever a step has ended (the capacity rule of AReaL, arXiv 2505.24298, section 5.1). What was admitted
+after f finished steps has to be trained on after f + k of them at the latest: that is its deadline, and no
+token of it is older than k then.
+
+    finished steps      0        1        2        3               k = 2, with overlap
+    admitted          a b c      d        e        f               a, b, c ...: N groups each
+    deadline          2 2 2      3        4        5
+    trained on          a        b        c        d               whichever N of a b c have ended first
+
+Without overlap the trainer waits until everything has ended that is admitted, and takes the oldest. With it,
+it takes the N groups with the earliest deadlines among those that have ended, unless that would leave more
+behind than the steps until some deadline can take. Then it waits for these ("wait": nothing is dropped, long
+answers are not selected against), or goes on as soon as N have ended and drops what is too late ("drop").
+Throttling alone would not bound the lag: an answer may take longer than k steps.
+
+``Rule`` is pure; ``Feed`` has the tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ostinato.pipeline.rounds import Admission, Rounds
+from ostinato.rollout.play import Played, end_tasks
+from ostinato.types import Group
+
+MOST_NAMED = 5  # groups, in a sentence
+
+
+class Late(StrEnum):
+    """What becomes of a group that has not ended when it would be too old for any later step."""
+
+    WAIT = "wait"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """By place in the stream: whom a step trains on, in the order of the stream; who is dropped; whom it has
+    to wait for, and then the others are empty. All are empty when nobody is on the way."""
+
+    batch: tuple[int, ...] = ()
+    stale: tuple[int, ...] = ()
+    awaited: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The arithmetic above, for a run of ``steps`` steps of ``prompts`` groups."""
+
+    prompts: int
+    staleness: int
+    steps: int
+    overlap: bool = False
+    late: Late = Late.WAIT
+
+    def room(self, held: Sequence[Admission], finished: int) -> int:
+        """How many groups may be admitted after ``finished`` steps, while ``held`` are on their way."""
+        if not self.overlap and not all(one.ended for one in held):
+            return 0  # a round is played when the one before it has ended
+        room = min(self.staleness + 1, self.steps - finished) * self.prompts - len(held)
+        return max(0, room if self.overlap else min(room, self.prompts))
+
+    def round(self, outstanding: int, finished: int) -> int:
+        """The step that trains on a group if nothing intervenes; ``outstanding`` were admitted before it."""
+        return finished + 1 + outstanding // self.prompts
+
+    def deadline(self, one: Admission) -> int:
+        """Finished steps after which ``one`` can be trained on for the last time."""
+        return one.step + self.staleness
+
+    def choose(self, held: Sequence[Admission], finished: int) -> Choice:
+        """Of those on their way, the batch of the step that follows ``finished`` ones."""
+        running, size = [one for one in held if not one.ended], min(self.prompts, len(held))
+        if not self.overlap:
+            return Choice(awaited=_places(running)) if running else Choice(batch=_places(held)[:size])
+        ended = (one for one in held if one.ended)
+        batch = set(sorted(ended, key=lambda one: (self.deadline(one), one.place))[:size])
+        left = [one for one in held if one not in batch]
+        waits = self.late == Late.WAIT
+        awaited = [one for one in self._overdue(left, finished) if not one.ended] if waits else []
+        if awaited or len(batch) < size:
+            return Choice(awaited=_places(awaited or running))
+        late = [] if waits else [one for one in left if self.deadline(one) <= finished]
+        return Choice(batch=_places(batch), stale=_places(late))
+
+    def _overdue(self, left: Sequence[Admission], finished: int) -> list[Admission]:
+        """Who is left behind by a batch, where up to some deadline they are more than the steps until then
+        have places for."""
+        for steps in range(self.staleness + 1):
+            due = [one for one in left if self.deadline(one) <= finished + steps]
+            if len(due) > steps * self.prompts:
+                return due
+        return []
+
+    def too_old(self, held: Sequence[Admission], finished: int) -> tuple[int, ...]:
+        """Whom no step would reach in time, one step after the other: where a recipe was changed in
+        between."""
+        late: list[Admission] = []
+        before = 0  # in overlap who is late is played anew behind the others, in lockstep in front of them
+        for one in sorted(held, key=lambda one: (one.step if self.overlap else 0, one.place)):
+            if is_late := self.deadline(one) < finished + before // self.prompts:
+                late.append(one)
+            before += not (is_late and self.overlap)
+        return _places(late)
+
+
+def _places(some: Iterable[Admission]) -> tuple[int, ...]:
+    return tuple(sorted(one.place for one in some))
+
+
+def _broken(task: asyncio.Task[Played]) -> bool:
+    return task.cancelled() or task.exception() is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """A group on its way."""
+
+    admission: Admission
+    since: float  # ``time.perf_counter``, of its stage
+    stage: str = "playing"
+    task: asyncio.Task[Played] | None = None
+    played: Played | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What a step gets, in the order of the stream."""
+
+    batch: Sequence[Played]
+    stale: Sequence[Played]  # dropped after they had ended
+    num_stale: int  # dropped, those that had not ended too
+    num_admitted: int  # since the step before
+    num_anew: int  # of them, those whose policy is gone and that another plays anew
+
+
+@dataclass(kw_only=True)
+class Feed:
+    """Admits groups, and hands out batches of them. ``cursor`` is the place of the stream that comes next,
+    which ``retired`` have left; ``leaving`` says who leaves by the groups that have ended (None: nobody ever
+    does). ``moved`` is called whenever a group gets on."""
+
+    rule: Rule
+    rounds: Rounds
+    cursor: int
+    retired: Sequence[str]
+    leaving: Callable[[Sequence[Group], Sequence[str]], Sequence[str]] | None = None
+    moved: Callable[[], None] = lambda: None
+    _held: dict[int, _Held] = field(default_factory=dict)  # by place; without those that are trained on
+    _training: Sequence[Admission] = ()
+    _lost: list[Admission] = field(default_factory=list)  # on their way once, to be played anew
+    _fresh: dict[int, Played] = field(default_factory=dict)  # by place
+    _unjudged: dict[int, Played] = field(default_factory=dict)  # may still make their prompts leave
+    _given_up: list[asyncio.Task[Played]] = field(default_factory=list)
+    _num_admitted: int = 0
+    _num_anew: int = 0
+
+    def recall(self, ahead: Sequence[Admission], finished: int, version: int) -> list[Admission]:
+        """Take up what an earlier process had on its way, as far as the spool has it. The others, which are
+        returned, are played anew, by the policy of then; and so is who would be too old by now."""
+        late = self.rule.too_old(ahead, finished)
+        for one in ahead:
+            now = time.perf_counter()
+            played = None if one.place in late else self.rounds.recall(one, version, since=now)
+            if played is None:
+                self._lost.append(one._replace(ended=False))
+                continue
+            self._held[one.place] = _Held(
+                admission=one._replace(ended=True), since=now, stage="ready", played=played
+            )
+            if not one.ended:  # no row of the ledger has it
+                self._fresh[one.place] = self._unjudged[one.place] = played
+        return list(self._lost)
+
+    @property
+    def ahead(self) -> list[Admission]:
+        """Who is on the way, and not being trained on."""
+        return sorted([*self._lost, *self._admissions()], key=lambda one: one.place)
+
+    @property
+    def running(self) -> int:
+        return sum(one.played is None for one in self._held.values())
+
+    @property
+    def ready(self) -> int:
+        return len(self._held) - self.running
+
+    @property
+    def addresses(self) -> list[str]:
+        """In the spool, of what is being trained on."""
+        return [self.rounds.address(one) for one in self._training]
+
+    @property
+    def is_dry(self) -> bool:
+        """Is nobody on the way, and has everybody left the stream?"""
+        return not self.ahead and not self.rounds.places(self.cursor, self._left, 1)
+
+    async def batch(self, finished: int, version: int) -> Taken:
+        """What the step after ``finished`` ones trains on; until then groups are admitted to the policy
+        ``version``."""
+        while True:
+            self._hear()
+            self._raise()
+            self.admit(finished, version)
+            choice = self.rule.choose(self._admissions(), finished)
+            if not choice.awaited:
+                return self._take(choice, finished, version)
+            await asyncio.wait(self._tasks(), return_when=asyncio.FIRST_COMPLETED)
+
+    def admit(self, finished: int, version: int) -> None:
+        """As many as there is room for."""
+        while room := self.rule.room([*self._training, *self._admissions()], finished):
+            self._judge()
+            new = self._again(room, finished, version) or self._next(room, finished, version)
+            if not new:
+                return
+            for one in new:
+                self._begin(one)
+
+    @property
+    def ended(self) -> list[Played]:
+        """What ``fresh`` would give now."""
+        return list(self._fresh.values())
+
+    def fresh(self) -> list[Played]:
+        """Who has ended since this was last asked, in the order of the stream: what the row of a step pays
+        for."""
+        self._hear()
+        self._judge()
+        fresh, self._fresh = self._fresh, {}
+        return [fresh[place] for place in sorted(fresh)]
+
+    def trained(self) -> None:
+        """The step has ended: what it was given has left."""
+        self._training = ()
+
+    def _judge(self) -> None:
+        """Whoever the groups that have ended solve for good leaves the stream."""
+        groups = [self._unjudged.pop(place).group for place in sorted(self._unjudged)]
+        if self.leaving is not None and groups:
+            self.retired = (*self.retired, *self.leaving(groups, self.retired))
+
+    async def drain(self) -> None:
+        """Let all that is on its way end. What has ended is in the spool."""
+        while tasks := self._tasks():
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._hear()
+            self._raise()
+
+    async def close(self) -> None:
+        """Nobody goes on."""
+        await end_tasks([*self._given_up, *self._tasks()])
+
+    def waiting(self) -> str:
+        """Who has been on the way for longest, doing what since when."""
+        running = sorted(
+            (one for one in self._held.values() if one.played is None), key=lambda one: one.since
+        )
+        now, uid = time.perf_counter(), self.rounds.uid
+        named = [f"{uid(one.admission)} ({one.stage} for {now - one.since:.0f} s)" for one in running]
+        more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+        return ", ".join(named[:MOST_NAMED]) + more or "nobody"
+
+    # ---- inside
+
+    @property
+    def _left(self) -> Sequence[str]:
+        return () if self.leaving is None else self.retired
+
+    def _admissions(self) -> list[Admission]:
+        return [one.admission for one in self._held.values()]
+
+    def _tasks(self) -> list[asyncio.Task[Played]]:
+        return [one.task for one in self._held.values() if one.task is not None]
+
+    def _hear(self) -> None:
+        """Take in who has ended."""
+        for place, one in self._held.items():
+            if one.task is not None and one.task.done() and not _broken(one.task):
+                one.played = self._fresh[place] = self._unjudged[place] = one.task.result()
+                one.task, one.admission, one.stage = None, one.admission._replace(ended=True), "ready"
+
+    def _raise(self) -> None:
+        """What a group died of."""
+        for task in self._tasks():
+            if task.done():
+                task.result()
+
+    def _again(self, room: int, finished: int, version: int) -> list[Admission]:
+        """Of those that were lost: they keep their noise and their place, and are as young as their new
+        policy."""
+        some, self._lost = self._lost[:room], self._lost[room:]
+        self._num_anew += sum(one.version != version for one in some)
+        return [one._replace(step=finished, version=version, ended=False) for one in some]
+
+    def _next(self, room: int, finished: int, version: int) -> list[Admission]:
+        """From the stream; empty when everybody has left it."""
+        new = self._following(self.rounds.places(self.cursor, self._left, room), finished, version)
+        if new:
+            self.cursor = new[-1].place + 1
+            self._num_admitted += len(new)
+        if new and self.rounds.run_ahead is not None and new[-1].round < self.rule.steps:
+            coming = self.rounds.places(self.cursor, self._left)
+            self.rounds.foretell(self._following(coming, finished, version, len(new)))
+        return new
+
+    def _following(
+        self, places: Sequence[int], finished: int, version: int, behind: int = 0
+    ) -> list[Admission]:
+        """Admissions of these places, ``behind`` others that are not among those on their way yet."""
+        first = len(self._held) + len(self._training) + len(self._lost) + behind
+        return [
+            Admission(self.rule.round(first + i, finished), place, finished, version)
+            for i, place in enumerate(places)
+        ]
+
+    def _begin(self, one: Admission) -> None:
+        held = self._held[one.place] = _Held(admission=one, since=time.perf_counter())
+
+        def generated() -> None:
+            held.stage, held.since = "grading", time.perf_counter()
+            self.moved()
+
+        async def play() -> Played:
+            played = await self.rounds.play(one, since=held.since, generated=generated)
+            self.moved()
+            return played
+
+        held.task = asyncio.create_task(play())
+
+    def _take(self, choice: Choice, finished: int, version: int) -> Taken:
+        batch, stale = ([self._held.pop(place) for place in some] for some in (choice.batch, choice.stale))
+        for one in stale:
+            if one.task is not None:
+                one.task.cancel()
+                self._given_up.append(one.task)
+        self._training = [one.admission for one in batch]
+        if stale:
+            self.admit(finished, version)  # their places are free again
+        taken = Taken(
+            batch=[one.played for one in batch if one.played is not None],
+            stale=[one.played for one in stale if one.played is not None],
+            num_stale=len(stale),
+            num_admitted=self._num_admitted,
+            num_anew=self._num_anew,
+        )
+        self._num_admitted, self._num_anew = 0, 0
+        return taken
+
+
+__all__ = ["Admission", "Choice", "Feed", "Late", "Rule", "Taken"]

@@ -1,0 +1,103 @@
+"""What a run is to do, where it stands, and how it may end: the nouns of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ostinato.model.flops import FlopModel
+from ostinato.pipeline.feed import Late
+from ostinato.pipeline.rounds import Admission
+
+
+class NoSignal(RuntimeError):
+    """Too many steps in a row had nothing to learn from."""
+
+
+class TooOld(RuntimeError):
+    """A batch has tokens that are older than was allowed, or younger than the trainer: the feed is wrong."""
+
+
+class Finish(StrEnum):
+    """Why the loop came back."""
+
+    DONE = "done"
+    INTERRUPTED = "interrupted"  # Ctrl-C: the step was finished
+    TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
+    COLLAPSED = "collapsed"  # the stability watch said so, and the plan was to stop then
+    SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
+    ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much of everything. ``*_every`` counts steps, 0 is never (checkpoints: only at the end)."""
+
+    steps: int
+    prompts_per_step: int
+    group_size: int
+    answer_tokens: int  # longest answer allowed, all turns together
+    tokens_per_microbatch: int
+    minibatches: int = 1  # optimizer steps per batch, as long as there are as many groups
+    staleness: int = 0  # most steps between the policy that samples a token and the one that trains on it
+    overlap: bool = False  # rollouts go on while the trainer learns, and take up its weights in flight
+    late: Late = Late.WAIT  # for a group about to become too old, with overlap; or drop it
+    seed: int = 0
+    solved_at: float = 1.0  # a reward from here on is a solution
+    solved_for_good: float = 0.0  # share of a group's solutions at which its prompt leaves; 0: none ever does
+    eval_at_start: bool = True
+    checkpoint_every: int = 0
+    trajectories_every: int = 0
+    max_empty_steps: int = 10  # in a row without anything to learn from
+    stop_on_collapse: bool = False  # end after the step in which the stability watch first tells of one
+    grace_s: float = 20.0  # for a step, and what is on its way, to end after SIGTERM
+    watch_s: float = 600.0  # without any progress, before the run ends and says who waits for whom
+    flops: FlopModel | None = None  # None: unknown, no FLOPs are reported
+
+    def __post_init__(self) -> None:
+        names = ("steps", "prompts_per_step", "group_size", "answer_tokens", "tokens_per_microbatch")
+        for name in (*names, "minibatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"plan.{name} is {getattr(self, name)}; use at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopState:
+    """Where a run stands; a checkpoint carries it as JSON (``asdict``, ``LoopState(**d)``).
+
+    ``admitted`` = ``trained`` + the sum of ``dropped`` + the number of those ``ahead``, groups all of them.
+    """
+
+    step: int = 0  # finished
+    cursor: int = 0  # place in the stream from which the next groups are taken
+    version: int = 0  # of the policy that the engine serves
+    empty_in_a_row: int = 0
+    retired: Sequence[str] = ()  # uids of prompts that have left the stream for good, as they left
+    ahead: Sequence[Admission] = ()  # on their way; those that had ended are in the spool
+    admitted: int = 0
+    trained: int = 0  # part of a batch, and not dropped there by a rule
+    dropped: Mapping[str, int] = field(default_factory=dict)  # by rule
+    totals: Mapping[str, float] = field(default_factory=dict)  # sums over the whole run
+
+    def __post_init__(self) -> None:
+        if any(len(one) != len(Admission._fields) or isinstance(one, Mapping) for one in self.ahead):
+            raise ValueError(
+                "the checkpoint is of a version of ostinato that this one does not read: it names rounds "
+                "that were played ahead, and not their groups; resume with that version, or begin a new run"
+            )
+        object.__setattr__(self, "ahead", tuple(Admission(*one) for one in self.ahead))  # lists in JSON
+        object.__setattr__(self, "retired", tuple(self.retired))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    state: LoopState
+    why: Finish
+
+
+__all__ = ["Finish", "Finished", "LoopState", "NoSignal", "Plan", "TooOld"]

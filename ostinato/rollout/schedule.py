@@ -1,0 +1,324 @@
+"""Where and in which order answers are sampled: pure functions from what waits and who works to a plan.
+
+    static          prompt i to worker i mod W in the order of the stream, whatever its length (as verl deals)
+    least-loaded    one queue in the order of the stream; who has the fewest takes the next (work stealing)
+    longest-first   one queue, in each round the longest prediction first, to who has the least predicted work
+    histopipe       prompts ranked by predicted length and laid along the line of workers, short to long in
+                    odd rounds and long to short in even ones, more workers to the long (RhymeRL, 2508.18588)
+
+The first and the last deal everything at once, and the workers queue; the others leave what has no room yet
+where it can still be given to anybody. A round goes before the next one: with a bounded staleness it is due
+earlier. Predictions are of ``history.lengths``; the mean of the known ones stands for one that is inf.
+docs/histopipe.md has what each is worth.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+
+import numpy as np
+
+from ostinato.jobs import Job, Placement, Plan, Worker
+
+RANKS = 2  # ranking groups of histopipe: more were worse in every simulation (docs/histopipe.md)
+GAIN = 0.1  # of the time until the later of two workers ends: what a migration has to save
+PREFILL = 64  # tokens that are computed again in the time of a pass
+
+
+class Policy(StrEnum):
+    """Names in a recipe: ``pipeline.placement``."""
+
+    STATIC = "static"
+    LEAST_LOADED = "least-loaded"
+    LONGEST_FIRST = "longest-first"
+    HISTOPIPE = "histopipe"
+
+
+def placement(name: str) -> Placement:
+    """The policy of this name. Raises ValueError for an unknown one."""
+    known: dict[str, Placement] = {
+        Policy.STATIC: static,
+        Policy.LEAST_LOADED: least_loaded,
+        Policy.LONGEST_FIRST: longest_first,
+        Policy.HISTOPIPE: histopipe,
+    }
+    if name not in known:
+        raise ValueError(f"pipeline.placement is {name!r}; use one of {', '.join(known)}")
+    return known[name]
+
+
+def static(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+    """All at once, round robin by place."""
+    ids = sorted(worker.id for worker in workers)
+    ordered = sorted(waiting, key=_in_stream)
+    return Plan(starts=tuple((job.id, ids[job.place % len(ids)]) for job in ordered) if ids else ())
+
+
+def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+    """In the order of the stream, each to the worker with the fewest answers."""
+    ordered = sorted(waiting, key=_in_stream)
+    loads = [float(len(worker.jobs)) for worker in workers]
+    return Plan(starts=_spread(ordered, [1.0] * len(ordered), workers, loads))
+
+
+def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+    """In each round the longest first, each to the worker with the least predicted tokens to go. When nothing
+    waits, outliers migrate."""
+    ordered, sizes = by_length(waiting)
+    loads = [float(remaining(worker.jobs).sum()) for worker in workers]
+    starts = _spread(ordered, sizes, workers, loads)
+    return Plan(starts=starts, moves=() if waiting else migrations(workers))
+
+
+def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+    """Each round that waits along the line of workers (``lanes``), forth and back in turn. What was there
+    before (a later turn, an answer whose worker was lost) goes to who has the least. When nothing waits,
+    outliers migrate."""
+    if not workers:
+        return Plan()
+    line = sorted(workers, key=lambda worker: worker.id)
+    fresh = [job for job in waiting if job.home is None and not job.generated]
+    starts = list[tuple[int, int]]()
+    for step, some in itertools.groupby(sorted(fresh, key=_in_stream), key=lambda job: job.step):
+        starts += _along(list(some), line, step)
+    back = [job for job in waiting if job.home is not None or job.generated]
+    ordered, sizes = by_length(back)
+    loads = [float(remaining(worker.jobs).sum()) for worker in workers]
+    starts += _spread(ordered, sizes, workers, loads)
+    return Plan(starts=tuple(starts), moves=() if waiting else migrations(workers))
+
+
+def _along(jobs: Sequence[Job], line: Sequence[Worker], step: int) -> list[tuple[int, int]]:
+    """(job, worker) for one round."""
+    groups = [list(some) for _, some in itertools.groupby(jobs, key=lambda job: job.place)]
+    each = remaining(job for some in groups for job in some)
+    ends = np.cumsum([len(some) for some in groups])
+    means = np.array([part.mean() for part in np.split(each, ends[:-1])])
+    siblings = len(jobs) / len(groups)
+    dealt = lanes(means, siblings, [worker.slots for worker in line], line[0].pass_s, step)
+    return [(job.id, line[at].id) for at, some in zip(dealt, groups, strict=True) for job in some]
+
+
+def lanes(
+    means: np.ndarray,
+    siblings: float,
+    slots: Sequence[int],
+    pass_s: Callable[[int, float], float],
+    step: int,
+    ranks: int = RANKS,
+) -> list[int]:
+    """The place in the line [W] for each group of a round.
+
+    means: [P] predicted tokens of an answer of each group; siblings: answers in a group; slots: [W]; step:
+    odd rounds go from short to long along the line, even ones from long to short.
+    """
+    order = np.argsort(means, kind="stable")
+    ranks = min(ranks, len(slots), len(means))
+    chunks = np.array_split(order, ranks)
+    counts = tiers(
+        [float(siblings * means[chunk].sum()) for chunk in chunks],
+        [float(means[chunk[-1]]) for chunk in chunks],
+        [round(siblings * len(chunk)) for chunk in chunks],
+        min(slots),
+        len(slots),
+        pass_s,
+    )
+    line = list(range(len(slots)))
+    if step % 2 == 0:
+        line.reverse()
+    places, first = [0] * len(means), 0
+    for chunk, count in zip(chunks, counts, strict=True):
+        mine, first = line[first : first + count], first + count
+        heap = [(0.0, n) for n in range(count)]
+        for group in chunk[::-1].tolist():  # in a ranking group the longest first, to the least loaded
+            load, n = heap[0]
+            heapq.heapreplace(heap, (load + float(means[group]), n))
+            places[group] = mine[n]
+    return places
+
+
+def tiers(
+    tokens: Sequence[float],
+    longest: Sequence[float],
+    answers: Sequence[int],
+    slots: int,
+    workers: int,
+    pass_s: Callable[[int, float], float],
+) -> list[int]:
+    """How many workers each ranking group gets, short to long: at least one, all together ``workers``.
+
+    Completion times are to be linear in rank, from the share of the longest that equal parts would give the
+    shortest: then those of rank i and of rank R - 1 - i add up to the same, and two rounds, forth and back,
+    end together everywhere. The smallest time of the last group for which the workers suffice is searched.
+
+    tokens, longest, answers: [R] of each group, predicted. Raises ValueError with fewer workers than groups.
+    """
+    if workers < len(tokens):
+        raise ValueError(f"{len(tokens)} ranking groups for {workers} workers; use at most as many")
+
+    def seconds(i: int, count: int) -> float:
+        batch = max(1, min(slots, math.ceil(answers[i] / count)))
+        context = longest[i] / 2
+        one = pass_s(batch, batch * context)
+        return one * max(longest[i], tokens[i] / count / batch)
+
+    def wanted(z: float) -> list[int]:
+        """The least workers of each with which it ends by its share of z; one too many where none do."""
+        every = range(1, workers + 1)
+        return [
+            1 + bisect_left(every, True, key=lambda n, i=i, end=z * share: seconds(i, n) <= end)
+            for i, share in enumerate(shares)
+        ]
+
+    last = len(tokens) - 1
+    equal = max(1, workers // len(tokens))
+    first = min(1.0, seconds(0, equal) / max(seconds(last, equal), 1e-12))
+    shares = [first + (1 - first) * (i / last if last else 1.0) for i in range(last + 1)]
+    low, high = 0.0, 1.001 * max(seconds(i, 1) / share for i, share in enumerate(shares))  # one each suffice
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(wanted(middle)) <= workers else (middle, high)
+    counts = wanted(high)
+    for _ in range(workers - sum(counts)):  # what is left goes where the target is missed most
+        worst = max(range(len(counts)), key=lambda i: (seconds(i, counts[i]) / shares[i], i))
+        counts[worst] += 1
+    return counts
+
+
+def concurrency(
+    lengths: np.ndarray,
+    *,
+    workers: int,
+    slots: int,
+    staleness: int,
+    prompt: float,
+    pass_s: Callable[[int, float], float],
+) -> int:
+    """How many answers a worker should decode together: the batch c, at most ``slots``, that minimises
+
+        max(longest T(c) / (staleness + 1), tokens T(c) / (c workers))
+
+    A step cannot take less than the longest answer has until it is due, which a large batch prolongs, nor
+    than the throughput of the workers allows, which a small one lowers. lengths: [J] predicted tokens of the
+    answers of a step; prompt: tokens.
+    """
+    lengths = np.asarray(lengths, np.float64)
+    context = prompt + float((lengths**2).sum() / lengths.sum()) / 2
+
+    def step_s(batch: int) -> float:
+        one = pass_s(batch, batch * context)
+        return one * max(float(lengths.max()) / (staleness + 1), float(lengths.sum()) / (batch * workers))
+
+    return min(range(1, slots + 1), key=step_s)
+
+
+def makespan(left: Iterable[float], pass_s: Callable[[int, float], float], context: float = 0.0) -> float:
+    """Seconds in which one worker decodes answers of so many tokens to go, together from now on: with the
+    longest first, sum over j of L_j (T(j) - T(j - 1)) (TailSieve, 2026). context: positions of each."""
+    total, before = 0.0, 0.0
+    for j, tokens in enumerate(sorted(left, reverse=True), start=1):
+        now = pass_s(j, j * context)
+        total, before = total + tokens * (now - before), now
+    return total
+
+
+def migrations(workers: Sequence[Worker]) -> tuple[tuple[int, int], ...]:
+    """Running answers that idle workers take over: (job, worker), each job at most once.
+
+    An idle worker takes from the one that is predicted to end last the answer whose leaving helps most, and
+    goes on while the later end of the two comes earlier by GAIN. What an answer has is computed again where
+    it goes, PREFILL tokens in the time of a pass. So no migration prolongs the predicted makespan; where a
+    pass takes the same time whatever is in it, none is worth it.
+    """
+    left = {w.id: list(zip(w.jobs, outgrown(w.jobs).tolist(), strict=True)) for w in workers}
+    moves = []
+    for idle in (worker for worker in workers if not worker.jobs):
+        for _ in range(idle.slots):
+            ends = {w.id: makespan([n for _, n in left[w.id]], w.pass_s) for w in workers}
+            busy = max(workers, key=lambda worker: (ends[worker.id], -worker.id))
+            best = min(
+                ((_after(busy, idle, left, at), at) for at in range(len(left[busy.id]))),
+                default=(math.inf, 0),
+            )
+            if busy.id == idle.id or best[0] > (1 - GAIN) * ends[busy.id]:
+                break
+            moved = left[busy.id].pop(best[1])
+            left[idle.id].append(moved)
+            moves.append((moved[0].id, idle.id))
+    return tuple({job: (job, worker) for job, worker in moves}.values())
+
+
+def _after(busy: Worker, idle: Worker, left: dict[int, list[tuple[Job, float]]], at: int) -> float:
+    """The later end of the two when the answer at this place has moved."""
+    job, tokens = left[busy.id][at]
+    stay = [n for i, (_, n) in enumerate(left[busy.id]) if i != at]
+    come = [n for _, n in left[idle.id]]
+    again = (job.prompt + job.generated) / PREFILL * idle.pass_s(1, 0.0)
+    return max(makespan(stay, busy.pass_s), again + makespan([*come, tokens], idle.pass_s))
+
+
+def by_length(jobs: Sequence[Job]) -> tuple[list[Job], list[float]]:
+    """(jobs by round and, in it, by predicted tokens to go, the longest first; these tokens)."""
+    sizes = remaining(jobs).tolist()
+    keys = [(job.step, -size, job.place, job.id) for job, size in zip(jobs, sizes, strict=True)]
+    order = sorted(range(len(jobs)), key=keys.__getitem__)
+    return [jobs[i] for i in order], [sizes[i] for i in order]
+
+
+def remaining(jobs: Iterable[Job]) -> np.ndarray:
+    """[J] predicted tokens to go, at least 1; where nothing is known the mean of the others."""
+    left = np.array([job.predicted - job.generated for job in jobs], np.float64)
+    known = np.isfinite(left)
+    left[~known] = left[known].mean() if known.any() else 1.0
+    return np.maximum(left, 1.0)
+
+
+def outgrown(jobs: Sequence[Job]) -> np.ndarray:
+    """[J] as ``remaining``, but what has come near its prediction has a Pareto tail of index 2: as much
+    again as 0.41 of what it has (``history.lengths``)."""
+    had = np.array([job.generated for job in jobs], np.float64)
+    return np.maximum(remaining(jobs), (math.sqrt(2) - 1) * had)
+
+
+def _in_stream(job: Job) -> tuple[int, int, int]:
+    return job.step, job.place, job.id
+
+
+def _spread(
+    ordered: Sequence[Job], sizes: Sequence[float], workers: Sequence[Worker], loads: Sequence[float]
+) -> tuple[tuple[int, int], ...]:
+    """(job, worker): each to its home, else to the least loaded, as long as there is room."""
+    free = [worker.slots - len(worker.jobs) for worker in workers]
+    at = {worker.id: i for i, worker in enumerate(workers)}
+    homes = [at.get(job.home, -1) if job.home is not None else -1 for job in ordered]
+    places = spread(sizes, loads, free, homes)
+    return tuple((job.id, workers[i].id) for job, i in zip(ordered, places, strict=True) if i >= 0)
+
+
+def spread(
+    sizes: Sequence[float], loads: Sequence[float], free: Sequence[int], homes: Sequence[int] = ()
+) -> list[int]:
+    """The worker (0 to W - 1) of each of J jobs in turn: its home where that has room, else the one with the
+    least load, ties to the first; -1 when all are full. sizes: [J], added to the load of who gets it;
+    loads: [W]; free: [W] places; homes: [J] or empty, -1 for none."""
+    load, room = list(loads), list(free)
+    heap = [(amount, i) for i, amount in enumerate(load) if room[i] > 0]
+    heapq.heapify(heap)
+    places = []
+    for size, home in zip(sizes, homes or itertools.repeat(-1), strict=bool(homes)):
+        chosen = home if home >= 0 and room[home] > 0 else -1
+        while chosen < 0 and heap:
+            amount, i = heapq.heappop(heap)
+            if room[i] > 0 and amount == load[i]:  # else it is full, or this entry is of before
+                chosen = i
+        places.append(chosen)
+        if chosen >= 0:
+            room[chosen] -= 1
+            load[chosen] += size
+            heapq.heappush(heap, (load[chosen], chosen))
+    return places

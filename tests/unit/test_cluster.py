@@ -1,0 +1,394 @@
+"""Workers behind links, without Ray: the remote is in this process, and what it says is pickled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.algo.routing import Cause, Diagnosis, Misaligned
+from ostinato.cluster.graders import GraderLink, GraderServer, GradersLost, without_routes
+from ostinato.cluster.host import BUILD, Host, dealt
+from ostinato.cluster.remote import WorkerFault, WorkerGone, answer, opened, outcome, refusal, sealed
+from ostinato.cluster.samplers import SamplerLink
+from ostinato.cluster.trainer import TrainerLink, TrainerLost, TrainerServer
+from ostinato.types import (
+    Batch,
+    Completion,
+    Group,
+    Microbatch,
+    Prompt,
+    Reward,
+    StepReport,
+    Stop,
+    Trajectory,
+    Turn,
+)
+
+
+class Direct:
+    """``remote.Remote`` to an object in this process. ``dies`` says at which of its calls it dies, before the
+    method runs or after it, without an answer."""
+
+    def __init__(self, served: Any, dies: Callable[[int], str] = lambda call: "") -> None:
+        self.name, self.served, self.killed, self.methods = "worker-0", served, False, list[str]()
+        self._dies, self._calls = dies, 0
+
+    def _begin(self, method: str) -> str:
+        self._calls += 1
+        self.methods.append(method)
+        end = self._dies(self._calls)
+        if self.killed or end == "before":
+            raise WorkerGone(f"{self.name} was lost while it did {method}")
+        return end
+
+    def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
+        end = self._begin(method)
+        try:
+            payload = answer(getattr(self.served, method)(*opened(sealed(arguments))))
+        except Exception as error:
+            payload = refusal(error, self.name)
+        if end:
+            raise WorkerGone(f"{self.name} was lost while it did {method}")
+        return outcome(payload)
+
+    async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
+        end = self._begin(method)
+        await asyncio.sleep(0)
+        value = await getattr(self.served, method)(*opened(sealed(arguments)))
+        if end:
+            raise WorkerGone(f"{self.name} was lost while it did {method}")
+        return outcome(answer(value))
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+# ---- what travels
+
+
+def test_a_refused_batch_is_refused_as_itself_from_afar() -> None:
+    """Exceptions are rebuilt from their message alone unless they say otherwise: Misaligned, which carries a
+    diagnosis, came back as a TypeError about its own arguments."""
+    told = Misaligned("routes of others", diagnosis(), ("a#0",), steps_taken=2)
+    with pytest.raises(Misaligned, match="routes of others") as caught:
+        outcome(refusal(told, "trainer"))
+    assert caught.value.uids == ("a#0",) and caught.value.steps_taken == 2
+    assert caught.value.diagnosis == diagnosis()
+    assert caught.value.__notes__[0].startswith("in trainer:\n")
+
+
+def diagnosis() -> Diagnosis:
+    return Diagnosis(cause=Cause.SHIFTED, overlap=0.2, best=0.99)
+
+
+def test_what_cannot_be_pickled_is_told_in_words() -> None:
+    class Odd(Exception):
+        def __init__(self) -> None:
+            super().__init__("a lock cannot travel")
+            self.lock = threading.Lock()
+
+    with pytest.raises(WorkerFault, match="grader-1 raised Odd: a lock cannot travel"):
+        outcome(refusal(Odd(), "grader-1"))
+
+
+def test_arrays_arrive_writable() -> None:
+    """Ray's own way of sending them gives views of its store, which nobody may write to."""
+    values = outcome(answer(np.arange(3)))
+    values += 1
+    assert values.tolist() == [1, 2, 3]
+
+
+# ---- the worker's side
+
+
+class Counting:
+    """Notes the order in which its methods begin."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.seen: list[int] = []
+        self.start, self.thread = start, threading.current_thread().name
+
+    async def meet(self, number: int) -> list[int]:
+        self.seen.append(number)
+        await asyncio.sleep(0.001 * (number % 3))
+        return self.seen
+
+    def work(self, number: int) -> tuple[int, str]:
+        self.seen.append(number)
+        return self.start + number, threading.current_thread().name
+
+    def refuse(self) -> None:
+        raise ValueError("not this one")
+
+
+def counting(start: int) -> Counting:
+    return Counting(start)
+
+
+def hosted(test: Callable[[Host], Coroutine[Any, Any, Any]]) -> Any:
+    async def run() -> Any:
+        host = Host("worker-0")
+        arguments = (f"{__name__}:counting", {"start": 40}, os.getcwd())
+        outcome(await host.call(0, BUILD, sealed(arguments)))
+        return await test(host)
+
+    return asyncio.run(run())
+
+
+@settings(max_examples=30, deadline=None)
+@given(order=st.permutations(range(1, 8)))
+def test_calls_begin_in_the_order_in_which_they_were_made(order: list[int]) -> None:
+    """An actor may get a small call before a large one that was sent first: a publication would overtake the
+    calls that are to be sampled by the policy before it."""
+
+    async def test(host: Host) -> list[int]:
+        await asyncio.gather(*(host.call(number, "meet", sealed((number,))) for number in order))
+        return outcome(await host.call(8, "meet", sealed((8,))))
+
+    assert hosted(test) == list(range(1, 9))
+
+
+def test_methods_that_compute_do_so_in_one_thread_and_refusals_come_back() -> None:
+    async def test(host: Host) -> None:
+        number, thread = outcome(await host.call(1, "work", sealed((2,))))
+        assert number == 42 and thread.startswith("worker-0")
+        with pytest.raises(ValueError, match="not this one"):
+            outcome(await host.call(2, "refuse", sealed(())))
+        assert (await host.alive()).pid == os.getpid()
+
+    hosted(test)
+
+
+def test_what_follows_waits_until_the_worker_is_built() -> None:
+    async def run() -> int:
+        host = Host("worker-0")
+        arguments = (f"{__name__}:counting", {"start": 1}, os.getcwd())
+        build, call = host.call(0, BUILD, sealed(arguments)), host.call(1, "work", sealed((1,)))
+        built, called = await asyncio.gather(build, call)
+        outcome(built)
+        return outcome(called)[0]
+
+    assert asyncio.run(run()) == 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    workers=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    cores=st.integers(1, 12),
+    first=st.integers(0, 9),
+)
+def test_cores_are_dealt_round(workers: list[int], cores: int, first: int) -> None:
+    """Nobody shares a core while there are enough, and a worker never has one twice."""
+    available = [first + core for core in range(cores)]
+    firsts = np.cumsum([0, *workers[:-1]]).tolist()
+    hands = [dealt(start, count, available) for start, count in zip(firsts, workers, strict=True)]
+    assert [len(hand) for hand in hands] == [min(count, cores) for count in workers]
+    if sum(workers) <= cores:
+        assert len({core for hand in hands for core in hand}) == sum(workers)
+
+
+# ---- graders
+
+
+@dataclass
+class Judge:
+    """Rewards the number of tokens; counts what it sees."""
+
+    counters: Counter[str]
+
+    async def grade(self, group: Group) -> list[Reward]:
+        self.counters["seen"] += 1
+        return [Reward(value=float(len(one.turns[0].completion.tokens))) for one in group.trajectories]
+
+
+def group(*lengths: int) -> Group:
+    def trajectory(length: int) -> Trajectory:
+        experts = np.zeros((length, 2, 2), np.int8)
+        said = Completion(
+            tokens=np.zeros(length, np.int32),
+            logprobs=np.zeros(length, np.float32),
+            versions=np.zeros(length, np.int32),
+            stop=Stop.EOS,
+            experts=experts,
+        )
+        turns = (Turn(context=np.array([1], np.int32), completion=said),)
+        return Trajectory(turns=turns, stop=Stop.EOS, seed=(0,))
+
+    return Group(prompt=Prompt(uid="p", text="?"), trajectories=tuple(map(trajectory, lengths)), step=1)
+
+
+def graders(count: int, dies: Callable[[int, int], str], **options: Any) -> tuple[GraderLink, list[Direct]]:
+    """A link, and its workers as they are made; ``dies(worker in order, call)``."""
+    made: list[Direct] = []
+
+    def spawn(index: int) -> Direct:
+        number = len(made)
+        server = GraderServer(Judge(Counter()), f"grader-{index}")
+        made.append(Direct(server, lambda call: dies(number, call)))
+        return made[-1]
+
+    return GraderLink(spawn, count, within_s=1.0, **options), made
+
+
+def test_groups_are_shared_out_and_counted() -> None:
+    link, made = graders(2, lambda worker, call: "")
+
+    async def run() -> list[list[Reward]]:
+        return await asyncio.gather(*(link.grade(group(3, n)) for n in range(4)))
+
+    assert [[one.value for one in rewards] for rewards in asyncio.run(run())] == [[3.0, n] for n in range(4)]
+    assert [len(one.methods) for one in made] == [2, 2] and link.counters == {"seen": 4}
+    assert {span.worker for span in link.take_spans()} == {"grader-0", "grader-1"} and not link.take_spans()
+
+
+def test_a_grader_that_dies_is_replaced_and_its_group_judged_again() -> None:
+    link, made = graders(1, lambda worker, call: "after" if worker == 0 else "")
+    assert [one.value for one in asyncio.run(link.grade(group(5)))] == [5.0]
+    assert len(made) == 2 and made[0].killed and link.counters["workers/restarts"] == 1
+
+
+def test_a_group_that_breaks_graders_twice_has_no_verdict() -> None:
+    link, _ = graders(2, lambda worker, call: "before" if worker < 2 else "")
+    rewards = asyncio.run(link.grade(group(5, 6)))
+    assert [one.value for one in rewards] == [None, None]
+    assert rewards[0].reason.startswith("grader_lost: worker-0 was lost") and "; then" in rewards[0].reason
+    assert [one.value for one in asyncio.run(link.grade(group(2)))] == [2.0]
+
+
+def test_graders_that_only_die_end_the_run_by_name() -> None:
+    link, _ = graders(1, lambda worker, call: "before", max_restarts=3)
+
+    async def run() -> None:
+        while True:
+            await link.grade(group(1))
+
+    with pytest.raises(GradersLost, match="4 graders in a row were lost"):
+        asyncio.run(run())
+
+
+def test_graders_are_not_sent_routes() -> None:
+    lean = without_routes(group(4)).trajectories[0].turns[0].completion
+    assert lean.experts is None and len(lean.tokens) == 4
+
+
+# ---- the trainer
+
+
+class Sums:
+    """A trainer in eight bytes: ``w = w * 0.9 + mean of the batch``, and the number of its steps."""
+
+    def __init__(self) -> None:
+        self.w, self.steps = np.zeros(1), 0
+
+    def step(self, batch: Batch) -> StepReport:
+        if batch.num_samples == 13:
+            raise Misaligned("thirteen", diagnosis())
+        self.w, self.steps = self.w * 0.9 + batch.num_tokens / 7, self.steps + 1
+        return StepReport(metrics={"w": float(self.w[0]), "steps": float(self.steps)})
+
+    def adapters(self) -> np.ndarray:
+        return self.w.copy()
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return {"w": self.w}
+
+    def counters(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def restore(self, tensors: Any, counters: Any) -> None:
+        self.w, self.steps = tensors["w"], counters["steps"]
+
+    def identity(self) -> dict[str, str]:
+        return {"model": "sums"}
+
+
+def batch(num_tokens: int, num_samples: int = 1) -> Batch:
+    microbatches: tuple[Microbatch, ...] = ()
+    return Batch(
+        microbatches=microbatches, num_samples=num_samples, num_tokens=num_tokens, num_context_tokens=0
+    )
+
+
+def trainer(dies: Callable[[int], str], **options: Any) -> TrainerLink:
+    """A link whose workers die at calls counted over all of them."""
+    calls = iter(range(1, 10**9))
+    return TrainerLink(
+        lambda: Direct(TrainerServer(Sums()), lambda _: dies(next(calls))), within_s=1.0, **options
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    deaths=st.dictionaries(st.integers(1, 40), st.sampled_from(["before", "after"]), max_size=8),
+    every=st.integers(1, 3),
+)
+def test_a_trainer_that_dies_anywhere_is_bitwise_one_that_does_not(
+    sizes: list[int], deaths: dict[int, str], every: int
+) -> None:
+    plain = Sums()
+    link = trainer(lambda call: deaths.get(call, ""), max_restarts=9, snapshot_every=every)
+    for size in sizes:
+        assert link.step(batch(size)) == plain.step(batch(size))
+        assert link.adapters() == plain.adapters()
+    assert link.tensors() == plain.tensors() and link.counters() == plain.counters()
+    assert link.losses["workers/restarts"] <= len(deaths) and len(link.take_spans()) == len(sizes)
+
+
+def test_a_run_resumes_into_a_trainer_elsewhere() -> None:
+    link = trainer(lambda call: "after" if call == 6 else "")
+    link.restore({"w": np.array([3.0])}, {"steps": 4})
+    assert link.adapters() == 3.0 and link.identity() == {"model": "sums"}
+    assert link.step(batch(7)).metrics == {"w": 3.7, "steps": 5.0}
+
+
+def test_what_the_trainer_refuses_is_no_loss() -> None:
+    link = trainer(lambda call: "")
+    link.step(batch(7))
+    with pytest.raises(Misaligned, match="thirteen"):
+        link.step(batch(7, num_samples=13))
+    assert not link.losses and link.counters() == {"steps": 1}
+
+
+def test_trainers_that_only_die_end_the_run_by_name() -> None:
+    link = trainer(lambda call: "before" if call > 3 else "", max_restarts=2)
+    with pytest.raises(TrainerLost, match=r"3 trainers in a row were lost.*worker-0 was lost while it did"):
+        link.step(batch(7))
+
+
+# ---- samplers
+
+
+def test_a_sampler_is_asked_as_it_would_be_here() -> None:
+    class Asked:
+        async def start(self, calls: Any, drop: Any) -> None:
+            self.started = (calls, drop)
+
+        async def collect(self, wait_s: float) -> str:
+            return f"waited {wait_s}"
+
+        async def publish(self, publication: Any) -> str:
+            return "f00d"
+
+    sampler = Asked()
+    remote = Direct(sampler)
+
+    async def run() -> None:
+        link: Any = SamplerLink(remote, 5.0)
+        await link.start([(3, "request")], [1])
+        assert sampler.started == ([(3, "request")], [1])
+        assert await link.collect(0.5) == "waited 0.5" and await link.publish("p") == "f00d"
+        await link.close()
+
+    asyncio.run(run())
+    assert remote.killed

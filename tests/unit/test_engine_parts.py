@@ -1,0 +1,257 @@
+"""An answer that is given up on one engine and continued on another is the answer that one engine gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_world import DRAFTS_PAY, NATIVE
+
+from ostinato.engine.local import LocalEngine
+from ostinato.history.drafter import HistoryDrafter
+from ostinato.history.store import History
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.timeline import Kind
+from ostinato.types import Completion, Request, Sampling, Stop
+
+VOCAB = 61
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXY"
+
+
+@cache
+def tiny() -> Decoder:
+    config: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "initializer_range": 0.3,
+    }
+    return Decoder(parse_config(config), dtype=torch.float32).init_weights(0)
+
+
+def policy(seed: int) -> Adapters:
+    adapters = init_adapters(tiny().config, AdapterSpec(rank=4), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, b in adapters.tensors.values():
+            b.normal_(0, 0.2, generator=generator)
+    return adapters
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(ALPHABET[token] for token in tokens)
+
+
+def engine(**options: Any) -> LocalEngine:
+    usual: dict[str, Any] = {"kernels": NATIVE, "kv_memory_mb": 2, "context_limit": 96, "decode": decode}
+    return LocalEngine(tiny(), **{**usual, **options})
+
+
+def ask(index: int, length: int, **sampling: Any) -> Request:
+    tokens = np.random.default_rng(length).integers(0, VOCAB, length).astype(np.int32)
+    settings = Sampling(**{"max_tokens": 16, **sampling})
+    return Request(
+        tokens=tokens, sampling=settings, seed=(3, 1, index, 0), uid=f"p{index}", routes_from=length // 3
+    )
+
+
+def run(ours: LocalEngine, requests: Sequence[Request], cut_after: int | None = None) -> list[Completion]:
+    """The answers; after ``cut_after`` passes all that still runs is given up."""
+
+    async def main() -> list[Completion]:
+        found: dict[int, Completion] = {}
+
+        async def collect() -> None:
+            async for index, completion in ours.generate(requests):
+                found[index] = completion
+
+        task = asyncio.create_task(collect())
+        while not task.done():
+            if cut_after is not None and ours.counters.steps >= cut_after:
+                ours.cut(requests)
+                break
+            await asyncio.sleep(0)
+        await task
+        return [found[index] for index in range(len(requests))]
+
+    return asyncio.run(main())
+
+
+def same(one: Completion, whole: Completion) -> None:
+    """Bit for bit, but for what it cost."""
+    assert one.tokens.tolist() == whole.tokens.tolist() and one.stop is whole.stop and one.text == whole.text
+    for name in ("logprobs", "edges", "versions", "experts", "prompt_experts"):
+        ours, theirs = getattr(one, name), getattr(whole, name)
+        assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype, name
+    assert (one.support is None) == (whole.support is None)
+    if one.support is not None and whole.support is not None:
+        assert np.array_equal(one.support.counts, whole.support.counts)
+        assert np.array_equal(one.support.ids, whole.support.ids)
+    assert one.passes == whole.passes and one.error == whole.error
+
+
+ASKED = [
+    ask(0, 5),
+    ask(1, 17, temperature=0.7, stop_strings=("ab", "c")),
+    ask(2, 33, top_p=0.8),
+    ask(3, 16, min_p=0.1, top_k=9, stop_tokens=(3, 4, 5, 6), min_tokens=7),
+    ask(4, 40, temperature=0.0),
+    ask(5, 9, stop_tokens=tuple(range(0, 40, 3))),
+]
+native_only = pytest.mark.skipif(
+    NATIVE is None, reason="only row-wise kernels give the same bits in any batch"
+)
+
+
+@native_only
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(0, 18), min_size=1, max_size=3), step_tokens=st.sampled_from([7, 40, 2048]))
+def test_cut_anywhere_and_continued_elsewhere_it_is_the_same_answer(
+    cuts: list[int], step_tokens: int
+) -> None:
+    whole = run(engine(), ASKED)
+    now, requests = dict[int, Completion](), list(ASKED)
+    for cut_after in (*cuts, None):
+        left = [index for index in range(len(ASKED)) if index not in now]
+        parts = run(engine(step_tokens=step_tokens), [requests[index] for index in left], cut_after)
+        for index, part in zip(left, parts, strict=True):
+            if part.stop is not Stop.ABORT:
+                now[index] = part
+            elif len(part.tokens):
+                same_beginning(part, whole[index])
+                requests[index] = replace(ASKED[index], said=part)
+    for index, one in enumerate(whole):
+        same(now[index], one)
+
+
+def same_beginning(part: Completion, whole: Completion) -> None:
+    n = len(part.tokens)
+    assert part.tokens.tolist() == whole.tokens[:n].tolist()
+    assert np.array_equal(part.logprobs, whole.logprobs[:n])
+    assert part.text == decode(part.tokens.tolist())
+
+
+@native_only
+def test_what_moves_runs_its_positions_again_and_says_so() -> None:
+    request = ASKED[2]
+    [part] = run(engine(), [request], cut_after=9)
+    [moved] = run(engine(), [replace(request, said=part)])
+    ran = len(request.tokens) + len(part.tokens) - 1
+    assert moved.recomputed is not None and moved.recomputed.tolist() == [[0, ran]]
+
+
+@native_only
+def test_a_part_goes_on_under_the_policy_of_now_and_keeps_the_versions_that_it_has() -> None:
+    first, second = engine(), engine()
+    first.publish(policy(1), 4)
+    second.publish(policy(2), 5)
+    [part] = run(first, [ASKED[0]], cut_after=6)
+    [moved] = run(second, [replace(ASKED[0], said=part)])
+    n = len(part.tokens)
+    assert 0 < n < len(moved.tokens)
+    assert moved.versions.tolist() == [4] * n + [5] * (len(moved.tokens) - n)
+    assert np.array_equal(moved.logprobs[:n], part.logprobs)
+
+
+@native_only
+def test_drafts_know_a_part_that_moves() -> None:
+    """The drafter is told of all that was sampled, here or elsewhere; tokens are the same."""
+
+    def drafting() -> LocalEngine:
+        history = History()
+        return engine(drafter=HistoryDrafter(history), cost=DRAFTS_PAY)
+
+    whole = run(engine(), ASKED)
+    parts = run(drafting(), ASKED, cut_after=5)
+    ours = drafting()
+    rest = [replace(r, said=p) if len(p.tokens) else r for r, p in zip(ASKED, parts, strict=True)]
+    for one, request, part in zip(whole, rest, parts, strict=True):
+        [moved] = [part] if part.stop is not Stop.ABORT else run(ours, [request])
+        assert moved.tokens.tolist() == one.tokens.tolist()
+
+
+def test_a_cut_frees_what_the_request_had() -> None:
+    """Seated, waiting for a seat, or in the middle of its prompt: nothing is left behind."""
+    ours = engine(kernels=None, max_batch=2, step_tokens=8)
+    found = run(ours, ASKED, cut_after=2)
+    assert all(one.stop is Stop.ABORT for one in found)
+    assert not ours._waiting and not len(ours._seats)
+    ours._cache.check([])
+    again = run(ours, ASKED)
+    assert [one.tokens.tolist() for one in again] == [
+        one.tokens.tolist() for one in run(engine(kernels=None), ASKED)
+    ]
+
+
+def test_only_those_that_are_named_are_cut() -> None:
+    ours = engine(kernels=None)
+
+    async def main() -> list[tuple[int, Completion]]:
+        found = []
+        async for index, completion in ours.generate(ASKED[:3]):
+            found.append((index, completion))
+        return found
+
+    async def both() -> list[tuple[int, Completion]]:
+        task = asyncio.create_task(main())
+        while ours.counters.steps < 4:
+            await asyncio.sleep(0)
+        tokens = {request.uid: tokens for request, tokens in ours.under_way()}
+        assert set(tokens) == {"p0", "p1", "p2"} and max(tokens.values()) >= 3
+        ours.cut([ASKED[1], ASKED[5]])
+        return await task
+
+    found = dict(asyncio.run(both()))
+    assert [found[n].stop is Stop.ABORT for n in range(3)] == [False, True, False]
+
+
+def test_parts_that_cannot_be_continued_are_refused_by_name() -> None:
+    [part] = run(engine(kernels=None), [ASKED[2]], cut_after=5)
+    for broken, words in [
+        (replace(part, edges=None), "without edges"),
+        (replace(part, support=None), "without the supports"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            run(engine(kernels=None), [replace(ASKED[2], said=broken)])
+    short = replace(ASKED[2], sampling=replace(ASKED[2].sampling, max_tokens=len(part.tokens)), said=part)
+    with pytest.raises(ValueError, match="nothing is left to continue"):
+        run(engine(kernels=None), [short])
+
+
+def test_an_engine_tells_what_it_was_busy_with() -> None:
+    ours = engine(kernels=None, name="sampler-3", step_tokens=16)
+    run(ours, ASKED)
+    spans = ours.take_spans()
+    assert {span.worker for span in spans} == {"sampler-3"}
+    assert {span.kind for span in spans} == {Kind.PREFILL, Kind.DECODE}
+    assert all(before.stop <= after.start for before, after in pairwise(spans))
+    rows = ours.counters.prefilled + ours.counters.decoded
+    assert sum(span.amount for span in spans) == rows
+    assert ours.take_spans() == []

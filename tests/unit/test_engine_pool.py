@@ -1,0 +1,542 @@
+"""The pool: whoever works, wherever, whatever breaks, the same answers, each once, within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_pool import (
+    Fault,
+    SlowEngine,
+    World,
+    answers,
+    expected,
+    fingerprint,
+    group,
+    now,
+    publication,
+    run,
+    token_at,
+)
+
+from ostinato.engine.pool import EnginePool, State, TooManyQuarantined, WorkersLost
+from ostinato.engine.pool_calls import isolated
+from ostinato.jobs import Job, Plan, Worker, least_loaded
+from ostinato.timeline import Kind
+from ostinato.types import Completion, Request, Stop
+
+ONE_LIFE = ("raise", "hang", "deaf", "pause", "freeze", "old", "other", "forget", "twice", "stale", "mute")
+
+
+def said(completions: Sequence[Completion]) -> list[list[int]]:
+    return [completion.tokens.tolist() for completion in completions]
+
+
+def mixed(seed: int) -> Any:
+    """A placement full of whims: it may wait, deal more than there is room for, and move anything."""
+
+    def place(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+        rng = np.random.default_rng([seed, len(waiting), *(len(worker.jobs) for worker in workers)])
+        ids = [worker.id for worker in workers]
+        if not ids:
+            return Plan()
+        starts = [(job.id, int(rng.choice(ids))) for job in waiting if rng.random() < 0.7]
+        running = [job.id for worker in workers for job in worker.jobs]
+        return Plan(
+            starts=tuple(starts),
+            moves=tuple((id, int(rng.choice(ids))) for id in running if rng.random() < 0.1),
+        )
+
+    return place
+
+
+faults = st.dictionaries(
+    st.tuples(st.integers(0, 2), st.integers(0, 1)),
+    st.builds(Fault, kind=st.sampled_from((*ONE_LIFE, "stillborn")), at=st.floats(0, 40)),
+    max_size=4,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    workers=st.integers(1, 3),
+    sizes=st.lists(st.tuples(st.integers(1, 5), st.floats(0, 30)), min_size=1, max_size=6),
+    faults=faults,
+    placement=st.one_of(st.none(), st.integers(0, 1000)),
+    slots=st.integers(1, 8),
+)
+def test_with_any_workers_placement_and_kills_the_answers_are_those_of_one_engine(
+    workers: int,
+    sizes: list[tuple[int, float]],
+    faults: dict[tuple[int, int], Fault],
+    placement: int | None,
+    slots: int,
+) -> None:
+    world = World(faults)
+    groups = [(group(place, size), after) for place, (size, after) in enumerate(sizes)]
+
+    async def main() -> list[list[Completion]]:
+        place = least_loaded if placement is None else mixed(placement)
+        pool = world.pool(workers, place=place, slots=slots, max_restarts=50)
+        try:
+            return await asyncio.gather(*(answers(pool, requests, after) for requests, after in groups))
+        finally:
+            await pool.close()
+            assert pool.gauges()["workers/calls_waiting"] == 0
+            assert not pool._open, "calls are on their way that nobody asked for"
+
+    for (requests, _), found in zip(groups, run(main()), strict=True):
+        guilty = [one for one in found if one.stop is Stop.ERROR]
+        assert all("is quarantined" in one.error for one in guilty)  # twice alone on a worker that died
+        for request, one in zip(requests, found, strict=True):
+            assert one.stop is Stop.ERROR or one.tokens.tolist() == expected(request)
+    assert all(link.engine.most <= slots for lives in world.links.values() for link in lives)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    publishes=st.lists(st.floats(0, 40), max_size=5),
+    asks=st.lists(st.floats(0, 40), min_size=1, max_size=5),
+    faults=faults,
+    placement=st.one_of(st.none(), st.integers(0, 1000)),
+)
+def test_tokens_are_of_the_versions_that_they_carry_and_calls_hear_what_came_before_them(
+    publishes: list[float],
+    asks: list[float],
+    faults: dict[tuple[int, int], Fault],
+    placement: int | None,
+) -> None:
+    """In flight too, over kills and moves; and no token is of a policy that was never published."""
+    times = sorted(publishes)
+    world = World(faults)
+
+    async def main() -> list[tuple[int, list[Request], list[Completion]]]:
+        place = least_loaded if placement is None else mixed(placement)
+        pool = world.pool(2, place=place, max_restarts=50)
+        pool.publish(7, 0)
+
+        async def publisher() -> None:
+            for version, at in enumerate(times, start=1):
+                await asyncio.sleep(at - now())
+                pool.publish(7 + version, version)
+
+        async def ask(number: int, at: float) -> tuple[int, list[Request], list[Completion]]:
+            await asyncio.sleep(at)
+            version = pool.served[0]
+            requests = group(number, 3)
+            return version, requests, await answers(pool, requests)
+
+        try:
+            publishing = asyncio.create_task(publisher())
+            found = await asyncio.gather(*(ask(n, at) for n, at in enumerate(asks)))
+            await publishing
+            return list(found)
+        finally:
+            await pool.close()
+
+    for version, requests, found in run(main()):
+        for request, one in zip(requests, found, strict=True):
+            ages = one.versions.tolist()
+            assert one.stop is Stop.ERROR or ages
+            assert ages == sorted(ages) and all(version <= age <= len(times) for age in ages)
+            at = [token_at(request.seed, len(request.tokens) + n, 7 + age) for n, age in enumerate(ages)]
+            assert one.tokens.tolist() == at
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("raise", "ConnectionError: the actor died"),
+        ("raise 7", "ConnectionError: the actor died"),
+        ("hang", "silent for 50 s: publishing version 3"),  # it is starting: start_s
+        ("hang 1", "silent for 20 s: sampling "),
+        ("deaf 1", "silent for 20 s: sampling "),
+        ("pause 1", "silent for 20 s: sampling "),
+        ("freeze", "no progress for 20 s: sampling 4 calls"),
+        ("forget", "no progress for 20 s: sampling 4 calls"),
+        ("old", "serves version 2 (0000000000000007); it was sent version 3 (0000000000000007)"),
+        ("other", "serves version 3 (somebody else's); it was sent version 3 (0000000000000007)"),
+        ("stale", "answered prompt p0 with tokens of version 2, where 3 was to be sampled from"),
+        ("twice", "answered call 0, which it does not have"),
+        ("mute", "was sent version 3 (0000000000000007) and serves version 3 (something else)"),
+        ("stillborn", "OSError: no such host"),
+    ],
+)
+def test_a_worker_that_fails_is_named_replaced_and_its_calls_are_answered(fault: str, cause: str) -> None:
+    kind, _, at = fault.partition(" ")
+    world = World({(0, 0): Fault(kind, at=float(at or 0))})
+
+    async def main() -> tuple[list[Completion], float, dict[str, Any], EnginePool]:
+        pool = world.pool(1)
+        pool.publish(7, 3)
+        found = await answers(pool, group(0))
+        at, status = now(), pool.status()[0]
+        await pool.close()
+        return found, at, status, pool
+
+    found, at, status, pool = run(main())
+    assert said(found) == [expected(request, 7) for request in group(0)]
+    assert at < 90, "longer than silence, a start and the answers together"
+    assert cause in status["cause"]
+    assert pool.counters["workers/restarts"] == 1
+    first, second = world.links[0]
+    assert first.closed or kind == "stillborn"
+    assert second.closed
+    assert status["state"] == "serving" and status["version"] == 3 and status["sampled"] > 0
+
+
+def test_a_policy_that_cannot_be_sent_is_refused_and_the_old_one_stays() -> None:
+    def refusing(weight: int, version: int) -> Any:
+        if weight < 0:
+            raise RuntimeError("adapter tensor a is not finite, so this policy is not published")
+        return publication(weight, version)
+
+    async def main() -> list[Completion]:
+        pool = World().pool(2, publication=refusing)
+        pool.publish(7, 1)
+        await pool.ready()
+        with pytest.raises(RuntimeError, match="tensor a is not finite"):
+            pool.publish(-1, 2)
+        found = await answers(pool, group(0))
+        await pool.close()
+        return found
+
+    found = run(main())
+    assert said(found) == [expected(request, 7) for request in group(0)]
+    assert {version for one in found for version in one.versions.tolist()} == {1}
+
+
+def test_workers_that_are_lost_again_and_again_end_the_run_by_name_and_in_time() -> None:
+    world = World({(number, life): Fault("stillborn") for number in range(2) for life in range(9)})
+
+    async def main() -> tuple[str, float]:
+        pool = world.pool(2, max_restarts=5)
+        with pytest.raises(WorkersLost) as error:
+            await answers(pool, group(0))
+        at = now()
+        with pytest.raises(WorkersLost):
+            await answers(pool, group(1))
+        with pytest.raises(WorkersLost):
+            await pool.ready()
+        await pool.close()
+        return str(error.value), at
+
+    sentence, at = run(main())
+    assert "6 samplers in a row were lost" in sentence and "cluster.max_restarts is 5" in sentence
+    assert "sampler-0: OSError: no such host; sampler-1: OSError: no such host" in sentence
+    assert at < 6 * 2 + 10
+
+
+def test_workers_that_never_come_up_end_the_run_in_time() -> None:
+    async def main() -> float:
+        pool = World(start_s=1e6).pool(1, max_restarts=2, start_s=50)
+        with pytest.raises(WorkersLost, match="silent for 50 s: starting"):
+            await answers(pool, group(0))
+        return now()
+
+    assert run(main()) < 3 * 50 + 5
+
+
+def test_an_answer_in_between_makes_losses_harmless() -> None:
+    """Budgets are of losses in a row: a worker a day is no reason to stop a run of a month."""
+    world = World({(0, life): Fault("raise", at=30) for life in range(12)})
+
+    async def main() -> Any:
+        pool = world.pool(1, max_restarts=2, pause_s=0.0)
+        for place in range(12):
+            found = await answers(pool, group(place, longest=20))
+            assert said(found) == [expected(request) for request in group(place, longest=20)]
+            await asyncio.sleep(40)
+        await pool.close()
+        return pool.counters
+
+    assert run(main())["workers/restarts"] >= 10
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    poisoned=st.sets(st.integers(0, 7), max_size=3),
+    workers=st.integers(1, 3),
+    placement=st.one_of(st.none(), st.integers(0, 1000)),
+)
+def test_the_prompt_that_breaks_workers_is_found_and_no_other_is_blamed(
+    poisoned: set[int], workers: int, placement: int | None
+) -> None:
+    guilty = {f"p{place}" for place in poisoned}
+
+    async def main() -> tuple[list[list[Completion]], EnginePool]:
+        world = World(make=lambda: SlowEngine(poison=guilty))
+        place = least_loaded if placement is None else mixed(placement)
+        pool = world.pool(workers, place=place, slots=16, max_restarts=20)
+        requests = [group(place, 3) for place in range(8)]
+        found = await asyncio.gather(*(answers(pool, one) for one in requests))
+        again = await answers(pool, group(min(poisoned, default=0), 1))
+        assert (again[0].stop is Stop.ERROR) == bool(poisoned) or len(expected(group(0)[0])) < 3
+        await pool.close()
+        return list(found), pool
+
+    found, pool = run(main())
+    for place, completions in enumerate(found):
+        for request, one in zip(group(place, 3), completions, strict=True):
+            if one.stop is Stop.ERROR:
+                assert place in poisoned and f"prompt p{place} is quarantined" in one.error
+                assert "out of memory" in one.error and len(one.tokens) == 0
+            else:
+                assert one.tokens.tolist() == expected(request)
+    broken = [p for p in poisoned if any(len(expected(request)) > 2 for request in group(p, 3))]
+    assert pool.counters["workers/quarantined"] == len(broken)
+
+
+def test_too_many_prompts_that_break_workers_end_the_run_by_name() -> None:
+    async def main() -> None:
+        world = World(make=lambda: SlowEngine(poison={f"p{n}" for n in range(9)}))
+        pool = world.pool(2, max_quarantined=1, max_restarts=50)
+        with pytest.raises(TooManyQuarantined, match="2 prompts broke samplers"):
+            await asyncio.gather(*(answers(pool, group(place)) for place in range(3)))
+        await pool.close()
+
+    run(main())
+
+
+def test_a_request_that_the_engine_refuses_fails_alone() -> None:
+    async def main() -> tuple[list[Completion], EnginePool]:
+        pool = World(make=lambda: SlowEngine(refuse={"p1"})).pool(1)
+        found = await answers(pool, [*group(0, 2), *group(1, 1), *group(2, 2)])
+        await pool.close()
+        return found, pool
+
+    found, pool = run(main())
+    assert [one.stop is Stop.ERROR for one in found] == [False, False, True, False, False]
+    assert "is refused" in found[2].error
+    assert pool.counters["workers/restarts"] == 0
+
+
+def test_calls_wait_in_the_pool_where_placement_can_still_choose() -> None:
+    """Longest first by prediction, with one slot: the order of the answers is that of the predictions."""
+
+    def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+        order = sorted(waiting, key=lambda job: -job.predicted)
+        free = [worker.id for worker in workers for _ in range(worker.slots - len(worker.jobs))]
+        return Plan(starts=tuple((job.id, to) for job, to in zip(order, free, strict=False)))
+
+    async def main() -> list[int]:
+        pool = World().pool(
+            1, slots=1, place=longest_first, expect=lambda request: float(request.seed[2] % 4 + 1)
+        )
+        await pool.ready()
+        order = [index async for index, _ in pool.generate([group(place, 1)[0] for place in range(4)])]
+        await pool.close()
+        return order
+
+    assert run(main()) == [3, 2, 1, 0]
+
+
+def test_siblings_stay_together() -> None:
+    world = World()
+
+    async def main() -> None:
+        pool = world.pool(2, slots=8)
+        await pool.ready()
+        asked = [asyncio.create_task(answers(pool, group(place, 4))) for place in range(4)]
+        await asyncio.sleep(0.5)
+        for lives in world.links.values():
+            uids = [request.uid for request, _ in lives[0].engine.running.values()]
+            assert sorted(map(uids.count, set(uids))) == [4, 4]
+        await asyncio.gather(*asked)
+        await pool.close()
+
+    run(main())
+
+
+def test_the_next_turn_of_a_conversation_goes_where_its_beginning_is() -> None:
+    world = World()
+
+    async def main() -> list[int]:
+        pool = world.pool(3)
+        await pool.ready()
+        homes = []
+        for _ in range(5):
+            before = [link.engine.counters["decoded"] for [link] in world.links.values()]
+            await answers(pool, group(2, 1))
+            after = [link.engine.counters["decoded"] for [link] in world.links.values()]
+            homes.append([a > b for a, b in zip(after, before, strict=True)].index(True))
+        await pool.close()
+        return homes
+
+    assert len(set(run(main()))) == 1
+
+
+def test_a_worker_that_runs_dry_takes_over_what_runs_elsewhere() -> None:
+    """The calls go on where they were, token by token, and are answered once."""
+    world = World()
+    requests = group(1, 6, longest=60)
+
+    def share(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+        if waiting:
+            return Plan(starts=tuple((job.id, 0) for job in waiting))
+        busy = max(workers, key=lambda worker: len(worker.jobs))
+        idle = min(workers, key=lambda worker: len(worker.jobs))
+        if busy.jobs and not idle.jobs and max(job.generated for job in busy.jobs) >= 5:
+            return Plan(moves=tuple((job.id, idle.id) for job in busy.jobs[::2]))
+        return Plan()
+
+    async def main() -> tuple[list[Completion], EnginePool]:
+        pool = world.pool(2, place=share)
+        await pool.ready()
+        found = await answers(pool, requests)
+        await pool.close()
+        return found, pool
+
+    found, pool = run(main())
+    assert said(found) == [expected(request) for request in requests]
+    assert pool.counters["workers/migrated"] >= 1
+    sampled = sum(link.engine.counters["decoded"] for [link] in world.links.values())
+    assert sampled == sum(map(len, said(found))), "what had been sampled was sampled again"
+    assert pool.work["decoded"] == sampled
+
+
+def test_who_goes_away_leaves_nothing_behind() -> None:
+    world = World()
+
+    async def main() -> None:
+        pool = world.pool(2, slots=2)
+        await pool.ready()
+        task = asyncio.create_task(answers(pool, group(0, 8, longest=10_000)))
+        await asyncio.sleep(3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(5)
+        assert pool.gauges()["workers/calls_waiting"] == 0
+        assert all(not link.engine.running for [link] in world.links.values())
+        assert said(await answers(pool, group(1))) == [expected(request) for request in group(1)]
+        assert pool.counters["workers/restarts"] == 0
+        await pool.close()
+
+    run(main())
+
+
+def test_publications_are_booked_when_all_have_proved_them() -> None:
+    async def main() -> EnginePool:
+        pool = World().pool(3)
+        await pool.ready()
+        pool.remember("p0", 1, ())
+        pool.publish(12345, 1)
+        assert pool.take_publications() == []
+        await asyncio.sleep(5)
+        [booked] = pool.take_publications()
+        assert (booked.version, booked.bytes, booked.workers) == (1, 3 * 5, 3)
+        assert pool.served == (1, fingerprint(12345))
+        pool.publish(777, 2)  # overtaken before it is on its way: never sent
+        pool.publish(778, 3)
+        await asyncio.sleep(1)
+        assert sum(one.bytes for one in pool.take_publications()) <= 2 * 3 * 3
+        assert all(row["version"] == 3 or row["running"] == 0 for row in pool.status())
+        await pool.close()
+        return pool
+
+    pool = run(main())
+    kinds = {(span.worker, span.kind) for span in pool.take_spans()}
+    assert {(f"sampler-{n}", Kind.START) for n in range(3)} <= kinds
+    assert ("sampler-1", Kind.PUBLISH) in kinds
+    assert pool.take_spans() == []
+
+
+def test_what_the_pool_says_of_its_workers() -> None:
+    world = World({(1, 0): Fault("raise", at=5), (1, 1): Fault("stillborn")}, start_s=4)
+
+    async def main() -> list[list[dict[str, Any]]]:
+        pool = world.pool(2)
+        asked = asyncio.create_task(answers(pool, group(0, 8, longest=100)))
+        rows = [pool.status()]
+        for seconds in (6, 6):
+            await asyncio.sleep(seconds)
+            rows.append(pool.status())
+        await asked
+        await pool.close()
+        return rows
+
+    first, serving, lost = run(main())
+    assert [row["state"] for row in first] == [State.STARTING, State.STARTING]
+    assert [row["state"] for row in serving] == ["serving", "serving"]
+    assert [row["worker"] for row in serving] == ["sampler-0", "sampler-1"]
+    assert lost[1]["state"] == "starting" and "the actor died" in lost[1]["cause"]
+    assert set(first[0]) == {"worker", "state", "since", "version", "running", "sampled", "heard", "cause"}
+
+
+def test_a_placement_that_fails_is_told_to_those_who_wait() -> None:
+    """It is called from the event loop, which would only log what it raises: everybody waited for ever."""
+
+    def broken(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+        raise KeyError("no such worker")
+
+    async def main() -> None:
+        pool = World().pool(1, place=broken)
+        with pytest.raises(KeyError, match="no such worker"):
+            await answers(pool, group(0))
+
+    run(main())
+
+
+def test_a_pool_is_of_one_event_loop_at_a_time() -> None:
+    world = World()
+    pool = world.pool(1)
+    assert said(run(answers(pool, group(0)))) == [expected(request) for request in group(0)]
+    assert said(run(answers(pool, group(1)))) == [expected(request) for request in group(1)], "a new life"
+
+    async def two() -> None:
+        await pool.ready()
+        other = asyncio.new_event_loop()
+        try:
+            pool._loop = other
+            with pytest.raises(RuntimeError, match="another event loop"):
+                await pool.ready()
+        finally:
+            pool._loop = asyncio.get_running_loop()
+            other.close()
+            await pool.close()
+
+    run(two())
+
+
+def test_sizes_are_checked_before_any_work() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        World().pool(0)
+
+
+prompts = st.sampled_from("abcdef")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    suspects=st.lists(prompts, unique=True, min_size=1),
+    held=st.dictionaries(st.integers(0, 4), st.lists(prompts, max_size=4), min_size=1),
+)
+def test_suspects_run_alone_and_somebody_is_always_on_the_way(
+    suspects: list[str], held: dict[int, list[str]]
+) -> None:
+    places, closed = isolated(suspects, held)
+    assert len(set(places.values())) == len(places) and set(places.values()) <= closed <= set(held)
+    for suspect, worker in places.items():
+        assert suspect in suspects and set(held[worker]) <= {suspect}
+    assert closed, "all workers stay open while a suspect waits"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(st.integers(0, 3), st.one_of(st.none(), st.integers(0, 3))), max_size=30),
+    slots=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+)
+def test_the_plain_placement_fills_what_there_is_and_no_more(
+    jobs: list[tuple[int, int | None]], slots: list[int]
+) -> None:
+    waiting = [Job(id=n, step=1, place=place, home=home) for n, (place, home) in enumerate(jobs)]
+    workers = [Worker(id=n, slots=room) for n, room in enumerate(slots)]
+    plan = least_loaded(waiting, workers)
+    ids, targets = [id for id, _ in plan.starts], [worker for _, worker in plan.starts]
+    assert len(set(ids)) == len(ids) == min(len(waiting), sum(slots))
+    assert all(targets.count(n) <= room for n, room in enumerate(slots))

@@ -1,0 +1,498 @@
+"""vLLM as an engine, against a server that speaks its HTTP: the contract of every engine, and what can go
+wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_contract import CONTRACT, Subject, collected
+from fake_vllm import FakeVllm, decode
+
+from ostinato.engine import vllm as vllm_engine
+from ostinato.engine import vllm_guard
+from ostinato.engine.fake import FakeEngine
+from ostinato.engine.local import LocalEngine
+from ostinato.engine.vllm import VllmEngine
+from ostinato.engine.vllm_answers import answer, question
+from ostinato.engine.vllm_http import Unreachable, call, host_and_port, post
+from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, VllmLost, VllmWrong, environment
+from ostinato.model.attention import CausalAttention
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.wire import NotFinite, fingerprint
+from ostinato.protocols import Engine
+from ostinato.timeline import Kind
+from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
+
+VOCAB = 61
+
+
+def tiny(seed: int = 0) -> Decoder:
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "initializer_range": 0.3,
+    }
+    return Decoder(parse_config(config), dtype=torch.float32).init_weights(seed)
+
+
+DECODER = tiny()
+PROBE = np.arange(5, 30, dtype=np.int32)
+
+
+def policy(seed: int) -> Adapters:
+    adapters = init_adapters(DECODER.config, AdapterSpec(rank=2, alpha=8.0, targets=("attn", "mlp")), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, b in adapters.tensors.values():
+            b.normal_(0, 0.3, generator=generator)
+    return adapters
+
+
+POLICIES = (policy(1), policy(2))
+
+
+def score(adapters: Any, tokens: np.ndarray) -> np.ndarray:
+    with torch.inference_mode():
+        rows = torch.from_numpy(tokens.astype(np.int64))
+        hidden, _ = DECODER(rows, torch.arange(len(rows)), CausalAttention(), adapters=adapters)
+        logprobs = DECODER.logits(hidden[:-1]).log_softmax(-1)
+    return logprobs.gather(1, rows[1:, None])[:, 0].numpy()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeVllm]:
+    server = FakeVllm(DECODER, decode)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def engine(server: FakeVllm, tmp_path: Path) -> VllmEngine:
+    return new_engine(server, tmp_path)
+
+
+def new_engine(server: Any, folder: Path, **options: Any) -> VllmEngine:
+    settings = {"decode": decode, "probe": PROBE, "silence_s": 5.0, "max_restarts": 2} | options
+    return VllmEngine(server, DECODER, folder=folder, **settings)
+
+
+def run(engine: Engine, *requests: Request) -> list[Completion]:
+    return asyncio.run(collected(engine.generate(requests), len(requests)))
+
+
+def ask(*tokens: int, **sampling: Any) -> Request:
+    settings = Sampling(**{"max_tokens": 6, **sampling})
+    return Request(tokens=np.array(tokens or (5, 6, 7), np.int32), sampling=settings, seed=(1, 2, 3, 4))
+
+
+async def some_tokens(server: FakeVllm) -> None:
+    """Wait until it is under way."""
+    while not server.sampled:
+        await asyncio.sleep(0.001)
+    seen = server.sampled
+    while server.sampled < seen + 3:
+        await asyncio.sleep(0.001)
+
+
+# ---- the contract of every engine
+
+
+def subject_of(engine: Engine, **facts: Any) -> Subject:
+    return Subject(engine=engine, vocab=VOCAB, policies=POLICIES, decode=decode, score=score, **facts)
+
+
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_vllm_keeps_the_contract(promise: Callable[[Subject], None], engine: VllmEngine) -> None:
+    promise(subject_of(engine, answer_tokens=6))  # every token is a forward in a thread of the fake
+
+
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_the_local_engine_keeps_the_contract(promise: Callable[[Subject], None]) -> None:
+    promise(subject_of(LocalEngine(DECODER, decode=decode, kv_memory_mb=4, context_limit=64)))
+
+
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_the_fake_engine_keeps_the_contract(promise: Callable[[Subject], None]) -> None:
+    def logits(adapters: Any, request: Request, said: Any) -> np.ndarray:
+        near = [*request.tokens.tolist(), *said][-1] + 31 * (adapters is POLICIES[0])
+        return 2.0 * np.sin(np.arange(VOCAB) * (near + 1.0))
+
+    if promise.__name__ != "what_can_never_be_answered_is_refused":  # it has no model to refuse for
+        promise(replace(subject_of(FakeEngine(logits, decode=decode), filters=False), score=None))
+
+
+# ---- publishing
+
+
+def test_running_requests_go_on_under_the_new_adapter_and_say_from_where(
+    engine: VllmEngine, server: FakeVllm
+) -> None:
+    async def publish_under_way() -> Completion:
+        engine.publish(POLICIES[0], 1)
+        running = asyncio.create_task(collected(engine.generate([ask(max_tokens=40)]), 1))
+        await some_tokens(server)
+        engine.publish(POLICIES[1], 2)
+        return (await running)[0]
+
+    server.token_s = 0.01
+    said = asyncio.run(publish_under_way())
+    assert set(said.versions.tolist()) == {1, 2}
+    whole = np.concatenate([ask().tokens, said.tokens])
+    first, second = (score(one, whole)[len(ask().tokens) - 1 :] for one in POLICIES)
+    expected = np.where(said.versions == 1, first, second)
+    np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+
+
+def test_a_request_that_began_on_the_base_ends_on_it_and_its_tokens_say_so(
+    engine: VllmEngine, server: FakeVllm
+) -> None:
+    """vLLM has no adapter to change under it, and its label is of what others are served."""
+
+    async def publish_under_way() -> Completion:
+        running = asyncio.create_task(collected(engine.generate([ask(max_tokens=30)]), 1))
+        await some_tokens(server)
+        engine.publish(POLICIES[1], 2)
+        return (await running)[0]
+
+    server.token_s = 0.01
+    engine.publish(None, 1)
+    said = asyncio.run(publish_under_way())
+    assert (said.versions == 1).all()
+    expected = score(None, np.concatenate([ask().tokens, said.tokens]))[len(ask().tokens) - 1 :]
+    np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+
+
+def test_what_is_served_is_told_and_old_folders_go(engine: VllmEngine, tmp_path: Path) -> None:
+    assert engine.served == (0, "")
+    for version in range(1, 5):
+        engine.publish(POLICIES[version % 2], version)
+        assert engine.served == (version, fingerprint(POLICIES[version % 2])) and engine.version == version
+    assert len(list(tmp_path.glob("policy-*"))) == 2  # of now, and of requests that began before
+    rows = [json.loads(line) for line in (tmp_path / "publishes.jsonl").read_text().splitlines()]
+    assert [row["version"] for row in rows] == [1, 2, 3, 4] and all(abs(row["k3"]) < 1e-6 for row in rows)
+    engine.publish(None, 5)
+    assert engine.served == (5, "")
+
+
+def test_policies_share_no_prefix(engine: VllmEngine, server: FakeVllm) -> None:
+    engine.publish(POLICIES[0], 1)
+    run(engine, ask())
+    engine.publish(POLICIES[1], 2)
+    run(engine, ask())
+    first, second = (body["cache_salt"] for body in server.seen if len(body["token_ids"]) == 3)
+    assert first != second
+
+
+def test_a_policy_that_broke_never_leaves(engine: VllmEngine) -> None:
+    broken = policy(3)
+    with torch.no_grad():
+        next(iter(broken.tensors.values()))[1][0, 0] = torch.nan
+    engine.publish(POLICIES[0], 1)
+    with pytest.raises(NotFinite, match=r"layers\.0"):
+        engine.publish(broken, 2)
+    assert engine.served == (1, fingerprint(POLICIES[0])) and run(engine, ask())[0].versions[0] == 1
+
+
+def test_a_server_that_ignores_an_adapter_is_found_by_its_log_probabilities(
+    engine: VllmEngine, server: FakeVllm
+) -> None:
+    engine.publish(POLICIES[0], 1)
+    server.broken = "deaf"
+    with pytest.raises(VllmWrong, match=r"k3 is [\d.]+ for policy 2:"):
+        engine.publish(POLICIES[1], 2)
+    with pytest.raises(VllmWrong, match="k3 is"):
+        run(engine, ask())
+    server.broken = ""
+    engine.publish(POLICIES[1], 2)
+    assert run(engine, ask())[0].versions[0] == 2
+
+
+def test_files_that_the_server_did_not_read_are_found_by_their_digest(
+    engine: VllmEngine, server: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.publish(POLICIES[0], 1)
+    monkeypatch.setattr(vllm_engine, "_digest", lambda folder: "0123456789abcdef")
+    with pytest.raises(VllmWrong, match="where 0123456789abcdef was written"):
+        engine.publish(POLICIES[1], 2)
+
+
+# ---- a server that is lost
+
+
+def test_a_server_that_dies_is_started_anew_and_asked_again(server: FakeVllm, tmp_path: Path) -> None:
+    async def killed_under_way() -> list[Completion]:
+        engine.publish(POLICIES[0], 1)
+        answers = engine.generate([ask(max_tokens=20) for _ in range(4)])
+        running = asyncio.create_task(collected(answers, 4))
+        await some_tokens(server)
+        server.broken = "dead"
+        return await running
+
+    told: list[str] = []
+    engine = new_engine(server, tmp_path, say=told.append)
+    server.token_s, lives = 0.01, server.lives
+    answers = asyncio.run(killed_under_way())
+    assert server.lives == lives + 1 and len(told) == 1 and "started anew (1 of 2)" in told[0]
+    assert all(said.stop is Stop.LENGTH and (said.versions == 1).all() for said in answers)
+    assert engine.served == (1, fingerprint(POLICIES[0]))
+    spans = engine.take_spans()
+    assert [span.kind for span in spans].count(Kind.START) == 2
+    assert all(one.stop <= other.start for one, other in itertools.pairwise(spans))
+
+
+def test_a_server_that_dies_in_a_publish_gets_it_in_its_next_life(
+    engine: VllmEngine, server: FakeVllm
+) -> None:
+    engine.publish(POLICIES[0], 1)
+    server.broken = "dead"
+    engine.publish(POLICIES[1], 2)
+    assert engine.served == (2, fingerprint(POLICIES[1])) and run(engine, ask())[0].versions[0] == 2
+
+
+def test_restarts_are_counted_in_a_row_and_end(engine: VllmEngine, server: FakeVllm) -> None:
+    for _ in range(3):  # an answer in between: they are not in a row
+        server.broken = "dead"
+        assert run(engine, ask())[0].stop is Stop.LENGTH
+    server.broken, server.refuse_to_live = "dead", True
+    with pytest.raises(VllmLost, match="lost 3 times in a row: vLLM did not start"):
+        run(engine, ask())
+
+
+def test_a_server_that_is_silent_is_lost(
+    server: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "BEAT_S", 0.02)
+    engine = new_engine(server, tmp_path, silence_s=0.1)
+    lives, server.broken = server.lives, "silent"
+    assert run(engine, ask())[0].stop is Stop.LENGTH and server.lives == lives + 1
+
+
+@pytest.mark.parametrize("fault", ["restarted", "relabelled", "forgetful"])
+def test_an_answer_of_another_policy_is_never_used(engine: VllmEngine, server: FakeVllm, fault: str) -> None:
+    engine.publish(POLICIES[0], 1)
+    lives = server.lives
+    if fault == "restarted":  # by somebody else, on the same address: it does not know our adapter
+        server.adapter, server.label = None, "default"
+    elif fault == "relabelled":
+        server.adapter, server.label = POLICIES[1], "7:somebody"
+    else:
+        server.broken = "forgetful"
+    said = run(engine, ask())[0]
+    assert server.lives == lives + 1 and (said.versions == 1).all()
+    expected = score(POLICIES[0], np.concatenate([ask().tokens, said.tokens]))[len(ask().tokens) - 1 :]
+    np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+
+
+def test_a_request_that_breaks_on_a_sound_server_fails_alone(engine: VllmEngine, server: FakeVllm) -> None:
+    engine.publish(POLICIES[0], 1)
+    lives, server.broken = server.lives, "poisoned"
+    poisoned, sound = run(engine, ask(13, 14), ask())
+    assert poisoned.stop is Stop.ERROR and "a kernel failed" in poisoned.error
+    assert sound.stop is Stop.LENGTH and server.lives == lives
+
+
+def test_a_call_that_is_given_up_closes_its_connections(engine: VllmEngine, server: FakeVllm) -> None:
+    async def give_up() -> float:
+        answers = engine.generate([ask(max_tokens=50), ask(max_tokens=1)])
+        await anext(answers)
+        start = time.perf_counter()
+        await answers.aclose()  # type: ignore[attr-defined]
+        return time.perf_counter() - start
+
+    server.token_s = 0.05
+    assert asyncio.run(give_up()) < 1.0
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("path", "mend"),
+    [
+        ("/v1/models", "0.32 or newer"),
+        ("/weight_info", "VLLM_SERVER_DEV_MODE=1"),
+        ("/v1/load_lora_adapter", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        ("/collective_rpc", "--worker-extension-cls ostinato.interop.vllm_worker.Worker"),
+        ("/inference/v1/generate", "0.32 or newer"),
+    ],
+)
+def test_a_server_that_cannot_do_it_is_refused_in_words(
+    server: FakeVllm, tmp_path: Path, path: str, mend: str
+) -> None:
+    server.missing = {path}
+    with pytest.raises(ValueError, match=f"; start it with .*{mend}"):
+        new_engine(server, tmp_path)
+
+
+def test_a_server_with_other_weights_is_found_before_any_work(tmp_path: Path) -> None:
+    server = FakeVllm(tiny(seed=1), decode)
+    with pytest.raises(VllmWrong, match=r"k3 is .* for policy 0:base on 12 tokens"):
+        new_engine(server, tmp_path)
+    with pytest.raises(AssertionError):
+        _ = server.address  # it was closed
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sentence"),
+    [
+        ({"temperature": 0.001}, "vLLM takes 0 .greedy. or 0.01 and more"),
+        ({"min_tokens": 2, "stop_strings": ("a",)}, "drop one of them"),
+    ],
+)
+def test_requests_that_vllm_would_answer_otherwise_are_refused(
+    engine: VllmEngine, sampling: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        run(engine, ask(**sampling))
+    with pytest.raises(ValueError, match="shorten the prompt"):
+        run(engine, ask(*[5] * 64))
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:8000", "https://host:8000", "http://", "http://h:x", "http://h/v1"]
+)
+def test_an_address_is_checked(address: str) -> None:
+    with pytest.raises(ValueError, match=r'"http://host:8000"'):
+        VllmAt(address)
+    assert host_and_port("http://host:81") == ("host", 81)
+
+
+def served_by(python: str, **changes: Any) -> Serve:
+    usual: dict[str, Any] = {"model": Path("model"), "dtype": "float32", "context": 64, "max_batch": 4}
+    return Serve(python=python, **{**usual, "kv_memory_mb": 8, "rank": 8, **changes})
+
+
+def test_a_rank_without_room_is_refused_and_others_are_rounded_up(tmp_path: Path) -> None:
+    serve = served_by("python", rank=12, args=("--x",))
+    command = serve.command(81)
+    assert command[command.index("--max-lora-rank") + 1] == "16" and command[-1] == "--x"
+    with pytest.raises(ValueError, match=r"adapter\.rank is 600"):
+        VllmChild(replace(serve, rank=600), tmp_path / "log")
+
+
+def test_the_servers_environment_keeps_the_users_and_has_what_it_needs() -> None:
+    users = {"PYTHONPATH": "/mine", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "0"}
+    found = environment(users)
+    assert found["PYTHONPATH"].endswith(f"{os.pathsep}/mine") and found["VLLM_CPU_OMP_THREADS_BIND"] == "0"
+    assert found["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+# ---- one request
+
+
+def test_a_question_has_seeds_of_its_own_for_each_turn() -> None:
+    first, second = question(ask(5), "m", "s", 64), question(ask(5, 6), "m", "s", 64)
+    assert first["sampling_params"]["seed"] != second["sampling_params"]["seed"]
+    assert all(0 <= one["sampling_params"]["seed"] < 1 << 63 for one in (first, second))
+    assert (
+        question(ask(*range(60), max_tokens=10, min_tokens=9), "m", "s", 64)["sampling_params"]["max_tokens"]
+        == 4
+    )
+
+
+def choice(**changes: Any) -> dict[str, Any]:
+    content = [{"logprob": -0.5}, {"logprob": -0.25}]
+    usual = {
+        "token_ids": [8, 9],
+        "logprobs": {"content": content},
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
+    return usual | changes
+
+
+def test_what_filters_had_kept_and_who_computed_a_token_come_with_the_answer() -> None:
+    routes = np.arange(4 * 2 * 1, dtype=np.uint8).reshape(4, 2, 1)  # of the 5 tokens but the last
+    buffer = io.BytesIO()
+    np.save(buffer, routes)
+    told = choice(sampling_mask=[[9, 8], [9]], routed_experts=base64.b64encode(buffer.getvalue()).decode())
+    versions = np.ones(2, np.int32)
+    said = answer(ask(top_k=2), told, versions, None, num_experts=8)
+    assert said.support is not None and said.support.ids.tolist() == [8, 9, 9]
+    assert said.prompt_experts is not None and np.array_equal(said.prompt_experts, routes[:3])
+    assert said.experts is not None and said.experts[0].tolist() == routes[3].tolist()
+    assert (said.experts[1] == NO_EXPERT).all()
+    assert answer(ask(), told, versions, None).support is None
+    with pytest.raises(ValueError, match="experts of 4 tokens for an answer that ends at 6"):
+        answer(ask(5, 6, 7, 8), told, versions, None, num_experts=8)
+
+
+def test_an_answer_without_log_probabilities_is_an_error() -> None:
+    broken = choice(logprobs={"content": [{"logprob": -0.5}, {"logprob": -9999.0}]})
+    said = answer(ask(), broken, np.ones(2, np.int32), None)
+    assert said.stop is Stop.ERROR and "not finite" in said.error
+
+
+# ---- processes and sockets
+
+
+def test_the_guard_ends_what_it_runs_when_its_input_closes(tmp_path: Path) -> None:
+    """A server in a session of its own would outlive a run that is killed with -9."""
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    note = tmp_path / "pid"
+    command = [sys.executable, "-P", vllm_guard.__file__, sys.executable, "-c", code, str(note)]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 20
+        while not (note.exists() and note.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        pid = int(note.read_text())
+        assert guard.stdin is not None
+        guard.stdin.close()
+        guard_ended = guard.wait(timeout=20)
+        assert guard_ended == -signal.SIGKILL
+        assert not _alive(pid)
+    finally:
+        if guard.poll() is None:
+            os.killpg(guard.pid, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    child = VllmChild(served_by("/bin/false"), tmp_path / "vllm.log", start_s=30)
+    with pytest.raises(VllmLost, match=r"did not start: .*the server ended: exit status 1"):
+        child.revive()
+
+
+def test_nobody_there_is_said_the_same_way_in_a_thread_and_in_a_loop() -> None:
+    with pytest.raises(Unreachable):
+        call("http://127.0.0.1:9", "GET", "/health", timeout_s=1)
+    with pytest.raises(Unreachable):
+        asyncio.run(post("http://127.0.0.1:9", "/x", {}))

@@ -1,0 +1,174 @@
+"""The rule of the feed by itself: whatever ends first and whoever is killed, nobody too old is trained on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.pipeline.feed import Choice, Late, Rule
+from ostinato.pipeline.rounds import Admission
+
+
+class World:
+    """Groups by place. A move lets one end, perhaps kills one (the policy of now plays it anew), or
+    trains."""
+
+    def __init__(self, rule: Rule, seed: int, kills: float = 0.0) -> None:
+        self.rule, self.random, self.kills = rule, random.Random(seed), kills
+        self.held: dict[int, Admission] = {}
+        self.finished = self.admitted = self.dropped = 0
+        self.trained: list[tuple[Admission, ...]] = []
+
+    def admit(self) -> None:
+        while room := self.rule.room(list(self.held.values()), self.finished):
+            for _ in range(room):
+                round = self.rule.round(len(self.held), self.finished)
+                self.held[self.admitted] = Admission(round, self.admitted, self.finished, self.finished)
+                self.admitted += 1
+
+    def move(self) -> Choice:
+        self.admit()
+        choice = self.rule.choose(list(self.held.values()), self.finished)
+        if choice.awaited:
+            assert not choice.batch and not choice.stale
+            assert all(not self.held[place].ended for place in choice.awaited)
+            self.somebody_ends()
+        else:
+            self.train(choice)
+        return choice
+
+    def somebody_ends(self) -> None:
+        running = [place for place, one in self.held.items() if not one.ended]
+        place = self.random.choice(running)
+        self.held[place] = self.held[place]._replace(ended=True)
+        if self.random.random() < self.kills:
+            place = self.random.choice(list(self.held))
+            anew = self.held[place]._replace(step=self.finished, version=self.finished, ended=False)
+            self.held[place] = anew
+
+    def train(self, choice: Choice) -> None:
+        for place in choice.stale:
+            del self.held[place]
+        self.dropped += len(choice.stale)
+        self.trained.append(tuple(self.held.pop(place) for place in choice.batch))
+        self.finished += 1
+
+    def run(self) -> None:
+        while self.finished < self.rule.steps:
+            self.move()
+            done = sum(map(len, self.trained))
+            assert self.admitted == done + self.dropped + len(self.held)
+
+
+def ages(world: World) -> list[int]:
+    return [step - one.step for step, batch in enumerate(world.trained) for one in batch]
+
+
+RULES = st.builds(
+    Rule,
+    prompts=st.integers(1, 4),
+    staleness=st.integers(0, 4),
+    steps=st.integers(1, 9),
+    overlap=st.just(True),
+    late=st.sampled_from(list(Late)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(RULES, st.integers(0, 10**6), st.sampled_from([0.0, 0.2, 0.7]))
+def test_no_group_is_too_old_whatever_ends_first_and_whoever_is_killed(
+    rule: Rule, seed: int, kills: float
+) -> None:
+    """And every batch has its N groups, of which each was trained on once; to wait drops nothing."""
+    world = World(rule, seed, kills)
+    world.run()
+    assert max(ages(world)) <= rule.staleness
+    assert all(len(batch) == rule.prompts and all(one.ended for one in batch) for batch in world.trained)
+    places = [one.place for batch in world.trained for one in batch]
+    assert len(set(places)) == len(places)
+    if rule.late is Late.WAIT:
+        assert world.dropped == 0 and sorted(places) == list(range(rule.steps * rule.prompts))
+
+
+@settings(max_examples=50, deadline=None)
+@given(RULES, st.integers(0, 10**6))
+def test_who_is_late_is_waited_for_and_nobody_else(rule: Rule, seed: int) -> None:
+    """As N groups are admitted after each step and (k + 1) N are on their way, a batch is the whole round
+    that was admitted k steps before, but for the first k + 1 steps, which share what was admitted at the
+    start."""
+    world = World(Rule(prompts=rule.prompts, staleness=rule.staleness, steps=rule.steps, overlap=True), seed)
+    while world.finished < rule.steps:
+        world.admit()
+        held, finished = dict(world.held), world.finished
+        choice = world.move()
+        if finished > rule.staleness and choice.awaited:
+            due = {place for place, one in held.items() if world.rule.deadline(one) == finished}
+            assert set(choice.awaited) <= due
+    assert ages(world) == [
+        min(step, rule.staleness) for step in range(rule.steps) for _ in range(rule.prompts)
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 9), st.integers(0, 10**6))
+def test_without_overlap_it_is_rounds_in_lockstep(
+    prompts: int, staleness: int, steps: int, seed: int
+) -> None:
+    """The twin: step s trains on places (s - 1) N to s N - 1, and round r is admitted when round r - 1 has
+    ended and at most k steps before its own."""
+    world = World(Rule(prompts=prompts, staleness=staleness, steps=steps), seed)
+    while world.finished < steps:
+        before = world.admitted
+        running = sum(not one.ended for one in world.held.values())
+        world.move()
+        assert world.admitted - before in (0, prompts) and not (running and world.admitted > before)
+    for step, batch in enumerate(world.trained):
+        assert [one.place for one in batch] == list(range(step * prompts, (step + 1) * prompts))
+        assert {one.round for one in batch} == {step + 1}
+        assert {one.step for one in batch} == {max(0, step - staleness)}
+
+
+def held(*groups: tuple[int, int, bool]) -> list[Admission]:
+    """(place, finished steps when it was admitted, has it ended?)."""
+    return [Admission(1, place, step, step, ended) for place, step, ended in groups]
+
+
+def test_a_batch_by_hand() -> None:
+    """k = 1, two groups a step. After one step place 1 is due; 2 and 3 are not, and have ended."""
+    rule = Rule(prompts=2, staleness=1, steps=9, overlap=True)
+    some = held((1, 0, False), (2, 1, True), (3, 1, True))
+    assert rule.choose(some, 1) == Choice(awaited=(1,))
+    dropping = Rule(prompts=2, staleness=1, steps=9, overlap=True, late=Late.DROP)
+    assert dropping.choose(some, 1) == Choice(batch=(2, 3), stale=(1,))
+    assert dropping.room(some, 1) == 1  # of four
+    assert rule.choose(held((1, 0, True), (2, 1, False), (3, 1, True)), 1) == Choice(batch=(1, 3))
+
+
+def test_a_step_does_not_leave_more_behind_than_the_next_ones_can_take() -> None:
+    """k = 2, one group a step. 0 and 1 have to be trained on in this step and the next; 2, which has ended,
+    would take the place of one of them."""
+    rule = Rule(prompts=1, staleness=2, steps=9, overlap=True)
+    assert rule.choose(held((0, 0, False), (1, 0, False), (2, 1, True)), 1) == Choice(awaited=(0, 1))
+    assert rule.choose(held((0, 0, False), (1, 1, False), (2, 1, True)), 1) == Choice(batch=(2,))
+
+
+def test_nobody_on_the_way_is_neither_a_batch_nor_a_wait() -> None:
+    for overlap in (False, True):
+        assert Rule(prompts=2, staleness=1, steps=9, overlap=overlap).choose([], 3) == Choice()
+
+
+@pytest.mark.parametrize(
+    ("staleness", "prompts", "late"), [(2, 2, ()), (1, 2, (0, 1)), (0, 2, (0, 1, 2, 3)), (2, 1, (1, 3))]
+)
+def test_a_recipe_that_was_changed_finds_who_is_too_old_by_now(
+    staleness: int, prompts: int, late: Sequence[int]
+) -> None:
+    """Two rounds of two were admitted after one and after two steps; three are finished. With less staleness,
+    or fewer groups a step, some would wait too long, one behind the other."""
+    some = held((0, 1, True), (1, 1, True), (2, 2, True), (3, 2, True))
+    rule = Rule(prompts=prompts, staleness=staleness, steps=9, overlap=True)
+    assert rule.too_old(some, 3) == late

@@ -1,0 +1,434 @@
+"""Rollouts that go on while the trainer learns, on the bandit of ``small_loop``: how old its tokens are, and
+that no prompt is lost or trained on twice, however it is slowed down, killed and resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_loop import TEN_A_ROW, BanditTrainer, Bench, IsRight, Killed, deterministic
+
+from ostinato.ledger import Ledger, Terms, read, summary
+from ostinato.pipeline.feed import Late
+from ostinato.pipeline.loop import Finish, LoopState, TooOld
+from ostinato.pipeline.signals import Stalled
+from ostinato.timeline import Kind, Span
+from ostinato.types import Batch, Group, Request, Reward, StepReport
+
+
+class Slow(IsRight):
+    """Verdicts take from nothing to longer than a step; it dies at the ``dies``-th group."""
+
+    def __init__(self, seed: int = 0, dies: int = 0) -> None:
+        super().__init__()
+        self.random, self.left = random.Random(seed), dies
+
+    async def grade(self, group: Group) -> list[Reward]:
+        if group.prompt.uid.startswith("p"):  # and not held out
+            self.left -= 1
+            if self.left == 0:
+                raise Killed
+        await asyncio.sleep(self.random.choice([0.0, 0.0, 0.0, 0.001, 0.004]))
+        return await super().grade(group)
+
+
+def overlapped(path: Path, **changes: Any) -> Bench:
+    usual: dict[str, Any] = {"overlap": True, "staleness": 2, "train_s": 0.001, "prompts_per_step": 2}
+    usual |= {"max_empty_steps": 99, "trajectories_every": 1, "eval_every": 99, "grader": Slow()}
+    bench = Bench(path, **{**usual, **changes})
+    bench.trainer.lr, bench.loop.evaluations = 0.5, ()
+    return bench
+
+
+def trained_on(bench: Bench) -> list[str]:
+    """Prompts of the steps that count, once for each batch that had them."""
+    rows = bench.folder.trajectories.rows()
+    return [uid for _, uid in sorted({(row["step"], row["uid"]) for row in rows})]
+
+
+def adds_up(state: LoopState) -> None:
+    assert state.admitted == state.trained + sum(state.dropped.values()) + len(state.ahead)
+
+
+@pytest.mark.parametrize("late", list(Late))
+def test_without_staleness_it_is_the_synchronous_loop(tmp_path: Path, late: Late) -> None:
+    """k = 0: the same bits as in lockstep, whoever is slow."""
+    plain = Bench(tmp_path / "plain", steps=5, checkpoint_every=2, trajectories_every=1)
+    plain.run()
+    other = Bench(
+        tmp_path / "overlap", steps=5, checkpoint_every=2, trajectories_every=1, overlap=True, late=late
+    )
+    other.grader = Slow()
+    other.run()
+    assert other.trainer.logits.tobytes() == plain.trainer.logits.tobytes()
+    rows = [list(map(deterministic, one.folder.metrics.rows())) for one in (plain, other)]
+    more = ("pipeline/", "queue/", "staleness/hist")
+    rows[1] = [{name: n for name, n in row.items() if not name.startswith(more)} for row in rows[1]]
+    assert rows[0] == rows[1]
+    kept = [list(one.folder.trajectories.rows()) for one in (plain, other)]
+    assert kept[0] == kept[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 4), st.sampled_from(list(Late)), st.integers(0, 10**6))
+def test_no_token_is_older_than_was_allowed(staleness: int, late: Late, seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        bench = overlapped(Path(folder), steps=7, staleness=staleness, late=late, grader=Slow(seed))
+        finished = bench.run()
+        assert finished.why is Finish.DONE and not finished.state.ahead
+        assert max(max(ages) for ages in bench.trainer.ages) <= staleness
+        assert finished.state.trained == 14 and bench.rows[-1]["groups/trained_total"] == 14
+        for row in bench.rows:
+            dropped = sum(n for name, n in row.items() if name.startswith("groups/dropped_total/"))
+            left = row["groups/trained_total"] + dropped + row["groups/outstanding"]
+            assert row["groups/admitted_total"] == left
+            assert row["tokens/sampled"] == row["tokens/trained"] + row["tokens/wasted"]
+            by_age = [n for name, n in row.items() if name.startswith("staleness/hist/")]
+            assert sum(by_age) == row["tokens/trained"]
+        if late is Late.WAIT:
+            assert not finished.state.dropped
+            assert sorted(trained_on(bench)) == sorted(f"p{n}" for n in range(14))
+
+
+def lives(path: Path, dies: Sequence[int], **changes: Any) -> list[Bench]:
+    """One process after another, each from the last checkpoint; all but the last are killed."""
+    benches: list[Bench] = []
+    state, logits = None, None
+    for seed, at in enumerate([*dies, 0]):
+        bench = overlapped(path, **changes, state=state, logits=logits, grader=Slow(seed, at))
+        with suppress(Killed):
+            bench.run()
+        benches.append(bench)
+        if bench.saved:
+            saved, logits = bench.saved[-1]
+            state = LoopState(**json.loads(json.dumps(saved)))
+    return benches
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    st.integers(0, 3),
+    st.sampled_from(list(Late)),
+    st.integers(1, 3),
+)
+def test_killed_at_any_group_nothing_is_lost_and_nothing_trained_on_twice(
+    dies: list[int], staleness: int, late: Late, every: int
+) -> None:
+    """kill -9, as far as a test in one process can. What was on its way is found in the spool or played
+    anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        sizes: dict[str, Any] = {"steps": 6, "checkpoint_every": every, "staleness": staleness, "late": late}
+        benches = lives(Path(folder) / "run", dies, **sizes, flops=TEN_A_ROW)
+        last = benches[-1]
+        assert last.loop.state.step == 6 and not last.loop.state.ahead
+        adds_up(last.loop.state)
+        assert all(max(ages) <= staleness for bench in benches for ages in bench.trainer.ages)
+        seen = trained_on(last)
+        assert len(seen) == len(set(seen)) == 12 == last.loop.state.trained
+        if late is Late.WAIT:
+            assert sorted(seen) == sorted(f"p{n}" for n in range(12))
+        found = summary(read(last.folder))
+        assert found.tokens["sampled"] == found.tokens["trained"] + sum(found.dropped.values())
+        assert found.useful is not None
+        assert found.useful + sum(found.wasted.values()) == sum(found.flops.values())
+
+
+def test_what_was_on_its_way_is_found_or_played_anew(tmp_path: Path) -> None:
+    """Ctrl-C after two steps: of the four groups ahead those that had ended are in the spool, and the others
+    are played by the policy of then; each is trained on once."""
+    first = overlapped(tmp_path, steps=9)
+
+    class Stuck(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.prompt.uid in ("p6", "p7"):
+                await asyncio.sleep(60)
+            return await super().grade(group)
+
+    first.loop.stage = Bench(tmp_path, grader=Stuck()).loop.stage
+    first.loop.on_step = lambda row: os.kill(os.getpid(), signal.SIGINT) if row["step"] == 2 else None
+    finished = first.run()
+    assert finished.why is Finish.INTERRUPTED and finished.state.step == 2
+    assert [one.place for one in finished.state.ahead] == [4, 5, 6, 7]
+    saved, logits = first.saved[-1]
+    again = overlapped(tmp_path, steps=9, state=LoopState(**json.loads(json.dumps(saved))), logits=logits)
+    again.run()
+    assert sorted(trained_on(again)) == sorted(f"p{n}" for n in range(18))
+    assert sum("does not have 2, which policy 1 sampled; policy 2 plays" in note for note in again.notes) == 1
+    assert again.rows[0]["groups/played_anew"] == 2 and again.rows[0]["rollout/from_spool"] == 2
+
+
+def test_a_policy_that_is_not_there_yet_has_sampled_nothing(tmp_path: Path) -> None:
+    """Killed in step 5 with the checkpoint of step 2: what was on its way then has ended since under policies
+    3 and 4, and is in the spool. The resumed run trains on it at version 2, where its tokens would be younger
+    than the trainer; so it is played anew."""
+    killed = overlapped(tmp_path, steps=9, checkpoint_every=2, grader=Slow(dies=14))
+    with pytest.raises(Killed):
+        killed.run()
+    saved, logits = killed.saved[0]
+    state = LoopState(**saved)
+    again = overlapped(tmp_path, steps=9, state=state, logits=logits)
+    assert again.run().why is Finish.DONE
+    assert all(min(ages) >= 0 for ages in again.trainer.ages)
+
+
+def test_who_leaves_for_good_leaves_with_overlap_too(tmp_path: Path) -> None:
+    class Easy(Slow):
+        async def grade(self, group: Group) -> list[Reward]:
+            await super().grade(group)
+            return [Reward(value=1.0)] * len(group.trajectories)
+
+    bench = overlapped(tmp_path, steps=50, epoch=7, solved_for_good=0.9, grader=Easy())
+    finished = bench.run()
+    assert finished.why is Finish.SOLVED and not finished.state.ahead
+    assert sorted(finished.state.retired) == [f"p{n}" for n in range(7)]
+    adds_up(finished.state)
+
+
+def test_more_staleness_or_less_when_a_run_goes_on(tmp_path: Path) -> None:
+    """What the recipe of now finds too old is played anew, and in the places that there are."""
+    first = overlapped(tmp_path, steps=12, staleness=4)
+    first.loop.on_step = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 4 else None
+    assert first.run().why is Finish.TERMINATED
+    saved, logits = first.saved[-1]
+    for number, changed in enumerate(
+        ({"staleness": 0}, {"staleness": 1}, {"prompts_per_step": 1}, {"overlap": False, "staleness": 1})
+    ):
+        path = tmp_path.parent / f"{tmp_path.name}-{number}"
+        again = overlapped(
+            path, **{"steps": 12, "staleness": 4, **changed}, state=LoopState(**saved), logits=logits
+        )
+        (path / "inflight.jsonl.zst").write_bytes((tmp_path / "inflight.jsonl.zst").read_bytes())
+        assert again.run().why is Finish.DONE
+        adds_up(again.loop.state)
+        assert max(max(ages) for ages in again.trainer.ages) <= again.loop.plan.staleness
+
+
+def test_sigterm_drains_what_is_on_its_way_into_the_spool(tmp_path: Path) -> None:
+    """Nothing new is admitted, the step ends, and what is on its way may end too: the resumed run plays none
+    of it again."""
+    bench = overlapped(tmp_path, steps=9, grader=Slow(), grace_s=10.0)
+    bench.loop.on_step = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 3 else None
+    finished = bench.run()
+    assert (finished.why, finished.state.step) == (Finish.TERMINATED, 3)
+    assert len(finished.state.ahead) == 4
+    saved, logits = bench.saved[-1]
+    again = overlapped(tmp_path, steps=9, state=LoopState(**saved), logits=logits)
+    again.run()
+    assert sum(row["rollout/from_spool"] for row in again.rows) == 4
+    assert not any("anew" in note for note in again.notes)
+    assert sorted(trained_on(again)) == sorted(f"p{n}" for n in range(18))
+
+
+def test_a_drain_ends_with_the_grace_period_and_training_does_not(tmp_path: Path) -> None:
+    class Stuck(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            if int(group.prompt.uid[1:]) >= 4:
+                await asyncio.sleep(60)
+            return await super().grade(group)
+
+    bench = overlapped(tmp_path, steps=9, grader=Stuck(), grace_s=0.05, eval_at_start=False)
+    learn = bench.trainer.step
+
+    def learns(batch: Batch) -> StepReport:
+        if len(bench.rows) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(0.1)
+        return learn(batch)
+
+    bench.trainer.step = learns  # type: ignore[method-assign]
+    finished = bench.run()
+    assert (finished.why, finished.state.step, bench.saved[-1][0]["step"]) == (Finish.TERMINATED, 2, 2)
+    assert "what followed step 2 was abandoned" in bench.notes[-1]
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_trainer(tmp_path: Path) -> None:
+    bench = overlapped(tmp_path, steps=9, checkpoint_every=1)
+    learn, let_go = bench.trainer.step, threading.Event()
+
+    def learns(batch: Batch) -> StepReport:
+        if len(bench.rows) == 2:
+            for delay in (0.02, 0.06):
+                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+            let_go.wait(20)
+        return learn(batch)
+
+    bench.trainer.step = learns  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        bench.run()
+    let_go.set()
+    assert bench.saved[-1][0]["step"] == 2 and len(list(bench.folder.metrics.rows())) == 2
+
+
+def test_a_wait_without_progress_ends_and_says_who_waits_for_whom(tmp_path: Path) -> None:
+    class Stuck(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.prompt.uid == "p3":
+                await asyncio.sleep(60)
+            return await super().grade(group)
+
+    bench = overlapped(tmp_path, steps=9, grader=Stuck(), watch_s=0.1)
+    with pytest.raises(Stalled, match=r"waits for its groups; on the way .*: p3 \(grading for"):
+        bench.run()
+    assert bench.saved[-1][0]["step"] == len(bench.rows) > 0  # and can be resumed
+
+
+def test_tokens_are_progress(tmp_path: Path) -> None:
+    """A group that takes longer than the limit ends nothing while its engine samples."""
+
+    class Long(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            await asyncio.sleep(0.25 if group.prompt.uid == "p3" else 0)
+            return await super().grade(group)
+
+    clock = iter(range(10**9))
+    bench = overlapped(tmp_path, steps=2, grader=Long(), watch_s=0.1)
+    bench.loop.sampled = lambda: next(clock)
+    assert bench.run().why is Finish.DONE
+
+
+def test_a_trainer_that_hangs_is_named_and_not_saved(tmp_path: Path) -> None:
+    bench = overlapped(tmp_path, steps=9, watch_s=0.1)
+    let_go = threading.Event()
+
+    def hangs(batch: Batch) -> StepReport:
+        let_go.wait(20)
+        return StepReport(metrics={})
+
+    bench.trainer.step = hangs  # type: ignore[method-assign]
+    with pytest.raises(Stalled, match="step 1 is training"):
+        bench.run()
+    let_go.set()
+    assert not bench.saved
+
+
+def test_a_batch_that_is_too_old_is_refused_by_name(tmp_path: Path) -> None:
+    """The feed does not let it happen; if it did, nothing would be learned from it."""
+    bench = overlapped(tmp_path, steps=9, staleness=3, grader=IsRight())
+    bench.loop.__dict__["plan"] = bench.loop.plan
+    feed = bench.loop._new_feed
+    del feed
+    run = bench.loop._run
+
+    async def narrower() -> Any:
+        bench.loop.on_step = lambda row: setattr(
+            bench.loop, "plan", Bench(tmp_path, steps=9, prompts_per_step=2, overlap=True).loop.plan
+        )
+        return await run()
+
+    bench.loop._run = narrower  # type: ignore[method-assign]
+    with pytest.raises(TooOld, match=r"tokens that are \[1\] versions old where pipeline\.staleness is 0"):
+        bench.run()
+    assert bench.saved[-1][0]["step"] == 1 and len(bench.trainer.ages) == 1
+
+
+def test_an_engine_that_dies_while_the_trainer_learns_is_heard_of(tmp_path: Path) -> None:
+    bench = overlapped(tmp_path, steps=9)
+    honest = bench.engine.generate
+
+    def generate(requests: Sequence[Request]) -> Any:
+        if bench.loop.state.step == 3:
+            raise RuntimeError("lost the device")
+        return honest(requests)
+
+    bench.engine.generate = generate  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="lost the device"):
+        bench.run()
+    assert bench.saved[-1][0]["step"] == 3
+
+
+def test_what_is_dropped_as_stale_is_counted_and_its_tokens_are_wasted(tmp_path: Path) -> None:
+    class Late_(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            await asyncio.sleep(0.05 if group.prompt.uid == "p1" else 0)
+            return await super().grade(group)
+
+    bench = overlapped(tmp_path, steps=6, staleness=1, late=Late.DROP, grader=Late_(), flops=TEN_A_ROW)
+    finished = bench.run()
+    assert finished.state.dropped == {"stale": 1} and finished.state.admitted == 13
+    assert "p1" not in trained_on(bench)
+    assert [row.get("groups/dropped/stale", 0) for row in bench.rows] == [0, 1, 0, 0, 0, 0]
+    assert sum(row["groups/dropped"] for row in bench.rows) == 1
+    found = summary(read(bench.folder))
+    assert found.tokens["sampled"] == found.tokens["trained"] + sum(found.dropped.values())
+
+
+def test_pools_have_the_seconds_that_their_workers_tell(tmp_path: Path) -> None:
+    """Two samplers and a trainer: busy and idle add up to devices x seconds in every row."""
+
+    class Sampler:
+        def __init__(self) -> None:
+            self.told = 0.0
+
+        def take_spans(self) -> list[Span]:
+            now = bench.loop._books.clock()
+            start, self.told = max(self.told, now - 0.5), now
+            kinds = [("sampler-0", Kind.DECODE), ("sampler-1", Kind.PREFILL), ("sampler-1", Kind.WAIT)]
+            return [Span(worker=name, kind=kind, start=start, stop=now) for name, kind in kinds[:2]]
+
+    bench = overlapped(tmp_path, steps=4)
+    bench.loop.evaluations = Bench(tmp_path / "other").loop.evaluations
+    pools = {"samplers": 2, "trainer": 1}
+    bench.loop.ledger = Ledger(folder=bench.folder, terms=Terms(devices=3, pools=pools))
+    bench.loop.timed = [Sampler()]
+    bench.run()
+    rows = read(bench.folder)
+    assert {name: pool["devices"] for name, pool in rows[0]["pools"].items()} == pools
+    for row in rows:
+        for pool in row["pools"].values() if row["event"] in ("step", "eval") else ():
+            assert sum(pool["busy"].values()) + pool["idle"] == pytest.approx(row["seconds"])
+    steps = [row["pools"] for row in rows if row["event"] == "step"]
+    assert all(set(row["samplers"]["busy"]) == {"sample"} for row in steps)
+    assert sum(row["trainer"]["busy"].get("train", 0) >= 0.001 for row in steps) == len(bench.trainer.ages)
+    assert all(row["pools"]["samplers"]["busy"]["eval"] > 0 for row in rows if row["event"] == "eval")
+    found = summary(rows)
+    for name, pool in found.pools.items():
+        assert pool.total == pytest.approx(pools[name] * sum(found.wall.values()))
+    for row in bench.rows:
+        assert 0 <= row["pipeline/bubble_share"] <= 1
+        assert row["pipeline/bubble_share/samplers"] == pytest.approx(0, abs=0.2)
+
+
+def test_the_timeline_has_what_the_trainer_did(tmp_path: Path) -> None:
+    bench = overlapped(tmp_path, steps=3, train_s=0.01, checkpoint_every=1)
+    bench.run()
+    spans = [Span.of(row) for row in bench.folder.timeline.rows()]
+    assert sum(span.kind is Kind.TRAIN for span in spans) == len(bench.trainer.ages)
+    assert {Kind.WAIT, Kind.TRAIN, Kind.PUBLISH, Kind.SAVE} <= {span.kind for span in spans}
+    by_start = sorted(spans, key=lambda span: span.start)
+    assert all(a.stop <= b.start + 1e-3 for a, b in itertools.pairwise(by_start))
+
+
+def test_sampling_goes_on_while_the_trainer_learns(tmp_path: Path) -> None:
+    """The trainer waits until a group has ended that was admitted when its batch had been taken."""
+    ended = threading.Event()
+
+    class Tells(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            if group.prompt.uid == "p5":
+                ended.set()
+            return await super().grade(group)
+
+    bench = overlapped(tmp_path, steps=3, staleness=1, grader=Tells())
+
+    class Waits(BanditTrainer):
+        def step(self, batch: Batch) -> StepReport:
+            if len(self.ages) == 1:  # its groups are p2 and p3; p4 and p5 were admitted after the first step
+                assert ended.wait(10)
+            return super().step(batch)
+
+    bench.loop.trainer = bench.trainer = Waits(lr=0.5)
+    assert bench.run().why is Finish.DONE

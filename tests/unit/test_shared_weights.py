@@ -1,0 +1,166 @@
+"""One copy of the base for all processes of a host: the same model, written once, held by kernel locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from small_moe import KINDS, tiny
+
+from ostinato.model.attention import CausalAttention
+from ostinato.model.decoder import Decoder
+from ostinato.model.hf import load_model, save_model
+from ostinato.model.shared import shared_model, sweep
+from ostinato.model.wire import fingerprint_weights, load_weights, pack_weights
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save_model(tiny("softmax"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "shared"
+
+
+def hidden(decoder: Decoder) -> torch.Tensor:
+    return decoder.forward(torch.arange(11), torch.arange(11), CausalAttention())[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_model_that_would_have_been_loaded(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Every bit, frozen, with the head that was asked for, at the first time and at the second."""
+    save_model(tiny(kind), tmp_path / "model")
+    plain = load_model(tmp_path / "model", dtype, fp32_head=True)
+    for _ in range(2):
+        shared = shared_model(tmp_path / "model", dtype, fp32_head=True, folder=tmp_path / "shared")
+        assert shared.fp32_head and shared.dtype == dtype
+        assert fingerprint_weights(shared) == fingerprint_weights(plain)
+        assert not any(weight.requires_grad for weight in shared.parameters())
+        assert torch.equal(hidden(shared), hidden(plain))
+
+
+def test_it_is_written_once(source: Path, folder: Path) -> None:
+    """The head is no part of it; another dtype and another checkpoint are other files."""
+    one = [shared_model(source, folder=folder)]
+    (path,) = folder.iterdir()
+    written = path.stat()
+    one.append(shared_model(source, fp32_head=True, folder=folder))
+    assert path.stat().st_mtime_ns == written.st_mtime_ns and path.stat().st_mode & 0o777 == 0o600
+    one.append(shared_model(source, torch.bfloat16, folder=folder))
+    save_model(tiny("softmax").init_weights(2), source)
+    one.append(shared_model(source, folder=folder))
+    assert len(list(folder.iterdir())) == 3
+    assert fingerprint_weights(one[0]) != fingerprint_weights(one[3])
+
+
+def test_two_that_come_at_once_have_one_copy(source: Path, folder: Path) -> None:
+    """Whoever is second waits for the first, and neither sees half a file."""
+    found: list[Decoder] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(shared_model(source, folder=folder))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(list(folder.iterdir())) == 1
+    assert {fingerprint_weights(one) for one in found} == {fingerprint_weights(load_model(source))}
+
+
+def test_it_is_swept_when_nobody_holds_it(source: Path, folder: Path) -> None:
+    """However the holder ended; and a name without a file does not take a mapping from its holder."""
+    one, other = shared_model(source, folder=folder), shared_model(source, folder=folder)
+    assert sweep(folder) == []
+    del one
+    assert sweep(folder) == []
+    (path,) = folder.iterdir()
+    path.unlink()
+    assert torch.equal(hidden(other), hidden(load_model(source)))
+    other = shared_model(source, folder=folder)
+    del other
+    assert sweep(folder) == [path] and not list(folder.iterdir())
+
+
+def test_half_a_file_is_written_again(source: Path, folder: Path) -> None:
+    """A writer was killed: its lock is gone, and what it left is not whole."""
+    shared_model(source, folder=folder)
+    (path,) = folder.iterdir()
+    for content in (b"", b"\0" * 100, b"\0" * 8 + path.read_bytes()[8:], path.read_bytes()[:-1]):
+        path.write_bytes(content)
+        assert torch.equal(hidden(shared_model(source, folder=folder)), hidden(load_model(source)))
+
+
+def test_waiting_is_bounded_and_says_for_whom(source: Path, folder: Path) -> None:
+    shared_model(source, folder=folder)
+    (path,) = folder.iterdir()
+    with path.open("rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=rf"{path.name} was not finished in time"):
+            shared_model(source, folder=folder, wait_s=0.01)
+
+
+def test_a_broken_checkpoint_leaves_nothing(source: Path, folder: Path) -> None:
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="truncated"):
+        shared_model(source, folder=folder)
+    assert not list(folder.iterdir())
+
+
+def test_without_room_it_is_in_the_cache(
+    source: Path, folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/dev/shm is 64 MB in many containers: room is asked for before anything is written, since a write to
+    a mapping without room behind it is a SIGBUS. Who comes later finds the file where it is."""
+    folder.mkdir()
+    monkeypatch.setattr("ostinato.model.shared._SHM", folder)
+    reserve = os.posix_fallocate
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(folder)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    one = shared_model(source)
+    monkeypatch.undo()
+    assert not list(folder.iterdir()) and len(list((own_cache / "ostinato" / "shared").iterdir())) == 1
+    assert torch.equal(hidden(one), hidden(load_model(source)))
+
+
+def test_who_writes_has_pages_of_its_own(source: Path, folder: Path, tmp_path: Path) -> None:
+    """Training of all weights, or a publish of them, on a shared base: the others keep theirs."""
+    one, other = shared_model(source, folder=folder), shared_model(source, folder=folder)
+    before = fingerprint_weights(other)
+    pack_weights(tiny("softmax").init_weights(8), tmp_path / "weights")
+    load_weights(one, tmp_path / "weights")
+    one.norm.data[0] = math.pi
+    assert fingerprint_weights(one) != fingerprint_weights(other) == before
+    assert fingerprint_weights(shared_model(source, folder=folder)) == before
+
+
+def test_a_copy_of_the_checkpoint_shares_only_if_nothing_changed(source: Path, folder: Path) -> None:
+    """The name looks at values too: packagers give all files one time, and finetunes have one size."""
+    model = shared_model(source, folder=folder)
+    same = source.with_name("same")
+    shutil.copytree(source, same)  # with its times
+    again = shared_model(same, folder=folder)
+    assert len(list(folder.iterdir())) == 1
+    weights = same / "model.safetensors"
+    facts, content = weights.stat(), bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert fingerprint_weights(shared_model(same, folder=folder)) != fingerprint_weights(again)
+    assert fingerprint_weights(model) == fingerprint_weights(again)

@@ -1,0 +1,306 @@
+"""Weights on the wire: exact in the last bit, refused in words, named by their fingerprint."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load as library_load
+from safetensors.torch import save as library_save
+from small_moe import KINDS, generator, tiny
+from small_world import NATIVE
+
+from ostinato.engine.local import LocalEngine
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.tensor_file import ALIGNMENT, joined, layout, raw, read, shapes_of
+from ostinato.model.wire import (
+    NotFinite,
+    fingerprint,
+    fingerprint_weights,
+    load_weights,
+    pack,
+    pack_weights,
+    unpack,
+)
+from ostinato.types import Request, Sampling
+
+DECODERS = {kind: tiny(kind) for kind in KINDS}
+QWEN = DECODERS["softmax"]
+
+
+def random_adapters(decoder: Decoder, spec: AdapterSpec, seed: int = 0) -> Adapters:
+    adapters = init_adapters(decoder.config, spec, seed)
+    with torch.no_grad():
+        for leaf in adapters.parameters():
+            leaf.normal_(0, 0.3, generator=generator(seed))
+    return adapters
+
+
+def adapters(seed: int = 0, **spec: Any) -> Adapters:
+    return random_adapters(QWEN, AdapterSpec(**{"rank": 2, **spec}), seed)
+
+
+specs = st.builds(
+    AdapterSpec,
+    rank=st.integers(1, 5),
+    alpha=st.floats(1e-3, 1e3),
+    targets=st.sets(st.sampled_from(["mlp", "shared", "experts", "router"])).map(
+        lambda more: ("attn", *sorted(more))
+    ),
+    expert_scheme=st.sampled_from(ExpertScheme),
+    expert_rank=st.none() | st.integers(1, 3),
+)
+
+
+# ---- the format
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+            st.lists(st.integers(0, 9), min_size=1, max_size=3),
+        ),
+        max_size=6,
+    ),
+    seed=st.integers(0, 99),
+)
+def test_files_are_those_of_the_safetensors_library(shapes: list[Any], seed: int) -> None:
+    """The library reads ours and we read the library's: the same names, dtypes and bits."""
+    tensors = {
+        f"t{i}": torch.randn(shape, generator=generator(seed)).to(dtype)
+        for i, (dtype, shape) in enumerate(shapes)
+    }
+    metadata = {"a": 'words, "quoted"'}
+    ours = bytearray(b"".join(joined(tensors, metadata)))
+    theirs = bytearray(library_save(tensors, metadata))
+    for state in (library_load(bytes(ours)), read(ours)[1], read(theirs)[1]):
+        assert state.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert state[name].dtype == tensor.dtype and torch.equal(state[name], tensor)
+    assert read(ours)[0] == read(theirs)[0] == metadata
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_cache_lines_lie_on_cache_lines(kind: str) -> None:
+    """What is mapped is computed with where it lies: a tensor may not straddle lines that it need not."""
+    plan = layout(shapes_of(dict(DECODERS[kind].named_parameters())), {})
+    for name, start in plan.starts.items():
+        assert start % ALIGNMENT == 0 or plan.tensors[name].nbytes % ALIGNMENT
+    assert max(start + plan.tensors[name].nbytes for name, start in plan.starts.items()) == plan.size
+
+
+def test_a_strided_tensor_is_sent_as_it_reads() -> None:
+    tensor = torch.arange(12.0).view(3, 4).t()
+    assert bytes(raw(tensor)) == tensor.contiguous().numpy().tobytes()
+
+
+# ---- adapters
+
+
+@given(kind=st.sampled_from(sorted(KINDS)), spec=specs, seed=st.integers(0, 99))
+def test_adapters_arrive_bit_for_bit(kind: str, spec: AdapterSpec, seed: int) -> None:
+    """Factors, their order, spec and fingerprint are those that were sent; equal adapters are equal bytes."""
+    sent = random_adapters(DECODERS[kind], spec, seed)
+    payload = pack(sent)
+    got = unpack(payload, DECODERS[kind].config)
+    assert got is not None and got.spec == spec and list(got.tensors) == list(sent.tensors)
+    for name, tensor in sent.state_dict().items():
+        assert torch.equal(got.state_dict()[name].view(torch.int32), tensor.view(torch.int32))
+    assert fingerprint(got) == fingerprint(sent) and pack(got) == payload == pack(sent.detach_copy())
+
+
+def test_the_base_is_nothing() -> None:
+    assert pack(None) == b"" and unpack(b"", QWEN.config) is None and fingerprint(None) == ""
+
+
+def test_what_is_unpacked_is_the_callers_own() -> None:
+    """A payload may be a view of memory that others read, and training may go on from what arrived."""
+    payload = pack(adapters())
+    got = unpack(memoryview(payload), QWEN.config)
+    assert got is not None
+    next(got.parameters()).zero_()
+    assert fingerprint(unpack(payload, QWEN.config)) == fingerprint(adapters())
+
+
+@given(data=st.data())
+def test_a_fingerprint_changes_with_every_bit(data: st.DataObject) -> None:
+    """Any bit of any factor, which also tells 0.0 from -0.0; and it is 16 hex digits."""
+    changed = adapters()
+    leaf = data.draw(st.sampled_from(list(changed.parameters()))).detach()
+    place, bit = data.draw(st.integers(0, leaf.numel() - 1)), data.draw(st.integers(0, 31))
+    leaf.view(torch.int32).view(-1)[place] ^= int(np.uint32(1 << bit).astype(np.int32))
+    assert fingerprint(changed) != fingerprint(adapters())
+    assert len(fingerprint(changed)) == 16 and int(fingerprint(changed), 16) >= 0
+
+
+def test_a_fingerprint_changes_with_the_spec() -> None:
+    """The same factors under another alpha are another policy: the update is alpha / rank times as strong."""
+    other = adapters()
+    other.spec = replace(other.spec, alpha=other.spec.alpha * 2)
+    assert fingerprint(other) != fingerprint(adapters())
+
+
+def test_a_fingerprint_is_the_plain_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: leaves one after another, of a tensor that is hashed in several threads."""
+    monkeypatch.setattr("ostinato.model.wire._LEAF", 64)
+    one = adapters()
+    state, names = one.state_dict(), sorted(one.state_dict())
+    spec = {"rank": 2, "alpha": 32.0, "targets": ["attn", "mlp", "shared", "experts"]}
+    spec |= {"expert_scheme": "shared_outer", "expert_rank": None}
+    rows = [[name, "torch.float32", list(state[name].shape)] for name in names]
+    root = hashlib.blake2b(json.dumps([spec, rows], sort_keys=True).encode(), digest_size=8)
+    for name in names:
+        content = state[name].numpy().tobytes()
+        for start in range(0, len(content), 64):
+            root.update(hashlib.blake2b(content[start : start + 64], digest_size=32).digest())
+    assert fingerprint(one) == root.hexdigest()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_refused_by_name_at_both_ends(value: float) -> None:
+    """A policy that broke is sent by nobody; and who gets one from elsewhere does not take it."""
+    broken = adapters()
+    broken.tensors["layers.1.attn.o"][1].detach()[3, 1] = value
+    with pytest.raises(NotFinite, match=r"layers\.1\.attn\.o\.B is not finite"):
+        pack(broken)
+    payload = bytearray(pack(adapters()))
+    views = read(payload)[1]
+    views["layers.1.attn.o.B"][3, 1] = value
+    with pytest.raises(NotFinite, match=r"layers\.1\.attn\.o\.B is not finite"):
+        unpack(payload, QWEN.config)
+
+
+@given(cut=st.floats(0, 1, exclude_max=True))
+def test_a_payload_that_is_cut_off_is_refused(cut: float) -> None:
+    """At any byte but the first: nothing at all is the base."""
+    payload = pack(adapters())
+    with pytest.raises(ValueError, match=r"cut off|none of ours"):
+        unpack(payload[: max(1, int(cut * len(payload)))], QWEN.config)
+
+
+def test_payloads_of_others_are_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"q\.A is \S+ \[2, 16\], this model needs \S+ \[2, 32\]"):
+        unpack(pack(adapters()), tiny("softmax", hidden_size=32).config)
+    with pytest.raises(ValueError, match=r"layers\.3\.attn\.k\.A is missing from the payload"):
+        unpack(pack(adapters()), tiny("softmax", num_hidden_layers=4).config)
+    with pytest.raises(ValueError, match=r"layers\.2\.attn\.k\.A is unknown to this model"):
+        unpack(pack(adapters()), tiny("softmax", num_hidden_layers=2).config)
+    with pytest.raises(ValueError, match="none of ours"):
+        unpack(library_save(adapters().state_dict()), QWEN.config)
+    pack_weights(QWEN, tmp_path / "all")
+    with pytest.raises(ValueError, match="holds weights, where adapters are expected"):
+        unpack((tmp_path / "all").read_bytes(), QWEN.config)
+    spec = {"ostinato": json.dumps({"kind": "adapters", "about": {"rank": 2, "later": 1}})}
+    with pytest.raises(ValueError, match="a spec that this version does not know"):
+        unpack(b"".join(joined(adapters().state_dict(), spec)), QWEN.config)
+
+
+# ---- all weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_weights_arrive_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In place: the tensors that somebody computes with are the same objects, with the other's values."""
+    sent, got = tiny(kind, dtype), tiny(kind, dtype).init_weights(9)
+    places = [weight.data_ptr() for weight in got.parameters()]
+    pack_weights(sent, tmp_path / "weights")
+    assert fingerprint_weights(sent) != fingerprint_weights(got)
+    load_weights(got, tmp_path / "weights")
+    assert fingerprint_weights(sent) == fingerprint_weights(got)
+    assert places == [weight.data_ptr() for weight in got.parameters()]
+    for (name, one), (_, other) in zip(sent.named_parameters(), got.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+    """Another dtype, another shape, a value that is not finite, a file that ends early: said before the first
+    tensor is written."""
+    path, own = tmp_path / "weights", tiny("softmax")
+    before = fingerprint_weights(own)
+    pack_weights(tiny("softmax", torch.bfloat16), path)
+    with pytest.raises(ValueError, match=r"is torch\.bfloat16 .* needs torch\.float32"):
+        load_weights(own, path)
+    pack_weights(tiny("softmax", num_hidden_layers=2), path)
+    with pytest.raises(ValueError, match=r"weight layers\.2\.\S+ is missing"):
+        load_weights(own, path)
+    pack_weights(QWEN, path)
+    content = bytearray(path.read_bytes())
+    read(content)[1]["norm"][3] = math.nan
+    path.write_bytes(content)
+    with pytest.raises(NotFinite, match="weight norm is not finite"):
+        load_weights(own, path)
+    path.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="cut off"):
+        load_weights(own, path)
+    assert fingerprint_weights(own) == before
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    broken = tiny("softmax")
+    broken.norm.data[0] = math.inf
+    with pytest.raises(NotFinite, match="weight norm is not finite"):
+        pack_weights(broken, tmp_path / "weights")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- an engine
+
+
+def sampled(engine: LocalEngine) -> list[int]:
+    request = Request(tokens=np.arange(9, dtype=np.int32), sampling=Sampling(max_tokens=8), seed=(1,))
+
+    async def answer() -> list[int]:
+        ((_, done),) = [each async for each in engine.generate([request])]
+        return done.tokens.tolist()
+
+    return asyncio.run(answer())
+
+
+def engine(decoder: Decoder) -> LocalEngine:
+    return LocalEngine(decoder, kernels=NATIVE, kv_memory_mb=1, context_limit=64)
+
+
+def test_an_engine_says_what_it_serves() -> None:
+    """Not what it was told: the trainer's own tensors may move on after they were published."""
+    one, served = adapters(), engine(QWEN)
+    assert served.served == (0, "")
+    served.publish(one, 3)
+    published = fingerprint(one)
+    next(one.parameters()).detach().add_(1)
+    assert served.served == (3, published) != (3, fingerprint(one))
+    served.publish(None, 4)
+    assert served.served == (4, "")
+
+
+def test_an_engine_refuses_what_is_not_finite_and_goes_on() -> None:
+    """The policy before stays, version, fingerprint and tokens."""
+    served = engine(QWEN)
+    served.publish(adapters(), 1)
+    before, tokens = served.served, sampled(served)
+    broken = adapters(2)
+    next(broken.parameters()).detach().view(-1)[0] = math.nan
+    with pytest.raises(NotFinite):
+        served.publish(broken, 2)
+    assert served.served == before and sampled(served) == tokens
+
+
+def test_an_engine_takes_all_weights_of_a_policy(tmp_path: Path) -> None:
+    """It then samples as an engine of that policy does, and its fingerprint is of the weights it has."""
+    policy, served = tiny("softmax").init_weights(5), engine(tiny("softmax"))
+    assert sampled(served) != sampled(engine(policy))
+    pack_weights(policy, tmp_path / "weights")
+    served.publish_weights(tmp_path / "weights", 7)
+    assert served.served == (7, fingerprint_weights(policy)) and sampled(served) == sampled(engine(policy))
