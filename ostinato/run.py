@@ -32,6 +32,7 @@ from ostinato.types import Group, Trajectory
 
 Row = Mapping[str, Any]
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
+EARLY = ("vllm",)  # what may be there before the run: a server is asked what it can do before any work
 
 
 def atomic_write(path: Path, content: bytes | Callable[[Path], object]) -> None:
@@ -326,7 +327,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, recipe: str) -> RunFolder:
         """A new run with ``recipe`` (TOML) in it. ValueError when it is not empty or cannot be written."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(one.name not in EARLY for one in path.iterdir())):
             raise ValueError(
                 f"run folder {path} is not empty; name another one or run: ostinato resume {path}"
             )

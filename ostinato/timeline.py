@@ -137,7 +137,7 @@ def _by_kind(stretch: Sequence[Span]) -> Iterator[Span]:
 
 
 def fewer(spans: Sequence[Span], most: int) -> list[Span]:
-    """As ``coarse`` as it takes for each worker to have at most ``most`` spans; at least one for each kind."""
+    """As ``coarse`` as it takes for a worker to have at most ``most`` spans: one for each kind, at least."""
     assert most >= len(Kind)
     found = list(spans)
     if not found:

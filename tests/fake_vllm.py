@@ -53,6 +53,7 @@ class FakeVllm:
 
     def __init__(self, decoder: Decoder, decode: Any = None, *, context: int = 64) -> None:
         self.decoder, self.decode, self.context = decoder, decode, context
+        self.device = "cuda"
         self.missing: set[str] = set()  # paths that this vLLM does not have
         self.broken: str = ""  # "silent", "dead", "forgetful" (of labels), "deaf" (to publishes), "poisoned"
         self.lives, self.seen = 0, list[dict[str, Any]]()
@@ -73,7 +74,7 @@ class FakeVllm:
         if self.refuse_to_live:
             raise VllmLost("vLLM did not start: the end of its log is: no")
         self.lives += 1
-        self.label, self.adapter, self.digest, self.broken = "default", None, "", ""
+        self.label, self.adapter, self.broken = "default", None, ""
         self.running = threading.Event()
         self.running.set()
         self._server = _Server(("127.0.0.1", 0), _handler(self))
@@ -137,8 +138,9 @@ class FakeVllm:
             hashed = hashlib.blake2b(digest_size=8)
             for name in ("adapter_config.json", "adapter_model.safetensors"):
                 hashed.update((folder / name).read_bytes())
-            self.digest = hashed.hexdigest()
-        return 200, {"results": [self.digest]}
+            return 200, {"results": [hashed.hexdigest()]}
+        assert body["method"] == "ostinato_device"
+        return 200, {"results": [self.device]}
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.seen.append(body)
@@ -153,7 +155,7 @@ class FakeVllm:
         return 200, {"model": body["model"], "choices": [choice], "usage": usage}
 
     def _sample(self, tokens: list[int], settings: dict[str, Any], adapted: bool) -> dict[str, Any]:
-        noise = torch.Generator().manual_seed(settings.get("seed", 0))
+        noise = torch.Generator().manual_seed(settings.get("seed") or 0)
         first, content, spans = len(tokens), list[Any](), list[dict[str, Any]]()
         why: tuple[str, Any] = ("length", None)
         while len(tokens) - first < settings["max_tokens"] and self.broken != "dead":

@@ -35,11 +35,11 @@ class _Jumping(selectors.DefaultSelector):  # type: ignore[misc]  # a class that
 
 class JumpingLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
-        self._jumping = _Jumping()
-        super().__init__(self._jumping)
+        self.jumping = _Jumping()
+        super().__init__(self.jumping)
 
     def time(self) -> float:
-        return self._jumping.now
+        return self.jumping.now
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -50,6 +50,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def hold_up(seconds: float) -> None:
+    """Do something else in the event loop's thread for so long."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, JumpingLoop)
+    loop.jumping.now += seconds
 
 
 def token_at(seed: tuple[int, ...], position: int, weight: int) -> int:
@@ -205,9 +212,9 @@ class Link:
         while self.is_now("deaf"):  # does not even hear that it is given up
             try:
                 await asyncio.sleep(1e6)
-                raise ConnectionError("too late")
             except asyncio.CancelledError:
                 continue
+            raise asyncio.CancelledError  # the world has ended
         if self.is_now("pause"):
             assert self.fault is not None
             await asyncio.sleep(max(0.0, self.born + self.fault.at + 30.0 - now()))

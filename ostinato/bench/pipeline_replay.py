@@ -47,6 +47,7 @@ from ostinato.types import Batch, Group, Request, Reward, Sampling, StepReport, 
 Say = Callable[[str], None]
 PLACEMENTS = ("static", "least-loaded", "longest-first", "histopipe")
 SAMPLERS = 2
+AHEAD = 2  # calls for each seat of a sampler, as in a recipe's run: the next one is there when an answer ends
 START_S, SILENCE_S = 120.0, 60.0
 
 
@@ -172,7 +173,7 @@ async def played(
         SAMPLERS,
         place=placement(name),
         expect=ruler.expect,
-        slots=replay.work.slots,
+        slots=AHEAD * replay.work.slots,
         silence_s=SILENCE_S,
         start_s=START_S,
     )

@@ -144,13 +144,20 @@ def _publish(
                 if number:
                     rows[way].append(row)
     found = {way: _medians(each) for way, each in rows.items()}
-    seconds = Paired(
-        base=tuple(row["total_s"] for row in rows["adapters"]),
-        other=tuple(row["total_s"] for row in rows["weights"]),
-    )
     say(f"adapters {_told(found['adapters'])}; merged weights {_told(found['weights'])}")
-    ratio = found["weights"]["bytes"] / found["adapters"]["bytes"]
-    return {**found, "bytes_ratio": round(ratio, 2), "seconds": seconds.figures()}
+    return {
+        **found,
+        "bytes_ratio": round(found["weights"]["bytes"] / found["adapters"]["bytes"], 2),
+        "seconds": _paired(rows, lambda row: row["total_s"]),
+        "seconds_without_merge": _paired(rows, lambda row: row["total_s"] - row.get("merge_s", 0.0)),
+    }
+
+
+def _paired(
+    rows: Mapping[str, list[dict[str, float]]], seconds: Callable[[Mapping[str, float]], float]
+) -> dict[str, Any]:
+    base, other = (tuple(map(seconds, rows[way])) for way in ("adapters", "weights"))
+    return Paired(base=base, other=other).figures()
 
 
 def _send_adapters(
@@ -244,11 +251,16 @@ def _told(row: Mapping[str, float]) -> str:
     return f"{row['bytes'] / 1e6:,.1f} MB in {row['total_s']:.3f} s"
 
 
+def _ratio(paired: Mapping[str, float]) -> str:
+    return f"{paired['ratio']:.0f}x ({paired['low']:.0f} to {paired['high']:.0f})"
+
+
 def table(result: Mapping[str, Any]) -> RenderableType:
     """The result for people."""
     settings = result["settings"]
     publish = Table(
-        "model", "sent", "MB", *(f"{part} s" for part in PARTS), "in all s", "MB ratio", "time ratio",
+        "model", "sent", "MB", *(f"{part} s" for part in PARTS), "in all s",
+        "MB ratio", "time ratio", "without merge",
         title=f"publishing to a sampler in another process, rank {settings['rank']}, {settings['dtype']}",
     )  # fmt: skip
     memory = Table(
@@ -257,17 +269,20 @@ def table(result: Mapping[str, Any]) -> RenderableType:
     )  # fmt: skip
     for model in result["models"]:
         found, held = model["publish"], model["memory"]
-        ratio, low, high = (found["seconds"][name] for name in ("ratio", "low", "high"))
-        for way, told in (("adapters", "adapters"), ("weights", "merged weights")):
-            row, merged = found[way], way == "weights"
+        ratios = [
+            f"{found['bytes_ratio']:.0f}x",
+            _ratio(found["seconds"]),
+            _ratio(found["seconds_without_merge"]),
+        ]
+        for way, told in (("adapters", "adapters"), ("weights", "merged")):
+            row = found[way]
             publish.add_row(
                 model["model"],
                 told,
                 f"{row['bytes'] / 1e6:,.1f}",
                 *(f"{row[f'{part}_s']:.3f}" for part in PARTS),
                 f"{row['total_s']:.3f}",
-                f"{found['bytes_ratio']:.0f}x" if merged else "",
-                f"{ratio:.0f}x ({low:.0f} to {high:.0f})" if merged else "",
+                *(ratios if way == "weights" else ()),
             )
         one, several = held["one"], held["several"]
         megabytes = [one["base"], several["own"], several["copied"], one["total"], several["total"]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.board.tail import Frame, Frames
-from ostinato.report.reading import Row, number
+from ostinato.report.reading import Row, number, numbers
 
 PAGE = 24  # answers in one reply
 SECONDS = 1.0  # of looking, for one reply
@@ -106,7 +106,7 @@ def _told(row: Row, solved_at: float) -> dict[str, Any]:
     return {
         **{key: row.get(key) for key in ("step", "uid", "sample", "stop", "error", "reason")},
         "reward": reward,
-        "parts": row.get("parts") or {},
+        "parts": numbers(row.get("parts") or {}),
         "tone": Verdict.FAULT if reward is None or row.get("error") else solved,
         "messages": _messages(row.get("prompt")),
         "columns": {str(name): _clip(_text(value)) for name, value in columns.items()},

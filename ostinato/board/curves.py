@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ostinato.report.charts import Chart, Series, Values, held_out, ready, to_plain
+from ostinato.report.charts import MAX_POINTS, Chart, Series, Values, held_out, ready, to_plain
 from ostinato.report.reading import Row, RunData, number, numbers
 
-PLACES = 800  # along the steps, before two become one
+PLACES = MAX_POINTS  # along the steps, before two become one
 
 
 class Curves:

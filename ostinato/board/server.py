@@ -10,6 +10,7 @@ however many there are; without a browser the server sleeps.
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from ostinato.board.answers import Answers, Query, Verdict
 from ostinato.board.follow import Follower
 from ostinato.report.page import solved_at
 from ostinato.report.page.offline import FOLDER, digest, read, render
-from ostinato.run import RunFolder, to_json
+from ostinato.run import RunFolder
 
 FOLDERS = (Path(__file__).parent / "page", FOLDER)
 SCRIPTS = ("charts.js", "gantt.js", "board.js")
@@ -164,7 +165,8 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             self._send(HTTPStatus.BAD_REQUEST, f"{error}\n".encode(), "text/plain; charset=utf-8")
             return
-        self._send(HTTPStatus.OK, to_json(told).encode(), "application/json")
+        text = json.dumps(told, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        self._send(HTTPStatus.OK, text.encode(), "application/json")
 
     def _meant_for_us(self) -> bool:
         """On this machine alone, a page of somebody else's must not reach us by a name that it made point

@@ -44,6 +44,7 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
             f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
             "all but the first learn off-policy without a correction"
         )
+    yield from _of_workers(recipe)
     if 5 * (first := recipe.pipeline.staleness + 1) > settings.steps and first > 1:
         yield (
             f"pipeline.staleness is {first - 1}: the first {first} of {settings.steps} batches are all "
@@ -54,6 +55,21 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
             f"pipeline.staleness is {recipe.pipeline.staleness}, and nothing in {chosen.name} as it is set "
             "corrects for the policy that sampled: batches are trained on as if they were fresh"
         )
+
+
+def _of_workers(recipe: Recipe) -> Iterator[str]:
+    """What does nothing where the recipe has it."""
+    place, workers = recipe.pipeline.placement, recipe.cluster.samplers
+    usual = type(recipe.pipeline).model_fields["placement"].default
+    if place != usual and workers < 2:
+        yield f'pipeline.placement = "{place}" changes nothing with {workers or "no"} cluster.samplers'
+    elif place in ("longest-first", "histopipe") and not recipe.draft.enabled:
+        yield (
+            f'pipeline.placement = "{place}" knows no lengths without draft.enabled, whose history has them: '
+            "all answers count as equally long"
+        )
+    if recipe.draft.run_ahead and recipe.pipeline.overlap:
+        yield "draft.run_ahead changes nothing with pipeline.overlap: later rounds are under way anyway"
 
 
 def uncorrected(chosen: Algorithm) -> bool:

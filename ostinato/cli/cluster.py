@@ -39,16 +39,17 @@ from ostinato.protocols import Sampler
 from ostinato.rollout.schedule import placement
 from ostinato.types import Past, Publication
 
-WORKERS = "ostinato.cli.workers"
+AHEAD = 2  # calls that a sampler has for each that it decodes: none of its seats waits for a message
 KEPT_WEIGHTS = 3  # files of all weights
 IMPORT_S = 60.0  # that a child of a grader may take to import the reward functions
 
 
 @contextlib.contextmanager
 def clustered(
-    prepared: Prepared, folder: Path, memory: Memory | None, say: parts.Say
+    prepared: Prepared, folder: Path, memory: Memory | None, say: parts.Say, workers: str
 ) -> Iterator[tuple[Prepared, Crew]]:
-    """Start or join Ray and hire what the recipe asks for; all of it has ended when the context does.
+    """Start or join Ray and hire what the recipe asks for, made by the functions of the module ``workers``;
+    all of it has ended when the context does.
 
     Raises ValueError where no Ray answers or the workers do not fit.
     """
@@ -62,8 +63,10 @@ def clustered(
             pin=section.pin,
             start_s=section.start_s,
             silence_s=section.silence_s,
+            last_words="ostinato: the run was killed, or Ray ended it as its daemon on this host was lost; "
+            f"what was saved is in {folder}, to go on: ostinato resume {folder}",
         )
-        hire = Hire(cluster=held.enter_context(opened), recipe=recipe, folder=folder)
+        hire = Hire(cluster=held.enter_context(opened), recipe=recipe, folder=folder, workers=workers)
         trainer: Any = None
         if section.remote_trainer:
             trainer = _started(hire.trainer)
@@ -192,11 +195,12 @@ class Hire:
     cluster: Cluster
     recipe: Recipe
     folder: Path
+    workers: str  # a module with functions for each kind
 
     def _remote(self, worker: str, factory: str, **arguments: Any) -> RayRemote:
         told = {"recipe": dump_toml(self.recipe), **arguments}
         start_s = self.recipe.cluster.start_s
-        return self.cluster.remote(worker, f"{WORKERS}:{factory}", told, start_s=start_s)
+        return self.cluster.remote(worker, f"{self.workers}:{factory}", told, start_s=start_s)
 
     def where(self, worker: str) -> dict[str, Any]:
         """Process and host, while it has one."""
@@ -216,7 +220,7 @@ class Hire:
             section.samplers,
             place=placement(self.recipe.pipeline.placement),
             expect=unknown if memory is None else memory.expect,
-            slots=self.recipe.engine.max_batch,
+            slots=AHEAD * self.recipe.engine.max_batch,
             silence_s=section.silence_s,
             start_s=section.start_s,
             max_restarts=section.max_restarts,

@@ -63,14 +63,14 @@ class Crew:
 
 @contextlib.contextmanager
 def hired(
-    prepared: Prepared, folder: Path, memory: Memory | None, say: parts.Say
+    prepared: Prepared, folder: Path, memory: Memory | None, say: parts.Say, workers: str
 ) -> Iterator[tuple[Prepared, Crew]]:
     """The crew that the recipe asks for, and what it has prepared to work with, until the context ends.
-    ``folder`` is of the run."""
+    ``folder`` is of the run, ``workers`` the module whose functions make those of a cluster."""
     if prepared.recipe.cluster.samplers:
         from ostinato.cli.cluster import clustered
 
-        with clustered(prepared, folder, memory, say) as found:
+        with clustered(prepared, folder, memory, say, workers) as found:
             yield found
         return
     recipe, decoder = prepared.recipe, prepared.decoder

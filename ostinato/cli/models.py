@@ -26,7 +26,6 @@ def load_decoder(section: ModelSection, folder: Path, *, shared: bool = False) -
     import torch
 
     from ostinato.model.hf import load_model
-    from ostinato.model.shared import shared_model
 
     device = section.device
     if device == "auto":
@@ -35,6 +34,8 @@ def load_decoder(section: ModelSection, folder: Path, *, shared: bool = False) -
         raise ValueError(f"model.device is {device!r}, but torch sees no CUDA device; use auto or cpu")
     dtype = getattr(torch, section.dtype)
     if shared and device == "cpu":
+        from ostinato.model.shared import shared_model  # Linux only
+
         return shared_model(folder, dtype, fp32_head=section.fp32_head)
     return load_model(folder, dtype=dtype, device=device, fp32_head=section.fp32_head)
 

@@ -61,6 +61,11 @@ def check_cluster(recipe: Recipe) -> None:
             f"cluster.samplers is {section.samplers}, which needs Ray: pip install 'ostinato[ray]', or set "
             "it to 0 to run in one process"
         )
+    if recipe.engine.backend == "vllm":
+        raise ValueError(
+            f'engine.backend is "vllm" with cluster.samplers {section.samplers}, but vLLM places workers of '
+            "its own (engine.server_args); set cluster.samplers to 0"
+        )
     if recipe.draft.run_ahead:
         raise ValueError(
             "draft.run_ahead is true with cluster.samplers, whose samplers are not told what comes next; set "

@@ -46,8 +46,14 @@ class Outcome:
     exported: Mapping[str, Any] | None = None
 
 
-def learn(recipe: Recipe | str | Path, *overrides: str, quiet: bool = False) -> Outcome:
+WORKERS = "ostinato.cli.workers"  # the module whose functions make the workers of a cluster
+
+
+def learn(
+    recipe: Recipe | str | Path, *overrides: str, quiet: bool = False, workers: str = WORKERS
+) -> Outcome:
     """Train what ``recipe`` says, from the start, in a new run folder. The command ``train`` is this.
+    ``workers`` names a module with the functions of ``cli.workers``, where a cluster's are made otherwise.
 
     Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
     """
@@ -56,7 +62,7 @@ def learn(recipe: Recipe | str | Path, *overrides: str, quiet: bool = False) -> 
     elif overrides:
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
     path = new_run_path(Path(recipe.log.dir), recipe.name)
-    return _train(recipe, path, Console(quiet=quiet), resume=False)
+    return _train(recipe, path, Console(quiet=quiet), resume=False, workers=workers)
 
 
 def resume(path: Path, *overrides: str, quiet: bool = False) -> Outcome:
@@ -65,10 +71,11 @@ def resume(path: Path, *overrides: str, quiet: bool = False) -> Outcome:
     ``overrides`` change its recipe from here on, e.g. ``trainer.steps=200`` to train for longer.
     """
     run = RunFolder.open(path)
-    return _train(Recipe.load(run.recipe, *overrides), path, Console(quiet=quiet), resume=True)
+    recipe = Recipe.load(run.recipe, *overrides)
+    return _train(recipe, path, Console(quiet=quiet), resume=True, workers=WORKERS)
 
 
-def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Outcome:
+def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool, workers: str) -> Outcome:
     clock = SteadyClock()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     chosen = threads.configure_early(recipe.engine.threads, say=say)
@@ -82,7 +89,7 @@ def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool) -> Out
     with contextlib.ExitStack() as held:
         prepared = held.enter_context(build.prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None, say)
-        prepared, crew = held.enter_context(hired(prepared, path, memory, say))
+        prepared, crew = held.enter_context(hired(prepared, path, memory, say, workers))
         state = build.restore(RunFolder.open(path), crew.trainer, say) if resume else build.LoopState()
         if memory is not None:
             memory.history.forget_after(state.step)  # an older checkpoint than the history is of

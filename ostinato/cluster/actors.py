@@ -7,6 +7,7 @@
 A worker is one async actor of ``host.Host``. Ray restarts nothing by itself: who calls a worker decides what
 becomes of its work, and asks for a new one. Actors and reservations die with this process. Ray aborts a
 process that cannot reach its head for a minute; the watch notices sooner, so that a run can save and say why.
+Of the loss of its daemon on this host Ray tells nobody: it ends the process on the spot; a witness speaks.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +42,13 @@ from ostinato.cluster.remote import ClusterLost, WorkerGone, outcome, sealed
 SLICE_S = 1.0  # between two looks at the cluster and the clock while an answer is awaited
 HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
 STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster of our own; what does not fit is spilt
-LEAN = {"prestart_worker_first_driver": False}  # every worker has an environment of its own, none fits
+LEAN = {  # of a Ray of our own: no workers ahead of time, whose environment fits nobody, and none yields
+    "prestart_worker_first_driver": False,
+    "worker_niceness": 0,
+}
 CALLS = 256  # at once, to one worker
+CLOSE_S = 5.0  # for the head to take something back
+REACH_S = 5.0  # for an address to answer at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +75,17 @@ class Cluster:
     @classmethod
     @contextlib.contextmanager
     def open(
-        cls, address: str, wants: Sequence[Want], *, pin: bool = False, start_s: float, silence_s: float
+        cls,
+        address: str,
+        wants: Sequence[Want],
+        *,
+        pin: bool = False,
+        start_s: float,
+        silence_s: float,
+        last_words: str = "this process was ended",
     ) -> Iterator[Cluster]:
         """Join the Ray at ``address``, or the one that this process has joined before, or start one here for
-        as long as the context lasts.
+        as long as the context lasts. ``last_words`` are told where the process ends before it.
 
         Raises ValueError, with one sentence, where no Ray answers or the workers do not fit in ``start_s``.
         """
@@ -78,12 +93,13 @@ class Cluster:
             raise ValueError(f"cluster.pin is true, but {sys.platform} cannot pin a process; set it to false")
         joined = ray.is_initialized()
         folder = None if joined else _begin(address, wants)
-        cluster = cls(wants, pin=pin, silence_s=silence_s, folder=folder)
-        try:
-            cluster._reserve(start_s)
-            yield cluster
-        finally:
-            cluster.close(leave=not joined)
+        with witness(last_words, folder):
+            cluster = cls(wants, pin=pin, silence_s=silence_s, folder=folder)
+            try:
+                cluster._reserve(start_s)
+                yield cluster
+            finally:
+                cluster.close(leave=not joined)
 
     def _reserve(self, start_s: float) -> None:
         """A bundle for each worker: what replaces it finds its place free."""
@@ -142,15 +158,25 @@ class Cluster:
     def close(self, *, leave: bool) -> None:
         """End the workers, give the places back; ``leave`` Ray, which ends it where it was started here."""
         self._watch.stop()
-        for remote in self._alive.values():
-            remote.kill()
         self._sent = (None, None)
-        if not self._watch.lost and self._group is not None:
-            remove_placement_group(self._group)
+        at_most(CLOSE_S, self._give_back)
         if leave:
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _give_back(self) -> None:
+        for remote in self._alive.values():
+            remote.kill()
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+
+def at_most(seconds: float, work: Callable[[], None]) -> None:
+    """Do it, but wait no longer: what asks a head that is gone comes back after a minute, if ever."""
+    thread = threading.Thread(target=work, name="ray-at-most", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 class RayRemote:
@@ -244,14 +270,19 @@ class Watch:
         self._answers, self._stopped = 0, threading.Event()
         self._me = ray.get_runtime_context().get_node_id()
         # daemons: one that waits for a head that is gone must not keep the process from ending
-        for work in (self._ask, self._count):
-            threading.Thread(target=work, name="watch-ray", daemon=True).start()
+        works = (self._ask, self._count)
+        self._threads = [threading.Thread(target=work, name="watch-ray", daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
+        """Ask no more: a question to a Ray that has been left would start another one."""
         self._stopped.set()
+        for thread in self._threads:
+            thread.join(CLOSE_S)
 
     def _ask(self) -> None:
-        while not self._stopped.is_set():
+        while not self._stopped.is_set() and ray.is_initialized():
             with contextlib.suppress(exceptions.RayError, RuntimeError, OSError):
                 mine = next((node["Alive"] for node in ray.nodes() if node["NodeID"] == self._me), True)
                 self._answers += mine
@@ -266,8 +297,28 @@ class Watch:
                 return
 
 
+@contextlib.contextmanager
+def witness(sentence: str, folder: Path | None) -> Iterator[None]:
+    """If this process ends in the block, however it does: somebody says ``sentence`` and removes ``folder``.
+
+    A shell that waits at the other end of a pipe, which the kernel closes for those who cannot.
+    """
+    script = (
+        'read -r word; [ "$word" = done ] && exit; echo "$1" >&2; [ -z "$2" ] || { sleep 5; rm -rf "$2"; }'
+    )
+    command = ["/bin/sh", "-c", script, "witness", sentence, str(folder or "")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as other:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                other.communicate(b"done\n")
+
+
 def _begin(address: str, wants: Sequence[Want]) -> Path | None:
     """Join Ray, or start one; its folder, where it was started here. Signals stay ours."""
+    if address not in ("", "auto"):
+        reach(address)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     mine = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
@@ -290,14 +341,31 @@ def _begin(address: str, wants: Sequence[Want]) -> Path | None:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
             raise ValueError(f"no Ray could be started on this machine: {words(error)}") from error
-        raise ValueError(
-            f"cluster.address is {address!r}, where no Ray answers ({words(error)}); start one with "
-            '"ray start --head", or leave the address empty to have one started here'
-        ) from error
+        raise ValueError(_nobody(address, words(error))) from error
     finally:
         if mine:
             signal.signal(signal.SIGTERM, handler)
     return folder
+
+
+def reach(address: str) -> None:
+    """Is there somebody at "host:port"? Ray itself asks for minutes. Raises ValueError where nobody is."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise ValueError(
+            f'cluster.address is {address!r}; give "auto", or host:port of the head, as "ray start" says'
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise ValueError(_nobody(address, str(error))) from error
+
+
+def _nobody(address: str, why: str) -> str:
+    return (
+        f'cluster.address is {address!r}, where no Ray answers ({why}); start one with "ray start --head", '
+        "or leave the address empty to have one started here"
+    )
 
 
 def _short_folder() -> Path:

@@ -34,6 +34,7 @@ from ostinato.timeline import Kind, Span
 from ostinato.types import Collected, Completion, Past, Publication, Request, Stop
 
 HOMES = 10_000  # conversations whose worker is remembered
+MOST_SPANS = 100_000  # kept where nobody takes them: the newest
 LONGEST_PAUSE_S = 30.0  # before a worker that keeps failing is tried again
 
 
@@ -100,9 +101,10 @@ class EnginePool:
 
     place: who samples what (``rollout.schedule``); expect: tokens of an answer, 0 if unknown; slots: calls
     that a worker has at once; publication: a policy as it is sent. Seconds: silence_s without a reply or
-    without progress, and a worker is lost; start_s for one to come up. More than ``max_restarts`` losses in a
-    row without an answer raise WorkersLost from ``generate``, more than ``max_quarantined`` prompts
-    TooManyQuarantined. Names of workers: "sampler-0" and so on.
+    without progress, and a worker is lost; start_s for one to come up (then ``spawn`` is cancelled, and has
+    to leave nothing behind). ``generate`` raises WorkersLost when no worker is left after more than
+    ``max_restarts`` losses in a row without an answer, and TooManyQuarantined after more than
+    ``max_quarantined`` prompts. Names of workers: "sampler-0" and so on.
     """
 
     def __init__(
@@ -135,9 +137,10 @@ class EnginePool:
         self._open: Counter[str] = Counter()  # calls that have not ended, by prompt
         self._suspects = Suspects()
         self._homes: dict[tuple[int, ...], int] = {}
-        self._planned = False
-        self._causes: deque[str] = deque(maxlen=max_restarts + 1)  # of losses since the last answer
-        self._spans: list[Span] = []
+        self._planned, self._plan_again = False, 0.0
+        self._losses = 0  # since the last answer
+        self._causes: deque[str] = deque(maxlen=max_restarts + 1)  # of these
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._current = Publication(version=0, fingerprint="", payload=b"")
         self._sending: deque[_Sending] = deque()
         self._published: list[Published] = []
@@ -196,11 +199,12 @@ class EnginePool:
 
     async def close(self) -> None:
         """End all workers. What still runs is given up."""
+        self._fail(RuntimeError("the pool was closed"))
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._failure = self._failure or RuntimeError("the pool was closed")
+        for place in self._places:
+            place.worker = None
+            place.enter(State.LOST)
 
     def rebalance(self) -> None:
         """Place what waits, and move what the placement would have elsewhere: given up where it runs, and
@@ -215,7 +219,8 @@ class EnginePool:
         self._answers += ((uid, step, tuple(answers)),)
 
     def take_spans(self) -> list[Span]:
-        spans, self._spans = self._spans, []
+        spans = list(self._spans)
+        self._spans.clear()
         return spans
 
     def take_publications(self) -> list[Published]:
@@ -280,29 +285,36 @@ class EnginePool:
     # ---- placement
 
     def _plan_soon(self) -> None:
-        """Once, when all that is ready to ask has asked: placement sees groups that arrive together."""
+        """Once, when all that is ready to ask has asked: placement sees groups that arrive together. A plan
+        for many workers takes its time, and gets a tenth of it."""
         if not self._planned:
             self._planned = True
-            asyncio.get_running_loop().call_soon(self._rebalance)
+            loop = asyncio.get_running_loop()
+            loop.call_later(max(0.0, self._plan_again - loop.time()), self._rebalance)
 
     def _rebalance(self) -> None:
         """As a callback of the event loop, which would only log an error: those who wait are told of it."""
+        begun = time.perf_counter()
         try:
             self.rebalance()
         except Exception as error:  # of a placement
             self._fail(error)
+        self._plan_again = asyncio.get_running_loop().time() + 9 * (time.perf_counter() - begun)
 
     def _place_waiting(self, alive: Mapping[int, Worker]) -> None:
         if not alive or (not self._waiting and all(worker.all_calls for worker in alive.values())):
             return
-        held = {id: [call.prompt for call in worker.all_calls] for id, worker in alive.items()}
-        suspects = dict.fromkeys(call.prompt for call in self._by_age() if call.prompt in self._suspects)
-        alone, closed = isolated([*suspects], held) if suspects else ({}, frozenset())
-        for call in self._by_age():
-            if call.prompt in alone:
-                self._deal(call, alive[alone[call.prompt]])
+        waiting, alone = sorted(self._waiting.values(), key=lambda call: call.id), self._suspects.alone
+        places, closed = dict[str, int](), frozenset[int]()
+        if alone:
+            suspects = dict.fromkeys(call.prompt for call in waiting if call.prompt in alone)
+            held = {id: [call.prompt for call in worker.all_calls] for id, worker in alive.items()}
+            places, closed = isolated([*suspects], alone, held)
+        for call in waiting:
+            if call.prompt in places:
+                self._deal(call, alive[places[call.prompt]])
         open = [worker.as_job_worker() for id, worker in alive.items() if id not in closed]
-        jobs = [call.job() for call in self._by_age() if call.prompt not in suspects]
+        jobs = [call.job() for call in waiting if call.prompt not in alone]
         plan = self._place(jobs, open)
         if jobs and not plan.starts and open and not any(worker.jobs for worker in open):
             plan = least_loaded(jobs, open)  # whatever a placement waits for, nothing will happen by itself
@@ -325,9 +337,6 @@ class EnginePool:
     def _deal(self, call: Call, worker: Worker) -> None:
         self._waiting.pop(call.id, None)
         worker.deal(call)
-
-    def _by_age(self) -> list[Call]:
-        return sorted(self._waiting.values(), key=lambda call: call.id)
 
     # ---- what workers tell
 
@@ -359,7 +368,7 @@ class EnginePool:
             return
         if completion.stop is not Stop.ERROR:
             self._causes.clear()
-            self._places[worker.id].losses = 0
+            self._losses = self._places[worker.id].losses = 0
         if len(self._homes) >= HOMES:
             self._homes.pop(next(iter(self._homes)))
         self._homes[call.request.seed] = worker.id
@@ -371,8 +380,7 @@ class EnginePool:
         assert call.going_to is not None
         self.counters["workers/migrated"] += 1
         place, call.going_to = self._places[call.going_to], None
-        alone = any(other in self._suspects for other in self._open)  # they need workers of their own
-        if place.worker is not None and place.worker.serving and not alone:
+        if place.worker is not None and place.worker.serving and not self._suspects.alone:
             self._deal(call, place.worker)
             place.worker.fill()
         else:
@@ -414,7 +422,8 @@ class EnginePool:
             return
         if self._loop is not None and not self._loop.is_closed():
             raise RuntimeError("the pool is at work in another event loop; make one pool for each loop")
-        self._loop, self._planned, self._news = loop, False, asyncio.Event()
+        self._loop, self._news = loop, asyncio.Event()
+        self._planned, self._plan_again = False, 0.0
         self._waiting, self._open, self._sending = {}, Counter(), deque()
         self._places = [_Place(id=place.id) for place in self._places]
         self._tasks = [asyncio.create_task(self._supervise(place)) for place in self._places]
@@ -461,6 +470,7 @@ class EnginePool:
         worker, place.worker = place.worker, None
         place.enter(State.LOST)
         place.cause, place.losses = str(lost), place.losses + 1
+        self._losses += 1
         self.counters["workers/restarts"] += 1
         self._causes.append(f"sampler-{place.id}: {lost}")
         for sending in self._sending:
@@ -476,15 +486,20 @@ class EnginePool:
                     f"{self._max_quarantined}); the latest: {told[-1]}"
                 )
             )
-        elif len(self._causes) > self._max_restarts:
+        elif self._is_hopeless():
             causes = "; ".join(dict.fromkeys(self._causes))
             self._fail(
                 WorkersLost(
-                    f"{len(self._causes)} samplers in a row were lost without an answer in between "
+                    f"{self._losses} samplers in a row were lost without an answer in between "
                     f"(cluster.max_restarts is {self._max_restarts}): {causes}"
                 )
             )
         self._plan_soon()
+
+    def _is_hopeless(self) -> bool:
+        """Not while others serve: a long answer of theirs may still come, and they too are watched."""
+        others = any(place.state is State.SERVING for place in self._places)
+        return self._losses > self._max_restarts and not others
 
     def _take_back(self, worker: Worker, lost: Lost) -> None:
         """What it had not ended waits again, but for a prompt that is found guilty."""
@@ -494,14 +509,15 @@ class EnginePool:
             if call.wanted:
                 call.going_to = None
                 self._waiting[call.id] = call
-        guilty = None
         if lost.by_calls:
-            guilty = self._suspects.blame({call.prompt for call in handed}, str(lost))
-        if guilty is not None:
-            self.counters["workers/quarantined"] += 1
-            for call in [call for call in self._waiting.values() if call.prompt == guilty]:
-                del self._waiting[call.id]
-                self._end(call, failed(self._suspects.quarantined[guilty]))
+            self._suspects.blame({call.prompt for call in handed}, str(lost))
+        for prompt in {call.prompt for call in handed} - self._open.keys():
+            self._suspects.forget(prompt)  # nobody waits for it
+        guilty = self._suspects.quarantined
+        self.counters["workers/quarantined"] = len(guilty)
+        for call in [call for call in self._waiting.values() if call.prompt in guilty]:
+            del self._waiting[call.id]
+            self._end(call, failed(guilty[call.prompt]))
 
     def _fail(self, error: Exception) -> None:
         """The end: everybody who waits hears of it, and whoever asks from now on."""

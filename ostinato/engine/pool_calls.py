@@ -50,7 +50,10 @@ class Call:
         return self.wanted and self.going_to is None and (not self.handed or self.generated > self.said)
 
     def job(self) -> Job:
-        step, place = (*self.request.seed[1:3], 0, 0)[:2]
+        """As placements see it. A seed path is (run, round, ..., place in the stream, sample); where it is
+        shorter, nobody is its sibling."""
+        seed = self.request.seed
+        step, place = (seed[1], seed[-2]) if len(seed) > 3 else (0, self.id)
         return Job(
             id=self.id,
             step=step,
@@ -87,8 +90,8 @@ class Suspects:
         self._strikes: Counter[str] = Counter()
         self.quarantined: dict[str, str] = {}  # prompt -> what it did, in one sentence
 
-    def blame(self, prompts: Collection[str], cause: str) -> str | None:
-        """A worker was lost with these. The prompt that is quarantined for it, if one is."""
+    def blame(self, prompts: Collection[str], cause: str) -> None:
+        """A worker was lost with these."""
         self._strikes.update(prompts)
         for prompt in prompts:
             if len(prompts) == 1 and self._strikes[prompt] >= TRIES:
@@ -96,12 +99,11 @@ class Suspects:
                     f"prompt {prompt} is quarantined: {self._strikes[prompt]} samplers were lost with it "
                     f"(the last one: {cause})"
                 )
-                return prompt
-        return None
 
-    def __contains__(self, prompt: str) -> bool:
-        """Does it have to run alone?"""
-        return self._strikes[prompt] >= TRIES
+    @property
+    def alone(self) -> set[str]:
+        """Who has to run alone."""
+        return {prompt for prompt, strikes in self._strikes.items() if strikes >= TRIES}
 
     def forget(self, prompt: str) -> None:
         """Nothing of it is on its way any more."""
@@ -109,26 +111,25 @@ class Suspects:
 
 
 def isolated(
-    suspects: Sequence[str], held: Mapping[int, Collection[str]]
+    waiting: Sequence[str], alone: Collection[str], held: Mapping[int, Collection[str]]
 ) -> tuple[dict[str, int], frozenset[int]]:
-    """(worker of each suspect that may run now, workers that nobody else may go to).
+    """(worker of each suspect that may begin now, workers that nobody else may go to).
 
-    suspects: prompts that must run alone, the eldest first; held: prompts that each living worker has. A
-    suspect goes on where it is alone, and begins where nobody is. Where all are busy, the least busy worker
-    takes nobody until it is empty.
+    waiting: suspects of which calls wait, the eldest first; alone: all suspects; held: prompts that each
+    living worker has. A suspect goes on where it is alone, and begins where nobody is. Where all are busy,
+    the least busy worker takes nobody until it is empty.
     """
-    places: dict[str, int] = {}
-    for worker, prompts in held.items():
-        if len(set(prompts)) == 1 and (only := next(iter(prompts))) in suspects:
-            places[only] = worker
+    only = {worker: next(iter(prompts)) for worker, prompts in held.items() if len(set(prompts)) == 1}
+    by_suspects = {worker: prompt for worker, prompt in only.items() if prompt in alone}
+    places = {prompt: worker for worker, prompt in by_suspects.items() if prompt in waiting}
     idle = [worker for worker, prompts in held.items() if not prompts]
-    for suspect in suspects:
+    for suspect in waiting:
         if suspect not in places and idle:
             places[suspect] = idle.pop(0)
-    taken = set(places.values())
-    if any(suspect not in places for suspect in suspects) and not taken:
-        taken.add(min(held, key=lambda worker: len(held[worker])))
-    return places, frozenset(taken)
+    closed = {*by_suspects, *places.values()}
+    if len(places) < len(waiting) and not closed:
+        closed.add(min(held, key=lambda worker: len(held[worker])))
+    return places, frozenset(closed)
 
 
 __all__ = ["Call", "Results", "Suspects", "fault", "isolated"]

@@ -51,15 +51,14 @@ async def bounded(asked: Awaitable[T], seconds: float, what: str) -> T:
     arrived meanwhile is looked at before anybody is called silent.
     """
     task = asyncio.ensure_future(asked)
+    task.add_done_callback(_heed)
     try:
         for _ in range(SLICES):
             await asyncio.wait({task}, timeout=seconds / SLICES)
             if task.done():
                 break
     finally:
-        if not task.done():
-            task.add_done_callback(_heed)
-            task.cancel()
+        task.cancel()
     if not task.done():
         raise Lost(f"silent for {seconds:g} s: {what}")
     if task.cancelled():
@@ -225,10 +224,7 @@ class Worker:
         assert isinstance(publication, Publication)
         self._sent += 1
         asked = self._sampler.publish(publication)
-        try:
-            proof = await bounded(asked, seconds, f"publishing version {publication.version}")
-        except Lost as lost:
-            raise Lost(str(lost), by_calls=False) from lost
+        proof = await bounded(asked, seconds, f"publishing version {publication.version}")
         if proof != publication.fingerprint:
             version = publication.version
             sent, served = _policy(version, publication.fingerprint), _policy(version, proof)

@@ -1,7 +1,7 @@
 """vLLM as an engine: tokens in, tokens and log-probabilities out, over HTTP; it is not imported here.
 
     generate -> one request each -> /inference/v1/generate -> tokens, log-probabilities, labels -> Completion
-    publish  -> PEFT folder -> pause (KV kept) -> the adapter replaced -> labelled -> resume -> proven
+    publish  -> PEFT folder -> pause (KV kept) -> the adapter replaced -> labelled -> resume
 
 Running requests go on under the new adapter with the keys and values that they have. vLLM labels every token
 with the policy in force when it was sampled, so versions are exact; a label that was not published here is a
@@ -9,18 +9,17 @@ server that is not ours any more, and nothing that it said is used. New requests
 policy: the label salts the prefix cache.
 
 What is served is proven three times: the worker tells the digest of the adapter that it has read, every
-answer carries its labels, and after each publish a few tokens that it samples behind a fixed text are scored
-by our own decoder (k3 below ``bound``).
+answer carries its labels, and the first answer of every policy is scored by our own decoder before it counts
+(k3 below ``bound``).
 
 A server that dies, or does not answer for ``silence_s``, is started anew at most ``max_restarts`` times in a
-row, gets the policy, and is asked again. The noise is vLLM's own: seeded by the request, but a function of
-the numerics of its batch, so there is no law that tokens are the same in any company.
+row, gets the policy, and is asked again. The noise is vLLM's own: seeded by the request (not on a CPU), but a
+function of the numerics of its batch, so there is no law that tokens are the same in any company.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import shutil
 import threading
@@ -28,7 +27,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -39,21 +38,22 @@ import torch
 from ostinato.algo.offpolicy import kl_k3
 from ostinato.engine.vllm_answers import answer, failed, question
 from ostinato.engine.vllm_http import Reply, Unreachable, call, post
-from ostinato.engine.vllm_server import CALL_S, Server, VllmLost, VllmWrong, check
+from ostinato.engine.vllm_server import Server, VllmLost, VllmWrong, check
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_io import PEFT_CONFIG, PEFT_TENSORS, write_peft
 from ostinato.model.wire import check_finite, fingerprint
 from ostinato.timeline import Kind, Span
-from ostinato.types import Completion, Request, Sampling, Stop
+from ostinato.types import Completion, Request, Sampling
 
 LORA = "ostinato"  # the name of the adapter there
 COLDEST = 0.01  # vLLM raises temperatures between 0 and this to it
 BEAT_S = 5.0  # between two signs of life of a server with requests
 MOST_OPEN = 512  # connections at once
 MOST_SPANS = 10_000
-PROOF_TOKENS = 12
+PROBE_TOKENS = 12
+PROOF_TOKENS, PROOF_CONTEXT = 64, 2048  # tokens that prove, behind a prompt of that many at most
 QUESTIONS = "/inference/v1/generate"
 
 
@@ -77,8 +77,8 @@ class VllmEngine:
     base.
 
     ``folder`` is written to, and has to be read by the server under the same path. ``decode`` turns token ids
-    into text. ``probe`` ([T] token ids) is the text that each policy is proven on, with a k3 below ``bound``.
-    ``name`` is the worker's in the timeline, ``say`` hears of restarts.
+    into text. ``probe`` ([T] token ids) is what the base is asked before any work; no policy's k3 may reach
+    ``bound``. ``name`` is the worker's in the timeline, ``say`` hears of restarts.
 
     Raises ValueError for a server that cannot do what is asked of it, VllmLost where it is not there.
     """
@@ -107,7 +107,8 @@ class VllmEngine:
         self.k3 = math.nan  # of the last policy that was proven
         self.signs = 0  # of life: answers, and beats while requests run
         self.counters = Counter[str]()
-        self._wrong: VllmWrong | None = None  # nothing is answered before a publish goes well
+        self._sure = set[str]()  # labels of policies that were proven on this server
+        self._closed = False
         self._slot = -1  # the version in the adapter's place
         self._labels: dict[str, int] = {}  # to the version that was in the adapter's place
         try:
@@ -117,6 +118,7 @@ class VllmEngine:
             self.context_limit = min(self._facts.context, decoder.config.max_positions)
             self._policy = self._written(None, 0)
             self._install(self._policy)
+            self._prove_the_base()
         except BaseException:  # nobody else knows of the server yet
             server.close()
             raise
@@ -138,10 +140,9 @@ class VllmEngine:
         """Serve ``adapters`` (None: the base) from the next pass on; requests in flight go on under them.
 
         A request that began on the base ends on it, and its tokens say so. Raises NotFinite, and the old
-        policy goes on; VllmWrong where the server serves something else then, and nothing is answered before
-        a publish goes well; VllmLost.
+        policy goes on; VllmWrong where the server does not take them; VllmLost.
         """
-        start, before = time.time(), self._policy
+        before = self._policy
         with self._time.of(None):  # whoever publishes tells of it
             policy = self._written(adapters, version)
             with self._lock:
@@ -149,17 +150,10 @@ class VllmEngine:
                     self._install(policy)
                 except Unreachable as lost:
                     self._revived(str(lost), policy)
-                except VllmWrong as error:
-                    self._wrong = error
-                    raise
-                self._policy, self._wrong = policy, None
+                self._policy = policy
         for old in self._folder.glob("policy-*"):
             if old not in (policy.folder, before.folder):
                 shutil.rmtree(old, ignore_errors=True)
-        seconds = round(time.time() - start, 4)
-        row = {"version": version, "fingerprint": policy.fingerprint, "k3": self.k3, "seconds": seconds}
-        with (self._folder / "publishes.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
         """Yield (index, completion) as requests finish. Raises ValueError for requests that never fit, and
@@ -185,7 +179,9 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the server, if it is ours."""
-        with self._lock:
+        self._closed = True
+        self._server.close()
+        with self._lock:  # a restart that was under way has ended, and what it had started ends too
             self._server.close()
 
     # ---- requests
@@ -198,6 +194,8 @@ class VllmEngine:
         for token in (int(request.tokens.min()), int(request.tokens.max())):
             if not 0 <= token < vocab:
                 raise ValueError(f"a prompt has the token {token}, but the model's are 0 to {vocab - 1}")
+        if request.said is not None:
+            raise ValueError("a request brings a part of its answer, which vLLM cannot go on with")
         if length >= self.context_limit:
             raise ValueError(
                 f"a prompt has {length} tokens and the context {self.context_limit}; shorten the prompt"
@@ -223,18 +221,18 @@ class VllmEngine:
                     reply = await self._watched(desk, asking)
                     if reply.status >= 500:  # of this request, or the end of all
                         await asyncio.to_thread(self._beat)
-                    completion = self._said(request, policy, reply)
+                    said = self._said(request, policy, reply)
                 except Unreachable as lost:
                     await asyncio.to_thread(self._recover, epoch, str(lost))
                 else:
                     self._restarts = 0
                     self.signs += 1
-                    if self._wrong is not None:
-                        raise self._wrong
-                    return index, completion
+                    await self._proven(desk, request, policy, said)
+                    return index, said
 
     def _question(self, request: Request, policy: Policy) -> dict[str, Any]:
-        return question(request, self._name_of(policy), policy.label, self.context_limit)
+        name, seeded = self._name_of(policy), self._facts.seeds
+        return question(request, name, policy.label, self.context_limit, seeded=seeded)
 
     def _said(self, request: Request, policy: Policy, reply: Reply) -> Completion:
         """The answer in the ``reply`` of a living server. Raises ValueError where it refused the request, and
@@ -328,11 +326,12 @@ class VllmEngine:
         """A server that serves ``policy``, in a new epoch. Raises VllmLost."""
         while True:
             self._restarts += 1
-            if self._restarts > self._most:
+            if self._restarts > self._most or self._closed:
                 raise VllmLost(f"vLLM was lost {self._restarts} times in a row: {why}; {self._server.why()}")
             self._say(f"vLLM was lost and is started anew ({self._restarts} of {self._most}): {why}")
             try:
                 with self._time.of(Kind.START):
+                    self._sure.clear()
                     self._server.revive()
                 self._install(policy)
             except (Unreachable, VllmLost) as error:
@@ -362,7 +361,7 @@ class VllmEngine:
         )
 
     def _install(self, policy: Policy) -> None:
-        """Have the server serve it, and prove it. Raises VllmWrong and Unreachable."""
+        """Have the server serve it. Raises VllmWrong and Unreachable."""
         self._must("POST", "/pause?mode=keep&clear_cache=false")
         try:
             if policy.folder is not None:
@@ -375,7 +374,6 @@ class VllmEngine:
         self._beat()
         if self._heard != policy.label:
             raise VllmWrong(f"vLLM serves policy {self._heard!r} after {policy.label!r} was published")
-        self._prove(policy)
 
     def _load(self, policy: Policy, folder: Path) -> None:
         """The adapter into its place, which the first one makes."""
@@ -390,37 +388,53 @@ class VllmEngine:
         if read := {*reply.body["results"]} - {policy.digest}:
             raise VllmWrong(f"vLLM read {sorted(read)} in {folder}, where {policy.digest} was written")
 
-    def _prove(self, policy: Policy) -> None:
-        """By k3 between the server and our decoder on a few tokens that the server samples behind the probe.
-        Raises VllmWrong.
+    # ---- proofs
 
-        To have it score a text instead (``prompt_logprobs``) would be one pass, but kills vLLM 0.32 on a CPU
-        where other requests are in the batch: its adapter of the head takes all rows for sampled ones.
-        """
+    def _prove_the_base(self) -> None:
+        """Before any work: that the server has the weights, the dtype and the log-probabilities it should."""
         if self._probe is None:
             return
-        seed = (policy.version, len(self._probe))
-        request = Request(tokens=self._probe, sampling=Sampling(max_tokens=PROOF_TOKENS), seed=seed)
-        said = self._said(request, policy, self._ask("POST", QUESTIONS, self._question(request, policy)))
-        if said.stop is Stop.ERROR:
-            raise VllmWrong(said.error)
-        ours = self._scores(policy.adapters, np.concatenate([request.tokens, said.tokens]))
-        self.k3 = float(kl_k3(torch.from_numpy(ours[-len(said.tokens) :] - said.logprobs)).mean())
+        policy, sampling = self._policy, Sampling(max_tokens=PROBE_TOKENS)
+        request = Request(tokens=self._probe, sampling=sampling, seed=(0,))
+        reply = self._ask("POST", QUESTIONS, self._question(request, policy))
+        self._prove(request, policy, self._said(request, policy, reply))
+
+    async def _proven(self, desk: _Desk, request: Request, policy: Policy, said: Completion) -> None:
+        """The first answer that ``policy`` alone has sampled has to prove it before it counts."""
+        if policy.label not in self._sure and is_proof(request, policy.version, said):
+            async with desk.proof:
+                if policy.label not in self._sure:
+                    await asyncio.to_thread(self._prove, request, policy, said)
+
+    def _prove(self, request: Request, policy: Policy, said: Completion) -> None:
+        """By k3 between the server's log-probabilities and those of our own decoder. Raises VllmWrong.
+
+        Tokens that were sampled, and not a text that the server is to score: ``prompt_logprobs`` kill vLLM
+        0.32 on a CPU where other requests are in the batch, since its adapter of the head takes all rows for
+        sampled ones.
+        """
+        tokens = said.tokens[:PROOF_TOKENS]
+        ours = self._scores(policy.adapters, np.concatenate([request.tokens, tokens]), request.sampling)
+        theirs = torch.from_numpy(said.logprobs[: len(tokens)])
+        self.k3 = float(kl_k3(ours[-len(tokens) :] - theirs).mean())
         if not self.k3 < self._bound:
             raise VllmWrong(
                 f"vLLM is not the policy that is trained: k3 is {self.k3:.3g} for policy {policy.label} on "
-                f"{len(said.tokens)} tokens, and {self._bound:g} is the bound; compare model and dtype"
+                f"{len(tokens)} tokens, and {self._bound:g} is the bound; compare model and dtype"
             )
+        self._sure.add(policy.label)
 
-    def _scores(self, adapters: Adapters | None, tokens: np.ndarray) -> np.ndarray:
+    def _scores(self, adapters: Adapters | None, tokens: np.ndarray, sampling: Sampling) -> torch.Tensor:
         """[T - 1] log-probabilities of ``tokens`` [T], from the second one on, by our decoder."""
         decoder = self._decoder
         rows = torch.from_numpy(tokens.astype(np.int64)).to(decoder.device)
         with torch.inference_mode():
             places = torch.arange(len(rows), device=decoder.device)
             hidden, _ = decoder(rows, places, CausalAttention(), adapters=adapters)
-            logprobs = decoder.logits(hidden[:-1]).float().log_softmax(-1)
-        return logprobs.gather(1, rows[1:, None])[:, 0].cpu().numpy()
+            logits = decoder.logits(hidden[:-1]).float() / sampling.temperature
+            return logits.log_softmax(-1).gather(1, rows[1:, None])[:, 0].cpu()
+
+    # ---- calls
 
     def _must(self, method: str, path: str, body: Any = None) -> Any:
         """What the server says. Raises Unreachable where it refuses: it always can."""
@@ -430,8 +444,7 @@ class VllmEngine:
 
     def _ask(self, method: str, path: str, body: Any = None) -> Reply:
         """Raises Unreachable where nobody answers, or the last words of a server that dies."""
-        limit = min(CALL_S, self._silence_s)
-        reply = call(self._server.address, method, path, body, timeout_s=limit)
+        reply = call(self._server.address, method, path, body, timeout_s=self._silence_s)
         if reply.status >= 500:
             self._beat()
         return reply
@@ -446,6 +459,7 @@ class _Desk:
 
     loop: asyncio.AbstractEventLoop
     gate: asyncio.Semaphore
+    proof: asyncio.Lock = field(default_factory=asyncio.Lock)
     open: int = 0  # questions that are being answered
     watch: asyncio.Task[None] | None = None
 
@@ -500,6 +514,14 @@ class _Time:
         if kind is not None and now > self._since:
             self._spans.append(Span(worker=self._worker, kind=kind, start=self._since, stop=now))
         self._since = now
+
+
+def is_proof(request: Request, version: int, said: Completion) -> bool:
+    """Can an answer be scored by one forward: by one policy, from all of its distribution, not too long?"""
+    sampling = request.sampling
+    plain = sampling.temperature > 0 and not sampling.filtered and not sampling.min_tokens
+    whole = len(said.tokens) > 0 and (said.versions == version).all()
+    return plain and bool(whole) and len(request.tokens) <= PROOF_CONTEXT
 
 
 def _digest(folder: Path) -> str:

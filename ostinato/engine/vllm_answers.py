@@ -17,7 +17,7 @@ from ostinato.types import NO_EXPERT, Completion, Request, Stop, Support
 NO_LOGPROB = -9999.0  # what vLLM says for none
 
 
-def question(request: Request, model: str, salt: str, context: int) -> dict[str, Any]:
+def question(request: Request, model: str, salt: str, context: int, *, seeded: bool = True) -> dict[str, Any]:
     """What vLLM is asked; ``salt`` keeps apart what may share a prefix."""
     sampling, length = request.sampling, len(request.tokens)
     most = min(sampling.max_tokens, context - length)
@@ -37,8 +37,7 @@ def question(request: Request, model: str, salt: str, context: int) -> dict[str,
             "ignore_eos": True,  # ours are among the stop tokens
             "detokenize": bool(sampling.stop_strings),
             "logprobs": 0,  # of the token itself
-            "seed": int(key((*request.seed, length)))
-            >> 1,  # by position too: a turn is not the last one's noise
+            "seed": key((*request.seed, length)) >> 1 if seeded else None,  # its own for each turn
         },
     }
 

@@ -38,12 +38,11 @@ class Worker:
         self.add_lora(
             LoRARequest(lora_name="ostinato", lora_int_id=known[0], lora_path=folder, load_inplace=True)
         )
-        self._ostinato_digest = digest(Path(folder))
-        return self._ostinato_digest
+        return digest(Path(folder))
 
-    def ostinato_served(self: Any) -> str:
-        """The digest of the adapter that is served; "" before the first."""
-        return getattr(self, "_ostinato_digest", "")
+    def ostinato_device(self: Any) -> str:
+        """What it computes on: "cpu", "cuda" ..."""
+        return self.device.type
 
 
 def digest(folder: Path) -> str:

@@ -139,8 +139,8 @@ class Taken:
     batch: Sequence[Played]
     stale: Sequence[Played]  # dropped after they had ended
     num_stale: int  # dropped, those that had not ended too
-    num_admitted: int  # since the step before
-    num_anew: int  # of them, those whose policy is gone and that another plays anew
+    num_admitted: int  # from the stream, since the step before
+    num_anew: int  # of an earlier process, since then: their policy is gone, and another plays them
 
 
 @dataclass(kw_only=True)
@@ -226,11 +226,6 @@ class Feed:
             for one in new:
                 self._begin(one)
 
-    @property
-    def ended(self) -> list[Played]:
-        """What ``fresh`` would give now."""
-        return list(self._fresh.values())
-
     def fresh(self) -> list[Played]:
         """Who has ended since this was last asked, in the order of the stream: what the row of a step pays
         for."""
@@ -242,12 +237,6 @@ class Feed:
     def trained(self) -> None:
         """The step has ended: what it was given has left."""
         self._training = ()
-
-    def _judge(self) -> None:
-        """Whoever the groups that have ended solve for good leaves the stream."""
-        groups = [self._unjudged.pop(place).group for place in sorted(self._unjudged)]
-        if self.leaving is not None and groups:
-            self.retired = (*self.retired, *self.leaving(groups, self.retired))
 
     async def drain(self) -> None:
         """Let all that is on its way end. What has ended is in the spool."""
@@ -262,9 +251,8 @@ class Feed:
 
     def waiting(self) -> str:
         """Who has been on the way for longest, doing what since when."""
-        running = sorted(
-            (one for one in self._held.values() if one.played is None), key=lambda one: one.since
-        )
+        running = [one for one in self._held.values() if one.played is None]
+        running.sort(key=lambda one: one.since)
         now, uid = time.perf_counter(), self.rounds.uid
         named = [f"{uid(one.admission)} ({one.stage} for {now - one.since:.0f} s)" for one in running]
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
@@ -294,6 +282,12 @@ class Feed:
         for task in self._tasks():
             if task.done():
                 task.result()
+
+    def _judge(self) -> None:
+        """Whoever the groups that have ended solve for good leaves the stream."""
+        groups = [self._unjudged.pop(place).group for place in sorted(self._unjudged)]
+        if self.leaving is not None and groups:
+            self.retired = (*self.retired, *self.leaving(groups, self.retired))
 
     def _again(self, room: int, finished: int, version: int) -> list[Admission]:
         """Of those that were lost: they keep their noise and their place, and are as young as their new

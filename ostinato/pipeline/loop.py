@@ -10,9 +10,10 @@ Randomness is addressed by (seed, round, index of the prompt in the stream, samp
 back from the spool. The loop prints nothing: it calls ``on_step``, ``on_eval`` and ``on_note``.
 
 With ``Plan.overlap`` a step trains in a thread while groups play on, and what it learned is published while
-they do: PipelineRL (arXiv 2509.19128, algorithm 2). Groups are admitted at the end of a step and by nothing
-else, so the books of a step are as exact as without: a prompt that was admitted is trained on, dropped by a
-rule that is counted, or on its way."""
+they do: PipelineRL (arXiv 2509.19128, algorithm 2). The feed says who is admitted and who is trained on. A
+group that was admitted is trained on once, dropped by a rule that is counted, or on its way: also after a
+kill, and asserted in every step.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +61,8 @@ from ostinato.run import MAIN_SET, RunFolder, group_rows
 from ostinato.timeline import Kind, Span, kept, pool_of
 from ostinato.types import Batch, Group, Request, StepReport
 
+TRAINER = "trainer"  # the worker that the loop is where it trains itself
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
@@ -94,7 +97,7 @@ class Loop:
     counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
     figures: Callable[[], Mapping[str, float]] = dict  # more for each row: of workers, of what was published
     timed: Sequence[Timed] = ()  # beside the loop itself, whose spans are those of ``worker``
-    worker: str = "trainer"
+    worker: str = TRAINER  # another name: the trainer is elsewhere, and tells its own
     sampled: Callable[[], float] = lambda: 0.0  # grows with every token that the engine samples
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
     run_ahead: Callable[[Sequence[Request]], None] | None = None  # the next step's, to an engine that can
@@ -186,8 +189,6 @@ class Loop:
         with clock.doing("rollout" if overlap else "", Kind.WAIT):
             taken = await self._feed.batch(self.state.step, self.state.version)
         groups, stale = ([self._of(step, item.group) for item in some] for some in (taken.batch, taken.stale))
-        if not overlap:
-            clock.rollouts(self._feed.ended)
         learned = await self._learned(groups, clock)
         version = self.state.version
         if learned.report is not None:
@@ -196,6 +197,8 @@ class Loop:
                 self.stage.engine.publish(self.trainer.adapters(), version)
         learned = replace(learned, credit=with_stale(learned.credit, stale, taken.num_stale))
         fresh = self._feed.fresh()
+        if not overlap:
+            clock.rollouts(fresh)
         drafted = self._drafted(fresh, clock)
         row = self._booked(clock, [*groups, *stale], fresh, taken, learned, drafted)
         self._end_step(step, version, taken, learned, row)
@@ -243,7 +246,7 @@ class Loop:
             )
         self._check_ages(batch)
         self._between_steps = True
-        with clock.doing("train", Kind.TRAIN):
+        with clock.doing("train", Kind.TRAIN if self.worker == TRAINER else Kind.WAIT):
             report = self.trainer.step(batch)
         if report.mismatch is not None:
             clock.measured(report.mismatch["seconds"])

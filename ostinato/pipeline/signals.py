@@ -2,8 +2,8 @@
 
 Ctrl-C        the running step is finished, then the run saves and ends
 Ctrl-C again  what runs is cancelled and KeyboardInterrupt raised; all that was reported is on the disk
-SIGTERM       as the first Ctrl-C, but what is not done within ``grace_s`` seconds is abandoned, unless it
-trains
+SIGTERM       as the first Ctrl-C, and what is on its way may end too; what is not done within ``grace_s``
+              seconds is abandoned, but for an optimizer step
 
 A wait that nothing ends is ended by a ``Watchdog``, which says who waits for whom.
 """
@@ -135,6 +135,8 @@ async def in_thread(work: Callable[[], T]) -> T:
         result, error = None, None
         try:
             result = work()
+        except StopIteration as raised:  # which no future can hold
+            error = RuntimeError(f"{raised!r} in a thread")
         except BaseException as raised:  # an edge of the process: whatever it is, it is the caller's
             error = raised
         with suppress(RuntimeError):  # of a loop that is closed: nobody waits any more

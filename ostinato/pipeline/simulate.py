@@ -54,8 +54,8 @@ class Setup:
                 raise ValueError(f"setup.{name} is {getattr(self, name)}; use at least 1")
         if not 0 <= self.warmup < self.last:
             raise ValueError(
-                f"setup.warmup is {self.warmup}; use 0 to {self.last - 1} with {self.steps} steps, of which the "
-                f"last {self.staleness} run empty"
+                f"setup.warmup is {self.warmup}; use 0 to {self.last - 1} with {self.steps} steps, of which "
+                f"the last {self.staleness} run empty"
             )
 
     @property
@@ -284,7 +284,7 @@ class Simulation:
         if not self.unpublished:
             sampler.version = self.version
         if not sampler.halted:
-            sampler.coming += self.queue.more(sampler)
+            self.queue.more(sampler)
             self.begin(sampler)
         self.schedule(sampler)
 
@@ -305,6 +305,7 @@ class Simulation:
 
     def answer_ended(self, sampler: Sampler, answer: int) -> None:
         group = answer // self.size
+        self.queue.ended(sampler, answer)
         before, version = self.begun.pop(answer)
         versions, oldest = self.ages[group]
         self.ages[group] = (versions + sampler.version_sum - before, min(oldest, version))

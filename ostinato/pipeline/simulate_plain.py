@@ -94,12 +94,15 @@ class PlainQueue:
         self._waiting += range(groups.start * size, groups.stop * size)
         self._follow()
         for sampler in self._samplers:
-            sampler.coming += self._room(sampler)
+            self._fill(sampler)
         return [sampler for sampler in self._samplers if sampler.coming]
 
-    def more(self, sampler: Sampler) -> list[int]:
+    def more(self, sampler: Sampler) -> None:
         self._follow()
-        return self._room(sampler)
+        self._fill(sampler)
+
+    def ended(self, sampler: Sampler, answer: int) -> None:
+        pass
 
     def _follow(self) -> None:
         jobs = [self._job(answer, 0) for answer in self._waiting]
@@ -108,11 +111,11 @@ class PlainQueue:
             self._waiting.remove(answer)
             self._dealt[at].append(answer)
 
-    def _room(self, sampler: Sampler) -> list[int]:
+    def _fill(self, sampler: Sampler) -> None:
         free = sampler.cost.slots - sampler.has
         mine = self._dealt[sampler.id]
+        sampler.coming += mine[:free]
         self._dealt[sampler.id] = mine[free:]
-        return mine[:free]
 
     def _worker(self, sampler: Sampler) -> Worker:
         assert isinstance(sampler, PlainSampler)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import numpy as np
 from ostinato.history.lengths import Lengths
 from ostinato.pipeline.simulate_sampler import Sampler
 from ostinato.pipeline.simulate_traces import Stream
-from ostinato.rollout.schedule import Policy, lanes, spread
+from ostinato.rollout.schedule import Policy, lanes, piece
 
 
 class Answers:
@@ -47,18 +47,21 @@ class Answers:
     def tokens(self, group: int) -> int:
         return self._totals[group]
 
-    def admit(self, group: int, round: int) -> None:
-        self.round.append(round)
+    def admit(self, group: int, step: int) -> None:
+        self.round.append(step)
         first = group * self.size
         if self.oracle:
             self.predicted += [float(n) for n in self.length[first : first + self.size]]
         else:
             mean = self._past.mean(self.stream.uids[group])
-            self.predicted += [mean if math.isfinite(mean) else 1.0] * self.size
+            whole = round(mean) if math.isfinite(mean) else 1  # sums of whole numbers have no order
+            self.predicted += [float(whole)] * self.size
 
     def ended(self, group: int) -> None:
         if not self.oracle:
-            self._past.observe(self.stream.uids[group], self.stream.lengths[group].tolist(), self._cut.tolist())
+            self._past.observe(
+                self.stream.uids[group], self.stream.lengths[group].tolist(), self._cut.tolist()
+            )
 
     def to_go(self, answer: int) -> float:
         """Predicted tokens of an answer that has not begun; see ``schedule.remaining``."""
@@ -70,8 +73,12 @@ class Queue(Protocol):
         """Place a round: those that begin with something, which is in their ``coming``."""
         ...
 
-    def more(self, sampler: Sampler) -> list[int]:
-        """What a sampler begins with that has room."""
+    def more(self, sampler: Sampler) -> None:
+        """Put into its ``coming`` what a sampler begins with that has room."""
+        ...
+
+    def ended(self, sampler: Sampler, answer: int) -> None:
+        """Hear that it has room again."""
         ...
 
 
@@ -82,30 +89,91 @@ def queue(policy: Policy, answers: Answers, samplers: Sequence[Sampler]) -> Queu
 
 
 class Central:
-    """One queue for all: least-loaded, longest-first."""
+    """One queue for all, of groups: least-loaded, longest-first. See ``schedule._fill``."""
 
     def __init__(self, policy: Policy, answers: Answers, samplers: Sequence[Sampler]) -> None:
         self._by_length = policy is Policy.LONGEST_FIRST
         self._answers, self._samplers = answers, samplers
-        self._waiting: list[tuple[int, float, int]] = []  # heap of (round, minus tokens to go, answer)
+        self._left: dict[int, deque[int]] = {}  # answers of a group that wait
+        self._order: list[tuple[int, float, int]] = []  # heap of ``_key``, where entries may be of before
+        self._closed: list[tuple[int, float, int]] = []  # the same, of groups that their holders go on with
+        self._has = [Counter[int]() for _ in samplers]  # answers of each group, by who has them
+        self._mine: list[set[int]] = [set() for _ in samplers]  # of these groups, those that wait; or did
+        self._holders = Counter[int]()  # samplers that have answers of a group
 
     def admit(self, groups: range) -> list[Sampler]:
-        one, size = self._answers, self._answers.size
+        size = self._answers.size
         for group in groups:
-            for answer in range(group * size, (group + 1) * size):
-                order = -one.to_go(answer) if self._by_length else 0.0
-                heapq.heappush(self._waiting, (one.round[group], order, answer))
+            answers = range(group * size, (group + 1) * size)
+            self._left[group] = deque(sorted(answers, key=self._rank))
+            heapq.heappush(self._order, self._key(group))
         open = [sampler for sampler in self._samplers if sampler.has < sampler.cost.slots]
-        free = [sampler.cost.slots - sampler.has for sampler in open]
-        now = [heapq.heappop(self._waiting)[2] for _ in range(min(sum(free), len(self._waiting)))]
-        sizes = [one.to_go(answer) if self._by_length else 1.0 for answer in now]
-        for answer, at in zip(now, spread(sizes, [self._load(s) for s in open], free), strict=True):
-            open[at].coming.append(answer)
+        heap = [(self._load(sampler), sampler.id) for sampler in open] if self._left else []
+        heapq.heapify(heap)
+        while heap and self._left:
+            load, id = heapq.heappop(heap)
+            sampler = self._samplers[id]
+            for answer in self._take(sampler):
+                load += self._answers.to_go(answer) if self._by_length else 1.0
+            if sampler.has < sampler.cost.slots:
+                heapq.heappush(heap, (load, id))
         return [sampler for sampler in open if sampler.coming]
 
-    def more(self, sampler: Sampler) -> list[int]:
-        free = min(sampler.cost.slots - sampler.has, len(self._waiting))
-        return [heapq.heappop(self._waiting)[2] for _ in range(free)]
+    def more(self, sampler: Sampler) -> None:
+        while self._left and sampler.has < sampler.cost.slots:
+            self._take(sampler)
+
+    def ended(self, sampler: Sampler, answer: int) -> None:
+        group, has = answer // self._answers.size, self._has[sampler.id]
+        has[group] -= 1
+        if not has[group]:
+            del has[group]
+            self._holders[group] -= 1
+            if not self._holders[group]:
+                del self._holders[group]
+                if group in self._left:
+                    heapq.heappush(self._order, self._key(group))
+
+    def _take(self, sampler: Sampler) -> list[int]:
+        """Siblings of one group."""
+        has, mine = self._has[sampler.id], self._mine[sampler.id]
+        mine -= {group for group in mine if group not in self._left or group not in has}
+        group = min(map(self._key, mine))[2] if mine else self._first()
+        waiting = self._left[group]
+        most = min(self._piece(group), sampler.cost.slots - sampler.has, len(waiting))
+        taken = [waiting.popleft() for _ in range(most)]
+        sampler.coming += taken
+        self._holders[group] += group not in has
+        has[group] += len(taken)
+        if waiting:
+            mine.add(group)
+            heapq.heappush(self._order, self._key(group))
+        else:
+            del self._left[group]
+        return taken
+
+    def _first(self) -> int:
+        """The first group that anybody may begin with; else the first that waits."""
+        while self._order:
+            key = heapq.heappop(self._order)
+            group = key[2]
+            if group in self._left and key == self._key(group):
+                if not self._holders[group] or len(self._left[group]) >= self._piece(group):
+                    return group
+                heapq.heappush(self._closed, key)
+        while True:
+            key = heapq.heappop(self._closed)
+            if key[2] in self._left and key == self._key(key[2]):
+                return key[2]
+
+    def _piece(self, group: int) -> int:
+        return piece(self._answers.prompt(group), self._answers.to_go(self._left[group][0]))
+
+    def _key(self, group: int) -> tuple[int, float, int]:
+        return self._answers.round[group], self._rank(self._left[group][0]), group
+
+    def _rank(self, answer: int) -> float:
+        return -self._answers.to_go(answer) if self._by_length else 0.0
 
     def _load(self, sampler: Sampler) -> float:
         if not self._by_length:
@@ -127,12 +195,16 @@ class Dealt:
         for group, at in zip(groups, self._deal(groups), strict=True):
             self._waiting[at].extend(range(group * size, (group + 1) * size))
         for sampler in self._samplers:
-            sampler.coming += self.more(sampler)
+            self.more(sampler)
         return [sampler for sampler in self._samplers if sampler.coming]
 
-    def more(self, sampler: Sampler) -> list[int]:
+    def more(self, sampler: Sampler) -> None:
         mine = self._waiting[sampler.id]
-        return [mine.popleft() for _ in range(min(sampler.cost.slots - sampler.has, len(mine)))]
+        free = min(sampler.cost.slots - sampler.has, len(mine))
+        sampler.coming += [mine.popleft() for _ in range(free)]
+
+    def ended(self, sampler: Sampler, answer: int) -> None:
+        pass
 
     def _deal(self, groups: range) -> list[int]:
         if self._policy is Policy.STATIC:

@@ -20,7 +20,12 @@ class Cost:
 
     @classmethod
     def of(
-        cls, rows: Sequence[tuple[float, float]], *, slots: int, attended_s: float = 0.0, prefill_s: float = 0.0
+        cls,
+        rows: Sequence[tuple[float, float]],
+        *,
+        slots: int,
+        attended_s: float = 0.0,
+        prefill_s: float = 0.0,
     ) -> Cost:
         """From (sequences, seconds) at knots, as ``engine.cost.CostTable.rows`` has them: linear between two
         knots, and beyond the last with the last slope."""

@@ -25,7 +25,9 @@ class Trace:
     def read(cls, path: Path) -> Trace:
         row = json.loads(path.read_text(encoding="utf-8"))
         return cls(
-            name=row["name"], lengths=np.array(row["lengths"], np.int64), prompts=np.array(row["prompts"], np.int64)
+            name=row["name"],
+            lengths=np.array(row["lengths"], np.int64),
+            prompts=np.array(row["prompts"], np.int64),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -44,6 +46,12 @@ class Trace:
             uids=[str(prompt) for prompt in prompts.tolist()],
             history={str(prompt): lengths for prompt, lengths in enumerate(self.lengths[0])},
         )
+
+
+def read_cost(path: Path, slots: int) -> Cost:
+    """The cost table that a recorded trace came with."""
+    row = json.loads(path.read_text(encoding="utf-8"))["cost"]
+    return Cost.of(row["rows"], slots=slots, attended_s=row["attended_s"], prefill_s=row["prefill_s"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +133,7 @@ H100_7B = Device(
 
 
 def stability(lengths: np.ndarray, band: float = 0.2) -> float:
-    """Share of prompts whose rank by mean length moves by less than ``band`` of all ranks between neighbouring
-    epochs. lengths: [epochs, prompts, samples]."""
+    """Share of prompts whose rank by mean length moves by less than ``band`` of all ranks between
+    neighbouring epochs. lengths: [epochs, prompts, samples]."""
     ranks = lengths.mean(axis=2).argsort(axis=1).argsort(axis=1) / max(1, lengths.shape[1] - 1)
     return float((np.abs(np.diff(ranks, axis=0)) < band).mean())

@@ -1,8 +1,9 @@
 """Where and in which order answers are sampled: pure functions from what waits and who works to a plan.
 
     static          prompt i to worker i mod W in the order of the stream, whatever its length (as verl deals)
-    least-loaded    one queue in the order of the stream; who has the fewest takes the next (work stealing)
-    longest-first   one queue, in each round the longest prediction first, to who has the least predicted work
+    least-loaded    one queue in the order of the stream; who has the fewest takes the next group
+    longest-first   one queue, in each round the longest prediction first; who has the least predicted to do
+                    takes the next group
     histopipe       prompts ranked by predicted length and laid along the line of workers, short to long in
                     odd rounds and long to short in even ones, more workers to the long (RhymeRL, 2508.18588)
 
@@ -18,6 +19,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
@@ -26,6 +28,7 @@ import numpy as np
 from ostinato.jobs import Job, Placement, Plan, Worker
 
 RANKS = 2  # ranking groups of histopipe: more were worse in every simulation (docs/histopipe.md)
+READ_SHARE = 0.05  # of the tokens that are sampled: what may be read again for the sake of balance
 GAIN = 0.1  # of the time until the later of two workers ends: what a migration has to save
 PREFILL = 64  # tokens that are computed again in the time of a pass
 
@@ -63,7 +66,7 @@ def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
     """In the order of the stream, each to the worker with the fewest answers."""
     ordered = sorted(waiting, key=_in_stream)
     loads = [float(len(worker.jobs)) for worker in workers]
-    return Plan(starts=_spread(ordered, [1.0] * len(ordered), workers, loads))
+    return Plan(starts=_fill(ordered, remaining(ordered).tolist(), workers, loads, count=True))
 
 
 def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
@@ -71,7 +74,7 @@ def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
     waits, outliers migrate."""
     ordered, sizes = by_length(waiting)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
-    starts = _spread(ordered, sizes, workers, loads)
+    starts = _fill(ordered, sizes, workers, loads)
     return Plan(starts=starts, moves=() if waiting else migrations(workers))
 
 
@@ -89,7 +92,7 @@ def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
     back = [job for job in waiting if job.home is not None or job.generated]
     ordered, sizes = by_length(back)
     loads = [float(remaining(worker.jobs).sum()) for worker in workers]
-    starts += _spread(ordered, sizes, workers, loads)
+    starts += _fill(ordered, sizes, workers, loads)
     return Plan(starts=tuple(starts), moves=() if waiting else migrations(workers))
 
 
@@ -190,33 +193,6 @@ def tiers(
     return counts
 
 
-def concurrency(
-    lengths: np.ndarray,
-    *,
-    workers: int,
-    slots: int,
-    staleness: int,
-    prompt: float,
-    pass_s: Callable[[int, float], float],
-) -> int:
-    """How many answers a worker should decode together: the batch c, at most ``slots``, that minimises
-
-        max(longest T(c) / (staleness + 1), tokens T(c) / (c workers))
-
-    A step cannot take less than the longest answer has until it is due, which a large batch prolongs, nor
-    than the throughput of the workers allows, which a small one lowers. lengths: [J] predicted tokens of the
-    answers of a step; prompt: tokens.
-    """
-    lengths = np.asarray(lengths, np.float64)
-    context = prompt + float((lengths**2).sum() / lengths.sum()) / 2
-
-    def step_s(batch: int) -> float:
-        one = pass_s(batch, batch * context)
-        return one * max(float(lengths.max()) / (staleness + 1), float(lengths.sum()) / (batch * workers))
-
-    return min(range(1, slots + 1), key=step_s)
-
-
 def makespan(left: Iterable[float], pass_s: Callable[[int, float], float], context: float = 0.0) -> float:
     """Seconds in which one worker decodes answers of so many tokens to go, together from now on: with the
     longest first, sum over j of L_j (T(j) - T(j - 1)) (TailSieve, 2026). context: positions of each."""
@@ -238,18 +214,19 @@ def migrations(workers: Sequence[Worker]) -> tuple[tuple[int, int], ...]:
     left = {w.id: list(zip(w.jobs, outgrown(w.jobs).tolist(), strict=True)) for w in workers}
     moves = []
     for idle in (worker for worker in workers if not worker.jobs):
+        spent = 0.0  # on what it has taken over and has to compute again
         for _ in range(idle.slots):
             ends = {w.id: makespan([n for _, n in left[w.id]], w.pass_s) for w in workers}
+            ends[idle.id] += spent
             busy = max(workers, key=lambda worker: (ends[worker.id], -worker.id))
-            best = min(
-                ((_after(busy, idle, left, at), at) for at in range(len(left[busy.id]))),
-                default=(math.inf, 0),
-            )
-            if busy.id == idle.id or best[0] > (1 - GAIN) * ends[busy.id]:
+            after = [_after(busy, idle, left, at) for at in range(len(left[busy.id]))]
+            at = min(range(len(after)), key=after.__getitem__, default=0)
+            if busy.id == idle.id or not after or spent + after[at] > (1 - GAIN) * ends[busy.id]:
                 break
-            moved = left[busy.id].pop(best[1])
-            left[idle.id].append(moved)
-            moves.append((moved[0].id, idle.id))
+            job, tokens = left[busy.id].pop(at)
+            left[idle.id].append((job, tokens))
+            spent += _again(job, idle)
+            moves.append((job.id, idle.id))
     return tuple({job: (job, worker) for job, worker in moves}.values())
 
 
@@ -258,8 +235,12 @@ def _after(busy: Worker, idle: Worker, left: dict[int, list[tuple[Job, float]]],
     job, tokens = left[busy.id][at]
     stay = [n for i, (_, n) in enumerate(left[busy.id]) if i != at]
     come = [n for _, n in left[idle.id]]
-    again = (job.prompt + job.generated) / PREFILL * idle.pass_s(1, 0.0)
-    return max(makespan(stay, busy.pass_s), again + makespan([*come, tokens], idle.pass_s))
+    return max(makespan(stay, busy.pass_s), _again(job, idle) + makespan([*come, tokens], idle.pass_s))
+
+
+def _again(job: Job, worker: Worker) -> float:
+    """Seconds in which a worker computes anew what an answer has."""
+    return (job.prompt + job.generated) / PREFILL * worker.pass_s(1, 0.0)
 
 
 def by_length(jobs: Sequence[Job]) -> tuple[list[Job], list[float]]:
@@ -289,36 +270,85 @@ def _in_stream(job: Job) -> tuple[int, int, int]:
     return job.step, job.place, job.id
 
 
-def _spread(
-    ordered: Sequence[Job], sizes: Sequence[float], workers: Sequence[Worker], loads: Sequence[float]
+def _fill(
+    ordered: Sequence[Job],
+    sizes: Sequence[float],
+    workers: Sequence[Worker],
+    loads: Sequence[float],
+    *,
+    count: bool = False,
 ) -> tuple[tuple[int, int], ...]:
-    """(job, worker): each to its home, else to the least loaded, as long as there is room."""
-    free = [worker.slots - len(worker.jobs) for worker in workers]
-    at = {worker.id: i for i, worker in enumerate(workers)}
-    homes = [at.get(job.home, -1) if job.home is not None else -1 for job in ordered]
-    places = spread(sizes, loads, free, homes)
-    return tuple((job.id, workers[i].id) for job, i in zip(ordered, places, strict=True) if i >= 0)
+    """(job, worker): who goes home first; then, as long as there is room, the least loaded takes siblings.
 
-
-def spread(
-    sizes: Sequence[float], loads: Sequence[float], free: Sequence[int], homes: Sequence[int] = ()
-) -> list[int]:
-    """The worker (0 to W - 1) of each of J jobs in turn: its home where that has room, else the one with the
-    least load, ties to the first; -1 when all are full. sizes: [J], added to the load of who gets it;
-    loads: [W]; free: [W] places; homes: [J] or empty, -1 for none."""
-    load, room = list(loads), list(free)
-    heap = [(amount, i) for i, amount in enumerate(load) if room[i] > 0]
+    It takes of a group that it has, whose prompt is in its cache; else of the first that nobody has, or of
+    which a ``piece`` waits; else of any: reading a prompt once more costs less than idling. It takes a piece.
+    """
+    team = {one.id: _Filling(one, load, count) for one, load in zip(workers, loads, strict=True)}
+    starts = list[tuple[int, int]]()
+    groups = dict[tuple[int, int], deque[tuple[int, Job, float]]]()
+    for place, (job, size) in enumerate(zip(ordered, sizes, strict=True)):
+        if job.home is not None and job.home in team and team[job.home].room:
+            starts.append(team[job.home].take(job, size))
+        else:
+            groups.setdefault(_group(job), deque()).append((place, job, size))
+    had = Counter(group for one in team.values() for group in one.has)
+    heap = [(one.load, id) for id, one in team.items() if one.room]
     heapq.heapify(heap)
-    places = []
-    for size, home in zip(sizes, homes or itertools.repeat(-1), strict=bool(homes)):
-        chosen = home if home >= 0 and room[home] > 0 else -1
-        while chosen < 0 and heap:
-            amount, i = heapq.heappop(heap)
-            if room[i] > 0 and amount == load[i]:  # else it is full, or this entry is of before
-                chosen = i
-        places.append(chosen)
-        if chosen >= 0:
-            room[chosen] -= 1
-            load[chosen] += size
-            heapq.heappush(heap, (load[chosen], chosen))
-    return places
+    while heap and groups:
+        one = team[heapq.heappop(heap)[1]]
+        pieces = {group: piece(jobs[0][1].prompt, jobs[0][2]) for group, jobs in groups.items()}
+        mine = [group for group in groups if group in one.has]
+        open = [group for group, jobs in groups.items() if not had[group] or len(jobs) >= pieces[group]]
+        chosen = min(mine or open or groups, key=lambda group: groups[group][0][0])
+        had[chosen] += chosen not in one.has
+        waiting = groups[chosen]
+        for _ in range(min(pieces[chosen], one.room, len(waiting))):
+            starts.append(one.take(*waiting.popleft()[1:]))
+        if not waiting:
+            del groups[chosen]
+        if one.room:
+            heapq.heappush(heap, (one.load, one.id))
+    return tuple(starts)
+
+
+class _Filling:
+    """A worker while it is given more."""
+
+    def __init__(self, worker: Worker, load: float, count: bool) -> None:
+        self.id, self.load, self.room = worker.id, load, worker.slots - len(worker.jobs)
+        self.count = count  # answers are the load, not their tokens
+        self.has = {_group(job) for job in worker.jobs}
+
+    def take(self, job: Job, size: float) -> tuple[int, int]:
+        self.load += 1.0 if self.count else size
+        self.room -= 1
+        self.has.add(_group(job))
+        return job.id, self.id
+
+
+def piece(prompt: int, tokens: float) -> int:
+    """How many siblings of so many predicted ``tokens`` go to a worker together, so that it reads (``prompt``
+    tokens, once for them) at most READ_SHARE of what it samples."""
+    return max(1, math.ceil(prompt / (READ_SHARE * max(1.0, tokens))))
+
+
+def _group(job: Job) -> tuple[int, int]:
+    return job.step, job.place
+
+
+__all__ = [
+    "Policy",
+    "by_length",
+    "histopipe",
+    "lanes",
+    "least_loaded",
+    "longest_first",
+    "makespan",
+    "migrations",
+    "outgrown",
+    "piece",
+    "placement",
+    "remaining",
+    "static",
+    "tiers",
+]

@@ -1,4 +1,4 @@
-"""The board in a real browser: it follows a run that grows, ends or dies, and what a model wrote stays text."""
+"""The board in a real browser: it follows a run that grows, and what a model wrote stays text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_the_board_of_a_run_that_goes(browser: str, tmp_path: Path) -> None:
     assert 'data-answers="24"' in opening(dom)
     assert dom.count("<svg") > 6
     assert 'class="state live"' in dom and "running" in dom and "step 12 of 30" in dom
-    assert "samplers 4 %" in dom or re.search(r"idle: samplers \d+ %, trainer \d+ %, graders \d+ %", dom)
+    assert re.search(r"idle: samplers \d+ %, trainer \d+ %, graders \d+ %", dom)
     assert "k3 &lt;script&gt;" in dom and "&lt;b&gt;killed&lt;/b&gt;" in dom
     assert "<img" not in dom and dom.count("<script") == 3
 
@@ -146,7 +147,8 @@ const at = (id) => document.getElementById(id), root = document.documentElement;
 const until = async (what) => { for (let i = 0; i < 200 && !what(); i++) await wait(100); return what(); };
 (async () => {
   const seen = {};
-  await until(() => at("steps").textContent.startsWith("step 8 of 30") && root.dataset.answers && root.dataset.lanes);
+  const before = () => at("steps").textContent.startsWith("step 8 of 30");
+  await until(() => before() && root.dataset.answers && root.dataset.lanes);
   seen.first = root.dataset.charts;
   const pick = document.querySelector(".pick");
   pick.metric.value = "groups/outstanding";
@@ -155,7 +157,8 @@ const until = async (what) => { for (let i = 0; i < 200 && !what(); i++) await w
   seen.chosen = [...document.querySelectorAll("#charts h3")].pop().textContent;
   document.querySelector('[data-do="in"]').click();
   seen.zoomed = document.querySelector("figure.gantt").dataset.window;
-  document.querySelector("canvas").dispatchEvent(new PointerEvent("pointermove", { clientX: 400, clientY: document.querySelector("canvas").getBoundingClientRect().top + 8 }));
+  const canvas = document.querySelector("canvas"), top = canvas.getBoundingClientRect().top + 8;
+  canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: 400, clientY: top }));
   seen.under = document.querySelector("figure.gantt .at").textContent;
   const choose = at("choose");
   choose.verdict.value = "solved";
@@ -165,7 +168,7 @@ const until = async (what) => { for (let i = 0; i < 200 && !what(); i++) await w
   seen.found = document.querySelector(".answer pre").textContent;
   seen.prompt = document.querySelector(".prompt pre").textContent;
   await fetch("/state?ready=1");
-  await until(() => !at("steps").textContent.startsWith("step 8 of 30"));
+  await until(() => !before());
   seen.grown = at("steps").textContent;
   seen.wide = root.scrollWidth - innerWidth;
   seen.pwned = root.dataset.pwned ?? null;
@@ -183,7 +186,7 @@ def test_a_reader_follows_a_run(browser: str, tmp_path: Path, width: int) -> Non
     with served(run, READER) as server:
         state = server.board.routes["/state"]
 
-        def when_asked(asked: dict[str, list[str]]) -> dict[str, object]:
+        def when_asked(asked: Mapping[str, list[str]]) -> dict[str, Any]:
             if "ready" in asked:
                 ready.set()
             return state(asked)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from same_run import same
+
+from ostinato.bench.same_run import same
 
 LIMIT_S = 120
 

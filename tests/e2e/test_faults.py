@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from same_run import same
 
+from ostinato.bench.same_run import same
 from ostinato.cli.app import main
 from ostinato.model.native import BuildError
 from ostinato.model.native import load as load_kernels

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from same_run import same
 
+from ostinato.bench.same_run import same
 from ostinato.report.forecast import forecast_sections
 from ostinato.report.reading import read_run
 from ostinato.run import RunFolder

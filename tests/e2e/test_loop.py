@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,9 @@ def build(
     epoch: int = 12,
     drafts: bool = True,
     run_ahead: bool = False,
+    **plan: Any,
 ) -> tuple[Loop, PolicyTrainer]:
-    """A run in ``path``, resumed from the checkpoint that is there."""
+    """A run in ``path``, resumed from the checkpoint that is there; ``plan`` is more of the plan."""
     folder = RunFolder(path)
     decoder, trainer, checkpoint = trained(folder)
     memory = remembered(folder) if drafts else None
@@ -187,6 +189,7 @@ def build(
             checkpoint_every=2,
             trajectories_every=2,
             flops=FlopModel.of(decoder.config, ADAPTER),
+            **plan,
         ),
         stage=Stage(
             engine=engine,
@@ -285,6 +288,45 @@ def test_drafts_change_no_byte_of_a_run(tmp_path: Path, run_ahead: bool) -> None
     assert sum(row["tokens/accepted"] for row in rows) > 0
     assert not run_ahead or drafting.stage.engine.counters.ahead > 0  # type: ignore[attr-defined]
     assert drafting.folder.history.exists() and len(list(drafting.folder.drafts.rows())) == 8
+
+
+def test_overlap_without_staleness_is_the_synchronous_loop(tmp_path: Path) -> None:
+    """In a thread, with the engine in the event loop, and published to in flight: the same bytes."""
+    (plain, trainer), (overlap, again) = (
+        build(tmp_path / name, steps=6, overlap=name == "overlap") for name in ("plain", "overlap")
+    )
+    for loop in (plain, overlap):
+        asyncio.run(loop.run())
+    assert digest(again) == digest(trainer)
+    rows = [list(loop.folder.metrics.rows()) for loop in (plain, overlap)]
+    assert [row["reward"] for row in rows[0]] == [row["reward"] for row in rows[1]]
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+
+
+class Deliberate(TwoTurns):
+    """Takes its time before it asks again, so that most answers are of two policies."""
+
+    async def step(self, completion: Completion) -> np.ndarray | None:
+        await asyncio.sleep(0.05)
+        return await super().step(completion)
+
+
+def test_with_overlap_it_learns_from_tokens_of_several_policies(tmp_path: Path) -> None:
+    """What began under one policy goes on under the next, and no token is too old."""
+    loop, _ = build(tmp_path, steps=24, epoch=1000, overlap=True, staleness=2)
+    loop.stage = replace(loop.stage, env=Deliberate)
+    assert asyncio.run(loop.run()).why is Finish.DONE
+    rows = list(loop.folder.metrics.rows())
+    rewards = [row["reward"] for row in rows]
+    assert np.mean(rewards[-6:]) > np.mean(rewards[:6]) + 0.1
+    learned = [row for row in rows if not row["empty_step"]]
+    assert max(row["staleness/max"] for row in learned) == 2
+    assert 1 < np.mean([row["staleness/mean"] for row in learned]) < 2
+    policies = [
+        {version for turn in shown["turns"] for version in turn["versions"]}
+        for shown in loop.folder.trajectories.rows()
+    ]
+    assert max(map(len, policies)) > 1
 
 
 @pytest.mark.parametrize("kill_step", [4, 7])

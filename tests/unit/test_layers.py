@@ -40,8 +40,8 @@ ARROWS: dict[str, set[str]] = {
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
     "train": {"types", "protocols", "run", "algo", "model"},
     "cluster": {"timeline", "types", "protocols", "run"},  # and Ray, which nothing else imports
-    "pipeline": {"timeline", "types", "protocols", "jobs", "config", "every", "run", "routes", "algo", "model"}
-    | {"history", "rollout", "train", "ledger"},
+    "pipeline": {"timeline", "types", "protocols", "jobs", "config", "every", "run", "routes", "algo"}
+    | {"model", "history", "rollout", "train", "ledger"},
     "report": LEAVES,
     "board": LEAVES | {"report"},
     "interop": {"types", "protocols", "routes", "algo", "history"},

@@ -22,7 +22,9 @@ from ostinato.pipeline.account import (
     Clock,
     Costs,
     add_totals,
+    busy_by_pool,
     evaluation_work,
+    pipeline_row,
     sampling_flops,
     step_costs,
     step_work,
@@ -32,7 +34,7 @@ from ostinato.pipeline.account import (
 from ostinato.pipeline.credit import Credit
 from ostinato.pipeline.loop import LoopState
 from ostinato.run import RunFolder
-from ostinato.timeline import Kind
+from ostinato.timeline import Kind, Span, pool_of
 from ostinato.types import (
     Batch,
     Completion,
@@ -300,6 +302,43 @@ def test_the_parts_of_a_step_are_all_of_it() -> None:
     assert sum(parts.values()) == pytest.approx(total)
     assert set(clock.busy()) == {"sample", "grade", "train", "measure"}
     assert sum(clock.busy().values()) <= total
+
+
+POOLS = {"samplers": 2, "trainer": 1}
+WORKERS = ["sampler-0", "sampler-1", "trainer", "grader-0", "controller"]
+spans = st.builds(
+    lambda worker, kind, start, seconds: Span(worker=worker, kind=kind, start=start, stop=start + seconds),
+    st.sampled_from(WORKERS),
+    st.sampled_from(list(Kind)),
+    st.floats(0, 9),
+    st.floats(0, 5),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.lists(spans, max_size=6), st.floats(0.1, 4)), max_size=6))
+def test_pools_are_never_busier_than_they_can_be_and_no_second_is_lost(
+    steps: list[tuple[list[Span], float]],
+) -> None:
+    """Spans that are told late are booked in the steps that have room for them."""
+    over: dict[str, dict[str, float]] = {}
+    booked = 0.0
+    for told, seconds in steps:
+        busy, over = busy_by_pool(told, over, POOLS, seconds)
+        assert all(sum(parts.values()) <= seconds * (1 + 1e-9) for parts in busy.values())
+        booked += sum(POOLS[pool] * sum(parts.values()) for pool, parts in busy.items())
+        row = pipeline_row(busy, POOLS, seconds)
+        assert 0 <= row["pipeline/utilisation"] <= 1
+        assert row["pipeline/bubble_share"] == pytest.approx(1 - row["pipeline/utilisation"])
+    booked += sum(POOLS[pool] * sum(parts.values()) for pool, parts in over.items())
+    at_work = {Kind.PREFILL, Kind.DECODE, Kind.GRADE, Kind.PACK, Kind.TRAIN}
+    told_s = sum(
+        span.seconds
+        for told, _ in steps
+        for span in told
+        if span.kind in at_work and pool_of(span.worker) in POOLS
+    )
+    assert booked == pytest.approx(told_s)
 
 
 def test_groups_that_come_back_from_the_spool_are_paid_for_once(tmp_path: Path) -> None:

@@ -254,3 +254,10 @@ def test_one_refused_round_is_played_anew_and_no_other(tmp_path: Path) -> None:
     assert sum(f"policy {state.version} plays them anew" in note for note in resumed.notes) == 1
     rows = [row for row in resumed.folder.trajectories.rows() if row["step"] == 5]
     assert {row["uid"] for row in rows} == {Stream(12).prompt(one.place).uid for one in state.ahead[:3]}
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_in_words() -> None:
+    """It named rounds, from which the groups followed."""
+    ahead = [{"step": 5, "cursor": 16, "retired": 0, "version": 2}]
+    with pytest.raises(ValueError, match="of a version of ostinato that this one does not read"):
+        LoopState(step=4, ahead=ahead)  # type: ignore[arg-type]

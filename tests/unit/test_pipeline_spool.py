@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from small_loop import a_spool
 
 from ostinato.ledger import Ledger
-from ostinato.pipeline.spool import Spool, address
+from ostinato.pipeline.spool import Spool, address, newest_version
 from ostinato.rollout.play import Ask, Stage
-from ostinato.run import RunFolder
+from ostinato.run import JsonlZst, RunFolder
 from ostinato.types import (
     NO_EXPERT,
     Completion,
@@ -121,6 +121,28 @@ def test_what_the_trainer_refused_is_dropped_alone(tmp_path: Path) -> None:
     for found in (again, a_spool(path)):
         taken = [found.take(f"step {step}", ask(step), 0.0) is not None for step in (1, 2, 3)]
         assert taken == [True, False, True]
+
+
+def test_a_group_that_a_later_policy_went_on_with_is_not_given_back(tmp_path: Path) -> None:
+    """It began under policy 2 and has tokens of 3. A run that was resumed at version 2 would train on tokens
+    that are younger than its trainer, of a policy that it may never have."""
+    path = tmp_path / "inflight.jsonl.zst"
+    played = group(np.random.default_rng(3), 1, 1.0, True)
+    newest = newest_version(played)
+    assert newest == max(turn.completion.versions.max() for turn in played.trajectories[0].turns) > 0
+    a_spool(path).put("here", played)
+    assert a_spool(path).take("here", ask(), 0.0, newest - 1) is None
+    assert a_spool(path).take("here", ask(), 0.0, newest) is not None
+
+
+def test_a_group_is_kept_for_as_long_as_a_step_may_train_on_it(tmp_path: Path) -> None:
+    path = tmp_path / "inflight.jsonl.zst"
+    a_spool(path).put("here", group(np.random.default_rng(0), 1, 1.0, False), until=4)
+    for step, there in ((3, True), (4, False)):
+        spool = Spool(path, Ledger(folder=RunFolder(tmp_path)), step=step)
+        assert (spool.take("here", ask(), 0.0) is not None) is there
+        spool.forget(step)
+    assert not list(JsonlZst(path).rows())
 
 
 def test_an_end_torn_by_a_kill_costs_one_group(tmp_path: Path) -> None:

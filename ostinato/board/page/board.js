@@ -1,7 +1,7 @@
 // Follows a run: asks for what has changed once a second, and sets everything that a model said as text.
 "use strict";
 (() => {
-  const EVERY = 1000, HIDDEN = 10000;  // milliseconds between two questions, and while nobody looks
+  const EVERY = 1000, HIDDEN = 10000, REDRAW = 2000;  // milliseconds between two questions, while nobody looks, between two drawings
   const root = document.documentElement, at = (id) => document.getElementById(id);
   const mounted = new Map();  // charts by key
   const revisions = { charts: -1, timeline: -1 };
@@ -196,20 +196,21 @@
 
   // ---- again and again
 
-  let asking = false;
+  let asking = false, drawn = -Infinity;
 
   async function look() {
     if (asking) return;
     asking = true;
     try {
-      const state = await ask("/state");
+      const state = await ask("/state"), now = performance.now(), due = now - drawn > REDRAW;
       showState(state);
-      if (state.revisions.charts !== revisions.charts) {
+      if (due || revisions.charts < 0 || revisions.timeline < 0) drawn = now;
+      if (revisions.charts < 0 || (due && state.revisions.charts !== revisions.charts)) {
         const reply = await ask("/charts", { metric: chosen });
         revisions.charts = reply.revision;
         showCharts(reply.charts);
       }
-      if (state.revisions.timeline !== revisions.timeline) {
+      if (revisions.timeline < 0 || (due && state.revisions.timeline !== revisions.timeline)) {
         const reply = await ask("/timeline", { seconds: stretch.value });
         revisions.timeline = reply.revision;
         showTimeline(reply.pictures);

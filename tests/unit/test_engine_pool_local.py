@@ -1,0 +1,226 @@
+"""A pool of real engines: the tokens, log-probabilities and routes of one engine, bit for bit, wherever they
+are sampled; weights on the wire with proof."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_contract import CONTRACT, Subject, what_can_never_be_answered_is_refused
+from small_world import NATIVE
+
+from ostinato.engine.local import LocalEngine
+from ostinato.engine.pool import EnginePool
+from ostinato.engine.serve import SamplerServer
+from ostinato.jobs import Job, Plan, Worker, least_loaded
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.wire import NotFinite, fingerprint, unpack
+from ostinato.timeline import Kind
+from ostinato.types import Collected, Completion, Publication, Request, Sampling
+
+VOCAB = 61
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXY"
+
+
+@cache
+def tiny() -> Decoder:
+    config: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "initializer_range": 0.3,
+    }
+    return Decoder(parse_config(config), dtype=torch.float32).init_weights(0)
+
+
+def policy(seed: int) -> Adapters:
+    adapters = init_adapters(tiny().config, AdapterSpec(rank=4), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, b in adapters.tensors.values():
+            b.normal_(0, 0.2, generator=generator)
+    return adapters
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(ALPHABET[token] for token in tokens)
+
+
+def engine(name: str = "engine") -> LocalEngine:
+    return LocalEngine(
+        tiny(), kernels=NATIVE, kv_memory_mb=2, context_limit=128, max_batch=6, decode=decode, name=name
+    )
+
+
+class Mortal:
+    """A sampler that is asked between any two passes, and dies when it is asked for the n-th time."""
+
+    def __init__(self, server: SamplerServer, collects: int) -> None:
+        self._server, self._left = server, collects
+        self.start, self.close = server.start, server.close
+
+    async def collect(self, wait_s: float) -> Collected:
+        self._left -= 1
+        if not self._left:
+            raise ConnectionError("killed")
+        return await self._server.collect(min(wait_s, 1e-4))
+
+    async def publish(self, publication: Publication) -> str:
+        return await self._server.publish(publication)
+
+
+def pool(count: int, *, deaths: Sequence[int] = (), **options: Any) -> EnginePool:
+    """``deaths``: after how many collects the first lives end."""
+    left = list(deaths)
+
+    async def spawn(number: int) -> Mortal:
+        name = f"sampler-{number}"
+        server = SamplerServer(engine(name), name, lambda payload: unpack(payload, tiny().config))
+        return Mortal(server, left.pop(0) if left else -1)
+
+    return EnginePool(spawn, count, **{"slots": 6, "silence_s": 20.0, **options})
+
+
+def ask(place: int, sample: int, **sampling: Any) -> Request:
+    tokens = np.random.default_rng(place).integers(0, VOCAB, 5 + 7 * place).astype(np.int32)
+    setting = Sampling(**{"max_tokens": 60, "stop_tokens": (3,), "top_p": 0.9, **sampling})
+    return Request(tokens=tokens, sampling=setting, seed=(3, 1, place, sample), uid=f"p{place}")
+
+
+REQUESTS = [ask(place, sample) for place in range(4) for sample in range(4)]
+
+
+async def collected(ours: Any, requests: Sequence[Request]) -> list[Completion]:
+    found = {index: completion async for index, completion in ours.generate(requests)}
+    return [found[index] for index in range(len(requests))]
+
+
+def same(one: Completion, other: Completion) -> None:
+    assert one.tokens.tolist() == other.tokens.tolist() and one.stop is other.stop and one.text == other.text
+    for name in ("logprobs", "edges", "versions", "experts", "prompt_experts"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    assert one.support is not None and other.support is not None
+    assert np.array_equal(one.support.ids, other.support.ids)
+
+
+def crowded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+    """All to the first worker; what has run there for a while moves on, if its number is odd."""
+    first, last = workers[0], workers[-1]
+    moves = [(job.id, last.id) for job in first.jobs if job.generated >= 3 and job.id % 2]
+    return Plan(starts=tuple((job.id, first.id) for job in waiting), moves=tuple(moves))
+
+
+@pytest.mark.skipif(NATIVE is None, reason="only row-wise kernels give the same bits in any batch")
+@pytest.mark.parametrize("place", [least_loaded, crowded])
+@pytest.mark.parametrize(("count", "deaths"), [(1, ()), (3, ()), (3, (3, 5))])
+def test_any_number_of_samplers_is_one_engine_bit_for_bit(
+    place: Callable[..., Plan], count: int, deaths: tuple[int, ...]
+) -> None:
+    one = engine()
+    one.publish(policy(1), 5)
+    alone = asyncio.run(collected(one, REQUESTS))
+
+    async def main() -> tuple[list[Completion], EnginePool]:
+        ours = pool(count, deaths=deaths, place=place)
+        ours.publish(policy(1), 5)
+        found = await collected(ours, REQUESTS)
+        await ours.close()
+        return found, ours
+
+    found, ours = asyncio.run(main())
+    for mine, theirs in zip(found, alone, strict=True):
+        same(mine, theirs)
+    assert ours.counters["workers/restarts"] == len(deaths) <= ours.counters["workers/redispatched"]
+    assert (ours.counters["workers/migrated"] > 0) == (place is crowded and count > 1)
+    assert {span.kind for span in ours.take_spans()} >= {Kind.START, Kind.PUBLISH}
+
+
+def test_what_is_sent_is_proved_and_what_is_not_finite_is_not_sent() -> None:
+    broken = policy(2)
+    with torch.no_grad():
+        next(iter(broken.tensors.values()))[0].view(-1)[3] = float("nan")
+
+    async def main() -> tuple[list[Completion], EnginePool]:
+        ours = pool(2)
+        ours.publish(policy(1), 1)
+        await ours.ready()
+        with pytest.raises(NotFinite, match="is not finite"):
+            ours.publish(broken, 2)
+        found = await collected(ours, REQUESTS[:2])
+        assert ours.served == (1, fingerprint(policy(1)))
+        await ours.close()
+        return found, ours
+
+    found, ours = asyncio.run(main())
+    assert {version for one in found for version in one.versions.tolist()} == {1}
+    assert ours.counters["workers/restarts"] == 0
+
+
+def test_a_payload_that_was_damaged_on_its_way_costs_a_worker_and_no_token() -> None:
+    """Its values are finite and fit: only the fingerprint tells."""
+    damaged = []
+
+    class Noisy(Mortal):
+        async def publish(self, publication: Publication) -> str:
+            if publication.version == 2 and not damaged:
+                damaged.append(True)
+                payload = bytearray(publication.payload)
+                payload[-2] ^= 1
+                publication = replace(publication, payload=bytes(payload))
+            return await super().publish(publication)
+
+    async def spawn(number: int) -> Noisy:
+        server = SamplerServer(engine(), "sampler-0", lambda payload: unpack(payload, tiny().config))
+        return Noisy(server, -1)
+
+    async def main() -> tuple[list[Completion], EnginePool]:
+        ours = EnginePool(spawn, 1)
+        ours.publish(policy(1), 1)
+        await ours.ready()
+        ours.publish(policy(2), 2)
+        found = await collected(ours, REQUESTS[:3])
+        await ours.close()
+        return found, ours
+
+    found, ours = asyncio.run(main())
+    one = engine()
+    one.publish(policy(2), 2)
+    for mine, theirs in zip(found, asyncio.run(collected(one, REQUESTS[:3])), strict=True):
+        same(mine, theirs)
+    assert ours.counters["workers/restarts"] == 1
+    assert (
+        f"was sent version 2 ({fingerprint(policy(2))}) and serves version 2 (" in ours.status()[0]["cause"]
+    )
+
+
+IN_A_POOL = [promise for promise in CONTRACT if promise is not what_can_never_be_answered_is_refused]
+
+
+@pytest.mark.parametrize("promise", IN_A_POOL, ids=lambda promise: promise.__name__)
+def test_the_pool_keeps_the_promises_of_an_engine(promise: Callable[[Subject], None]) -> None:
+    """But for one: what can never be answered ends as ERROR (the other calls of its worker go on)."""
+    promise(Subject(engine=pool(2), vocab=VOCAB, policies=(policy(1), policy(2)), decode=decode))

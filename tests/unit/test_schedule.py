@@ -1,0 +1,269 @@
+"""Placements: every answer once, equal workers alike, nobody overfull, tiers feasible, migrations of use."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.jobs import Job, Worker
+from ostinato.rollout.schedule import (
+    PREFILL,
+    Policy,
+    lanes,
+    makespan,
+    migrations,
+    outgrown,
+    placement,
+    remaining,
+    tiers,
+)
+
+LENGTHS = st.one_of(st.floats(1, 5000), st.just(math.inf))
+
+
+def affine(batch: int, attended: float) -> float:
+    return 1.0 + 0.1 * batch + 1e-5 * attended
+
+
+@st.composite
+def waits(draw: st.DrawFn, first: int = 0, most: int = 30) -> list[Job]:
+    """Answers to prompts of up to three rounds, in any order; siblings are predicted alike."""
+    groups = draw(st.lists(st.tuples(st.integers(1, 3), LENGTHS, st.integers(1, 4)), max_size=most // 4))
+    jobs = [
+        Job(id=0, step=step, place=place, predicted=predicted, prompt=7)
+        for place, (step, predicted, siblings) in enumerate(groups)
+        for _ in range(siblings)
+    ]
+    jobs = [replace(job, id=first + i) for i, job in enumerate(jobs)]
+    return draw(st.permutations(jobs)) if jobs else []
+
+
+@st.composite
+def teams(draw: st.DrawFn, busy: bool = True) -> list[Worker]:
+    slots = draw(st.integers(1, 12))
+    made = []
+    for id in range(draw(st.integers(1, 6))):
+        held = draw(waits(first=1000 * (id + 1), most=16)) if busy else []
+        had = [replace(job, generated=draw(st.integers(0, 3000))) for job in held[:slots]]
+        made.append(Worker(id=id, slots=slots, jobs=tuple(had), pass_s=affine))
+    return made
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(Policy), waits(), teams())
+def test_every_answer_is_placed_once_or_waits(policy: Policy, waiting: list[Job], team: list[Worker]) -> None:
+    plan = placement(policy)(waiting, team)
+    assert len({job for job, _ in plan.starts}) == len(plan.starts)
+    assert {job for job, _ in plan.starts} <= {job.id for job in waiting}
+    assert {worker for _, worker in plan.starts + plan.moves} <= {worker.id for worker in team}
+    held = {job.id: worker.id for worker in team for job in worker.jobs}
+    assert all(held[job] != worker for job, worker in plan.moves)
+    if policy in (Policy.STATIC, Policy.HISTOPIPE):
+        return  # they deal all that is new at once, and the workers queue
+    got = Counter(worker for _, worker in plan.starts)
+    assert all(got[worker.id] <= worker.slots - len(worker.jobs) for worker in team)
+    room = sum(worker.slots - len(worker.jobs) for worker in team)
+    assert len(plan.starts) == min(room, len(waiting)), "nobody waits while there is room"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(Policy), waits(), teams(busy=False))
+def test_those_that_deal_deal_everything_to_idle_workers(
+    policy: Policy, waiting: list[Job], team: list[Worker]
+) -> None:
+    if policy in (Policy.STATIC, Policy.HISTOPIPE):
+        assert sorted(job for job, _ in placement(policy)(waiting, team).starts) == sorted(
+            job.id for job in waiting
+        )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(Policy), waits(), teams(), st.randoms(use_true_random=False))
+def test_the_order_in_which_workers_and_answers_are_told_changes_nothing(
+    policy: Policy, waiting: list[Job], team: list[Worker], chance: random.Random
+) -> None:
+    """Ties go to the lowest id: a pool that lists its workers in another order plans the same."""
+    place = placement(policy)
+    others, shuffled = chance.sample(team, len(team)), chance.sample(waiting, len(waiting))
+    assert place(shuffled, others) == place(waiting, team)
+
+
+@settings(max_examples=30, deadline=None)
+@given(waits(), st.integers(1, 6))
+def test_equal_workers_are_loaded_alike_whatever_they_are_called(waiting: list[Job], count: int) -> None:
+    for policy in Policy:
+        loads = []
+        for ids in (range(count), range(50, 50 + count)):
+            team = [Worker(id=id, slots=40, pass_s=affine) for id in ids]
+            starts = placement(policy)(waiting, team).starts
+            loads.append(sorted(Counter(worker for _, worker in starts).values()))
+        assert loads[0] == loads[1]
+
+
+def test_an_unknown_placement_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"pipeline\.placement is 'best'; use one of static, least-loaded"):
+        placement("best")
+
+
+def test_a_later_turn_goes_back_to_where_its_prefix_is() -> None:
+    team = [Worker(id=id, slots=4) for id in range(3)]
+    turn = Job(id=1, step=1, place=0, home=2)
+    for policy in (Policy.LEAST_LOADED, Policy.LONGEST_FIRST, Policy.HISTOPIPE):
+        assert placement(policy)([turn], team).starts == ((1, 2),)
+        full = [*team[:2], replace(team[2], jobs=tuple(Job(id=9 + i, step=1, place=9) for i in range(4)))]
+        assert placement(policy)([turn], full).starts == ((1, 0),)
+        assert placement(policy)([turn], team[:2]).starts == ((1, 0),), "its home is lost"
+
+
+def test_siblings_stay_together_while_others_wait() -> None:
+    """A prompt is read once where its siblings are; on a CPU reading is as dear as sampling, and a queue of
+    single answers was slower than none (docs/histopipe.md). A divided group costs less than idling."""
+    team = [Worker(id=id, slots=4) for id in range(2)]
+    known = {"prompt": 30, "predicted": 40.0}
+    waiting = [Job(id=10 * place + n, step=1, place=place, **known) for place in range(4) for n in range(3)]
+    place = placement("least-loaded")
+    first = place(waiting, team).starts
+    assert first == ((0, 0), (1, 0), (2, 0), (10, 1), (11, 1), (12, 1), (20, 0), (30, 1))
+    now = [
+        Worker(id=0, slots=4, jobs=(waiting[0], waiting[6])),  # 1 and 2 have ended
+        Worker(id=1, slots=4, jobs=(*waiting[3:6], waiting[9])),
+    ]
+    left = [job for job in waiting if job.id not in dict(first)]
+    assert place(left, now).starts == ((21, 0), (22, 0)), "its own siblings"
+    assert place(left[2:], now).starts == ((31, 0), (32, 0)), "another's, rather than nothing"
+    long = [replace(job, predicted=4000.0) for job in waiting]
+    spread = [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [worker for _, worker in place(long, team).starts] == spread, "where answers dwarf their prompt"
+
+
+def test_the_longest_are_begun_first_but_no_round_before_an_earlier_one() -> None:
+    waiting = [
+        Job(id=i, step=step, place=i, predicted=tokens)
+        for i, (step, tokens) in enumerate([(2, 900.0), (1, 100.0), (1, 300.0), (2, 50.0), (1, 200.0)])
+    ]
+    plan = placement("longest-first")(waiting, [Worker(id=0, slots=4)])
+    assert [job for job, _ in plan.starts] == [2, 4, 1, 0]
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to give ``parts`` at least one each of ``total``."""
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(1, 500), min_size=1, max_size=3), st.integers(0, 6), st.integers(1, 20))
+def test_tiers_meet_linear_targets_as_well_as_any_division_of_the_workers(
+    means: list[float], spare: int, slots: int
+) -> None:
+    """Everybody gets somebody, nobody is left over, and the twin that tries them all finds nothing better."""
+    longest, workers = sorted(means), len(means) + spare
+    tokens = [16 * mean for mean in longest]
+
+    def seconds(i: int, count: int) -> float:
+        batch = max(1, min(slots, math.ceil(16 / count)))
+        return affine(batch, batch * longest[i] / 2) * max(longest[i], tokens[i] / count / batch)
+
+    last, equal = len(means) - 1, workers // len(means)
+    first = min(1.0, seconds(0, equal) / seconds(last, equal))
+    shares = [first + (1 - first) * (i / last if last else 1.0) for i in range(last + 1)]
+
+    def missed(counts: Sequence[int]) -> float:
+        return max(seconds(i, count) / shares[i] for i, count in enumerate(counts))
+
+    counts = tiers(tokens, longest, [16] * len(means), slots, workers, affine)
+    assert min(counts) >= 1
+    assert sum(counts) == workers
+    assert missed(counts) <= 1.01 * min(map(missed, compositions(workers, len(means))))
+
+
+def test_more_ranking_groups_than_workers_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 ranking groups for 2 workers"):
+        tiers([1.0] * 3, [1.0] * 3, [1] * 3, 4, 2, affine)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 12), st.floats(1, 100), st.floats(0, 50), st.integers(1, 30), st.randoms())
+def test_forth_and_back_leave_no_bubble_where_times_are_linear(
+    ranks: int, first: float, more: float, step: int, chance: random.Random
+) -> None:
+    """z_i + z_(G-1-i) is the same for every rank i: after two rounds all workers end together (section 3 of
+    RhymeRL, arXiv 2508.18588)."""
+    times = [first + more * rank for rank in range(ranks)]
+    chance.shuffle(times)
+    ends = [0.0] * ranks
+    for now in (step, step + 1):
+        places = lanes(np.array(times), 1.0, [1] * ranks, lambda batch, attended: 1.0, now, ranks=ranks)
+        assert sorted(places) == list(range(ranks))
+        for group, worker in enumerate(places):
+            ends[worker] += times[group]
+    assert max(ends) == pytest.approx(min(ends))
+
+
+def passes_until_all_have_ended(left: list[float]) -> float:
+    """The twin of ``makespan``: pass by pass."""
+    seconds, to_go = 0.0, [round(n) for n in left]
+    while to_go := [n for n in to_go if n > 0]:
+        seconds += affine(len(to_go), 0.0)
+        to_go = [n - 1 for n in to_go]
+    return seconds
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 200).map(float), max_size=12))
+def test_makespan_is_what_the_passes_add_up_to(left: list[float]) -> None:
+    assert makespan(left, affine) == pytest.approx(passes_until_all_have_ended(left))
+
+
+@settings(max_examples=50, deadline=None)
+@given(teams(), st.integers(1, 2))
+def test_no_migration_prolongs_what_is_predicted(team: list[Worker], idle: int) -> None:
+    """Counting what is computed again where it goes: the later end of all is not later, move by move."""
+    team = [replace(worker, jobs=()) if worker.id < idle else worker for worker in team]
+    left = {w.id: dict(zip(w.jobs, outgrown(w.jobs).tolist(), strict=True)) for w in team}
+    again = dict.fromkeys(left, 0.0)
+
+    def end() -> float:
+        return max(again[id] + makespan(some.values(), affine) for id, some in left.items())
+
+    moves = migrations(team)
+    assert len({job for job, _ in moves}) == len(moves)
+    before = end()
+    for id, there in moves:
+        here, job = next((w, job) for w, some in left.items() for job in some if job.id == id)
+        left[there][job] = left[here].pop(job)
+        again[there] += (job.prompt + job.generated) / PREFILL * affine(1, 0.0)
+    assert end() <= before + 1e-6
+
+
+def test_an_idle_worker_takes_over_what_holds_the_others_up_unless_passes_cost_the_same() -> None:
+    jobs = tuple(
+        Job(id=i, step=1, place=i, predicted=tokens, prompt=20, generated=10)
+        for i, tokens in enumerate([400.0, 500.0, 600.0, 700.0])
+    )
+
+    def slow(batch: int, attended: float) -> float:
+        return 1.0 * batch
+
+    team = [Worker(id=0, slots=8, jobs=jobs, pass_s=slow), Worker(id=1, slots=8, pass_s=slow)]
+    plan = placement("longest-first")([], team)
+    assert 1 <= len(plan.moves) <= 3
+    free = [replace(worker, pass_s=lambda batch, attended: 1.0) for worker in team]
+    assert placement("longest-first")([], free).moves == ()
+
+
+def test_what_is_not_known_is_taken_to_be_as_the_rest() -> None:
+    jobs = [Job(id=0, step=1, place=0, predicted=100.0, generated=40), Job(id=1, step=1, place=1)]
+    assert remaining(jobs).tolist() == [60.0, 60.0]
+    assert remaining(jobs[1:]).tolist() == [1.0]
+    late = Job(id=2, step=1, place=2, predicted=100.0, generated=1000)
+    assert outgrown([late])[0] == pytest.approx(414.2, abs=0.1)
