@@ -361,6 +361,43 @@ def publish(
     _tell(lambda: bench.run(plan.shortened() if quick else plan, _say), bench.table, json_file)
 
 
+@app.command()
+def faults(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    runs: Annotated[int, typer.Option(min=1, help="Of each fault.")] = 20,
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="This one; may be repeated.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 2,
+    kept: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A line for each run; what it has is not run again.")
+    ] = None,
+    vllm: Annotated[str, typer.Option(metavar="PYTHON", help="That has vLLM, for the faults of it.")] = "",
+) -> None:
+    """Real runs, hurt at random moments: workers killed, a full disk, a poisoned prompt; what is lost."""
+    from ostinato.bench import faults as bench
+
+    if odd := sorted(set(only or ()) - set(bench.NAMES)):
+        raise ValueError(f"--only is {odd[0]!r}; use one of {', '.join(bench.NAMES)}")
+    plan = bench.Plan(faults=tuple(only or bench.NAMES), vllm=vllm, runs=runs, at_once=at_once, kept=kept)
+    _tell(lambda: bench.run(plan.shortened() if quick else plan, _say), bench.table, json_file)
+
+
+@app.command()
+def simulate(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    workers: Annotated[str, typer.Option(help="Samplers, with commas.")] = "16,128,1024",
+    staleness: Annotated[str, typer.Option(help="Of the arms that overlap, with commas.")] = "4",
+    slots: Annotated[int, typer.Option(help="Sequences that a sampler decodes together.")] = 64,
+) -> None:
+    """Placements on simulated samplers: recorded and log-normal lengths, against static and an oracle."""
+    from ostinato.bench import simulate as bench
+
+    sizes, ks = ("16", staleness.split(",")[0]) if quick else (workers, staleness)
+    plan = bench.Plan(workers=_sizes(sizes), staleness=_sizes(ks), slots=slots)
+    _tell(lambda: bench.run(plan, _say), bench.table, json_file)
+
+
 def _range(text: str) -> range:
     first, _, end = text.rpartition(":")
     try:

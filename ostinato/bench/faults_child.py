@@ -1,4 +1,4 @@
-"""A run of ``ostinato bench faults``: ``ostinato train`` as a child, watched from outside, ended in any case."""
+"""A run of ``ostinato bench faults``: ``ostinato train`` as a child, watched from outside, and ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,11 @@ class Heartbeat:
 
 
 class Child:
-    """A command in the folder ``place`` that trains under ``logs``. Time is ``time.time``, as in its files."""
+    """A command in the folder ``place`` that trains under ``logs``. Times are Unix seconds."""
 
     def __init__(self, command: Sequence[str], place: Path, logs: Path, heartbeat: Heartbeat) -> None:
         self.place, self.logs, self._heartbeat, self._begun = place, logs, heartbeat, time.monotonic()
+        self.seen: dict[int, float] = {}  # when the row of a step was there
         self._out, self._errors = place / "out.txt", place / "errors.txt"
         with self._out.open("a") as out, self._errors.open("w") as errors:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -64,6 +65,7 @@ class Child:
         """Whether ``condition`` came true before the run ended or ``limit_s`` were over."""
         limit = time.monotonic() + limit_s
         while not condition():
+            self._look()
             if self.ended or time.monotonic() > limit:
                 return condition()
             time.sleep(POLL_S)
@@ -72,6 +74,10 @@ class Child:
     def sleep(self, seconds: float) -> bool:
         """Whether the run still goes on afterwards."""
         return not self.until(lambda: False, seconds) and not self.ended
+
+    def _look(self) -> None:
+        for row in self.rows():
+            self.seen.setdefault(row["step"], time.time())
 
     @property
     def folder(self) -> Path | None:
@@ -98,6 +104,10 @@ class Child:
         lines = [line for line in self._errors.read_text(errors="replace").splitlines() if line.strip()]
         ours = [line for line in lines if line.startswith("ostinato: ")]
         return (ours or lines or [""])[-1][:600]
+
+    def forgive(self) -> None:
+        """Being stopped until now does no harm."""
+        self._begun = time.monotonic()
 
     # ---- its processes
 
@@ -165,7 +175,7 @@ def _stat(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[1])
 
 
-def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Whole rows of a log that grows."""
     if path.exists():
         for line in path.read_text().splitlines(keepends=True):

@@ -16,21 +16,24 @@ from pathlib import Path
 from typing import Any
 
 PLAN, STRUCK, CALLS = Path("fault.json"), Path("struck"), Path("graded")
-VERDICT_S = 0.2  # that a group takes to be judged: time for something to happen, which costs no core
+VERDICT_S = 0.2  # that a group takes to be judged, or verdict_s: time to be hurt in, which costs no core
 NEVER_S = 3600.0
 
 
 def planned(kind: str) -> dict[str, Any]:
     """What fault.json says of this kind of fault; nothing where it is of another, or not there."""
-    plan = json.loads(PLAN.read_text()) if PLAN.exists() else {}
+    plan = _plan()
     return plan if plan.get("kind") == kind else {}
+
+
+def _plan() -> dict[str, Any]:
+    return json.loads(PLAN.read_text()) if PLAN.exists() else {}
 
 
 def struck() -> None:
     """The first time is what counts."""
     if not STRUCK.exists():
         STRUCK.write_text(repr(time.time()))
-
 
 
 def graded(completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -43,7 +46,7 @@ def graded(completions: Sequence[Any], **columns: Any) -> list[float]:
         if plan and CALLS.stat().st_size == plan["call"]:
             struck()
             hang(plan["in_c"])
-        time.sleep(VERDICT_S)
+        time.sleep(_plan().get("verdict_s", VERDICT_S))
     return [text.count("1") / (1 + len(text)) for text in texts]
 
 

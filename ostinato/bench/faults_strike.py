@@ -103,8 +103,9 @@ def pause(*names: str, workers: int) -> Strike:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        seen = len(child.rows())
-        return Struck(at=at, how=f"{name}, {when}", sign=lambda row: row["step"] > seen)
+        seen, replaced = len(child.rows()), counted("workers/restarts")
+        sign = lambda row: row["step"] > seen or replaced(row)  # noqa: E731
+        return Struck(at=at, how=f"{name}, {when}", sign=sign)
 
     return strike
 
@@ -116,7 +117,9 @@ def planted(*signs: str) -> Strike:
         told = child.place / STRUCK
         if not child.until(told.exists, START_S):
             return None
-        return Struck(at=float(told.read_text()), how=(child.place / "fault.json").read_text(), sign=counted(*signs))
+        return Struck(
+            at=float(told.read_text()), how=(child.place / "fault.json").read_text(), sign=counted(*signs)
+        )
 
     return strike
 

@@ -25,8 +25,9 @@ from ostinato.cli.caveats import caveats, own_weights
 from ostinato.cli.drafts import Memory, save_history
 from ostinato.cli.evaluations import downstream_prompts, evaluations
 from ostinato.cli.forecast import new_forecaster
+from ostinato.cli.graders import new_grader
 from ostinato.cli.models import load_decoder, newest_checkpoint
-from ostinato.cli.parts import Say, check, new_engine, new_grader, shares
+from ostinato.cli.parts import Say, check, new_engine, shares
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.env.dialogue import Dialogue, resolve_tools

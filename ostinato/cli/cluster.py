@@ -195,12 +195,12 @@ class Hire:
     cluster: Cluster
     recipe: Recipe
     folder: Path
-    workers: str  # a module with functions for each kind
+    workers: str  # the module that makes samplers and trainers
 
     def _remote(self, worker: str, factory: str, **arguments: Any) -> RayRemote:
         told = {"recipe": dump_toml(self.recipe), **arguments}
         start_s = self.recipe.cluster.start_s
-        return self.cluster.remote(worker, f"{self.workers}:{factory}", told, start_s=start_s)
+        return self.cluster.remote(worker, factory, told, start_s=start_s)
 
     def where(self, worker: str) -> dict[str, Any]:
         """Process and host, while it has one."""
@@ -213,7 +213,9 @@ class Hire:
         async def spawn(index: int) -> Sampler:
             name = f"sampler-{index}"
             history = str((self.folder / "history.bin").absolute())
-            return SamplerLink(self._remote(name, "sampler", name=name, history=history), section.silence_s)
+            return SamplerLink(
+                self._remote(name, f"{self.workers}:sampler", name=name, history=history), section.silence_s
+            )
 
         return EnginePool(
             spawn,
@@ -231,7 +233,7 @@ class Hire:
     def trainer(self) -> TrainerLink:
         refused = str((self.folder / "refused").absolute())
         return TrainerLink(
-            lambda: self._remote("trainer", "trainer", refused=refused),
+            lambda: self._remote("trainer", f"{self.workers}:trainer", refused=refused),
             within_s=self.recipe.pipeline.watch_s,
             max_restarts=self.recipe.cluster.max_restarts,
         )
@@ -240,7 +242,7 @@ class Hire:
         reward, section = self.recipe.reward, self.recipe.cluster
 
         def spawn(index: int) -> RayRemote:
-            return self._remote(f"grader-{index}", "grader", name=f"grader-{index}")
+            return self._remote(f"grader-{index}", "ostinato.cli.graders:grader", name=f"grader-{index}")
 
         calls = 2 * len(reward.functions)  # each may hang once and die once
         return GraderLink(

@@ -66,7 +66,7 @@ def hired(
     prepared: Prepared, folder: Path, memory: Memory | None, say: parts.Say, workers: str
 ) -> Iterator[tuple[Prepared, Crew]]:
     """The crew that the recipe asks for, and what it has prepared to work with, until the context ends.
-    ``folder`` is of the run, ``workers`` the module whose functions make those of a cluster."""
+    ``folder`` is of the run, ``workers`` the module that makes those of a cluster."""
     if prepared.recipe.cluster.samplers:
         from ostinato.cli.cluster import clustered
 

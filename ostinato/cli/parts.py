@@ -26,7 +26,6 @@ from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import load_peft
 from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.render import Renderer
-from ostinato.reward.workers import WorkerGrader
 from ostinato.train.optimizer import OptimizerSettings, Schedule
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Microbatch
@@ -178,16 +177,6 @@ def kernels(recipe: Recipe, decoder: Decoder, say: Say) -> Kernels | None:
     except BuildError as error:
         say(f"native kernels are not used: {error}")
         return None
-
-
-def new_grader(recipe: Recipe) -> WorkerGrader:
-    """The recipe's reward functions in children of this process."""
-    return WorkerGrader(
-        list(recipe.reward.functions),
-        weights=list(recipe.reward.weights) or None,
-        timeout_s=recipe.reward.timeout_s,
-        workers=recipe.reward.workers,
-    )
 
 
 def shares(recipe: Recipe) -> bool:

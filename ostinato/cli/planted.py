@@ -17,7 +17,6 @@ from ostinato.bench.faults_planted import planned, struck
 from ostinato.cli import workers
 from ostinato.cli.failure import RunFailed
 from ostinato.cli.session import learn
-from ostinato.cli.workers import grader
 from ostinato.cluster.trainer import Snapshot, Stepped, TrainerServer
 from ostinato.engine.serve import SamplerServer
 from ostinato.types import Batch, Collected, Publication, Request
@@ -42,11 +41,16 @@ class Poisoned:
         self._sampler, self._place, self._within_s = sampler, place, within_s
 
     async def start(self, calls: Sequence[tuple[int, Request]], drop: Sequence[int] = ()) -> None:
-        if any(request.seed[-2] == self._place for _, request in calls):
+        others = [call for call in calls if not self._is_poison(call[1].seed)]
+        if len(others) < len(calls):
             struck()
             after = random.uniform(0, self._within_s)
             asyncio.get_running_loop().call_later(after, os.kill, os.getpid(), signal.SIGKILL)
-        await self._sampler.start(calls, drop)
+        await self._sampler.start(others, drop)
+
+    def _is_poison(self, seed: Sequence[int]) -> bool:
+        """Of (run, step, place, sample); an evaluation has step 0."""
+        return seed[1] > 0 and seed[2] == self._place
 
     async def collect(self, wait_s: float) -> Collected:
         return await self._sampler.collect(wait_s)
@@ -94,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-__all__ = ["Poisoned", "Spoilt", "grader", "main", "sampler", "trainer"]
+__all__ = ["Poisoned", "Spoilt", "main", "sampler", "trainer"]
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -46,14 +46,14 @@ class Outcome:
     exported: Mapping[str, Any] | None = None
 
 
-WORKERS = "ostinato.cli.workers"  # the module whose functions make the workers of a cluster
+WORKERS = "ostinato.cli.workers"  # makes the samplers and trainers of a cluster
 
 
 def learn(
     recipe: Recipe | str | Path, *overrides: str, quiet: bool = False, workers: str = WORKERS
 ) -> Outcome:
     """Train what ``recipe`` says, from the start, in a new run folder. The command ``train`` is this.
-    ``workers`` names a module with the functions of ``cli.workers``, where a cluster's are made otherwise.
+    ``workers`` names the module that makes samplers and trainers of a cluster, as ``cli.workers`` does.
 
     Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
     """

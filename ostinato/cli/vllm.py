@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ostinato.cli.failure import RunFailed
 from ostinato.config import Recipe
 from ostinato.engine.vllm import COLDEST, VllmEngine
-from ostinato.engine.vllm_server import Serve, Server, VllmAt, VllmChild
+from ostinato.engine.vllm_server import Serve, Server, VllmAt, VllmChild, VllmFailed
 from ostinato.model.decoder import Decoder
 from ostinato.render import Renderer
 
@@ -24,11 +25,6 @@ PROBE_TOKENS = 48  # of the prompt that policies are proven on
 def check_vllm(recipe: Recipe) -> None:
     """Raises ValueError for what cannot be had with vLLM, with one sentence."""
     engine, rollout = recipe.engine, recipe.rollout
-    if recipe.cluster.samplers:
-        raise ValueError(
-            f'cluster.samplers is {recipe.cluster.samplers} with engine.backend "vllm", which is one server; '
-            "let it spread over devices by engine.server_args, and set cluster.samplers to 0"
-        )
     if recipe.adapter.kind == "full":
         raise ValueError(
             'engine.backend is "vllm" with adapter.kind "full"; vLLM is sent adapters: use "lora"'
@@ -95,22 +91,25 @@ def vllm_engine(
     """The engine on a server that is started in, or found, and left with the context. ``model`` is the base's
     folder, ``prompt`` ([P] token ids) any of the run's, ``folder`` where adapters and the log go.
 
-    Raises ValueError for a server that cannot do it, and ``engine.vllm_server.VllmFailed``.
+    Raises ValueError for a server that cannot do it, and RunFailed for one that is not there.
     """
     check_model(recipe, decoder)
-    cluster = recipe.cluster
-    if not recipe.engine.address:
-        say(f"vLLM is started; its log is {folder / 'server.log'}")
-    engine = VllmEngine(
-        _server(recipe, decoder, model, folder),
-        decoder,
-        folder=folder,
-        decode=renderer.decode,
-        probe=prompt[:PROBE_TOKENS],
-        silence_s=cluster.silence_s,
-        max_restarts=cluster.max_restarts,
-        say=say,
-    )
+    cluster, server = recipe.cluster, _server(recipe, decoder, model, folder)
+    where = recipe.engine.address or f"started here, its log {folder / 'server.log'}"
+    say(f"vLLM         {where}; waited for {cluster.start_s:g} s at most")
+    try:
+        engine = VllmEngine(
+            server,
+            decoder,
+            folder=folder,
+            decode=renderer.decode,
+            probe=prompt[:PROBE_TOKENS],
+            silence_s=cluster.silence_s,
+            max_restarts=cluster.max_restarts,
+            say=say,
+        )
+    except VllmFailed as error:
+        raise RunFailed(f"{error}; no run was begun") from error
     try:
         yield engine
     finally:

@@ -13,7 +13,6 @@ from pathlib import Path
 from ostinato.cli import parts
 from ostinato.cli.drafts import Memory, new_memory
 from ostinato.cli.models import load_decoder
-from ostinato.cluster.graders import GraderServer
 from ostinato.cluster.trainer import TrainerServer
 from ostinato.config import Recipe
 from ostinato.engine.serve import SamplerServer
@@ -42,12 +41,6 @@ def trainer(recipe: str, refused: str) -> TrainerServer:
     return TrainerServer(parts.new_trainer(told, decoder, adapters, parts.save_refused(Path(refused))))
 
 
-def grader(recipe: str, name: str) -> GraderServer:
-    """Reward functions in killable children of the worker."""
-    told, _ = _read(recipe)
-    return GraderServer(parts.new_grader(told), name)
-
-
 class Remembering:
     """What ``SamplerServer`` tells of answers that others sampled: drafts for the prompt's next epoch."""
 
@@ -68,4 +61,4 @@ def _say(line: str) -> None:
     """The driver has said it."""
 
 
-__all__ = ["grader", "sampler", "trainer"]
+__all__ = ["sampler", "trainer"]

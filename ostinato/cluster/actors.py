@@ -21,7 +21,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -36,8 +35,9 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ostinato.cluster.host import BUILD, Host, Place
-from ostinato.cluster.remote import ClusterLost, WorkerGone, outcome, sealed
+from ostinato.cluster.host import BUILD, Host, Place, here
+from ostinato.cluster.remote import ClusterLost, WorkerFault, WorkerGone, outcome, sealed
+from ostinato.cluster.witness import witness
 
 SLICE_S = 1.0  # between two looks at the cluster and the clock while an answer is awaited
 HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
@@ -92,8 +92,10 @@ class Cluster:
         if pin and not hasattr(os, "sched_setaffinity"):
             raise ValueError(f"cluster.pin is true, but {sys.platform} cannot pin a process; set it to false")
         joined = ray.is_initialized()
-        folder = None if joined else _begin(address, wants)
+        folder = None if joined or address else _short_folder()
         with witness(last_words, folder):
+            if not joined:
+                _begin(address, wants, folder)
             cluster = cls(wants, pin=pin, silence_s=silence_s, folder=folder)
             try:
                 cluster._reserve(start_s)
@@ -199,11 +201,20 @@ class RayRemote:
             return self._handle.call.remote(number, method, payload)
 
     async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
-        payload = self._cluster.shelf(*arguments) if shared else sealed(arguments)
+        with self._named(method):
+            payload = self._cluster.shelf(*arguments) if shared else sealed(arguments)
         reference = self._send(method, payload)
         if self.place is None:
-            self.place = outcome(await self._answer(self._build, BUILD, self._start_s))
+            self._arrive(outcome(await self._answer(self._build, BUILD, self._start_s)))
         return outcome(await self._answer(reference, method, within_s))
+
+    def _arrive(self, place: Place) -> None:
+        if place.ostinato != (ours := here().ostinato):
+            raise WorkerFault(
+                f"{self.name} on {place.host} has ostinato {place.ostinato} and this process {ours}; install "
+                "one version on all hosts"
+            )
+        self.place = place
 
     async def _answer(self, reference: Any, method: str, within_s: float) -> bytes:
         """Time is counted in slices of the event loop: while somebody blocks it, nobody is late."""
@@ -221,7 +232,7 @@ class RayRemote:
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
         reference = self._send(method, sealed(arguments))
         if self.place is None:
-            self.place = outcome(self._awaited(self._build, BUILD, self._start_s))
+            self._arrive(outcome(self._awaited(self._build, BUILD, self._start_s)))
         return outcome(self._awaited(reference, method, within_s))
 
     def _awaited(self, reference: Any, method: str, within_s: float) -> bytes:
@@ -297,32 +308,13 @@ class Watch:
                 return
 
 
-@contextlib.contextmanager
-def witness(sentence: str, folder: Path | None) -> Iterator[None]:
-    """If this process ends in the block, however it does: somebody says ``sentence`` and removes ``folder``.
-
-    A shell that waits at the other end of a pipe, which the kernel closes for those who cannot.
-    """
-    script = (
-        'read -r word; [ "$word" = done ] && exit; echo "$1" >&2; [ -z "$2" ] || { sleep 5; rm -rf "$2"; }'
-    )
-    command = ["/bin/sh", "-c", script, "witness", sentence, str(folder or "")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as other:
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                other.communicate(b"done\n")
-
-
-def _begin(address: str, wants: Sequence[Want]) -> Path | None:
-    """Join Ray, or start one; its folder, where it was started here. Signals stay ours."""
+def _begin(address: str, wants: Sequence[Want], folder: Path | None) -> None:
+    """Join the Ray at ``address``, or start one in ``folder``. Signals stay ours."""
     if address not in ("", "auto"):
         reach(address)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     mine = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
-    folder = None if address else _short_folder()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
     try:
         if folder is None:
@@ -341,11 +333,16 @@ def _begin(address: str, wants: Sequence[Want]) -> Path | None:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
             raise ValueError(f"no Ray could be started on this machine: {words(error)}") from error
-        raise ValueError(_nobody(address, words(error))) from error
+        if address == "auto":
+            raise ValueError(_nobody(address, words(error))) from error
+        raise ValueError(
+            f"cluster.address is {address!r}, where somebody answers, but no Ray that this process may join "
+            f"({words(error)}); it has to be of this version ({ray.__version__}), and where it asks for a "
+            "token (RAY_AUTH_MODE=token) this process needs both"
+        ) from error
     finally:
         if mine:
             signal.signal(signal.SIGTERM, handler)
-    return folder
 
 
 def reach(address: str) -> None:
@@ -389,8 +386,9 @@ def words(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if "connection error code 2" in text:
         return "its process ended, as one does that is killed or out of memory"
-    detail = text.rpartition("Worker exit detail:")[2] or text.rpartition("The actor is dead because")[2]
-    told = re.split(r"\. (?:Some common|There are some|To troubleshoot)", detail.strip() or text)[0]
+    for lead in ("The actor is dead because ", "Worker exit detail: "):
+        text = text.rpartition(lead)[2]
+    told = re.split(r"\. (?:Some common|There are some|To troubleshoot)", text)[0]
     return f"{type(error).__name__}: {told.rstrip('.')[:300]}"
 
 

@@ -6,7 +6,9 @@ who reads them, and what a method raises is raised at the caller as itself.
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
 import traceback
 from typing import Any, Protocol
 
@@ -43,7 +45,27 @@ class Remote(Protocol):
 
 
 def sealed(value: Any) -> bytes:
-    return pickle.dumps(value, protocol=5)
+    """A pickle; tensors go as their bytes, several times faster than as torch has them pickled."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(value)
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")  # not imported for it: where it is not, there is no tensor
+        if torch is None or type(value) is not torch.Tensor:
+            return NotImplemented
+        if value.device.type != "cpu" or value.layout != torch.strided or value.requires_grad:
+            return NotImplemented
+        raw = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (raw, value.dtype, tuple(value.shape))
+
+
+def _tensor(raw: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    return (
+        sys.modules["torch"].from_numpy(raw).view(dtype).reshape(shape)
+    )  # its dtype has brought torch along
 
 
 def opened(payload: bytes) -> Any:

@@ -315,7 +315,7 @@ class EnginePool:
                 self._deal(call, alive[places[call.prompt]])
         open = [worker.as_job_worker() for id, worker in alive.items() if id not in closed]
         jobs = [call.job() for call in waiting if call.prompt not in alone]
-        plan = self._place(jobs, open)
+        plan = self._place(jobs, open) if open else Plan()
         if jobs and not plan.starts and open and not any(worker.jobs for worker in open):
             plan = least_loaded(jobs, open)  # whatever a placement waits for, nothing will happen by itself
         self._follow(plan, alive)

@@ -119,6 +119,9 @@ class VllmEngine:
             self._policy = self._written(None, 0)
             self._install(self._policy)
             self._prove_the_base()
+        except Unreachable as lost:
+            server.close()
+            raise VllmLost(f"vLLM was lost before any work: {lost}; {server.why()}") from lost
         except BaseException:  # nobody else knows of the server yet
             server.close()
             raise

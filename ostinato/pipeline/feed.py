@@ -95,10 +95,10 @@ class Rule:
     def _overdue(self, left: Sequence[Admission], finished: int) -> list[Admission]:
         """Who is left behind by a batch, where up to some deadline they are more than the steps until then
         have places for."""
-        for steps in range(self.staleness + 1):
-            due = [one for one in left if self.deadline(one) <= finished + steps]
-            if len(due) > steps * self.prompts:
-                return due
+        order = sorted(left, key=self.deadline)
+        for i, one in enumerate(order):
+            if self.deadline(one) < finished + 1 + i // self.prompts:
+                return [other for other in order if self.deadline(other) <= self.deadline(one)]
         return []
 
     def too_old(self, held: Sequence[Admission], finished: int) -> tuple[int, ...]:
@@ -161,6 +161,7 @@ class Feed:
     _fresh: dict[int, Played] = field(default_factory=dict)  # by place
     _unjudged: dict[int, Played] = field(default_factory=dict)  # may still make their prompts leave
     _given_up: list[asyncio.Task[Played]] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)  # somebody has ended
     _num_admitted: int = 0
     _num_anew: int = 0
 
@@ -214,7 +215,7 @@ class Feed:
             choice = self.rule.choose(self._admissions(), finished)
             if not choice.awaited:
                 return self._take(choice, finished, version)
-            await asyncio.wait(self._tasks(), return_when=asyncio.FIRST_COMPLETED)
+            await self._news.wait()
 
     def admit(self, finished: int, version: int) -> None:
         """As many as there is room for."""
@@ -240,8 +241,8 @@ class Feed:
 
     async def drain(self) -> None:
         """Let all that is on its way end. What has ended is in the spool."""
-        while tasks := self._tasks():
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        while self.running:
+            await self._news.wait()
             self._hear()
             self._raise()
 
@@ -272,6 +273,7 @@ class Feed:
 
     def _hear(self) -> None:
         """Take in who has ended."""
+        self._news.clear()
         for place, one in self._held.items():
             if one.task is not None and one.task.done() and not _broken(one.task):
                 one.played = self._fresh[place] = self._unjudged[place] = one.task.result()
@@ -330,6 +332,7 @@ class Feed:
             return played
 
         held.task = asyncio.create_task(play())
+        held.task.add_done_callback(lambda task: self._news.set())
 
     def _take(self, choice: Choice, finished: int, version: int) -> Taken:
         batch, stale = ([self._held.pop(place) for place in some] for some in (choice.batch, choice.stale))

@@ -173,6 +173,7 @@ class Loop:
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
                 raise NoSignal(self._no_signal())
         if signals.received is signal.SIGTERM:
+            self._doing = f"what is on its way after step {self.state.step} may end"
             await signals.bounded(self._feed.drain())
 
     @property

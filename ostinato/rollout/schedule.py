@@ -28,7 +28,7 @@ import numpy as np
 from ostinato.jobs import Job, Placement, Plan, Worker
 
 RANKS = 2  # ranking groups of histopipe: more were worse in every simulation (docs/histopipe.md)
-READ_SHARE = 0.05  # of the tokens that are sampled: what may be read again for the sake of balance
+READ_SHARE = 0.02  # of the tokens that are sampled: what may be read again for the sake of balance
 GAIN = 0.1  # of the time until the later of two workers ends: what a migration has to save
 PREFILL = 64  # tokens that are computed again in the time of a pass
 

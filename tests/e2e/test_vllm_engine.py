@@ -21,7 +21,7 @@ import torch
 from engine_contract import CONTRACT, Subject, collected
 
 from ostinato.engine.vllm import VllmEngine
-from ostinato.engine.vllm_server import Serve, VllmChild, VllmWrong
+from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, VllmWrong
 from ostinato.model.attention import CausalAttention, NaiveCache
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
@@ -197,3 +197,16 @@ def test_many_requests_at_once(world: Subject) -> None:
         for i in range(150)
     ]
     assert all(len(said.tokens) == 3 for said in world.run(requests))
+
+
+def test_a_server_given_by_address_serves_the_next_engine(world: Subject, tmp_path: Path) -> None:
+    """What the engine before it had published is replaced, and may be published again."""
+    first = engine_of(world)
+    server = VllmAt(first._server.address)
+    second = VllmEngine(server, first._decoder, folder=tmp_path, decode=world.decode)
+    second.publish(world.policies[1], 70)
+    taken = replace(world, engine=second)
+    assert all((said.versions == 70).all() for said in taken.run(world.many(4)))
+    second.close()
+    first.publish(world.policies[0], 12)
+    assert all((said.versions == 12).all() for said in world.run(world.many(4)))

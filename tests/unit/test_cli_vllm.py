@@ -41,7 +41,7 @@ def test_what_vllm_cannot_do_is_refused(sections: dict[str, Any], sentence: str)
 
 
 def test_samplers_of_a_cluster_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"cluster\.samplers is 2"):
+    with pytest.raises(ValueError, match=r"cluster\.samplers 2, but vLLM"):
         check(recipe(cluster={"samplers": 2}))
 
 

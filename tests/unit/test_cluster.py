@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,6 +107,22 @@ def test_arrays_arrive_writable() -> None:
     values = outcome(answer(np.arange(3)))
     values += 1
     assert values.tolist() == [1, 2, 3]
+
+
+def test_tensors_arrive_as_they_were_sent() -> None:
+    sent = {
+        "weights": torch.randn(3, 4),
+        "moment": torch.randn(5, 2).to(torch.bfloat16),
+        "turned": torch.arange(6).reshape(2, 3).t(),
+        "step": torch.tensor(7.0),
+        "none": torch.empty(0, 3),
+        "leaf": torch.ones(2, requires_grad=True),
+    }
+    came = outcome(answer(sent))
+    for name, tensor in sent.items():
+        assert came[name].dtype == tensor.dtype and torch.equal(came[name], tensor), name
+        assert came[name].requires_grad == tensor.requires_grad
+    came["weights"] += 1  # its own, and writable
 
 
 # ---- the worker's side

@@ -43,10 +43,9 @@ def mixed(seed: int) -> Any:
     """A placement full of whims: it may wait, deal more than there is room for, and move anything."""
 
     def place(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+        assert workers, "a placement is asked where somebody can work"
         rng = np.random.default_rng([seed, len(waiting), *(len(worker.jobs) for worker in workers)])
         ids = [worker.id for worker in workers]
-        if not ids:
-            return Plan()
         starts = [(job.id, int(rng.choice(ids))) for job in waiting if rng.random() < 0.7]
         running = [job.id for worker in workers for job in worker.jobs]
         return Plan(

@@ -156,6 +156,38 @@ def test_a_step_does_not_leave_more_behind_than_the_next_ones_can_take() -> None
     assert rule.choose(held((0, 0, False), (1, 1, False), (2, 1, True)), 1) == Choice(batch=(2,))
 
 
+def overdue_slow(rule: Rule, left: Sequence[Admission], finished: int) -> set[int]:
+    """By counting, deadline after deadline."""
+    for steps in range(rule.staleness + 1):
+        due = [one for one in left if rule.deadline(one) <= finished + steps]
+        if len(due) > steps * rule.prompts:
+            return {one.place for one in due}
+    return set()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12), st.integers(1, 3), st.integers(0, 4)
+)
+def test_who_is_overdue_against_the_slow_twin(
+    groups: list[tuple[int, bool]], prompts: int, staleness: int
+) -> None:
+    finished = 4
+    some = held(*((place, min(finished, step), ended) for place, (step, ended) in enumerate(groups)))
+    some = [one for one in some if one.step + staleness >= finished]
+    rule = Rule(prompts=prompts, staleness=staleness, steps=99, overlap=True)
+    order = sorted((one for one in some if one.ended), key=lambda one: (one.step, one.place))
+    batch = [one.place for one in order[:prompts]]
+    left = [one for one in some if one.place not in batch]
+    running = {one.place for one in some if not one.ended}
+    late = overdue_slow(rule, left, finished) & running
+    choice = rule.choose(some, finished)
+    if late or len(batch) < min(prompts, len(some)):
+        assert set(choice.awaited) == (late or running)
+    else:
+        assert choice == Choice(batch=tuple(sorted(batch)))
+
+
 def test_nobody_on_the_way_is_neither_a_batch_nor_a_wait() -> None:
     for overlap in (False, True):
         assert Rule(prompts=2, staleness=1, steps=9, overlap=overlap).choose([], 3) == Choice()

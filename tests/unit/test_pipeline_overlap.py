@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_loop import TEN_A_ROW, BanditTrainer, Bench, IsRight, Killed, deterministic
 
+from ostinato.cli.parts import check
+from ostinato.config import Recipe
 from ostinato.ledger import Ledger, Terms, read, summary
 from ostinato.pipeline.feed import Late
 from ostinato.pipeline.loop import Finish, LoopState, TooOld
@@ -43,6 +46,13 @@ class Slow(IsRight):
                 raise Killed
         await asyncio.sleep(self.random.choice([0.0, 0.0, 0.0, 0.001, 0.004]))
         return await super().grade(group)
+
+
+class Lesson(IsRight):
+    """There is something to learn from every group."""
+
+    async def grade(self, group: Group) -> list[Reward]:
+        return [Reward(value=float(i % 2)) for i in range(len(group.trajectories))]
 
 
 def overlapped(path: Path, **changes: Any) -> Bench:
@@ -234,7 +244,7 @@ def test_sigterm_drains_what_is_on_its_way_into_the_spool(tmp_path: Path) -> Non
 
 
 def test_a_drain_ends_with_the_grace_period_and_training_does_not(tmp_path: Path) -> None:
-    class Stuck(IsRight):
+    class Stuck(Lesson):
         async def grade(self, group: Group) -> list[Reward]:
             if int(group.prompt.uid[1:]) >= 4:
                 await asyncio.sleep(60)
@@ -256,7 +266,7 @@ def test_a_drain_ends_with_the_grace_period_and_training_does_not(tmp_path: Path
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_trainer(tmp_path: Path) -> None:
-    bench = overlapped(tmp_path, steps=9, checkpoint_every=1)
+    bench = overlapped(tmp_path, steps=9, checkpoint_every=1, grader=Lesson())
     learn, let_go = bench.trainer.step, threading.Event()
 
     def learns(batch: Batch) -> StepReport:
@@ -301,7 +311,7 @@ def test_tokens_are_progress(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_hangs_is_named_and_not_saved(tmp_path: Path) -> None:
-    bench = overlapped(tmp_path, steps=9, watch_s=0.1)
+    bench = overlapped(tmp_path, steps=9, watch_s=0.1, grader=Lesson())
     let_go = threading.Event()
 
     def hangs(batch: Batch) -> StepReport:
@@ -317,19 +327,12 @@ def test_a_trainer_that_hangs_is_named_and_not_saved(tmp_path: Path) -> None:
 
 def test_a_batch_that_is_too_old_is_refused_by_name(tmp_path: Path) -> None:
     """The feed does not let it happen; if it did, nothing would be learned from it."""
-    bench = overlapped(tmp_path, steps=9, staleness=3, grader=IsRight())
-    bench.loop.__dict__["plan"] = bench.loop.plan
-    feed = bench.loop._new_feed
-    del feed
-    run = bench.loop._run
+    bench = overlapped(tmp_path, steps=9, staleness=3, grader=Lesson())
 
-    async def narrower() -> Any:
-        bench.loop.on_step = lambda row: setattr(
-            bench.loop, "plan", Bench(tmp_path, steps=9, prompts_per_step=2, overlap=True).loop.plan
-        )
-        return await run()
+    def on_step(row: Any) -> None:  # behind the back of the feed
+        bench.loop.plan = replace(bench.loop.plan, staleness=0)
 
-    bench.loop._run = narrower  # type: ignore[method-assign]
+    bench.loop.on_step = on_step
     with pytest.raises(TooOld, match=r"tokens that are \[1\] versions old where pipeline\.staleness is 0"):
         bench.run()
     assert bench.saved[-1][0]["step"] == 1 and len(bench.trainer.ages) == 1
@@ -367,10 +370,10 @@ def test_what_is_dropped_as_stale_is_counted(tmp_path: Path) -> None:
 
 
 def test_the_tokens_of_what_had_ended_and_is_stale_are_wasted(tmp_path: Path) -> None:
-    """k = 2, one group a step. p1 and p2 end while step 2 trains on p3, which had ended before them; then both
-    are due, and only one can be trained on."""
+    """k = 2, one group a step. p1 and p2 end while step 2 trains on p3, which had ended before; then both are
+    due, and only one can be trained on."""
 
-    class Held(IsRight):
+    class Held(Lesson):
         def __init__(self) -> None:
             super().__init__()
             self.may_end = threading.Event()
@@ -454,7 +457,7 @@ def test_sampling_goes_on_while_the_trainer_learns(tmp_path: Path) -> None:
     """The trainer waits until a group has ended that was admitted when its batch had been taken."""
     ended = threading.Event()
 
-    class Tells(IsRight):
+    class Tells(Lesson):
         async def grade(self, group: Group) -> list[Reward]:
             if group.prompt.uid == "p5":
                 ended.set()
@@ -470,3 +473,15 @@ def test_sampling_goes_on_while_the_trainer_learns(tmp_path: Path) -> None:
 
     bench.loop.trainer = bench.trainer = Waits(lr=0.5)
     assert bench.run().why is Finish.DONE
+
+
+def test_all_weights_are_not_trained_under_the_sampler_that_reads_them() -> None:
+    """In one process they are the same tensors. Adapters are copied when they are published."""
+    overlap = {"overlap": True, "staleness": 1}
+    full = Recipe.parse({"pipeline": overlap, "adapter": {"kind": "full"}, "model": {"dtype": "float32"}})
+    with pytest.raises(
+        ValueError, match=r"pipeline\.overlap is true with adapter\.kind \"full\" in one process"
+    ):
+        check(full)
+    check(Recipe.parse({"pipeline": overlap}))
+    check(Recipe.parse({"adapter": {"kind": "full"}, "model": {"dtype": "float32"}}))

@@ -1,0 +1,23 @@
+"""The recipe's reward functions, in children of this process or of a worker, which needs no torch for it."""
+
+from __future__ import annotations
+
+import tomllib
+
+from ostinato.cluster.graders import GraderServer
+from ostinato.config import Recipe
+from ostinato.reward.workers import WorkerGrader
+
+
+def new_grader(recipe: Recipe) -> WorkerGrader:
+    return WorkerGrader(
+        list(recipe.reward.functions),
+        weights=list(recipe.reward.weights) or None,
+        timeout_s=recipe.reward.timeout_s,
+        workers=recipe.reward.workers,
+    )
+
+
+def grader(recipe: str, name: str) -> GraderServer:
+    """A worker of a cluster (see ``cli.workers``) that grades; ``name`` is its own in the timeline."""
+    return GraderServer(new_grader(Recipe.parse(tomllib.loads(recipe))), name)

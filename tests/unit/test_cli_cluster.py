@@ -1,0 +1,162 @@
+"""The crew of a cluster, as far as it can be told without one; and what Ray's own words are turned into."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ostinato.cli.caveats import caveats
+from ostinato.cli.parts import check
+from ostinato.config import Recipe
+from ostinato.types import Past
+
+pytest.importorskip("ray", reason="needs Ray")
+from ostinato.cli import cluster
+from ostinato.cluster import actors
+
+
+def recipe(**sections: Any) -> Recipe:
+    return Recipe.parse({**sections, "cluster": {"samplers": 2, **sections.get("cluster", {})}})
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"draft": {"run_ahead": True}}, "draft.run_ahead is true with cluster.samplers"),
+        ({"adapter": {"kind": "full"}, "cluster": {"remote_trainer": True}}, "with cluster.remote_trainer"),
+        ({"adapter": {"kind": "full"}, "cluster": {"address": "auto"}}, "with cluster.address"),
+        ({"model": {"device": "cuda"}}, "cluster.gpus_per_sampler 0"),
+        ({"engine": {"backend": "vllm"}}, "vLLM places workers of its own"),
+    ],
+)
+def test_what_workers_elsewhere_cannot_do_is_refused(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check(recipe(**sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"pipeline": {"placement": "histopipe"}, "draft": {"enabled": False}}, "knows no lengths"),
+        ({"pipeline": {"placement": "static"}, "cluster": {"samplers": 0}}, "changes nothing with no"),
+    ],
+)
+def test_what_does_nothing_is_told(sections: dict[str, Any], words: str) -> None:
+    told = recipe(**sections)
+    assert any(words in line for line in caveats(told, check(told)))
+
+
+def test_everybody_has_a_place_and_a_pool() -> None:
+    told = recipe(cluster={"samplers": 2, "graders": 1, "remote_trainer": True, "cpus_per_worker": 3})
+    wants = cluster.wants(told)
+    assert [want.name for want in wants] == ["trainer", "sampler-0", "sampler-1", "grader-0"]
+    assert {want.cpus for want in wants} == {3} and not any(want.gpus for want in wants)
+    assert cluster.pools(told) == {"samplers": 2, "trainer": 1, "graders": 1}
+    (line,) = cluster.lines(told)
+    assert "2 samplers, 1 grader, 1 trainer on a Ray of its own" in line and "3 threads each" in line
+
+
+def test_devices_are_gpus_where_there_are_some() -> None:
+    told = recipe(cluster={"samplers": 4, "graders": 2, "gpus_per_sampler": 0.5, "gpus_per_trainer": 2.0})
+    assert cluster.pools(told) == {"samplers": 2, "trainer": 2}
+    assert [want.gpus for want in cluster.wants(told)] == [0.5] * 4 + [0.0] * 2
+
+
+def test_who_stays_in_this_process_is_told() -> None:
+    assert [*cluster.lines(recipe())][1].strip() == "this process: the loop and the grader and the trainer"
+
+
+class Pool:
+    """What the books see of an EnginePool."""
+
+    def __init__(self) -> None:
+        self.work = {"decoded": 7.0, "seconds": 1.5, "unheard_of": 3.0}
+        self.told: list[tuple[str, int, int]] = []
+
+    def remember(self, uid: str, step: int, pasts: list[Past]) -> None:
+        self.told.append((uid, step, len(pasts)))
+
+    def gauges(self) -> dict[str, float]:
+        return {"workers/alive": 2.0}
+
+    def take_publications(self) -> list[Any]:
+        return [SimpleNamespace(bytes=10, seconds=0.5), SimpleNamespace(bytes=30, seconds=0.25)]
+
+
+def test_figures_of_all_workers_are_added_up() -> None:
+    pool: Any = Pool()
+    counters = cluster.Meter(pool).counters
+    assert counters.decoded == 7 and type(counters.decoded) is int and counters.seconds == 1.5
+    assert cluster.figures(pool) == {
+        "workers/alive": 2.0,
+        "publish/count": 2.0,
+        "publish/bytes": 40.0,
+        "publish/seconds": 0.75,
+    }
+
+
+def test_what_is_remembered_here_is_told_to_the_samplers() -> None:
+    pool: Any = Pool()
+    added: deque[str] = deque()
+    history: Any = SimpleNamespace(add=lambda uid, step, pasts: added.append(uid), num_tokens=5, num_bytes=50)
+    store = cluster.Told(history, pool)
+    store.add("p1", 3, [])
+    assert (
+        [*added] == ["p1"] and pool.told == [("p1", 3, 0)] and (store.num_tokens, store.num_bytes) == (5, 50)
+    )
+
+
+# ---- Ray
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: Host\nThe actor is dead "
+            "because its worker process has died. Worker exit detail: Worker unexpectedly exits with a "
+            "connection error code 2. End of file. Some common causes include: (1) ...",
+            "its process ended, as one does that is killed or out of memory",
+        ),
+        (
+            "The actor is dead because its node has died. Node Id: f00. There are some potential causes.",
+            "RuntimeError: its node has died. Node Id: f00",
+        ),
+        ("", "RuntimeError: "),
+    ],
+)
+def test_rays_words_become_a_sentence(said: str, words: str) -> None:
+    assert actors.words(RuntimeError(said)) == words
+
+
+@pytest.mark.parametrize("address", ["somewhere", "ray://host:10001", "host:port", ":6379"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match='give "auto", or host:port'):
+        actors.reach(address)
+
+
+def test_nobody_at_an_address_is_told_at_once() -> None:
+    with pytest.raises(ValueError, match="where no Ray answers"):
+        actors.reach("127.0.0.1:9")
+
+
+@pytest.mark.parametrize(("end", "said"), [("os._exit(1)", ["last words"]), ("pass", [])])
+def test_a_witness_speaks_only_for_who_cannot(tmp_path: Path, end: str, said: list[str]) -> None:
+    """A process that Ray ends has no time for a word."""
+    code = f"import os; from ostinato.cluster.witness import witness\nwith witness('last words', None): {end}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stderr.splitlines() == said
+
+
+def test_workers_are_given_their_threads_and_this_path() -> None:
+    environment = actors._environment(3, local=True)
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert str(Path(__file__).parents[2]) in environment["PYTHONPATH"].split(os.pathsep)
+    assert "PYTHONPATH" not in actors._environment(1, local=False)
