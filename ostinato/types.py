@@ -164,7 +164,7 @@ class Request:
     seed: tuple[int, ...]
     uid: str = ""  # of the Prompt: whose history may be drafted from; empty: nobody's
     routes_from: int = 0  # the caller has the routes of the tokens before it: they are not returned again
-    said: Completion | None = None  # of the answer, by an engine that gave it up: go on behind it, return both
+    said: Completion | None = None  # by an engine that gave it up: go on behind it, return both
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

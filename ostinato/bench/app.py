@@ -389,10 +389,18 @@ def simulate(
     workers: Annotated[str, typer.Option(help="Samplers, with commas.")] = "16,128,1024",
     staleness: Annotated[str, typer.Option(help="Of the arms that overlap, with commas.")] = "4",
     slots: Annotated[int, typer.Option(help="Sequences that a sampler decodes together.")] = 64,
+    real: Annotated[
+        bool, typer.Option("--real", help="Instead: the loop and the pool, with workers that sleep.")
+    ] = False,
 ) -> None:
     """Placements on simulated samplers: recorded and log-normal lengths, against static and an oracle."""
     from ostinato.bench import simulate as bench
+    from ostinato.bench import simulate_real as sleeping
 
+    if real:
+        cases = sleeping.CASES[::5] if quick else sleeping.CASES
+        _tell(lambda: sleeping.run(cases, _say), sleeping.table, json_file)
+        return
     sizes, ks = ("16", staleness.split(",")[0]) if quick else (workers, staleness)
     plan = bench.Plan(workers=_sizes(sizes), staleness=_sizes(ks), slots=slots)
     _tell(lambda: bench.run(plan, _say), bench.table, json_file)

@@ -12,6 +12,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ostinato.bench.contender import ContenderFailed
 from ostinato.env.arithmetic import Family, rows
 from ostinato.ledger import read
 from ostinato.run import MAIN_SET, RunFolder
-from ostinato.timeline import Kind, Span, Usage, pool_of, usage
+from ostinato.timeline import Kind, Span, Usage, pool_of, usage, usages
 from ostinato.types import Prompt
 
 ONE_LONG_OF = 8  # prompts
@@ -119,7 +120,7 @@ def figures(folder: RunFolder, window: Window) -> dict[str, Any]:
         "steps_per_s": window.measured / (stop - start),
         "step_s": [round(ended[n] - ended[n - 1], 4) for n in range(first + 1, last + 1)],
         **utilisation(usage(spans, start, stop)),
-        "train_s": train_seconds(spans, start, stop),
+        "train_s": train_seconds(spans, [ended[n] for n in range(first, last + 1)]),
         "staleness_mean": _mean(metrics, "staleness/mean"),
         "staleness_max": max((row.get("staleness/max", 0.0) for row in metrics), default=0.0),
         "tokens_per_s": _mean(metrics, "tokens_per_s"),
@@ -140,13 +141,12 @@ def utilisation(use: Usage) -> dict[str, Any]:
     }
 
 
-def train_seconds(spans: Sequence[Span], start: float, stop: float) -> list[float]:
-    """How long the trainer took for each step that ended within the window."""
-    seconds: dict[int, float] = {}
-    for span in spans:
-        if span.kind is Kind.TRAIN and start < span.stop <= stop:
-            seconds[span.step] = seconds.get(span.step, 0.0) + span.seconds
-    return [round(seconds[step], 4) for step in sorted(seconds)]
+def train_seconds(spans: Sequence[Span], ends: Sequence[float]) -> list[float]:
+    """How long the trainer was at it in each step, from the end of the one before to its own: a trainer
+    elsewhere does not know the number of its step."""
+    steps = usages(spans, list(pairwise(ends)))
+    found = [step.seconds.get("trainer", {}).get(Kind.TRAIN, 0.0) for step in steps]
+    return [round(seconds, 4) for seconds in found if seconds]
 
 
 def held_out(folder: RunFolder) -> float | None:

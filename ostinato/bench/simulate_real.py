@@ -9,6 +9,7 @@ is what the simulator leaves out.
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 import time
 from collections import deque
@@ -63,10 +64,8 @@ def run(cases: Sequence[Case], say: Say) -> dict[str, Any]:
     for case in cases:
         rows.append(compare(case))
         told = rows[-1]
-        say(
-            f"{case.workers} samplers, staleness {case.staleness}, {case.policy}: {told['real_step_s']:.3f} s "
-            f"per step, simulated {told['simulated_step_s']:.3f}"
-        )
+        name = f"{case.workers} samplers, staleness {case.staleness}, {case.policy}"
+        say(f"{name}: {told['real_step_s']:.3f} s per step, simulated {told['simulated_step_s']:.3f}")
     return {"rows": rows, "worst_step": max(abs(row["step_difference"]) for row in rows), "bar": BAR}
 
 
@@ -228,7 +227,8 @@ class Ruler:
         return [Reward(value=float(i % 2)) for i in range(len(lengths))]
 
     def expect(self, request: Request) -> float:
-        return float(round(self._lengths.mean(request.uid)))
+        mean = self._lengths.mean(request.uid)
+        return float(round(mean)) if math.isfinite(mean) else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,7 +331,7 @@ def new_loop(prepared: Prepared, crew: Crew, run: RunFolder, state: LoopState, *
         figures=crew.figures,
         timed=crew.timed,
         worker=crew.loop_worker,
-        sampled=crew.sampled,
+        sampled=lambda: crew.sampled() + trainer.progress,
         drafting=crew.drafting,
         run_ahead=crew.run_ahead,
         save=save,

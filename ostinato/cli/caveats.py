@@ -68,6 +68,13 @@ def _of_workers(recipe: Recipe) -> Iterator[str]:
             f'pipeline.placement = "{place}" knows no lengths without draft.enabled, whose history has them: '
             "all answers count as equally long"
         )
+    if recipe.pipeline.late == "drop" and not recipe.pipeline.overlap:
+        yield 'pipeline.late = "drop" changes nothing without pipeline.overlap: nothing is ever late'
+    if recipe.pipeline.overlap and not recipe.pipeline.staleness:
+        yield (
+            "pipeline.overlap with pipeline.staleness 0 is the synchronous loop: nothing overlaps; set "
+            "pipeline.staleness to 1 or 2"
+        )
     if recipe.draft.run_ahead and recipe.pipeline.overlap:
         yield "draft.run_ahead changes nothing with pipeline.overlap: later rounds are under way anyway"
 

@@ -104,6 +104,7 @@ class TrainerLink:
         self._spans: list[Span] = []
         self._since_when, self._cause = time.time(), ""
         self._worker: Remote | None = None
+        self._waits = False
         self._snapshot: Snapshot | None = None
         self._identity: dict[str, str] = self._asked("identity")
         self._snapshot = self._asked("snapshot")
@@ -120,6 +121,11 @@ class TrainerLink:
         else:
             self._snapshot, self._since = stepped.snapshot, []
         return stepped.report
+
+    @property
+    def progress(self) -> float:
+        """Grows while a worker is waited for: each such wait has a bound and an end with a name."""
+        return time.monotonic() if self._waits else 0.0
 
     def adapters(self) -> Any:
         """Those after the last step; a copy, as all that came over the wire."""
@@ -149,11 +155,15 @@ class TrainerLink:
 
     def _asked(self, method: str, *arguments: Any) -> Any:
         """The answer of the worker, or of as many as it takes."""
-        while True:
-            try:
-                return self._standing().wait(method, *arguments, within_s=self._within_s)
-            except WorkerGone as gone:
-                self._lose(gone)
+        self._waits = True
+        try:
+            while True:
+                try:
+                    return self._standing().wait(method, *arguments, within_s=self._within_s)
+                except WorkerGone as gone:
+                    self._lose(gone)
+        finally:
+            self._waits = False
 
     def _standing(self) -> Remote:
         """The worker; a new one is first put where the lost one was."""

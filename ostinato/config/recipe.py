@@ -79,6 +79,7 @@ class Recipe(Section):
                 f"task.tools is {list(self.task.tools)} but task.max_turns is 1, so no reply could be read; "
                 "set max_turns to 2 or more"
             )
+        self._check_bounds()
         if self.engine.weights != "model" and self.adapter.kind == "full":
             raise ValueError(
                 f'engine.weights is "{self.engine.weights}" with adapter.kind "full", whose training changes '
@@ -96,6 +97,23 @@ class Recipe(Section):
                 '"device-hours"'
             )
         return self
+
+    def _check_bounds(self) -> None:
+        """Nothing that has a bound of its own may take longer than what ends the whole run."""
+        watch, functions = self.pipeline.watch_s, len(self.reward.functions)
+        grading = 60 + 2 * functions * self.reward.timeout_s
+        if watch <= grading:
+            raise ValueError(
+                f"pipeline.watch_s is {watch:g}, but rewards may take {grading:g} s (twice reward.timeout_s "
+                f"for each of {functions} functions, and 60 for a new process), so a hung one would end the "
+                "run instead of being replaced; raise watch_s or lower timeout_s"
+            )
+        replacing = self.cluster.silence_s + self.cluster.start_s
+        if self.cluster.samplers and watch <= replacing:
+            raise ValueError(
+                f"pipeline.watch_s is {watch:g}, but a lost worker is replaced within {replacing:g} s "
+                "(cluster.silence_s + cluster.start_s), so the run would end before; raise it above that"
+            )
 
     @classmethod
     def load(cls, path: str | Path, *overrides: str) -> Recipe:

@@ -294,12 +294,12 @@ class EnginePool:
 
     def _rebalance(self) -> None:
         """As a callback of the event loop, which would only log an error: those who wait are told of it."""
-        begun = time.perf_counter()
+        begun = time.thread_time()  # what others take of the machine is not the plan's fault
         try:
             self.rebalance()
         except Exception as error:  # of a placement
             self._fail(error)
-        self._plan_again = asyncio.get_running_loop().time() + 9 * (time.perf_counter() - begun)
+        self._plan_again = asyncio.get_running_loop().time() + 9 * (time.thread_time() - begun)
 
     def _place_waiting(self, alive: Mapping[int, Worker]) -> None:
         if not alive or (not self._waiting and all(worker.all_calls for worker in alive.values())):

@@ -18,10 +18,11 @@ exactly. Every row has its own devices and price.
 
 from ostinato.ledger.rows import Event, Spell, checked, read, spells
 from ostinato.ledger.sums import AXES, Summary, priced, spent, summary
-from ostinato.ledger.write import Ledger, SteadyClock, Terms
+from ostinato.ledger.write import POOL, Ledger, SteadyClock, Terms
 
 __all__ = [
     "AXES",
+    "POOL",
     "Event",
     "Ledger",
     "Spell",

@@ -176,6 +176,16 @@ def busy_by_pool(
     return busy, rest
 
 
+def in_turn(busy: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Seconds by part of threads that share a pool: what they did at the same time counts once, as that of
+    the first part."""
+    left, told = seconds, dict[str, float]()
+    for part, spent in sorted(busy.items(), key=lambda item: (item[0] == "sample", item[0])):
+        told[part] = min(spent, left)
+        left -= told[part]
+    return told
+
+
 def pipeline_row(
     by_pool: Mapping[str, Mapping[str, float]], pools: Mapping[str, int], seconds: float
 ) -> dict[str, float]:
@@ -205,9 +215,9 @@ TOOL_FAILURES = ("unreadable", "unknown", "raised", "timeout")
 
 def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str, float]:
     """TRL's figures from what the tools counted in a step: calls per trajectory, share of calls that failed.
-    Empty where nothing was called."""
+    Empty where nothing was called, or nobody has ended."""
     calls = counts.get("tools/calls", 0.0)
-    if not calls:
+    if not calls or not num_trajectories:  # of episodes that have not ended yet
         return {}
     failures = sum(counts.get(f"tools/{name}", 0.0) for name in TOOL_FAILURES)
     return {"tools/call_frequency": calls / num_trajectories, "tools/failure_frequency": failures / calls}
@@ -246,6 +256,7 @@ def step_costs(
     report: StepReport | None = None,
     fresh: Sequence[Group] | None = None,
     ahead: Work = NO_WORK,
+    counted: Sequence[Group] | None = None,
 ) -> Costs:
     """What a step has computed, and what of it was in vain.
 
@@ -253,7 +264,8 @@ def step_costs(
     became of it, and in between it is pending. Sampling is useful as the share of its tokens that was trained
     on, and each reason of ``wasted_tokens`` has its share; drafts that failed or were only made for drafts
     (``ahead``), what ran again after a preemption and passes that only measure are wasted, and so is
-    everything that led to an optimizer step that was refused.
+    everything that led to an optimizer step that was refused. The compute is that of ``counted`` (None: of
+    what was played) and of training: where the clock says what has ended by now, of those that have left.
     """
     played = groups if fresh is None else fresh
     paid, vain = sampling_flops(model, played)
@@ -275,7 +287,8 @@ def step_costs(
     wasted += vain + Counter(measurement=measure, refused_step=refused)
     flops = {"sample": paid + vain.total(), "train": train, "measure": measure}
     useful = sampling + vain.total() + train + measure - wasted.total()
-    compute = round(model.forward(needed_work(played))) + train
+    needed = needed_work(played if counted is None else counted)
+    compute = round(model.forward(needed)) + train
     return Costs(flops=flops, useful=useful, wasted=dict(+wasted), compute=compute, pending=paid - sampling)
 
 

@@ -160,7 +160,7 @@ class Feed:
     _lost: list[Admission] = field(default_factory=list)  # on their way once, to be played anew
     _fresh: dict[int, Played] = field(default_factory=dict)  # by place
     _unjudged: dict[int, Played] = field(default_factory=dict)  # may still make their prompts leave
-    _given_up: list[asyncio.Task[Played]] = field(default_factory=list)
+    _given_up: set[asyncio.Task[Played]] = field(default_factory=set)
     _news: asyncio.Event = field(default_factory=asyncio.Event)  # somebody has ended
     _num_admitted: int = 0
     _num_anew: int = 0
@@ -339,7 +339,8 @@ class Feed:
         for one in stale:
             if one.task is not None:
                 one.task.cancel()
-                self._given_up.append(one.task)
+                self._given_up.add(one.task)
+                one.task.add_done_callback(self._given_up.discard)
         self._training = [one.admission for one in batch]
         if stale:
             self.admit(finished, version)  # their places are free again

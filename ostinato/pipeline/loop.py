@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import pack
 from ostinato.algo.routing import Misaligned
-from ostinato.ledger import Ledger
+from ostinato.ledger import POOL, Ledger
 from ostinato.pipeline.account import (
     NO_WORK,
     Clock,
@@ -37,10 +38,12 @@ from ostinato.pipeline.account import (
     ages,
     busy_by_pool,
     evaluation_work,
+    in_turn,
     pipeline_row,
     step_costs,
     step_row,
     step_work,
+    token_counts,
     tool_rates,
     with_stale,
 )
@@ -98,7 +101,7 @@ class Loop:
     figures: Callable[[], Mapping[str, float]] = dict  # more for each row: of workers, of what was published
     timed: Sequence[Timed] = ()  # beside the loop itself, whose spans are those of ``worker``
     worker: str = TRAINER  # another name: the trainer is elsewhere, and tells its own
-    sampled: Callable[[], float] = lambda: 0.0  # grows with every token that the engine samples
+    sampled: Callable[[], float] = lambda: 0.0  # grows with every token sampled, every microbatch trained on
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
     run_ahead: Callable[[Sequence[Request]], None] | None = None  # the next step's, to an engine that can
     save: Callable[[LoopState], int] = lambda state: state.step
@@ -127,6 +130,7 @@ class Loop:
         self._feed = self._new_feed()
         self._recall()
         self._saved_step, self._between_steps = self.state.step, False
+        self._row_at = time.perf_counter()
         self._counted, self._told = sum(self.counters, Counter()), set[str]()
         self._spans, self._over = list[Span](), dict[str, dict[str, float]]()
         self._watch, self._why = watch_after(self.folder.metrics.rows()), self._nobody_left()
@@ -145,9 +149,10 @@ class Loop:
                     self._checkpoint()
                 self._spool.reject(self._feed.addresses)
                 raise
-            except RuntimeError:
+            except Exception:
                 if not self._between_steps:
-                    self._checkpoint()
+                    with suppress(OSError):  # of a full disk the first error tells, or the next run
+                        self._checkpoint()
                 raise
             finally:
                 await self._feed.close()
@@ -213,7 +218,9 @@ class Loop:
         """The books of drafts, and what has ended is remembered."""
         if self.drafting is None:
             return None
-        drafted = self.drafting.end([item.group for item in ended], self.state.step + 1, clock.rollout_s)
+        # where rollouts go on all the time a drafter has the whole step to work in
+        seconds = clock.read()[0] if self.plan.overlap else clock.rollout_s
+        drafted = self.drafting.end([item.group for item in ended], self.state.step + 1, seconds)
         if self.plan.overlap:
             self.drafting.begin()
         return drafted
@@ -281,7 +288,8 @@ class Loop:
         fresh = [item.group for item in ended]
         model, ahead = self.plan.flops, drafted.ahead if drafted else NO_WORK
         credit, batch, report = learned.credit, learned.batch, learned.report
-        costs = None if model is None else step_costs(model, groups, credit, batch, report, fresh, ahead)
+        counted = groups if self.plan.overlap else None
+        costs = model and step_costs(model, groups, credit, batch, report, fresh, ahead, counted)
         row = step_row(
             groups,
             credit,
@@ -293,6 +301,10 @@ class Loop:
             costs=costs,
             drafts=drafted.row if drafted else {},
         )
+        if self.plan.overlap:  # what has ended since the last row was played since then too
+            now, before = time.perf_counter(), self._row_at
+            row["tokens_per_s"] = token_counts(fresh)["sampled"] / (now - before)
+            self._row_at = now
         spans = [*clock.spans, *self._new_spans()]
         by_pool = self._by_pool(spans, row, clock.waited_s)
         reused = [item.group for item in ended if item.paid]
@@ -318,7 +330,10 @@ class Loop:
         by_pool, self._over = busy_by_pool(spans, self._over, pools, seconds)
         row |= pipeline_row(by_pool, pools, seconds) | {"pipeline/wait_s": waited_s}
         row |= {"queue/running": float(self._feed.running), "queue/ready": float(self._feed.ready)}
-        return by_pool if told else None
+        if told:
+            return by_pool
+        together = sum(map(Counter, by_pool.values()), Counter[str]())
+        return {POOL: in_turn(together, seconds)}
 
     def _end_step(
         self, step: int, version: int, taken: Taken, learned: Learned, row: dict[str, float]
@@ -440,9 +455,13 @@ class Loop:
         finally:
             watching.cancel()
 
-    def _new_spans(self) -> list[Span]:
+    def _new_spans(self, *, kept: bool = True) -> list[Span]:
+        """What everybody was busy with since this was last asked, behind what was ``kept`` for the row."""
+        new = [span for worker in self.timed for span in worker.take_spans()]
+        if not kept:
+            return new
         spans, self._spans = self._spans, []
-        return [*spans, *(span for worker in self.timed for span in worker.take_spans())]
+        return [*spans, *new]
 
     def _draw(self, spans: Sequence[Span]) -> None:
         path = self.folder.timeline.path
@@ -514,6 +533,7 @@ class Loop:
         now = spent_in_steps(self.state.step, self.state.totals)
         for evaluation in self.evaluations:
             if due(evaluation, now, self._scored.get(evaluation.name), ended=self._due(0)):
+                self._spans = self._new_spans()  # of the step before
                 with self._books.evaluating():
                     row, groups = await evaluate_groups(
                         self.stage, evaluation, self.state.step, lambda *ended: self._dog.moved()
@@ -523,7 +543,9 @@ class Loop:
                 self._books.evaluation(self.state.step, evaluation.name, row["seconds"], work)
                 if self.drafting is not None:
                     self.drafting.forget(evaluation.prompts)
-                self._draw(self._new_spans())  # no time of a step
+                    if self.plan.overlap:
+                        self.drafting.begin()
+                self._draw(self._new_spans(kept=False))  # no time of a step
                 self.folder.eval.append(row)
                 self._scored[evaluation.name] = row
                 self.on_eval(row)

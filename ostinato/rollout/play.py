@@ -28,6 +28,7 @@ from ostinato.protocols import Engine, Env, Grader
 from ostinato.rollout.interrupt import Interruption
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory, Turn
 
+END_S = 10.0  # for what was cancelled to end
 FAILED = (Stop.ERROR, Stop.ABORT)  # ends after which a trajectory is neither graded nor trained on
 
 
@@ -284,11 +285,15 @@ async def _play_on(engine: Engine, episode: _Episode) -> None:
         await episode.hear(completions[0])
 
 
-async def end_tasks(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs and wait for it: nobody may go on behind the back of a failed call."""
+async def end_tasks(tasks: Sequence[asyncio.Task[Any]], limit_s: float = END_S) -> None:
+    """Cancel what still runs and wait for it: nobody may go on behind the back of a failed call. A user's
+    code that will not be cancelled is left behind after ``limit_s``."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks:
+        ended, _ = await asyncio.wait(tasks, timeout=limit_s)
+        for task in ended:
+            task.cancelled() or task.exception()  # heard: nobody else will ask
 
 
 def _finite(reward: Reward) -> Reward:

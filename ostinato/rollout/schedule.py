@@ -30,6 +30,7 @@ from ostinato.jobs import Job, Placement, Plan, Worker
 RANKS = 2  # ranking groups of histopipe: more were worse in every simulation (docs/histopipe.md)
 READ_SHARE = 0.02  # of the tokens that are sampled: what may be read again for the sake of balance
 GAIN = 0.1  # of the time until the later of two workers ends: what a migration has to save
+TRIED = 8  # answers with most to go that may move alone, and times that an idle worker takes over
 PREFILL = 64  # tokens that are computed again in the time of a pass
 
 
@@ -206,36 +207,47 @@ def makespan(left: Iterable[float], pass_s: Callable[[int, float], float], conte
 def migrations(workers: Sequence[Worker]) -> tuple[tuple[int, int], ...]:
     """Running answers that idle workers take over: (job, worker), each job at most once.
 
-    An idle worker takes from the one that is predicted to end last the answer whose leaving helps most, and
-    goes on while the later end of the two comes earlier by GAIN. What an answer has is computed again where
-    it goes, PREFILL tokens in the time of a pass. So no migration prolongs the predicted makespan; where a
-    pass takes the same time whatever is in it, none is worth it.
+    An idle worker takes from the one that is predicted to end last: one of its TRIED longest answers, or
+    every second one, whichever lets the later of the two end earliest; and again, while that is earlier by
+    GAIN. What an answer has is computed anew where it goes, PREFILL tokens in the time of a pass. So nothing
+    prolongs the predicted makespan, and where a pass takes the same time whatever is in it, nothing moves.
     """
     left = {w.id: list(zip(w.jobs, outgrown(w.jobs).tolist(), strict=True)) for w in workers}
-    moves = []
+    moves = dict[int, int]()
     for idle in (worker for worker in workers if not worker.jobs):
-        spent = 0.0  # on what it has taken over and has to compute again
-        for _ in range(idle.slots):
+        spent = 0.0  # on what it has taken over and has to compute anew
+        for _ in range(TRIED):
             ends = {w.id: makespan([n for _, n in left[w.id]], w.pass_s) for w in workers}
             ends[idle.id] += spent
             busy = max(workers, key=lambda worker: (ends[worker.id], -worker.id))
-            after = [_after(busy, idle, left, at) for at in range(len(left[busy.id]))]
-            at = min(range(len(after)), key=after.__getitem__, default=0)
-            if busy.id == idle.id or not after or spent + after[at] > (1 - GAIN) * ends[busy.id]:
+            if busy.id == idle.id or not left[busy.id]:
                 break
-            job, tokens = left[busy.id].pop(at)
-            left[idle.id].append((job, tokens))
-            spent += _again(job, idle)
-            moves.append((job.id, idle.id))
-    return tuple({job: (job, worker) for job, worker in moves}.values())
+            left[busy.id].sort(key=lambda one: (-one[1], one[0].id))
+            end, chosen = _best_move(busy, idle, left, spent)
+            if end > (1 - GAIN) * ends[busy.id]:
+                break
+            gone = [left[busy.id].pop(at) for at in reversed(chosen)]
+            left[idle.id] += gone
+            spent += sum(_again(job, idle) for job, _ in gone)
+            moves |= {job.id: idle.id for job, _ in gone}
+    return tuple(moves.items())
 
 
-def _after(busy: Worker, idle: Worker, left: dict[int, list[tuple[Job, float]]], at: int) -> float:
-    """The later end of the two when the answer at this place has moved."""
-    job, tokens = left[busy.id][at]
-    stay = [n for i, (_, n) in enumerate(left[busy.id]) if i != at]
-    come = [n for _, n in left[idle.id]]
-    return max(makespan(stay, busy.pass_s), _again(job, idle) + makespan([*come, tokens], idle.pass_s))
+def _best_move(
+    busy: Worker, idle: Worker, left: dict[int, list[tuple[Job, float]]], spent: float
+) -> tuple[float, list[int]]:
+    """(the later end of the two, places of the answers that move). What ``busy`` has is the longest first."""
+    has, room = left[busy.id], idle.slots - len(left[idle.id])
+    sets = [[at] for at in range(min(TRIED, len(has)))] + [[*range(1, len(has), 2)]]
+    best = math.inf, list[int]()
+    for chosen in (some for some in sets if 0 < len(some) <= room):
+        gone = set(chosen)
+        stay = [n for at, (_, n) in enumerate(has) if at not in gone]
+        come = [n for _, n in left[idle.id]] + [has[at][1] for at in chosen]
+        again = spent + sum(_again(has[at][0], idle) for at in chosen)
+        end = max(makespan(stay, busy.pass_s), again + makespan(come, idle.pass_s))
+        best = min(best, (end, chosen))
+    return best
 
 
 def _again(job: Job, worker: Worker) -> float:

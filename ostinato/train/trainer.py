@@ -128,6 +128,7 @@ class PolicyTrainer:
         self._steps = 0  # calls of step(): what the schedule reads
         self._refused_in_a_row = 0
         self._num_rows = 0
+        self.progress = 0.0  # passes over microbatches: grows while it works
         self._flops = FlopModel.of(decoder.config, adapters.spec if adapters else None)
         self._missing = ""  # what was said last of experts that a batch should have carried
 
@@ -289,6 +290,7 @@ class PolicyTrainer:
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [R, D] of the rows that predict a target, and the experts that the model would choose
         for all rows, [T, moe_layers, top_k]."""
+        self.progress += 1
         hidden, native = self._decoder(
             part.tokens,
             part.positions,

@@ -214,16 +214,18 @@ def of_driver(pid: int, name: str) -> int:
 def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: str) -> None:
     """Ray aborts whoever cannot reach its head for a minute, and ends at once, without a word, a process
     whose daemon on its host dies. Either way somebody has to say what was saved."""
-    driver = subprocess.Popen(
-        command(tmp_path, "trainer.steps=1000", "cluster.samplers=1"), stderr=subprocess.PIPE, text=True
-    )
-    until = time.monotonic() + 90
-    while not any(file.read_bytes().count(b"\n") >= 3 for file in tmp_path.glob("*/metrics.jsonl")):
-        assert time.monotonic() < until and driver.poll() is None
-        time.sleep(0.1)
-    os.kill(of_driver(driver.pid, program), signal.SIGKILL)
-    _, said = driver.communicate(timeout=90)
-    assert driver.returncode == 1
+    arguments = command(tmp_path, "trainer.steps=1000", "cluster.samplers=1")
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as driver:
+        try:
+            until = time.monotonic() + 120
+            while not any(file.read_bytes().count(b"\n") >= 3 for file in tmp_path.glob("*/metrics.jsonl")):
+                assert time.monotonic() < until and driver.poll() is None
+                time.sleep(0.1)
+            os.kill(of_driver(driver.pid, program), signal.SIGKILL)
+            _, said = driver.communicate(timeout=120)
+        finally:
+            driver.kill()
+    assert driver.returncode == 1, said
     (folder,) = tmp_path.iterdir()
     last = said.strip().splitlines()[-1]
     assert last.startswith("ostinato: ") and "Ray" in last

@@ -108,7 +108,8 @@ def a_run(path: Path, steps: int = 8, seconds: float = 2.0) -> RunFolder:
         folder.timeline.append(
             {"worker": "sampler-0", "kind": "decode", "from": start, "to": half, "step": step},
             {"worker": "trainer", "kind": "wait", "from": start, "to": half},
-            {"worker": "trainer", "kind": "train", "from": half, "to": stop - 0.25, "step": step},
+            {"worker": "trainer", "kind": "train", "from": half, "to": stop - 0.25},  # no step: an actor
+            {"worker": "controller", "kind": "train", "from": half, "to": stop, "step": step},
             {"worker": "grader-0", "kind": "grade", "from": start, "to": start + 0.01},
         )
         lengths = {"completions/max_length": 300.0, "completions/mean_length": 30.0}

@@ -155,7 +155,8 @@ def test_any_number_of_samplers_is_one_engine_bit_for_bit(
     for mine, theirs in zip(found, alone, strict=True):
         same(mine, theirs)
     assert ours.counters["workers/restarts"] == len(deaths) <= ours.counters["workers/redispatched"]
-    assert (ours.counters["workers/migrated"] > 0) == (place is crowded and count > 1)
+    if not deaths:  # with them, all may be suspects for the rest of it, and run alone
+        assert (ours.counters["workers/migrated"] > 0) == (place is crowded and count > 1)
     assert {span.kind for span in ours.take_spans()} >= {Kind.START, Kind.PUBLISH}
 
 

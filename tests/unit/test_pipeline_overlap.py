@@ -443,6 +443,26 @@ def test_pools_have_the_seconds_that_their_workers_tell(tmp_path: Path) -> None:
         assert row["pipeline/bubble_share/samplers"] == pytest.approx(0, abs=0.2)
 
 
+def test_with_workers_lockstep_trains_in_a_thread_and_is_the_same(tmp_path: Path) -> None:
+    """A pool hears its workers in the event loop of the run: were it blocked by the trainer, they would seem
+    to be silent."""
+    plain, other = (Bench(tmp_path / name, steps=4, staleness=1) for name in ("plain", "workers"))
+    other.loop.ledger = Ledger(
+        folder=other.folder, terms=Terms(devices=2, pools={"samplers": 1, "trainer": 1})
+    )
+    threads, learn = set[int](), other.trainer.step
+
+    def learns(batch: Batch) -> StepReport:
+        threads.add(threading.get_ident())
+        return learn(batch)
+
+    other.trainer.step = learns  # type: ignore[method-assign]
+    for bench in (plain, other):
+        bench.run()
+    assert threading.get_ident() not in threads
+    assert other.trainer.logits.tobytes() == plain.trainer.logits.tobytes()
+
+
 def test_the_timeline_has_what_the_trainer_did(tmp_path: Path) -> None:
     bench = overlapped(tmp_path, steps=3, train_s=0.01, checkpoint_every=1)
     bench.run()

@@ -256,7 +256,7 @@ def test_an_idle_worker_takes_over_what_holds_the_others_up_unless_passes_cost_t
 
     team = [Worker(id=0, slots=8, jobs=jobs, pass_s=slow), Worker(id=1, slots=8, pass_s=slow)]
     plan = placement("longest-first")([], team)
-    assert 1 <= len(plan.moves) <= 3
+    assert len(plan.moves) == 2, "every second one"
     free = [replace(worker, pass_s=lambda batch, attended: 1.0) for worker in team]
     assert placement("longest-first")([], free).moves == ()
 
