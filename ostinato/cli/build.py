@@ -335,6 +335,7 @@ def new_loop(prepared: Prepared, crew: Crew, run: RunFolder, state: LoopState, *
         drafting=crew.drafting,
         run_ahead=crew.run_ahead,
         save=save,
+        whole=crew.whole,
         **callbacks,
     )
 

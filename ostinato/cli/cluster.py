@@ -8,9 +8,9 @@ its host: it counts FLOPs and exports with it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -32,7 +32,7 @@ from ostinato.engine.counters import Counters
 from ostinato.engine.pool import EnginePool, adapters_only, unknown
 from ostinato.history.store import History
 from ostinato.model.decoder import Decoder
-from ostinato.model.shared import sweep
+from ostinato.model.shared import own_folder, sweep
 from ostinato.model.wire import fingerprint_weights, pack_weights
 from ostinato.pipeline.remember import Drafting
 from ostinato.protocols import Sampler
@@ -99,12 +99,11 @@ def _started(hire: Callable[[], TrainerLink]) -> TrainerLink:
 def all_weights(decoder: Decoder) -> Iterator[Callable[[Any, int], Publication]]:
     """How a policy is published where every weight is trained: as a file on this host, in memory if it can.
     The last few stay for samplers that are slow to load or begin anew."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="ostinato-", dir=memory if memory.is_dir() else None) as name:
+    with own_folder() as folder:
         kept: deque[Path] = deque()
 
         def publication(adapters: Any, version: int) -> Publication:
-            path = Path(name) / f"weights-{version}.safetensors"
+            path = folder / f"weights-{version}.safetensors"
             pack_weights(decoder, path)
             kept.append(path)
             if len(kept) > KEPT_WEIGHTS:
@@ -135,9 +134,15 @@ def _crew(
         pools=pools(recipe),
         lines=[*lines(recipe)],
         status=lambda: [row | hire.where(row["worker"]) for link in told for row in link.status()],
-        ready=pool.ready,
+        ready=lambda: _ready(pool, graders),
         end=pool.close,
+        whole=lambda: bool(remote) and trainer.whole,
     )
+
+
+async def _ready(pool: EnginePool, graders: GraderLink | None) -> None:
+    """Everybody, at the same time."""
+    await asyncio.gather(pool.ready(), *([graders.ready()] if graders else []))
 
 
 def wants(recipe: Recipe) -> list[Want]:

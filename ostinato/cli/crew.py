@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from ostinato.cli import parts
 from ostinato.cli.build import Prepared, environment, new_drafting
 from ostinato.cli.drafts import Memory
 from ostinato.cli.vllm import vllm_engine
-from ostinato.pipeline.loop import Finished, Loop
+from ostinato.pipeline.loop import Finish, Finished, Loop
 from ostinato.pipeline.remember import Drafting
+from ostinato.pipeline.signals import Abandoned, StopSignals
 from ostinato.protocols import Engine, Timed
 from ostinato.types import Request
 
@@ -44,7 +45,8 @@ class Crew:
     pools: Mapping[str, int] = field(default_factory=dict)  # devices by pool; empty: one process does it all
     lines: Sequence[str] = ()  # who works where, for a person
     status: Callable[[], Sequence[Mapping[str, Any]]] | None = None  # rows of workers.json
-    ready: Callable[[], Awaitable[None]] | None = None
+    whole: Callable[[], bool] = lambda: False  # is the trainer's last state safe while a step fails?
+    ready: Callable[[], Coroutine[Any, Any, None]] | None = None
     end: Callable[[], Awaitable[None]] | None = None
 
     async def run(self, loop: Loop, folder: Path) -> Finished:
@@ -52,8 +54,13 @@ class Crew:
         telling = asyncio.create_task(_tell(folder / "workers.json", self.status)) if self.status else None
         try:
             if self.ready is not None:
-                await self.ready()
+                with StopSignals(0.0, at_once=True) as signals:
+                    await signals.bounded(self.ready())
+                if signals.received is not None:
+                    raise Abandoned
             return await loop.run()
+        except Abandoned:  # before it has begun
+            return Finished(state=loop.state, why=Finish.TERMINATED)
         finally:
             if telling is not None:
                 telling.cancel()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tomllib
 
 from ostinato.cluster.graders import GraderServer
+from ostinato.cluster.host import here
+from ostinato.cluster.remote import WorkerFault
 from ostinato.config import Recipe
 from ostinato.reward.workers import WorkerGrader
 
@@ -19,5 +21,14 @@ def new_grader(recipe: Recipe) -> WorkerGrader:
 
 
 def grader(recipe: str, name: str) -> GraderServer:
-    """A worker of a cluster (see ``cli.workers``) that grades; ``name`` is its own in the timeline."""
-    return GraderServer(new_grader(Recipe.parse(tomllib.loads(recipe))), name)
+    """A worker of a cluster (see ``cli.workers``) that grades; ``name`` is its own in the timeline.
+
+    Raises WorkerFault where the rewards cannot be imported: on its host, for the driver's has done so.
+    """
+    made = new_grader(Recipe.parse(tomllib.loads(recipe)))
+    try:
+        made.check()
+    except ValueError as error:
+        made.close()
+        raise WorkerFault(f"{name} on {here().host}: {error}") from error
+    return GraderServer(made, name)

@@ -65,14 +65,15 @@ def learn(
     return _train(recipe, path, Console(quiet=quiet), resume=False, workers=workers)
 
 
-def resume(path: Path, *overrides: str, quiet: bool = False) -> Outcome:
+def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORKERS) -> Outcome:
     """Go on with the run in ``path`` from its newest whole checkpoint; without one, from the start.
 
-    ``overrides`` change its recipe from here on, e.g. ``trainer.steps=200`` to train for longer.
+    ``overrides`` change its recipe from here on, e.g. ``trainer.steps=200`` to train for longer. ``workers``
+    is as in ``learn``, and no part of the recipe: whoever named others has to name them again.
     """
     run = RunFolder.open(path)
     recipe = Recipe.load(run.recipe, *overrides)
-    return _train(recipe, path, Console(quiet=quiet), resume=True, workers=WORKERS)
+    return _train(recipe, path, Console(quiet=quiet), resume=True, workers=workers)
 
 
 def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool, workers: str) -> Outcome:

@@ -17,6 +17,7 @@ from ostinato.cluster.trainer import TrainerServer
 from ostinato.config import Recipe
 from ostinato.engine.serve import SamplerServer
 from ostinato.model.named import model_folder
+from ostinato.model.shared import sweep
 from ostinato.model.wire import unpack
 from ostinato.render import Renderer
 from ostinato.types import Past
@@ -53,6 +54,7 @@ class Remembering:
 
 
 def _read(recipe: str) -> tuple[Recipe, Path]:
+    sweep()  # what a killed run left on this host, which may be another than the driver's
     told = Recipe.parse(tomllib.loads(recipe))
     return told, model_folder(told.model.path)
 

@@ -24,7 +24,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +35,17 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ostinato.cluster.host import BUILD, Host, Place, here
-from ostinato.cluster.remote import ClusterLost, WorkerFault, WorkerGone, outcome, sealed
+from ostinato.cluster.remote import (
+    SLICE_S,
+    ClusterLost,
+    Patience,
+    WorkerFault,
+    WorkerGone,
+    outcome,
+    sealed,
+)
 from ostinato.cluster.witness import witness
 
-SLICE_S = 1.0  # between two looks at the cluster and the clock while an answer is awaited
 HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
 STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster of our own; what does not fit is spilt
 LEAN = {  # of a Ray of our own: no workers ahead of time, whose environment fits nobody, and none yields
@@ -98,6 +104,8 @@ class Cluster:
                 _begin(address, wants, folder)
             cluster = cls(wants, pin=pin, silence_s=silence_s, folder=folder)
             try:
+                if pin:
+                    check_one_host(ray.nodes())
                 cluster._reserve(start_s)
                 yield cluster
             finally:
@@ -217,15 +225,13 @@ class RayRemote:
         self.place = place
 
     async def _answer(self, reference: Any, method: str, within_s: float) -> bytes:
-        """Time is counted in slices of the event loop: while somebody blocks it, nobody is late."""
-        future = asyncio.wrap_future(reference.future())
+        future, patience = asyncio.wrap_future(reference.future()), self._patience(method, within_s)
         try:
-            for _ in range(math.ceil(within_s / SLICE_S)):
-                if (await asyncio.wait({future}, timeout=SLICE_S))[0]:
-                    with self._named(method):
-                        return future.result()
+            while not (await asyncio.wait({future}, timeout=SLICE_S))[0]:
                 self._cluster.check()
-            raise WorkerGone(self._silent(method, within_s))
+                patience.wear()
+            with self._named(method):
+                return future.result()
         finally:
             future.cancel()
 
@@ -236,21 +242,19 @@ class RayRemote:
         return outcome(self._awaited(reference, method, within_s))
 
     def _awaited(self, reference: Any, method: str, within_s: float) -> bytes:
-        """``_answer`` for a thread; a worker that is silent as such is not waited for."""
-        limit, sign, heard = time.monotonic() + within_s, self._handle.alive.remote(), time.monotonic()
+        """``_answer`` for a thread."""
+        patience = self._patience(method, within_s)
         while True:
             with self._named(method), contextlib.suppress(exceptions.GetTimeoutError):
                 return ray.get(reference, timeout=SLICE_S)
             self._cluster.check()
-            now = time.monotonic()
-            if ray.wait([sign], timeout=0)[0]:
-                sign, heard = self._handle.alive.remote(), now
-            silent = method != BUILD and now - heard > self._cluster.silence_s
-            if silent or now > limit:
-                raise WorkerGone(self._silent(method, self._cluster.silence_s if silent else within_s))
+            patience.wear()
 
-    def _silent(self, method: str, seconds: float) -> str:
-        return f"{self.name} gave no answer to {method} in {seconds:g} s"
+    def _patience(self, method: str, within_s: float) -> Patience:
+        # what a worker imports while it is built may keep it from answering
+        silence_s = math.inf if method == BUILD else self._cluster.silence_s
+        what = f"{self.name} gave no answer to {method}"
+        return Patience(lambda: self._handle.alive.remote().future(), what, within_s, silence_s)
 
     @contextlib.contextmanager
     def _named(self, method: str) -> Iterator[None]:
@@ -343,6 +347,16 @@ def _begin(address: str, wants: Sequence[Want], folder: Path | None) -> None:
     finally:
         if mine:
             signal.signal(signal.SIGTERM, handler)
+
+
+def check_one_host(nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Cores are dealt by the number of a worker, whatever its host. Raises ValueError for several hosts."""
+    hosts = {node["NodeManagerHostname"] for node in nodes if node["Alive"]}
+    if len(hosts) > 1:
+        raise ValueError(
+            f"cluster.pin is true, but counts the cores of one host, and the Ray has {len(hosts)}; "
+            "set it to false"
+        )
 
 
 def reach(address: str) -> None:

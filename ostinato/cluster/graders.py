@@ -1,15 +1,18 @@
 """``protocols.Grader`` over several workers: a group goes to the one with the fewest, and is never lost.
 
-A worker that dies or hangs is replaced and the group is judged once more, elsewhere where there is another.
-What fails twice has no verdict, by name: a fault is not a reward of 0.
+A worker gets no more groups than it grades at once, so whatever waits is here when it is lost. Of the groups
+that it had then one is suspected, the oldest: the others go to whoever has room, and this one is judged once
+more, alone, elsewhere where there is another. What fails then too has no verdict, by name: a fault is not a
+reward of 0.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ostinato.cluster.remote import Remote, WorkerGone
@@ -44,6 +47,9 @@ class GraderServer:
         self._grader, self._name, self._told = grader, name, Counter[str]()
         self._until = 0.0  # which it has said that it was busy
 
+    async def ready(self) -> None:
+        """Answers once there is something to answer."""
+
     async def grade(self, group: Group) -> Graded:
         start = time.time()
         rewards = await self._grader.grade(group)
@@ -54,11 +60,23 @@ class GraderServer:
         return Graded(rewards=rewards, counts=new, span=span)
 
 
+@dataclass(kw_only=True, eq=False)
+class _Place:
+    """One worker, for as long as it lives."""
+
+    worker: Remote
+    free: int  # groups that it can grade at once beside those that it has
+    running: list[Group] = field(default_factory=list)  # the oldest first
+    suspect: Group | None = None  # the one that it was lost with, if it was
+    since: float = field(default_factory=time.time)
+    cause: str = ""  # why the one before it was lost
+
+
 class GraderLink:
     """Implements protocols.Grader and Timed over ``count`` workers that ``spawn`` makes, by number.
 
-    ``within_s`` bounds one group; of what waits in a worker, ``slots`` are graded at once. After
-    ``max_restarts`` losses without a group in between it raises GradersLost, which names the last cause.
+    ``within_s`` bounds one group in a worker, which grades ``slots`` at once. After ``max_restarts`` losses
+    without a group in between it raises GradersLost, which names the last cause.
     """
 
     def __init__(
@@ -73,20 +91,35 @@ class GraderLink:
         self.counters: Counter[str] = Counter()
         self._spawn, self._within_s, self._slots = spawn, within_s, slots
         self._max_restarts, self._in_a_row = max_restarts, 0
-        self._workers = [spawn(index) for index in range(count)]
-        self._waiting = [0] * count
-        self._since, self._causes = [time.time()] * count, [""] * count
+        self._places = [_Place(worker=spawn(index), free=slots) for index in range(count)]
+        self._suspects = 0  # that wait for a worker of their own
+        self._turns: list[asyncio.Future[None]] = []  # of those who wait for room
         self._spans: list[Span] = []
+
+    async def ready(self) -> None:
+        """Until every worker is built; what it cannot be built of is raised here, before any group."""
+        await asyncio.gather(*(self._built(index) for index in range(len(self._places))))
+
+    async def _built(self, index: int) -> None:
+        while True:
+            place = self._places[index]
+            try:
+                return await place.worker.call("ready", within_s=self._within_s)
+            except WorkerGone as gone:
+                self._replace(index, place, gone)
 
     async def grade(self, group: Group) -> list[Reward]:
         """One Reward per trajectory, in order."""
         asked, causes, index = without_routes(group), list[str](), -1
         while len(causes) < 2:
-            index = self._least_busy(index)
+            index = await self._room(index, alone=bool(causes))
+            place, seats = self._places[index], self._slots if causes else 1
             try:
-                graded = await self._ask(index, asked)
+                graded = await self._ask(place, asked, seats)
             except WorkerGone as gone:
-                causes.append(str(gone))
+                self._replace(index, place, gone)
+                if place.suspect is asked:
+                    causes.append(str(gone))
                 continue
             self._in_a_row = 0
             self.counters.update(graded.counts)
@@ -94,24 +127,49 @@ class GraderLink:
             return graded.rewards
         return [Reward(value=None, reason=f"{FAULT}: {'; then '.join(causes)}")] * len(group.trajectories)
 
-    def _least_busy(self, but: int) -> int:
-        """Of all workers, but for one where there are others."""
-        return min(range(len(self._workers)), key=lambda index: (index == but, self._waiting[index]))
-
-    async def _ask(self, index: int, group: Group) -> Graded:
-        worker = self._workers[index]
-        rounds = 1 + self._waiting[index] // self._slots
-        self._waiting[index] += 1
+    async def _room(self, but: int, *, alone: bool) -> int:
+        """The worker with the fewest groups; with none for who has to be ``alone``, which goes first. Rather
+        not ``but``."""
+        self._suspects += alone
         try:
-            return await worker.call("grade", group, within_s=rounds * self._within_s)
-        except WorkerGone as gone:
-            if self._workers[index] is worker:  # others that waited for it find it replaced
-                self._replace(index, gone)
+            while not (found := self._with_room(alone)):
+                self._turns.append(asyncio.get_running_loop().create_future())
+                await self._turns[-1]
+        finally:
+            self._suspects -= alone
+            if alone:
+                self._wake()
+        return min(found, key=lambda index: (index == but, -self._places[index].free))
+
+    def _with_room(self, alone: bool) -> list[int]:
+        if self._suspects and not alone:
+            return []
+        seats = self._slots if alone else 1
+        return [index for index, place in enumerate(self._places) if place.free >= seats]
+
+    def _wake(self) -> None:
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            if not turn.done():
+                turn.set_result(None)
+
+    async def _ask(self, place: _Place, group: Group, seats: int) -> Graded:
+        place.free -= seats
+        place.running.append(group)
+        try:
+            return await place.worker.call("grade", group, within_s=self._within_s)
+        except WorkerGone:
+            if place.suspect is None:
+                place.suspect = place.running[0]
             raise
         finally:
-            self._waiting[index] -= 1
+            place.running.remove(group)
+            place.free += seats
+            self._wake()
 
-    def _replace(self, index: int, cause: WorkerGone) -> None:
+    def _replace(self, index: int, lost: _Place, cause: WorkerGone) -> None:
+        if self._places[index] is not lost:  # by another that had a group there
+            return
         self._in_a_row += 1
         self.counters["workers/restarts"] += 1
         if self._in_a_row > self._max_restarts:
@@ -119,9 +177,9 @@ class GraderLink:
                 f"{self._in_a_row} graders in a row were lost without a group judged in between, at last: "
                 f"{cause}; look at the reward functions and at cluster.max_restarts"
             ) from cause
-        self._workers[index].kill()
-        self._workers[index] = self._spawn(index)
-        self._since[index], self._causes[index] = time.time(), str(cause)
+        lost.worker.kill()
+        self._places[index] = _Place(worker=self._spawn(index), free=self._slots, cause=str(cause))
+        self._wake()
 
     def take_spans(self) -> Sequence[Span]:
         taken, self._spans = self._spans, []
@@ -129,15 +187,20 @@ class GraderLink:
 
     def status(self) -> list[dict[str, Any]]:
         """A row for each worker, as those of ``EnginePool.status``."""
-        rows = zip(self._workers, self._waiting, self._since, self._causes, strict=True)
         return [
-            {"worker": worker.name, "state": "serving", "since": since, "running": waiting, "cause": cause}
-            for worker, waiting, since, cause in rows
+            {
+                "worker": place.worker.name,
+                "state": "serving",
+                "since": place.since,
+                "running": len(place.running),
+                "cause": place.cause,
+            }
+            for place in self._places
         ]
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.kill()
+        for place in self._places:
+            place.worker.kill()
 
 
 def without_routes(group: Group) -> Group:

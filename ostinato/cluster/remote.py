@@ -10,7 +10,11 @@ import io
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
+
+SLICE_S = 1.0  # between two looks at the cluster and the worker while an answer is awaited
 
 
 class WorkerGone(RuntimeError):
@@ -32,16 +36,45 @@ class Remote(Protocol):
 
     async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
         """What ``method`` of the worker's object returns, or raises. ``shared``: other workers are about to
-        get the same arguments, so they are packed once. Raises WorkerGone, ClusterLost."""
+        get the same arguments, so they are packed once. Raises WorkerGone when the worker died, when it gives
+        no sign of life, and after ``within_s`` seconds without progress of its object; ClusterLost."""
         ...
 
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
-        """``call`` for a thread that may block. The worker has to give signs of life meanwhile."""
+        """``call`` for a thread that may block."""
         ...
 
     def kill(self) -> None:
         """End it, at once; nothing is said when it is gone already."""
         ...
+
+
+class Patience:
+    """How long an answer is waited for: until for ``within_s`` the worker's object has made no progress, or
+    for ``silence_s`` the worker has given no sign of life, which ``ask`` asks it for.
+
+    Seconds are counted as slices in which somebody waited: while the event loop is blocked nobody is late.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Future[float]], what: str, within_s: float, silence_s: float
+    ) -> None:
+        self._ask, self._what, self._within_s, self._silence_s = ask, what, within_s, silence_s
+        self._idle, self._silent, self._progress = 0.0, 0.0, 0.0
+        self._sign: Future[float] | None = None  # nobody is asked in the first slice, where most answers come
+
+    def wear(self, seconds: float = SLICE_S) -> None:
+        """A slice has passed in vain. Raises WorkerGone when it was the last."""
+        self._idle, self._silent = self._idle + seconds, self._silent + seconds
+        if self._sign is None:
+            self._sign = self._ask()
+        elif self._sign.done() and self._sign.exception() is None:
+            if (progress := self._sign.result()) > self._progress:
+                self._idle, self._progress = 0.0, progress
+            self._silent, self._sign = 0.0, self._ask()
+        for passed, limit in ((self._silent, self._silence_s), (self._idle, self._within_s)):
+            if passed >= limit:
+                raise WorkerGone(f"{self._what} in {limit:g} s")
 
 
 def sealed(value: Any) -> bytes:
@@ -100,7 +133,9 @@ def outcome(payload: bytes) -> Any:
 
 
 __all__ = [
+    "SLICE_S",
     "ClusterLost",
+    "Patience",
     "Remote",
     "WorkerFault",
     "WorkerGone",

@@ -39,6 +39,11 @@ class Restorable(Trainer, Protocol):
 
     def identity(self) -> dict[str, str]: ...
 
+    @property
+    def progress(self) -> float:
+        """Grows while a step gets on."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
@@ -63,6 +68,11 @@ class TrainerServer:
 
     def __init__(self, trainer: Restorable, name: str = "trainer") -> None:
         self._trainer, self._name = trainer, name
+
+    @property
+    def progress(self) -> float:
+        """Read by the event loop of the worker while a thread computes."""
+        return self._trainer.progress
 
     def step(self, batch: Batch, due: bool) -> Stepped:
         start = time.time()
@@ -89,9 +99,10 @@ class TrainerServer:
 class TrainerLink:
     """A ``train.PolicyTrainer`` that lives in a worker which ``spawn`` makes.
 
-    ``within_s`` bounds one call; every ``snapshot_every`` steps the worker's state is fetched. After
-    ``max_restarts`` losses without a step in between it raises TrainerLost, which names the last cause. What
-    the trainer itself raises (Misaligned, TrainingStopped ...) comes as itself and is no loss.
+    ``within_s`` bounds one call, from the last progress on; every ``snapshot_every`` steps the worker's state
+    is fetched. After ``max_restarts`` losses without a step in between it raises TrainerLost, which names the
+    last cause. What the trainer itself raises (Misaligned, TrainingStopped ...) comes as itself and is no
+    loss.
     """
 
     def __init__(
@@ -126,6 +137,11 @@ class TrainerLink:
     def progress(self) -> float:
         """Grows while a worker is waited for: each such wait has a bound and an end with a name."""
         return time.monotonic() if self._waits else 0.0
+
+    @property
+    def whole(self) -> bool:
+        """Can it tell its state after the last step without its worker, which may be lost or in the next?"""
+        return not self._since
 
     def adapters(self) -> Any:
         """Those after the last step; a copy, as all that came over the wire."""

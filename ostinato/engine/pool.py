@@ -8,9 +8,9 @@ A call is a request with its seed, so whoever answers it gives the same tokens, 
 Every worker has at most ``slots`` calls; the others wait here, where placement can still choose.
 
 Failures of workers and of prompts are told apart. A worker that raises, is silent, stands still, or serves
-what it was not sent is replaced, given the current policy, and its calls go to whoever has room. A prompt
-that was on two workers that were lost runs alone; lost with it alone, a worker proves it guilty, and it ends
-as ERROR. Both kinds of failure have a budget of their own.
+what it was not sent is replaced, given the current policy, and its calls go to whoever has room. Prompts that
+were on two workers that were lost run by themselves, fewer and fewer; a prompt with which alone one more is
+lost ends as ERROR (``pool_suspects``). Both kinds of failure have a budget of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from ostinato.engine.pool_calls import Call, Results, Suspects, fault, isolated
+from ostinato.engine.pool_calls import Call, Results, fault
+from ostinato.engine.pool_suspects import Key, Suspects, isolated
 from ostinato.engine.pool_worker import Lost, Worker, bounded, close
 from ostinato.engine.serve import failed
 from ostinato.jobs import Placement, Plan, least_loaded
@@ -36,10 +37,11 @@ from ostinato.types import Collected, Completion, Past, Publication, Request, St
 HOMES = 10_000  # conversations whose worker is remembered
 MOST_SPANS = 100_000  # kept where nobody takes them: the newest
 LONGEST_PAUSE_S = 30.0  # before a worker that keeps failing is tried again
+MOST_DOUBLINGS = 10  # of that pause
 
 
 class WorkersLost(RuntimeError):
-    """Too many workers in a row were lost, and none of them had answered anything."""
+    """Workers were lost too often in a row, without an answer of theirs in between."""
 
 
 class TooManyQuarantined(RuntimeError):
@@ -58,7 +60,7 @@ class Published:
 
     version: int
     bytes: int  # sent, to all workers together
-    seconds: float  # from ``publish`` until the last of them had proved it
+    seconds: float  # from ``publish`` until the last of those that were serving then had proved it
     workers: int
 
 
@@ -80,7 +82,7 @@ class _Place:
     since: float = field(default_factory=time.time)
     worker: Worker | None = None
     cause: str = ""  # of the latest loss
-    losses: int = 0  # in a row, without an answer
+    losses: int = 0  # in a row, without an answer, that no prompt is held to have caused
 
     def enter(self, state: State) -> None:
         self.state, self.since = state, time.time()
@@ -102,9 +104,10 @@ class EnginePool:
     place: who samples what (``rollout.schedule``); expect: tokens of an answer, 0 if unknown; slots: calls
     that a worker has at once; publication: a policy as it is sent. Seconds: silence_s without a reply or
     without progress, and a worker is lost; start_s for one to come up (then ``spawn`` is cancelled, and has
-    to leave nothing behind). ``generate`` raises WorkersLost when no worker is left after more than
-    ``max_restarts`` losses in a row without an answer, and TooManyQuarantined after more than
-    ``max_quarantined`` prompts. Names of workers: "sampler-0" and so on.
+    to leave nothing behind, as where it raises). ``generate`` raises WorkersLost when no worker serves and
+    each was lost more than ``max_restarts`` times in a row without an answer, TooManyQuarantined after more
+    than ``max_quarantined`` prompts, and what is of a ``fatal`` type as soon as a worker's link raises it.
+    Names of workers: "sampler-0" and so on.
     """
 
     def __init__(
@@ -120,13 +123,15 @@ class EnginePool:
         max_restarts: int = 5,
         max_quarantined: int = 8,
         pause_s: float = 0.5,
+        fatal: tuple[type[Exception], ...] = (),
         publication: Callable[[Any, int], Publication] = adapters_only,
     ) -> None:
         if count < 1 or slots < 1:
             raise ValueError(f"a pool of {count} samplers with {slots} slots; both must be at least 1")
         self._spawn, self._place, self._expect, self._make = spawn, place, expect, publication
         self._slots, self._silence_s, self._start_s, self._pause_s = slots, silence_s, start_s, pause_s
-        self._max_restarts, self._max_quarantined = max_restarts, max_quarantined
+        self._max_restarts, self._max_quarantined, self._fatal = max_restarts, max_quarantined, fatal
+        self._window_s = silence_s / 4 if count > 1 else 0.0  # in which a cause that workers share shows
         self._places = [_Place(id=i) for i in range(count)]
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -134,12 +139,10 @@ class EnginePool:
         self._news = asyncio.Event()
         self._ids = itertools.count()
         self._waiting: dict[int, Call] = {}
-        self._open: Counter[str] = Counter()  # calls that have not ended, by prompt
-        self._suspects = Suspects()
+        self._open: Counter[Key] = Counter()  # calls that have not ended, by prompt
+        self._suspects = Suspects(self._window_s)
         self._homes: dict[tuple[int, ...], int] = {}
         self._planned, self._plan_again = False, 0.0
-        self._losses = 0  # since the last answer
-        self._causes: deque[str] = deque(maxlen=max_restarts + 1)  # of these
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._current = Publication(version=0, fingerprint="", payload=b"")
         self._sending: deque[_Sending] = deque()
@@ -158,12 +161,12 @@ class EnginePool:
         publication = replace(self._make(adapters, version), answers=self._answers)
         self._answers = ()
         self._current = replace(publication, answers=())
-        alive = [place for place in self._places if place.worker is not None]
-        for place in alive:
-            assert place.worker is not None
-            place.worker.post(publication)
-        if alive:
-            missing, size = {place.id for place in alive}, len(publication.payload)
+        for place in self._places:
+            if place.worker is not None:
+                place.worker.post(publication)
+        missing = {place.id for place in self._places if place.state is State.SERVING}
+        if missing:  # for one that is starting it is a part of the start
+            size = len(publication.payload)
             self._sending.append(_Sending(version=version, size=size, begun=begun, missing=missing))
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
@@ -176,7 +179,7 @@ class EnginePool:
             for _ in mine:
                 result = await results.get()
                 if isinstance(result, BaseException):
-                    raise result
+                    raise result.with_traceback(None)  # the same one is raised at everybody who waits
                 yield result
         finally:
             self._abandon(mine)
@@ -189,11 +192,13 @@ class EnginePool:
     # ---- beside the protocol
 
     async def ready(self) -> None:
-        """Until every worker serves. Raises WorkersLost."""
+        """Until every worker serves. Raises WorkersLost where one is lost too often, whatever others do."""
         self._begin()
-        while any(place.state is not State.SERVING for place in self._places):
+        while starting := [place for place in self._places if place.state is not State.SERVING]:
             if self._failure is not None:
                 raise self._failure
+            if hopeless := [place for place in starting if place.losses > self._max_restarts]:
+                raise self._lost(hopeless)
             self._news.clear()
             await self._news.wait()  # every start is bounded, and so is their number
 
@@ -229,9 +234,10 @@ class EnginePool:
         return published
 
     def gauges(self) -> dict[str, float]:
-        """Of now, by the names of metrics."""
+        """Of now, by the names of metrics; 0 for what is counted, which a row of a quiet step has too."""
         alive = sum(place.state is State.SERVING for place in self._places)
-        return {"workers/alive": float(alive), "workers/calls_waiting": float(len(self._waiting))}
+        now = {"workers/alive": float(alive), "workers/calls_waiting": float(len(self._waiting))}
+        return now | dict.fromkeys(self.counters, 0.0)
 
     def status(self) -> list[dict[str, Any]]:
         """A row for each worker. Times are Unix seconds."""
@@ -248,8 +254,8 @@ class EnginePool:
             expected=self._expect(request),
             home=self._homes.pop(request.seed, None),
         )
-        self._open[call.prompt] += 1
-        if guilty := self._suspects.quarantined.get(call.prompt):
+        self._open[call.key] += 1
+        if guilty := self._suspects.quarantined.get(call.key):
             self._end(call, failed(guilty))
         else:
             self._waiting[call.id] = call
@@ -263,10 +269,10 @@ class EnginePool:
             self._leave(call)
 
     def _leave(self, call: Call) -> None:
-        self._open[call.prompt] -= 1
-        if not self._open[call.prompt]:
-            del self._open[call.prompt]
-            self._suspects.forget(call.prompt)
+        self._open[call.key] -= 1
+        if not self._open[call.key]:
+            del self._open[call.key]
+            self._suspects.forget(call.key)
 
     def _abandon(self, calls: Sequence[Call]) -> None:
         """Nobody waits for these any more."""
@@ -304,17 +310,19 @@ class EnginePool:
     def _place_waiting(self, alive: Mapping[int, Worker]) -> None:
         if not alive or (not self._waiting and all(worker.all_calls for worker in alive.values())):
             return
-        waiting, alone = sorted(self._waiting.values(), key=lambda call: call.id), self._suspects.alone
-        places, closed = dict[str, int](), frozenset[int]()
-        if alone:
-            suspects = dict.fromkeys(call.prompt for call in waiting if call.prompt in alone)
-            held = {id: [call.prompt for call in worker.all_calls] for id, worker in alive.items()}
-            places, closed = isolated([*suspects], alone, held)
+        cells, accused = self._suspects.cells, self._suspects.accused
+        waiting = sorted(self._waiting.values(), key=lambda call: call.id)
+        places, closed = dict[int, int](), frozenset[int]()
+        if cells:
+            waiting = [call for call in waiting if call.key not in accused]
+            ready = dict.fromkeys(cells[call.key] for call in waiting if call.key in cells)
+            held = {id: {call.key for call in worker.all_calls} for id, worker in alive.items()}
+            places, closed = isolated([*ready], cells, held)
         for call in waiting:
-            if call.prompt in places:
-                self._deal(call, alive[places[call.prompt]])
+            if (cell := cells.get(call.key)) in places:
+                self._deal(call, alive[places[cell]])
         open = [worker.as_job_worker() for id, worker in alive.items() if id not in closed]
-        jobs = [call.job() for call in waiting if call.prompt not in alone]
+        jobs = [call.job() for call in waiting if call.key not in cells]
         plan = self._place(jobs, open) if open else Plan()
         if jobs and not plan.starts and open and not any(worker.jobs for worker in open):
             plan = least_loaded(jobs, open)  # whatever a placement waits for, nothing will happen by itself
@@ -367,8 +375,7 @@ class EnginePool:
             self._continue(call, completion)
             return
         if completion.stop is not Stop.ERROR:
-            self._causes.clear()
-            self._losses = self._places[worker.id].losses = 0
+            self._places[worker.id].losses = 0
         if len(self._homes) >= HOMES:
             self._homes.pop(next(iter(self._homes)))
         self._homes[call.request.seed] = worker.id
@@ -380,7 +387,7 @@ class EnginePool:
         assert call.going_to is not None
         self.counters["workers/migrated"] += 1
         place, call.going_to = self._places[call.going_to], None
-        if place.worker is not None and place.worker.serving and not self._suspects.alone:
+        if place.worker is not None and place.worker.serving and not self._suspects.cells:
             self._deal(call, place.worker)
             place.worker.fill()
         else:
@@ -389,6 +396,8 @@ class EnginePool:
     def _acknowledged(self, worker: Worker, publication: Publication) -> None:
         place = self._places[worker.id]
         if place.state is not State.SERVING:
+            span = Span(worker=f"sampler-{place.id}", kind=Kind.START, start=place.since, stop=time.time())
+            self._spans.append(span)
             place.enter(State.SERVING)
             self._news.set()
         for sending in self._sending:
@@ -425,6 +434,7 @@ class EnginePool:
         self._loop, self._news = loop, asyncio.Event()
         self._planned, self._plan_again = False, 0.0
         self._waiting, self._open, self._sending = {}, Counter(), deque()
+        self._suspects = Suspects(self._window_s)
         self._places = [_Place(id=place.id) for place in self._places]
         self._tasks = [asyncio.create_task(self._supervise(place)) for place in self._places]
         for task in self._tasks:
@@ -439,18 +449,20 @@ class EnginePool:
         """One worker after the other, for as long as the pool lives."""
         while self._failure is None:
             if place.losses:
-                await asyncio.sleep(min(self._pause_s * (2 ** (place.losses - 1) - 1), LONGEST_PAUSE_S))
+                doublings = min(place.losses - 1, MOST_DOUBLINGS)
+                await asyncio.sleep(min(self._pause_s * (2**doublings - 1), LONGEST_PAUSE_S))
             place.enter(State.STARTING)
-            sampler, begun = None, time.time()
+            sampler = None
             try:
                 sampler = await bounded(self._spawn(place.id), self._start_s, "starting")
                 place.worker = self._worker(place.id, sampler)
                 place.worker.post(self._current)
-                name = f"sampler-{place.id}"
-                self._spans.append(Span(worker=name, kind=Kind.START, start=begun, stop=time.time()))
                 await place.worker.serve(self._start_s)
             except Lost as lost:
-                self._lose(place, lost)
+                if isinstance(lost.__cause__, self._fatal):
+                    self._fail(lost.__cause__)
+                else:
+                    self._lose(place, lost)
             finally:
                 if sampler is not None:
                     await close(sampler)
@@ -468,56 +480,63 @@ class EnginePool:
     def _lose(self, place: _Place, lost: Lost) -> None:
         """Take its calls back, see who may be to blame, and whether this can go on."""
         worker, place.worker = place.worker, None
+        served, place.cause = place.state is State.SERVING, str(lost)
         place.enter(State.LOST)
-        place.cause, place.losses = str(lost), place.losses + 1
-        self._losses += 1
         self.counters["workers/restarts"] += 1
-        self._causes.append(f"sampler-{place.id}: {lost}")
         for sending in self._sending:
             sending.missing.discard(place.id)
         self._settle()
-        if worker is not None:
-            self._take_back(worker, lost)
-        if len(self._suspects.quarantined) > self._max_quarantined:
-            told = list(self._suspects.quarantined.values())
-            self._fail(
-                TooManyQuarantined(
-                    f"{len(told)} prompts broke samplers (cluster.max_quarantined is "
-                    f"{self._max_quarantined}); the latest: {told[-1]}"
-                )
-            )
-        elif self._is_hopeless():
-            causes = "; ".join(dict.fromkeys(self._causes))
-            self._fail(
-                WorkersLost(
-                    f"{self._losses} samplers in a row were lost without an answer in between "
-                    f"(cluster.max_restarts is {self._max_restarts}): {causes}"
-                )
-            )
-        self._plan_soon()
+        explained = worker is not None and served and self._take_back(worker, lost)
+        place.losses += not explained
+        self._judge(asyncio.get_running_loop().time())
+        if all(one.losses > self._max_restarts and one.state is not State.SERVING for one in self._places):
+            self._fail(self._lost(self._places))
+        self._news.set()
 
-    def _is_hopeless(self) -> bool:
-        """Not while others serve: a long answer of theirs may still come, and they too are watched."""
-        others = any(place.state is State.SERVING for place in self._places)
-        return self._losses > self._max_restarts and not others
+    def _lost(self, places: Sequence[_Place]) -> WorkersLost:
+        causes = "; ".join(f"sampler-{place.id}: {place.cause}" for place in places)
+        return WorkersLost(
+            f"{len(places)} of {len(self._places)} samplers were lost more than {self._max_restarts} times "
+            f"in a row without an answer in between (cluster.max_restarts is {self._max_restarts}): {causes}"
+        )
 
-    def _take_back(self, worker: Worker, lost: Lost) -> None:
-        """What it had not ended waits again, but for a prompt that is found guilty."""
+    def _take_back(self, worker: Worker, lost: Lost) -> bool:
+        """What it had not ended waits again. True: it was lost to its calls."""
         handed = [call for call in worker.calls.values() if call.handed]
         self.counters["workers/redispatched"] += sum(call.wanted for call in handed)
         for call in worker.all_calls:
             if call.wanted:
                 call.going_to = None
                 self._waiting[call.id] = call
-        if lost.by_calls:
-            self._suspects.blame({call.prompt for call in handed}, str(lost))
-        for prompt in {call.prompt for call in handed} - self._open.keys():
-            self._suspects.forget(prompt)  # nobody waits for it
-        guilty = self._suspects.quarantined
-        self.counters["workers/quarantined"] = len(guilty)
-        for call in [call for call in self._waiting.values() if call.prompt in guilty]:
+        keys = [*dict.fromkeys(call.key for call in handed)]
+        blamed = keys if lost.by_calls and not worker.publishing else []
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        explained = self._suspects.blame(worker.id, now, blamed, str(lost))
+        for key in set(keys) - self._open.keys():
+            self._suspects.forget(key)  # nobody waits for it
+        if self._suspects.accused:
+            loop.call_at(now + self._window_s, self._judge, now + self._window_s)
+        return explained
+
+    def _judge(self, now: float) -> None:
+        """The guilty end as ERROR. What was lost until then is explained: no worker's failure."""
+        guilty = self._suspects.judge(now)
+        self.counters["workers/quarantined"] += len(guilty)
+        for place in self._places if guilty else ():
+            place.losses = 0
+        told = self._suspects.quarantined
+        for call in [call for call in self._waiting.values() if call.key in told]:
             del self._waiting[call.id]
-            self._end(call, failed(guilty[call.prompt]))
+            self._end(call, failed(told[call.key]))
+        if len(told) > self._max_quarantined:
+            self._fail(
+                TooManyQuarantined(
+                    f"{len(told)} prompts broke samplers (cluster.max_quarantined is "
+                    f"{self._max_quarantined}); the latest: {[*told.values()][-1]}"
+                )
+            )
+        self._plan_soon()
 
     def _fail(self, error: Exception) -> None:
         """The end: everybody who waits hears of it, and whoever asks from now on."""

@@ -1,19 +1,17 @@
-"""The calls of a pool, and the prompts that are suspected of breaking its workers."""
+"""The calls of a pool, and what is wrong with an answer."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ostinato.engine.pool_suspects import Key, name
 from ostinato.jobs import Job
 from ostinato.types import Completion, Request
-
-TRIES = 2  # of a prompt on workers that were lost, before it runs alone; lost alone again, it is to blame
 
 Results = asyncio.Queue[tuple[int, Completion] | BaseException]
 
@@ -35,9 +33,14 @@ class Call:
     wanted: bool = True  # somebody waits for it
 
     @property
+    def key(self) -> Key:
+        """Calls of one prompt in one round have the same."""
+        return self.request.uid, self.request.seed[:-1]
+
+    @property
     def prompt(self) -> str:
-        """What it is named by in failures; calls of one prompt have the same."""
-        return self.request.uid or f"with seed {list(self.request.seed[:-1])}"
+        """What it is named by in failures."""
+        return name(self.key)
 
     @property
     def said(self) -> int:
@@ -83,53 +86,4 @@ def fault(call: Call, answer: Completion, versions: Collection[int]) -> str:
     return ""
 
 
-class Suspects:
-    """Which prompts were on workers that were lost, how often, and which one is to blame."""
-
-    def __init__(self) -> None:
-        self._strikes: Counter[str] = Counter()
-        self.quarantined: dict[str, str] = {}  # prompt -> what it did, in one sentence
-
-    def blame(self, prompts: Collection[str], cause: str) -> None:
-        """A worker was lost with these."""
-        self._strikes.update(prompts)
-        for prompt in prompts:
-            if len(prompts) == 1 and self._strikes[prompt] >= TRIES:
-                self.quarantined[prompt] = (
-                    f"prompt {prompt} is quarantined: {self._strikes[prompt]} samplers were lost with it "
-                    f"(the last one: {cause})"
-                )
-
-    @property
-    def alone(self) -> set[str]:
-        """Who has to run alone."""
-        return {prompt for prompt, strikes in self._strikes.items() if strikes >= TRIES}
-
-    def forget(self, prompt: str) -> None:
-        """Nothing of it is on its way any more."""
-        del self._strikes[prompt]
-
-
-def isolated(
-    waiting: Sequence[str], alone: Collection[str], held: Mapping[int, Collection[str]]
-) -> tuple[dict[str, int], frozenset[int]]:
-    """(worker of each suspect that may begin now, workers that nobody else may go to).
-
-    waiting: suspects of which calls wait, the eldest first; alone: all suspects; held: prompts that each
-    living worker has. A suspect goes on where it is alone, and begins where nobody is. Where all are busy,
-    the least busy worker takes nobody until it is empty.
-    """
-    only = {worker: next(iter(prompts)) for worker, prompts in held.items() if len(set(prompts)) == 1}
-    by_suspects = {worker: prompt for worker, prompt in only.items() if prompt in alone}
-    places = {prompt: worker for worker, prompt in by_suspects.items() if prompt in waiting}
-    idle = [worker for worker, prompts in held.items() if not prompts]
-    for suspect in waiting:
-        if suspect not in places and idle:
-            places[suspect] = idle.pop(0)
-    closed = {*by_suspects, *places.values()}
-    if len(places) < len(waiting) and not closed:
-        closed.add(min(held, key=lambda worker: len(held[worker])))
-    return places, frozenset(closed)
-
-
-__all__ = ["Call", "Results", "Suspects", "fault", "isolated"]
+__all__ = ["Call", "Results", "fault"]

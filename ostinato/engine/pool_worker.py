@@ -22,6 +22,7 @@ from ostinato.timeline import Kind
 from ostinato.types import Collected, Publication
 
 COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life
+HEAR_S = 0.02  # from one collect to the next: what ends meanwhile is heard of together
 CLOSE_S = 10.0  # for a worker that is given up to end
 SLICES = 8  # that a bounded wait is counted in
 
@@ -243,6 +244,7 @@ class Worker:
             self._check(told, floor, min(loop.time() - asked, wait_s))
             self.heard, self.told, self.told_before = time.time(), told, self.told
             self._hear(self, told)
+            await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - asked))
 
     def _check(self, told: Collected, floor: int, waited_s: float) -> None:
         """Does it serve what it was sent, and get on with what it has?"""
@@ -261,6 +263,11 @@ class Worker:
         return f"sampling {len(self.calls)} calls" if self.calls else "waiting for calls"
 
     # ---- what it looks like from outside
+
+    @property
+    def publishing(self) -> bool:
+        """It has not proved yet what it was sent last: that may be why it is lost."""
+        return self._sent > self._served
 
     @property
     def all_calls(self) -> list[Call]:

@@ -9,8 +9,8 @@ server that is not ours any more, and nothing that it said is used. New requests
 policy: the label salts the prefix cache.
 
 What is served is proven three times: the worker tells the digest of the adapter that it has read, every
-answer carries its labels, and the first answer of every policy is scored by our own decoder before it counts
-(k3 below ``bound``).
+answer carries its labels, and the first answers of every policy are scored by our own decoder (k3 below
+``bound``).
 
 A server that dies, or does not answer for ``silence_s``, is started anew at most ``max_restarts`` times in a
 row, gets the policy, and is asked again. The noise is vLLM's own: seeded by the request (not on a CPU), but a
@@ -20,7 +20,6 @@ function of the numerics of its batch, so there is no law that tokens are the sa
 from __future__ import annotations
 
 import asyncio
-import math
 import shutil
 import threading
 import time
@@ -33,13 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from ostinato.algo.offpolicy import kl_k3
 from ostinato.engine.vllm_answers import answer, failed, question
 from ostinato.engine.vllm_http import Reply, Unreachable, call, post
+from ostinato.engine.vllm_proof import Proofs
 from ostinato.engine.vllm_server import Server, VllmLost, VllmWrong, check
-from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_io import PEFT_CONFIG, PEFT_TENSORS, write_peft
@@ -52,8 +49,7 @@ COLDEST = 0.01  # vLLM raises temperatures between 0 and this to it
 BEAT_S = 5.0  # between two signs of life of a server with requests
 MOST_OPEN = 512  # connections at once
 MOST_SPANS = 10_000
-PROBE_TOKENS = 12
-PROOF_TOKENS, PROOF_CONTEXT = 64, 2048  # tokens that prove, behind a prompt of that many at most
+PROBE_TOKENS = 48
 QUESTIONS = "/inference/v1/generate"
 
 
@@ -98,16 +94,15 @@ class VllmEngine:
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self._server, self._decoder, self._folder, self._decode = server, decoder, folder, decode
-        self._probe, self._bound, self._silence_s, self._most = probe, bound, silence_s, max_restarts
+        self._probe, self._silence_s, self._most = probe, silence_s, max_restarts
         self._say, self._time = say, _Time(name)
         self._lock = threading.RLock()  # of the server's life and of what it serves
         self._epoch, self._restarts = 0, 0
         self._desk: _Desk | None = None
         self._heard = ""  # the label that the server told last
-        self.k3 = math.nan  # of the last policy that was proven
         self.signs = 0  # of life: answers, and beats while requests run
         self.counters = Counter[str]()
-        self._sure = set[str]()  # labels of policies that were proven on this server
+        self._proofs = Proofs(decoder, bound)
         self._closed = False
         self._slot = -1  # the version in the adapter's place
         self._labels: dict[str, int] = {}  # to the version that was in the adapter's place
@@ -131,6 +126,11 @@ class VllmEngine:
     @property
     def version(self) -> int:
         return self._policy.version
+
+    @property
+    def k3(self) -> float:
+        """Between the server's log-probabilities and our decoder's, of the newest policy that was judged."""
+        return self._proofs.k3
 
     @property
     def served(self) -> tuple[int, str]:
@@ -230,7 +230,7 @@ class VllmEngine:
                 else:
                     self._restarts = 0
                     self.signs += 1
-                    await self._proven(desk, request, policy, said)
+                    await self._prove(desk, request, policy, said)
                     return index, said
 
     def _question(self, request: Request, policy: Policy) -> dict[str, Any]:
@@ -334,7 +334,7 @@ class VllmEngine:
             self._say(f"vLLM was lost and is started anew ({self._restarts} of {self._most}): {why}")
             try:
                 with self._time.of(Kind.START):
-                    self._sure.clear()
+                    self._proofs.forget()
                     self._server.revive()
                 self._install(policy)
             except (Unreachable, VllmLost) as error:
@@ -395,47 +395,17 @@ class VllmEngine:
 
     def _prove_the_base(self) -> None:
         """Before any work: that the server has the weights, the dtype and the log-probabilities it should."""
-        if self._probe is None:
-            return
-        policy, sampling = self._policy, Sampling(max_tokens=PROBE_TOKENS)
-        request = Request(tokens=self._probe, sampling=sampling, seed=(0,))
-        reply = self._ask("POST", QUESTIONS, self._question(request, policy))
-        self._prove(request, policy, self._said(request, policy, reply))
+        if self._probe is not None:
+            policy, sampling = self._policy, Sampling(max_tokens=PROBE_TOKENS)
+            request = Request(tokens=self._probe, sampling=sampling, seed=(0,))
+            reply = self._ask("POST", QUESTIONS, self._question(request, policy))
+            self._proofs.hear(policy.label, None, request, self._said(request, policy, reply))
 
-    async def _proven(self, desk: _Desk, request: Request, policy: Policy, said: Completion) -> None:
-        """The first answer that ``policy`` alone has sampled has to prove it before it counts."""
-        if policy.label not in self._sure and is_proof(request, policy.version, said):
+    async def _prove(self, desk: _Desk, request: Request, policy: Policy, said: Completion) -> None:
+        """The first answers that ``policy`` alone has sampled prove it. Raises VllmWrong."""
+        if self._proofs.want(policy.label, policy.version, request, said):
             async with desk.proof:
-                if policy.label not in self._sure:
-                    await asyncio.to_thread(self._prove, request, policy, said)
-
-    def _prove(self, request: Request, policy: Policy, said: Completion) -> None:
-        """By k3 between the server's log-probabilities and those of our own decoder. Raises VllmWrong.
-
-        Tokens that were sampled, and not a text that the server is to score: ``prompt_logprobs`` kill vLLM
-        0.32 on a CPU where other requests are in the batch, since its adapter of the head takes all rows for
-        sampled ones.
-        """
-        tokens = said.tokens[:PROOF_TOKENS]
-        ours = self._scores(policy.adapters, np.concatenate([request.tokens, tokens]), request.sampling)
-        theirs = torch.from_numpy(said.logprobs[: len(tokens)])
-        self.k3 = float(kl_k3(ours[-len(tokens) :] - theirs).mean())
-        if not self.k3 < self._bound:
-            raise VllmWrong(
-                f"vLLM is not the policy that is trained: k3 is {self.k3:.3g} for policy {policy.label} on "
-                f"{len(tokens)} tokens, and {self._bound:g} is the bound; compare model and dtype"
-            )
-        self._sure.add(policy.label)
-
-    def _scores(self, adapters: Adapters | None, tokens: np.ndarray, sampling: Sampling) -> torch.Tensor:
-        """[T - 1] log-probabilities of ``tokens`` [T], from the second one on, by our decoder."""
-        decoder = self._decoder
-        rows = torch.from_numpy(tokens.astype(np.int64)).to(decoder.device)
-        with torch.inference_mode():
-            places = torch.arange(len(rows), device=decoder.device)
-            hidden, _ = decoder(rows, places, CausalAttention(), adapters=adapters)
-            logits = decoder.logits(hidden[:-1]).float() / sampling.temperature
-            return logits.log_softmax(-1).gather(1, rows[1:, None])[:, 0].cpu()
+                await asyncio.to_thread(self._proofs.hear, policy.label, policy.adapters, request, said)
 
     # ---- calls
 
@@ -517,14 +487,6 @@ class _Time:
         if kind is not None and now > self._since:
             self._spans.append(Span(worker=self._worker, kind=kind, start=self._since, stop=now))
         self._since = now
-
-
-def is_proof(request: Request, version: int, said: Completion) -> bool:
-    """Can an answer be scored by one forward: by one policy, from all of its distribution, not too long?"""
-    sampling = request.sampling
-    plain = sampling.temperature > 0 and not sampling.filtered and not sampling.min_tokens
-    whole = len(said.tokens) > 0 and (said.versions == version).all()
-    return plain and bool(whole) and len(request.tokens) <= PROOF_CONTEXT
 
 
 def _digest(folder: Path) -> str:

@@ -8,7 +8,7 @@ and disturbs nobody.
 A file is named after the checkpoint and dtype that it was made of. The first process that wants it writes it,
 straight from the checkpoint, so that the weights are never in memory twice; the others wait. Who maps it
 holds a shared lock, which the kernel takes back however the process ends. So a file that can be locked for
-oneself is nobody's, and ``sweep`` removes it.
+oneself is nobody's, and ``sweep`` removes it; so is a folder (``own_folder``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import fcntl
 import json
 import mmap
 import os
+import shutil
 import struct
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
@@ -37,6 +40,7 @@ from ostinato.model.tensor_file import Layout, layout, shapes_of
 _SHM = Path("/dev/shm")
 _FORMAT = 1  # of the file; a change of how decoders store their weights counts too
 _SAMPLES, _SAMPLE = 16, 4096  # places of a checkpoint that are looked at, and bytes of each
+_FILE, _FOLDER = "safetensors", "weights"  # what our names end in
 _POLL_S = 0.05
 
 
@@ -79,20 +83,56 @@ def shared_file(source: str | Path, dtype: torch.dtype = torch.float32, folder: 
 
 
 def sweep(folder: Path | None = None) -> list[Path]:
-    """Remove the copies that no process holds; the paths of those that are gone.
+    """Remove the copies, and the folders, that no process holds; the paths of those that are gone.
 
-    For whoever starts workers, before and after: what a killed run left behind is found the next time.
+    For whoever starts workers, before and after, and for every worker on its own host: what a killed run left
+    behind is found the next time.
     """
-    removed = []
-    for path in (path for each in ([folder] if folder else _folders()) for path in each.glob(_name_of("*"))):
+    removed, patterns = [], [_name_of("*", kind) for kind in (_FILE, _FOLDER)]
+    folders = [folder] if folder else _folders()
+    for path in (path for each in folders for pattern in patterns for path in each.glob(pattern)):
         try:
-            with path.open("rb") as file:
-                if _has_locked(file, fcntl.LOCK_EX):
-                    path.unlink()
-                    removed.append(path)
+            held = os.open(path, os.O_RDONLY)
         except FileNotFoundError:  # somebody else removed it just now
             continue
+        if _has_locked(held, fcntl.LOCK_EX):
+            _remove(path)
+            removed.append(path)
+        os.close(held)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """If it is there: somebody else may be at it too."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def own_folder(folder: Path | None = None) -> Iterator[Path]:
+    """A new folder in ``folder`` (None: in memory where there is some) for what other processes of this host
+    are to read, until the context ends. If this process cannot remove it any more, ``sweep`` does."""
+    path, held = _new_folder(folder or _folders()[0])
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(held)
+
+
+def _new_folder(within: Path) -> tuple[Path, int]:
+    """Its path, and the lock on it, open."""
+    within.mkdir(parents=True, exist_ok=True)
+    before, _, after = _name_of("*", _FOLDER).partition("*")
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=before, suffix=after, dir=within))
+        with suppress(FileNotFoundError):  # swept just now, as it may be until it is locked
+            held = os.open(path, os.O_RDONLY)
+            if _has_locked(held, fcntl.LOCK_SH) and _is_named(held, path):
+                return path, held
+            os.close(held)
 
 
 def _over(
@@ -125,8 +165,8 @@ def _name(source: Path, dtype: torch.dtype) -> str:
     return _name_of(digest.hexdigest())
 
 
-def _name_of(key: str) -> str:
-    return f"ostinato-{os.getuid()}-{key}.safetensors"
+def _name_of(key: str, kind: str = _FILE) -> str:
+    return f"ostinato-{os.getuid()}-{key}.{kind}"
 
 
 # ---- the file
@@ -154,11 +194,11 @@ def _mapped_at(
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
             # to write it if nobody does, to map it once it is whole: that changes while others are at it
             wanted = fcntl.LOCK_SH if _is_whole(file, plan) else fcntl.LOCK_EX
-            if _has_locked(file, wanted) and _is_named(file, path):
+            if _has_locked(file.fileno(), wanted) and _is_named(file.fileno(), path):
                 if not _is_whole(file, plan):
                     _write(file, path, plan, write)
                 fcntl.flock(file, fcntl.LOCK_SH)
-                if _is_named(file, path):  # and was not swept just now
+                if _is_named(file.fileno(), path):  # and was not swept just now
                     return mmap.mmap(file.fileno(), plan.size, access=mmap.ACCESS_COPY)  # keeps the lock
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path} was not finished in time by the process that writes it")
@@ -189,20 +229,20 @@ def _is_whole(file: BinaryIO, plan: Layout) -> bool:
     )
 
 
-def _is_named(file: BinaryIO, path: Path) -> bool:
+def _is_named(held: int, path: Path) -> bool:
     """Is it still what ``path`` leads to?"""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        return os.path.samestat(os.fstat(held), path.stat())
     except FileNotFoundError:
         return False
 
 
-def _has_locked(file: BinaryIO, kind: int) -> bool:
+def _has_locked(held: int, kind: int) -> bool:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(held, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-__all__ = ["shared_file", "shared_model", "sweep"]
+__all__ = ["own_folder", "shared_file", "shared_model", "sweep"]

@@ -105,6 +105,7 @@ class Loop:
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
     run_ahead: Callable[[Sequence[Request]], None] | None = None  # the next step's, to an engine that can
     save: Callable[[LoopState], int] = lambda state: state.step
+    whole: Callable[[], bool] = lambda: False  # does ``save`` have the last state though a step has failed?
     on_step: Callable[[Mapping[str, float]], None] = lambda row: None
     on_eval: Callable[[Mapping[str, Any]], None] = lambda row: None
     on_note: Callable[[str], None] = lambda sentence: None  # what a person should know, in one sentence
@@ -145,7 +146,7 @@ class Loop:
                     f"it was not done {self.plan.grace_s:g} s after SIGTERM"
                 )
             except Misaligned as refused:
-                if not refused.steps_taken:  # between two steps, but no weight has changed
+                if not (refused.steps_taken and self._between_steps):  # else some weights have changed
                     self._checkpoint()
                 self._spool.reject(self._feed.addresses)
                 raise
@@ -255,7 +256,11 @@ class Loop:
         self._check_ages(batch)
         self._between_steps = True
         with clock.doing("train", Kind.TRAIN if self.worker == TRAINER else Kind.WAIT):
-            report = self.trainer.step(batch)
+            try:
+                report = self.trainer.step(batch)
+            except Exception:
+                self._between_steps = not self.whole()
+                raise
         if report.mismatch is not None:
             clock.measured(report.mismatch["seconds"])
         return Learned(credit=credit, batch=batch, report=report)

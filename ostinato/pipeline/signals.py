@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -32,11 +31,12 @@ class Stalled(RuntimeError):
 
 class StopSignals:
     """A context in which the signals above are heard; outside the main thread, where Python delivers no
-    signals, it hears nothing. To be entered inside a running event loop."""
+    signals, it hears nothing. To be entered inside a running event loop. ``at_once``: the first Ctrl-C is as
+    the second."""
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, grace_s: float, *, at_once: bool = False) -> None:
         self.received: signal.Signals | None = None
-        self._grace_s = grace_s
+        self._grace_s, self._at_once = grace_s, at_once
         self._expired, self._killed, self._blocking, self._finishing = False, False, False, False
         self._error: Exception | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -98,7 +98,7 @@ class StopSignals:
             self._finishing = False
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received is not None:
+        if number == signal.SIGINT and (self._at_once or self.received is not None):
             # Raised inside a task, KeyboardInterrupt would tear down the event loop around the others: they
             # are cancelled in order instead, unless no task can listen or that was tried before.
             if self._killed or self._blocking or self._task is None:
@@ -148,29 +148,33 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 class Watchdog:
     """Ends a wait without progress. ``amount`` is something that grows while there is any (tokens sampled);
-    what else gets on calls ``moved``. ``waiting`` says who waits for whom."""
+    what else gets on calls ``moved``. ``waiting`` says who waits for whom.
+
+    Idle time is counted in slices of the event loop: while something keeps it from running, nobody can get
+    on, and nobody is late. """
+
+    SLICES = 20  # of the limit, between two looks
 
     def __init__(
         self, limit_s: float, signals: StopSignals, amount: Callable[[], float], waiting: Callable[[], str]
     ) -> None:
         self._limit_s, self._signals, self._amount, self._waiting = limit_s, signals, amount, waiting
-        self._last, self._seen = time.monotonic(), amount()
+        self._idle, self._seen = 0, amount()
 
     def moved(self) -> None:
-        self._last = time.monotonic()
+        self._idle = 0
 
     async def watch(self) -> None:
-        """Until cancelled: look now and then, and give up what runs when ``limit_s`` seconds have passed."""
+        """Until cancelled: look now and then, and give up what runs when nothing moved in all slices."""
         while True:
-            await asyncio.sleep(self._limit_s / 10)
+            await asyncio.sleep(self._limit_s / self.SLICES)
+            self._idle += 1
             if (now := self._amount()) != self._seen:
                 self._seen = now
                 self.moved()
-            idle_s = time.monotonic() - self._last
-            if idle_s >= self._limit_s:
+            if self._idle >= self.SLICES:
                 self._signals.give_up(
                     Stalled(
-                        f"nothing has got on for {idle_s:.0f} s (pipeline.watch_s = {self._limit_s:g}): "
-                        f"{self._waiting()}"
+                        f"nothing has got on for {self._limit_s:g} s (pipeline.watch_s): {self._waiting()}"
                     )
                 )

@@ -327,7 +327,8 @@ class _Filling:
     """A worker while it is given more."""
 
     def __init__(self, worker: Worker, load: float, count: bool) -> None:
-        self.id, self.load, self.room = worker.id, load, worker.slots - len(worker.jobs)
+        self.id, self.load = worker.id, load
+        self.room = max(0, worker.slots - len(worker.jobs))  # more are dealt than there is room for
         self.count = count  # answers are the load, not their tokens
         self.has = {_group(job) for job in worker.jobs}
 

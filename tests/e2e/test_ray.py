@@ -214,7 +214,8 @@ def of_driver(pid: int, name: str) -> int:
 def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: str) -> None:
     """Ray aborts whoever cannot reach its head for a minute, and ends at once, without a word, a process
     whose daemon on its host dies. Either way somebody has to say what was saved."""
-    arguments = command(tmp_path, "trainer.steps=1000", "cluster.samplers=1")
+    endless = ("trainer.steps=1000", "trainer.lr=1e-9", "rollout.group_size=16")  # never solved, never empty
+    arguments = command(tmp_path, *endless, "cluster.samplers=1")
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as driver:
         try:
             until = time.monotonic() + 120

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,16 @@ from hypothesis import strategies as st
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.cluster.graders import GraderLink, GraderServer, GradersLost, without_routes
 from ostinato.cluster.host import BUILD, Host, dealt
-from ostinato.cluster.remote import WorkerFault, WorkerGone, answer, opened, outcome, refusal, sealed
+from ostinato.cluster.remote import (
+    Patience,
+    WorkerFault,
+    WorkerGone,
+    answer,
+    opened,
+    outcome,
+    refusal,
+    sealed,
+)
 from ostinato.cluster.samplers import SamplerLink
 from ostinato.cluster.trainer import TrainerLink, TrainerLost, TrainerServer
 from ostinato.types import (
@@ -125,6 +136,42 @@ def test_tensors_arrive_as_they_were_sent() -> None:
     came["weights"] += 1  # its own, and writable
 
 
+# ---- how long somebody is waited for
+
+
+def signs(*heard: float) -> Callable[[], Future[float]]:
+    """Signs of life with that progress, one for each question, and then none."""
+    left = iter(heard)
+
+    def ask() -> Future[float]:
+        sign: Future[float] = Future()
+        for progress in left:
+            sign.set_result(progress)
+            break
+        return sign
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("heard", "slices", "limit"),
+    [
+        ((), 4, 4),  # nothing is heard of it at all
+        ((0.0,) * 99, 6, 6),  # it lives, and gets nowhere
+        ((1.0,) * 99, 7, 6),  # it has got on once
+        ((0.0, 0.0, 1.0, 1.0, 2.0), 10, 4),  # it got on until nothing was heard of it any more
+    ],
+)
+def test_who_gets_on_is_waited_for(heard: tuple[float, ...], slices: int, limit: int) -> None:
+    """A trainer elsewhere was killed, and its step begun anew, whenever a step took longer than the bound of
+    the watch, which in one process hears of every microbatch."""
+    patience = Patience(signs(*heard), "trainer gave no answer to step", 6.0, 4.0)
+    for _ in range(slices - 1):
+        patience.wear(1.0)
+    with pytest.raises(WorkerGone, match=f"trainer gave no answer to step in {limit} s"):
+        patience.wear(1.0)
+
+
 # ---- the worker's side
 
 
@@ -143,6 +190,10 @@ class Counting:
     def work(self, number: int) -> tuple[int, str]:
         self.seen.append(number)
         return self.start + number, threading.current_thread().name
+
+    @property
+    def progress(self) -> float:
+        return len(self.seen)
 
     def refuse(self) -> None:
         raise ValueError("not this one")
@@ -181,7 +232,7 @@ def test_methods_that_compute_do_so_in_one_thread_and_refusals_come_back() -> No
         assert number == 42 and thread.startswith("worker-0")
         with pytest.raises(ValueError, match="not this one"):
             outcome(await host.call(2, "refuse", sealed(())))
-        assert (await host.alive()).pid == os.getpid()
+        assert await host.alive() == 1.0
 
     hosted(test)
 
@@ -282,6 +333,71 @@ def test_a_group_that_breaks_graders_twice_has_no_verdict() -> None:
     assert [one.value for one in asyncio.run(link.grade(group(2)))] == [2.0]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("place", range(4))
+def test_only_who_breaks_graders_has_no_verdict(count: int, place: int) -> None:
+    """Whatever was in a worker or waited for it, up to hundreds of groups, was lost with it, and after the
+    second loss had no verdict; the bound of the last was that of all before it."""
+    broken = [3, 4, 5, 6]
+    link, made = poisoned(count, broken[place], slots=4)
+
+    async def run() -> list[list[Reward]]:
+        await link.ready()
+        return await asyncio.gather(*(link.grade(group(n)) for n in [*broken, *range(10, 30)]))
+
+    values = [rewards[0].value for rewards in asyncio.run(run())]
+    assert values == [None if n == broken[place] else n for n in [*broken, *range(10, 30)]]
+    assert all(one.most <= 4 for one in made) and {row["running"] for row in link.status()} == {0}
+
+
+class Fragile(Direct):
+    """Dies of a group with so many tokens, and all that it has with it."""
+
+    def __init__(self, served: Any, poison: int) -> None:
+        super().__init__(served)
+        self._poison, self._now, self.most = poison, 0, 0
+
+    async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            await asyncio.sleep(0.001)
+            if method == "grade" and len(arguments[0].trajectories[0].turns[0].completion.tokens) == self._poison:
+                self.kill()
+            await asyncio.sleep(0.001)
+            return await super().call(method, *arguments, within_s=within_s, shared=shared)
+        finally:
+            self._now -= 1
+
+
+def poisoned(count: int, poison: int, slots: int) -> tuple[GraderLink, list[Fragile]]:
+    made: list[Fragile] = []
+
+    def spawn(index: int) -> Fragile:
+        made.append(Fragile(GraderServer(Judge(Counter()), f"grader-{index}"), poison))
+        return made[-1]
+
+    return GraderLink(spawn, count, within_s=1.0, slots=slots), made
+
+
+def test_graders_that_cannot_be_built_are_told_before_any_group() -> None:
+    """A reward that another host could not import was found at the first group, as a fault of each."""
+
+    class Nowhere(Direct):
+        async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
+            raise WorkerFault("grader-0 on elsewhere: reward 'mine:f' cannot be imported")
+
+    link = GraderLink(lambda index: Nowhere(None), 2, within_s=1.0)
+    with pytest.raises(WorkerFault, match="on elsewhere: reward 'mine:f' cannot be imported"):
+        asyncio.run(link.ready())
+
+
+def test_a_grader_that_dies_while_it_is_built_is_made_anew() -> None:
+    link, made = graders(2, lambda worker, call: "before" if worker < 2 else "")
+    asyncio.run(link.ready())
+    assert len(made) == 4 and link.counters["workers/restarts"] == 2
+
+
 def test_graders_that_only_die_end_the_run_by_name() -> None:
     link, _ = graders(1, lambda worker, call: "before", max_restarts=3)
 
@@ -328,6 +444,10 @@ class Sums:
     def identity(self) -> dict[str, str]:
         return {"model": "sums"}
 
+    @property
+    def progress(self) -> float:
+        return self.steps
+
 
 def batch(num_tokens: int, num_samples: int = 1) -> Batch:
     microbatches: tuple[Microbatch, ...] = ()
@@ -360,6 +480,19 @@ def test_a_trainer_that_dies_anywhere_is_bitwise_one_that_does_not(
         assert link.adapters() == plain.adapters()
     assert link.tensors() == plain.tensors() and link.counters() == plain.counters()
     assert link.losses["workers/restarts"] <= len(deaths) and len(link.take_spans()) == len(sizes)
+
+
+def test_the_last_state_is_safe_while_there_is_no_trainer() -> None:
+    """Where all trainers were lost a run went back to its last checkpoint, though the link had the state after
+    the last step."""
+    link = trainer(lambda call: "before" if call > 4 else "", max_restarts=1)
+    link.step(batch(7))
+    with pytest.raises(TrainerLost):
+        link.step(batch(7))
+    assert link.whole and link.tensors() == {"w": np.array([1.0])} and link.counters() == {"steps": 1}
+    seldom = trainer(lambda call: "", snapshot_every=2)
+    seldom.step(batch(7))
+    assert not seldom.whole
 
 
 def test_a_run_resumes_into_a_trainer_elsewhere() -> None:

@@ -26,7 +26,8 @@ from small_pool import (
 )
 
 from ostinato.engine.pool import EnginePool, State, TooManyQuarantined, WorkersLost
-from ostinato.engine.pool_calls import Call, isolated
+from ostinato.engine.pool_calls import Call
+from ostinato.engine.pool_suspects import Key, isolated
 from ostinato.jobs import Job, Plan, Worker, least_loaded
 from ostinato.rollout.schedule import placement
 from ostinato.timeline import Kind
@@ -228,9 +229,10 @@ def test_workers_that_are_lost_again_and_again_end_the_run_by_name_and_in_time()
         return str(error.value), at
 
     sentence, at = run(main())
-    assert "6 samplers in a row were lost" in sentence and "cluster.max_restarts is 5" in sentence
+    assert "2 of 2 samplers were lost more than 5 times in a row" in sentence
+    assert "cluster.max_restarts is 5" in sentence
     assert "sampler-0: OSError: no such host; sampler-1: OSError: no such host" in sentence
-    assert at < 6 * 2 + 10
+    assert at < 6 * 2 + (0.5 + 1.5 + 3.5 + 7.5) + 1
 
 
 def test_workers_that_never_come_up_end_the_run_in_time() -> None:
@@ -564,25 +566,25 @@ def test_sizes_are_checked_before_any_work() -> None:
         World().pool(0)
 
 
-prompts = st.sampled_from("abcdef")
+keys = st.sampled_from([(uid, (0, 1)) for uid in "abcdef"])
 
 
 @settings(max_examples=50, deadline=None)
 @given(
-    suspects=st.lists(prompts, unique=True, min_size=1),
-    more=st.sets(prompts),
-    held=st.dictionaries(st.integers(0, 4), st.lists(prompts, max_size=4), min_size=1),
+    cells=st.dictionaries(keys, st.integers(0, 3), min_size=1),
+    waiting=st.sets(keys, min_size=1),
+    held=st.dictionaries(st.integers(0, 4), st.lists(keys, max_size=4), min_size=1),
 )
-def test_suspects_run_alone_and_somebody_is_always_on_the_way(
-    suspects: list[str], more: set[str], held: dict[int, list[str]]
+def test_suspects_run_in_cells_and_somebody_is_always_on_the_way(
+    cells: dict[Key, int], waiting: set[Key], held: dict[int, list[Key]]
 ) -> None:
-    alone = more.union(suspects)
-    places, closed = isolated(suspects, alone, held)
+    asked = sorted({cells[key] for key in waiting & cells.keys()}) or [*cells.values()][:1]
+    places, closed = isolated(asked, cells, held)
     assert len(set(places.values())) == len(places) and set(places.values()) <= closed <= set(held)
-    only = {worker: set(prompts) for worker, prompts in held.items()}
-    assert closed >= {worker for worker, prompts in only.items() if len(prompts) == 1 and prompts <= alone}
-    for suspect, worker in places.items():
-        assert suspect in suspects and set(held[worker]) <= {suspect}
+    found = {worker: {cells.get(key) for key in keys} for worker, keys in held.items()}
+    assert closed >= {worker for worker, of in found.items() if len(of) == 1 and None not in of}
+    for cell, worker in places.items():
+        assert cell in asked and found[worker] <= {cell}
     assert closed, "all workers stay open while a suspect waits"
 
 

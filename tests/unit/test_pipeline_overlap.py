@@ -271,8 +271,10 @@ def test_a_second_ctrl_c_does_not_wait_for_the_trainer(tmp_path: Path) -> None:
 
     def learns(batch: Batch) -> StepReport:
         if len(bench.rows) == 2:
-            for delay in (0.02, 0.06):
-                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+            os.kill(os.getpid(), signal.SIGINT)
+            while bench.loop._signals.received is None:
+                let_go.wait(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
             let_go.wait(20)
         return learn(batch)
 
@@ -447,9 +449,8 @@ def test_with_workers_lockstep_trains_in_a_thread_and_is_the_same(tmp_path: Path
     """A pool hears its workers in the event loop of the run: were it blocked by the trainer, they would seem
     to be silent."""
     plain, other = (Bench(tmp_path / name, steps=4, staleness=1) for name in ("plain", "workers"))
-    other.loop.ledger = Ledger(
-        folder=other.folder, terms=Terms(devices=2, pools={"samplers": 1, "trainer": 1})
-    )
+    pools = {"samplers": 1, "trainer": 1}
+    other.loop.ledger = Ledger(folder=other.folder, terms=Terms(devices=2, pools=pools))
     threads, learn = set[int](), other.trainer.step
 
     def learns(batch: Batch) -> StepReport:

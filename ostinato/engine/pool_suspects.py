@@ -1,0 +1,122 @@
+"""Which prompts break the workers of a pool, told from workers that are lost for reasons of their own.
+
+    lost with others, TRIES times -> suspect, in a cell -> lost -> each half a cell -> ... -> alone -> guilty
+
+A cell is a set of suspects that run together, and with nobody else; so a guilty prompt is found among n in
+some log2(n) losses, and those who are innocent go on many at a time. Workers that are lost at the same time
+without a prompt in common have a cause in common: that blames nobody, the first EXCUSED times.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+Key = tuple[str, tuple[int, ...]]  # of a prompt in its round: uid, and the seed that its samples share
+
+TRIES = 2  # losses with others, before a prompt runs in a cell
+EXCUSED = 2  # losses with another explanation that are not held against a prompt
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Loss:
+    place: int
+    at: float
+    keys: set[Key]  # that are still on their way
+    shared: bool = False  # other workers were lost at that time, with none of these
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Charge:
+    due: float
+    strikes: int
+    cause: str
+
+
+def name(key: Key) -> str:
+    """What a prompt is called in failures."""
+    return key[0] or f"with seed {list(key[1])}"
+
+
+class Suspects:
+    """``window_s``: workers lost within it are lost at the same time; so long a verdict waits."""
+
+    def __init__(self, window_s: float) -> None:
+        self.quarantined: dict[Key, str] = {}  # what it did, in one sentence
+        self.cells: dict[Key, int] = {}  # of suspects
+        self.accused: dict[Key, _Charge] = {}  # they wait for the verdict
+        self._window_s = window_s
+        self._losses: list[_Loss] = []
+        self._ids = itertools.count()
+
+    def blame(self, place: int, at: float, keys: Sequence[Key], cause: str) -> bool:
+        """A worker was lost while it had these (none: whatever the cause was, it was not they). True: they
+        are all suspects, so they are held to be the cause."""
+        before = {key: self._strikes(key) for key in keys}
+        explained = bool(keys) and set(keys) <= self.cells.keys() | self.quarantined.keys()
+        loss = _Loss(place=place, at=at, keys=set(keys))
+        self._losses = [one for one in self._losses if one.keys or at - one.at <= self._window_s]
+        for one in self._losses:
+            if one.place != place and at - one.at <= self._window_s and not one.keys & loss.keys:
+                one.shared = loss.shared = True
+        self._losses.append(loss)
+        self.cells = {key: cell for key, cell in self.cells.items() if self._strikes(key) >= TRIES}
+        struck = [key for key in keys if self._strikes(key) >= max(TRIES, before[key] + 1)]
+        if explained and len(keys) == 1 and struck and keys[0] not in self.quarantined:
+            charge = _Charge(due=at + self._window_s, strikes=self._strikes(keys[0]), cause=cause)
+            self.accused[keys[0]] = charge
+        middle = (len(struck) + 1) // 2
+        for half in (struck[:middle], struck[middle:]):
+            self.cells |= dict.fromkeys(half, next(self._ids))
+        return explained
+
+    def judge(self, now: float) -> list[Key]:
+        """Who is guilty, now that all is known of the time of its last loss; who has an excuse goes free."""
+        due = {key: charge for key, charge in self.accused.items() if charge.due <= now}
+        guilty = [key for key, charge in due.items() if self._strikes(key) >= charge.strikes]
+        for key in due:
+            del self.accused[key]
+        for key in guilty:
+            self.quarantined[key] = (
+                f"prompt {name(key)} is quarantined: {due[key].strikes} samplers were lost with it, the last "
+                f"one with it alone ({due[key].cause})"
+            )
+        return guilty
+
+    def forget(self, key: Key) -> None:
+        """Nothing of it is on its way any more."""
+        for loss in self._losses:
+            loss.keys.discard(key)
+        self.cells.pop(key, None)
+        self.accused.pop(key, None)
+
+    def _strikes(self, key: Key) -> int:
+        shared = [loss.shared for loss in self._losses if key in loss.keys]
+        return len(shared) - min(sum(shared), EXCUSED)
+
+
+def isolated(
+    waiting: Sequence[int], cells: Mapping[Key, int], held: Mapping[int, Collection[Key]]
+) -> tuple[dict[int, int], frozenset[int]]:
+    """(worker of each cell that may begin now, workers that nobody else may go to).
+
+    waiting: cells of which calls wait, the eldest first; cells: of all suspects; held: prompts that each
+    living worker has. A cell goes on where it is alone, and begins where nobody is. Where all are busy, the
+    least busy worker takes nobody until it is empty.
+    """
+    found = {worker: {cells.get(key) for key in keys} for worker, keys in held.items()}
+    alone = {worker: cell for worker, [*few] in found.items() for cell in few[:1] if len(few) == 1}
+    by_cells = {worker: cell for worker, cell in alone.items() if cell is not None}
+    places = {cell: worker for worker, cell in by_cells.items() if cell in waiting}
+    idle = [worker for worker, keys in held.items() if not keys]
+    for cell in waiting:
+        if cell not in places and idle:
+            places[cell] = idle.pop(0)
+    closed = {*by_cells, *places.values()}
+    if len(places) < len(waiting) and not closed:
+        closed.add(min(held, key=lambda worker: len(held[worker])))
+    return places, frozenset(closed)
+
+
+__all__ = ["EXCUSED", "TRIES", "Key", "Suspects", "isolated", "name"]

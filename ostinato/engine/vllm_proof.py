@@ -1,0 +1,91 @@
+"""Whether a server samples from the policy that was published: its log-probabilities against our decoder's.
+
+By tokens that were sampled, and not by a text that the server is to score: ``prompt_logprobs`` kill vLLM 0.32
+on a CPU where other requests are in the batch, since its adapter of the head takes all rows for sampled ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from ostinato.algo.offpolicy import kl_k3
+from ostinato.engine.vllm_server import VllmWrong
+from ostinato.model.attention import CausalAttention
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.types import Completion, Request, Sampling
+
+LEAST, MOST = 32, 1024  # tokens to judge by
+OF_AN_ANSWER, BEHIND = 64, 2048  # that are scored, behind a prompt of that many at most
+ERRORS = 2.0  # standard errors above the bound before fewer than MOST tokens count against a server
+
+
+class Proofs:
+    """Of policies, by label, on one server. ``k3`` is of the last one that was judged."""
+
+    def __init__(self, decoder: Decoder, bound: float) -> None:
+        self._decoder, self._bound = decoder, bound
+        self._sure = set[str]()
+        self._heard: dict[str, np.ndarray] = {}  # k3 of each token so far
+        self.k3 = math.nan
+
+    def forget(self) -> None:
+        """It is another server."""
+        self._sure.clear()
+        self._heard.clear()
+
+    def want(self, label: str, version: int, request: Request, said: Completion) -> bool:
+        """Is the policy not sure yet, and can this answer be scored by one forward: by that policy alone,
+        from all of its distribution, not too long?"""
+        sampling = request.sampling
+        plain = sampling.temperature > 0 and not sampling.filtered and not sampling.min_tokens
+        whole = len(said.tokens) > 0 and bool((said.versions == version).all())
+        return label not in self._sure and plain and whole and len(request.tokens) <= BEHIND
+
+    def hear(self, label: str, adapters: Adapters | None, request: Request, said: Completion) -> None:
+        """Judge the policy by one answer more. Raises VllmWrong."""
+        if label in self._sure:
+            return
+        tokens = said.tokens[:OF_AN_ANSWER]
+        ours = scores(self._decoder, adapters, np.concatenate([request.tokens, tokens]), request.sampling)
+        log_ratio = ours[-len(tokens) :] - torch.from_numpy(said.logprobs[: len(tokens)])
+        before = self._heard.get(label, np.zeros(0, np.float32))
+        heard = self._heard[label] = np.concatenate([before, kl_k3(log_ratio).numpy()])
+        self.k3 = float(heard.mean())
+        right = verdict(heard, self._bound)
+        if right is False:
+            raise VllmWrong(
+                f"vLLM is not the policy that is trained: k3 is {self.k3:.3g} for policy {label} on "
+                f"{len(heard)} tokens, and {self._bound:g} is the bound; compare model and dtype"
+            )
+        if right:
+            self._sure.add(label)
+            self._heard.pop(label, None)
+
+
+def verdict(k3: np.ndarray, bound: float) -> bool | None:
+    """Is the mean of k3 ([T], of single tokens) below ``bound``? None: too few tokens to say."""
+    if len(k3) < LEAST:
+        return None
+    mean, error = float(k3.mean()), float(k3.std(ddof=1)) / math.sqrt(len(k3))
+    if mean < bound:
+        return True
+    return False if len(k3) >= MOST or mean - ERRORS * error > bound else None
+
+
+def scores(
+    decoder: Decoder, adapters: Adapters | None, tokens: np.ndarray, sampling: Sampling
+) -> torch.Tensor:
+    """[T - 1] log-probabilities of ``tokens`` [T], from the second one on, at a temperature above 0."""
+    rows = torch.from_numpy(tokens.astype(np.int64)).to(decoder.device)
+    with torch.inference_mode():
+        places = torch.arange(len(rows), device=decoder.device)
+        hidden, _ = decoder(rows, places, CausalAttention(), adapters=adapters)
+        logits = decoder.logits(hidden[:-1]).float() / sampling.temperature
+        return logits.log_softmax(-1).gather(1, rows[1:, None])[:, 0].cpu()
+
+
+__all__ = ["Proofs", "scores", "verdict"]
