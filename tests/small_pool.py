@@ -14,6 +14,7 @@ import numpy as np
 
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
+from ostinato.jobs import Job, Placement, Plan, Worker
 from ostinato.types import Collected, Completion, Publication, Request, Sampling, Stop
 
 T = TypeVar("T")
@@ -282,3 +283,24 @@ async def answers(pool: EnginePool, requests: Sequence[Request], after_s: float 
         assert index not in found, "answered twice"
         found[index] = completion
     return [found[i] for i in range(len(requests))]
+
+
+def said(completions: Sequence[Completion]) -> list[list[int]]:
+    return [completion.tokens.tolist() for completion in completions]
+
+
+def mixed(seed: int) -> Placement:
+    """A placement full of whims: it may wait, deal more than there is room for, and move anything."""
+
+    def place(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+        assert workers, "a placement is asked where somebody can work"
+        rng = np.random.default_rng([seed, len(waiting), *(len(worker.jobs) for worker in workers)])
+        ids = [worker.id for worker in workers]
+        starts = [(job.id, int(rng.choice(ids))) for job in waiting if rng.random() < 0.7]
+        running = [job.id for worker in workers for job in worker.jobs]
+        return Plan(
+            starts=tuple(starts),
+            moves=tuple((id, int(rng.choice(ids))) for id in running if rng.random() < 0.1),
+        )
+
+    return place

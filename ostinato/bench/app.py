@@ -392,11 +392,20 @@ def simulate(
     real: Annotated[
         bool, typer.Option("--real", help="Instead: the loop and the pool, with workers that sleep.")
     ] = False,
+    run: Annotated[Path | None, typer.Option(help="Instead: a run folder of yours, simulated.")] = None,
+    cost: Annotated[
+        str, typer.Option(help="For --run: the recorded trace whose cost table has the shape of a pass.")
+    ] = "quickstart",
 ) -> None:
     """Placements on simulated samplers: recorded and log-normal lengths, against static and an oracle."""
     from ostinato.bench import simulate as bench
     from ostinato.bench import simulate_real as sleeping
+    from ostinato.bench import simulate_run as recorded
 
+    if run is not None:
+        folder = run
+        _tell(lambda: recorded.run(folder, cost), recorded.table, json_file)
+        return
     if real:
         cases = sleeping.CASES[::5] if quick else sleeping.CASES
         _tell(lambda: sleeping.run(cases, _say), sleeping.table, json_file)

@@ -24,6 +24,7 @@ from rich.table import Table
 from ostinato.algo.algorithms import algorithm
 from ostinato.bench.contender import ContenderFailed
 from ostinato.bench.pipeline_work import Window, figures
+from ostinato.bench.simulate_run import beside
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.history.lengths import Lengths
@@ -74,22 +75,11 @@ def compare(case: Case) -> dict[str, Any]:
     found = simulate(setup, stream)
     with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as folder:
         real = played(setup, stream, Path(folder))
-    idle = 1 - np.mean([share for name, share in real["utilisation"].items() if name != "trainer"])
-    real_s = 1 / real["steps_per_s"]
     return {
         "workers": case.workers,
         "staleness": case.staleness,
         "policy": case.policy,
-        "real_step_s": real_s,
-        "simulated_step_s": found.step_s,
-        "step_difference": found.step_s / real_s - 1,
-        "real_bubble_share": float(idle),
-        "simulated_bubble_share": found.bubble_share,
-        "real_trainer_idle_share": 1 - real["utilisation"]["trainer"],
-        "simulated_trainer_idle_share": found.trainer_idle_share,
-        "real_staleness_mean": real["staleness_mean"],
-        "simulated_staleness_mean": found.staleness_mean,
-    }
+    } | beside(real, found)
 
 
 def world(case: Case) -> tuple[Setup, Stream]:
@@ -289,6 +279,7 @@ def new_loop(setup: Setup, stream: Stream, pool: EnginePool, ruler: Ruler, folde
             staleness=setup.staleness,
             overlap=True,
             eval_at_start=False,
+            trajectories_every=1,
         ),
         stage=Stage(
             engine=pool,

@@ -218,9 +218,8 @@ class Hire:
         async def spawn(index: int) -> Sampler:
             name = f"sampler-{index}"
             history = str((self.folder / "history.bin").absolute())
-            return SamplerLink(
-                self._remote(name, f"{self.workers}:sampler", name=name, history=history), section.silence_s
-            )
+            remote = self._remote(name, f"{self.workers}:sampler", name=name, history=history)
+            return await SamplerLink(remote, section.silence_s).built()
 
         return EnginePool(
             spawn,
@@ -232,6 +231,7 @@ class Hire:
             start_s=section.start_s,
             max_restarts=section.max_restarts,
             max_quarantined=section.max_quarantined,
+            fatal=(ClusterLost,),
             publication=publication,
         )
 

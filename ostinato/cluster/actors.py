@@ -204,6 +204,7 @@ class RayRemote:
     def _send(self, method: str, payload: Any) -> Any:
         if self._gone:
             raise WorkerGone(f"{self.name} {self._gone}")
+        self._cluster.check()  # workers answer for a while after the head is lost
         number, self._number = self._number, self._number + 1
         with self._named(method):
             return self._handle.call.remote(number, method, payload)

@@ -18,6 +18,16 @@ class SamplerLink:
         self.name = remote.name
         self._remote, self._silence_s = remote, silence_s
 
+    async def built(self) -> SamplerLink:
+        """Itself, once the sampler is there: a policy that it was sent before may be gone when it has loaded
+        its model. A worker in which none comes to be, or is waited for no longer, is ended."""
+        try:
+            await self.collect(0.0)
+        except BaseException:
+            self._remote.kill()
+            raise
+        return self
+
     async def start(self, calls: Sequence[tuple[int, Request]], drop: Sequence[int] = ()) -> None:
         await self._remote.call("start", calls, drop, within_s=self._silence_s)
 

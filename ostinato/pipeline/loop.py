@@ -321,7 +321,7 @@ class Loop:
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
         if batch is not None and (self.plan.staleness or self.plan.overlap):
             row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(ages(batch).items())}
-        return {**row, **self.figures()}
+        return {**row, **self.figures(), **counts}  # figures have a 0 for what may be counted
 
     def _by_pool(
         self, spans: Sequence[Span], row: dict[str, float], waited_s: float

@@ -41,7 +41,8 @@ class Setup:
     mode: Mode = Mode.PIPELINE
     policy: Policy = Policy.LEAST_LOADED
     oracle: bool = False  # true lengths in place of predictions
-    train_s: float = 0.0  # of a step ...
+    trained_s: tuple[float, ...] = ()  # recorded, of each step; from the first again where there are more
+    train_s: float = 0.0  # of a step, beside ...
     train_token_s: float = 0.0  # ... and of each of its sampled tokens
     publish_s: float = 0.0  # that a sampler pauses when weights change
     grade_s: float = 0.0  # of a group
@@ -73,6 +74,7 @@ class Outcome:
     publish_share: float  # of the samplers' time
     trainer_idle_share: float
     tokens_per_s: float
+    token_s: float  # of a sampler, for a token
     batch_mean: float  # sequences that run together, while any does
     staleness_mean: float  # steps, over tokens, when they are trained on
     staleness_max: int
@@ -212,6 +214,8 @@ class Simulation:
         if self.batch:
             tokens = sum(self.answers.tokens(group) for _, group in self.batch)
             seconds = self.setup.train_s + self.setup.train_token_s * tokens
+            if recorded := self.setup.trained_s:
+                seconds += recorded[self.gate.finished % len(recorded)]
             self.train_busy += seconds
             self.push(self.now + seconds, _TRAINED)
             if self.setup.mode is Mode.PARTIAL:
@@ -355,6 +359,7 @@ class Simulation:
             publish_share=found.paused_s / whole,
             trainer_idle_share=max(0.0, 1 - found.trained_s / found.seconds),
             tokens_per_s=found.tokens / found.seconds,
+            token_s=found.busy_s / max(1.0, found.tokens),
             batch_mean=found.tokens / max(1.0, found.passes),
             staleness_mean=found.ages / max(1.0, found.trained),
             staleness_max=self.age_max,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -13,12 +15,16 @@ from typing import Any
 import pytest
 
 from ostinato.cli.caveats import caveats
+from ostinato.cli.crew import Crew
 from ostinato.cli.parts import check
-from ostinato.config import Recipe
+from ostinato.cluster.remote import WorkerFault
+from ostinato.config import Recipe, dump_toml
+from ostinato.engine.fake import FakeEngine
+from ostinato.pipeline.state import Finish, LoopState
 from ostinato.types import Past
 
 pytest.importorskip("ray", reason="needs Ray")
-from ostinato.cli import cluster
+from ostinato.cli import cluster, graders, workers
 from ostinato.cluster import actors
 
 
@@ -113,6 +119,44 @@ def test_what_is_remembered_here_is_told_to_the_samplers() -> None:
     )
 
 
+def test_a_signal_while_the_workers_begin_ends_the_run_by_name(tmp_path: Path) -> None:
+    """SIGTERM killed it without a word; it is told as anywhere else, and Ctrl-C as at once as it was."""
+    ended: list[str] = []
+
+    async def ready() -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(60)
+
+    async def end() -> None:
+        ended.append("end")
+
+    crew = Crew(trainer=None, engine=FakeEngine(lambda *told: None), ready=ready, end=end)
+    loop: Any = SimpleNamespace(state=LoopState(step=3))
+    number = signal.SIGTERM
+    finished = asyncio.run(crew.run(loop, tmp_path))
+    assert (finished.why, finished.state.step, ended) == (Finish.TERMINATED, 3, ["end"])
+    number = signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(crew.run(loop, tmp_path))
+
+
+def test_a_worker_sweeps_its_own_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed run had left in the memory of another host than the driver's was never looked for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    left = tmp_path / "ostinato" / "shared" / f"ostinato-{os.getuid()}-f00d.safetensors"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    workers._read(dump_toml(recipe(model={"path": "asset:seed-moe"})))
+    assert not left.exists()
+
+
+def test_a_reward_that_only_the_driver_has_is_told_when_the_grader_is_built() -> None:
+    """The driver's own check had passed, and every group of the run had no verdict."""
+    told = recipe(reward={"functions": ["nowhere_at_all:reward"]})
+    with pytest.raises(WorkerFault, match=r"grader-0 on .*: .*nowhere_at_all"):
+        graders.grader(dump_toml(told), "grader-0")
+
+
 # ---- Ray
 
 
@@ -140,6 +184,15 @@ def test_rays_words_become_a_sentence(said: str, words: str) -> None:
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match='give "auto", or host:port'):
         actors.reach(address)
+
+
+def test_cores_are_counted_on_one_host() -> None:
+    """With workers 0, 2, 4 ... on one host and 1, 3, 5 ... on another, half of the cores of each had two
+    workers and half of them none."""
+    nodes = [{"NodeManagerHostname": name, "Alive": name != "c"} for name in ("a", "a", "c")]
+    actors.check_one_host(nodes)
+    with pytest.raises(ValueError, match=r"cluster.pin is true, but .* the Ray has 2; set it to false"):
+        actors.check_one_host([*nodes, {"NodeManagerHostname": "b", "Alive": True}])
 
 
 def test_nobody_at_an_address_is_told_at_once() -> None:

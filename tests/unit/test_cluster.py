@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -158,7 +157,7 @@ def signs(*heard: float) -> Callable[[], Future[float]]:
     [
         ((), 4, 4),  # nothing is heard of it at all
         ((0.0,) * 99, 6, 6),  # it lives, and gets nowhere
-        ((1.0,) * 99, 7, 6),  # it has got on once
+        ((1.0,) * 99, 8, 6),  # it has got on once
         ((0.0, 0.0, 1.0, 1.0, 2.0), 10, 4),  # it got on until nothing was heard of it any more
     ],
 )
@@ -362,7 +361,8 @@ class Fragile(Direct):
         self.most = max(self.most, self._now)
         try:
             await asyncio.sleep(0.001)
-            if method == "grade" and len(arguments[0].trajectories[0].turns[0].completion.tokens) == self._poison:
+            lengths = [len(one.turns[0].completion.tokens) for told in arguments for one in told.trajectories]
+            if self._poison in lengths:
                 self.kill()
             await asyncio.sleep(0.001)
             return await super().call(method, *arguments, within_s=within_s, shared=shared)
@@ -483,8 +483,8 @@ def test_a_trainer_that_dies_anywhere_is_bitwise_one_that_does_not(
 
 
 def test_the_last_state_is_safe_while_there_is_no_trainer() -> None:
-    """Where all trainers were lost a run went back to its last checkpoint, though the link had the state after
-    the last step."""
+    """Where all trainers were lost a run went back to its last checkpoint, though the link had the state
+    after the last step."""
     link = trainer(lambda call: "before" if call > 4 else "", max_restarts=1)
     link.step(batch(7))
     with pytest.raises(TrainerLost):

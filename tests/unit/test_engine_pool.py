@@ -19,9 +19,11 @@ from small_pool import (
     fingerprint,
     group,
     hold_up,
+    mixed,
     now,
     publication,
     run,
+    said,
     token_at,
 )
 
@@ -34,27 +36,6 @@ from ostinato.timeline import Kind
 from ostinato.types import Completion, Request, Sampling, Stop
 
 ONE_LIFE = ("raise", "hang", "deaf", "pause", "freeze", "old", "other", "forget", "twice", "stale", "mute")
-
-
-def said(completions: Sequence[Completion]) -> list[list[int]]:
-    return [completion.tokens.tolist() for completion in completions]
-
-
-def mixed(seed: int) -> Any:
-    """A placement full of whims: it may wait, deal more than there is room for, and move anything."""
-
-    def place(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
-        assert workers, "a placement is asked where somebody can work"
-        rng = np.random.default_rng([seed, len(waiting), *(len(worker.jobs) for worker in workers)])
-        ids = [worker.id for worker in workers]
-        starts = [(job.id, int(rng.choice(ids))) for job in waiting if rng.random() < 0.7]
-        running = [job.id for worker in workers for job in worker.jobs]
-        return Plan(
-            starts=tuple(starts),
-            moves=tuple((id, int(rng.choice(ids))) for id in running if rng.random() < 0.1),
-        )
-
-    return place
 
 
 faults = st.dictionaries(

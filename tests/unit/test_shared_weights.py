@@ -7,6 +7,7 @@ import fcntl
 import math
 import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from small_moe import KINDS, tiny
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model, save_model
-from ostinato.model.shared import shared_model, sweep
+from ostinato.model.shared import own_folder, shared_model, sweep
 from ostinato.model.wire import fingerprint_weights, load_weights, pack_weights
 
 
@@ -90,6 +91,22 @@ def test_it_is_swept_when_nobody_holds_it(source: Path, folder: Path) -> None:
     other = shared_model(source, folder=folder)
     del other
     assert sweep(folder) == [path] and not list(folder.iterdir())
+
+
+def test_a_folder_of_weights_is_swept_when_its_process_was_killed(folder: Path) -> None:
+    """The driver kept up to three copies of all weights in memory, which nobody knew once it was gone."""
+    with own_folder(folder) as mine:
+        (child := os.fork()) or _killed_in_a_folder(folder)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        left = {path for path in folder.iterdir() if (path / "weights").exists()}
+        assert len(left) == 1 and {*sweep(folder)} == left and [*folder.iterdir()] == [mine]
+    assert not [*folder.iterdir()]
+
+
+def _killed_in_a_folder(folder: Path) -> None:
+    with own_folder(folder) as path:
+        (path / "weights").write_bytes(b"x")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_half_a_file_is_written_again(source: Path, folder: Path) -> None:

@@ -1,0 +1,309 @@
+"""The pool's verdicts: which losses are of the workers, which of a prompt, and when it cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from small_pool import Fault, Link, SlowEngine, World, answers, expected, group, mixed, now, run, said
+
+from ostinato.engine.pool import EnginePool, WorkersLost
+from ostinato.engine.pool_suspects import Key, Suspects
+from ostinato.engine.serve import SamplerServer
+from ostinato.jobs import least_loaded
+from ostinato.timeline import Kind
+from ostinato.types import Completion, Publication, Request, Stop
+
+
+def long_answer(tokens: int) -> Request:
+    """Of more than so many tokens."""
+    groups = (group(place, longest=10 * tokens) for place in range(999))
+    return next(one for siblings in groups for one in siblings if len(expected(one)) > tokens)
+
+
+@settings(max_examples=10, deadline=None)
+@example(workers=1, placement=None, slots=16, at_once=True)
+@example(workers=3, placement=None, slots=16, at_once=True)
+@example(workers=1, placement=None, slots=1, at_once=True)
+@given(
+    workers=st.integers(1, 3),
+    placement=st.one_of(st.none(), st.integers(0, 1000)),
+    slots=st.sampled_from([1, 3, 16]),
+    at_once=st.booleans(),
+)
+def test_eight_prompts_that_break_workers_do_not_use_up_the_budget_of_the_workers(
+    workers: int, placement: int | None, slots: int, at_once: bool
+) -> None:
+    """Each kills a worker several times before it is found, which ended the run as five workers lost."""
+    places = [place for place in range(99) if len(expected(group(place, 1)[0])) > 2][:16]
+    guilty = {f"p{place}" for place in places[::2]}
+
+    async def main() -> tuple[list[list[Completion]], EnginePool]:
+        place = least_loaded if placement is None else mixed(placement)
+        pool = World(make=lambda: SlowEngine(poison=guilty)).pool(workers, place=place, slots=slots)
+        asked = [answers(pool, group(one, 1), 0.0 if at_once else 2.0 * one) for one in places]
+        found = await asyncio.gather(*asked)
+        await pool.close()
+        return list(found), pool
+
+    found, pool = run(main())
+    for place, [one] in zip(places, found, strict=True):
+        if f"p{place}" in guilty:
+            assert one.stop is Stop.ERROR and f"prompt p{place} is quarantined" in one.error
+        else:
+            assert one.tokens.tolist() == expected(group(place, 1)[0])
+    assert pool.counters["workers/quarantined"] == len(guilty) == 8
+
+
+def test_a_pause_of_the_network_that_costs_six_samplers_ends_no_run() -> None:
+    """It was six losses in a row, of all workers together, where five were allowed."""
+    world = World({(number, 0): Fault("pause", at=3) for number in range(6)})
+    groups = [group(place, 4) for place in range(6)]
+
+    async def main() -> tuple[list[list[Completion]], EnginePool]:
+        pool = world.pool(6)
+        found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
+        await pool.close()
+        return list(found), pool
+
+    found, pool = run(main())
+    assert [said(one) for one in found] == [[expected(request) for request in one] for one in groups]
+    assert pool.counters["workers/restarts"] == 6 and pool.counters["workers/quarantined"] == 0
+
+
+@pytest.mark.parametrize("blips", [1, 2, 3, 4])
+def test_workers_that_are_lost_together_blame_nobody(blips: int) -> None:
+    """After two of them all that was in flight ran one prompt at a time, for ever so long."""
+    world = World({(number, life): Fault("raise", at=4) for number in range(3) for life in range(blips)})
+    groups = [group(place, 1, longest=60) for place in range(18)]
+
+    async def main() -> float:
+        pool = world.pool(3)
+        found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
+        assert [said(one) for one in found] == [[expected(request) for request in one] for one in groups]
+        assert pool.counters["workers/quarantined"] == 0
+        at = now()
+        await pool.close()
+        return at
+
+    longest = max(len(expected(request)) for [request] in groups)
+    undisturbed = blips * (4 + 2 + 4) + 2 + longest
+    assert run(main()) <= undisturbed + (0 if blips < 4 else longest), "at the worst one half after the other"
+
+
+def test_a_prompt_whose_host_was_killed_twice_is_not_guilty() -> None:
+    """The longest answer is alone on its worker at last: each loss was a try and the proof at once."""
+    world = World({(0, 0): Fault("raise", at=9), (0, 1): Fault("raise", at=9)})
+    request = long_answer(30)
+
+    async def main() -> list[Completion]:
+        pool = world.pool(1)
+        found = await answers(pool, [request])
+        await pool.close()
+        return found
+
+    assert said(run(main())) == [expected(request)]
+
+
+def test_a_prompt_is_quarantined_in_its_round_and_may_come_again() -> None:
+    poison = {"p1"}
+    first, again, later = (group(1, 2, step=step) for step in (1, 1, 2))
+
+    async def main() -> tuple[list[Completion], EnginePool]:
+        pool = World(make=lambda: SlowEngine(poison=poison)).pool(1)
+        found = [*await answers(pool, first), *await answers(pool, again)]
+        assert [one.stop for one in found] == [Stop.ERROR] * 4
+        poison.clear()
+        found = await answers(pool, later)
+        await pool.close()
+        return found, pool
+
+    found, pool = run(main())
+    assert said(found) == [expected(request) for request in later]
+    assert pool.counters["workers/quarantined"] == 1
+
+
+@dataclass(eq=False)
+class Bursting(Link):
+    """Has no room for a policy beside the calls that run; in all lives but the last."""
+
+    last: bool = False
+
+    async def publish(self, publication: Publication) -> str:
+        if self.engine.running and not self.last:
+            raise MemoryError("no room for the policy")
+        return await super().publish(publication)
+
+
+def test_a_worker_that_is_lost_to_a_policy_blames_no_prompt() -> None:
+    lives: list[Bursting] = []
+
+    async def spawn(number: int) -> Bursting:
+        engine = SlowEngine()
+        lives.append(Bursting(SamplerServer(engine, "sampler-0", int), engine, last=len(lives) == 3))
+        return lives[-1]
+
+    request = long_answer(30)
+
+    async def main() -> list[Completion]:
+        pool = EnginePool(spawn, 1, publication=numbered)
+        asked = asyncio.create_task(answers(pool, [request]))
+        for version in range(4):
+            pool.publish(0, version)
+            await asyncio.sleep(20.0)
+        found = await asked
+        await pool.close()
+        return found
+
+    assert said(run(main())) == [expected(request)] and len(lives) == 4
+
+
+def numbered(weight: int, version: int) -> Publication:
+    return Publication(
+        version=version, fingerprint=f"{weight:016x}" if weight else "", payload=b"%d" % weight
+    )
+
+
+def key(place: int) -> Key:
+    return f"p{place}", (0, 1, place)
+
+
+def test_a_verdict_waits_until_a_cause_that_others_share_has_shown() -> None:
+    """A blip strikes a suspect that is alone in its cell: the others are lost a second later."""
+    suspects = Suspects(15.0)
+    for at in (0.0, 100.0):
+        assert not suspects.blame(0, at, [key(1)], "killed")
+    assert suspects.blame(0, 200.0, [key(1)], "killed") and suspects.accused
+    assert not suspects.judge(214.0)
+    suspects.blame(1, 201.0, [key(2)], "killed too")
+    assert not suspects.judge(215.0) and not suspects.accused and not suspects.quarantined
+    assert suspects.blame(0, 300.0, [key(1)], "out of memory")
+    assert suspects.judge(315.0) == [key(1)] and "4 samplers were lost" not in suspects.quarantined[key(1)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(count=st.integers(1, 64), data=st.data())
+def test_the_guilty_one_of_n_is_found_in_log2_n_losses(count: int, data: st.DataObject) -> None:
+    guilty = key(data.draw(st.integers(0, count - 1)))
+    suspects, lost, held = Suspects(0.0), 0, [key(place) for place in range(count)]
+    while guilty not in suspects.quarantined:
+        suspects.blame(0, float(lost), held, "out of memory")
+        suspects.judge(float(lost))
+        lost += 1
+        if suspects.cells:  # the cell of the guilty one breaks its worker, the others answer
+            held = [one for one in held if suspects.cells[one] == suspects.cells[guilty]]
+    assert lost <= 2 + max(1, (count - 1).bit_length()) and [*suspects.quarantined] == [guilty]
+    suspects.forget(guilty)
+    assert guilty not in suspects.cells and not suspects.accused
+
+
+def test_a_sampler_that_never_comes_up_is_named_while_another_serves() -> None:
+    """The run waited for it for ever, where nobody works before all are ready."""
+    world = World({(1, life): Fault("stillborn") for life in range(99)})
+
+    async def main() -> str:
+        pool = world.pool(2, max_restarts=2)
+        with pytest.raises(WorkersLost, match=r"1 of 2 samplers .* more than 2 times") as error:
+            await asyncio.wait_for(pool.ready(), 60)
+        await pool.close()
+        return str(error.value)
+
+    assert run(main()).endswith("sampler-1: OSError: no such host")
+    assert len(world.links[1]) == 3
+
+
+def test_a_place_that_has_failed_a_thousand_times_is_still_tried() -> None:
+    """The pause doubled each time until it was no float any more, and that ended the run."""
+    request = long_answer(30)
+    faults = {(0, life): Fault("stillborn") for life in range(1200)}
+    world = World(faults, start_s=len(expected(request)) / 1100)
+
+    async def main() -> None:
+        pool = world.pool(2, pause_s=0.0, max_restarts=1)
+        assert said(await answers(pool, [request])) == [expected(request)]
+        await pool.close()
+
+    run(main())
+    assert len(world.links[0]) > 1030
+
+
+class HeadLost(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("when", ["starts", "works"])
+def test_what_no_worker_survives_ends_the_run_as_itself(when: str) -> None:
+    """The loss of Ray's head was told as that of so many samplers."""
+    world = World()
+
+    def lost() -> bool:
+        return now() >= (1 if when == "starts" else 5)
+
+    async def spawn(number: int) -> Link:
+        link = await world.spawn(number)
+        collect = link.collect
+
+        async def until(wait_s: float) -> object:
+            if lost():
+                raise HeadLost("the head has not answered for 15 s")
+            return await collect(wait_s)
+
+        if lost():
+            raise HeadLost("the head has not answered for 15 s")
+        link.collect = until  # type: ignore[method-assign]
+        return link
+
+    async def main() -> EnginePool:
+        pool = EnginePool(spawn, 3, fatal=(HeadLost,), publication=numbered)
+        asked = [asyncio.create_task(answers(pool, group(place, longest=90))) for place in range(4)]
+        for one in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(one, HeadLost)
+        assert now() < 10
+        await pool.close()
+        return pool
+
+    assert run(main()).counters["workers/restarts"] == 0
+
+
+@dataclass(eq=False)
+class Loading(Link):
+    """Its first policy takes a while."""
+
+    async def publish(self, publication: Publication) -> str:
+        if not self.engine.version:
+            await asyncio.sleep(10.0)
+        return await super().publish(publication)
+
+
+def test_a_policy_is_booked_when_those_who_serve_have_proved_it() -> None:
+    """One that was starting had minutes to do so: they were told as the seconds of a publication. They are
+    a part of its start."""
+    clock, lives = time.time(), [0, 0]
+
+    async def spawn(number: int) -> Link:
+        engine, lives[number] = SlowEngine(), lives[number] + 1
+        fault = Fault("raise", at=20) if (number, lives[number]) == (1, 1) else None
+        return Loading(SamplerServer(engine, f"sampler-{number}", int), engine, fault)
+
+    async def main() -> EnginePool:
+        pool = EnginePool(spawn, 2, publication=numbered)
+        pool.publish(7, 1)
+        await pool.ready()
+        await asyncio.sleep(12.0)  # sampler-1 is lost, and begins anew
+        pool.publish(8, 2)
+        await asyncio.sleep(1.0)
+        [booked] = pool.take_publications()
+        assert (booked.version, booked.workers, booked.bytes) == (2, 1, 1)
+        await pool.ready()
+        assert not pool.take_publications()
+        gauges = pool.gauges()
+        assert gauges["workers/restarts"] == gauges["workers/migrated"] == 0, "a row without losses says so"
+        await pool.close()
+        return pool
+
+    spans = [span for span in run(main()).take_spans() if span.kind is Kind.START]
+    assert len(spans) == 3 and all(span.start >= clock for span in spans)
