@@ -48,14 +48,22 @@ class Span:
     stop: float
     step: int = -1  # that it belongs to, where it belongs to one
     amount: int = 0  # rows, tokens or bytes
+    busy: float = -1.0  # seconds of it that it worked, where it is several with gaps in between; -1: all
+
+    @property
+    def length(self) -> float:
+        return self.stop - self.start
 
     @property
     def seconds(self) -> float:
-        return self.stop - self.start
+        """Of work: gaps that were joined are none."""
+        return self.length if self.busy < 0 else self.busy
 
     def to_json(self) -> dict[str, Any]:
         more = {"amount": self.amount} if self.amount else {}
         step = {"step": self.step} if self.step >= 0 else {}
+        gaps = self.length - self.seconds > 1e-4
+        more |= {"busy": round(self.seconds, 4)} if gaps else {}
         return {
             "worker": self.worker,
             "kind": self.kind,
@@ -75,6 +83,7 @@ class Span:
             stop=float(row["to"]),
             step=int(row.get("step", -1)),
             amount=int(row.get("amount", 0)),
+            busy=float(row.get("busy", -1.0)),
         )
 
 
@@ -82,7 +91,8 @@ class Span:
 
 
 def merged(spans: Iterable[Span], gap_s: float = GAP_S) -> Iterator[Span]:
-    """Neighbours of one worker, kind and step as one span; in the order of their ends."""
+    """Neighbours of one worker, kind and step as one span, in the order of their ends. It says how long it
+    was busy: a gap is drawn over, and not worked through."""
     last: dict[str, Span] = {}
     for span in spans:
         before = last.get(span.worker)
@@ -95,6 +105,7 @@ def merged(spans: Iterable[Span], gap_s: float = GAP_S) -> Iterator[Span]:
                 stop=max(before.stop, span.stop),
                 step=span.step,
                 amount=before.amount + span.amount,
+                busy=before.seconds + span.seconds,
             )
             continue
         if before is not None:
@@ -115,7 +126,7 @@ def coarse(spans: Iterable[Span], grain_s: float) -> list[Span]:
         if stretch and span.stop - stretch[0].start > grain_s:
             found += _by_kind(stretch)
             stretch.clear()
-        if span.seconds > grain_s:
+        if span.length > grain_s:
             found.append(span)
         else:
             stretch.append(span)
@@ -132,7 +143,7 @@ def _by_kind(stretch: Sequence[Span]) -> Iterator[Span]:
     at = stretch[0].start if stretch else 0.0
     for alike in kinds.values():
         stop = at + sum(span.seconds for span in alike)
-        yield replace(alike[0], start=at, stop=stop, amount=sum(span.amount for span in alike))
+        yield replace(alike[0], start=at, stop=stop, amount=sum(span.amount for span in alike), busy=-1.0)
         at = stop
 
 
@@ -201,10 +212,12 @@ def usages(
     for span in sorted(spans, key=lambda span: span.start):
         start = max(span.start, until.get(span.worker, span.start))
         until[span.worker] = max(start, span.stop)
+        density = span.seconds / span.length if span.length else 1.0
         for i in range(bisect_right(stops, start), len(windows)):
             if windows[i][0] >= span.stop:
                 break
-            sums[i][span.worker, span.kind] += min(span.stop, stops[i]) - max(start, windows[i][0])
+            inside = min(span.stop, stops[i]) - max(start, windows[i][0])
+            sums[i][span.worker, span.kind] += inside * density
     return [
         Usage(start=start, stop=stop, seconds=_by_worker(until, found))
         for (start, stop), found in zip(windows, sums, strict=True)

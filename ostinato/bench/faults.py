@@ -31,10 +31,11 @@ from typing import Any
 
 from rich.table import Table
 
-from ostinato.bench import faults_planted as planted_here
+from ostinato.bench import faults_planted
 from ostinato.bench import faults_vllm as vllm
 from ostinato.bench.contender import ContenderFailed
 from ostinato.bench.faults_child import Child, Heartbeat, Stopped, child
+from ostinato.bench.faults_planted import PLAN
 from ostinato.bench.faults_strike import (
     Strike,
     Struck,
@@ -55,6 +56,7 @@ Say = Callable[[str], None]
 STEPS, PROMPTS, GROUP = 6, 4, 4
 RUN_S = 600.0  # for a run, or a resumed one, to end: a limit that says "it hangs"
 TRIES = 8  # at a run whose end came before the fault
+REWARD = f"{faults_planted.__file__}:graded"
 OURS = ("workers/", "queue/", "pipeline/", "publish/")  # columns that only a cluster has
 RECIPE = (
     "quickstart",
@@ -65,7 +67,7 @@ RECIPE = (
     "model.fp32_head=false",
     "adapter.rank=4",
     "task.n_train=48",
-    f"reward.functions=['{planted_here.__file__}:graded']",
+    f"reward.functions=['{REWARD}']",
     "reward.timeout_s=5",
     f"rollout.prompts_per_step={PROMPTS}",
     f"rollout.group_size={GROUP}",
@@ -285,7 +287,7 @@ def _hurt(
     logs, overlap, begun = place / "runs", bool(number % 2), time.monotonic()
     place.mkdir()
     if planned := fault.plan(random):
-        (place / "fault.json").write_text(json.dumps(planned))
+        (place / PLAN).write_text(json.dumps(planned))
     overrides = [*fault.overrides, *(fault.other if number % 4 < 2 else ()), *(OVERLAP if overlap else ())]
     inside = planned.get("kind") in ("nan", "poison")  # in the workers
     module, command = ("ostinato.cli.planted", []) if inside else ("ostinato", ["train"])
@@ -300,7 +302,7 @@ def _hurt(
             seconds = went_on(hit, struck) - struck.at
             code, sentence, left = hit.process.poll(), hit.sentence(), hit.leave(others)
         ballast(logs).unlink(missing_ok=True)
-        (place / "fault.json").unlink(missing_ok=True)
+        (place / PLAN).unlink(missing_ok=True)
         resumed = None if code == 0 or hit.folder is None else resume(hit.folder, place, logs, heartbeat)
         row: dict[str, Any] = {
             "fault": fault.name,
@@ -354,12 +356,13 @@ def outcome(fault: Fault, row: Mapping[str, Any]) -> str:
 def after(fault: Fault, folder: RunFolder, overlap: bool, reference: Mapping[str, Any]) -> dict[str, Any]:
     """Prompts lost, groups dropped, and whether it equals the undisturbed run (None: it need not)."""
     exact = not (overlap or fault.takes_groups or fault.name in (VLLM, NETWORK))  # vLLM has noise of its own
+    by_rule, differs = dropped(folder), differences(told(folder), reference) if exact else []
     return {
         "lost": lost(folder),
-        "dropped": sum(sum(one.values()) for one in [dropped(folder)]),
-        "dropped_by": dropped(folder),
-        "equal": differences(told(folder), reference) == [] if exact else None,
-        "differs": differences(told(folder), reference) if exact else [],
+        "dropped": sum(by_rule.values()),
+        "dropped_by": by_rule,
+        "equal": not differs if exact else None,
+        "differs": differs,
     }
 
 

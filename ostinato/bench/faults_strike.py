@@ -6,6 +6,7 @@ It returns when it struck and how, or None where the run had ended before: the r
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -19,7 +20,7 @@ from time import time
 from typing import Any
 
 from ostinato.bench.faults_child import Child, alive
-from ostinato.bench.faults_planted import STRUCK
+from ostinato.bench.faults_planted import PLAN, STRUCK
 
 START_S = 240.0  # for a run to begin, on a machine that is busy with others
 PACE_S = 1.5  # of a step, before one has ended
@@ -114,12 +115,11 @@ def planted(*signs: str) -> Strike:
     """It strikes by itself (``faults_planted``)."""
 
     def strike(child: Child, random: Random, steps: int) -> Struck | None:
-        told = child.place / STRUCK
+        told, plan = child.place / STRUCK, json.loads((child.place / PLAN).read_text())
         if not child.until(told.exists, START_S):
             return None
-        return Struck(
-            at=float(told.read_text()), how=(child.place / "fault.json").read_text(), sign=counted(*signs)
-        )
+        how = ", ".join(f"{name} {value}" for name, value in plan.items() if name != "kind")
+        return Struck(at=float(told.read_text()), how=how, sign=counted(*signs))
 
     return strike
 

@@ -1,13 +1,14 @@
 """``ostinato bench simulate --run RUN``: a run of several workers, and what the simulator makes of it.
 
-Lengths and prompts are the run's (``log.trajectories_every = 1``), the trainer's seconds and those of
-publications are the timeline's, and a cost table gives the shape of a pass. Its height is fitted, so that a
+Lengths and prompts are the run's (``log.trajectories_every = 1``), the seconds of the trainer, of publications
+and of the loop's own books are the timeline's, and a cost table gives the shape of a pass. Its height is fitted, so that a
 simulated token takes the samplers the seconds that a token of the run took them; when what is done, and who
 waits for whom, is then the simulator's own.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,7 @@ def run(path: Path, shape: str) -> dict[str, Any]:
         staleness=staleness,
         policy=Policy(recipe.pipeline.placement),
         trained_s=train_seconds(spans),
+        books_s=books_seconds(spans),
         publish_s=publish_seconds(spans),
         warmup=min(2 + staleness, steps - staleness - 1),
     )
@@ -86,6 +88,18 @@ def train_seconds(spans: Sequence[Span]) -> tuple[float, ...]:
         if span.kind in (Kind.TRAIN, Kind.PACK):
             found[span.step] += span.seconds
     return tuple(found[step] for step in sorted(found) if step > 0)
+
+
+def books_seconds(spans: Sequence[Span]) -> float:
+    """Mean time between two steps in which the trainer neither works nor waits for answers: the loop's own."""
+    mine = [span for span in spans if pool_of(span.worker) == "trainer"]
+    work = sorted((s for s in mine if s.kind in (Kind.TRAIN, Kind.PACK)), key=lambda span: span.start)
+    between = []
+    for before, after in itertools.pairwise(work):
+        if before.step != after.step:
+            waits = (s.seconds for s in mine if s.kind is Kind.WAIT and before.stop <= s.start < after.start)
+            between.append(max(0.0, after.start - before.stop - sum(waits)))
+    return statistics.fmean(between) if between else 0.0
 
 
 def publish_seconds(spans: Sequence[Span]) -> float:

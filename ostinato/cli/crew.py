@@ -109,7 +109,13 @@ def _sampling_by_vllm(prepared: Prepared, folder: Path, say: parts.Say) -> Itera
     prompt = environment(recipe, renderer)(prepared.train_prompts[0]).start()
     places = {"model": prepared.folder, "folder": folder / "vllm"}
     with vllm_engine(recipe, prepared.decoder, renderer, **places, prompt=prompt, say=say) as engine:
+
+        async def end() -> None:
+            """A thread that waits for a server to come back would keep the event loop from ending."""
+            await asyncio.to_thread(engine.close)
+
         yield {
+            "end": end,
             "engine": engine,
             "counters": (engine.counters,),
             "figures": lambda: {"publish/k3": engine.k3},

@@ -15,7 +15,7 @@ class Busy:
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
-        self._spans: deque[list[float]] = deque(maxlen=MOST)  # [is prefill, start, stop, rows]
+        self._spans: deque[list[float]] = deque(maxlen=MOST)  # [is prefill, start, stop, rows, seconds]
 
     def passed(self, seconds: float, prefilled: int, sampled: int) -> None:
         """A pass of so many seconds has just ended; the kind of most of its rows is its kind."""
@@ -24,9 +24,9 @@ class Busy:
         if self._spans:
             last = self._spans[-1]
             if last[0] == prefill and start - last[2] <= GAP_S:
-                last[2], last[3] = stop, last[3] + prefilled + sampled
+                last[2:] = stop, last[3] + prefilled + sampled, last[4] + seconds
                 return
-        self._spans.append([prefill, start, stop, prefilled + sampled])
+        self._spans.append([prefill, start, stop, prefilled + sampled, seconds])
 
     def take(self) -> list[Span]:
         """What there was since it was last asked, in order."""
@@ -37,8 +37,9 @@ class Busy:
                 start=start,
                 stop=stop,
                 amount=int(rows),
+                busy=busy,
             )
-            for prefill, start, stop, rows in self._spans
+            for prefill, start, stop, rows, busy in self._spans
         ]
         self._spans.clear()
         return spans

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -170,20 +171,23 @@ class VllmAt:
     def __init__(self, address: str, *, start_s: float = 300.0) -> None:
         host_and_port(address)
         self.address, self._start_s = address.rstrip("/"), start_s
+        self._left = threading.Event()
 
     def revive(self) -> None:
-        """Wait until it answers. Raises VllmLost after ``start_s``."""
+        """Wait until it answers. Raises VllmLost after ``start_s``, and once it is left (``close``)."""
         deadline = time.monotonic() + self._start_s
         while not is_healthy(self.address):
             if time.monotonic() > deadline:
                 raise VllmLost(f"vLLM at {self.address} was not ready in {self._start_s:g} s")
-            time.sleep(POLL_S)
+            if self._left.wait(POLL_S):
+                raise VllmLost(f"vLLM at {self.address} did not answer, and is waited for no longer")
 
     def why(self) -> str:
         return "its log is where it was started"
 
     def close(self) -> None:
-        """It goes on."""
+        """It goes on, and nobody waits for it here."""
+        self._left.set()
 
 
 # ---- what it can do

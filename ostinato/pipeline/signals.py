@@ -151,7 +151,7 @@ class Watchdog:
     what else gets on calls ``moved``. ``waiting`` says who waits for whom.
 
     Idle time is counted in slices of the event loop: while something keeps it from running, nobody can get
-    on, and nobody is late. """
+    on, and nobody is late."""
 
     SLICES = 20  # of the limit, between two looks
 

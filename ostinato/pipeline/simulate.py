@@ -44,6 +44,7 @@ class Setup:
     trained_s: tuple[float, ...] = ()  # recorded, of each step; from the first again where there are more
     train_s: float = 0.0  # of a step, beside ...
     train_token_s: float = 0.0  # ... and of each of its sampled tokens
+    books_s: float = 0.0  # of the loop's own after a step, in which the trainer is idle
     publish_s: float = 0.0  # that a sampler pauses when weights change
     grade_s: float = 0.0  # of a group
     graders: int = 0  # 0: nobody waits for one
@@ -217,7 +218,7 @@ class Simulation:
             if recorded := self.setup.trained_s:
                 seconds += recorded[self.gate.finished % len(recorded)]
             self.train_busy += seconds
-            self.push(self.now + seconds, _TRAINED)
+            self.push(self.now + seconds + self.setup.books_s, _TRAINED)
             if self.setup.mode is Mode.PARTIAL:
                 for sampler in self.samplers:
                     sampler.settle(self.now)

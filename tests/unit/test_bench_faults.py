@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ostinato.bench import faults as bench
-from ostinato.bench.faults_child import alive, descendants
+from ostinato.bench.faults_child import Heartbeat, Stopped, alive, child, descendants
 from ostinato.bench.faults_planted import graded, planned
 from ostinato.bench.faults_strike import counted
 from ostinato.bench.faults_vllm import Wire
@@ -149,3 +149,16 @@ def test_plans_strike_at_every_place_and_nothing_is_planted_without_one(
     assert places == {-1, *range(bench.STEPS * bench.PROMPTS)}
     monkeypatch.chdir(tmp_path)
     assert planned("hang") == {} and graded([[{"content": "11"}], [{"content": "0"}]]) == [2 / 3, 0.0]
+
+
+def test_a_run_beside_a_bench_that_was_stopped_is_not_believed(tmp_path: Path) -> None:
+    """Somebody may stop the bench, and with it all that it has started, to measure something in peace: what
+    took longer than the bound was no fault of the run then."""
+    heartbeat = Heartbeat()
+    with child(["-c", "pass"], tmp_path, tmp_path, heartbeat, module="timeit") as run:
+        assert run.until(lambda: run.ended, 60.0)
+        heartbeat.woken = time.monotonic()
+        with pytest.raises(Stopped):
+            run.sleep(60.0)
+        run.forgive()
+        assert not run.sleep(60.0)  # it has ended, at once

@@ -19,7 +19,6 @@ from ostinato.cli.crew import Crew
 from ostinato.cli.parts import check
 from ostinato.cluster.remote import WorkerFault
 from ostinato.config import Recipe, dump_toml
-from ostinato.engine.fake import FakeEngine
 from ostinato.pipeline.state import Finish, LoopState
 from ostinato.types import Past
 
@@ -130,7 +129,8 @@ def test_a_signal_while_the_workers_begin_ends_the_run_by_name(tmp_path: Path) -
     async def end() -> None:
         ended.append("end")
 
-    crew = Crew(trainer=None, engine=FakeEngine(lambda *told: None), ready=ready, end=end)
+    nobody: Any = None
+    crew = Crew(trainer=nobody, engine=nobody, ready=ready, end=end)
     loop: Any = SimpleNamespace(state=LoopState(step=3))
     number = signal.SIGTERM
     finished = asyncio.run(crew.run(loop, tmp_path))

@@ -542,3 +542,27 @@ def test_a_sampler_is_asked_as_it_would_be_here() -> None:
 
     asyncio.run(run())
     assert remote.killed
+
+
+@pytest.mark.parametrize("end", ["", "after", "late"])
+def test_a_sampler_is_handed_over_when_it_is_there(end: str) -> None:
+    """Its first policy was sent while it still loaded its model, and the file of all weights was gone when it
+    came to read it. Who waits no longer leaves no worker behind."""
+
+    class Loading:
+        async def collect(self, wait_s: float) -> str:
+            await asyncio.sleep(0.01 if end != "late" else 60)
+            return "there"
+
+    remote = Direct(Loading(), lambda call: "after" if end == "after" else "")
+
+    async def run() -> None:
+        link: Any = SamplerLink(remote, 5.0)
+        if end:
+            with pytest.raises(WorkerGone if end == "after" else TimeoutError):
+                await asyncio.wait_for(link.built(), 0.1)
+        else:
+            assert await link.built() is link
+
+    asyncio.run(run())
+    assert remote.methods == ["collect"] and remote.killed == bool(end)

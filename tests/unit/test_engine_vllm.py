@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -528,6 +529,15 @@ def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path: 
     child = VllmChild(served_by("/bin/false"), tmp_path / "vllm.log", start_s=30)
     with pytest.raises(VllmLost, match=r"did not start: .*the server ended: exit status 1"):
         child.revive()
+
+
+def test_a_server_elsewhere_is_waited_for_no_longer_than_the_run_lasts() -> None:
+    """A run that was asked to stop while its server did not answer stayed for ``start_s``, minutes: the
+    thread that waits for the server kept the event loop from ending."""
+    server = VllmAt("http://127.0.0.1:9", start_s=60.0)  # nobody listens there
+    threading.Timer(0.05, server.close).start()
+    with pytest.raises(VllmLost, match="waited for no longer"):
+        server.revive()
 
 
 def test_nobody_there_is_said_the_same_way_in_a_thread_and_in_a_loop() -> None:
