@@ -56,6 +56,7 @@ class FakeVllm:
         self.device = "cuda"
         self.missing: set[str] = set()  # paths that this vLLM does not have
         self.broken: str = ""  # "silent", "dead", "forgetful" (of labels), "deaf" (to publishes), "poisoned"
+        self.deadly = -1  # the first token of a prompt that ends the server, in all its lives
         self.lives, self.seen = 0, list[dict[str, Any]]()
         self.refuse_to_live = False
         self.token_s, self.sampled = 0.0, 0
@@ -150,6 +151,9 @@ class FakeVllm:
         settings, tokens = body["sampling_params"], list(body["token_ids"])
         if self.broken == "poisoned" and tokens[0] == 13:
             return 500, {"error": {"message": "a kernel failed"}}
+        if tokens[0] == self.deadly:
+            time.sleep(0.02)  # the others are under way
+            self.broken = "dead"
         choice = self._sample(tokens, settings, adapted)
         usage = {"prompt_tokens_details": {"cached_tokens": 1}}
         return 200, {"model": body["model"], "choices": [choice], "usage": usage}

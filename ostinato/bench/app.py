@@ -307,11 +307,9 @@ def pipeline(
     quick: Quick = False,
     json_file: JsonFile = None,
     seeds: Annotated[str, typer.Option(help="Rounds: how many, or FIRST:END.")] = "3",
-    steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 15,
+    steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 10,
     staleness: Annotated[int, typer.Option(help="Of the arms that overlap.")] = 2,
-    placements: Annotated[
-        bool, typer.Option("--placements", help="Instead: placements alone, with the seconds kept here.")
-    ] = False,
+    placements: Annotated[bool, typer.Option("--placements", help="Instead: placements alone.")] = False,
 ) -> None:
     """One sampler and one trainer, waiting for each other, overlapping, and in one process; placements of
     two samplers."""
@@ -323,13 +321,22 @@ def pipeline(
     if not placements:
         _tell(lambda: bench.run(plan, _say), bench.tables, json_file)
         return
-    known = bench.kept(bench.kept_file())
-    if known is None or not known.train_s:
-        raise ValueError(
-            "--placements replays the trainer's seconds, which this machine has not; leave it out once"
-        )
-    plan = bench.Plan()
-    _tell(lambda: bench.replayed(plan, known.train_s, _say), bench.replay_table, json_file)
+    _tell(lambda: bench.replayed(bench.Plan(), _say), bench.replay_table, json_file)
+
+
+@app.command()
+def board(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    rounds: Annotated[int, typer.Option(help="Pairs of runs.")] = 3,
+    steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 20,
+) -> None:
+    """The same run with a board that follows it and without: seconds of a step, processor seconds."""
+    threads.configure_early("auto", say=_say)
+    from ostinato.bench import board as bench
+
+    plan = bench.Plan(rounds=1 if quick else rounds, steps=steps)
+    _tell(lambda: bench.run(plan, _say), bench.table, json_file)
 
 
 @app.command()

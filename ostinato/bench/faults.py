@@ -458,7 +458,7 @@ def _summed(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "groups_dropped": sum(row.get("dropped", 0) for row in rows),
         "equal": sum(exact),
         "compared": len(exact),
-        "left_behind": sum(row["left_behind"] for row in rows),
+        "left_behind": sum(len(row["left_behind"]) for row in rows),
     }
 
 

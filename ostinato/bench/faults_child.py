@@ -113,15 +113,10 @@ class Child:
 
     def processes(self, name: str) -> list[int]:
         """Those that it has started, directly or not, whose command line has ``name``."""
-        found = []
-        for pid in descendants(self.process.pid):
-            with suppress(OSError):
-                if name in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
-                    found.append(pid)
-        return found
+        return [pid for pid in descendants(self.process.pid) if name in command(pid)]
 
-    def leave(self, others: Sequence[int]) -> int:
-        """End it if it has not ended; how many of ``others``, processes of its, outlived it: ended too."""
+    def leave(self, others: Sequence[int]) -> list[str]:
+        """End it if it has not ended, and which of ``others``, processes of its, outlived it: ended too."""
         if self.process.poll() is None:
             others = [*others, *descendants(self.process.pid)]
             self.process.kill()
@@ -129,10 +124,11 @@ class Child:
         limit = time.monotonic() + LEAVE_S
         while (left := [pid for pid in set(others) if alive(pid)]) and time.monotonic() < limit:
             time.sleep(POLL_S)
+        names = [command(pid)[:80] for pid in left]
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return len(left)
+        return names
 
 
 @contextmanager
@@ -161,6 +157,13 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def command(pid: int) -> str:
+    """Its command line; empty when it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
 def alive(pid: int) -> bool:
     """Running or stopped: neither gone, nor dead and only waiting to be reaped."""
     try:
@@ -183,4 +186,4 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-__all__ = ["Child", "Heartbeat", "Stopped", "alive", "child", "descendants"]
+__all__ = ["Child", "Heartbeat", "Stopped", "alive", "child", "command", "descendants"]

@@ -30,7 +30,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ostinato.bench.paired import Paired
-from ostinato.bench.pipeline_work import Window, Work, figures, write_prompts
+from ostinato.bench.pipeline_work import SMOLLM2, Window, Work, figures, write_prompts
 from ostinato.bench.settings import machine
 from ostinato.bench.whole_runs import allowed_cores, trained
 from ostinato.engine import threads
@@ -60,11 +60,12 @@ ON_RAY = (Arm.SYNCHRONOUS, Arm.PIPELINED)
 class Plan:
     """``steps`` of each run, the first ``warm_up`` and the last ``drain`` of them not measured."""
 
-    work: Work = field(default_factory=Work)
+    work: Work = SMOLLM2
+    placed: Work = field(default_factory=Work)  # on two samplers: many answers, so that there is a choice
     arms: tuple[Arm, ...] = tuple(Arm)
     seeds: tuple[int, ...] = (0, 1, 2)
     staleness: int = 2
-    steps: int = 15
+    steps: int = 10
     warm_up: int = 3
     drain: int = 3
     replay_rounds: int = 2  # of the placements; 0: they are not compared
@@ -119,8 +120,8 @@ def run(plan: Plan, say: Say = print) -> dict[str, Any]:
     plan = as_possible(plan, say)
     result = summary(plan, trained_arms(plan, say)) | {"machine": before, "at": started}
     keep(result, kept_file())
-    if plan.replay_rounds and result["train_s"]:
-        result["replay"] = replayed(plan, result["train_s"], say)
+    if plan.replay_rounds:
+        result["replay"] = replayed(plan, say)
     return result | {"seconds": round(time.time() - started, 1)}
 
 
@@ -132,12 +133,15 @@ def as_possible(plan: Plan, say: Say) -> Plan:
     return replace(plan, arms=tuple(arm for arm in plan.arms if arm not in ON_RAY), replay_rounds=0)
 
 
-def replayed(plan: Plan, train_s: Sequence[float], say: Say = print) -> dict[str, Any]:
-    """Part (b), with the seconds of part (a)."""
+def replayed(plan: Plan, say: Say = print) -> dict[str, Any]:
+    """Part (b), with the seconds that the trainer takes for its batches in a run by itself."""
     from ostinato.bench.pipeline_replay import Replay
     from ostinato.bench.pipeline_replay import run as replay  # loads torch, for a worker of its own
 
-    return replay(Replay(work=plan.work, train_s=tuple(train_s), rounds=plan.replay_rounds), say)
+    alone = replace(plan, work=plan.placed, arms=(Arm.ALONE,), seeds=plan.seeds[:1], steps=10)
+    (recorded,) = trained_arms(alone, say)
+    seconds = tuple(recorded["train_s"])
+    return replay(Replay(work=plan.placed, train_s=seconds, rounds=plan.replay_rounds), say)
 
 
 def trained_arms(plan: Plan, say: Say) -> list[dict[str, Any]]:
@@ -239,7 +243,7 @@ def best(plan: Plan, arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     speeds = {arm: arms[arm]["steps_per_s"] for arm in Arm if arm in arms}
     fastest = max(speeds.values())
     chosen = next(arm for arm, speed in speeds.items() if speed >= AS_FAST * fastest)
-    told = tuple(key for key in overrides(chosen, plan.staleness) if not key.startswith("cluster.pin"))
+    told = overrides(chosen, plan.staleness)  # all of them: it was measured so, and pinned
     return {"arm": str(chosen), "steps_per_s": speeds[chosen], "overrides": told}
 
 
@@ -265,7 +269,8 @@ def kept_file() -> Path:
 
 
 def keep(result: Mapping[str, Any], path: Path) -> None:
-    """Write what ``kept`` reads. A cache is a convenience: a read-only home keeps nothing."""
+    """Write what ``kept`` reads, unless more rounds than these are kept. A cache is a convenience: a
+    read-only home keeps nothing."""
     load = result["machine"].get("load_average") or 0.0
     found = Kept(
         arm=result["best"]["arm"],
@@ -276,6 +281,9 @@ def keep(result: Mapping[str, Any], path: Path) -> None:
         rounds=len(result["settings"]["seeds"]),
         train_s=tuple(result["train_s"]),
     )
+    before = kept(path)
+    if before is not None and before.rounds > found.rounds:
+        return
     try:
         atomic_write(path, json.dumps(asdict(found)).encode())
     except OSError:

@@ -69,6 +69,10 @@ class Work:
         )
 
 
+# A model whose arithmetic dwarfs that of the loop and of Ray; sampling takes as long as training.
+SMOLLM2 = Work(recipe="smollm2_brief", prompts=2, max_tokens=320, slots=9, distinct=512, lr=2e-5, scored=16)
+
+
 def write_prompts(work: Work, path: Path) -> Path:
     """The prompts as JSON lines, always the same: distinct, their order shuffled by the run itself."""
     long = rows("train", 1, work.distinct // ONE_LONG_OF, families=[Family.CHAIN], terms=work.terms)

@@ -1,9 +1,9 @@
 """``ostinato bench simulate --run RUN``: a run of several workers, and what the simulator makes of it.
 
-Lengths and prompts are the run's (``log.trajectories_every = 1``), the seconds of the trainer, of publications
-and of the loop's own books are the timeline's, and a cost table gives the shape of a pass. Its height is fitted, so that a
-simulated token takes the samplers the seconds that a token of the run took them; when what is done, and who
-waits for whom, is then the simulator's own.
+Lengths and prompts are the run's (``log.trajectories_every = 1``). The seconds of the trainer, publications
+and of the loop's own books are the timeline's. A cost table gives the shape of a pass; its height is fitted,
+so that a simulated token takes the samplers the seconds that a token of the run took them. When what is done,
+and who waits for whom, is then the simulator's own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def recorded(folder: RunFolder, siblings: int) -> Stream:
     whole = [place for place in sorted(lengths) if len(lengths[place]) == siblings]
     if not whole or len({row["step"] for row in folder.trajectories.rows()}) < steps:
         raise ValueError(
-            f"{folder.path.name} has not kept the answers of every step; train with log.trajectories_every = 1"
+            f"{folder.path.name} has not kept the answers of all steps; train with log.trajectories_every = 1"
         )
     return Stream(
         lengths=np.array([[lengths[place][i] for i in range(siblings)] for place in whole]),
@@ -91,7 +91,7 @@ def train_seconds(spans: Sequence[Span]) -> tuple[float, ...]:
 
 
 def books_seconds(spans: Sequence[Span]) -> float:
-    """Mean time between two steps in which the trainer neither works nor waits for answers: the loop's own."""
+    """Mean time between two steps in which the trainer neither works nor waits for answers."""
     mine = [span for span in spans if pool_of(span.worker) == "trainer"]
     work = sorted((s for s in mine if s.kind in (Kind.TRAIN, Kind.PACK)), key=lambda span: span.start)
     between = []

@@ -60,7 +60,7 @@ class Answers:
             for frame in reversed(self._frames.frames)
             if (query.step < 0 or frame.step <= query.step) and (first is None or frame.offset <= first)
         ]
-        for frame, before in zip(coming, [*coming[1:], None], strict=True):
+        for frame, before in zip(coming, [*coming, None][1:], strict=True):
             at, start = frame.step, place if frame.offset == first else 0
             those = [(i, one) for i, one in enumerate(self._of(frame)) if i >= start and _matches(one, query)]
             room = PAGE - len(found)

@@ -96,7 +96,7 @@ class Board:
             find=asked.get("find", [""])[0],
             low=_number(asked, "low", -math.inf),
             high=_number(asked, "high", math.inf),
-            step=int(_number(asked, "step", -1)),
+            step=int(asked.get("step", ["-1"])[0]),
             after=(after[0], after[1]) if len(after) == 2 else None,
         )
         with self._browsing:
@@ -162,11 +162,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         try:
             told = board.routes[asked.path](parse_qs(asked.query, max_num_fields=64))
+            text = json.dumps(told, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         except ValueError as error:
             self._send(HTTPStatus.BAD_REQUEST, f"{error}\n".encode(), "text/plain; charset=utf-8")
             return
-        text = json.dumps(told, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        self._send(HTTPStatus.OK, text.encode(), "application/json")
+        self._send(HTTPStatus.OK, text.encode(errors="replace"), "application/json")  # halves of surrogates
 
     def _meant_for_us(self) -> bool:
         """On this machine alone, a page of somebody else's must not reach us by a name that it made point

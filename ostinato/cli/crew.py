@@ -18,6 +18,7 @@ from ostinato.cli import parts
 from ostinato.cli.build import Prepared, environment, new_drafting
 from ostinato.cli.drafts import Memory
 from ostinato.cli.vllm import vllm_engine
+from ostinato.engine.vllm_proof import Verdict
 from ostinato.pipeline.loop import Finish, Finished, Loop
 from ostinato.pipeline.remember import Drafting
 from ostinato.pipeline.signals import Abandoned, StopSignals
@@ -118,10 +119,18 @@ def _sampling_by_vllm(prepared: Prepared, folder: Path, say: parts.Say) -> Itera
             "end": end,
             "engine": engine,
             "counters": (engine.counters,),
-            "figures": lambda: {"publish/k3": engine.k3},
+            "figures": lambda: proof_row(engine.take_verdict()),
             "sampled": lambda: engine.signs,
             "timed": (engine,),
         }
+
+
+def proof_row(verdict: Verdict | None) -> dict[str, float]:
+    """In the row of the step in which a policy was judged, and in no other one."""
+    if verdict is None:
+        return {}
+    row = {"k3": verdict.k3, "k3_version": verdict.version, "k3_tokens": verdict.tokens}
+    return {f"publish/{name}": float(value) for name, value in row.items()}
 
 
 async def _tell(path: Path, status: Callable[[], Sequence[Mapping[str, Any]]]) -> None:

@@ -106,6 +106,7 @@ def vllm_engine(
             probe=prompt[:PROBE_TOKENS],
             silence_s=cluster.silence_s,
             max_restarts=cluster.max_restarts,
+            max_quarantined=cluster.max_quarantined,
             say=say,
         )
     except VllmFailed as error:

@@ -13,7 +13,8 @@ answer carries its labels, and the first answers of every policy are scored by o
 ``bound``).
 
 A server that dies, or does not answer for ``silence_s``, is started anew at most ``max_restarts`` times in a
-row, gets the policy, and is asked again. The noise is vLLM's own: seeded by the request (not on a CPU), but a
+row, gets the policy, and is asked again; a prompt that breaks it again and again is found, and ends as an
+error (``vllm_company``). The noise is vLLM's own: seeded by the request (not on a CPU), but a
 function of the numerics of its batch, so there is no law that tokens are the same in any company.
 """
 
@@ -34,8 +35,9 @@ from typing import Any
 import numpy as np
 
 from ostinato.engine.vllm_answers import answer, failed, question
+from ostinato.engine.vllm_company import Company
 from ostinato.engine.vllm_http import Reply, Unreachable, call, post
-from ostinato.engine.vllm_proof import Proofs
+from ostinato.engine.vllm_proof import Proofs, Verdict
 from ostinato.engine.vllm_server import Server, VllmLost, VllmWrong, check
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
@@ -90,11 +92,13 @@ class VllmEngine:
         bound: float = 0.015,
         silence_s: float = 60.0,
         max_restarts: int = 5,
+        max_quarantined: int = 8,
         name: str = "sampler-0",
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self._server, self._decoder, self._folder, self._decode = server, decoder, folder, decode
-        self._probe, self._silence_s, self._most = probe, silence_s, max_restarts
+        self._probe, self._silence_s = probe, silence_s
+        self._most, self._max_quarantined = max_restarts, max_quarantined
         self._say, self._time = say, _Time(name)
         self._lock = threading.RLock()  # of the server's life and of what it serves
         self._epoch, self._restarts = 0, 0
@@ -109,6 +113,7 @@ class VllmEngine:
         try:
             with self._time.of(Kind.START):
                 server.revive()
+            self._ask("POST", "/resume")  # whoever was here before may have left it paused
             self._facts = check(server.address, [0])
             self.context_limit = min(self._facts.context, decoder.config.max_positions)
             self._policy = self._written(None, 0)
@@ -127,10 +132,9 @@ class VllmEngine:
     def version(self) -> int:
         return self._policy.version
 
-    @property
-    def k3(self) -> float:
-        """Between the server's log-probabilities and our decoder's, of the newest policy that was judged."""
-        return self._proofs.k3
+    def take_verdict(self) -> Verdict | None:
+        """On the newest policy that was judged since the last call; None: none was."""
+        return self._proofs.take_verdict()
 
     @property
     def served(self) -> tuple[int, str]:
@@ -216,22 +220,64 @@ class VllmEngine:
             raise ValueError("sampling.stop_strings need a tokenizer; give the engine decode=")
 
     async def _answer(self, desk: _Desk, index: int, request: Request) -> tuple[int, Completion]:
+        key = request.uid, request.seed[:-1]
         async with desk.gate:
-            while True:
-                epoch, policy = self._epoch, self._policy
-                try:
-                    asking = post(self._server.address, QUESTIONS, self._question(request, policy))
-                    reply = await self._watched(desk, asking)
-                    if reply.status >= 500:  # of this request, or the end of all
-                        await asyncio.to_thread(self._beat)
-                    said = self._said(request, policy, reply)
-                except Unreachable as lost:
-                    await asyncio.to_thread(self._recover, epoch, str(lost))
-                else:
-                    self._restarts = 0
-                    self.signs += 1
-                    await self._prove(desk, request, policy, said)
-                    return index, said
+            with desk.company.member(key):
+                while key not in desk.company.guilty:
+                    async with desk.company.together(key):
+                        found = await self._attempt(desk, request)
+                    if found is not None:
+                        await self._prove(desk, request, *found)
+                        return index, found[1]
+                return index, failed(desk.company.guilty[key])
+
+    async def _attempt(self, desk: _Desk, request: Request) -> tuple[Policy, Completion] | None:
+        """(the policy that was asked, what it said); None: it is to be asked again."""
+        epoch, policy = self._epoch, self._policy
+        try:
+            reply = await self._reply(desk, request, policy, epoch)
+            said = self._said(request, policy, reply)
+        except Unreachable as lost:
+            await asyncio.to_thread(self._recover, epoch, str(lost))
+            return None
+        if epoch != self._epoch:  # begun on a server that was given up, whatever it goes by now
+            return None
+        self._restarts = 0
+        self.signs += 1
+        return policy, said
+
+    async def _reply(self, desk: _Desk, request: Request, policy: Policy, epoch: int) -> Reply:
+        """Raises Unreachable where the server was lost, and those who were asked bear the blame."""
+        try:
+            asking = post(self._server.address, QUESTIONS, self._question(request, policy))
+            reply = await self._watched(desk, asking)
+            if reply.status >= 500:  # of this request, or the end of all
+                await asyncio.to_thread(self._beat)
+            return reply
+        except Unreachable as lost:
+            raise Unreachable(self._blame(desk, epoch, str(lost))) from lost
+
+    def _blame(self, desk: _Desk, epoch: int, why: str) -> str:
+        """``why``, and who was asked; the first to find out says it. Raises VllmLost for too many
+        culprits."""
+        if epoch != self._epoch:
+            return why
+        blamed, told = desk.blamed
+        if epoch == blamed:
+            return told
+        company = desk.company
+        told = f"{why}, while these were asked: {company}"
+        desk.blamed = epoch, told
+        explained, found = company.blame(why)
+        self.counters["workers/quarantined"] += len(found)
+        if len(company.guilty) > self._max_quarantined:
+            raise VllmLost(
+                f"{len(company.guilty)} prompts broke vLLM (cluster.max_quarantined is "
+                f"{self._max_quarantined}); the latest: {[*company.guilty.values()][-1]}"
+            )
+        if explained:  # no failure of the server's
+            self._restarts = 0
+        return told
 
     def _question(self, request: Request, policy: Policy) -> dict[str, Any]:
         name, seeded = self._name_of(policy), self._facts.seeds
@@ -287,17 +333,19 @@ class VllmEngine:
         asked = asyncio.create_task(asking)
         if desk.watch is None or desk.watch.done():
             desk.watch = asyncio.create_task(self._watch())
+        watch = desk.watch  # whoever comes when it has ended begins another
         desk.open += 1
         try:
-            await asyncio.wait({asked, desk.watch}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asked, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
-                desk.watch.result()
+                watch.result()
             return asked.result()
         finally:
             asked.cancel()
             desk.open -= 1
-            if not desk.open:
+            if not desk.open:  # one that is being cancelled is not done yet: nobody may take it up
                 desk.watch.cancel()
+                desk.watch = None
 
     async def _watch(self) -> None:
         """Ends with Unreachable. In a thread, for the event loop may be kept busy longer than silence is
@@ -364,16 +412,15 @@ class VllmEngine:
         )
 
     def _install(self, policy: Policy) -> None:
-        """Have the server serve it. Raises VllmWrong and Unreachable."""
+        """Have the server serve it. Raises VllmWrong and Unreachable, and the server stays paused: an adapter
+        that was replaced, but not labelled, would sample under the name of the one before."""
         self._must("POST", "/pause?mode=keep&clear_cache=false")
-        try:
-            if policy.folder is not None:
-                self._load(policy, policy.folder)
-                self._slot = policy.version
-            self._labels[policy.label] = self._slot
-            self._must("POST", "/update_weight_version", {"new_version": policy.label})
-        finally:
-            self._must("POST", "/resume")
+        if policy.folder is not None:
+            self._load(policy, policy.folder)
+            self._slot = policy.version
+        self._labels[policy.label] = self._slot
+        self._must("POST", "/update_weight_version", {"new_version": policy.label})
+        self._must("POST", "/resume")
         self._beat()
         if self._heard != policy.label:
             raise VllmWrong(f"vLLM serves policy {self._heard!r} after {policy.label!r} was published")
@@ -384,6 +431,7 @@ class VllmEngine:
         if LORA not in known:
             body = {"lora_name": LORA, "lora_path": str(folder.absolute())}
             if (reply := self._ask("POST", "/v1/load_lora_adapter", body)).status != 200:
+                self._must("POST", "/resume")  # nothing was replaced
                 raise VllmWrong(f"vLLM does not take the adapter of policy {policy.label}: {reply.error}")
         body = {"method": "ostinato_publish", "args": [str(folder.absolute())]}
         if (reply := self._ask("POST", "/collective_rpc", body)).status != 200:
@@ -433,6 +481,8 @@ class _Desk:
     loop: asyncio.AbstractEventLoop
     gate: asyncio.Semaphore
     proof: asyncio.Lock = field(default_factory=asyncio.Lock)
+    company: Company = field(default_factory=Company)
+    blamed: tuple[int, str] = (-1, "")  # the last epoch whose loss has been, and what is told of it
     open: int = 0  # questions that are being answered
     watch: asyncio.Task[None] | None = None
 

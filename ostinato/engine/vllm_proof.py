@@ -7,6 +7,8 @@ on a CPU where other requests are in the batch, since its adapter of the head ta
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,14 +25,23 @@ OF_AN_ANSWER, BEHIND = 64, 2048  # that are scored, behind a prompt of that many
 ERRORS = 2.0  # standard errors above the bound before fewer than MOST tokens count against a server
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How far a server is from our decoder, as a policy was judged by."""
+
+    version: int  # of the policy
+    k3: float  # the mean over tokens
+    tokens: int
+
+
 class Proofs:
-    """Of policies, by label, on one server. ``k3`` is of the last one that was judged."""
+    """Of policies, by label, on one server."""
 
     def __init__(self, decoder: Decoder, bound: float) -> None:
         self._decoder, self._bound = decoder, bound
         self._sure = set[str]()
         self._heard: dict[str, np.ndarray] = {}  # k3 of each token so far
-        self.k3 = math.nan
+        self._verdicts = deque[Verdict](maxlen=1)  # heard in a thread, taken in another
 
     def forget(self) -> None:
         """It is another server."""
@@ -54,16 +65,21 @@ class Proofs:
         log_ratio = ours[-len(tokens) :] - torch.from_numpy(said.logprobs[: len(tokens)])
         before = self._heard.get(label, np.zeros(0, np.float32))
         heard = self._heard[label] = np.concatenate([before, kl_k3(log_ratio).numpy()])
-        self.k3 = float(heard.mean())
         right = verdict(heard, self._bound)
         if right is False:
             raise VllmWrong(
-                f"vLLM is not the policy that is trained: k3 is {self.k3:.3g} for policy {label} on "
+                f"vLLM is not the policy that is trained: k3 is {heard.mean():.3g} for policy {label} on "
                 f"{len(heard)} tokens, and {self._bound:g} is the bound; compare model and dtype"
             )
         if right:
             self._sure.add(label)
             self._heard.pop(label, None)
+            version = int(said.versions[0])
+            self._verdicts.append(Verdict(version=version, k3=float(heard.mean()), tokens=len(heard)))
+
+    def take_verdict(self) -> Verdict | None:
+        """The newest since the last call; None: none."""
+        return self._verdicts.pop() if self._verdicts else None
 
 
 def verdict(k3: np.ndarray, bound: float) -> bool | None:
@@ -88,4 +104,4 @@ def scores(
         return logits.log_softmax(-1).gather(1, rows[1:, None])[:, 0].cpu()
 
 
-__all__ = ["Proofs", "scores", "verdict"]
+__all__ = ["Proofs", "Verdict", "scores", "verdict"]

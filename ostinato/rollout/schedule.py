@@ -187,7 +187,9 @@ def tiers(
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(wanted(middle)) <= workers else (middle, high)
-    counts = wanted(high)
+    counts = [min(count, workers) for count in wanted(high)]
+    while sum(counts) > workers:  # a batch that is not divided evenly may take longer with one worker more
+        counts[counts.index(max(counts))] -= 1
     for _ in range(workers - sum(counts)):  # what is left goes where the target is missed most
         worst = max(range(len(counts)), key=lambda i: (seconds(i, counts[i]) / shares[i], i))
         counts[worst] += 1

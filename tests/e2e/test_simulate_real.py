@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from ostinato.bench.simulate_real import played
+from ostinato.bench.simulate_run import fitted, recorded, token_seconds, train_seconds
 from ostinato.pipeline.simulate import Setup, simulate
 from ostinato.pipeline.simulate_sampler import Cost
 from ostinato.pipeline.simulate_traces import Stream
 from ostinato.rollout.schedule import Policy
+from ostinato.run import RunFolder
+from ostinato.timeline import Span
 
 
 def test_the_loop_plays_what_the_simulator_simulates(tmp_path: Path) -> None:
@@ -37,3 +42,28 @@ def test_the_loop_plays_what_the_simulator_simulates(tmp_path: Path) -> None:
     assert real["staleness_max"] <= 1 and simulated.staleness_max <= 1
     assert set(real["utilisation"]) == {"sampler-0", "sampler-1", "trainer"}
     assert all(0 < share <= 1 for share in real["utilisation"].values())
+
+
+def test_a_run_folder_is_simulated_with_its_own_seconds(tmp_path: Path) -> None:
+    """What the fitted simulator takes from a run: its groups, the trainer's seconds, seconds per token."""
+    rng = np.random.default_rng(1)
+    stream = Stream(
+        lengths=rng.integers(1, 20, (10, 4)), prompts=np.full(10, 3), uids=[str(i % 5) for i in range(10)]
+    )
+    cost = Cost(base=(0.0, 0.004, 0.005, 0.006, 0.007))
+    setup = Setup(workers=2, cost=cost, prompts=2, steps=5, train_s=0.02, warmup=1)
+    played(setup, stream, tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    found = recorded(folder, 4)
+    assert (found.lengths == stream.lengths).all() and found.uids == stream.uids
+    assert (found.prompts == 3).all()
+    spans = [Span.of(row) for row in folder.timeline.rows()]
+    seconds = train_seconds(spans)
+    assert len(seconds) == 5 and min(seconds) >= 0.02
+    token_s = token_seconds(spans, found)
+    flat = replace(setup, cost=Cost(base=(0.0, 1.0, 1.0, 1.0, 1.0)), trained_s=seconds, train_s=0.0)
+    like, outcome = fitted(flat, found, token_s)
+    assert outcome.token_s == pytest.approx(token_s, rel=0.05)
+    assert like.cost.base[1] < 0.1
+    with pytest.raises(ValueError, match=r"train with log\.trajectories_every = 1"):
+        recorded(RunFolder.create(tmp_path / "other", ""), 4)

@@ -181,7 +181,9 @@ def server_of(engine: VllmEngine) -> int:
 def test_a_policy_that_is_not_the_published_one_is_found_by_its_first_answers(world: Subject) -> None:
     engine = engine_of(world)
     engine.publish(world.policies[0], 8)
-    assert world.run(world.many(2)) and engine.k3 < 1e-4
+    assert world.run(world.many(8))
+    judged = engine.take_verdict()
+    assert judged is not None and judged.version == 8 and judged.k3 < 1e-4
     engine.publish(world.policies[0], 9)
     engine._policy = replace(engine._policy, adapters=world.policies[1])
     with pytest.raises(VllmWrong, match="k3 is"):

@@ -93,7 +93,7 @@ def test_a_row_tells_that_the_fault_was_met() -> None:
 
 
 def test_the_table_sums_runs_by_fault() -> None:
-    common = {"bound_s": 60.0, "injected": "so", "lost": 0, "dropped": 0, "left_behind": 0}
+    common = {"bound_s": 60.0, "injected": "so", "lost": 0, "dropped": 0, "left_behind": []}
     rows = [
         {"fault": "head", "run": 0, "outcome": "stopped", "seconds": 20.0, "equal": True, **common},
         {"fault": "head", "run": 1, "outcome": "neither", "seconds": 600.0, "equal": None, **common},

@@ -199,7 +199,12 @@ def test_the_simplest_of_the_fastest_is_best() -> None:
     near = SPEEDS | {Arm.THREADS: 0.9 * AS_FAST + 1e-3}
     chosen = summary(Plan(), runs(near))["best"]
     assert chosen["arm"] == "two threads" and chosen["overrides"] == ("engine.threads=2",)
-    assert not any("pin" in key for key in summary(Plan(), runs(SPEEDS))["best"]["overrides"])
+
+
+def test_what_is_recommended_is_what_was_measured() -> None:
+    """Workers were measured pinned, and recommended without ``cluster.pin``."""
+    found = summary(Plan(), runs(SPEEDS))["best"]
+    assert found["overrides"] == overrides(Arm.PIPELINED, 2) and "cluster.pin=true" in found["overrides"]
 
 
 def test_without_ray_there_is_no_headline_and_the_rest_is_told() -> None:
@@ -232,6 +237,16 @@ def test_doctor_tells_what_was_measured_and_when(tmp_path: Path) -> None:
     told = recommendation(found)
     assert "pipelined makes most" in told and "pipeline.overlap=true" in told and "colocated 0.80" in told
     assert "2027-01-1" in told and "measure again" not in told
+
+
+def test_one_round_does_not_replace_three(tmp_path: Path) -> None:
+    """``--quick`` and ``doctor --measure`` took the place of a result that is known better."""
+    path, facts = tmp_path / "kept.json", {"machine": {"load_average": 0.1, "cores": 2}}
+    for seeds, at in (((0, 1, 2), 1.0), ((0,), 2.0), ((0, 1, 2), 3.0)):
+        plan = Plan(seeds=seeds)
+        keep(summary(plan, runs(SPEEDS)) | facts | {"at": at}, path)
+        found = kept(path)
+        assert found is not None and found.rounds == 3 and found.at == (at if len(seeds) == 3 else 1.0)
 
 
 def test_doctor_warns_of_a_busy_machine_and_of_one_round() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,8 +46,6 @@ def test_nothing_is_faster_than_its_bound(arm: Arm, staleness: int, seed: int) -
     setup, stream = world("quickstart", 2, staleness, plan)
     if arm.mode is Mode.ROUNDS and staleness == 0:
         return
-    from dataclasses import replace
-
     setup = replace(setup, policy=arm.policy, mode=arm.mode, oracle=arm.oracle)
     done = simulate(setup, stream)
     assert done.steps_s[-1] >= work_s(setup.cost, stream) / setup.workers

@@ -512,6 +512,10 @@ def test_nothing_outside_the_run_can_be_asked_for(run: RunFolder) -> None:
         assert get(where, "/answers?verdict=sideways")[0] == 400
         assert get(where, "/answers?after=x&after=y")[0] == 400
         assert get(where, "/charts?revision=x")[0] == 400
+        assert get(where, "/answers?step=inf")[0] == 400  # once an OverflowError, and no answer at all
+        assert get(where, "/answers?step=1e400")[0] == 400
+        assert get(where, "/answers")[0] == 200  # of a run that has none yet: once a 400
+        assert get(where, "/answers?low=-inf&high=inf&step=0")[0] == 200
 
 
 @pytest.mark.parametrize(

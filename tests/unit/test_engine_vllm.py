@@ -24,6 +24,7 @@ import torch
 from engine_contract import CONTRACT, Subject, collected
 from fake_vllm import FakeVllm, decode
 
+from ostinato.cli.crew import proof_row
 from ostinato.engine import vllm as vllm_engine
 from ostinato.engine import vllm_guard
 from ostinato.engine.fake import FakeEngine
@@ -31,7 +32,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.engine.serve import SamplerServer
 from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_answers import answer, question
-from ostinato.engine.vllm_http import Unreachable, call, host_and_port, post
+from ostinato.engine.vllm_http import Reply, Unreachable, call, host_and_port, post
 from ostinato.engine.vllm_proof import verdict
 from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, VllmLost, VllmWrong, environment
 from ostinato.model.attention import CausalAttention
@@ -232,7 +233,30 @@ def test_a_server_that_ignores_an_adapter_is_found_by_its_log_probabilities(
         run(engine, ask(max_tokens=20), ask(max_tokens=20))
     server.broken = ""
     engine.publish(POLICIES[1], 3)
-    assert run(engine, ask(temperature=0.5))[0].versions[0] == 3 and engine.k3 < 1e-6
+    assert run(engine, ask(temperature=0.5, max_tokens=40))[0].versions[0] == 3
+    judged = engine.take_verdict()
+    assert judged is not None and judged.version == 3 and judged.k3 < 1e-6
+
+
+def test_a_policy_is_told_of_once_and_only_when_it_was_judged(engine: VllmEngine) -> None:
+    """The row of a step whose policy nobody had judged yet said ``publish/k3`` of an older one, or of a few
+    tokens."""
+    base = engine.take_verdict()
+    assert base is not None and base.version == 0 and base.tokens == 39
+    assert engine.take_verdict() is None and proof_row(None) == {}
+    engine.publish(POLICIES[0], 1)
+    run(engine, ask(max_tokens=6))
+    assert engine.take_verdict() is None
+    run(engine, ask(max_tokens=40))
+    first = engine.take_verdict()
+    assert first is not None and first.version == 1 and first.k3 < 1e-6
+    assert proof_row(first) == {
+        "publish/k3": first.k3,
+        "publish/k3_version": 1.0,
+        "publish/k3_tokens": 46.0,
+    }
+    run(engine, ask(max_tokens=40))
+    assert engine.take_verdict() is None
 
 
 def test_files_that_the_server_did_not_read_are_found_by_their_digest(
@@ -242,6 +266,62 @@ def test_files_that_the_server_did_not_read_are_found_by_their_digest(
     monkeypatch.setattr(vllm_engine, "_digest", lambda folder: "0123456789abcdef")
     with pytest.raises(VllmWrong, match="where 0123456789abcdef was written"):
         engine.publish(POLICIES[1], 2)
+
+
+class Elsewhere:
+    """The same server as one that somebody else runs: whatever happens, it goes on. ``halfway``: it does not
+    take the next label."""
+
+    def __init__(self, fake: FakeVllm) -> None:
+        self._fake, self.address = fake, fake.address
+        self.sampled_meanwhile = 0
+
+    def revive(self) -> None:
+        before = self._fake.sampled
+        time.sleep(0.05)
+        self.sampled_meanwhile = self._fake.sampled - before
+        self._fake.missing = set()
+
+    def why(self) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+def test_nothing_is_sampled_between_a_new_adapter_and_its_label(server: FakeVllm, tmp_path: Path) -> None:
+    """A publish was cut off when the adapter was in its place and its label was not. The server was let go on
+    all the same, and tokens of the new policy had the version of the old one, in answers that were used."""
+
+    async def cut_off() -> Completion:
+        engine.publish(POLICIES[0], 1)
+        running = asyncio.create_task(collected(engine.generate([ask(max_tokens=40)]), 1))
+        await some_tokens(server)
+        server.missing = {"/update_weight_version"}
+        engine.publish(POLICIES[1], 2)
+        return (await running)[0]
+
+    server.revive()
+    elsewhere = Elsewhere(server)
+    engine = new_engine(elsewhere, tmp_path)
+    server.token_s = 0.005
+    said = asyncio.run(cut_off())
+    assert elsewhere.sampled_meanwhile == 0
+    assert (said.versions == 2).all()  # what had begun before was asked again
+    expected = score(POLICIES[1], np.concatenate([ask().tokens, said.tokens]))[len(ask().tokens) - 1 :]
+    np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+
+
+def test_a_server_that_was_left_paused_is_woken(server: FakeVllm, tmp_path: Path) -> None:
+    server.revive()
+    server.running.clear()
+    assert run(new_engine(Elsewhere(server), tmp_path), ask())[0].stop is Stop.LENGTH
+
+
+def test_a_refused_adapter_leaves_the_server_as_it_was(engine: VllmEngine, server: FakeVllm) -> None:
+    server.missing = {"/v1/load_lora_adapter"}
+    with pytest.raises(VllmWrong, match="does not take the adapter of policy 1:"):
+        engine.publish(POLICIES[0], 1)
+    assert run(engine, ask())[0].versions[0] == 0
 
 
 def test_it_can_stand_behind_a_sampler(engine: VllmEngine) -> None:
@@ -351,6 +431,52 @@ def test_a_request_that_breaks_on_a_sound_server_fails_alone(engine: VllmEngine,
     poisoned, sound = run(engine, ask(13, 14), ask())
     assert poisoned.stop is Stop.ERROR and "a kernel failed" in poisoned.error
     assert sound.stop is Stop.LENGTH and server.lives == lives
+
+
+def crowd(*firsts: int) -> list[Request]:
+    """A prompt each, beginning with these tokens."""
+    seeds = [(1, 2, place, 0) for place in range(len(firsts))]
+    return [
+        replace(ask(first, 6), uid=f"p{place}", seed=seed)
+        for place, (first, seed) in enumerate(zip(firsts, seeds, strict=True))
+    ]
+
+
+def test_a_prompt_that_kills_servers_is_found_and_ends_alone(engine: VllmEngine, server: FakeVllm) -> None:
+    """It was asked again in every new life of the server, until the run ended with "lost in a row", or for
+    ever where others were answered in between; and nobody said which prompt it was."""
+    server.deadly, server.token_s = 13, 0.005
+    answers = run(engine, *crowd(5, 13, 7, 8))
+    assert [said.stop for said in answers] == [Stop.LENGTH, Stop.ERROR, Stop.LENGTH, Stop.LENGTH]
+    assert "prompt p1 is quarantined" in answers[1].error and engine.counters["workers/quarantined"] == 1
+    assert run(engine, *crowd(5))[0].stop is Stop.LENGTH
+
+
+def test_prompts_that_kill_servers_are_named_when_a_run_ends(server: FakeVllm, tmp_path: Path) -> None:
+    server.deadly = 13
+    with pytest.raises(VllmLost, match=r"1 prompts broke vLLM .*max_quarantined is 0.*prompt p0"):
+        run(new_engine(server, tmp_path, max_quarantined=0), *crowd(13))
+    with pytest.raises(VllmLost, match=r"lost 2 times in a row: .* while these were asked: .*p1"):
+        run(new_engine(server, tmp_path, max_restarts=1), *crowd(5, 13))
+
+
+@pytest.mark.parametrize("later", range(6))
+def test_a_request_that_comes_when_the_last_one_goes_is_watched_anew(engine: VllmEngine, later: int) -> None:
+    """The last request cancels the watch over the server, which ends in the next iteration of the event loop;
+    one that came just then took it up, and ended as cancelled though nobody had cancelled anything."""
+
+    async def said(seconds: float) -> Reply:
+        await asyncio.sleep(seconds)
+        return Reply(status=200, body=None)
+
+    async def one_after_another() -> Reply:
+        desk = engine._desk_here()
+        await engine._watched(desk, said(0.001))
+        for _ in range(later):
+            await asyncio.sleep(0)
+        return await engine._watched(desk, said(0.01))
+
+    assert asyncio.run(one_after_another()).status == 200
 
 
 def test_a_call_that_is_given_up_closes_its_connections(engine: VllmEngine, server: FakeVllm) -> None:

@@ -53,7 +53,7 @@ def teams(draw: st.DrawFn, busy: bool = True) -> list[Worker]:
     made = []
     for id in range(draw(st.integers(1, 6))):
         held = draw(waits(first=1000 * (id + 1), most=16)) if busy else []
-        had = [replace(job, generated=draw(st.integers(0, 3000))) for job in held[:slots]]
+        had = [replace(job, generated=draw(st.integers(0, 3000))) for job in held]  # they may queue there
         made.append(Worker(id=id, slots=slots, jobs=tuple(had), pass_s=affine))
     return made
 
@@ -70,9 +70,9 @@ def test_every_answer_is_placed_once_or_waits(policy: Policy, waiting: list[Job]
     if policy in (Policy.STATIC, Policy.HISTOPIPE):
         return  # they deal all that is new at once, and the workers queue
     got = Counter(worker for _, worker in plan.starts)
-    assert all(got[worker.id] <= worker.slots - len(worker.jobs) for worker in team)
-    room = sum(worker.slots - len(worker.jobs) for worker in team)
-    assert len(plan.starts) == min(room, len(waiting)), "nobody waits while there is room"
+    room = {worker.id: max(0, worker.slots - len(worker.jobs)) for worker in team}
+    assert all(got[id] <= most for id, most in room.items())
+    assert len(plan.starts) == min(sum(room.values()), len(waiting)), "nobody waits while there is room"
 
 
 @settings(max_examples=30, deadline=None)
@@ -184,6 +184,42 @@ def test_tiers_meet_linear_targets_as_well_as_any_division_of_the_workers(
     assert min(counts) >= 1
     assert sum(counts) == workers
     assert missed(counts) <= 1.01 * min(map(missed, compositions(workers, len(means))))
+
+
+def test_who_is_dealt_more_than_it_has_room_for_ends_no_plan() -> None:
+    """Those that deal at once leave queues with the workers. Their room was negative, which is true in
+    Python, and the plan looked for an answer to fill it without end."""
+    full = tuple(Job(id=10 + i, step=1, place=i) for i in range(5))
+    team = [Worker(id=0, slots=2, jobs=full), Worker(id=1, slots=2, jobs=full[:2])]
+    waiting = [Job(id=0, step=1, place=9, home=0), Job(id=1, step=1, place=9, generated=3)]
+    for policy in (Policy.HISTOPIPE, Policy.LEAST_LOADED, Policy.LONGEST_FIRST):
+        assert placement(policy)(waiting, team).starts == ()
+
+
+def test_a_first_round_of_which_nothing_is_known_is_dealt() -> None:
+    """Two ranking groups for two workers, and the search for their tiers had missed one each by rounding."""
+    team = [Worker(id=id, slots=16) for id in range(2)]
+    waiting = [Job(id=8 * place + n, step=1, place=place) for place in range(24) for n in range(8)]
+    starts = placement("histopipe")(waiting, team).starts
+    assert Counter(worker for _, worker in starts) == {0: 96, 1: 96}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 50), min_size=16, max_size=16),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(0, 9),
+)
+def test_tiers_divide_the_workers_whatever_passes_cost(
+    costs: list[float], answers: list[int], spare: int
+) -> None:
+    """Measured times of a pass need not grow with its batch."""
+    longest = [float(10 * (i + 1)) for i in range(len(answers))]
+    tokens = [n * most / 2 for n, most in zip(answers, longest, strict=True)]
+    workers = len(answers) + spare
+    counts = tiers(tokens, longest, answers, 16, workers, lambda batch, attended: costs[batch - 1])
+    assert min(counts) >= 1
+    assert sum(counts) == workers
 
 
 def test_more_ranking_groups_than_workers_are_refused() -> None:

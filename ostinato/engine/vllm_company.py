@@ -1,0 +1,91 @@
+"""Who is asked in whose company: a server that is lost is lost by all who were asked.
+
+``Suspects`` says who is asked with whom after that, and in the end which prompt it is that breaks servers.
+A pool has several workers for its cells; here is one server, on which they take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+
+from ostinato.engine.pool_suspects import Key, Suspects, name
+
+NAMED = 3  # prompts, in one sentence
+
+
+class Company:
+    """The requests to one server, by prompt; for one event loop."""
+
+    def __init__(self) -> None:
+        self._suspects = Suspects(0.0)  # there is no other server that could be lost for the same cause
+        self._open = Counter[Key]()  # that have no answer yet
+        self._waiting, self._asked = Counter[Key](), Counter[Key]()
+        self._news = asyncio.Event()
+
+    @property
+    def guilty(self) -> Mapping[Key, str]:
+        """What each prompt did that is not asked any more, in one sentence."""
+        return self._suspects.quarantined
+
+    def __str__(self) -> str:
+        """Who is asked now."""
+        keys = [*self._asked]
+        more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
+        return ", ".join(map(name, keys[:NAMED])) + more
+
+    @contextmanager
+    def member(self, key: Key) -> Iterator[None]:
+        """While a request has no answer; afterwards nothing is held against its prompt."""
+        try:
+            with _counted(self._open, key):
+                yield
+        finally:
+            if key not in self._open:
+                self._suspects.forget(key)
+
+    @asynccontextmanager
+    async def together(self, key: Key) -> AsyncIterator[None]:
+        """Wait for a turn, and be asked: with those of the same cell alone, suspects before all others."""
+        try:
+            with _counted(self._waiting, key):
+                while not self._may(key):
+                    await self._news.wait()
+            with _counted(self._asked, key):
+                yield
+        finally:
+            if not self._asked:
+                self._news.set()
+                self._news = asyncio.Event()
+
+    def _may(self, key: Key) -> bool:
+        cells = self._suspects.cells
+        if not cells:
+            return True
+        if {cells.get(one) for one in self._asked} - {cells.get(key)}:
+            return False
+        return key in cells or not any(one in cells for one in self._waiting)
+
+    def blame(self, why: str) -> tuple[bool, list[Key]]:
+        """The server was lost with all who are asked: (are they all suspects, so that it was their doing; who
+        is guilty from now on)."""
+        now = time.monotonic()
+        explained = self._suspects.blame(0, now, [*self._asked], why)
+        return explained, self._suspects.judge(now)
+
+
+@contextmanager
+def _counted(counter: Counter[Key], key: Key) -> Iterator[None]:
+    counter[key] += 1
+    try:
+        yield
+    finally:
+        counter[key] -= 1
+        if not counter[key]:
+            del counter[key]
+
+
+__all__ = ["Company"]
