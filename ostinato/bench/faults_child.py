@@ -16,7 +16,7 @@ from typing import Any
 
 POLL_S = 0.05
 STOPPED_S = 3.0  # a gap in the heartbeat from which somebody has stopped this process, and its children too
-LEAVE_S = 30.0  # for what a run has started to be gone after it
+LEAVE_S = 90.0  # for what a run has started to be gone: Ray's own agents take their time without a head
 
 
 class Stopped(Exception):
@@ -48,9 +48,8 @@ class Child:
         self.seen: dict[int, float] = {}  # when the row of a step was there
         self._out, self._errors = place / "out.txt", place / "errors.txt"
         with self._out.open("a") as out, self._errors.open("w") as errors:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(
-                command, cwd=place, stdout=out, stderr=errors, env=environment, text=True
+                command, cwd=place, stdout=out, stderr=errors, env=_environment(), text=True
             )
 
     # ---- what it does
@@ -141,6 +140,13 @@ def child(
         yield running
     finally:
         running.leave([])
+
+
+def _environment() -> dict[str, str]:
+    """One thread, and the package that this one is of, wherever it lies."""
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def descendants(root: int) -> list[int]:

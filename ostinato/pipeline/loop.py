@@ -150,9 +150,11 @@ class Loop:
                     self._checkpoint()
                 self._spool.reject(self._feed.addresses)
                 raise
+            except OSError:  # a row may be missing, which a checkpoint must not be ahead of
+                raise
             except Exception:
                 if not self._between_steps:
-                    with suppress(OSError):  # of a full disk the first error tells, or the next run
+                    with suppress(OSError, RuntimeError):  # the first error tells
                         self._checkpoint()
                 raise
             finally:
