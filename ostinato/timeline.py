@@ -211,6 +211,8 @@ def usages(
     until: dict[str, float] = dict.fromkeys(workers, float("-inf"))
     for span in sorted(spans, key=lambda span: span.start):
         start = max(span.start, until.get(span.worker, span.start))
+        if start >= span.stop > span.start:  # all of it is within an earlier one
+            continue
         until[span.worker] = max(start, span.stop)
         density = span.seconds / span.length if span.length else 1.0
         for i in range(bisect_right(stops, start), len(windows)):

@@ -151,6 +151,24 @@ def sampler(decoder: Decoder, memory: Memory | None) -> LocalEngine:
     )
 
 
+def saving(folder: RunFolder, trainer: PolicyTrainer, memory: Memory | None) -> Callable[[LoopState], int]:
+    """A checkpoint, and what drafts are made of."""
+
+    def save(state: LoopState) -> int:
+        made = Checkpoint(
+            step=state.step,
+            tensors=trainer.tensors(),
+            state={"trainer": trainer.counters(), "loop": state.to_json()},
+            identity=trainer.identity(),
+        )
+        save_checkpoint(folder.checkpoints, made)
+        if memory is not None:
+            save_history(memory.history, folder.history, print)
+        return oldest_step(folder.checkpoints)
+
+    return save
+
+
 def build(
     path: Path,
     *,
@@ -166,18 +184,6 @@ def build(
     decoder, trainer, checkpoint = trained(folder)
     memory = remembered(folder) if drafts else None
     engine = sampler(decoder, memory)
-
-    def save(state: LoopState) -> int:
-        made = Checkpoint(
-            step=state.step,
-            tensors=trainer.tensors(),
-            state={"trainer": trainer.counters(), "loop": state.to_json()},
-            identity=trainer.identity(),
-        )
-        save_checkpoint(folder.checkpoints, made)
-        if memory is not None:
-            save_history(memory.history, folder.history, print)
-        return oldest_step(folder.checkpoints)
 
     loop = Loop(
         plan=Plan(
@@ -210,7 +216,7 @@ def build(
         ],
         drafting=new_drafting(memory, engine) if memory else None,
         run_ahead=engine.run_ahead if run_ahead else None,
-        save=save,
+        save=saving(folder, trainer, memory),
     )
     return loop, trainer
 

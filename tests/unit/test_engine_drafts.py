@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_engine import tiny
 from small_world import DRAFTS_PAY, NATIVE
 
 from ostinato.engine.asked import new_sequence
@@ -19,37 +20,13 @@ from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.passes import Pass
 from ostinato.history.scripted import ScriptedDrafter
-from ostinato.model.config import parse_config
-from ostinato.model.decoder import Decoder
 from ostinato.pipeline.work import completion_work
 from ostinato.types import Completion, Drafts, Emitted, Request, Running, Sampling, Stop
 
 VOCAB = 31
 
 
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "initializer_range": 0.3,
-}
-DECODER = Decoder(parse_config(CONFIG)).init_weights(0)
+DECODER = tiny(vocab=VOCAB)
 
 
 def asked(n: int = 4, **sampling: Any) -> list[Request]:
@@ -193,7 +170,7 @@ def test_drafts_never_preempt_anybody() -> None:
 
 
 def test_logits_that_are_not_finite_end_a_request_inside_a_draft() -> None:
-    decoder = Decoder(parse_config(CONFIG)).init_weights(2)
+    decoder = tiny(seed=2, vocab=VOCAB)
     requests = asked(2)
     plain = run(LocalEngine(decoder, kv_memory_mb=4, context_limit=128), requests)
     token = int(plain[0].tokens[3])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_engine import VOCAB, adapters_of, tiny
 from small_world import KERNELS
 
 from ostinato.algo.noise import key, uniform
@@ -18,52 +19,12 @@ from ostinato.engine.local import LocalEngine
 from ostinato.engine.passes import Pass
 from ostinato.engine.sampler import Drawn, Settings, sample_torch
 from ostinato.model.attention import CausalAttention
-from ostinato.model.config import parse_config
-from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.pipeline.work import completion_work
 from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
 
-VOCAB = 61
-
-
-def tiny(moe: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32, tied: bool = True) -> Decoder:
-    config: dict[str, Any] = {
-        "model_type": "qwen3_moe",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [] if moe else [0, 1],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": tied,
-        "hidden_act": "silu",
-        "initializer_range": 0.3,
-    }
-    return Decoder(parse_config(config), dtype=dtype).init_weights(seed)
-
-
 DECODER = tiny()
-
-
-def adapters_of(decoder: Decoder, seed: int) -> Adapters:
-    adapters = init_adapters(decoder.config, AdapterSpec(rank=4), seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, b in adapters.tensors.values():
-            b.normal_(0, 0.2, generator=generator)
-    return adapters
 
 
 def engine(kernels: Kernels | None, **options: Any) -> LocalEngine:

@@ -5,73 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_engine import VOCAB, adapters_of, decode, tiny
 from small_world import DRAFTS_PAY, NATIVE
 
 from ostinato.engine.local import LocalEngine
 from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.store import History
-from ostinato.model.config import parse_config
-from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.timeline import Kind
 from ostinato.types import Completion, Request, Sampling, Stop
 
-VOCAB = 61
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXY"
-
-
-@cache
-def tiny() -> Decoder:
-    config: dict[str, Any] = {
-        "model_type": "qwen3_moe",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "initializer_range": 0.3,
-    }
-    return Decoder(parse_config(config), dtype=torch.float32).init_weights(0)
-
-
-def policy(seed: int) -> Adapters:
-    adapters = init_adapters(tiny().config, AdapterSpec(rank=4), seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, b in adapters.tensors.values():
-            b.normal_(0, 0.2, generator=generator)
-    return adapters
-
-
-def decode(tokens: Sequence[int]) -> str:
-    return "".join(ALPHABET[token] for token in tokens)
+DECODER = tiny()
 
 
 def engine(**options: Any) -> LocalEngine:
     usual: dict[str, Any] = {"kernels": NATIVE, "kv_memory_mb": 2, "context_limit": 96, "decode": decode}
-    return LocalEngine(tiny(), **{**usual, **options})
+    return LocalEngine(DECODER, **{**usual, **options})
 
 
 def ask(index: int, length: int, **sampling: Any) -> Request:
@@ -170,8 +125,8 @@ def test_what_moves_runs_its_positions_again_and_says_so() -> None:
 @native_only
 def test_a_part_goes_on_under_the_policy_of_now_and_keeps_the_versions_that_it_has() -> None:
     first, second = engine(), engine()
-    first.publish(policy(1), 4)
-    second.publish(policy(2), 5)
+    first.publish(adapters_of(DECODER, 1), 4)
+    second.publish(adapters_of(DECODER, 2), 5)
     [part] = run(first, [ASKED[0]], cut_after=6)
     [moved] = run(second, [replace(ASKED[0], said=part)])
     n = len(part.tokens)

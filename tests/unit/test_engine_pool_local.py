@@ -6,73 +6,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine_contract import CONTRACT, Subject, what_can_never_be_answered_is_refused
+from small_engine import VOCAB, adapters_of, decode, tiny
 from small_world import NATIVE
 
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.jobs import Job, Plan, Worker, least_loaded
-from ostinato.model.config import parse_config
-from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.wire import NotFinite, fingerprint, unpack
 from ostinato.timeline import Kind
 from ostinato.types import Collected, Completion, Publication, Request, Sampling
 
-VOCAB = 61
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXY"
-
-
-@cache
-def tiny() -> Decoder:
-    config: dict[str, Any] = {
-        "model_type": "qwen3_moe",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "initializer_range": 0.3,
-    }
-    return Decoder(parse_config(config), dtype=torch.float32).init_weights(0)
-
-
-def policy(seed: int) -> Adapters:
-    adapters = init_adapters(tiny().config, AdapterSpec(rank=4), seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, b in adapters.tensors.values():
-            b.normal_(0, 0.2, generator=generator)
-    return adapters
-
-
-def decode(tokens: Sequence[int]) -> str:
-    return "".join(ALPHABET[token] for token in tokens)
+DECODER = tiny()
 
 
 def engine(name: str = "engine") -> LocalEngine:
     return LocalEngine(
-        tiny(), kernels=NATIVE, kv_memory_mb=2, context_limit=128, max_batch=6, decode=decode, name=name
+        DECODER, kernels=NATIVE, kv_memory_mb=2, context_limit=128, max_batch=6, decode=decode, name=name
     )
 
 
@@ -99,7 +55,7 @@ def pool(count: int, *, deaths: Sequence[int] = (), **options: Any) -> EnginePoo
 
     async def spawn(number: int) -> Mortal:
         name = f"sampler-{number}"
-        server = SamplerServer(engine(name), name, lambda payload: unpack(payload, tiny().config))
+        server = SamplerServer(engine(name), name, lambda payload: unpack(payload, DECODER.config))
         return Mortal(server, left.pop(0) if left else -1)
 
     return EnginePool(spawn, count, **{"slots": 6, "silence_s": 20.0, **options})
@@ -141,12 +97,12 @@ def test_any_number_of_samplers_is_one_engine_bit_for_bit(
     place: Callable[..., Plan], count: int, deaths: tuple[int, ...]
 ) -> None:
     one = engine()
-    one.publish(policy(1), 5)
+    one.publish(adapters_of(DECODER, 1), 5)
     alone = asyncio.run(collected(one, REQUESTS))
 
     async def main() -> tuple[list[Completion], EnginePool]:
         ours = pool(count, deaths=deaths, place=place)
-        ours.publish(policy(1), 5)
+        ours.publish(adapters_of(DECODER, 1), 5)
         found = await collected(ours, REQUESTS)
         await ours.close()
         return found, ours
@@ -161,18 +117,18 @@ def test_any_number_of_samplers_is_one_engine_bit_for_bit(
 
 
 def test_what_is_sent_is_proved_and_what_is_not_finite_is_not_sent() -> None:
-    broken = policy(2)
+    broken = adapters_of(DECODER, 2)
     with torch.no_grad():
         next(iter(broken.tensors.values()))[0].view(-1)[3] = float("nan")
 
     async def main() -> tuple[list[Completion], EnginePool]:
         ours = pool(2)
-        ours.publish(policy(1), 1)
+        ours.publish(adapters_of(DECODER, 1), 1)
         await ours.ready()
         with pytest.raises(NotFinite, match="is not finite"):
             ours.publish(broken, 2)
         found = await collected(ours, REQUESTS[:2])
-        assert ours.served == (1, fingerprint(policy(1)))
+        assert ours.served == (1, fingerprint(adapters_of(DECODER, 1)))
         await ours.close()
         return found, ours
 
@@ -195,26 +151,27 @@ def test_a_payload_that_was_damaged_on_its_way_costs_a_worker_and_no_token() -> 
             return await super().publish(publication)
 
     async def spawn(number: int) -> Noisy:
-        server = SamplerServer(engine(), "sampler-0", lambda payload: unpack(payload, tiny().config))
+        server = SamplerServer(engine(), "sampler-0", lambda payload: unpack(payload, DECODER.config))
         return Noisy(server, -1)
 
     async def main() -> tuple[list[Completion], EnginePool]:
         ours = EnginePool(spawn, 1)
-        ours.publish(policy(1), 1)
+        ours.publish(adapters_of(DECODER, 1), 1)
         await ours.ready()
-        ours.publish(policy(2), 2)
+        ours.publish(adapters_of(DECODER, 2), 2)
         found = await collected(ours, REQUESTS[:3])
         await ours.close()
         return found, ours
 
     found, ours = asyncio.run(main())
     one = engine()
-    one.publish(policy(2), 2)
+    one.publish(adapters_of(DECODER, 2), 2)
     for mine, theirs in zip(found, asyncio.run(collected(one, REQUESTS[:3])), strict=True):
         same(mine, theirs)
     assert ours.counters["workers/restarts"] == 1
     assert (
-        f"was sent version 2 ({fingerprint(policy(2))}) and serves version 2 (" in ours.status()[0]["cause"]
+        f"was sent version 2 ({fingerprint(adapters_of(DECODER, 2))}) and serves version 2 ("
+        in ours.status()[0]["cause"]
     )
 
 
@@ -224,4 +181,11 @@ IN_A_POOL = [promise for promise in CONTRACT if promise is not what_can_never_be
 @pytest.mark.parametrize("promise", IN_A_POOL, ids=lambda promise: promise.__name__)
 def test_the_pool_keeps_the_promises_of_an_engine(promise: Callable[[Subject], None]) -> None:
     """But for one: what can never be answered ends as ERROR (the other calls of its worker go on)."""
-    promise(Subject(engine=pool(2), vocab=VOCAB, policies=(policy(1), policy(2)), decode=decode))
+    promise(
+        Subject(
+            engine=pool(2),
+            vocab=VOCAB,
+            policies=(adapters_of(DECODER, 1), adapters_of(DECODER, 2)),
+            decode=decode,
+        )
+    )

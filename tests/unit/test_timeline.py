@@ -207,3 +207,9 @@ def test_a_gap_that_is_drawn_over_is_not_worked_through() -> None:
     read = Span.of(one.to_json())
     assert usage([read], 0.0, 3.0).utilisation("sampler-0") == pytest.approx(1 / 3, rel=0.01)
     assert read.seconds == pytest.approx(1.0, rel=0.01)
+
+
+def test_what_lies_within_an_earlier_span_counts_once() -> None:
+    """A span inside another one of its worker took its seconds off again: 10 of 20 s read as 5."""
+    outer, inner = (Span(worker="w", kind=Kind.TRAIN, start=a, stop=b) for a, b in ((0.0, 10.0), (2.0, 5.0)))
+    assert usage([outer, inner], 0.0, 20.0).utilisation("w") == pytest.approx(0.5)
