@@ -1,0 +1,125 @@
+"""The pool: who gets what, as its placement says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_pool import (
+    Fault,
+    World,
+    answers,
+    expected,
+    group,
+    run,
+    said,
+)
+
+from ostinato.engine.pool_calls import Call
+from ostinato.jobs import Job, Plan, Worker, least_loaded
+from ostinato.rollout.schedule import placement
+from ostinato.types import Completion, Request, Sampling
+
+
+def test_calls_wait_in_the_pool_where_placement_can_still_choose() -> None:
+    """Longest first by prediction, with one slot: the order of the answers is that of the predictions."""
+
+    def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+        order = sorted(waiting, key=lambda job: -job.predicted)
+        free = [worker.id for worker in workers for _ in range(worker.slots - len(worker.jobs))]
+        return Plan(starts=tuple((job.id, to) for job, to in zip(order, free, strict=False)))
+
+    async def main() -> list[int]:
+        pool = World().pool(
+            1, slots=1, place=longest_first, expect=lambda request: float(request.seed[2] % 4 + 1)
+        )
+        await pool.ready()
+        order = [index async for index, _ in pool.generate([group(place, 1)[0] for place in range(4)])]
+        await pool.close()
+        return order
+
+    assert run(main()) == [3, 2, 1, 0]
+
+
+def test_siblings_stay_together() -> None:
+    world = World()
+
+    async def main() -> None:
+        pool = world.pool(2, slots=8)
+        await pool.ready()
+        asked = [asyncio.create_task(answers(pool, group(place, 4))) for place in range(4)]
+        await asyncio.sleep(0.5)
+        for lives in world.links.values():
+            uids = [request.uid for request, _ in lives[0].engine.running.values()]
+            assert sorted(map(uids.count, set(uids))) == [4, 4]
+        await asyncio.gather(*asked)
+        await pool.close()
+
+    run(main())
+
+
+def test_the_next_turn_of_a_conversation_goes_where_its_beginning_is() -> None:
+    world = World()
+
+    async def main() -> list[int]:
+        pool = world.pool(3)
+        await pool.ready()
+        homes = []
+        for _ in range(5):
+            before = [link.engine.counters["decoded"] for [link] in world.links.values()]
+            await answers(pool, group(2, 1))
+            after = [link.engine.counters["decoded"] for [link] in world.links.values()]
+            homes.append([a > b for a, b in zip(after, before, strict=True)].index(True))
+        await pool.close()
+        return homes
+
+    assert len(set(run(main()))) == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(st.integers(0, 3), st.one_of(st.none(), st.integers(0, 3))), max_size=30),
+    slots=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+)
+def test_the_plain_placement_fills_what_there_is_and_no_more(
+    jobs: list[tuple[int, int | None]], slots: list[int]
+) -> None:
+    waiting = [Job(id=n, step=1, place=place, home=home) for n, (place, home) in enumerate(jobs)]
+    workers = [Worker(id=n, slots=room) for n, room in enumerate(slots)]
+    plan = least_loaded(waiting, workers)
+    ids, targets = [id for id, _ in plan.starts], [worker for _, worker in plan.starts]
+    assert len(set(ids)) == len(ids) == min(len(waiting), sum(slots))
+    assert all(targets.count(n) <= room for n, room in enumerate(slots))
+
+
+@pytest.mark.parametrize("name", ["static", "least-loaded", "longest-first", "histopipe"])
+def test_every_placement_of_a_recipe_gives_the_same_answers(name: str) -> None:
+    world = World({(1, 0): Fault("raise", at=9)})
+    groups = [group(place, 4, step=1 + place // 6) for place in range(12)]
+
+    async def main() -> list[list[Completion]]:
+        pool = world.pool(
+            3, place=placement(name), slots=4, expect=lambda request: float(request.seed[2] * 3 % 20)
+        )
+        found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
+        await pool.close()
+        return list(found)
+
+    for requests, found in zip(groups, run(main()), strict=True):
+        assert said(found) == [expected(request) for request in requests]
+
+
+def test_a_seed_path_says_who_are_siblings() -> None:
+    def job(*seed: int) -> Job:
+        request = Request(tokens=np.ones(3, np.int32), sampling=Sampling(), seed=seed)
+        call = Call(id=7, index=0, request=request, results=asyncio.Queue(), expected=0.0)
+        return call.job()
+
+    assert (job(0, 4, 11, 2).step, job(0, 4, 11, 2).place) == (4, 11)
+    assert job(0, -1, 3, 11, 2).place == 11, "an evaluation in lanes"
+    assert job(5, 2).place == 7, "nobody's sibling"
+    assert job(0, 4, 11, 2).predicted == float("inf")
