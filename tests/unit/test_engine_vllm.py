@@ -7,11 +7,6 @@ import asyncio
 import base64
 import io
 import itertools
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,15 +21,14 @@ from fake_vllm import FakeVllm, decode
 
 from ostinato.cli.crew import proof_row
 from ostinato.engine import vllm as vllm_engine
-from ostinato.engine import vllm_guard
 from ostinato.engine.fake import FakeEngine
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.serve import SamplerServer
 from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_answers import answer, question
-from ostinato.engine.vllm_http import Reply, Unreachable, call, host_and_port, post
+from ostinato.engine.vllm_http import Reply
 from ostinato.engine.vllm_proof import verdict
-from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, VllmLost, VllmWrong, environment
+from ostinato.engine.vllm_server import VllmLost, VllmWrong
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -536,35 +530,6 @@ def test_requests_that_vllm_would_answer_otherwise_are_refused(
         run(engine, ask(*[5] * 64))
 
 
-@pytest.mark.parametrize(
-    "address", ["localhost:8000", "https://host:8000", "http://", "http://h:x", "http://h/v1"]
-)
-def test_an_address_is_checked(address: str) -> None:
-    with pytest.raises(ValueError, match=r'"http://host:8000"'):
-        VllmAt(address)
-    assert host_and_port("http://host:81") == ("host", 81)
-
-
-def served_by(python: str, **changes: Any) -> Serve:
-    usual: dict[str, Any] = {"model": Path("model"), "dtype": "float32", "context": 64, "max_batch": 4}
-    return Serve(python=python, **{**usual, "kv_memory_mb": 8, "rank": 8, **changes})
-
-
-def test_a_rank_without_room_is_refused_and_others_are_rounded_up(tmp_path: Path) -> None:
-    serve = served_by("python", rank=12, args=("--x",))
-    command = serve.command(81)
-    assert command[command.index("--max-lora-rank") + 1] == "16" and command[-1] == "--x"
-    with pytest.raises(ValueError, match=r"adapter\.rank is 600"):
-        VllmChild(replace(serve, rank=600), tmp_path / "log")
-
-
-def test_the_servers_environment_keeps_the_users_and_has_what_it_needs() -> None:
-    users = {"PYTHONPATH": "/mine", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "0"}
-    found = environment(users)
-    assert found["PYTHONPATH"].endswith(f"{os.pathsep}/mine") and found["VLLM_CPU_OMP_THREADS_BIND"] == "0"
-    assert found["VLLM_SERVER_DEV_MODE"] == "1"
-
-
 # ---- one request
 
 
@@ -616,58 +581,3 @@ def test_an_answer_without_log_probabilities_is_an_error() -> None:
     broken = choice(logprobs={"content": [{"logprob": -0.5}, {"logprob": -9999.0}]})
     said = answer(ask(), broken, np.ones(2, np.int32), None)
     assert said.stop is Stop.ERROR and "not finite" in said.error
-
-
-# ---- processes and sockets
-
-
-def test_the_guard_ends_what_it_runs_when_its_input_closes(tmp_path: Path) -> None:
-    """A server in a session of its own would outlive a run that is killed with -9."""
-    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
-    note = tmp_path / "pid"
-    command = [sys.executable, "-P", vllm_guard.__file__, sys.executable, "-c", code, str(note)]
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 20
-        while not (note.exists() and note.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        pid = int(note.read_text())
-        assert guard.stdin is not None
-        guard.stdin.close()
-        guard_ended = guard.wait(timeout=20)
-        assert guard_ended == -signal.SIGKILL
-        assert not _alive(pid)
-    finally:
-        if guard.poll() is None:
-            os.killpg(guard.pid, signal.SIGKILL)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
-    child = VllmChild(served_by("/bin/false"), tmp_path / "vllm.log", start_s=30)
-    with pytest.raises(VllmLost, match=r"did not start: .*the server ended: exit status 1"):
-        child.revive()
-
-
-def test_a_server_elsewhere_is_waited_for_no_longer_than_the_run_lasts() -> None:
-    """A run that was asked to stop while its server did not answer stayed for ``start_s``, minutes: the
-    thread that waits for the server kept the event loop from ending."""
-    server = VllmAt("http://127.0.0.1:9", start_s=60.0)  # nobody listens there
-    threading.Timer(0.05, server.close).start()
-    with pytest.raises(VllmLost, match="waited for no longer"):
-        server.revive()
-
-
-def test_nobody_there_is_said_the_same_way_in_a_thread_and_in_a_loop() -> None:
-    with pytest.raises(Unreachable):
-        call("http://127.0.0.1:9", "GET", "/health", timeout_s=1)
-    with pytest.raises(Unreachable):
-        asyncio.run(post("http://127.0.0.1:9", "/x", {}))
