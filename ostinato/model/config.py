@@ -69,6 +69,12 @@ class MoEConfig:
     topk_groups: int = 1
     correction_bias: bool = False  # DeepSeek: added to the scores for the choice only
     shared_intermediate_size: int = 0  # all shared experts together; 0 without
+    kept: int | None = None  # how many of the experts are here, on a rank that keeps some; None: all
+
+    @property
+    def here(self) -> int:
+        """Experts whose weights are here."""
+        return self.num_experts if self.kept is None else self.kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +21,7 @@ from ostinato.model.config import ModelConfig, QKNorm
 from ostinato.model.lora import NO_LORA, Adapters, LayerLora, Lora, Prepared, lora_linear
 from ostinato.model.moe import check_routing
 from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.model.share import Share, local_config
 from ostinato.model.weights import (
     Attention,
     Block,
@@ -44,7 +44,7 @@ class Decoder(nn.Module):
     The dtype is chosen here or when loading; ``to`` is for devices.
     """
 
-    embed: nn.Parameter  # [V, D]
+    embed: nn.Parameter  # [V, D]; a share has it where it embeds, or where it is the head as well
     norm: nn.Parameter  # [D], before the head
     head: nn.Parameter  # [V, D], absent when tied
     inv_freq: Tensor  # [rotary dim / 2] fp32
@@ -57,14 +57,18 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         fp32_head: bool = False,
         stored: Mapping[str, nn.Parameter | Quantised] | None = None,
+        share: Share | None = None,
     ) -> None:
         """Allocate without values: ``hf.load_model`` or ``init_weights`` fills them.
 
         ``fp32_head``: the last matrix product in fp32, for sampler and trainer alike. ``stored``: take these,
-        by parameter name, and allocate nothing (``model.quantise``).
+        by parameter name, and allocate nothing (``model.quantise``). ``share``: keep that part of the model
+        only; ``forward`` then wants ``Ops`` that know the other ranks.
         """
         super().__init__()
         self.config = config
+        self.share = share or Share.all(config)
+        self.local = c = local_config(config, share) if share else config  # as if the share were all
         self.fp32_head = fp32_head
         self.quantised: dict[str, Quantised] = {}  # linear maps that are no parameters, by the same names
 
@@ -79,11 +83,14 @@ class Decoder(nn.Module):
                 _register(self, name, weight)
             return weight
 
-        new("embed", config.vocab_size, config.hidden_size)
-        new("norm", config.hidden_size)
-        if not config.tie_embeddings:
-            new("head", config.vocab_size, config.hidden_size)
-        self.blocks = [new_block(config, new, layer, self.norm) for layer in range(config.num_layers)]
+        if self.share.embeds or (self.share.heads and c.tie_embeddings):
+            new("embed", c.vocab_size, c.hidden_size)
+        if self.share.heads:
+            new("norm", c.hidden_size)
+        if self.share.heads and not c.tie_embeddings:
+            new("head", c.vocab_size, c.hidden_size)
+        last = self.norm if self.share.heads else None
+        self.blocks = [new_block(c, new, layer, last) for layer in self.share.layers]
         for block, after in zip(self.blocks[:-1], self.blocks[1:], strict=True):
             block.next_norm = after.attn_norm
         rotary = config.mla.rope_head_dim if config.mla else config.head_dim
@@ -93,16 +100,16 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.embed.device
+        return self.blocks[0].attn_norm.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
-        return self.embed.dtype
+        return self.blocks[0].attn_norm.dtype
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]; the embedding itself where the two are tied."""
+        """[V, D], of a share its own rows; the embedding itself where the two are tied."""
         return self.embed if self.config.tie_embeddings else self.head
 
     @property
@@ -111,11 +118,12 @@ class Decoder(nn.Module):
 
         Latent attention hands over expanded keys and values: a simple cache, larger than the latent.
         """
-        return self.config.num_kv_heads, self.config.head_dim, self.config.v_head_dim
+        return self.local.num_kv_heads, self.config.head_dim, self.config.v_head_dim
 
     @property
     def num_moe_layers(self) -> int:
-        return self.config.num_moe_layers
+        """Of the layers that are here."""
+        return sum(isinstance(block.mlp, Moe) for block in self.blocks)
 
     def trainable(self, on: bool) -> Decoder:
         """Full-parameter training on or off. DeepSeek's correction bias is never trained by gradient."""
@@ -125,7 +133,7 @@ class Decoder(nn.Module):
 
     def named_linears(self) -> dict[str, Linear]:
         """Every linear map by logical name (see ``lora.linear_shapes``), as views into the stored weights."""
-        return dict(named_linears(self.config, self.blocks))
+        return dict(named_linears(self.local, self.blocks, self.share.layers))
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> Decoder:
@@ -153,12 +161,15 @@ class Decoder(nn.Module):
         routing_checked: bool = False,
         ops: Ops = TORCH_OPS,
         recompute: bool = False,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states after the final norm, and the experts that the model itself chose for every row.
 
         tokens, positions: [T] integers. routing: [T, L_moe, K] to replay (rows of NO_EXPERT choose
         natively) or None; routing_checked: the caller knows that it fits (``moe.check_routing``), once for
-        all passes of a batch. recompute: keep one layer's activations at a time in training.
+        all passes of a batch. recompute: keep one layer's activations at a time in training. residual: what a
+        share without the first layers goes on from, [own rows, D]; one without the last returns the like.
+        Where ranks cut the rows (``Ops.enter``), residual, routing, hidden and native are of own rows.
         Returns (hidden [T, D], native [T, L_moe, K] int16, or None for a dense model). Where nothing is
         replayed, native is what every row went through; else what its router would have taken instead.
         Raises ValueError for a routing that does not fit.
@@ -169,14 +180,14 @@ class Decoder(nn.Module):
                 raise ValueError(f"routing was given, but this {self.config.model_type} model has no experts")
             if not routing_checked:
                 check_routing(routing, tokens.shape[0], moe)
-        loras = (
-            adapters.prepared(self.dtype).layers if adapters is not None else (NO_LORA,) * len(self.blocks)
-        )
+        loras = adapters.prepared(self.dtype).layers if adapters is not None else None
         cos, sin = self.rotations(positions)
-        residual = F.embedding(tokens, self.embed)
+        if residual is None:
+            residual = ops.embed(tokens, self.embed)
         x = ops.rms_norm(residual, self.blocks[0].attn_norm, self.config.rms_norm_eps)
         chosen: list[Tensor] = []
-        for layer, (block, lora) in enumerate(zip(self.blocks, loras, strict=True)):
+        for layer, block in zip(self.share.layers, self.blocks, strict=True):
+            lora = NO_LORA if loras is None else loras[layer]
             given = routing[:, len(chosen)] if routing is not None and isinstance(block.mlp, Moe) else None
             args = (layer, block, x, residual, cos, sin, attend, lora, given, ops)
             if recompute:
@@ -219,20 +230,35 @@ class Decoder(nn.Module):
         given: Tensor | None,
         ops: Ops,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One layer: (normed input, residual) -> (the next layer's, residual, experts it chose itself)."""
-        eps = self.config.rms_norm_eps
+        """One layer: (normed input, residual) -> (the next layer's, residual, experts it chose itself).
+
+        The last of a share that does not end the model has no next norm: the residual stands for both.
+        """
+        eps, block = self.config.rms_norm_eps, ops.gather(block)
+        x = ops.enter(x)
         if isinstance(block.attn, Attention):
             x = self._attention(layer, block.attn, x, cos, sin, attend, lora, ops)
         else:
             x = self._latent_attention(layer, block.attn, x, cos, sin, attend, lora, ops)
-        x, residual = ops.add_rms_norm(x, residual, block.mlp_norm, eps)
+        x, residual = ops.add_rms_norm(ops.leave(x), residual, block.mlp_norm, eps)
         native = None
         if isinstance(block.mlp, Moe):
             x, native = self._moe(block.mlp, x, lora, given, ops)
         else:
-            x = _mlp(block.mlp, x, lora.gate_up, lora.down, ops)
+            x = self._mlp(block.mlp, x, lora.gate_up, lora.down, ops)
+        if block.next_norm is None:
+            residual = residual + x
+            return residual, residual, native
         x, residual = ops.add_rms_norm(x, residual, block.next_norm, eps)
         return x, residual, native
+
+    def _mlp(self, w: Mlp, x: Tensor, gate_up: Lora | None, down: Lora | None, ops: Ops) -> Tensor:
+        hidden = ops.silu_mul(_linear(ops.enter(x), w.gate_up, w.gate_up_bias, gate_up, ops))
+        return ops.leave(_linear(hidden, w.down, self._once(w.down_bias), down, ops))
+
+    def _once(self, bias: Tensor | None) -> Tensor | None:
+        """The bias of a map whose outputs tensor ranks sum: the first of them adds it."""
+        return bias if self.share.tensor_rank == 0 else None
 
     def _attention(
         self,
@@ -245,7 +271,7 @@ class Decoder(nn.Module):
         lora: LayerLora,
         ops: Ops,
     ) -> Tensor:
-        c = self.config
+        c = self.local
         heads, both = c.num_heads, c.num_heads + c.num_kv_heads
         qkv = _linear(x, w.qkv, w.qkv_bias, lora.qkv, ops)
         if w.q_norm is not None and w.k_norm is not None and c.qk_norm == QKNorm.FULL:
@@ -262,7 +288,7 @@ class Decoder(nn.Module):
             rotated = ops.rope(qkv[:, :both], cos, sin)
             q, k = rotated[:, :heads], rotated[:, heads:]
         out = attend(layer, q, k, qkv[:, both:], self._scale)
-        return _linear(out.flatten(1), w.o, w.o_bias, lora.o, ops)
+        return _linear(out.flatten(1), w.o, self._once(w.o_bias), lora.o, ops)
 
     def _latent_attention(
         self,
@@ -276,7 +302,7 @@ class Decoder(nn.Module):
         ops: Ops,
     ) -> Tensor:
         """Multi-head latent attention with keys and values expanded (arXiv 2405.04434 section 2.1)."""
-        mla, heads = self.config.mla, self.config.num_heads
+        mla, heads = self.local.mla, self.local.num_heads
         assert mla is not None
         if w.q is not None:
             q = _linear(x, w.q, None, lora.q, ops)
@@ -307,9 +333,10 @@ class Decoder(nn.Module):
         if lora.router is not None:
             logits = ops.add_lora(logits, x, lora.router.a, lora.router.b, lora.router.scale)
         ids, weights, native = ops.route(logits, self.config.moe, w.correction_bias, given)
-        out = ops.experts(x, ids, weights, w.gate_up, w.down, lora.experts)
+        slots = ids if w.slots is None else w.slots[ids]
+        out = ops.experts(x, slots, weights, w.gate_up, w.down, lora.experts)
         if w.shared is not None:
-            out = out + _mlp(w.shared, x, lora.shared_gate_up, lora.shared_down, ops)
+            out = out + self._mlp(w.shared, x, lora.shared_gate_up, lora.shared_down, ops)
         return out, native
 
 
@@ -321,11 +348,6 @@ def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | 
     if torch.is_grad_enabled() and isinstance(weight, Tensor):  # codes are to sample from
         return lora_linear(x, weight, bias, lora, ops.gemm.nt, ops.gemm.nn)
     return ops.add_lora(ops.linear(x, weight, bias), x, lora.a, lora.b, lora.scale)
-
-
-def _mlp(w: Mlp, x: Tensor, gate_up: Lora | None, down: Lora | None, ops: Ops) -> Tensor:
-    hidden = ops.silu_mul(_linear(x, w.gate_up, w.gate_up_bias, gate_up, ops))
-    return _linear(hidden, w.down, w.down_bias, down, ops)
 
 
 def _split_pairs(x: Tensor) -> Tensor:

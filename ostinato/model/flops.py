@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from ostinato.model.config import ModelConfig
-from ostinato.model.lora import STACKED, AdapterSpec, ExpertScheme, adapter_shapes, linear_shapes
+from ostinato.model.shapes import STACKED, AdapterSpec, ExpertScheme, adapter_shapes, linear_shapes
 from ostinato.types import Segment
 
 T = TypeVar("T")
@@ -99,17 +99,11 @@ class FlopModel:
         the loss has an entropy term (one product more at a frozen head).
         Raises ValueError for an adapter that does not fit the model.
         """
-        ranks = {name: a[-2] for name, (a, _) in adapter_shapes(config, adapter).items()} if adapter else {}
-        shapes = linear_shapes(config)
-        parts, backward = dict.fromkeys(Part, Rates()), Rates()
-        needed = adapter is None  # the embedding is trained too
-        for index in range(config.num_layers):
-            prefix = f"layers.{index}."
-            layer = _Layer(config, _below(prefix, shapes), _below(prefix, ranks), adapter)
-            needed = layer.run(needed)
-            parts = {part: rates + layer.parts.get(part, Rates()) for part, rates in parts.items()}
-            again = layer.parts.values() if recompute and needed else ()
-            backward = _sum((backward, layer.backward, *again))
+        layers = layer_rates(config, adapter)
+        parts = {part: _sum(one.forward.get(part, Rates()) for one in layers) for part in Part}
+        backward = _sum(rates for one in layers for rates in one.backward.values())
+        if recompute:
+            backward += _sum(rates for one in layers if one.needed for rates in one.forward.values())
         head = 2.0 * config.vocab_size * config.hidden_size
         products = 3 if adapter is None else 1 + entropy_gradient
         parts[Part.HEAD] = Rates(logits=head)
@@ -139,6 +133,28 @@ class FlopModel:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRates:
+    """FLOPs of one layer by part: of its forward, and of what backward adds without recomputing it."""
+
+    forward: Mapping[Part, Rates]
+    backward: Mapping[Part, Rates]
+    needed: bool  # whether something in or below it is trained: only then does recomputing run it again
+
+
+def layer_rates(config: ModelConfig, adapter: AdapterSpec | None) -> tuple[LayerRates, ...]:
+    """Of every layer; ``adapter`` None trains all parameters. Raises ValueError for one that does not fit."""
+    ranks = {name: a[-2] for name, (a, _) in adapter_shapes(config, adapter).items()} if adapter else {}
+    shapes = linear_shapes(config)
+    needed, found = adapter is None, []  # the embedding is trained too
+    for index in range(config.num_layers):
+        prefix = f"layers.{index}."
+        layer = _Layer(config, _below(prefix, shapes), _below(prefix, ranks), adapter)
+        needed = layer.run(needed)
+        found.append(LayerRates(forward=layer.parts, backward=layer.backward, needed=needed))
+    return tuple(found)
+
+
 @dataclass(slots=True)
 class _Layer:
     """One layer as the decoder runs it. Every method that multiplies takes and returns whether the activation
@@ -149,7 +165,7 @@ class _Layer:
     ranks: Mapping[str, int]
     adapter: AdapterSpec | None
     parts: dict[Part, Rates] = field(default_factory=dict)
-    backward: Rates = Rates()
+    backward: dict[Part, Rates] = field(default_factory=dict)
 
     def run(self, x: bool) -> bool:
         """The whole layer, on a residual stream that needs a gradient or not."""
@@ -167,9 +183,9 @@ class _Layer:
             kv = self.linear(part, "kv_a", x)
             inputs = self.linear(part, "kv_b", kv) or q or kv
         keys, values = 2.0 * heads * self.config.head_dim, 2.0 * heads * self.config.v_head_dim
-        self.add(part, Rates(pairs=keys + values))
+        self.add(part, Rates(pairs=keys + values), self.parts)
         if inputs:  # q k^T once more, dO v^T; dv, dq, dk
-            self.backward += Rates(pairs=3 * keys + 2 * values)
+            self.add(part, Rates(pairs=3 * keys + 2 * values), self.backward)
         return self.linear(part, "o", inputs)
 
     def mlp(self, role: str, part: Part, x: bool) -> bool:
@@ -239,12 +255,12 @@ class _Layer:
 
     def product(self, part: Part, flops: float, x: bool, w: bool) -> bool:
         """``flops`` per token to multiply x and w, once more for each of them that needs its gradient."""
-        self.add(part, Rates(tokens=flops))
-        self.backward += Rates(tokens=flops * (x + w))
+        self.add(part, Rates(tokens=flops), self.parts)
+        self.add(part, Rates(tokens=flops * (x + w)), self.backward)
         return x or w
 
-    def add(self, part: Part, rates: Rates) -> None:
-        self.parts[part] = self.parts.get(part, Rates()) + rates
+    def add(self, part: Part, rates: Rates, to: dict[Part, Rates]) -> None:
+        to[part] = to.get(part, Rates()) + rates
 
 
 def _sum(rates: Iterable[Rates]) -> Rates:
@@ -255,4 +271,4 @@ def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
-__all__ = ["FlopModel", "Part", "Rates", "Work"]
+__all__ = ["FlopModel", "LayerRates", "Part", "Rates", "Work", "layer_rates"]

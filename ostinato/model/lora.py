@@ -16,7 +16,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,126 +25,20 @@ from torch.autograd.function import once_differentiable
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.moe import ExpertLora
+from ostinato.model.shapes import (
+    ROLES,
+    STACKED,
+    AdapterSpec,
+    ExpertScheme,
+    adapter_shapes,
+    layer_shapes,
+    linear_shapes,
+)
 
 if TYPE_CHECKING:
     from ostinato.model.decoder import Decoder
 
 Product = Callable[..., Tensor]
-ROLES = ("attn", "mlp", "shared", "experts", "router")
-
-
-class ExpertScheme(StrEnum):
-    """Which expert factors are shared by all experts of a layer."""
-
-    SHARED_OUTER = "shared_outer"
-    PER_EXPERT = "per_expert"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSpec:
-    """What is adapted, how richly, and how strongly.
-
-    ``targets`` are roles (attn, mlp, shared, experts, router) or single maps (attn.q, experts.down). A role
-    that a model lacks is skipped, a single map that it lacks is refused.
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] = ("attn", "mlp", "shared", "experts")
-    expert_scheme: ExpertScheme = ExpertScheme.SHARED_OUTER
-    expert_rank: int | None = None  # None: rank
-
-    def __post_init__(self) -> None:
-        for name in ("rank", "expert_rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"adapter.{name} is {value}; use at least 1")
-        if self.alpha <= 0:
-            raise ValueError(f"adapter.alpha is {self.alpha}; use a positive number")
-        if not self.targets:
-            raise ValueError(f"adapter.targets is empty; name some of {', '.join(ROLES)}")
-        for target in self.targets:
-            if target.split(".")[0] not in ROLES:
-                raise ValueError(
-                    f"adapter.targets has {target!r}; use {', '.join(ROLES)} or single maps like attn.q"
-                )
-        if self.expert_scheme not in tuple(ExpertScheme):
-            raise ValueError(
-                f"adapter.expert_scheme is {self.expert_scheme!r}; use {' or '.join(ExpertScheme)}"
-            )
-
-    def rank_of(self, name: str) -> int:
-        """Rank of the adapter with this logical name."""
-        return self.expert_rank or self.rank if ".experts." in name else self.rank
-
-    def scale_of(self, name: str) -> float:
-        """alpha / rank of the adapter with this logical name."""
-        return self.alpha / self.rank_of(name)
-
-
-def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """(out, in) of every linear map by logical name; experts have (E, out, in). Order: layer by layer."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(config.num_layers):
-        shapes.update(
-            {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config, layer).items()}
-        )
-    return shapes
-
-
-def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, heads, mla, moe = config.hidden_size, config.num_heads, config.mla, config.moe
-    queries, keys = heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {}
-    if mla is None:
-        shapes |= {"attn.q": (queries, hidden), "attn.k": (keys, hidden), "attn.v": (keys, hidden)}
-    else:
-        if mla.q_lora_rank is None:
-            shapes["attn.q"] = (queries, hidden)
-        else:
-            shapes |= {"attn.q_a": (mla.q_lora_rank, hidden), "attn.q_b": (queries, mla.q_lora_rank)}
-        shapes["attn.kv_a"] = (mla.kv_lora_rank + mla.rope_head_dim, hidden)
-        shapes["attn.kv_b"] = (heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
-    shapes["attn.o"] = (hidden, heads * config.v_head_dim)
-
-    def ffn(role: str, width: int, *experts: int) -> None:
-        shapes[f"{role}.gate"] = shapes[f"{role}.up"] = (*experts, width, hidden)
-        shapes[f"{role}.down"] = (*experts, hidden, width)
-
-    if moe is None or layer not in moe.layers:
-        ffn("mlp", config.intermediate_size)
-        return shapes
-    shapes["router"] = (moe.num_experts, hidden)
-    ffn("experts", moe.intermediate_size, moe.num_experts)
-    if moe.shared_intermediate_size:
-        ffn("shared", moe.shared_intermediate_size)
-    return shapes
-
-
-def adapter_shapes(
-    config: ModelConfig, spec: AdapterSpec
-) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shapes of (A, B) by logical name. Raises ValueError for a single map that the model does not have."""
-    linears = linear_shapes(config)
-    known = {name.split(".", 2)[2] for name in linears}
-    for target in spec.targets:
-        if "." in target and target not in known:
-            raise ValueError(
-                f"adapter.targets has {target!r}; {config.model_type} has {', '.join(sorted(known))}"
-            )
-    shapes = {}
-    for name, (*experts, out, into) in linears.items():
-        short, rank = name.split(".", 2)[2], spec.rank_of(name)
-        if not any(short == target or short.startswith(target + ".") for target in spec.targets):
-            continue
-        shared = bool(experts) and spec.expert_scheme == ExpertScheme.SHARED_OUTER
-        one_a, one_b = shared and short != "experts.down", shared and short == "experts.down"
-        shapes[name] = ((*(() if one_a else experts), rank, into), (*(() if one_b else experts), out, rank))
-    if not shapes:
-        raise ValueError(
-            f"adapter.targets {spec.targets} match nothing in this {config.model_type} model; add attn"
-        )
-    return shapes
 
 
 class Adapters:
@@ -269,25 +162,9 @@ class Prepared:
 
 NO_LORA = LayerLora()
 
-# stored matrix -> the logical maps that are stacked in it
-STACKED = {
-    "qkv": ("attn.q", "attn.k", "attn.v"),
-    "q": ("attn.q",),
-    "q_a": ("attn.q_a",),
-    "q_b": ("attn.q_b",),
-    "kv_a": ("attn.kv_a",),
-    "kv_b": ("attn.kv_b",),
-    "o": ("attn.o",),
-    "gate_up": ("mlp.gate", "mlp.up"),
-    "down": ("mlp.down",),
-    "shared_gate_up": ("shared.gate", "shared.up"),
-    "shared_down": ("shared.down",),
-    "router": ("router",),
-}
-
 
 def _prepare_layer(adapters: Adapters, layer: int, dtype: torch.dtype) -> LayerLora:
-    shapes = _layer_shapes(adapters.config, layer)
+    shapes = layer_shapes(adapters.config, layer)
     prefix = f"layers.{layer}."
     found = {name: adapters.tensors[prefix + name] for name in shapes if prefix + name in adapters.tensors}
     latent = adapters.config.mla is not None
@@ -387,3 +264,21 @@ def merge(decoder: Decoder, adapters: Adapters) -> Decoder:
             update = adapters.spec.scale_of(name) * (b.float() @ a.float())
             weight.copy_(weight.float() + update.to(weight.device))
     return merged
+
+
+__all__ = [
+    "NO_LORA",
+    "ROLES",
+    "STACKED",
+    "AdapterSpec",
+    "Adapters",
+    "ExpertScheme",
+    "LayerLora",
+    "Lora",
+    "Prepared",
+    "adapter_shapes",
+    "init_adapters",
+    "linear_shapes",
+    "lora_linear",
+    "merge",
+]

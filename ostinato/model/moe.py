@@ -9,6 +9,7 @@ T tokens, D model, F width of one expert, E experts, K experts per token, S = T 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -140,21 +141,47 @@ def experts(
     order = ids.flatten().argsort(stable=True)  # [S], rows grouped by expert
     ends = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).cumsum(0).to(torch.int32)
     token = order // K
-    rows = x.index_select(0, token)
+    return mixture(
+        x,
+        ends,
+        lambda rows: rows.index_select(0, token),
+        lambda rows: _combine(rows, order, weights),
+        gate_up,
+        down,
+        lora,
+    )
+
+
+def mixture(
+    x: Tensor,
+    ends: Tensor,
+    spread: Callable[[Tensor], Tensor],
+    combine: Callable[[Tensor], Tensor],
+    gate_up: Weight,
+    down: Weight,
+    lora: ExpertLora | None,
+) -> Tensor:
+    """The arithmetic of ``experts``, whoever sorts the rows: x [T, D] -> [T, D].
+
+    ``spread``: [T, N] -> [S, N], a copy of a row for each of its experts, in the order of experts, which
+    ``ends`` [E] cuts; ``combine``: [S, N] -> [T, N], the weighted sum of the copies of a row. S need not be
+    T * K, nor T above 0.
+    """
+    rows = spread(x)
     hidden = grouped_linear(rows, gate_up, ends)
     if lora is not None:
         shared = lora.gate_up_a.dim() == 2
         # a shared A sees every token once, however many experts it goes to
-        low = F.linear(x, lora.gate_up_a)[token] if shared else grouped_linear(rows, lora.gate_up_a, ends)
+        low = spread(F.linear(x, lora.gate_up_a)) if shared else grouped_linear(rows, lora.gate_up_a, ends)
         hidden = hidden + grouped_linear(low * lora.scale, lora.gate_up_b, ends)
     act = silu_mul(hidden)
-    out = _combine(grouped_linear(act, down, ends), order, weights)
+    out = combine(grouped_linear(act, down, ends))
     if lora is None:
         return out
     low = grouped_linear(act, lora.down_a, ends) * lora.scale
     if lora.down_b.dim() == 2:  # a shared B commutes with the weighted sum
-        return out + F.linear(_combine(low, order, weights), lora.down_b)
-    return out + _combine(grouped_linear(low, lora.down_b, ends), order, weights)
+        return out + F.linear(combine(low), lora.down_b)
+    return out + combine(grouped_linear(low, lora.down_b, ends))
 
 
 def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
@@ -167,6 +194,9 @@ def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     """Rows [ends[e-1], ends[e]) of x [S, K] times weight[e]^T of [E, N, K] -> [S, N]. ``ends`` [E] int32."""
+    if not x.shape[0]:  # a rank that got no rows: nothing, but in the graph, for its backward is awaited
+        first = weight[0]
+        return F.linear(x, first) if isinstance(first, Tensor) else first.product(x).to(x.dtype)
     if isinstance(weight, Tensor) and _grouped_mm_works(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     parts, start = [], 0

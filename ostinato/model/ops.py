@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.moe import ExpertLora, experts, route
-from ostinato.model.weights import Quantised, Weight
+from ostinato.model.weights import Block, Quantised, Weight
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,11 @@ class Gemm:
 
     nt: Callable[..., Tensor]  # (x [M, K], w [N, K], bias=None, out_dtype=None) -> x w^T + bias
     nn: Callable[[Tensor, Tensor], Tensor]  # (x [M, N], w [N, K]) -> x w
+
+
+def same(value: T) -> T:
+    """The identity."""
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +52,11 @@ class Ops:
     route: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (logits [T, E], moe, bias, given): see moe.route
     experts: Callable[[Tensor, Tensor, Tensor, Weight, Weight, ExpertLora | None], Tensor]  # see moe.experts
     gemm: Gemm  # under autograd; ``linear`` is the product outside of it
+    # what one of several ranks does besides (``parallel``); alone these are identities
+    embed: Callable[[Tensor, Tensor], Tensor] = F.embedding  # (tokens [T], weight [V, D]) -> own rows
+    enter: Callable[[Tensor], Tensor] = same  # own rows -> all that a linear map with cut outputs reads
+    leave: Callable[[Tensor], Tensor] = same  # partial sums of one with cut inputs -> own rows of the sum
+    gather: Callable[[Block], Block] = same  # a layer whose weights lie in pieces -> the whole of it
 
 
 def linear(

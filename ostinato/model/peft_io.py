@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,28 @@ def write_peft(adapters: Adapters, folder: Path, base_name: str = "") -> None:
     atomic_write(folder / PEFT_CONFIG, config.encode())
 
 
-def load_peft(folder: Path, decoder: Decoder) -> Adapters:
-    """The adapters in ``folder``, bit for bit as they were saved.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Saved:
+    """An adapter as it is in a folder: its factors by the names of ``Adapters.state_dict``, on the CPU."""
 
-    Raises ValueError when there are none of ours, when the file is damaged, and when they were trained on
-    other weights than ``decoder``'s.
+    folder: Path
+    spec: AdapterSpec
+    tensors: dict[str, Tensor]
+    base: str  # fingerprint of the base that it was trained on
+    base_name: str
+
+    def check_base(self, fingerprint: str) -> None:
+        """Raise ValueError where it was trained on other weights than these."""
+        if self.base != fingerprint:
+            raise ValueError(
+                f"adapter {self.folder} belongs to another base ({self.base_name}); load it onto that one"
+            )
+
+
+def read_peft(folder: Path) -> Saved:
+    """What ``save_peft`` wrote, for whatever base.
+
+    Raises ValueError when ``folder`` has none of ours, and when the file is damaged.
     """
     path = folder / LOGICAL
     if not path.is_file():
@@ -71,12 +88,26 @@ def load_peft(folder: Path, decoder: Decoder) -> Adapters:
         spec = facts["spec"]
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is truncated or not an adapter of ours ({error}); save it again") from error
-    if facts.get("base") != base_fingerprint(decoder):
-        base = facts.get("base_name") or "unnamed"
-        raise ValueError(f"adapter {folder} belongs to another base ({base}); load it onto that one")
-    adapters = init_adapters(decoder.config, AdapterSpec(**{**spec, "targets": tuple(spec["targets"])}))
+    return Saved(
+        folder=folder,
+        spec=AdapterSpec(**{**spec, "targets": tuple(spec["targets"])}),
+        tensors=state,
+        base=facts.get("base", ""),
+        base_name=facts.get("base_name") or "unnamed",
+    )
+
+
+def load_peft(folder: Path, decoder: Decoder) -> Adapters:
+    """The adapters in ``folder``, bit for bit as they were saved.
+
+    Raises ValueError when there are none of ours, when the file is damaged, and when they were trained on
+    other weights than ``decoder``'s.
+    """
+    saved = read_peft(folder)
+    saved.check_base(base_fingerprint(decoder))
+    adapters = init_adapters(decoder.config, saved.spec)
     with torch.no_grad():
-        adapters.load_state_dict(state)
+        adapters.load_state_dict(saved.tensors)
     return adapters.to(decoder.device)
 
 
@@ -90,17 +121,29 @@ def export_merged(
     save_model(merge(decoder, adapters), folder, tokenizer_from)
 
 
-def base_fingerprint(decoder: Decoder, samples: int = 64) -> str:
+def base_fingerprint(decoder: Decoder) -> str:
     """A digest of the base: every tensor's name, shape and some values, as bf16 rounds them, so that the
     same weights loaded in another dtype are the same base.
 
     Fine-tuning moves all of a tensor, so a few values tell two bases apart; reading all of them would make
     every start and save as slow as loading the model.
     """
+    return fingerprint_of(
+        (name, tuple(weight.shape), weight.detach().flatten()[:: fingerprint_stride(weight.numel())])
+        for name, weight in decoder.named_parameters()
+    )
+
+
+def fingerprint_stride(size: int, samples: int = 64) -> int:
+    """Every how many-th value of a flattened tensor is part of the fingerprint."""
+    return max(1, size // samples)
+
+
+def fingerprint_of(sampled: Iterable[tuple[str, tuple[int, ...], Tensor]]) -> str:
+    """The digest of (name, shape, those values) of all tensors, in any order."""
     digest = hashlib.sha256()
-    for name, weight in sorted(decoder.named_parameters()):
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        values = weight.detach().flatten()[:: max(1, weight.numel() // samples)]
+    for name, shape, values in sorted(sampled, key=lambda one: one[0]):
+        digest.update(f"{name} {shape}".encode())
         digest.update(values.bfloat16().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -209,9 +252,13 @@ def _module(name: str) -> str:
 __all__ = [
     "PEFT_CONFIG",
     "PEFT_TENSORS",
+    "Saved",
     "base_fingerprint",
     "export_merged",
+    "fingerprint_of",
+    "fingerprint_stride",
     "load_peft",
+    "read_peft",
     "save_peft",
     "write_peft",
 ]

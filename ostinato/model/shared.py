@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import fill, weight_files
+from ostinato.model.share import Share
 from ostinato.model.tensor_file import Layout, layout, shapes_of
 
 _SHM = Path("/dev/shm")
@@ -51,8 +52,10 @@ def shared_model(
     fp32_head: bool = False,
     folder: Path | None = None,
     wait_s: float = 600.0,
+    share: Share | None = None,
 ) -> Decoder:
-    """The decoder that ``hf.load_model(source, dtype)`` gives, on the CPU, over the copy that a host shares.
+    """The decoder that ``hf.load_model(source, dtype, share=share)`` gives, on the CPU, over the copy that
+    all processes of a host share which keep the same of it, trainers and samplers alike.
 
     The copy is in ``folder``; None: in memory (/dev/shm), or where that is too small in the user's cache,
     which the system keeps in memory as far as it can.
@@ -65,19 +68,25 @@ def shared_model(
             f"cluster.share_weights is true, which needs Linux, not {sys.platform}; set it to false"
         )
     source, config = Path(source), read_config(source)
-    shapes = shapes_of(dict(Decoder(config, dtype=dtype, device="meta").named_parameters()))
-    plan, name = layout(shapes, {"ostinato": json.dumps({"kind": "base"})}), _name(source, dtype)
+    empty = Decoder(config, dtype=dtype, device="meta", share=share)
+    shapes = shapes_of(dict(empty.named_parameters()))
+    plan, name = layout(shapes, {"ostinato": json.dumps({"kind": "base"})}), _name(source, dtype, share)
 
     def write(tensors: Mapping[str, Tensor]) -> None:
-        fill(_over(tensors, config, dtype), source)
+        fill(_over(tensors, config, dtype, share=share), source)
 
     content = _mapped([folder] if folder else _folders(), name, plan, write, time.monotonic() + wait_s)
-    return _over(plan.views(content), config, dtype, fp32_head=fp32_head)
+    return _over(plan.views(content), config, dtype, fp32_head=fp32_head, share=share)
 
 
-def shared_file(source: str | Path, dtype: torch.dtype = torch.float32, folder: Path | None = None) -> Path:
+def shared_file(
+    source: str | Path,
+    dtype: torch.dtype = torch.float32,
+    folder: Path | None = None,
+    share: Share | None = None,
+) -> Path:
     """Where the copy is, or would be first."""
-    name = _name(Path(source), dtype)
+    name = _name(Path(source), dtype, share)
     paths = [each / name for each in ([folder] if folder else _folders())]
     return next(filter(Path.exists, paths), paths[0])
 
@@ -136,11 +145,16 @@ def _new_folder(within: Path) -> tuple[Path, int]:
 
 
 def _over(
-    tensors: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype, *, fp32_head: bool = False
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    fp32_head: bool = False,
+    share: Share | None = None,
 ) -> Decoder:
     """A decoder whose weights are ``tensors``."""
     stored = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
-    return Decoder(config, dtype=dtype, fp32_head=fp32_head, stored=stored)
+    return Decoder(config, dtype=dtype, fp32_head=fp32_head, stored=stored, share=share)
 
 
 # ---- where
@@ -151,9 +165,10 @@ def _folders() -> list[Path]:
     return [_SHM, cache] if _SHM.is_dir() else [cache]
 
 
-def _name(source: Path, dtype: torch.dtype) -> str:
-    """Of the copy: changes with the config, the dtype, and size, time and samples of the weight files."""
-    digest = blake2b(f"{_FORMAT} {dtype}".encode(), digest_size=8)
+def _name(source: Path, dtype: torch.dtype, share: Share | None) -> str:
+    """Of the copy: changes with config, dtype, share, and size, time and samples of the weight files."""
+    kept = "" if share is None else f" {share}"
+    digest = blake2b(f"{_FORMAT} {dtype}{kept}".encode(), digest_size=8)
     digest.update((source / "config.json").read_bytes())
     for path in weight_files(source):
         with path.open("rb") as file:

@@ -131,6 +131,7 @@ class Moe:
     gate_up: Weight  # [E, 2F, D]
     down: Weight  # [E, D, F]
     shared: Mlp | None
+    slots: Tensor | None = None  # [E] int64: an expert's number among those that ranks keep; None: its own
 
 
 @dataclass(slots=True)
@@ -141,11 +142,13 @@ class Block:
     attn: Attention | LatentAttention
     mlp_norm: Tensor
     mlp: Mlp | Moe
-    next_norm: Tensor  # attn_norm of the next layer, or the final norm: fused with the residual add
+    next_norm: (
+        Tensor | None
+    )  # of the next layer, or the final one: fused with the residual add; None: elsewhere
 
 
-def new_block(c: ModelConfig, new: New, layer: int, next_norm: Tensor) -> Block:
-    """Allocate layer ``layer``. ``next_norm`` is the norm that follows it."""
+def new_block(c: ModelConfig, new: New, layer: int, next_norm: Tensor | None) -> Block:
+    """Allocate layer ``layer``. ``next_norm`` is the norm that follows it, where it is here."""
     moe, name = c.moe, f"layers.{layer}"
     mlp: Mlp | Moe
     if moe is None or layer not in moe.layers:
@@ -157,8 +160,8 @@ def new_block(c: ModelConfig, new: New, layer: int, next_norm: Tensor) -> Block:
             correction_bias=new(f"{name}.moe.correction_bias", moe.num_experts, dtype=torch.float32)
             if moe.correction_bias
             else None,
-            gate_up=new(f"{name}.moe.gate_up", moe.num_experts, 2 * moe.intermediate_size, c.hidden_size),
-            down=new(f"{name}.moe.down", moe.num_experts, c.hidden_size, moe.intermediate_size),
+            gate_up=new(f"{name}.moe.gate_up", moe.here, 2 * moe.intermediate_size, c.hidden_size),
+            down=new(f"{name}.moe.down", moe.here, c.hidden_size, moe.intermediate_size),
             shared=_new_mlp(new, f"{name}.shared", c.hidden_size, shared, False) if shared else None,
         )
     return Block(
@@ -213,9 +216,11 @@ def _new_latent_attention(c: ModelConfig, new: New, name: str) -> LatentAttentio
     )
 
 
-def named_linears(c: ModelConfig, blocks: Sequence[Block]) -> Iterator[tuple[str, Linear]]:
+def named_linears(
+    c: ModelConfig, blocks: Sequence[Block], layers: Sequence[int]
+) -> Iterator[tuple[str, Linear]]:
     """Every linear map by logical name, layer by layer (names and shapes as ``lora.linear_shapes``)."""
-    for layer, block in enumerate(blocks):
+    for layer, block in zip(layers, blocks, strict=True):
         name, attn, mlp = f"layers.{layer}", block.attn, block.mlp
         if isinstance(attn, Attention):
             queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim

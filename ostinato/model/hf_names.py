@@ -1,0 +1,176 @@
+"""What tensors are called in a Hugging Face checkpoint, and where each of them goes in a decoder.
+
+One table, ``hf_tensors``, names every tensor as a view into the decoder's weights. Loading copies files into
+the views and saving writes the views to files, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ostinato.model.config import ModelConfig
+from ostinato.model.decoder import Decoder
+from ostinato.model.shapes import linear_shapes
+from ostinato.model.share import Spans, placed
+from ostinato.model.weights import Attention, Block, Moe
+
+_HF_ROLES = {
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "attn.q_a": "self_attn.q_a_proj",
+    "attn.q_b": "self_attn.q_b_proj",
+    "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
+    "attn.kv_b": "self_attn.kv_b_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "shared.gate": "mlp.shared_experts.gate_proj",
+    "shared.up": "mlp.shared_experts.up_proj",
+    "shared.down": "mlp.shared_experts.down_proj",
+    "router": "mlp.gate",
+    "experts.gate": "mlp.experts.{}.gate_proj",
+    "experts.up": "mlp.experts.{}.up_proj",
+    "experts.down": "mlp.experts.{}.down_proj",
+}
+_MIXTRAL_ROLES = {
+    "router": "block_sparse_moe.gate",
+    "experts.gate": "block_sparse_moe.experts.{}.w1",
+    "experts.up": "block_sparse_moe.experts.{}.w3",
+    "experts.down": "block_sparse_moe.experts.{}.w2",
+}
+
+
+def hf_module(logical: str, model_type: str) -> str:
+    """``layers.3.attn.q`` -> ``model.layers.3.self_attn.q_proj``; experts keep a ``{}`` for their index."""
+    _, layer, role = logical.split(".", 2)
+    roles = _HF_ROLES | _MIXTRAL_ROLES if model_type == "mixtral" else _HF_ROLES
+    return f"model.layers.{layer}.{roles[role]}"
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint that a decoder keeps, or keeps a part of."""
+
+    view: Tensor  # where it goes
+    spans: tuple[Spans, ...]  # what of it
+    shape: tuple[int, ...]  # in the file
+    covers: frozenset[str]  # the names of ``hf_tensors`` that it stands for
+
+
+def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(name in a checkpoint, view into the decoder's weights) for every tensor that is kept here."""
+    for name, _, _, view in _named(decoder):
+        yield name, view
+
+
+def stored(decoder: Decoder) -> dict[str, Stored]:
+    """By name in a checkpoint: those of ``hf_tensors``, and experts in one tensor as transformers v5
+    has them in memory."""
+    config, share = decoder.config, decoder.share
+    shapes, found = _whole_shapes(config), {}
+    spans: dict[str, tuple[Spans, ...]] = {}
+    for name, logical, expert, view in _named(decoder):
+        shape = shapes.get(logical, tuple(view.shape))
+        if logical not in spans:
+            spans[logical] = placed(config, share, logical, shape)
+        skip = expert is not None  # a file per expert has no dimension of experts
+        found[name] = Stored(view, spans[logical][skip:], shape[skip:], frozenset((name,)))
+    for layer, block in zip(share.layers, decoder.blocks, strict=True):
+        if isinstance(block.mlp, Moe):
+            found |= _fused(decoder, shapes, layer, block.mlp)
+    return found
+
+
+def canonical(name: str, config: ModelConfig) -> str:
+    """transformers v5 calls Mixtral's block ``mlp`` in memory; a file may have been written either way."""
+    return name.replace(".mlp.", ".block_sparse_moe.") if config.model_type == "mixtral" else name
+
+
+def is_extra_layer(name: str, config: ModelConfig) -> bool:
+    """DeepSeek-V3 files carry multi-token-prediction layers behind the last one."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return config.mla is not None and match is not None and int(match[1]) >= config.num_layers
+
+
+def is_redundant(name: str, config: ModelConfig) -> bool:
+    """Copies of what is known anyway: a tied head, rotary frequencies in files of old."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+
+
+def _named(decoder: Decoder) -> Iterator[tuple[str, str, int | None, Tensor]]:
+    """(name in a checkpoint, what ``share.placed`` calls it, the expert where it is of one, view)."""
+    config, share = decoder.config, decoder.share
+    if share.embeds or (share.heads and config.tie_embeddings):
+        yield "model.embed_tokens.weight", "embed", None, decoder.embed
+    for layer, block in zip(share.layers, decoder.blocks, strict=True):
+        for name, own, weight in _vectors(block):
+            yield f"model.layers.{layer}.{name}", f"layers.{layer}.{own}", None, weight
+    for logical, linear in decoder.named_linears().items():
+        module = hf_module(logical, config.model_type)
+        if linear.weight.dim() == 3:
+            for expert, weight in zip(_kept(decoder, logical), linear.weight.unbind(), strict=True):
+                yield f"{module.format(expert)}.weight", logical, expert, weight
+            continue
+        yield f"{module}.weight", logical, None, linear.weight
+        if linear.bias is not None:
+            yield f"{module}.bias", f"{logical}.bias", None, linear.bias
+    if share.heads:
+        yield "model.norm.weight", "norm", None, decoder.norm
+        if not config.tie_embeddings:
+            yield "lm_head.weight", "head", None, decoder.head
+
+
+def _vectors(block: Block) -> Iterator[tuple[str, str, Tensor]]:
+    """(name in a checkpoint, name in the decoder, weight) of a layer's norms and correction bias."""
+    attn = block.attn
+    yield "input_layernorm.weight", "attn_norm", block.attn_norm
+    yield "post_attention_layernorm.weight", "mlp_norm", block.mlp_norm
+    norms = (
+        {"q_norm": attn.q_norm, "k_norm": attn.k_norm}
+        if isinstance(attn, Attention)
+        else {"q_a_layernorm": attn.q_a_norm, "kv_a_layernorm": attn.kv_a_norm}
+    )
+    for norm, weight in norms.items():
+        if weight is not None:
+            yield f"self_attn.{norm}.weight", f"attn.{norm.replace('layernorm', 'norm')}", weight
+    if isinstance(block.mlp, Moe) and block.mlp.correction_bias is not None:
+        yield "mlp.gate.e_score_correction_bias", "moe.correction_bias", block.mlp.correction_bias
+
+
+def _kept(decoder: Decoder, logical: str) -> Sequence[int]:
+    """The numbers of a layer's experts that are here, in the order in which they are kept."""
+    moe, kept = decoder.config.moe, decoder.share.experts
+    assert moe is not None
+    return range(moe.num_experts) if kept is None else kept[moe.layers.index(int(logical.split(".")[1]))]
+
+
+def _fused(decoder: Decoder, shapes: dict[str, tuple[int, ...]], layer: int, moe: Moe) -> dict[str, Stored]:
+    """All experts of a layer in two tensors, and the names that each stands for."""
+    config, found = decoder.config, {}
+    for name, roles, view in (("gate_up", ("gate", "up"), moe.gate_up), ("down", ("down",), moe.down)):
+        logical = [f"layers.{layer}.experts.{role}" for role in roles]
+        modules = [hf_module(one, config.model_type) for one in logical]
+        count, out, into = shapes[logical[0]]
+        shape = (count, out * len(roles), into)
+        spans = placed(config, decoder.share, f"layers.{layer}.moe.{name}", shape)
+        kept = _kept(decoder, logical[0])
+        covers = frozenset(f"{module.format(expert)}.weight" for module in modules for expert in kept)
+        assert isinstance(view, Tensor)  # codes are made of a decoder that has been loaded
+        found[f"{modules[0].partition('{}')[0]}{name}_proj"] = Stored(view, spans, shape, covers)
+    return found
+
+
+def _whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of what ranks may cut: linear maps, their biases, embedding and head."""
+    linears = linear_shapes(config)
+    biases = {f"{name}.bias": (shape[-2],) for name, shape in linears.items()}
+    table = (config.vocab_size, config.hidden_size)
+    return linears | biases | {"embed": table, "head": table}
+
+
+__all__ = ["Stored", "canonical", "hf_module", "hf_tensors", "is_extra_layer", "is_redundant", "stored"]

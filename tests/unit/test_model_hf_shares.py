@@ -1,0 +1,229 @@
+"""Loading a share of a model: every rank reads what it keeps, once, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small_shards import FAMILIES, config_of, layouts_of, model_of, saved
+
+from ostinato.model import hf
+from ostinato.model.decoder import Decoder
+from ostinato.model.hf import fill, load_model, save_model
+from ostinato.model.hf_names import stored
+from ostinato.model.pieces import blocks
+from ostinato.model.share import Share, placed, size_of
+from ostinato.model.shared import shared_file, shared_model
+from ostinato.parallel.layout import Layout
+from ostinato.parallel.pieces import put
+from ostinato.parallel.shares import shares_of
+
+CASES = [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
+
+
+def all_shares(family: str, text: str) -> Iterator[Share]:
+    layout = Layout.parse(text)
+    for rank in range(layout.world):
+        yield from shares_of(layout, config_of(family), rank)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A saved model of each family, in several files."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = saved(model_of(family), tmp_path_factory.mktemp(family), shard_bytes=20_000)
+        return made[family]
+
+    return folder
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_shares_put_together_are_the_model(family: str, layout: str, folders: Callable[[str], Path]) -> None:
+    whole, config = model_of(family), config_of(family)
+    wanted = dict(whole.named_parameters())
+    found = {name: torch.full_like(weight, torch.nan) for name, weight in wanted.items()}
+    for share in all_shares(family, layout):
+        part = load_model(folders(family), share=share)
+        for name, weight in part.named_parameters():
+            put(found[name], placed(config, share, name, wanted[name].shape), weight)
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_bytes_read_are_those_kept(family: str, layout: str, folders: Callable[[str], Path]) -> None:
+    """Over all ranks: what is cut once, what several keep once for each of them; counted from the files."""
+    config, folder = config_of(family), folders(family)
+    read = kept = 0
+    replicas: Counter[str] = Counter()
+    for share in all_shares(family, layout):
+        decoder = Decoder(config, share=share)
+        read += fill(decoder, folder)
+        kept += sum(weight.nbytes for weight in decoder.parameters())
+        for name, one in stored(decoder).items():
+            part = size_of(one.spans) / prod(one.shape)
+            replicas[name] += part  # type: ignore[assignment] - a share of a tensor
+    size = {
+        name: tensor.nbytes
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+    expected = sum(round(replicas[name], 6) * size[name] for name in size)
+    assert read == kept == expected
+    if layout in ("p2", "p4") and not config.tie_embeddings:  # nobody keeps what another one does
+        assert read == sum(size.values())
+
+
+class Spy:
+    """A safetensors file that writes down what is taken from it."""
+
+    def __init__(self, file: Any, taken: list[tuple[str, Any]]) -> None:
+        self._file, self._taken = file, taken
+
+    def keys(self) -> Any:
+        return self._file.keys()
+
+    def get_tensor(self, name: str) -> Any:
+        self._taken.append((name, None))
+        return self._file.get_tensor(name)
+
+    def get_slice(self, name: str) -> Any:
+        return SpySlice(self._file.get_slice(name), name, self._taken)
+
+
+class SpySlice:
+    def __init__(self, piece: Any, name: str, taken: list[tuple[str, Any]]) -> None:
+        self._piece, self._name, self._taken = piece, name, taken
+
+    def get_shape(self) -> Any:
+        return self._piece.get_shape()
+
+    def __getitem__(self, box: Any) -> Any:
+        self._taken.append((self._name, box))
+        return self._piece[box]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_a_rank_touches_nothing_else(
+    family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked of a file are the ranges of its share, each once; other files stay closed."""
+    layout = "p2t2" if family == "llama" else "p2d2t2e2x2"
+    opened: list[Path] = []
+    taken: list[tuple[str, Any]] = []
+
+    @contextmanager
+    def spying(path: Path, framework: str) -> Iterator[Spy]:
+        opened.append(path)
+        with safe_open(path, framework=framework) as file:
+            yield Spy(file, taken)
+
+    monkeypatch.setattr(hf, "safe_open", spying)
+    folder = folders(family)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    for share in all_shares(family, layout):
+        opened.clear()
+        taken.clear()
+        decoder = load_model(folder, share=share)
+        names = {name: one for name, one in stored(decoder).items() if name in one.covers}
+        wanted: list[tuple[str, Any]] = []
+        for name, one in names.items():
+            if size_of(one.spans) == prod(one.shape):
+                wanted.append((name, None))
+            else:
+                wanted += [(name, box) for box, _ in blocks(one.spans)]
+        assert sorted(map(str, taken)) == sorted(map(str, wanted))
+        assert {path.name for path in opened} == {index[name] for name in names}
+        assert len(opened) < len(set(index.values()))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("layout", ["t2", "d2e2", "d2t2e2x2"])
+def test_experts_in_one_tensor(family: str, layout: str, tmp_path: Path) -> None:
+    """transformers v5 may write all experts of a layer into two tensors."""
+    folder = saved(model_of(family), tmp_path)
+    state = load_file(folder / "model.safetensors")
+    fused, whole = dict(state), model_of(family)
+    for name, one in stored(whole).items():
+        if name not in one.covers:
+            for old in one.covers:
+                fused.pop(old)
+            fused[name] = one.view.detach().clone()
+    assert len(fused) < len(state)
+    for share in all_shares(family, layout):
+        expected = dict(load_model(folder, share=share).named_parameters())
+        save_file(fused, folder / "model.safetensors")
+        read = fill(again := Decoder(config_of(family), share=share), folder)
+        save_file(state, folder / "model.safetensors")
+        assert read == sum(weight.nbytes for weight in expected.values())
+        for name, weight in again.named_parameters():
+            assert torch.equal(weight, expected[name]), name
+
+
+def test_experts_may_lie_anywhere(tmp_path: Path) -> None:
+    """A placement is not of neighbours."""
+    family = "qwen3_moe"
+    whole, config = model_of(family), config_of(family)
+    folder, layers = saved(whole, tmp_path), 3
+    placement = [
+        [(5, 0, 6, 3), (7, 2, 1, 4)] if layer % 2 else [(0, 2, 4, 6), (7, 5, 3, 1)] for layer in range(layers)
+    ]
+    for rank in range(2):
+        (share,) = shares_of(Layout.parse("d2e2"), config, rank, placement)
+        part = load_model(folder, share=share)
+        for block, own, layer in zip(whole.blocks, part.blocks, range(4), strict=True):
+            if layer != 1:
+                ids = list(placement[[0, 2, 3].index(layer)][rank])
+                assert torch.equal(own.mlp.gate_up, block.mlp.gate_up[ids])  # type: ignore[union-attr]
+                assert torch.equal(own.mlp.down, block.mlp.down[ids])  # type: ignore[union-attr]
+
+
+def test_missing_is_told_by_whoever_keeps_it(tmp_path: Path) -> None:
+    """A tensor of the second stage is nothing to the first; one that nobody knows is refused by all."""
+    folder = saved(model_of("qwen3_moe"), tmp_path)
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    gone = "model.layers.3.mlp.experts.6.up_proj.weight"
+    save_file({name: tensor for name, tensor in state.items() if name != gone}, path)
+    first = next(all_shares("qwen3_moe", "p2d2e2"))
+    for share in all_shares("qwen3_moe", "p2d2e2"):
+        if 3 in share.layers and share.experts is not None and 6 in share.experts[2]:
+            with pytest.raises(ValueError, match=rf"lacks 1 tensors .* the first is {gone}"):
+                load_model(folder, share=share)
+        else:
+            load_model(folder, share=share)
+    save_file({**state, "model.layers.0.mlp.bonus": torch.zeros(2)}, path)
+    for share in all_shares("qwen3_moe", "d2e2"):
+        with pytest.raises(ValueError, match=r"has 1 tensors .* model\.layers\.0\.mlp\.bonus"):
+            load_model(folder, share=share)
+    save_file({**state, "model.embed_tokens.weight": torch.zeros(62, 32)}, path)
+    with pytest.raises(ValueError, match=r"shape \[62, 32\], config\.json calls for \[64, 32\]"):
+        load_model(folder, share=next(all_shares("qwen3_moe", "t2")))
+    with pytest.raises(ValueError, match="a share of a model is no model"):
+        save_model(Decoder(config_of("qwen3_moe"), share=first), tmp_path / "again")
+
+
+def test_equal_shares_of_a_host_are_one_file(tmp_path: Path) -> None:
+    """Ranks that keep the same map the same copy, of trainer or sampler; other shares have their own."""
+    folder, own = saved(model_of("llama"), tmp_path / "model"), tmp_path / "shared"
+    shares = [*all_shares("llama", "t2"), None]
+    for share in shares:
+        kept = [shared_model(folder, folder=own, share=share) for _ in range(2)]
+        expected = dict(load_model(folder, share=share).named_parameters())
+        for decoder in kept:
+            for name, weight in decoder.named_parameters():
+                assert torch.equal(weight, expected[name]), name
+    files = {shared_file(folder, folder=own, share=share) for share in shares}
+    assert len(files) == 3 == len([*own.iterdir()])
