@@ -10,11 +10,16 @@ Two functions with one meaning: ``linear_logprobs`` for a frozen linear head (th
 With a ``support`` a row's distribution is normalised over the ids that the sampler drew its token from: log
 p(y) = z_y - logsumexp of z over the support, the entropy is that of the same distribution, and logits outside
 have gradient zero ("Keep Sampling Mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+
+Where the vocabulary is cut into parts (``Vocabulary``), V is that of the part, a chunk of n rows asks the
+other parts for n maxima and 3 n sums, and nothing of size V moves (Megatron-LM, arXiv 1909.08053 section 3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +33,23 @@ CHUNK = 256
 CACHE_BYTES = 1 << 20  # half of a common L2 cache
 
 Matmul = Callable[[Tensor, Tensor], Tensor]
+Over = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The ``size`` token ids from ``start`` on, whose logits are computed here; the others are elsewhere,
+    where the same function is called with the same rows, targets and supports.
+
+    ``sum`` and ``max`` give the sum and the maximum of a tensor [n, k] over all parts, the same bits to each;
+    they may overwrite what they are given. Gradients of hidden states are then partial sums: each part has
+    those through its own logits.
+    """
+
+    start: int
+    size: int
+    sum: Over
+    max: Over
 
 
 def chunked_logprobs(
@@ -39,11 +61,13 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk: int = CHUNK,
     want_entropy: bool = True,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits(hidden) / temperature)[targets] and the entropy (nats) of that distribution.
 
     hidden: [R, D], targets: [R] integer, ``support``: of R tokens or None (the whole vocabulary for all),
-    ``logits``: [n, D] -> [n, V]. Returns logprobs [R] and entropy [R]
+    ``logits``: [n, D] -> [n, V], of the part of the ``vocabulary`` where there is one (None: all of it).
+    Returns logprobs [R] and entropy [R]
     in fp32 (fp64 for fp64 logits), both with gradients to ``hidden`` and to whatever ``logits`` closes
     over; detach the entropy to log it. Without ``want_entropy`` it is NaN, meaning not computed.
     Logits are recomputed chunk by chunk in backward instead of being kept.
@@ -54,7 +78,9 @@ def chunked_logprobs(
     def rows(hidden_nD: Tensor, targets_n: Tensor, kept: Support | None) -> tuple[Tensor, Tensor]:
         scaled_nV = _at_least_fp32(logits(hidden_nD)) / temperature
         if kept is not None:
-            scaled_nV = scaled_nV.masked_fill(_outside(kept, scaled_nV), _lowest(scaled_nV))
+            scaled_nV = scaled_nV.masked_fill(_outside(kept, scaled_nV, vocabulary), _lowest(scaled_nV))
+        if vocabulary is not None:
+            return _in_parts(scaled_nV, targets_n, vocabulary, want_entropy)
         log_p_nV = torch.log_softmax(scaled_nV, dim=-1)
         logprobs_n = log_p_nV.gather(1, targets_n[:, None]).squeeze(1)
         if not want_entropy:
@@ -70,6 +96,36 @@ def chunked_logprobs(
     return torch.cat(logprobs), torch.cat(entropy)
 
 
+def _in_parts(
+    z_nV: Tensor, targets_n: Tensor, vocabulary: Vocabulary, want_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropy [n] from one part of the logits."""
+    z_nV = z_nV - vocabulary.max(
+        z_nV.detach().amax(-1, keepdim=True)
+    )  # a shift is for range: it has no slope
+    p_nV = z_nV.exp()
+    shares = (_at_target(z_nV, targets_n, vocabulary), p_nV.sum(-1), torch.linalg.vecdot(p_nV, z_nV))
+    sums: Tensor = _Sum.apply(torch.stack(shares, dim=1), vocabulary.sum)  # type: ignore[assignment]
+    at_target, total, weighted = sums.unbind(1)
+    logprobs = at_target - total.log()
+    if not want_entropy:
+        return logprobs, torch.full_like(logprobs, torch.nan)
+    return logprobs, total.log() - weighted / total
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over parts which all go on with it alike: what comes back is for each the slope of its share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, over: Over) -> Tensor:
+        return over(x.clone())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -82,14 +138,16 @@ def linear_logprobs(
     entropy_grad: bool = False,
     matmul_nt: Matmul | None = None,
     matmul_nn: Matmul | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``chunked_logprobs`` for a frozen linear head, logits = hidden @ weight.T, one pass over the logits.
 
-    hidden: [R, D], weight: [V, D], targets: [R], support: of R tokens. Each row's loss depends on its own
-    logits only, so d logprob_r / d hidden_r = (weight[target_r] - sum_v p_rv weight[v]) / temperature is
-    known in the forward pass. It is kept ([R, D] fp32) and backward is a multiplication: nothing is
-    recomputed, one of the three head GEMMs of a training step is saved. The entropy has a gradient with
-    ``entropy_grad`` only (one more GEMM), is NaN without ``want_entropy``, else detached.
+    hidden: [R, D], weight: [V, D] (of the part, where there is a ``vocabulary``), targets: [R], support: of R
+    tokens. Each row's loss depends on its own logits only, so the slope d logprob_r / d hidden_r =
+    (weight[target_r] - sum_v p_rv weight[v]) / temperature is known in the forward pass. It is kept ([R, D]
+    fp32) and backward is a multiplication: nothing is recomputed, one of the three head GEMMs of a training
+    step is saved. The entropy has a gradient with ``entropy_grad`` only (one more GEMM), is NaN without
+    ``want_entropy``, else detached.
 
     ``matmul_nt(x [n, D], w [V, D]) -> [n, V]`` (overwritten here) and ``matmul_nn(dy [n, V], w [V, D]) ->
     [n, D]``, both fp32 out, replace the default together: the FP32 head, both operands cast to fp32.
@@ -114,6 +172,7 @@ def linear_logprobs(
         chunk,
         want_entropy,
         entropy_grad,
+        vocabulary,
         matmul_nt,
         matmul_nn,
     )
@@ -133,7 +192,17 @@ def _fp32_head(weight_VD: Tensor, max_rows: int) -> tuple[Matmul, Matmul]:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, targets, support, temperature, chunk, want_entropy, entropy_grad, *matmuls
+        ctx,
+        hidden,
+        weight,
+        targets,
+        support,
+        temperature,
+        chunk,
+        want_entropy,
+        entropy_grad,
+        vocabulary,
+        *matmuls,
     ):
         matmul_nt, matmul_nn = matmuls
         want_slope = ctx.needs_input_grad[0]
@@ -143,7 +212,11 @@ class _LinearLogprobs(torch.autograd.Function):
             if temperature != 1:
                 logits_nV.div_(temperature)
             entropy_slope_nV = torch.empty_like(logits_nV) if want_slope and entropy_grad else None
-            scores.append(_score(logits_nV, targets_n, kept, entropy_slope_nV, want_entropy))
+            if vocabulary is None:
+                score = _score(logits_nV, targets_n, kept, entropy_slope_nV, want_entropy)
+            else:
+                score = _score_part(logits_nV, targets_n, kept, entropy_slope_nV, vocabulary, want_entropy)
+            scores.append(score)
             if want_slope:
                 slopes.append(matmul_nn(logits_nV, weight) / temperature)
             if entropy_slope_nV is not None:
@@ -163,7 +236,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_RD = grad_logprobs[:, None] * slope_RD
         if entropy_slope_RD:
             grad_RD.addcmul_(grad_entropy[:, None], entropy_slope_RD[0])
-        return grad_RD.to(ctx.dtype), *(None,) * 9
+        return grad_RD.to(ctx.dtype), *(None,) * 10
 
 
 def _chunks(
@@ -217,6 +290,50 @@ def _score(
     return scores
 
 
+def _score_part(
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    support: Support | None,
+    entropy_slope_nV: Tensor | None,
+    vocabulary: Vocabulary,
+    want_entropy: bool,
+) -> Tensor:
+    """``_score`` where the logits are of a part of the vocabulary: a whole chunk between two exchanges."""
+    z, nothing = logits_nV, logits_nV.new_zeros(())
+    if support is not None:
+        _set_outside(z, support, torch.full_like(nothing, _lowest(z)), vocabulary)
+    z.sub_(vocabulary.max(z.amax(-1, keepdim=True)))
+    at_target = _at_target(z, targets_n, vocabulary)
+    if support is not None:
+        _set_outside(z, support, nothing, vocabulary)  # see ``_score``: their exponential takes no time then
+    p = torch.exp(z)
+    if support is not None:
+        _set_outside(p, support, nothing, vocabulary)
+    shares = torch.stack((at_target, p.sum(-1), torch.linalg.vecdot(p, z)), dim=1)
+    at_target, total, weighted = vocabulary.sum(shares).split(1, dim=1)
+    log_p, entropy = at_target - total.log(), total.log() - weighted / total
+    if entropy_slope_nV is not None:
+        torch.sub(z, total.log() - entropy, out=entropy_slope_nV).mul_(p).div_(-total)
+    torch.div(p, -total, out=z)
+    local, here = _place(targets_n, vocabulary)
+    rows = here.nonzero().squeeze(1)
+    z[rows, local[rows]] = -torch.expm1(log_p[rows, 0])
+    return torch.cat((log_p, entropy if want_entropy else torch.full_like(entropy, torch.nan)), dim=1)
+
+
+def _place(targets_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Where targets stand in a part of the vocabulary, and whether they do; 0 for those elsewhere."""
+    local = targets_n - vocabulary.start
+    here = (local >= 0) & (local < vocabulary.size)
+    return local.masked_fill(~here, 0), here
+
+
+def _at_target(z_nV: Tensor, targets_n: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[n]: the logit of the target, 0 where it is elsewhere."""
+    local, here = _place(targets_n, vocabulary)
+    return z_nV.gather(1, local[:, None]).squeeze(1).masked_fill(~here, 0)
+
+
 def _split(support: Support | None, size: int, number: int) -> list[Support | None]:
     """``number`` pieces of ``size`` rows; None for one without a restricted row."""
     if support is None:
@@ -224,12 +341,12 @@ def _split(support: Support | None, size: int, number: int) -> list[Support | No
     return [part if len(part.ids) else None for part in support.split(size)]
 
 
-def _set_outside(x_nV: Tensor, support: Support, value: Tensor) -> None:
+def _set_outside(x_nV: Tensor, support: Support, value: Tensor, vocabulary: Vocabulary | None = None) -> None:
     """x = ``value`` ([n, 1] or []) outside of the support of its row, in place; free rows stay as they are.
 
     The kept entries are put aside and back, which costs a sweep where a mask of [n, V] costs many.
     """
-    places, flat = _places(support, x_nV), x_nV.view(-1)
+    places, flat = _places(support, x_nV, vocabulary), x_nV.view(-1)
     kept = flat[places]
     if support.counts.all():
         x_nV.copy_(value)  # a tenth of the time of a selection
@@ -239,18 +356,21 @@ def _set_outside(x_nV: Tensor, support: Support, value: Tensor) -> None:
     flat[places] = kept
 
 
-def _outside(support: Support, z_nV: Tensor) -> Tensor:
+def _outside(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
     """[n, V] bool: outside of the support of its row; nothing is where a row has none."""
     restricted = torch.from_numpy(support.counts > 0).to(z_nV.device)
     outside_nV = restricted[:, None].expand(z_nV.shape).contiguous()
-    outside_nV.view(-1)[_places(support, z_nV)] = False
+    outside_nV.view(-1)[_places(support, z_nV, vocabulary)] = False
     return outside_nV
 
 
-def _places(support: Support, z_nV: Tensor) -> Tensor:
-    """Of the kept ids in the flattened logits, int64."""
-    owners = np.repeat(np.arange(len(support), dtype=np.int64), support.counts)
-    return torch.from_numpy(owners * z_nV.shape[1] + support.ids).to(z_nV.device)
+def _places(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+    """Of the kept ids in the flattened logits, those elsewhere left out; int64."""
+    owners, ids = np.repeat(np.arange(len(support), dtype=np.int64), support.counts), support.ids
+    if vocabulary is not None:
+        here = (ids >= vocabulary.start) & (ids < vocabulary.start + vocabulary.size)
+        owners, ids = owners[here], ids[here] - vocabulary.start
+    return torch.from_numpy(owners * z_nV.shape[1] + ids).to(z_nV.device)
 
 
 def _lowest(z: Tensor) -> float:

@@ -17,8 +17,8 @@ from ostinato.types import Microbatch, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """A Microbatch as tensors on the trainer's device; ``old`` and ``counts`` where they were computed ahead
-    of the first optimizer step."""
+    """A Microbatch as tensors on the trainer's device; ``old``, ``reference`` and ``counts`` where they were
+    computed ahead."""
 
     source: Microbatch
     tokens: Tensor  # [T] int64
@@ -33,6 +33,7 @@ class Inputs:
     carried: Tensor | None  # [T, moe_layers, top_k] int16, the sampler's experts
     routing: Tensor | None  # the same where they are replayed
     old: Tensor | None = None  # [R] fp32
+    reference: Tensor | None = None  # [R] fp32, of the base policy
     counts: Tensor | None = None  # [3, T], gate.row_counts
 
     @property
@@ -44,23 +45,30 @@ class Inputs:
 def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
     """The same sequences in the same order, no prompt shared, in passes of about half as many rows.
 
-    Hidden states of their ``rows`` follow each other as those of ``part`` do. For a forward pass only: what
-    belongs to targets is left as it is.
+    Their ``rows`` and targets follow each other as those of ``part`` do. For scores alone: they carry no
+    experts, and what a loss needs is left as it is.
     """
     spans = sequence_spans(part.source)
     lengths = spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2]
-    targets = np.split(part.source.rows, np.flatnonzero(np.diff(part.source.sample_idx)) + 1)
+    firsts = np.flatnonzero(np.diff(part.source.sample_idx)) + 1
+    targets, support = np.split(part.source.rows, firsts), part.source.support
+    edges = np.concatenate(([0], firsts, [len(part.source.rows)]))
     passes = (lengths.cumsum() - lengths) // max(1, len(part.tokens) // 2)
     for chosen in np.split(np.arange(len(spans)), np.flatnonzero(np.diff(passes)) + 1):
         bounds = np.concatenate(([0], lengths[chosen].cumsum())).tolist()
         taken = np.concatenate([np.r_[first:last, start:stop] for start, stop, first, last in spans[chosen]])
         rows = [offset + _place(targets[i], spans[i]) for i, offset in zip(chosen, bounds[:-1], strict=True)]
+        scored = slice(edges[chosen[0]], edges[chosen[-1] + 1])
         yield replace(
             part,
+            source=replace(part.source, support=None if support is None else support.take(np.r_[scored])),
             tokens=part.tokens[taken],
             positions=part.positions[taken],
             segments=tuple(Segment(start=start, stop=stop) for start, stop in pairwise(bounds)),
             rows=torch.from_numpy(np.concatenate(rows)).to(part.rows),
+            targets=part.targets[scored],
+            carried=None,
+            routing=None,
         )
 
 

@@ -1,8 +1,8 @@
 """Sampler against trainer on a whole batch, before anything is learned from it: a row of mismatch.jsonl.
 
 Three passes score the same tokens: native (the trainer chooses its experts), replay (it takes the
-sampler's), and floor (native again, packed otherwise: what shapes and the order of sums alone change). The
-trainer makes them with the forward that it trains with; here they become figures (``algo.mismatch``).
+sampler's), and floor (native again, packed otherwise: what shapes and the order of sums alone change). They
+are made with the forward that the trainer trains with, and become figures here (``algo.mismatch``).
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from ostinato.algo.mismatch import DIRECTION, arm, pearson, routers
 from ostinato.algo.routing import sequence_spans
-from ostinato.model.config import MoEConfig
 from ostinato.model.flops import Work
-from ostinato.model.moe import margins
-from ostinato.model.ops import Ops
 from ostinato.train.gate import coverage
+from ostinato.train.inputs import Inputs, otherwise_packed
+from ostinato.train.passes import How, Passes, Scores
 from ostinato.types import Microbatch
 
 
@@ -38,16 +38,34 @@ class Scored:
     margins: np.ndarray | None = None  # [T, L], see model.moe.margins
 
 
-def watching(ops: Ops, into: list[Tensor]) -> Ops:
-    """``ops`` whose ``route`` also appends the margin [T] of every MoE layer that is passed."""
+def scored(passes: Passes, parts: Sequence[Inputs], *, floor: bool, replay: bool) -> list[Scored]:
+    """Microbatches in up to three ways, by the very forward that training runs (see ``passes.How``)."""
+    free = [replace(part, routing=None) for part in parts]
+    native = passes.score(free, How(native=True, margins=True))
+    carrying = [replace(part, routing=part.carried) for part in parts if replay and part.carried is not None]
+    replayed = iter(passes.score(carrying, How()))
+    packed = [[*otherwise_packed(part)] if floor else [] for part in parts]
+    again = iter(passes.score([*chain(*packed)], How()))
+    found = []
+    for part, one, pieces in zip(parts, native, packed, strict=True):
+        taken = next(replayed) if replay and part.carried is not None else None
+        work = part.work if taken is None else part.work + part.work
+        found.append(
+            Scored(
+                source=part.source,
+                work=sum((piece.work for piece in pieces), work),
+                native=_logprobs([one]),
+                replay=None if taken is None else _logprobs([taken]),
+                floor=_logprobs([next(again) for _ in pieces]) if pieces else None,
+                chosen=None if one.native is None else one.native.cpu().numpy(),
+                margins=None if one.margins is None else one.margins.cpu().numpy(),
+            )
+        )
+    return found
 
-    def route(
-        logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        into.append(margins(logits.detach(), moe, bias))
-        return ops.route(logits, moe, bias, given)
 
-    return replace(ops, route=route)
+def _logprobs(scores: Sequence[Scores]) -> np.ndarray:
+    return torch.cat([one.logprobs for one in scores if one.logprobs is not None]).cpu().numpy()
 
 
 def mismatch_row(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, Any]:
@@ -117,4 +135,4 @@ def _routers(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, Any] 
     )
 
 
-__all__ = ["Scored", "mismatch_row", "watching"]
+__all__ = ["Scored", "mismatch_row", "scored"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -81,11 +81,19 @@ def lr_factor(settings: OptimizerSettings, step: int) -> float:
     )
 
 
-def build_optimizer(parameters: Iterable[Tensor], settings: OptimizerSettings) -> torch.optim.AdamW:
+def _is_vector(parameter: Tensor) -> bool:
+    return parameter.ndim < 2
+
+
+def build_optimizer(
+    parameters: Iterable[Tensor],
+    settings: OptimizerSettings,
+    is_vector: Callable[[Tensor], bool] = _is_vector,
+) -> torch.optim.AdamW:
     """AdamW over ``parameters``, matrices with decay and vectors without, in one fused kernel per group."""
     parameters = list(parameters)
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    matrices = [parameter for parameter in parameters if not is_vector(parameter)]
+    vectors = [parameter for parameter in parameters if is_vector(parameter)]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -139,6 +147,7 @@ def load_optimizer_tensors(
 
 
 __all__ = [
+    "MOMENTS",
     "OptimizerSettings",
     "Schedule",
     "build_optimizer",

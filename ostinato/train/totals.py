@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from ostinato.algo.offpolicy import Mismatch, mismatch_metrics
+from ostinato.model.config import MoEConfig
+from ostinato.parallel.load import expert_loads, imbalance, nominal_ranks
+from ostinato.parallel.placement import contiguous
 from ostinato.train.inputs import Inputs
+from ostinato.train.passes import Outcome
 from ostinato.types import Batch
 
 
@@ -26,6 +30,13 @@ class Totals:
     steps_taken: int = 0
     extra_flops: float = 0.0  # of forwards for old log-probabilities, the reference and the gate
     repeated_flops: float = 0.0  # of what went forward and backward again: that of its forward
+
+    def add(self, part: Inputs, outcome: Outcome) -> None:
+        self.loss.append(outcome.loss)
+        self.stats.append(outcome.stats)
+        self.mismatches.append(outcome.mismatch)
+        if part.counts is None and outcome.counts is not None:
+            self.unjudged.append((part, outcome.counts))
 
     def passes(self, forward: float) -> dict[str, float]:
         """What was run beside training's own pass, in units of the ``forward`` FLOPs of the batch:
@@ -69,4 +80,19 @@ def support(batch: Batch) -> dict[str, float]:
     }
 
 
-__all__ = ["Totals", "staleness", "support"]
+def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> dict[str, float]:
+    """How unevenly the experts that the batch carries would keep ranks busy (``parallel.load``), layer by
+    layer of every microbatch, since there they wait for each other; nothing where it carries none. ``owner``
+    [L, E]: the rank that keeps an expert; None: neighbours together, on ``nominal_ranks`` of them."""
+    carried = [one.experts for one in batch.microbatches if one.experts is not None]
+    if not carried:
+        return {}
+    loads = np.concatenate([expert_loads(one, moe.num_experts) for one in carried])
+    if not loads.any():  # the batch carries routes, and knows none
+        return {}
+    if owner is None:
+        owner = contiguous(len(moe.layers), moe.num_experts, nominal_ranks(moe.num_experts))
+    return imbalance(loads, np.tile(owner, (len(carried), 1)), int(owner.max()) + 1).metrics
+
+
+__all__ = ["Totals", "balance", "staleness", "support"]

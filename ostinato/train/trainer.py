@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ostinato.algo.algorithms import Algorithm, policy_loss
-from ostinato.algo.logprobs import Matmul, chunked_logprobs, linear_logprobs
+from ostinato.algo.logprobs import chunked_logprobs, linear_logprobs
 from ostinato.algo.mismatch import Decision, decide
 from ostinato.algo.offpolicy import importance_weights, mismatch
 from ostinato.algo.routing import THRESHOLD
@@ -46,20 +46,23 @@ from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
 from ostinato.model.peft_io import base_fingerprint
-from ostinato.train.gate import agreement, coverage, refusal, row_counts, unreplayable, without_routes
-from ostinato.train.inputs import Inputs, otherwise_packed
-from ostinato.train.measure import Scored, mismatch_row, watching
+from ostinato.train.gate import agreement, coverage, refusal, unreplayable, without_routes
+from ostinato.train.heads import head_products
+from ostinato.train.inputs import Inputs
+from ostinato.train.leaves import WholeLeaves, trained_parameters
+from ostinato.train.measure import mismatch_row, scored
 from ostinato.train.optimizer import (
+    MOMENTS,
     OptimizerSettings,
     build_optimizer,
     clip_gradients,
-    gradient_norm,
     load_optimizer_tensors,
     lr_factor,
     optimizer_tensors,
     set_lr,
 )
-from ostinato.train.totals import Totals, staleness, support
+from ostinato.train.passes import How, InTurn, Objective, Outcome, Ranks, Scores
+from ostinato.train.totals import Totals, balance, staleness, support
 from ostinato.types import Batch, Microbatch, StepReport
 
 
@@ -83,6 +86,10 @@ class PolicyTrainer:
     An optimizer step whose loss or gradient is not finite is refused: nothing is updated, the report names
     the samples of the microbatches at fault, ``on_refused`` gets each of these, and training goes on.
 
+    ``ranks``: of a model that lies on several (``train.sharded.sharded_trainer``); decoder and adapters are
+    then the first of the parts that this one has. All ranks make the same calls with the same batches at the
+    same time, decide the same and report the same; adapters and tensors are complete on the first.
+
     Raises ValueError for settings that cannot work together, before any work.
     """
 
@@ -101,6 +108,7 @@ class PolicyTrainer:
         max_refused: int = 3,
         on_refused: Callable[[Microbatch], None] | None = None,
         ops: Ops = TORCH_OPS,
+        ranks: Ranks | None = None,
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"rollout.temperature is {temperature}; training needs a positive temperature")
@@ -121,27 +129,51 @@ class PolicyTrainer:
         self._replaying = replay is True  # now; "auto" is decided before anything is trained
         self._recompute, self._ops = recompute, ops
         self._max_refused, self._on_refused = max_refused, on_refused
-        self._named = trained_parameters(decoder, adapters)
+        self._ranks = ranks or Ranks(
+            passes=InTurn(self._forward, self._logprobs, adapters, ops),
+            leaves=WholeLeaves(trained_parameters(decoder, adapters)),
+            fingerprint=lambda: base_fingerprint(decoder),
+        )
+        self._passes, self._leaves = self._ranks.passes, self._ranks.leaves
+        self._named = self._leaves.named
         for leaf in self._named.values():
             leaf.requires_grad_()  # adapters read from a file come without
-        self._optimizer = build_optimizer(self._named.values(), optimizer)
+        vectors = {id(leaf) for name, leaf in self._named.items() if len(self._leaves.shapes[name]) < 2}
+        self._optimizer = build_optimizer(self._named.values(), optimizer, lambda leaf: id(leaf) in vectors)
         self._steps = 0  # calls of step(): what the schedule reads
         self._refused_in_a_row = 0
         self._num_rows = 0
-        self.progress = 0.0  # passes over microbatches: grows while it works
         self._flops = FlopModel.of(decoder.config, adapters.spec if adapters else None)
         self._missing = ""  # what was said last of experts that a batch should have carried
 
+    @property
+    def progress(self) -> float:
+        """Passes over microbatches: grows while it works."""
+        return self._passes.progress
+
+    @torch.no_grad()
     def adapters(self) -> Adapters | None:
-        """A copy to publish, which later steps leave alone; None where the decoder itself is the policy."""
-        return None if self._adapters is None else self._adapters.detach_copy()
+        """A copy to publish, which later steps leave alone. None where all parameters are trained: the policy
+        is the decoder itself or, where that lies on several ranks, the mirror, brought up to date here."""
+        whole = self._leaves.whole({name: leaf.detach() for name, leaf in self._named.items()})
+        if self._adapters is not None:
+            names = dict.fromkeys(name.rpartition(".")[0] for name in whole)
+            pairs = {name: (whole[f"{name}.A"].clone(), whole[f"{name}.B"].clone()) for name in names}
+            # what came from other ranks came through host memory
+            return Adapters(self._adapters.spec, pairs, self._decoder.config).to(self._decoder.device)
+        if self._ranks.mirror is not None:
+            for name, parameter in self._ranks.mirror.named_parameters():
+                if name in whole:
+                    parameter.copy_(whole[name])
+        return None
 
     def step(self, batch: Batch) -> StepReport:
         """Train on ``batch``: an optimizer step for each of its minibatches.
 
         A minibatch's loss is scaled by their number, so the mean over minibatches is the loss of the batch.
         Metrics are means over trained tokens; ``num_rows`` counts all forward rows since the run began.
-        ``routing/*`` compares carried experts with the trainer's own; ``routing/coverage``: the share of
+        ``routing/*`` compares carried experts with the trainer's own, and says how uneven they are
+        (``train.totals.balance``); ``routing/coverage``: the share of
         forward rows that carry any. With a bypass algorithm the mismatch and the routing of a later minibatch
         include what the earlier ones changed. ``passes/*``: FLOPs beside training's own pass, in forwards of
         the batch (``Totals.passes``); ``passes/measure``: those of ``measure``.
@@ -161,7 +193,7 @@ class PolicyTrainer:
         minibatches = [[self._inputs(one) for one in minibatch] for minibatch in batch.minibatches]
         deals, inputs = len(minibatches), [*chain(*minibatches)]
         if self._algorithm.decoupled:  # the first minibatch is its own old policy: nothing has changed yet
-            minibatches[1:] = [[self._with_old(part) for part in minibatch] for minibatch in minibatches[1:]]
+            minibatches[1:] = [self._with_old(minibatch) for minibatch in minibatches[1:]]
         ahead = [(part, part.counts) for part in chain(*minibatches) if part.counts is not None]
         totals, norms, refused = Totals(unjudged=ahead), [], []
         totals.extra_flops = self._price(part for part in chain(*minibatches) if part.old is not None)
@@ -181,7 +213,7 @@ class PolicyTrainer:
             "refused_steps": float(len(refused)),
         }
         metrics |= {"passes/measure": row["passes"] if row else 0.0, **totals.passes(self._price(inputs))}
-        metrics |= self._routing(batch, totals)
+        metrics |= self._routing(batch, totals) | self._passes.metrics()
         report = self._report(metrics, [microbatch for at_fault in refused for microbatch in at_fault])
         return replace(report, mismatch=row, note=" ".join(filter(None, (missing, decided))))
 
@@ -196,19 +228,24 @@ class PolicyTrainer:
         parts = [self._inputs(microbatch) for microbatch in batch.microbatches]
         moe = self._decoder.config.moe
         usable = moe is not None and not unreplayable(batch.microbatches, moe)
-        scored = [self._scored(part, floor, replay=usable) for part in parts]
-        row = mismatch_row(scored, moe.layers if moe else ())
+        found = scored(self._passes, parts, floor=floor, replay=usable)
+        row = mismatch_row(found, moe.layers if moe else ())
         decision = self._decision(row["arms"], len(batch.minibatches))
         row |= {"replay": decision.on, "decision": decision.reason}
-        work = sum((one.work for one in scored), Work())
+        work = sum((one.work for one in found), Work())
         row["passes"] = self._flops.forward(work) / self._price(parts)
         return row | {"seconds": time.perf_counter() - started}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and optimizer moments by name, not copied: what a checkpoint holds."""
-        parameters = {f"parameters.{name}": tensor.detach() for name, tensor in self._named.items()}
-        moments = optimizer_tensors(self._optimizer, self._named)
-        return parameters | {f"optimizer.{name}": tensor for name, tensor in moments.items()}
+        """Parameters and optimizer moments by name, of the whole model: what a checkpoint holds. Not copied
+        where they are here; on other ranks than the one that drives the run, none."""
+        parameters = self._leaves.whole({name: leaf.detach() for name, leaf in self._named.items()})
+        found = {f"parameters.{name}": tensor for name, tensor in parameters.items()}
+        state = optimizer_tensors(self._optimizer, self._named)
+        for moment in MOMENTS:
+            own = {name: state[key] for name in self._named if (key := f"{name}.{moment}") in state}
+            found |= {f"optimizer.{name}.{moment}": one for name, one in self._leaves.whole(own).items()}
+        return found
 
     def counters(self) -> dict[str, int]:
         """The rest of a checkpoint of this trainer."""
@@ -221,22 +258,25 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
-        """Go back, bit for bit, to where `tensors` and `counters` were taken.
+        """Go back, bit for bit, to where `tensors` and `counters` were taken, by whichever ranks.
 
         Raises ValueError naming the first parameter that is missing, unknown or of another shape.
         """
-        saved = _under("parameters.", tensors)
-        for name in sorted(saved.keys() | self._named.keys()):
+        saved, shapes = _under("parameters.", tensors), self._leaves.shapes
+        for name in sorted(saved.keys() | shapes.keys()):
             have = tuple(saved[name].shape) if name in saved else "nothing"
-            want = tuple(self._named[name].shape) if name in self._named else "nothing"
+            want = shapes.get(name, "nothing")
             if have != want:
                 raise ValueError(
                     f"the checkpoint has {have} for parameter {name}, this run trains {want}; "
                     "resume with the recipe that it was made with"
                 )
+        moments, own = _under("optimizer.", tensors), {}
         for name, parameter in self._named.items():
-            parameter.copy_(saved[name])
-        load_optimizer_tensors(self._optimizer, self._named, _under("optimizer.", tensors))
+            parameter.copy_(self._leaves.own(name, saved[name]))
+            keys = {f"{name}.{moment}" for moment in MOMENTS} & moments.keys()
+            own |= {key: self._leaves.own(name, moments[key]) for key in keys}
+        load_optimizer_tensors(self._optimizer, self._named, own)
         self._steps, self._num_rows = counters["steps"], counters["num_rows"]
         self._refused_in_a_row = counters["refused_in_a_row"]
         if self._replay == "auto":  # decided in a step that measured, which may not come again soon
@@ -249,13 +289,13 @@ class PolicyTrainer:
         model = f"{config.model_type} in {self._decoder.dtype}, {shape}"
         if self._adapters is None:
             return {"model": model, "adapter": "none, all parameters are trained"}
-        return {"model": model, "base": base_fingerprint(self._decoder), "adapter": str(self._adapters.spec)}
+        return {"model": model, "base": self._ranks.fingerprint(), "adapter": str(self._adapters.spec)}
 
     def _inputs(self, microbatch: Microbatch) -> Inputs:
         def tensor(array: np.ndarray, dtype: type) -> Tensor:
             return torch.from_numpy(array.astype(dtype)).to(self._decoder.device)
 
-        experts = microbatch.experts if self._decoder.num_moe_layers else None
+        experts = microbatch.experts if self._decoder.config.moe else None
         carried = None if experts is None else tensor(experts, np.int16)
         return Inputs(
             source=microbatch,
@@ -276,21 +316,24 @@ class PolicyTrainer:
         """FLOPs of one forward of ``parts``."""
         return self._flops.forward(sum((part.work for part in parts), Work()))
 
-    def _with_old(self, part: Inputs) -> Inputs:
-        """With ``old``, from the very forward that training runs: without gradients a layer may multiply
-        in another order, and a ratio that should be 1 would be 1 within rounding. The same pass shows the
-        trainer's own experts before any weight has moved."""
-        hidden, native = self._forward(part, self._adapters, part.routing)
-        with torch.no_grad():  # detached: a head computes the slopes of hidden states that need a gradient
-            old = self._logprobs(hidden.detach(), part, want_entropy=False)[0]
-        return replace(part, old=old, counts=_counts(part, native))
+    def _with_old(self, parts: Sequence[Inputs]) -> list[Inputs]:
+        """With ``old``. The same passes show the trainer's own experts before any weight has moved."""
+        found = self._passes.score(parts, How())
+        return [
+            replace(part, old=one.logprobs, counts=one.counts) for part, one in zip(parts, found, strict=True)
+        ]
+
+    def _with_reference(self, parts: Sequence[Inputs]) -> list[Inputs]:
+        """With those of the base policy: the same model without adapters, choosing its own experts."""
+        free = [replace(part, routing=None, carried=None) for part in parts]
+        found = self._passes.score(free, How(adapted=False, as_trained=False))
+        return [replace(part, reference=one.logprobs) for part, one in zip(parts, found, strict=True)]
 
     def _forward(
         self, part: Inputs, adapters: Adapters | None, routing: Tensor | None, ops: Ops | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [R, D] of the rows that predict a target, and the experts that the model would choose
         for all rows, [T, moe_layers, top_k]."""
-        self.progress += 1
         hidden, native = self._decoder(
             part.tokens,
             part.positions,
@@ -318,46 +361,43 @@ class PolicyTrainer:
         options |= {"matmul_nt": matmul_nt, "matmul_nn": matmul_nn}
         return linear_logprobs(hidden, head, part.targets, **options)
 
-    def _backward(self, part: Inputs, num_samples: int, scale: int, totals: Totals) -> None:
-        """Add a microbatch's gradients and measurements to what is there; its graph is gone on return."""
+    def _objective(self, num_samples: int) -> Objective:
+        """The loss of a microbatch, and what it says of itself, as a function of its scores."""
         algorithm = self._algorithm
-        hidden, native = self._forward(part, self._adapters, part.routing)
-        if part.counts is None and (counts := _counts(part, native)) is not None:
-            totals.unjudged.append((part, counts))
-        logprobs, entropy = self._logprobs(hidden, part, want_entropy=True)
-        old = logprobs.detach() if part.old is None else part.old
-        weights = None
-        if algorithm.decoupled:
-            weights = importance_weights(
-                old - part.behaviour,
-                part.sample_idx,
-                num_samples,
-                algorithm.correction,
-                low=algorithm.correction_low,
-                high=algorithm.correction_high,
-            )
-        terms = policy_loss(
-            algorithm,
-            logprobs,
-            old if algorithm.decoupled else part.behaviour,
-            part.advantages,
-            part.weights,
-            part.sample_idx,
-            num_samples=num_samples,
-            correction=weights,
-            ref_logprobs=self._reference(part) if algorithm.needs_reference else None,
-            entropy=entropy if algorithm.needs_entropy else None,
-        )
-        (terms.total * scale).backward()
-        totals.loss.append(terms.total.detach())
-        totals.stats.append({"entropy": entropy.detach().sum(), **terms.stats})
-        totals.mismatches.append(mismatch(old, part.behaviour, correction=weights))
-        totals.extra_flops += self._flops.base(part.work) if algorithm.needs_reference else 0.0
 
-    @torch.no_grad()
-    def _reference(self, part: Inputs) -> Tensor:
-        """The base policy's log-probabilities: the same model without adapters, choosing its own experts."""
-        return self._logprobs(self._forward(part, None, None)[0], part, want_entropy=False)[0]
+        def objective(part: Inputs, scores: Scores) -> Outcome:
+            logprobs, entropy, weights = scores.logprobs, scores.entropy, None
+            assert logprobs is not None and entropy is not None
+            old = logprobs.detach() if part.old is None else part.old
+            if algorithm.decoupled:
+                weights = importance_weights(
+                    old - part.behaviour,
+                    part.sample_idx,
+                    num_samples,
+                    algorithm.correction,
+                    low=algorithm.correction_low,
+                    high=algorithm.correction_high,
+                )
+            terms = policy_loss(
+                algorithm,
+                logprobs,
+                old if algorithm.decoupled else part.behaviour,
+                part.advantages,
+                part.weights,
+                part.sample_idx,
+                num_samples=num_samples,
+                correction=weights,
+                ref_logprobs=part.reference,
+                entropy=entropy if algorithm.needs_entropy else None,
+            )
+            return Outcome(
+                loss=terms.total,
+                stats={"entropy": entropy.detach().sum(), **terms.stats},
+                mismatch=mismatch(old, part.behaviour, correction=weights),
+                counts=scores.counts,
+            )
+
+        return objective
 
     def _update(
         self, minibatch: Sequence[Inputs], num_samples: int, scale: int, totals: Totals
@@ -385,11 +425,15 @@ class PolicyTrainer:
     ) -> tuple[float, bool]:
         """Gradients of a minibatch from nothing: their norm, and whether they and the loss are finite."""
         self._optimizer.zero_grad()
-        before = len(totals.loss)
-        for part in minibatch:
-            self._backward(part, num_samples, scale, totals)
-        loss = torch.stack(totals.loss[before:]).sum()
-        norm, loss = torch.stack([gradient_norm(self._gradients()).double(), loss.double()]).tolist()
+        parts = minibatch
+        if self._algorithm.needs_reference:
+            parts = self._with_reference(minibatch)
+            totals.extra_flops += sum(self._flops.base(part.work) for part in minibatch)
+        outcomes = self._passes.train(parts, self._objective(num_samples), scale)
+        for part, outcome in zip(minibatch, outcomes, strict=True):
+            totals.add(part, outcome)
+        loss = torch.stack([outcome.loss for outcome in outcomes]).sum()
+        norm, loss = torch.stack([self._leaves.reduce().double(), loss.double()]).tolist()
         return norm, math.isfinite(norm) and math.isfinite(loss)
 
     def _gate(self, totals: Totals, deals: int) -> None:
@@ -410,12 +454,12 @@ class PolicyTrainer:
             return
         totals.extra_flops += sum(self._flops.forward(replace(part.work, logits=0)) for part, _ in fresh)
         # natively: below a layer that was misled, choices are not the model's own any more
-        with torch.no_grad():
-            natives = [self._forward(part, self._adapters, None)[1] for part, _ in fresh]
+        alone = [replace(part, routing=None) for part, _ in fresh]
+        natives = self._passes.score(alone, How(as_trained=False, logprobs=False, native=True))
         chosen = [
-            (part.source, native.cpu().numpy())
-            for (part, _), native in zip(fresh, natives, strict=True)
-            if native is not None
+            (part.source, one.native.cpu().numpy())
+            for (part, _), one in zip(fresh, natives, strict=True)
+            if one.native is not None
         ]
         found = refusal(seen, chosen, self._threshold, steps=(totals.steps_taken, deals))
         moved = totals.steps_taken or seen.ages[at_fault].min() > 0
@@ -430,6 +474,7 @@ class PolicyTrainer:
             return {}
         share, counted = coverage(batch.microbatches), [(one.source, counts) for one, counts in totals.judged]
         found = {"routing/coverage": share, "routing/replay": float(self._replaying and share > 0)}
+        found |= balance(batch, moe, self._ranks.owner)
         return found | agreement(counted, moe.top_k).metrics if counted else found
 
     def _replayable(self, batch: Batch) -> tuple[Batch, str]:
@@ -468,36 +513,6 @@ class PolicyTrainer:
         word = "on" if self._replaying else "off"
         return Decision(on=self._replaying, reason=f"replay is {word}, as trainer.replay says")
 
-    def _scored(self, part: Inputs, floor: bool, *, replay: bool) -> Scored:
-        """One microbatch in up to three ways. With gradients on, as in ``_with_old`` and for its reason."""
-
-        def logprobs(hidden: Tensor) -> np.ndarray:
-            with torch.no_grad():
-                return self._logprobs(hidden.detach(), part, want_entropy=False)[0].cpu().numpy()
-
-        gaps: list[Tensor] = []
-        hidden, chosen = self._forward(part, self._adapters, None, watching(self._ops, gaps))
-        native, replayed, again, work = logprobs(hidden), None, None, part.work
-        del hidden  # and with it all activations
-        if part.carried is not None and replay:
-            replayed = logprobs(self._forward(part, self._adapters, part.carried)[0])
-            work += part.work
-        if floor:
-            passes = [*otherwise_packed(part)]
-            work = sum((one.work for one in passes), work)
-            again = logprobs(
-                torch.cat([self._forward(one, self._adapters, None)[0].detach() for one in passes])
-            )
-        return Scored(
-            source=part.source,
-            work=work,
-            native=native,
-            replay=replayed,
-            floor=again,
-            chosen=None if chosen is None else chosen.cpu().numpy(),
-            margins=torch.stack(gaps, dim=1).cpu().numpy() if gaps else None,
-        )
-
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
 
@@ -519,52 +534,6 @@ class PolicyTrainer:
             f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}"
         )
         return StepReport(metrics=metrics, skipped=skipped, uids=uids)
-
-
-def trained_parameters(decoder: Decoder, adapters: Adapters | None) -> dict[str, Tensor]:
-    """The leaves that a trainer updates, by name. Raises ValueError where they are not what was asked for."""
-    if adapters is not None:
-        if any(parameter.requires_grad for parameter in decoder.parameters()):
-            raise ValueError(
-                "the decoder is trainable beside its adapters; call decoder.trainable(False) or pass none"
-            )
-        pairs = adapters.tensors.items()
-        return {f"{name}.{part}": leaf for name, pair in pairs for part, leaf in zip("AB", pair, strict=True)}
-    named: dict[str, Tensor] = {
-        name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad
-    }
-    if not named:
-        raise ValueError("nothing is trainable; pass adapters or call decoder.trainable(True)")
-    if decoder.dtype.itemsize < 4:
-        raise ValueError(
-            f"model.dtype is {decoder.dtype}, in which small updates of full-parameter training "
-            "round away; use float32 or train an adapter"
-        )
-    return named
-
-
-def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None, None]:
-    """The two products of `linear_logprobs` for a frozen head, the logits as ``Decoder.logits`` has them.
-
-    None twice means both in fp32, the weight widened once: what torch can do for an FP32 head over bf16
-    weights. Native products multiply in bf16 and sum in fp32, which is as exact and several times faster.
-    """
-    head = decoder.head_weight
-    if head.dtype.itemsize >= 4 or (decoder.fp32_head and ops.gemm is TORCH_OPS.gemm):
-        return None, None
-    out_dtype = torch.float32 if decoder.fp32_head else None
-
-    def logits(hidden_nD: Tensor, head_VD: Tensor) -> Tensor:
-        return ops.gemm.nt(hidden_nD, head_VD, None, out_dtype)
-
-    def slopes(logit_slopes_nV: Tensor, head_VD: Tensor) -> Tensor:
-        return ops.gemm.nn(logit_slopes_nV.to(head_VD.dtype), head_VD)
-
-    return logits, slopes
-
-
-def _counts(part: Inputs, native: Tensor | None) -> Tensor | None:
-    return None if native is None or part.carried is None else row_counts(native, part.carried)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

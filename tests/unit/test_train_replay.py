@@ -381,8 +381,9 @@ def test_every_pass_but_the_reference_takes_the_carried_experts() -> None:
     trainer = trainer_of(decoder, adapters)
     for microbatch, native in zip(forced.microbatches, plain.microbatches, strict=True):
         part, free = trainer._inputs(microbatch), trainer._inputs(native)
-        assert torch.equal(trainer._reference(part), trainer._reference(free))
-        old, natively = trainer._with_old(part).old, trainer._with_old(free).old
+        one, other = (made.reference for made in trainer._with_reference([part, free]))
+        assert one is not None and other is not None and torch.equal(one, other)
+        old, natively = (made.old for made in trainer._with_old([part, free]))
         assert old is not None and natively is not None and not torch.equal(old, natively)
         hidden, _ = trainer._forward(part, adapters, part.carried)
         assert torch.equal(old, trainer._logprobs(hidden, part, want_entropy=False)[0])

@@ -252,7 +252,7 @@ def test_old_logprobs_are_bitwise_those_of_the_training_forward(
         part = trainer._inputs(microbatch)
         hidden, _ = trainer._forward(part, trainer._adapters, part.routing)
         logprobs, _ = trainer._logprobs(hidden, part, want_entropy=True)
-        old = trainer._with_old(part).old
+        old = trainer._with_old([part])[0].old
         assert logprobs.requires_grad
         assert old is not None
         assert not old.requires_grad
@@ -300,7 +300,8 @@ def test_agreeing_sampler_has_no_mismatch() -> None:
     decoder = decoder_of(MOE)
     trainer = trainer_of(decoder)
     batch = batch_of(samples_of(decoder))
-    own = [trainer._with_old(trainer._inputs(microbatch)).old for microbatch in batch.microbatches]
+    parts = [trainer._inputs(microbatch) for microbatch in batch.microbatches]
+    own = [part.old for part in trainer._with_old(parts)]
     agreed = [
         replace(microbatch, logprobs=old.numpy())
         for microbatch, old in zip(batch.microbatches, own, strict=True)

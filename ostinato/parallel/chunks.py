@@ -1,0 +1,83 @@
+"""The decoder as the chunks of layers that a rank of a pipeline runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ostinato.model.attention import Attend
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.parallel.stages import Forward
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """A microbatch as every chunk of a rank takes it. ``routing``: to replay, of own rows and of all MoE
+    layers of the model, [own rows, L, K]; every chunk takes its layers."""
+
+    tokens: Tensor  # [T / c]
+    positions: Tensor  # [T / c]
+    attend: Attend
+    routing: Tensor | None = None
+
+
+def decoder_chunks(
+    decoders: Mapping[int, Decoder],
+    adapters: Adapters | None,
+    rows: Callable[[Part], Rows],
+    *,
+    ops: Ops = TORCH_OPS,
+    recompute: bool = False,
+) -> Forward[Part]:
+    """What ``stages.Stages`` runs. Its extras are the experts that a chunk chose itself, [own rows, L of the
+    chunk, K] int16, or None where it has no MoE layer.
+
+    ``decoders``: by chunk, those of this rank. ``adapters``: of all their layers. ``recompute``: keep one
+    activation per layer, where there are gradients. Routing is taken as checked (``moe.check_routing``).
+    """
+    own = {chunk: _of_layers(adapters, decoder.share.layers) for chunk, decoder in decoders.items()}
+
+    def forward(chunk: int, part: Part, x: Tensor | None, /) -> tuple[Tensor, Tensor | None]:
+        decoder, taken = decoders[chunk], rows(part)
+        return decoder(
+            taken.tokens,
+            taken.positions,
+            taken.attend,
+            adapters=own[chunk],
+            routing=_own_routing(decoder, taken.routing),
+            routing_checked=True,
+            ops=ops,
+            recompute=recompute and torch.is_grad_enabled(),
+            residual=x,
+        )
+
+    return forward
+
+
+def _of_layers(adapters: Adapters | None, layers: tuple[int, ...]) -> Adapters | None:
+    """The same leaves, of these layers alone: a pass would prepare the others for nothing."""
+    if adapters is None:
+        return None
+    held = adapters.tensors.items()
+    tensors = {name: pair for name, pair in held if int(name.split(".")[1]) in layers}
+    return Adapters(adapters.spec, tensors, adapters.config)
+
+
+def _own_routing(decoder: Decoder, routing: Tensor | None) -> Tensor | None:
+    """[own rows, L of the model, K] -> of the MoE layers of a chunk, which lie together."""
+    moe, layers = decoder.config.moe, decoder.share.layers
+    if routing is None or moe is None or not decoder.num_moe_layers:
+        return None
+    first = sum(n < layers[0] for n in moe.layers)
+    return routing[:, first : first + decoder.num_moe_layers]
+
+
+__all__ = ["Rows", "decoder_chunks"]

@@ -1,0 +1,276 @@
+"""How the ranks of one trainer meet, and how rank 0 tells the others what to do.
+
+    rank 0     call("step", batch) -> store: call/7 = {name, sizes};  group: the bytes, broadcast
+    others     awaited() waits on the store, while rank 0 gives signs of life (``watch``), then takes part
+
+Between two calls nobody is in a collective, so that hours between two steps run into no timeout; within a
+call every collective has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from ostinato.parallel.launch import LOOPBACK, Place
+from ostinato.parallel.watch import Member, RankLost, last_line
+
+MEET_S = 1800.0  # for rank 0 to be there, and for all to have loaded their part: a large model, cold
+DAY_S = 86400.0
+LOOK_S = 0.05
+ALIGNED = 64  # bytes
+PIECE = 1 << 28  # bytes of one broadcast
+STOP = "stop"
+ALL_BUILT = "built"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What rank 0 tells everybody at first. ``told``: the recipe, as text."""
+
+    backend: str  # of torch.distributed
+    timeout_s: float  # of a collective, and of a call that does not get on
+    silence_s: float  # without a sign of life
+    told: str
+
+
+def listen() -> TCPStore:
+    """A store of this process, on a free port of this host alone."""
+    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+
+
+def meet(place: Place, within_s: float = MEET_S) -> TCPStore:
+    """The store at which all ranks meet: kept by rank 0, or by torchrun's agent.
+
+    Raises RankLost when nobody keeps it within ``within_s``.
+    """
+    keeps = place.rank == 0 and not place.agent
+    bound = timedelta(seconds=within_s)
+    try:
+        return TCPStore(place.address, place.port, is_master=keeps, timeout=bound, wait_for_workers=False)
+    except (dist.DistError, RuntimeError) as error:
+        raise RankLost(
+            f"rank {place.rank} did not reach rank 0 at {place.address}:{place.port} within {within_s:g} s: "
+            f"{last_line(error)}"
+        ) from error
+
+
+class Control:
+    """One rank among the others. Making it initialises torch.distributed, on all ranks at once."""
+
+    def __init__(self, place: Place, store: Store, members: Sequence[Member], terms: Terms) -> None:
+        self.place, self.members, self.terms = place, members, terms
+        self.progress = 0  # pieces of arguments that have come or gone
+        self._store, self._calls = store, 0
+        bound = timedelta(seconds=terms.timeout_s)
+        group = PrefixStore("group", store)
+        dist.init_process_group(
+            terms.backend, store=group, rank=place.rank, world_size=place.world, timeout=bound
+        )
+        self._group: Any = dist.new_group(backend="gloo", timeout=bound)
+
+    # ---- rank 0
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Have the other ranks call ``name`` of what they serve; the caller does the same now."""
+        payload, sizes = packed(arguments)
+        self._tell({"name": name, "sizes": sizes})
+        self._broadcast(payload)
+
+    def stop(self) -> None:
+        self._tell({"name": STOP, "sizes": []})
+
+    def farewell(self, within_s: float) -> None:
+        """Keep the store until everybody has read the end, or for ``within_s``."""
+        keys = [f"bye/{rank}" for rank in range(1, self.place.world)]
+        with contextlib.suppress(dist.DistError):
+            self._store.wait(keys, timedelta(seconds=within_s))
+
+    def _tell(self, call: Mapping[str, Any]) -> None:
+        self._store.set(f"call/{self._calls}", json.dumps(call))
+        self._calls += 1
+
+    # ---- the others
+
+    def awaited(self) -> tuple[str, tuple[Any, ...]] | None:
+        """The next call and its arguments; None when it was the last. Waits without an end of its own: the
+        watch ends the process where rank 0 is lost."""
+        key = f"call/{self._calls}"
+        while not _there(self._store, [key], DAY_S):
+            pass
+        call = json.loads(self._store.get(key))
+        self._calls += 1
+        if call["name"] == STOP:
+            return None
+        return call["name"], unpacked(self._broadcast(_empty(call["sizes"])), call["sizes"])
+
+    def bye(self) -> None:
+        """Nothing more is asked of the store."""
+        self._store.set(f"bye/{self.place.rank}", "")
+
+    # ---- both
+
+    def built(self, gone: Callable[[], str] = str, within_s: float = MEET_S) -> None:
+        """Wait until all ranks have loaded their part: groups are made together, and within ``timeout_s``.
+        ``gone`` ends the wait of rank 0 by a sentence; the watch ends the other ranks.
+
+        Raises RankLost naming the ranks that have not loaded theirs after ``within_s``.
+        """
+        self._store.set(f"built/{self.place.rank}", "")
+        if self.place.rank == 0:
+            keys = [f"built/{rank}" for rank in range(self.place.world)]
+            late = "did not load their part of the model within"
+            _await_all(self._store, keys, within_s, gone, late, "is model.path on a slow disk?")
+            self._store.set(ALL_BUILT, "")
+            return
+        within_s += self.terms.timeout_s  # rank 0, which names who is late, may have come here later
+        if not _there(self._store, [ALL_BUILT], within_s):
+            raise RankLost(f"rank 0 did not say within {within_s:g} s that all ranks have loaded their part")
+
+    def _broadcast(self, payload: np.ndarray) -> np.ndarray:
+        """In place, [bytes] uint8."""
+        for start in range(0, len(payload), PIECE):
+            dist.broadcast(torch.from_numpy(payload[start : start + PIECE]), 0, group=self._group)
+            self.progress += 1
+        return payload
+
+
+def own_store(place: Place, store: TCPStore, within_s: float) -> Store:
+    """A further connection to ``store``, under the keys of this attempt."""
+    bound = timedelta(seconds=within_s)
+    other = TCPStore(store.host, store.port, is_master=False, timeout=bound, wait_for_workers=False)
+    return keyed(place, other)
+
+
+def keyed(place: Place, store: Store) -> Store:
+    return PrefixStore(f"ostinato/{place.attempt}", store)
+
+
+def arrive(
+    place: Place, store: Store, terms: Terms | None, ended: Callable[[], Mapping[int, str]] = dict
+) -> tuple[list[Member], Terms]:
+    """Wait until all ranks are there: (members, terms). Rank 0 has ``terms`` and tells them; ``ended`` says
+    which ranks have ended before they arrived, and how.
+
+    Raises RankLost naming the ranks that did not come in time.
+    """
+    me = Member(rank=place.rank, host=platform.node(), pid=os.getpid())
+    store.set(f"member/{place.rank}", json.dumps(asdict(me)))
+    keys = [f"member/{rank}" for rank in range(place.world)]
+    if terms is not None:
+
+        def gone() -> str:
+            told = [f"rank {rank} {how}" for rank, how in ended().items()]
+            return f"{'; '.join(told)}, before it had met rank 0" if told else ""
+
+        late = f"did not come to {place.address}:{place.port} within"
+        mend = "start as many ranks as the layout has, with one address for all"
+        _await_all(store, keys, terms.timeout_s, gone, late, mend)
+        store.set("terms", json.dumps(asdict(terms)))
+    else:
+        terms = _told(place, store)
+    return [Member(**json.loads(store.get(key))) for key in keys], terms
+
+
+def _told(place: Place, store: Store) -> Terms:
+    """The terms, once rank 0 has them."""
+    try:
+        if _there(store, ["terms"], MEET_S):
+            return Terms(**json.loads(store.get("terms")))
+        why = f"within {MEET_S:g} s"
+    except dist.DistError as error:
+        why = last_line(error)
+    raise RankLost(
+        f"rank 0 at {place.address}:{place.port} did not begin, as rank {place.rank} saw it: {why}"
+    )
+
+
+def _await_all(
+    store: Store, keys: Sequence[str], within_s: float, gone: Callable[[], str], late: str, mend: str
+) -> None:
+    """Until every rank has set its key. Raises RankLost by the sentence of ``gone``, as soon as it has one,
+    and, after ``within_s``, naming those who are ``late``."""
+    started = time.monotonic()
+    while not store.check(list(keys)):
+        time.sleep(LOOK_S)  # a wait with a bound would be a warning of torch each time
+        if why := gone():
+            raise RankLost(why)
+        if time.monotonic() - started <= within_s:
+            continue
+        if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            raise RankLost(f"{who} of {len(keys)} {late} {within_s:g} s; {mend}")
+
+
+def _there(store: Store, keys: list[str], within_s: float) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=within_s))
+    except dist.DistStoreError:  # in vain
+        return False
+    return True
+
+
+# ---- values as bytes
+
+
+def packed(value: Any) -> tuple[np.ndarray, list[int]]:
+    """([bytes] uint8, size of each part): a pickle and the arrays and tensors beside it, each aligned."""
+    beside: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=beside.append).dump(value)
+    parts = [stream.getbuffer(), *(buffer.raw() for buffer in beside)]
+    sizes = [part.nbytes for part in parts]
+    payload = _empty(sizes)
+    for part, (start, stop) in zip(parts, _places(sizes), strict=True):
+        payload[start:stop] = np.frombuffer(part, np.uint8)
+    return payload, sizes
+
+
+def unpacked(payload: np.ndarray, sizes: Sequence[int]) -> Any:
+    """What was ``packed``; arrays and tensors are views of ``payload``, and writable."""
+    head, *beside = (payload[start:stop].data for start, stop in _places(sizes))
+    return pickle.loads(head, buffers=beside)
+
+
+def _empty(sizes: Sequence[int]) -> np.ndarray:
+    return np.empty(_places(sizes)[-1][1] if sizes else 0, np.uint8)
+
+
+def _places(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, stop) of each part."""
+    places, start = [], 0
+    for size in sizes:
+        places.append((start, start + size))
+        start += -(-size // ALIGNED) * ALIGNED
+    return places
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as arrays of bytes, which go beside the pickle."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (raw, value.dtype, tuple(value.shape))
+
+
+def _tensor(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
+
+
+__all__ = ["MEET_S", "Control", "Terms", "arrive", "keyed", "listen", "meet", "own_store"]

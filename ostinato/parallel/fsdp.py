@@ -1,0 +1,101 @@
+"""Fully sharded weights: a layer's matrices lie in pieces on data ranks, and are whole while it runs.
+
+What FSDP (arXiv 2304.11277) and ZeRO-3 (arXiv 1910.02054 section 5.3) do, for a decoder whose layers are
+plain slots: ``Pieces`` is ``Ops.gather``. Under checkpointing a layer is gathered when it runs and once more
+when its backward does, and is freed in between; gradients of trained pieces come back summed and cut. Norms
+and biases stay whole, and routed experts too: they are cut by ``e``.
+
+torch's ``fully_shard`` hangs on the hooks of ``nn.Module.__call__``, and this decoder's layers are not called
+as modules (``weights.Block``): hence a function of a block, under the same law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ostinato.model.decoder import Decoder
+from ostinato.model.weights import Block
+from ostinato.parallel.links import Links
+
+
+class Pieces:
+    """Cuts the matrices of decoders over axis "f" where they lie, and makes blocks whole."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._shapes: dict[int, torch.Size] = {}  # of the whole, by id of the piece
+
+    def take(self, decoder: Decoder) -> None:
+        """Keep this rank's pieces of a decoder's matrices only, as parameters of the same names."""
+        parts, place = self._links.size("f"), self._links.place("f")
+        names = {id(parameter): name for name, parameter in decoder.named_parameters()}
+        for block in decoder.blocks:
+            for holder, field, matrix in _matrices(block):
+                padded = F.pad(matrix.detach().flatten(), (0, -matrix.numel() % parts))
+                own = padded.view(parts, -1)[place].clone()
+                piece = nn.Parameter(own, requires_grad=matrix.requires_grad)
+                self._shapes[id(piece)] = matrix.shape
+                path, _, leaf = names[id(matrix)].rpartition(".")
+                decoder.get_submodule(path)._parameters[leaf] = piece
+                setattr(holder, field, piece)
+
+    def __call__(self, block: Block) -> Block:
+        """The block with whole matrices, from one gather of all its pieces."""
+        found = [*_matrices(block, self._shapes)]
+        if not found:
+            return block
+        flat = torch.cat([piece for _, _, piece in found])
+        by_rank = self._links.all_gather(flat, "f").view(self._links.size("f"), -1)
+        whole: dict[int, Tensor] = {}
+        columns = by_rank.split([len(piece) for _, _, piece in found], dim=1)
+        for (_, _, piece), column in zip(found, columns, strict=True):
+            shape = self._shapes[id(piece)]
+            whole[id(piece)] = column.reshape(-1)[: shape.numel()].view(shape)
+        return _rebuilt(block, whole)
+
+    def shape(self, piece: Tensor) -> torch.Size | None:
+        """Of the matrix that a parameter is a piece of; None where it is whole."""
+        return self._shapes.get(id(piece))
+
+    def joined(self, piece: Tensor, values: Tensor) -> Tensor:
+        """``values`` of one piece (its optimizer moments, itself) joined over the ranks, [whole shape]."""
+        shape = self._shapes[id(piece)]
+        return self._links.gathered(values, "f")[: shape.numel()].view(shape)
+
+    def own(self, piece: Tensor, whole: Tensor) -> Tensor:
+        """The inverse of ``joined``: this rank's piece of ``whole``."""
+        parts = self._links.size("f")
+        padded = F.pad(whole.flatten(), (0, -whole.numel() % parts))
+        return padded.view(parts, -1)[self._links.place("f")].clone()
+
+
+def _matrices(
+    block: Any, pieces: dict[int, torch.Size] | None = None
+) -> Iterator[tuple[Any, str, nn.Parameter]]:
+    """(what holds it, its field, the matrix) of a block's matrices; with ``pieces`` of those that are cut."""
+    for field in fields(block):
+        value = getattr(block, field.name)
+        if is_dataclass(value):
+            yield from _matrices(value, pieces)
+        elif isinstance(value, nn.Parameter) and (value.ndim == 2 if pieces is None else id(value) in pieces):
+            yield block, field.name, value
+
+
+def _rebuilt(holder: Any, whole: dict[int, Tensor]) -> Any:
+    changed = {}
+    for field in fields(holder):
+        value = getattr(holder, field.name)
+        if is_dataclass(value):
+            changed[field.name] = _rebuilt(value, whole)
+        elif id(value) in whole:
+            changed[field.name] = whole[id(value)]
+    return replace(holder, **changed)
+
+
+__all__ = ["Pieces"]

@@ -1,0 +1,201 @@
+"""Which rank a process is, and the ranks that rank 0 starts beside itself on one host.
+
+torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) is honoured where it is there:
+then somebody else has started all ranks. Otherwise ``Ranks`` starts them.
+
+No torch here: who follows is known before it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOOPBACK = "127.0.0.1"
+CLOSE_S = 10.0  # for ranks that were told to end
+SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+LAST_LINES = 3  # of a rank that has died, in an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank of ``world``, ``local_rank`` of ``local_world`` on its host, and where they meet."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    address: str
+    port: int
+    agent: bool = False  # somebody else keeps the store at this address: torchrun's agent
+    attempt: int = 0  # of that agent: keys of an earlier one may still be there
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Place | None:
+        """What torchrun says; None where the process was not started as one of several.
+
+        Raises ValueError naming the variable that is no number or out of range.
+        """
+        if not all(environ.get(name) for name in NEEDED):
+            return None
+        world = _number(environ, "WORLD_SIZE", 1, None)
+        if world == 1:
+            return None
+        local_world = _number(environ, "LOCAL_WORLD_SIZE", 1, world) if "LOCAL_WORLD_SIZE" in environ else 1
+        return cls(
+            rank=_number(environ, "RANK", 0, world - 1),
+            world=world,
+            local_rank=_number(environ, "LOCAL_RANK", 0, world - 1) if "LOCAL_RANK" in environ else 0,
+            local_world=local_world,
+            address=environ["MASTER_ADDR"],
+            port=_number(environ, "MASTER_PORT", 1, 65535),
+            agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        )
+
+    def environment(self) -> dict[str, str]:
+        """``of`` backwards."""
+        values = (self.rank, self.world, self.local_rank, self.local_world, self.address, self.port)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        return {name: str(value) for name, value in zip(names, values, strict=True)}
+
+
+def local_place(world: int, port: int, rank: int = 0) -> Place:
+    """A rank of ``world`` on this host alone."""
+    return Place(rank=rank, world=world, local_rank=rank, local_world=world, address=LOOPBACK, port=port)
+
+
+def _number(environ: Mapping[str, str], name: str, least: int, most: int | None) -> int:
+    text = environ[name]
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        bound = f"from {least} to {most}" if most is not None else f"of {least} or more"
+        raise ValueError(f"{name} is {text!r}, no whole number {bound}; start the ranks with torchrun")
+    return int(text)
+
+
+class Ranks:
+    """Ranks 1 to ``world`` - 1 of this host, children of this process, which is rank 0.
+
+    A child holds the reading end of a pipe, its stdin, whose other end only this process has: however this
+    process ends, the child sees it (``end_with_parent``). What a child says goes to ``folder``/rank-N.log.
+    """
+
+    def __init__(self, children: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> None:
+        self._children, self._folder = children, folder
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls, world: int, port: int, folder: Path, command: Sequence[str] = (), threads: int | None = None
+    ) -> Iterator[Ranks]:
+        """Start ``command`` (this program, as a follower) for each rank but 0; at the end of the context all
+        have ended. ``threads`` of each; None: the cores, shared."""
+        folder.mkdir(parents=True, exist_ok=True)
+        command = command or [sys.executable, "-m", "ostinato", "rank"]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        told = {"OMP_NUM_THREADS": str(threads or max(1, cores // world)), "GLOO_SOCKET_IFNAME": loopback()}
+        children: dict[int, subprocess.Popen[bytes]] = {}
+        ranks = cls(children, folder)
+        try:
+            for rank in range(1, world):
+                environment = dict(os.environ) | told | local_place(world, port, rank).environment()
+                with (folder / f"rank-{rank}.log").open("wb") as log:
+                    children[rank] = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment
+                    )
+            yield ranks
+        finally:
+            ranks.close()
+
+    def ended(self) -> dict[int, str]:
+        """How each rank that is not there any more has ended, in words."""
+        codes = {rank: child.poll() for rank, child in self._children.items()}
+        return {rank: self._told(rank, code) for rank, code in codes.items() if code is not None}
+
+    def _told(self, rank: int, code: int) -> str:
+        word = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        path = self._folder / f"rank-{rank}.log"
+        said = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        last = f"; its last words, in {path}: {' | '.join(said[-LAST_LINES:])}" if said else ""
+        return f"ended with {word}{last}"
+
+    def close(self, within_s: float = CLOSE_S) -> None:
+        """Wait for those who were told to end, and end the others."""
+        deadline = time.monotonic() + within_s
+        for child in self._children.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+        for child in self._children.values():
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+            if child.stdin is not None:
+                with contextlib.suppress(OSError):
+                    child.stdin.close()
+
+
+def end_with_parent(leave: Callable[[str], None]) -> None:
+    """In a child of ``Ranks``: call ``leave`` with a sentence when the parent has ended, however it did."""
+
+    def wait() -> None:
+        while os.read(0, 1 << 10):
+            pass
+        leave("rank 0 has ended")
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def loopback() -> str:
+    """The interface of this host alone, for GLOO_SOCKET_IFNAME: gloo would ask a resolver otherwise."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def choose_interface(place: Place, environ: MutableMapping[str, str]) -> None:
+    """Have gloo use the network that leads to the others, unless the user has named one. It would take what
+    the name of this host resolves to, often an address that no other host reaches."""
+    if "GLOO_SOCKET_IFNAME" not in environ:
+        local = place.address in (LOOPBACK, "localhost")
+        if found := loopback() if local else interface_towards(place.address):
+            environ["GLOO_SOCKET_IFNAME"] = found
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface by which this host reaches ``address``; None where that cannot be told."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl  # not on every system
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # a datagram socket sends nothing for it
+            mine = socket.inet_aton(probe.getsockname()[0])
+        except OSError:
+            return None
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = name.encode()[:15].ljust(256, b"\0")
+                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                if found[20:24] == mine:
+                    return name
+    return None
+
+
+__all__ = [
+    "Place",
+    "Ranks",
+    "choose_interface",
+    "end_with_parent",
+    "interface_towards",
+    "local_place",
+    "loopback",
+]

@@ -1,0 +1,189 @@
+"""What the ranks of a layout train: gradients made complete, and the whole of it for those who ask.
+
+A leaf that several ranks keep has a part of its gradient on each of them, since every row is somebody's own
+(``parallel.rows``). Over which ranks it is summed follows from what it is:
+
+    dense, whole on every tensor rank (norms, routers, the factors that see the hidden state)   the stage
+    dense, cut by tensor ranks                                                                  d and c
+    the part of experts                                                  replicas of these experts; with x
+                                                                         and not cut by it, t as well
+    in pieces over f, summed over f where it was gathered            d / f and c; whole over t: t as well
+    an embedding that is the head too, on the first stage and the last                     these two as well
+
+Sums are made once per optimizer step, leaves of one kind in buckets. The norm counts every element once, in
+fp64, so all ranks clip alike and take the same step; replicas stay the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ostinato.model.config import ModelConfig
+from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
+from ostinato.parallel.fsdp import Pieces
+from ostinato.parallel.layout import Layout
+from ostinato.parallel.links import Links
+from ostinato.parallel.mesh import Mesh
+from ostinato.parallel.pieces import cut, put
+from ostinato.parallel.seats import Seat, keeps, seats
+from ostinato.parallel.shares import Placement, shares_of
+
+BUCKET_BYTES = 64 << 20  # of gradients that are summed in one call
+
+
+def summed_over(
+    name: str, shape: Sequence[int], share: Share, layout: Layout, *, in_pieces: bool = False
+) -> tuple[str, ...]:
+    """The axes over which the gradient of a leaf is summed, one after the other. ``shape``: of the whole."""
+    whole_over_t = not is_cut(share, name, shape)
+    if is_expert(name, shape):
+        return ("r", "t") if layout.expert_tensor > 1 and whole_over_t else ("r",)
+    if in_pieces:
+        return ("dcf", "t") if whole_over_t else ("dcf",)
+    return ("s",) if whole_over_t else ("dc",)
+
+
+class ShardedLeaves:
+    """``train.leaves.Leaves`` of one rank. ``named``: its leaves; ``shapes``: of all leaves of the whole
+    model, in one order everywhere; ``pieces``: of weights that lie in pieces over f."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        links: Links,
+        config: ModelConfig,
+        named: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        pieces: Pieces | None = None,
+        placement: Placement | None = None,
+    ) -> None:
+        self.named, self.shapes = named, shapes
+        self._mesh, self._links, self._pieces, self._config = mesh, links, pieces, config
+        world = range(mesh.layout.world)
+        self._shares = [shares_of(mesh.layout, config, rank, placement) for rank in world]
+        own = self._shares[mesh.rank][0]
+        self._axes = {
+            name: summed_over(name, shapes[name], own, mesh.layout, in_pieces=self._in_pieces(leaf))
+            for name, leaf in named.items()
+        }
+
+    def reduce(self) -> Tensor:
+        """See ``train.leaves.Leaves``. A leaf that no row of this rank has touched counts as zero."""
+        for leaf in self.named.values():
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+        for axes in sorted(set(self._axes.values())):
+            gradients = [_gradient(leaf) for name, leaf in self.named.items() if self._axes[name] == axes]
+            for bucket in _buckets(gradients):
+                self._sum(bucket, axes)
+        self._sum_tied()
+        squares = [
+            torch.linalg.vector_norm(_gradient(leaf), dtype=torch.float64).square()
+            for name, leaf in self.named.items()
+            if self._counts(name)
+        ]
+        device = self._mesh.device
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+        return self._links.sum_(total.reshape(1), "all").sqrt()[0]
+
+    def whole(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the first rank, complete and on the CPU; a tensor at a time, each part sent by one rank. ``own``
+        has all leaves here, or none of them on any rank; scalars are alike everywhere, and not sent."""
+        found: dict[str, Tensor] = {}
+        if not own:
+            return found
+        some = next(iter(own.values()))
+        if not some.ndim:
+            return {name: some.cpu().clone() for name in self.shapes} if self._mesh.rank == 0 else found
+        for name, shape in self.shapes.items():
+            mine = own.get(name)
+            if mine is not None and self._in_pieces(self.named[name]):
+                assert self._pieces is not None
+                mine = self._pieces.joined(self.named[name], mine)
+            whole = torch.empty(shape, dtype=some.dtype) if self._mesh.rank == 0 else None
+            for seat in seats(self._config, self._shares, name, shape):
+                self._bring(seat, mine, whole, some.dtype)
+            if whole is not None:
+                found[name] = whole
+        return found
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        if not whole.ndim:
+            return whole
+        share = next(share for share in self._shares[self._mesh.rank] if keeps(self._config, share, name))
+        part = cut(whole, placed(self._config, share, name, whole.shape))
+        leaf = self.named[name]
+        if not self._in_pieces(leaf):
+            return part
+        assert self._pieces is not None
+        return self._pieces.own(leaf, part)
+
+    def _in_pieces(self, leaf: Tensor) -> bool:
+        return self._pieces is not None and self._pieces.shape(leaf) is not None
+
+    def _sum(self, gradients: Sequence[Tensor], axes: Sequence[str]) -> None:
+        if all(self._mesh.size(axis) == 1 for axis in axes):
+            return
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        for axis in axes:
+            self._links.sum_(flat, axis)
+        for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+    def _sum_tied(self) -> None:
+        """An embedding that is the head too: the last stage's gradient to the first, and the sum back."""
+        leaf, stages = self.named.get("embed"), self._mesh.layout.pipeline
+        if leaf is None or stages == 1 or not self._config.tie_embeddings:
+            return
+        gradient, stage = _gradient(leaf), self._mesh.coords.pipeline
+        shape, dtype = gradient.shape, gradient.dtype
+        if stage == 0:
+            gradient += self._links.receive(shape, dtype, "p", stages - 1).wait()
+            self._links.send(gradient, "p", stages - 1).wait()
+        else:
+            self._links.send(gradient, "p", 0).wait()
+            gradient.copy_(self._links.receive(shape, dtype, "p", 0).wait())
+
+    def _counts(self, name: str) -> bool:
+        """Is this the rank at which the elements of a leaf count in the norm?"""
+        if name == "embed" and self._mesh.coords.pipeline > 0:
+            return False  # it is the head, and tied to that of the first stage
+        return all(self._mesh.place(axis) == 0 for axis in self._axes[name])
+
+    def _bring(self, seat: Seat, mine: Tensor | None, whole: Tensor | None, dtype: torch.dtype) -> None:
+        """One part to the first rank, into its place."""
+        if self._mesh.rank == seat.rank:
+            assert mine is not None
+            if whole is None:
+                self._links.send(mine, "all", 0).wait()
+            else:
+                put(whole, seat.spans, mine.cpu())
+        elif whole is not None:
+            shape = [size_of([spans]) for spans in seat.spans]
+            put(whole, seat.spans, self._links.receive(shape, dtype, "all", seat.rank).wait().cpu())
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of tensors of about BUCKET_BYTES together, at least one in each."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and size + gradient.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+__all__ = ["ShardedLeaves", "summed_over"]

@@ -1,0 +1,277 @@
+"""Everything that ranks say to each other while they compute, counted: calls, bytes, seconds.
+
+A collective here is a plain function of tensors, differentiable where a backward pass goes through it.
+Bytes are what one rank sends: of a ring for gathers and reductions of a whole of B bytes over n ranks,
+B (n - 1) / n (twice that for an all-reduce); for all-to-all and point to point what goes to others.
+
+Axes are those of ``layout.Layout.group``. On an axis of one rank nothing is called and nothing counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# torch 2.13 has new names for these, and warns of the old ones
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Groups(Protocol):
+    """Who is on an axis: ``mesh.Mesh``."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        ...
+
+    def group(self, axis: str) -> Any:
+        """The process group of this rank's axis; None where it is alone on it."""
+        ...
+
+    def size(self, axis: str) -> int: ...
+
+    def place(self, axis: str) -> int:
+        """Where this rank stands on its axis."""
+        ...
+
+    def peer(self, axis: str, place: int) -> int:
+        """The global rank at a place of this rank's axis."""
+        ...
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What has been said so far, by (operation, axis)."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # waiting for the others included
+    seconds: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    ended: int = 0  # collectives and transfers since the rank began: grows while bytes flow
+
+    def taken(self) -> Traffic:
+        """What there is, and start anew."""
+        found = Traffic(self.calls, self.bytes, self.seconds)
+        self.calls, self.bytes, self.seconds = Counter(), Counter(), defaultdict(float)
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """comm/bytes/<operation>/<axis> (sent by this rank) and comm/seconds/..., for metrics.jsonl."""
+        named = (("calls", self.calls), ("bytes", self.bytes), ("seconds", self.seconds))
+        return {
+            f"comm/{what}/{op}/{axis}": float(n) for what, held in named for (op, axis), n in held.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A tensor on its way."""
+
+    tensor: Tensor
+    work: Any
+    traffic: Traffic
+    axis: str
+
+    def wait(self) -> Tensor:
+        """Until it has gone, or come."""
+        started = time.perf_counter()
+        self.work.wait()
+        self.traffic.seconds["send_recv", self.axis] += time.perf_counter() - started
+        self.traffic.ended += 1
+        return self.tensor
+
+
+class Links:
+    """The collectives of one rank, over the groups of its mesh."""
+
+    def __init__(self, mesh: Groups) -> None:
+        self._mesh = mesh
+        self.traffic = Traffic()
+
+    def size(self, axis: str) -> int:
+        return self._mesh.size(axis)
+
+    def place(self, axis: str) -> int:
+        return self._mesh.place(axis)
+
+    @property
+    def progress(self) -> int:
+        """Collectives and transfers that have ended: a sign that a long exchange gets on."""
+        return self.traffic.ended
+
+    # ---- rows (dimension 0), differentiable
+
+    def all_gather(self, x: Tensor, axis: str) -> Tensor:
+        """[n, ...] of each rank -> [size n, ...], in their order. Backward sums and scatters."""
+        return x if self.size(axis) == 1 else _Gather.apply(x, self, axis)  # type: ignore[return-value]
+
+    def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
+        """[size n, ...] of each rank -> this rank's [n, ...] of their sum. Backward gathers."""
+        return x if self.size(axis) == 1 else _Scatter.apply(x, self, axis)  # type: ignore[return-value]
+
+    def all_reduce(self, x: Tensor, axis: str) -> Tensor:
+        """The sum over an axis, on all of its ranks, each of which goes on alike: the backward is the
+        identity (Megatron's g, arXiv 1909.08053 section 3)."""
+        return x if self.size(axis) == 1 else _Sum.apply(x, self, axis)  # type: ignore[return-value]
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
+        """Rows to and from every rank, in their order: x [sum(sent), ...] -> [sum(received), ...]. Backward
+        goes the other way."""
+        if self.size(axis) == 1:
+            return x
+        return _Exchange.apply(x, self, tuple(sent), tuple(received), axis)  # type: ignore[return-value]
+
+    # ---- values, not differentiable
+
+    def gathered(self, x: Tensor, axis: str) -> Tensor:
+        """``all_gather`` of values."""
+        n = self.size(axis)
+        if n == 1:
+            return x
+        x = x.contiguous()
+        out = x.new_empty(n * x.shape[0], *x.shape[1:])
+        whole = out.nbytes
+        self._run("all_gather", axis, whole * (n - 1) // n, lambda g: _all_gather(out, x, group=g))
+        return out
+
+    def scattered(self, x: Tensor, axis: str) -> Tensor:
+        """``reduce_scatter`` of values."""
+        n = self.size(axis)
+        if n == 1:
+            return x
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0] // n, *x.shape[1:])
+        self._run(
+            "reduce_scatter",
+            axis,
+            x.nbytes * (n - 1) // n,
+            lambda g: _reduce_scatter(out, x, group=g),
+        )
+        return out
+
+    def sum_(self, x: Tensor, axis: str) -> Tensor:
+        """Sum over an axis, in place."""
+        return self._reduce(x, axis, dist.ReduceOp.SUM)
+
+    def max_(self, x: Tensor, axis: str) -> Tensor:
+        """Largest over an axis, in place."""
+        return self._reduce(x, axis, dist.ReduceOp.MAX)
+
+    def exchanged(self, x: Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
+        """``all_to_all`` of values."""
+        if self.size(axis) == 1:
+            return x
+        x = x.contiguous()
+        out = x.new_empty(sum(received), *x.shape[1:])
+        row = x[:1].nbytes if len(x) else 0
+        own = sent[self.place(axis)]
+        self._run(
+            "all_to_all",
+            axis,
+            (sum(sent) - own) * row,
+            lambda g: dist.all_to_all_single(out, x, list(received), list(sent), group=g),
+        )
+        return out
+
+    def send(self, x: Tensor, axis: str, to: int) -> Pending:
+        """To the rank at a place of an axis; does not wait. x must stay as it is until what is pending is."""
+        x = x.contiguous()
+        self.traffic.calls["send_recv", axis] += 1
+        self.traffic.bytes["send_recv", axis] += x.nbytes
+        work = dist.isend(x, self._mesh.peer(axis, to), group=self._mesh.group(axis))
+        return Pending(x, work, self.traffic, axis)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, axis: str, source: int) -> Pending:
+        """From the rank at a place of an axis; does not wait."""
+        x = torch.empty(*shape, dtype=dtype, device=self._mesh.device)
+        work = dist.irecv(x, self._mesh.peer(axis, source), group=self._mesh.group(axis))
+        return Pending(x, work, self.traffic, axis)
+
+    def collected(self, x: Tensor, axis: str, to: int) -> Tensor | None:
+        """[n, ...] of each rank -> [size, n, ...] on the rank at place ``to``, None on the others."""
+        n = self.size(axis)
+        if n == 1:
+            return x.unsqueeze(0)
+        x, here = x.contiguous(), self.place(axis) == to
+        out = x.new_empty(n, *x.shape) if here else None
+        parts = None if out is None else list(out.unbind())
+        sent = 0 if here else x.nbytes
+        self._run("gather", axis, sent, lambda g: dist.gather(x, parts, group=g, group_dst=to))
+        return out
+
+    def _reduce(self, x: Tensor, axis: str, op: Any) -> Tensor:
+        n = self.size(axis)
+        if n > 1:
+            size = 2 * x.nbytes * (n - 1) // n
+            self._run("all_reduce", axis, size, lambda g: dist.all_reduce(x, op, group=g))
+        return x
+
+    def _run(self, operation: str, axis: str, sent: int, call: Callable[[Any], Any]) -> None:
+        started = time.perf_counter()
+        call(self._mesh.group(axis))
+        key = (operation, axis)
+        self.traffic.calls[key] += 1
+        self.traffic.bytes[key] += sent
+        self.traffic.seconds[key] += time.perf_counter() - started
+        self.traffic.ended += 1
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, links: Links, axis: str) -> Tensor:
+        ctx.links, ctx.axis = links, axis
+        return links.gathered(x, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.links.scattered(grad, ctx.axis), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, links: Links, axis: str) -> Tensor:
+        ctx.links, ctx.axis = links, axis
+        return links.scattered(x, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.links.gathered(grad, ctx.axis), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, links: Links, axis: str) -> Tensor:
+        return links.sum_(x.clone(memory_format=torch.contiguous_format), axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, links: Links, sent: tuple[int, ...], received: tuple[int, ...], axis: str
+    ) -> Tensor:
+        ctx.links, ctx.sent, ctx.received, ctx.axis = links, sent, received, axis
+        return links.exchanged(x, sent, received, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.links.exchanged(grad, ctx.received, ctx.sent, ctx.axis), None, None, None, None
+
+
+__all__ = ["Groups", "Links", "Pending", "Traffic"]

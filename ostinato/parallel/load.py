@@ -1,0 +1,111 @@
+"""How unevenly experts are used, and what that costs where each rank keeps some of them. numpy only.
+
+    routes [T, L, K] --expert_loads--> loads [L, E] --rank_loads(owner)--> [L, R] --stragglers--> [L]
+
+All ranks wait in every layer for the one that got most rows, so a layer takes its straggler factor, the
+largest load of a rank over the mean, times what it would take if rows were spread evenly.
+
+T tokens, L MoE layers, K experts per token, E experts, R ranks. ``owner`` [L, E]: the rank that keeps an
+expert (``parallel.placement``). A load is a number of (token, expert) pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ostinato.types import NO_EXPERT
+
+NOMINAL_RANKS = 8  # what one rank is asked about: the experts of a node of eight
+
+
+def expert_loads(routes: np.ndarray, num_experts: int) -> np.ndarray:
+    """[L, E] int64: by how many tokens of routes [T, L, K] each expert was chosen. Rows of NO_EXPERT are
+    unknown and count nowhere. Raises ValueError for an id that is no expert."""
+    ids = routes.astype(np.int64)
+    known = ids != NO_EXPERT
+    if known.any() and not 0 <= ids[known].min() <= ids[known].max() < num_experts:
+        raise ValueError(
+            f"routes have ids from {ids[known].min()} to {ids[known].max()}; "
+            f"experts are 0 to {num_experts - 1}"
+        )
+    layers = ids.shape[1]
+    ids += num_experts * np.arange(layers)[:, None]
+    return np.bincount(ids[known], minlength=layers * num_experts).reshape(layers, num_experts)
+
+
+def rank_loads(loads: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
+    """[L, R]: what the experts of each rank have to do, from loads [L, E]: a histogram for each layer."""
+    layers = len(loads)
+    slots = owner + ranks * np.arange(layers)[:, None]
+    summed = np.bincount(slots.ravel(), weights=loads.ravel(), minlength=layers * ranks)
+    return summed.reshape(layers, ranks)
+
+
+def stragglers(loads: np.ndarray) -> np.ndarray:
+    """[...]: max over mean of loads [..., R]; 1 where there is no load, since nobody waits."""
+    mean = loads.mean(axis=-1)
+    return np.where(mean > 0, loads.max(axis=-1) / np.where(mean > 0, mean, 1), 1.0)
+
+
+def ranks_per_token(routes: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """[L] float64: over how many ranks the K experts of a token are spread, on average. A row travels once to
+    each of them (``parallel.experts``), so this is what placement does to traffic. NaN without known rows."""
+    known = routes[:, 0, 0] != NO_EXPERT
+    ids = routes[known].astype(np.int64)
+    ranks = np.sort(owner[np.arange(ids.shape[1])[:, None], ids], axis=-1)
+    if not len(ids):
+        return np.full(ids.shape[1], np.nan)
+    return 1.0 + (np.diff(ranks, axis=-1) != 0).sum(axis=-1).mean(axis=0)
+
+
+def nominal_ranks(num_experts: int, most: int = NOMINAL_RANKS) -> int:
+    """The largest number of ranks up to ``most`` that can keep equally many experts each."""
+    return max(ranks for ranks in range(1, most + 1) if num_experts % ranks == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imbalance:
+    """What loads come to under a placement. Factors are max over mean; 1 is even."""
+
+    ranks: int
+    straggler: float  # of all layers together: the sum of their largest rank loads over that of their means
+    worst_straggler: float  # of the worst layer
+    worst_layer: int  # its place among the MoE layers
+    capacity: float  # of single experts, in the worst layer: the capacity factor that drops no token
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """``routing/straggler`` is under ``routing/straggler_ranks`` expert ranks."""
+        return {
+            "routing/straggler": self.straggler,
+            "routing/straggler_worst": self.worst_straggler,
+            "routing/straggler_ranks": float(self.ranks),
+            "routing/capacity_factor": self.capacity,
+        }
+
+
+def imbalance(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Imbalance:
+    """Of loads [L, E] where ``owner`` [L, E] says which of the ``ranks`` keeps an expert."""
+    by_rank = rank_loads(loads, owner, ranks)
+    factors = stragglers(by_rank)
+    mean = by_rank.mean(axis=-1).sum()
+    return Imbalance(
+        ranks=ranks,
+        straggler=float(by_rank.max(axis=-1).sum() / mean) if mean > 0 else 1.0,
+        worst_straggler=float(factors.max()),
+        worst_layer=int(factors.argmax()),
+        capacity=float(stragglers(loads).max()),
+    )
+
+
+__all__ = [
+    "Imbalance",
+    "expert_loads",
+    "imbalance",
+    "nominal_ranks",
+    "rank_loads",
+    "ranks_per_token",
+    "stragglers",
+]

@@ -1,0 +1,83 @@
+"""From whole tensors to the parts that a rank keeps, and back: by ``model.share.placed`` alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, product
+
+import torch
+from torch import Tensor
+
+from ostinato.model.config import ModelConfig
+from ostinato.model.lora import Adapters, AdapterSpec
+from ostinato.model.shapes import adapter_shapes
+from ostinato.model.share import Share, Spans, local_config, placed
+
+
+def cut(whole: Tensor, spans: Sequence[Spans]) -> Tensor:
+    """A copy of the part of ``whole`` that spans keep, in their order."""
+    for dim, kept in enumerate(spans):
+        if kept != (range(whole.shape[dim]),):
+            parts = [whole.narrow(dim, span.start, len(span)) for span in kept]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return whole.clone(memory_format=torch.contiguous_format)
+
+
+def put(whole: Tensor, spans: Sequence[Spans], part: Tensor) -> None:
+    """Write a part into its place: the inverse of ``cut``."""
+    for box in product(*(_offsets(kept) for kept in spans)):
+        source, target = part, whole
+        for dim, (offset, span) in enumerate(box):
+            source, target = source.narrow(dim, offset, len(span)), target.narrow(dim, span.start, len(span))
+        target.copy_(source)
+
+
+def _offsets(kept: Spans) -> list[tuple[int, range]]:
+    """Where each range begins in the part, and the range."""
+    return list(zip(accumulate((len(span) for span in kept), initial=0), kept, strict=False))
+
+
+def layers_of(shares: Sequence[Share]) -> frozenset[int]:
+    """All layers that a rank keeps, over its chunks."""
+    return frozenset(layer for share in shares for layer in share.layers)
+
+
+def own_adapters(
+    config: ModelConfig, shares: Sequence[Share], spec: AdapterSpec, whole: Mapping[str, Tensor]
+) -> Adapters:
+    """The part of an adapter that a rank trains, as leaves with gradients.
+
+    ``whole``: the factors of the model as ``Adapters.state_dict`` names them; those of other layers may be
+    absent. Shares of one rank differ in their layers only.
+    """
+    share, kept = shares[0], layers_of(shares)
+    tensors = {}
+    for name, shapes in adapter_shapes(config, spec).items():
+        if int(name.split(".")[1]) in kept:
+            a, b = (
+                cut(whole[f"{name}.{part}"], placed(config, share, f"{name}.{part}", shape))
+                for part, shape in zip("AB", shapes, strict=True)
+            )
+            tensors[name] = (a.requires_grad_(), b.requires_grad_())
+    return Adapters(spec, tensors, local_config(config, share))
+
+
+def fresh_adapters(
+    config: ModelConfig, shares: Sequence[Share], spec: AdapterSpec, seed: int = 0
+) -> Adapters:
+    """A rank's part of ``lora.init_adapters``: the same values, one whole factor in memory at a time."""
+    share, kept = shares[0], layers_of(shares)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (a_shape, b_shape) in adapter_shapes(config, spec).items():
+        a = (torch.rand(a_shape, generator=generator) * 2 - 1) / math.sqrt(a_shape[-1])
+        if int(name.split(".")[1]) in kept:
+            own = placed(config, share, f"{name}.B", b_shape)
+            b = torch.zeros([sum(len(span) for span in spans) for spans in own])
+            a = cut(a, placed(config, share, f"{name}.A", a_shape))
+            tensors[name] = (a.requires_grad_(), b.requires_grad_())
+    return Adapters(spec, tensors, local_config(config, share))
+
+
+__all__ = ["cut", "fresh_adapters", "layers_of", "own_adapters", "put"]

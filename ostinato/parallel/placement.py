@@ -1,0 +1,225 @@
+"""Which rank keeps which experts, from measured loads. numpy only, and a pure function of its arguments.
+
+A placement is ``owner`` [L, E]: the rank that keeps an expert. Every rank keeps equally many in every layer,
+so that memory and shapes are the same everywhere. The aim is the smallest largest load of a rank, layer by
+layer: multiway partition with equal cardinality. Longest processing time first (Graham 1969, the heaviest
+expert to the lightest rank that has room), then swaps of two experts while one lowers the largest load;
+``lower_bound`` says how far from the best that may be.
+
+L MoE layers, E experts, R ranks, W windows of time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def contiguous(layers: int, experts: int, ranks: int) -> np.ndarray:
+    """[L, E]: the first E / R experts to rank 0, and so on; ValueError where they do not come out even."""
+    return np.tile(np.repeat(np.arange(ranks), _each(experts, ranks)), (layers, 1))
+
+
+def scattered(layers: int, experts: int, ranks: int, seed: int = 0) -> np.ndarray:
+    """[L, E]: equally many to each rank, drawn at random for every layer."""
+    return np.random.default_rng(seed).permuted(contiguous(layers, experts, ranks), axis=1)
+
+
+def place(loads: np.ndarray, ranks: int, *, nodes: int = 1) -> np.ndarray:
+    """[L, E]: a placement that spreads loads [L, E] as evenly as it finds.
+
+    With ``nodes``, ranks are grouped into so many of equal size; loads are spread over nodes first, since
+    links between nodes are the slower ones, and then over the ranks of each.
+    """
+    if ranks % nodes:
+        raise ValueError(f"{ranks} expert ranks on {nodes} nodes do not come out even; use a divisor")
+    each = _each(loads.shape[1], ranks)
+    return np.stack([_place_layer(layer.astype(np.float64), ranks, nodes, each) for layer in loads])
+
+
+def _place_layer(loads: np.ndarray, ranks: int, nodes: int, each: int) -> np.ndarray:
+    if nodes == 1:
+        return _improved(loads, _greedy(loads, ranks, each), ranks)
+    node, per_node = _place_layer(loads, nodes, 1, len(loads) // nodes), ranks // nodes
+    owner = np.empty_like(node)
+    for one in range(nodes):
+        here = np.flatnonzero(node == one)
+        owner[here] = one * per_node + _place_layer(loads[here], per_node, 1, each)
+    return owner
+
+
+def _greedy(loads: np.ndarray, ranks: int, each: int) -> np.ndarray:
+    """Longest processing time first, with room for ``each`` experts on a rank."""
+    owner, room = np.empty(len(loads), np.int64), [each] * ranks
+    lightest = [(0.0, rank) for rank in range(ranks)]
+    for expert in np.argsort(-loads, kind="stable").tolist():
+        load, rank = heapq.heappop(lightest)
+        owner[expert] = rank
+        room[rank] -= 1
+        if room[rank]:  # a rank without room is asked no more
+            heapq.heappush(lightest, (load + float(loads[expert]), rank))
+    return owner
+
+
+def _improved(loads: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
+    owner = owner.copy()
+    for one, other in swaps(loads, owner, ranks):
+        owner[one], owner[other] = owner[other], owner[one]
+    return owner
+
+
+def swaps(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Iterator[tuple[int, int]]:
+    """Pairs of experts that change places, one after another, in a layer of loads [E] and owner [E].
+
+    Each takes load from the rank that then has most, as much as leaves the larger of the two ranks smallest.
+    It ends: the loads of ranks, in descending order, get lexicographically smaller with every swap.
+    """
+    loads, owner = loads.astype(np.float64), owner.copy()
+    totals = np.bincount(owner, weights=loads, minlength=ranks)
+    least = 1e-9 * totals.max(initial=0)  # rounding is no improvement
+    while True:
+        top = int(totals.argmax())
+        here, there = np.flatnonzero(owner == top), np.flatnonzero(owner != top)
+        if not len(there):
+            return
+        moved = loads[here, None] - loads[there]
+        larger = np.maximum(totals[top] - moved, totals[owner[there]] + moved)
+        best = np.unravel_index(larger.argmin(), larger.shape)
+        if larger[best] >= totals[top] - least:
+            return
+        one, other = int(here[best[0]]), int(there[best[1]])
+        rank = int(owner[other])
+        totals[top] -= moved[best]
+        totals[rank] += moved[best]
+        owner[one], owner[other] = rank, top
+        yield one, other
+
+
+def lower_bound(loads: np.ndarray, ranks: int) -> np.ndarray:
+    """[L]: what the largest load of a rank cannot be below.
+
+    It is not below the mean. Some rank keeps the heaviest expert, with the lightest others at best; and of
+    the R + 1 heaviest some two are on one rank, again with the lightest others at best.
+    """
+    each = _each(loads.shape[1], ranks)
+    ordered = np.sort(loads.astype(np.float64), axis=1)  # ascending
+    lightest = np.concatenate([np.zeros((len(loads), 1)), ordered.cumsum(axis=1)], axis=1)
+    found = [loads.sum(axis=1) / ranks, ordered[:, -1] + lightest[:, each - 1]]
+    if each > 1 and loads.shape[1] > ranks:
+        found.append(ordered[:, -ranks] + ordered[:, -ranks - 1] + lightest[:, each - 2])
+    return np.max(found, axis=0)
+
+
+def placed_experts(owner: np.ndarray, ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """By MoE layer and rank the experts that it keeps, ascending: what ``sharded.shares_of`` takes."""
+    return tuple(
+        tuple(tuple(np.flatnonzero(layer == rank).tolist()) for rank in range(ranks)) for layer in owner
+    )
+
+
+def owner_of(placement: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
+    """[L, E]: the inverse of ``placed_experts``."""
+    owner = np.empty((len(placement), sum(map(len, placement[0]))), np.int64)
+    for layer, ranks in zip(owner, placement, strict=True):
+        for rank, experts in enumerate(ranks):
+            layer[list(experts)] = rank
+    return owner
+
+
+def slots(owner: np.ndarray) -> np.ndarray:
+    """[L, E] int64: the place of every expert when all that ranks keep stands in a row, rank after rank."""
+    order = np.argsort(owner, axis=1, kind="stable")
+    found = np.empty_like(order)
+    np.put_along_axis(found, order, np.arange(owner.shape[1])[None], axis=1)
+    return found
+
+
+# ---- moving what is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Move:
+    """A new placement, what it is expected to save and what it costs to get there."""
+
+    owner: np.ndarray  # [L, E]
+    moved: int  # (layer, expert) that change ranks
+    moved_bytes: int  # on the wire
+    gain_s: float  # over the steps that are left
+    cost_s: float
+
+
+def rebalanced(
+    owner: np.ndarray,
+    windows: np.ndarray,
+    *,
+    ranks: int,
+    steps: int,
+    row_s: float,
+    expert_bytes: int,
+    bytes_per_s: float,
+) -> Move:
+    """A placement for the ``steps`` that are left, reached from ``owner`` [L, E] by the swaps that pay.
+
+    ``windows`` [W, L, E]: loads of single steps, two at least. Swaps are chosen by every second of them and
+    judged by the others, as loads that were looked at flatter what was chosen by them. ``row_s``: seconds
+    that a rank needs for one (token, expert) pair, forward and backward; ``expert_bytes``: of all that moves
+    with an expert of one layer; ``bytes_per_s``: of a link. In every layer swaps are taken up to where what
+    they save by the end exceeds what they cost by most, as if all bytes moved one after another.
+    """
+    if len(windows) < 2:
+        raise ValueError(f"a placement is judged by {len(windows)} steps of loads; record two at least")
+    chosen_by, judged_by = windows[::2].sum(axis=0), windows[1::2]
+    new, gain, moved = owner.copy(), 0.0, 0
+    expert_s = expert_bytes / bytes_per_s
+    for layer in range(owner.shape[0]):
+        taken, saved = _worth(
+            chosen_by[layer], judged_by[:, layer], owner[layer], ranks, steps * row_s, expert_s
+        )
+        new[layer] = taken
+        gain += saved
+        moved += int((taken != owner[layer]).sum())
+    return Move(
+        owner=new, moved=moved, moved_bytes=moved * expert_bytes, gain_s=gain, cost_s=moved * expert_s
+    )
+
+
+def _worth(
+    chosen_by: np.ndarray, judged_by: np.ndarray, owner: np.ndarray, ranks: int, row_s: float, expert_s: float
+) -> tuple[np.ndarray, float]:
+    """Of one layer: (its owner [E] after the swaps that pay best, seconds that they save)."""
+    totals = np.stack([np.bincount(owner, weights=loads, minlength=ranks) for loads in judged_by])
+    before = totals.max(axis=1).mean()
+    best, best_owner, best_gain, now = 0.0, owner, 0.0, owner.copy()
+    for one, other in swaps(chosen_by, owner, ranks):
+        lighter = judged_by[:, one] - judged_by[:, other]
+        totals[:, now[one]] -= lighter
+        totals[:, now[other]] += lighter
+        now[one], now[other] = now[other], now[one]
+        gain = float(before - totals.max(axis=1).mean()) * row_s
+        net = gain - int((now != owner).sum()) * expert_s
+        if net > best:
+            best, best_owner, best_gain = net, now.copy(), gain
+    return best_owner, best_gain
+
+
+def _each(experts: int, ranks: int) -> int:
+    if experts % ranks:
+        raise ValueError(f"{experts} experts on {ranks} ranks do not come out even; use a divisor")
+    return experts // ranks
+
+
+__all__ = [
+    "Move",
+    "contiguous",
+    "lower_bound",
+    "owner_of",
+    "place",
+    "placed_experts",
+    "rebalanced",
+    "scattered",
+    "slots",
+    "swaps",
+]

@@ -1,0 +1,384 @@
+"""Pipeline schedules: which rank runs which microbatch through which layers, and what it sends when.
+
+The layers are cut into P * V chunks, chunk c is on rank c mod P, and a microbatch visits the ranks V times
+round (``Layout.chunks_of``). A schedule is each rank's list of actions, known to all ranks beforehand:
+
+    1f1b         V = 1: P - 1 - rank forwards ahead, then a forward and a backward in turn (PipeDream-Flush,
+                 arXiv 2006.09503 section 3.2): rank p keeps P - p microbatches at most, however many come
+    interleaved  V > 1: microbatches in groups of P, a group through all chunks of a rank before the next
+                 (arXiv 2104.04473 section 2.2): a bubble V times smaller for V times the transfers
+    forward      forwards alone, in the order of training, for log-probabilities and measurement
+
+Where microbatches do not come out in groups of P, groups are larger than P and even: 11 over 4 ranks are 6
+and 5. (With a smaller group at the end, ranks would wait for each other in a ring: 5 over 4 for V = 3.) Fewer
+than P are one group.
+
+Every chunk sees its microbatches in their order, forward and backward, so gradients are summed in one order
+whatever the schedule, and that is the order of the plain loop.
+
+What is emitted cannot deadlock, however little the transport buffers. ``actions`` puts all computations in
+one global order and every transfer at its place in it, into the lists of both its ends at once. Of the
+transfers that have not happened, the first in that order has nothing before it at either end, so it can
+always happen, even if every send blocks until it is received (``rendezvous`` plays that), and both ends agree
+in what they exchange when. A receive stands where the other end begins to compute what is to be received: it
+is posted ahead, and waited for where it is needed.
+
+No torch here: a planner reads bubbles and microbatches in flight from these functions.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Schedule(StrEnum):
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    FORWARD = "forward"
+
+    @classmethod
+    def training(cls, virtual: int) -> Schedule:
+        """The one for so many chunks per rank."""
+        return cls.INTERLEAVED if virtual > 1 else cls.ONE_F_ONE_B
+
+
+class Pass(StrEnum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A microbatch through a chunk of layers. ``part`` counts the microbatches of an optimizer step."""
+
+    direction: Pass
+    chunk: int  # of all P * V
+    part: int
+
+    def __str__(self) -> str:
+        return f"{self.direction} of microbatch {self.part} through chunk {self.chunk}"
+
+    @property
+    def is_forward(self) -> bool:
+        return self.direction is Pass.FORWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """What ``of`` made goes to another rank: a residual stream forward, its gradient backward."""
+
+    of: Compute
+    to: int
+
+    def __str__(self) -> str:
+        return f"to send the {self.of} to rank {self.to}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """What ``of`` makes on another rank comes here."""
+
+    of: Compute
+    source: int
+
+    def __str__(self) -> str:
+        return f"to receive the {self.of} from rank {self.source}"
+
+
+Action = Compute | Send | Receive
+Seconds = Callable[[Compute], float]
+
+
+class Deadlock(RuntimeError):
+    """Ranks wait for each other; ``waiting`` says for what, by rank. No schedule from here does."""
+
+    def __init__(self, waiting: Sequence[str]) -> None:
+        super().__init__("; ".join(f"rank {rank} waits {what}" for rank, what in enumerate(waiting)))
+        self.waiting = tuple(waiting)
+
+
+def unit_seconds(compute: Compute) -> float:
+    """A forward takes 1, a backward 2: the products of a linear map, with gradients of input and weight."""
+    return 1.0 if compute.is_forward else 2.0
+
+
+def orders(
+    name: Schedule | str, *, ranks: int, virtual: int = 1, parts: int
+) -> tuple[tuple[Compute, ...], ...]:
+    """What each rank computes, in order.
+
+    Raises ValueError for sizes below 1, for an unknown name, and for "1f1b" with several chunks per rank.
+    """
+    schedule = _checked(name, ranks, virtual, parts)
+    groups = _groups(ranks, virtual, parts)
+    forwards = [(v, part) for group in groups for v in range(virtual) for part in group]
+    backwards = [(v, part) for group in groups for v in reversed(range(virtual)) for part in group]
+    found = []
+    for rank in range(ranks):
+        forth = [Compute(Pass.FORWARD, v * ranks + rank, part) for v, part in forwards]
+        back = [Compute(Pass.BACKWARD, v * ranks + rank, part) for v, part in backwards]
+        if schedule is Schedule.FORWARD:
+            found.append(tuple(forth))
+            continue
+        ahead = _ahead(rank, ranks, virtual, parts)
+        pairs = zip(forth[ahead:], back, strict=False)
+        steady = [compute for pair in pairs for compute in pair]
+        found.append((*forth[:ahead], *steady, *back[len(forth) - ahead :]))
+    return tuple(found)
+
+
+def actions(
+    name: Schedule | str, *, ranks: int, virtual: int = 1, parts: int
+) -> tuple[tuple[Action, ...], ...]:
+    """What each rank does, in order: its computations, and the transfers between them and other ranks.
+
+    Between chunks on one rank (P = 1) nothing is sent. Raises ValueError as ``orders`` does.
+    """
+    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    for rank, compute, _, _ in _walk(orders(name, ranks=ranks, virtual=virtual, parts=parts), unit_seconds):
+        lists[rank].append(compute)
+        after = _after(compute, ranks * virtual)
+        if after is not None and (to := after.chunk % ranks) != rank:
+            lists[rank].append(Send(compute, to))
+            lists[to].append(Receive(compute, rank))
+    return tuple(map(tuple, lists))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Of a schedule, in the unit of the seconds that it was given."""
+
+    seconds: float  # from the first action to the last
+    busy: tuple[float, ...]  # by rank
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait, 0 to 1."""
+        return 1 - sum(self.busy) / (self.seconds * len(self.busy))
+
+
+def timing(
+    name: Schedule | str,
+    *,
+    ranks: int,
+    virtual: int = 1,
+    parts: int,
+    seconds: Seconds = unit_seconds,
+    transfer: float = 0.0,
+) -> Timing:
+    """How long a schedule takes where computations take ``seconds`` and what is sent is there ``transfer``
+    later, while its sender goes on. Stages and microbatches may differ: ``seconds`` is asked about each
+    computation. Raises ValueError as ``orders`` does."""
+    busy, last = [0.0] * ranks, 0.0
+    order = orders(name, ranks=ranks, virtual=virtual, parts=parts)
+    for rank, _, start, end in _walk(order, seconds, transfer):
+        busy[rank] += end - start
+        last = max(last, end)
+    return Timing(seconds=last, busy=tuple(busy))
+
+
+def bubble(*, ranks: int, virtual: int = 1, parts: int) -> float:
+    """The share of time in which ranks wait, all stages alike: (P - 1) / (V M + P - 1).
+
+    arXiv 2104.04473 sections 2.2.1 and 2.2.2, as a share of the whole step and not of its ideal. Exact for
+    V = 1 or M >= P, whether M is a multiple of P or not; else a lower bound (``timing`` is exact).
+    """
+    _checked(Schedule.FORWARD, ranks, virtual, parts)
+    return (ranks - 1) / (virtual * parts + ranks - 1)
+
+
+def in_flight(name: Schedule | str, *, rank: int, ranks: int, virtual: int = 1, parts: int) -> int:
+    """Most pairs of (chunk, microbatch) whose activations a rank keeps at a time; of "forward" one.
+
+    One pair is 1 / (P V) of all layers: for 1f1b P - rank microbatches of a stage, for interleaved on rank 0
+    1 + (P - 1) / (P V) times what 1f1b keeps there (arXiv 2104.04473 section 2.2.2).
+    """
+    if _checked(name, ranks, virtual, parts) is Schedule.FORWARD:
+        return 1
+    return min(virtual * parts, _ahead(rank, ranks, virtual, parts) + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """The most that a rank holds at a time while it goes through its list."""
+
+    in_flight: int  # pairs of (chunk, microbatch) with a forward behind them and a backward before them
+    waiting: int  # tensors from other ranks that nothing has used yet, announced ones among them
+
+
+def peaks(listed: Sequence[Action]) -> Peaks:
+    """Of one rank's actions: the slow twin of ``in_flight``, by counting."""
+    training = any(isinstance(action, Compute) and not action.is_forward for action in listed)
+    flying = most_flying = most_waiting = 0
+    waiting: set[Compute] = set()
+    for action in listed:
+        if isinstance(action, Receive):
+            waiting.add(action.of)
+            most_waiting = max(most_waiting, len(waiting))
+        elif isinstance(action, Compute):
+            waiting.discard(_input(action))
+            flying += action.is_forward
+            most_flying = max(most_flying, flying)  # during a backward its activations are still there
+            flying -= not (action.is_forward and training)
+    return Peaks(in_flight=most_flying, waiting=most_waiting)
+
+
+def rendezvous(lists: Sequence[Sequence[Action]]) -> None:
+    """Play the lists where nothing is buffered: a send waits for its receive, a receive for its send, and
+    both must name the same tensor. The proof that a schedule ends on every transport.
+
+    Raises Deadlock when nobody can go on, ValueError where a rank computes from what it does not have yet.
+    """
+    ranks, place = len(lists), [0] * len(lists)
+    have: list[set[Compute]] = [set() for _ in lists]
+    chunks = 1 + max(action.chunk for listed in lists for action in listed if isinstance(action, Compute))
+    moved = True
+    while moved:
+        moved = False
+        for rank, listed in enumerate(lists):
+            while place[rank] < len(listed):
+                action = listed[place[rank]]
+                if isinstance(action, Compute):
+                    missing = [one for one in _needs(action, chunks) if one not in have[rank]]
+                    if missing:
+                        raise ValueError(f"rank {rank} runs the {action} before it has the {missing[0]}")
+                    have[rank].add(action)
+                else:
+                    other = action.to if isinstance(action, Send) else action.source
+                    if not _meets(rank, action, lists[other], place[other]):
+                        break
+                    have[action.to if isinstance(action, Send) else rank].add(action.of)
+                    place[other] += 1
+                place[rank] += 1
+                moved = True
+    if any(place[rank] < len(lists[rank]) for rank in range(ranks)):
+        ahead = zip(lists, place, strict=True)
+        raise Deadlock([_next(listed, at) for listed, at in ahead])
+
+
+def _meets(rank: int, action: Send | Receive, theirs: Sequence[Action], at: int) -> bool:
+    """Does the other end stand at the other half of this transfer?"""
+    if at >= len(theirs):
+        return False
+    if isinstance(action, Send):
+        return theirs[at] == Receive(action.of, rank)
+    return theirs[at] == Send(action.of, rank)
+
+
+def _checked(name: Schedule | str, ranks: int, virtual: int, parts: int) -> Schedule:
+    for what, size in {"ranks": ranks, "virtual": virtual, "parts": parts}.items():
+        if size < 1:
+            raise ValueError(f"a pipeline schedule was asked for with {what} {size}; use at least 1")
+    if name not in tuple(Schedule):
+        raise ValueError(f"the pipeline schedule is {name!r}; use one of {', '.join(Schedule)}")
+    if name == Schedule.ONE_F_ONE_B and virtual > 1:
+        raise ValueError(f"the schedule 1f1b was asked for with {virtual} chunks per rank; use interleaved")
+    return Schedule(name)
+
+
+def _groups(ranks: int, virtual: int, parts: int) -> list[range]:
+    """Microbatches that go through all chunks of a rank before the next ones: P or a little more."""
+    if virtual == 1:
+        return [range(parts)]
+    count = max(1, parts // ranks)
+    size, more = divmod(parts, count)
+    starts = [index * size + min(index, more) for index in range(count + 1)]
+    return [range(starts[index], starts[index + 1]) for index in range(count)]
+
+
+def _ahead(rank: int, ranks: int, virtual: int, parts: int) -> int:
+    """Forwards before the first backward."""
+    if virtual == 1:
+        return min(parts, ranks - 1 - rank)
+    largest = len(_groups(ranks, virtual, parts)[0])
+    return min(virtual * parts, 2 * (ranks - 1 - rank) + (virtual - 1) * largest)
+
+
+def _needs(compute: Compute, chunks: int) -> tuple[Compute, ...]:
+    """What must have been computed, here or elsewhere."""
+    chunk, part = compute.chunk, compute.part
+    if compute.is_forward:
+        return (Compute(Pass.FORWARD, chunk - 1, part),) if chunk else ()
+    own = Compute(Pass.FORWARD, chunk, part)
+    return (own,) if chunk == chunks - 1 else (own, Compute(Pass.BACKWARD, chunk + 1, part))
+
+
+def _after(compute: Compute, chunks: int) -> Compute | None:
+    """What takes what was computed."""
+    chunk = compute.chunk + (1 if compute.is_forward else -1)
+    return Compute(compute.direction, chunk, compute.part) if 0 <= chunk < chunks else None
+
+
+def _input(compute: Compute) -> Compute:
+    """What makes the tensor that a computation takes, if anything does."""
+    return Compute(compute.direction, compute.chunk - (1 if compute.is_forward else -1), compute.part)
+
+
+def _next(listed: Sequence[Action], at: int) -> str:
+    """What a rank stands before."""
+    return str(listed[at]) if at < len(listed) else "for nothing, it is done"
+
+
+def _walk(
+    order: Sequence[Sequence[Compute]], seconds: Seconds, transfer: float = 0.0
+) -> Iterator[tuple[int, Compute, float, float]]:
+    """(rank, computation, start, end) in order of start, each rank going on as soon as it has what it needs.
+
+    Raises Deadlock when no rank can.
+    """
+    ranks, chunks = len(order), 1 + max(compute.chunk for listed in order for compute in listed)
+    place, free = [0] * ranks, [0.0] * ranks
+    ends: dict[Compute, float] = {}
+    ready: list[tuple[float, int]] = []
+
+    def push(rank: int) -> None:
+        """If what a rank does next can start, it is known when."""
+        if place[rank] == len(order[rank]):
+            return
+        needs = _needs(order[rank][place[rank]], chunks)
+        if all(one in ends for one in needs):
+            there = [ends[one] + (transfer if one.chunk % ranks != rank else 0.0) for one in needs]
+            heapq.heappush(ready, (max(free[rank], *there) if there else free[rank], rank))
+
+    for rank in range(ranks):
+        push(rank)
+    while ready:
+        start, rank = heapq.heappop(ready)
+        compute = order[rank][place[rank]]
+        ends[compute] = free[rank] = end = start + seconds(compute)
+        place[rank] += 1
+        yield rank, compute, start, end
+        push(rank)
+        after = _after(compute, chunks)
+        if after is None or (to := after.chunk % ranks) == rank:
+            continue
+        if place[to] < len(order[to]) and order[to][place[to]] == after:
+            push(to)
+    if len(ends) < sum(map(len, order)):
+        left = zip(order, place, strict=True)
+        raise Deadlock([_next(listed, at) for listed, at in left])
+
+
+__all__ = [
+    "Action",
+    "Compute",
+    "Deadlock",
+    "Pass",
+    "Peaks",
+    "Receive",
+    "Schedule",
+    "Seconds",
+    "Send",
+    "Timing",
+    "actions",
+    "bubble",
+    "in_flight",
+    "orders",
+    "peaks",
+    "rendezvous",
+    "timing",
+    "unit_seconds",
+]

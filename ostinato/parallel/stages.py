@@ -1,0 +1,281 @@
+"""Runs a pipeline schedule: one optimizer step's microbatches through one rank's chunks of the model.
+
+    for action in schedule.actions(...)[this rank]:
+        Receive   post it, go on
+        forward   take what came in, run the chunk, keep its graph
+        backward  take the gradient (on the last chunk: of the loss), run the graph backwards, drop it
+        Send      post it, go on
+
+One tensor passes between chunks for a microbatch, the residual stream [rows, D], and its gradient comes back;
+the next chunk norms it itself. Microbatches are packed rows without padding, so each has its own number of
+rows; all ranks know the batch, hence every shape, and nothing is negotiated. That is why this is not
+``torch.distributed.pipelining``: its stages infer one shape, from the first microbatch, and receive all
+others into buffers of it (as of torch 2.13). The schedules are the same, and so is what is underneath: isend
+and irecv, on gloo or nccl.
+
+A chunk adds up its gradients in the order of the microbatches, as the plain loop does: with one stage this is
+that loop, and with more the gradients are the same bits. What is in flight (``schedule.in_flight``) is kept
+and nothing else: of an output that was sent the graph alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ostinato.parallel.mesh import Mesh
+from ostinato.parallel.schedule import Compute, Pass, Receive, Schedule, Send, actions
+
+Part = TypeVar("Part")
+PartIn = TypeVar("PartIn", contravariant=True)
+
+UNCONFIRMED = 2  # sends on their way at a time, one each way: what was sent is kept until it has arrived
+AXIS = "p"
+
+
+class PipelineBroken(RuntimeError):
+    """Another stage did not send or take what it should have: it died, hangs, or lost its connection. The
+    message says which, what was waited for and how long: at most the timeout of the process group. (With
+    nccl it is the device that waits, and torch's watchdog ends the process after that timeout.)"""
+
+
+class Pending(Protocol):
+    """A tensor on its way: ``links.Pending``."""
+
+    def wait(self) -> Tensor: ...
+
+
+class Links(Protocol):
+    """What a stage needs of ``links.Links``; ``to`` and ``source`` are places on the axis."""
+
+    def send(self, x: Tensor, axis: str, to: int) -> Pending: ...
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, axis: str, source: int) -> Pending: ...
+
+
+class Forward(Protocol[PartIn]):
+    """A microbatch through one chunk: (chunk, microbatch, residual stream or None for the first chunk) ->
+    (residual stream, on the last chunk hidden states [rows, D]; anything that is to be kept for the caller,
+    detached). Gradients go to where the chunk's parameters are."""
+
+    def __call__(self, chunk: int, part: PartIn, x: Tensor | None, /) -> tuple[Tensor, Any]: ...
+
+
+Extras = list[list[Any]]  # by own chunk in order of depth, by microbatch: what ``Forward`` returned beside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages(Generic[Part]):
+    """The seat of one rank in a pipeline of ``stages`` ranks with ``virtual`` chunks each. The defaults are
+    no pipeline at all, and need no links.
+
+    ``shape``: of the residual stream of a microbatch here, (own rows, D); ``dtype``: of it.
+    """
+
+    shape: Callable[[Part], tuple[int, int]]
+    dtype: torch.dtype
+    links: Links | None = None
+    stage: int = 0
+    stages: int = 1
+    virtual: int = 1
+
+    @classmethod
+    def at(
+        cls, mesh: Mesh, links: Links, *, shape: Callable[[Part], tuple[int, int]], dtype: torch.dtype
+    ) -> Stages[Part]:
+        """Where a rank sits in the layout of its mesh."""
+        layout, place = mesh.layout, mesh.coords.pipeline
+        return cls(
+            shape=shape,
+            dtype=dtype,
+            links=links if layout.pipeline > 1 else None,
+            stage=place,
+            stages=layout.pipeline,
+            virtual=layout.virtual,
+        )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stage < self.stages:
+            raise ValueError(f"stage is {self.stage} of {self.stages}; use 0 to {self.stages - 1}")
+        if self.stages > 1 and self.links is None:
+            raise ValueError(f"stages is {self.stages}, but links is None; give the links of this rank")
+
+    @property
+    def chunks(self) -> range:
+        """Of all stages' chunks, those that run here."""
+        return range(self.stage, self.stages * self.virtual, self.stages)
+
+    @property
+    def is_last(self) -> bool:
+        """Does the last chunk run here, with head and loss?"""
+        return self.stage == self.stages - 1
+
+    def train(
+        self,
+        parts: Sequence[Part],
+        forward: Forward[Part],
+        loss: Callable[[Part, Tensor, Any], Tensor],
+    ) -> Extras:
+        """Forward and backward of all microbatches, gradients added to what is there.
+
+        ``loss``: (microbatch, hidden states, extras) -> scalar, called on the last stage alone, in the order
+        of the microbatches, each just before its backward.
+        Raises PipelineBroken, and whatever ``forward`` and ``loss`` raise; other stages break in their turn.
+        """
+        run = _Run(self, parts, forward)
+        for action in self._actions(Schedule.training(self.virtual), len(parts)):
+            match action:
+                case Compute(direction=Pass.FORWARD):
+                    run.forward(action)
+                case Compute():
+                    run.backward(action, loss)
+                case Send():
+                    run.send(action)
+                case Receive():
+                    run.post(action)
+        run.settle()
+        return run.extras
+
+    def score(
+        self,
+        parts: Sequence[Part],
+        forward: Forward[Part],
+        use: Callable[[Part, Tensor, Any], None],
+    ) -> Extras:
+        """Forwards of all microbatches; ``use``: (microbatch, hidden states, extras), called on the last
+        stage alone, in the order of the microbatches.
+
+        Gradients are on or off as the caller has them. If on, every chunk runs the very forward of training,
+        and its graph is dropped at once. Raises as ``train`` does.
+        """
+        run = _Run(self, parts, forward)
+        for action in self._actions(Schedule.FORWARD, len(parts)):
+            match action:
+                case Compute():
+                    hidden = run.forward(action, keep=False)
+                    if action.chunk == self.stages * self.virtual - 1:
+                        use(parts[action.part], hidden, run.extras[-1][-1])
+                case Send():
+                    run.send(action)
+                case Receive():
+                    run.post(action)
+        run.settle()
+        return run.extras
+
+    def _actions(self, schedule: Schedule, parts: int) -> Sequence[Compute | Send | Receive]:
+        if not parts:
+            return ()
+        return actions(schedule, ranks=self.stages, virtual=self.virtual, parts=parts)[self.stage]
+
+
+@dataclass(slots=True)
+class _Graph:
+    """What a backward needs of a forward in flight."""
+
+    x: Tensor | None  # what came in: a leaf that gets the gradient which goes on
+    out: GradientEdge | None  # None: nothing here is trained
+    hidden: Tensor | None  # of the last chunk, for the loss
+    extras: Any  # likewise
+
+
+@dataclass(slots=True)
+class _Run(Generic[Part]):
+    """What is in flight on this rank."""
+
+    seat: Stages[Part]
+    parts: Sequence[Part]
+    chunk: Forward[Part]
+    extras: Extras = field(init=False)
+    _graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
+    _made: dict[Compute, Tensor] = field(default_factory=dict)  # not yet sent, or for the next chunk here
+    _posted: dict[Compute, tuple[int, Pending]] = field(default_factory=dict)
+    _sent: deque[tuple[Send, Pending]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.extras = [[] for _ in self.seat.chunks]
+
+    def forward(self, action: Compute, keep: bool = True) -> Tensor:
+        """Run a chunk; its output. ``keep``: with its graph, for the backward."""
+        chunk, part = action.chunk, self.parts[action.part]
+        x = None
+        if chunk:  # requires_grad even if nobody asks: some kernels multiply in another order without
+            x = self._take(Compute(Pass.FORWARD, chunk - 1, action.part))
+            x.requires_grad_(torch.is_grad_enabled())
+        out, extras = self.chunk(chunk, part, x)
+        self.extras[chunk // self.seat.stages].append(extras)
+        last = chunk == self.seat.stages * self.seat.virtual - 1
+        if not last:
+            self._made[action] = out.detach()
+        if keep:
+            edge = get_gradient_edge(out) if out.requires_grad and not last else None
+            end = (out, extras) if last else (None, None)
+            self._graphs[chunk, action.part] = _Graph(x, edge, *end)
+        return out
+
+    def backward(self, action: Compute, loss: Callable[[Part, Tensor, Any], Tensor]) -> None:
+        """Run the graph of a chunk backwards, and forget it."""
+        chunk, index = action.chunk, action.part
+        graph = self._graphs.pop((chunk, index))
+        if graph.hidden is not None:
+            loss(self.parts[index], graph.hidden, graph.extras).backward()
+        else:
+            grad = self._take(Compute(Pass.BACKWARD, chunk + 1, index))
+            if graph.out is not None:
+                torch.autograd.backward((graph.out,), (grad,))
+        if graph.x is not None:
+            if graph.x.grad is None:
+                raise ValueError(
+                    f"the output of chunk {chunk} does not depend on its input; return one that does"
+                )
+            self._made[action] = graph.x.grad
+
+    def post(self, action: Receive) -> None:
+        """Expect what another stage makes."""
+        assert self.seat.links is not None
+        shape, dtype, source = self.seat.shape(self.parts[action.of.part]), self.seat.dtype, action.source
+        with _named(self.seat.stage, f"the {action.of} from stage {source}"):
+            self._posted[action.of] = source, self.seat.links.receive(shape, dtype, AXIS, source)
+
+    def send(self, action: Send) -> None:
+        """Start to send, and make sure that what was sent long ago has arrived. Such a wait ends, since all
+        sends could be waited for (``schedule.rendezvous``)."""
+        assert self.seat.links is not None
+        with _named(self.seat.stage, f"stage {action.to} to take the {action.of}"):
+            self._sent.append((action, self.seat.links.send(self._made.pop(action.of), AXIS, action.to)))
+        self.settle(UNCONFIRMED)
+
+    def settle(self, unconfirmed: int = 0) -> None:
+        """Wait until no more sends than these are on their way."""
+        while len(self._sent) > unconfirmed:
+            action, pending = self._sent.popleft()
+            with _named(self.seat.stage, f"stage {action.to} to take the {action.of}"):
+                pending.wait()
+
+    def _take(self, of: Compute) -> Tensor:
+        """What a computation made, here or elsewhere."""
+        if of not in self._posted:
+            return self._made.pop(of)
+        source, pending = self._posted.pop(of)
+        with _named(self.seat.stage, f"the {of} from stage {source}"):
+            return pending.wait()
+
+
+@contextmanager
+def _named(stage: int, what: str) -> Iterator[None]:
+    """What fails in here has failed to bring ``what``."""
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        waited = time.monotonic() - started
+        raise PipelineBroken(f"stage {stage} waited {waited:.1f} s for {what}, in vain: {error}") from error
+
+
+__all__ = ["Extras", "Forward", "Links", "PipelineBroken", "Stages"]

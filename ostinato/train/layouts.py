@@ -1,0 +1,140 @@
+"""A ``PolicyTrainer`` on the ranks of a layout, made alike on all of them from the part that each keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.algo.algorithms import Algorithm
+from ostinato.model.config import ModelConfig
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, adapter_shapes
+from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.parallel.experts import ExpertParallel
+from ostinato.parallel.fingerprint import parameter_shapes, sharded_fingerprint
+from ostinato.parallel.fsdp import Pieces
+from ostinato.parallel.layout import Layout
+from ostinato.parallel.leaves import ShardedLeaves
+from ostinato.parallel.links import Links
+from ostinato.parallel.mesh import Mesh
+from ostinato.parallel.placement import contiguous, owner_of, slots
+from ostinato.parallel.rows import number_experts, sequence_ops
+from ostinato.parallel.shares import Placement
+from ostinato.train.leaves import trained_parameters
+from ostinato.train.passes import Ranks
+from ostinato.train.sharded import ShardedPasses
+from ostinato.train.trainer import PolicyTrainer
+
+
+def sharded_trainer(
+    mesh: Mesh,
+    decoders: Sequence[Decoder],
+    adapters: Adapters | None,
+    algorithm: Algorithm,
+    *,
+    ops: Ops = TORCH_OPS,
+    temperature: float = 1.0,
+    recompute: bool = False,
+    placement: Placement | None = None,
+    mirror: Decoder | None = None,
+    **settings: Any,
+) -> PolicyTrainer:
+    """The trainer of one rank; all ranks make theirs together, and from then on make the same calls together.
+
+    decoders: the chunks that this rank keeps (``shares.shares_of``), whole over f: with f in the layout they
+    are cut here, and recompute is on. adapters: of all their layers (``pieces.own_adapters``), or None to
+    train the decoders' parameters. placement: which rank keeps which experts, None for neighbours together.
+    mirror: see ``passes.Ranks``; on the first rank. settings: those of ``PolicyTrainer``.
+
+    Raises ValueError for a rank that would have nothing to train, and as ``PolicyTrainer`` does.
+    """
+    layout, config, links = mesh.layout, decoders[0].config, Links(mesh)
+    pieces = _cut(decoders, links) if layout.shard > 1 else None
+    named = _named(decoders, adapters, mesh)
+    for decoder in decoders:
+        number_experts(decoder, None if placement is None else torch.from_numpy(slots(owner_of(placement))))
+    passes = ShardedPasses(
+        mesh,
+        links,
+        decoders,
+        adapters,
+        ops=sequence_ops(ops, links, rows=_experts(layout, links), pieces=pieces),
+        temperature=temperature,
+        recompute=recompute or pieces is not None,
+        entropy_grad=algorithm.needs_entropy,
+    )
+    shapes = _shapes(config, None if adapters is None else adapters.spec)
+    leaves = ShardedLeaves(mesh, links, config, named, shapes, pieces=pieces, placement=placement)
+    base = ""  # nobody asks where all parameters are trained; else once, since all ranks have to be asked
+    if adapters is not None:
+        base = sharded_fingerprint(mesh, links, decoders, pieces=pieces, placement=placement)
+    links.traffic.taken()  # the first step reports its own
+    owner = _owner(layout.expert, config, placement)
+    ranks = Ranks(passes=passes, leaves=leaves, fingerprint=lambda: base, owner=owner, mirror=mirror)
+    return PolicyTrainer(
+        decoders[0],
+        adapters,
+        algorithm,
+        temperature=temperature,
+        recompute=recompute,
+        ops=ops,
+        ranks=ranks,
+        **settings,
+    )
+
+
+def _cut(decoders: Sequence[Decoder], links: Links) -> Pieces:
+    """Leave of the matrices the pieces of this rank."""
+    pieces = Pieces(links)
+    for decoder in decoders:
+        pieces.take(decoder)
+    return pieces
+
+
+def _experts(layout: Layout, links: Links) -> ExpertParallel | None:
+    if layout.expert * layout.expert_tensor == 1:
+        return None
+    return ExpertParallel(links=links, tensor=layout.expert_tensor)
+
+
+def _named(decoders: Sequence[Decoder], adapters: Adapters | None, mesh: Mesh) -> Mapping[str, Tensor]:
+    """The leaves of this rank, those of all its chunks."""
+    named: dict[str, Tensor] = {}
+    for decoder in decoders:
+        named |= trained_parameters(decoder, adapters)
+    if not named:
+        raise ValueError(
+            f"layout {mesh.layout} leaves rank {mesh.rank} nothing to train in layers "
+            f"{decoders[0].share.layers[0]} to {decoders[-1].share.layers[-1]}; use fewer stages, or more "
+            "adapter.targets"
+        )
+    return named
+
+
+def _shapes(config: ModelConfig, spec: AdapterSpec | None) -> dict[str, tuple[int, ...]]:
+    """Of all leaves of the whole model."""
+    if spec is None:
+        return {
+            name: shape
+            for name, shape in parameter_shapes(config).items()
+            if not name.endswith("correction_bias")  # see ``Decoder.trainable``
+        }
+    return {
+        f"{name}.{part}": shape
+        for name, pair in adapter_shapes(config, spec).items()
+        for part, shape in zip("AB", pair, strict=True)
+    }
+
+
+def _owner(ranks: int, config: ModelConfig, placement: Placement | None) -> Any:
+    if config.moe is None or ranks == 1:
+        return None
+    if placement is not None:
+        return owner_of(placement)
+    return contiguous(len(config.moe.layers), config.moe.num_experts, ranks)
+
+
+__all__ = ["sharded_trainer"]

@@ -1,0 +1,78 @@
+"""What is trained: every parameter of a model that is here, or on each rank of a layout its part of some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.train.optimizer import gradient_norm
+
+
+class Leaves(Protocol):
+    """``named``: the leaves that are here, by name. ``shapes``: those of the whole model, of all leaves."""
+
+    @property
+    def named(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def reduce(self) -> Tensor:
+        """Make the gradients of the leaves here complete, once per optimizer step. The L2 norm of all of the
+        model, the same everywhere; not finite when one is not, or on overflow."""
+        ...
+
+    def whole(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors that belong to leaves (themselves, their moments) as the whole model has them, from those
+        of the leaves here. Complete where the run is driven from, empty elsewhere."""
+        ...
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """Of a tensor that belongs to a leaf here, the part that does."""
+        ...
+
+
+class WholeLeaves:
+    """``Leaves`` of a process that has all of the model."""
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        self.named = named
+        self.shapes = {name: tuple(leaf.shape) for name, leaf in named.items()}
+
+    def reduce(self) -> Tensor:
+        return gradient_norm(leaf.grad for leaf in self.named.values() if leaf.grad is not None)
+
+    def whole(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(own)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        return whole
+
+
+def trained_parameters(decoder: Decoder, adapters: Adapters | None) -> dict[str, Tensor]:
+    """The leaves that a trainer updates, by name. Raises ValueError where they are not what was asked for."""
+    if adapters is not None:
+        if any(parameter.requires_grad for parameter in decoder.parameters()):
+            raise ValueError(
+                "the decoder is trainable beside its adapters; call decoder.trainable(False) or pass none"
+            )
+        pairs = adapters.tensors.items()
+        return {f"{name}.{part}": leaf for name, pair in pairs for part, leaf in zip("AB", pair, strict=True)}
+    named: dict[str, Tensor] = {
+        name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad
+    }
+    if not named:
+        raise ValueError("nothing is trainable; pass adapters or call decoder.trainable(True)")
+    if decoder.dtype.itemsize < 4:
+        raise ValueError(
+            f"model.dtype is {decoder.dtype}, in which small updates of full-parameter training "
+            "round away; use float32 or train an adapter"
+        )
+    return named
+
+
+__all__ = ["Leaves", "WholeLeaves", "trained_parameters"]

@@ -1,0 +1,292 @@
+"""The trainer's passes over the ranks of a layout.
+
+    data       microbatch n of a minibatch is that of data rank n modulo d; where they do not come out even,
+               the others run padding alone, if ranks of several microbatches exchange rows or weights
+    context,   rows of a microbatch, with padding to a multiple of c t: the context slice first, within it
+    tensor     the tensor slice; every rank of the last stage has the log-probabilities of all rows, and the
+               same loss
+    pipeline   ``parallel.stages``
+
+What a microbatch got is then told to all ranks (``everywhere``), so that the trainer decides alike on all of
+them. Gradients are left as partial sums (``parallel.leaves``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.algo.logprobs import Vocabulary, chunked_logprobs, linear_logprobs
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.model.ops import Ops
+from ostinato.parallel.chunks import Rows, decoder_chunks
+from ostinato.parallel.everywhere import everywhere
+from ostinato.parallel.links import Links
+from ostinato.parallel.mesh import Mesh
+from ostinato.parallel.stages import Forward, Stages
+from ostinato.train.gate import row_counts
+from ostinato.train.heads import head_products
+from ostinato.train.inputs import Inputs
+from ostinato.train.passes import How, Objective, Outcome, Scores, watching
+from ostinato.train.slices import Slice, idle, padding, sliced
+
+
+class ShardedPasses:
+    """``train.passes.Passes`` of one rank.
+
+    ``decoders``: the chunks of the model that this rank keeps, in order of depth, with ``adapters`` of all of
+    them; ``ops``: of a rank (``parallel.rows.sequence_ops``), with gradients. ``entropy_grad``: the
+    objective wants the slope of the entropy.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        links: Links,
+        decoders: Sequence[Decoder],
+        adapters: Adapters | None,
+        *,
+        ops: Ops,
+        temperature: float,
+        recompute: bool,
+        entropy_grad: bool,
+    ) -> None:
+        self._mesh, self._links, self._decoders, self._ops = mesh, links, decoders, ops
+        self._adapters = adapters
+        self._temperature, self._recompute, self._entropy_grad = temperature, recompute, entropy_grad
+        self._layout, self._at = mesh.layout, mesh.coords
+        config = decoders[0].config
+        self._config, self._moe_layers = config, config.moe.layers if config.moe else ()
+        self._stages: Stages[Slice] = Stages.at(
+            mesh, links, shape=lambda one: (len(one.own), config.hidden_size), dtype=decoders[0].dtype
+        )
+        self._passed = 0
+        self._idle = self._padding = 0
+
+    @property
+    def progress(self) -> float:
+        """Passes over microbatches, and whatever else ranks say to each other: checkpoints take long, too."""
+        return float(self._passed + self._links.progress)
+
+    def train(self, parts: Sequence[Inputs], objective: Objective, scale: float) -> list[Outcome]:
+        mine = self._mine(parts)
+        told: dict[int, Tensor] = {}
+
+        def loss(one: Slice, hidden: Tensor, _: Any) -> Tensor:
+            logprobs, entropy = self._head(hidden, one, want_entropy=True)
+            if one.source is None:
+                return logprobs.sum()  # of nothing, but others wait for its backward
+            told[one.index] = torch.stack((logprobs, entropy)).detach()
+            return objective(one.source, Scores(logprobs=logprobs, entropy=entropy)).loss * scale
+
+        extras = self._stages.train(mine, self._forward(How()), loss)
+        pairs = self._everywhere([(2, len(part.rows)) for part in parts], told if self._tells else {})
+        counts = self._counts(parts, mine, extras)
+        outcomes = []
+        for part, (logprobs, entropy), seen in zip(parts, pairs, counts, strict=True):
+            entropy.requires_grad_()  # an objective that wants its slope insists on one
+            scores = Scores(logprobs=logprobs, entropy=entropy, counts=seen)
+            outcomes.append(objective(part, scores).detached())
+        return outcomes
+
+    def score(self, parts: Sequence[Inputs], how: How) -> list[Scores]:
+        mine = self._mine(parts)
+        told: dict[int, Tensor] = {}
+
+        @torch.no_grad()
+        def use(one: Slice, hidden: Tensor, _: Any) -> None:
+            if how.logprobs and one.source is not None:
+                told[one.index] = self._head(hidden.detach(), one, want_entropy=False)[0]
+
+        with torch.set_grad_enabled(how.as_trained):
+            extras = self._stages.score(mine, self._forward(how), use)
+        logprobs = native = margins = [None] * len(parts)
+        if how.logprobs:
+            logprobs = self._everywhere([(len(part.rows),) for part in parts], told if self._tells else {})
+        if self._moe_layers and how.native:
+            native = self._choices(parts, mine, extras)
+        if self._moe_layers and how.margins:
+            margins = self._margins(parts, mine, extras)
+        columns = zip(logprobs, self._counts(parts, mine, extras), native, margins, strict=True)
+        return [Scores(logprobs=a, counts=b, native=c, margins=d) for a, b, c, d in columns]
+
+    def metrics(self) -> dict[str, float]:
+        """What went over the links (of this rank, sent), and rows that were padding, over all data ranks."""
+        found = self._links.traffic.taken().metrics()
+        found |= {"parallel/idle_passes": float(self._idle), "parallel/padding_rows": float(self._padding)}
+        self._idle = self._padding = 0
+        return found
+
+    def _mine(self, parts: Sequence[Inputs]) -> list[Slice]:
+        """What this rank runs of the microbatches, in order; counts what all ranks run besides."""
+        mesh, layout = self._mesh, self._mesh.layout
+        mine = [
+            sliced(part, index, mesh, self._links)
+            for index, part in enumerate(parts)
+            if index % layout.data == mesh.coords.data
+        ]
+        self._padding += sum(padding(len(part.tokens), layout) for part in parts)
+        if layout.couples_microbatches:
+            spare = -len(parts) % layout.data
+            self._idle += spare
+            self._padding += spare * layout.row_shards
+            mine += [idle(mesh, self._links)] * (-(-len(parts) // layout.data) - len(mine))
+        return mine
+
+    def _forward(self, how: How) -> Forward[Slice]:
+        """What ``parallel.stages`` runs: beside the stream each chunk tells its own choice of experts for own
+        rows, and the margins."""
+        gaps: list[Tensor] = []
+        run = decoder_chunks(
+            dict(zip(self._stages.chunks, self._decoders, strict=True)),
+            self._adapters if how.adapted else None,
+            _rows,
+            ops=watching(self._ops, gaps) if how.margins else self._ops,
+            recompute=self._recompute,
+        )
+
+        def forward(chunk: int, one: Slice, x: Tensor | None, /) -> tuple[Tensor, Any]:
+            self._passed += 1
+            out, native = run(chunk, one, x)
+            margins = torch.stack(gaps, dim=1) if gaps else None
+            gaps.clear()
+            return out, (native, margins)
+
+        return forward
+
+    def _layers(self, local: int) -> list[int]:
+        """The places of a chunk's MoE layers among those of the model."""
+        kept = self._decoders[local].share.layers
+        return [place for place, layer in enumerate(self._moe_layers) if layer in kept]
+
+    def _head(self, hidden: Tensor, one: Slice, *, want_entropy: bool) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropy [R] of all targets of a microbatch, from hidden states of own rows.
+
+        Each tensor rank has a part of the vocabulary, each context rank its rows; what they all go on with is
+        whole. So gradients come back to own rows of the one and through own logits of the other.
+        """
+        assert one.source is not None or not len(one.predictors)
+        decoder = self._decoders[-1]
+        hidden = self._links.all_gather(hidden, "t")[one.predictors]
+        if one.source is None:
+            empty = hidden.sum(-1)
+            return empty, empty.detach()
+        if len(one.predictors):
+            found = torch.stack(self._scored(decoder, hidden, one, want_entropy), dim=1)
+        else:  # all targets are predicted by rows of other slices, and others wait for this part of the graph
+            found = hidden.sum(-1, keepdim=True).to(self._wide).expand(-1, 2)
+        if self._layout.context > 1:
+            whole = found.new_zeros(len(one.source.rows), 2).index_copy(0, one.places, found)
+            found = self._links.all_reduce(whole, "c")
+        return found[:, 0], found[:, 1]
+
+    def _scored(
+        self, decoder: Decoder, hidden: Tensor, one: Slice, want_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Of the targets whose hidden states [m, D] are here."""
+        assert one.source is not None
+        support = one.source.source.support
+        head, targets = decoder.head_weight, one.source.targets[one.places]
+        options: dict[str, Any] = {
+            "support": None if support is None else support.take(one.places.cpu().numpy()),
+            "temperature": self._temperature,
+            "want_entropy": want_entropy,
+            "vocabulary": self._vocabulary(head),
+        }
+        if head.requires_grad:
+            return chunked_logprobs(hidden, targets, decoder.logits, **options)
+        options["entropy_grad"] = want_entropy and self._entropy_grad
+        options["matmul_nt"], options["matmul_nn"] = head_products(decoder, self._ops)
+        return linear_logprobs(hidden, head, targets, **options)
+
+    def _vocabulary(self, head: Tensor) -> Vocabulary | None:
+        if self._layout.tensor == 1:
+            return None
+        return Vocabulary(
+            start=self._at.tensor * len(head),
+            size=len(head),
+            sum=lambda x: self._links.sum_(x.contiguous(), "t"),
+            max=lambda x: self._links.max_(x.contiguous(), "t"),
+        )
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """Of log-probabilities."""
+        return torch.promote_types(self._decoders[0].dtype, torch.float32)
+
+    @property
+    def _tells(self) -> bool:
+        """Of the ranks that know the log-probabilities of a microbatch, the one that tells them."""
+        return self._stages.is_last and self._at.context == 0 and self._at.tensor == 0
+
+    def _everywhere(self, shapes: Sequence[Sequence[int]], own: Mapping[int, Tensor]) -> list[Any]:
+        device = self._decoders[0].device
+        return everywhere(self._links, shapes, own, dtype=self._wide, device=device)
+
+    def _counts(self, parts: Sequence[Inputs], mine: Sequence[Slice], extras: Any) -> list[Tensor | None]:
+        """``gate.row_counts`` of all layers and rows: of each rank those of its own add up."""
+        if not self._moe_layers or all(part.carried is None for part in parts):
+            return [None] * len(parts)
+        shapes = [(3, len(part.tokens) if part.carried is not None else 0) for part in parts]
+        own = {}
+        for place, one in enumerate(mine):
+            if one.source is None or one.carried is None:
+                continue
+            counts = one.places.new_zeros(shapes[one.index])
+            for local in range(len(self._decoders)):
+                native = extras[local][place][0]
+                if native is not None:
+                    rows = slice(one.own.start, one.own.start + one.real)
+                    carried = one.carried[: one.real, self._layers(local)]
+                    counts[:, rows] += row_counts(native[: one.real], carried)
+            own[one.index] = counts
+        device = self._decoders[0].device
+        found = everywhere(self._links, shapes, own, dtype=torch.int64, device=device)
+        return [None if part.carried is None else one for part, one in zip(parts, found, strict=True)]
+
+    def _choices(self, parts: Sequence[Inputs], mine: Sequence[Slice], extras: Any) -> list[Tensor]:
+        """[T, L_moe, K] int16 of every microbatch."""
+        assert self._config.moe is not None
+        widths = (len(self._moe_layers), self._config.moe.top_k)
+        found = self._by_rows(parts, mine, extras, 0, widths, torch.int32)  # gloo has no sums of 16 bits
+        return [one.to(torch.int16) for one in found]
+
+    def _margins(self, parts: Sequence[Inputs], mine: Sequence[Slice], extras: Any) -> list[Tensor]:
+        """[T, L_moe] of every microbatch."""
+        return self._by_rows(parts, mine, extras, 1, (len(self._moe_layers),), self._wide)
+
+    def _by_rows(
+        self,
+        parts: Sequence[Inputs],
+        mine: Sequence[Slice],
+        extras: Any,
+        which: int,
+        widths: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """[T, L_moe, ...] of every microbatch, from what a chunk's forward told of own rows and layers."""
+        device = self._decoders[0].device
+        shapes = [(len(part.tokens), *widths) for part in parts]
+        own = {}
+        for place, one in enumerate(mine):
+            if one.source is None:
+                continue
+            values = torch.zeros(shapes[one.index], dtype=dtype, device=device)
+            for local in range(len(self._decoders)):
+                told = extras[local][place][which]
+                if told is not None:
+                    rows = slice(one.own.start, one.own.start + one.real)
+                    values[rows, self._layers(local)] = told[: one.real].to(dtype)
+            own[one.index] = values
+        return everywhere(self._links, shapes, own, dtype=dtype, device=device)
+
+
+def _rows(one: Slice) -> Rows:
+    return one.rows
+
+
+__all__ = ["ShardedPasses"]
