@@ -1,0 +1,165 @@
+"""Machines by name, with the figures of their data sheets, and how fast groups of their devices talk.
+
+GB is 10^9 bytes, links are counted in one direction, and FLOP/s are those of dense products, without
+sparsity. A device's memory is the number in its name; the card shows up to 7 % more, which is margin. Money,
+network and host memory are on no data sheet: they are assumptions, printed with every plan, and all of them
+can be given (``replace``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ostinato.plan.problem import GB, Cluster, DType, Gpu
+
+TFLOPS = 1e12
+PER_NODE = 8
+# Operands that a device has no products for are widened: to what comes next here.
+WIDER = {DType.INT4: DType.INT8, DType.INT8: DType.BF16, DType.FP8: DType.BF16, DType.BF16: DType.FP32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """A row of a data sheet, in GB, TFLOP/s and GB/s, and beside it what is assumed."""
+
+    memory: float
+    tf32: float
+    bf16: float
+    fp8: float | None  # None: it has none
+    hbm: float
+    link: float  # NVLink, half of the figure that counts both directions; PCIe where there is none
+    pcie: float
+    nic: float  # assumed, per device
+    host: float  # assumed, of the host's memory per device
+    price: float  # assumed, money per device and hour
+
+
+# H800 is an H100 with less NVLink. Money: what such devices were commonly let for in 2025, on demand.
+SHEETS: Mapping[str, Sheet] = MappingProxyType(
+    {
+        "H800-80": Sheet(
+            memory=80, tf32=494, bf16=989, fp8=1979, hbm=3350, link=200, pcie=64, nic=50, host=250, price=2.5
+        ),
+        "H100-80": Sheet(
+            memory=80, tf32=494, bf16=989, fp8=1979, hbm=3350, link=450, pcie=64, nic=50, host=250, price=2.5
+        ),
+        "H200-141": Sheet(
+            memory=141, tf32=494, bf16=989, fp8=1979, hbm=4800, link=450, pcie=64, nic=50, host=250, price=3.2
+        ),
+        "A100-80": Sheet(
+            memory=80, tf32=156, bf16=312, fp8=None, hbm=2039, link=300, pcie=32, nic=25, host=125, price=1.5
+        ),
+        "H20-96": Sheet(
+            memory=96, tf32=74, bf16=148, fp8=296, hbm=4000, link=450, pcie=64, nic=50, host=250, price=1.4
+        ),
+        "L40S-48": Sheet(
+            memory=48, tf32=183, bf16=362, fp8=733, hbm=864, link=32, pcie=32, nic=12.5, host=64, price=0.9
+        ),
+        "RTX4090-24": Sheet(
+            memory=24, tf32=82.6, bf16=165, fp8=330, hbm=1008, link=32, pcie=32, nic=3.1, host=32, price=0.4
+        ),
+        "B200-192": Sheet(
+            memory=192,
+            tf32=1125,
+            bf16=2250,
+            fp8=4500,
+            hbm=8000,
+            link=900,
+            pcie=64,
+            nic=50,
+            host=250,
+            price=5.0,
+        ),
+        # A core of a server: what calibration is for. Its "host" is the memory that it has already.
+        "cpu": Sheet(
+            memory=8, tf32=0.05, bf16=0.05, fp8=None, hbm=8, link=1.5, pcie=8, nic=1, host=8, price=0.05
+        ),
+    }
+)
+
+
+def gpu_named(name: str) -> Gpu:
+    """The device called ``name``; the memory in the name may be left out. Raises ValueError."""
+    wanted = name.lower()
+    found = [key for key in SHEETS if wanted in (key.lower(), key.lower().rpartition("-")[0])]
+    if not found:
+        raise ValueError(f"gpus names {name!r}; known are {', '.join(SHEETS)}")
+    sheet = SHEETS[found[0]]
+    flops = {DType.FP32: sheet.tf32, DType.BF16: sheet.bf16} | ({DType.FP8: sheet.fp8} if sheet.fp8 else {})
+    return Gpu(
+        name=found[0],
+        memory=sheet.memory * GB,
+        flops=MappingProxyType({dtype: value * TFLOPS for dtype, value in flops.items()}),
+        hbm=sheet.hbm * GB,
+        link=sheet.link * GB,
+        nic=sheet.nic * GB,
+        pcie=sheet.pcie * GB,
+        price=sheet.price,
+    )
+
+
+def parse_cluster(text: str) -> Cluster:
+    """ "64xH800-80" (nodes of 8, or a single one of fewer) or "4x8xH100-80" (nodes x devices in each).
+
+    Raises ValueError for a device that is not known and for numbers that make no whole nodes.
+    """
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text.strip())
+    if found is None:
+        raise ValueError(f"gpus is {text!r}; write a number and a device, like 64xH800-80 or 8x8xH100-80")
+    count, gpu = int(found[2]), gpu_named(found[3])
+    nodes, per_node = (int(found[1]), count) if found[1] else _nodes(text, count, gpu)
+    if nodes < 1 or per_node < 1:
+        raise ValueError(f"gpus is {text!r}; use at least 1 device")
+    return Cluster(gpu=gpu, nodes=nodes, per_node=per_node, host_memory=SHEETS[gpu.name].host * GB * per_node)
+
+
+def _nodes(text: str, count: int, gpu: Gpu) -> tuple[int, int]:
+    """(nodes, devices in each) of ``count`` devices."""
+    if count <= PER_NODE or gpu.name == "cpu":
+        return 1, count
+    if count % PER_NODE:
+        raise ValueError(
+            f"gpus is {text!r}, which is no whole number of nodes of {PER_NODE}; write nodes x devices, "
+            f"like 2x{(count + 1) // 2}x{gpu.name}"
+        )
+    return count // PER_NODE, PER_NODE
+
+
+def peak(gpu: Gpu, dtype: DType) -> float:
+    """FLOP/s of products of ``dtype``, or of the next wider type that the device multiplies."""
+    while dtype not in gpu.flops:
+        dtype = WIDER[dtype]
+    return gpu.flops[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """``ranks`` devices, every ``stride``-th one: a group of a layout on its cluster. Ranks fill node by
+    node."""
+
+    ranks: int
+    stride: int
+
+    def per_node(self, cluster: Cluster) -> int:
+        """How many of them share a node."""
+        return max(1, min(self.ranks, cluster.per_node // self.stride))
+
+    def bandwidth(self, cluster: Cluster) -> float:
+        """Bytes/s that one device sends in a ring, all groups at once. Between nodes a ring is laid through
+        every network port that its members have, so it is as fast as all of them together (NCCL)."""
+        here = self.per_node(cluster)
+        return cluster.gpu.link if here == self.ranks else min(cluster.gpu.link, here * cluster.gpu.nic)
+
+    def exchange_seconds(self, cluster: Cluster, sent: float) -> float:
+        """Of an all-to-all in which every device sends ``sent`` bytes to the others, alike to each: its own
+        port carries what leaves the node, while the links carry the rest."""
+        if self.ranks == 1:
+            return 0.0
+        away = sent * (self.ranks - self.per_node(cluster)) / (self.ranks - 1)
+        return max(away / cluster.gpu.nic, (sent - away) / cluster.gpu.link)
+
+
+__all__ = ["SHEETS", "Ring", "gpu_named", "parse_cluster", "peak"]

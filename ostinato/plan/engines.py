@@ -1,0 +1,79 @@
+"""What engines make of a layout of sampling: how many replicas it is, where experts are cut, what none has.
+
+    vllm    tensor ranks, and data ranks that are replicas. Experts are cut by width over t (e1), or spread
+            over all ranks of d and t of one engine: e = t k is k data ranks an engine; the layout then has
+            d / k engines. No context, no pieces, no virtual stages, and x is not to be chosen
+    local   one replica: all ranks see all rows, so e and x cut weights, and d without them buys nothing
+
+What a layout means to the other rooms of ``plan`` is asked here: bytes, seconds and launch files agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ostinato.model.config import ModelConfig
+from ostinato.parallel.layout import Layout
+from ostinato.plan.problem import Sampler
+
+LOCAL = "local"
+
+
+def replicas(sampler: Sampler, layout: Layout) -> int:
+    """How many parts the answers are dealt into."""
+    return 1 if sampler.name == LOCAL else layout.data
+
+
+def as_kept(sampler: Sampler, layout: Layout) -> Layout:
+    """The layout by which weights lie: vLLM cuts the width of experts over t if it does not spread them."""
+    if sampler.name == LOCAL or layout.expert > 1 or layout.expert_tensor > 1:
+        return layout
+    return replace(layout, expert_tensor=layout.tensor)
+
+
+def engine_layout(config: ModelConfig, layout: Layout) -> tuple[Layout, int]:
+    """(layout of one vLLM server, how many of them): data ranks whose rows meet at the same experts are one
+    server; without experts to share, or without spreading them, data ranks of a dense model are one, too."""
+    if config.moe is None:
+        return layout, 1
+    here = max(1, layout.expert // layout.tensor)
+    return replace(layout, data=here), layout.data // here
+
+
+def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
+    """Raise ValueError, in one sentence, for a layout of sampling that the engine does not have."""
+    odd = {"c": layout.context, "v": layout.virtual, "f": layout.shard}
+    if not sampler.pipeline:
+        odd["p"] = layout.pipeline
+    if found := [letter for letter, size in odd.items() if size > 1]:
+        raise ValueError(
+            f"layout {layout} has {found[0]}{odd[found[0]]}, but {sampler.name} samples without it; use d, t "
+            "and e"
+        )
+    if sampler.name == LOCAL:
+        _refuse_local(layout)
+        return
+    if layout.expert_tensor > 1:
+        raise ValueError(
+            f"layout {layout} has x{layout.expert_tensor}, which vLLM does not take; drop x (without e it "
+            "cuts the width of experts by t)"
+        )
+    shared, rest = divmod(layout.expert, layout.tensor)  # data ranks whose rows meet at the same experts
+    if layout.expert > 1 and (rest or layout.data % shared):
+        raise ValueError(
+            f"layout {layout} has e{layout.expert}, but vLLM spreads experts over all ranks of an engine or "
+            f"none; use a multiple of t{layout.tensor} that divides the {layout.stage_ranks} ranks, or drop e"
+        )
+    if config.moe is not None:
+        as_kept(sampler, layout).refuse(config)
+
+
+def _refuse_local(layout: Layout) -> None:
+    if layout.data > 1 and layout.expert_replicas > 1:
+        raise ValueError(
+            f"layout {layout} has d{layout.data}, but ranks of the local engine see the same rows, and its "
+            "data ranks only keep experts; use e times x = d times t, or t alone"
+        )
+
+
+__all__ = ["LOCAL", "as_kept", "engine_layout", "refuse", "replicas"]

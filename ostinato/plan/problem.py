@@ -1,0 +1,324 @@
+"""The nouns of planning: what is asked (Problem), what is chosen (Setup, Arrangement), what it costs.
+
+    Problem     model, what is trained, precisions, work of one RL step, cluster, sampler, expert imbalance
+    Setup       how one phase runs: a layout, rows of a microbatch, recompute
+    Arrangement one Setup per phase, on the same GPUs or apart, with one copy of the base or two
+    Memory      bytes of the fullest GPU by term            Times   seconds by phase and term
+
+GB is 10^9 bytes. Rows are tokens that go through the layers. Nothing here computes: ``plan.counts`` counts
+parameters, ``plan.memory`` bytes, ``plan.comm`` traffic, ``plan.time`` seconds, ``plan.search`` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from ostinato.model.config import ModelConfig
+from ostinato.model.shapes import AdapterSpec
+from ostinato.parallel.layout import Layout
+
+GB = 1e9
+
+
+class DType(StrEnum):
+    """How numbers are stored."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP8 = "fp8"  # blocks of 128 x 128 with one fp32 scale, as DeepSeek-V3's and Kimi K2's checkpoints
+    INT8 = "int8"  # one fp32 scale per row, as model/quantise.py; the scale is neglected here
+    INT4 = "int4"  # groups of 32 with one bf16 scale
+
+    @property
+    def num_bytes(self) -> float:
+        """Of one value, its share of the scales included."""
+        return _BYTES[self]
+
+
+_BYTES = {
+    DType.FP32: 4.0,
+    DType.BF16: 2.0,
+    DType.FP8: 1.0 + 4.0 / 128**2,
+    DType.INT8: 1.0,
+    DType.INT4: 0.5 + 2.0 / 32,
+}
+
+
+class Phase(StrEnum):
+    """The three parts of an RL step that run the model."""
+
+    TRAIN = "train"  # forward and backward of every microbatch, optimizer
+    LOGPROBS = "logprobs"  # old log-probabilities: the trainer's forward alone
+    ROLLOUT = "rollout"  # prefill and decode
+
+
+class Recompute(StrEnum):
+    NONE = "none"
+    FULL = "full"  # every layer is run forward once more in backward; its two inputs are kept
+
+
+class Placement(StrEnum):
+    """Which GPUs the phases run on."""
+
+    COLOCATED = "colocated"  # the same: phases take turns
+    APART = "apart"  # some train, the others sample
+
+
+class Base(StrEnum):
+    """The frozen weights of trainer and sampler where they are colocated."""
+
+    SHARED = "shared"  # one copy in GPU memory, read by both
+    TWO = "two copies"  # both stay in GPU memory
+    SWAPPED = "swapped"  # each phase finds its own copy, the other one waits in host memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model by its config.json alone."""
+
+    name: str
+    config: ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """How everything is stored. The defaults are those of our trainer over a BF16 base."""
+
+    base: DType = DType.BF16  # weights that are not trained; of full-parameter training those that compute
+    sampler: DType = DType.BF16  # the sampler's weights
+    compute: DType = DType.BF16  # activations, and the copy of adapters that a forward uses
+    gradient: DType = DType.FP32
+    master: DType = DType.FP32  # of what is trained; no second copy where the weights are fp32 themselves
+    moments: DType = DType.FP32  # each of Adam's two
+    kv: DType = DType.BF16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One RL step: ``prompts`` groups of ``group`` answers, and ``updates`` optimizer steps on them.
+
+    ``answers``: a sample of answer lengths in tokens, of any size; it stands for the distribution.
+    """
+
+    prompts: int = 64
+    group: int = 8
+    prompt_tokens: int = 1024
+    answers: tuple[int, ...] = (4096,)
+    max_answer: int = 16384
+    updates: int = 1  # optimizer steps per RL step: the batch is cut into as many minibatches
+    prompt_once: bool = True  # a group's prompt goes through trainer and prefill once (packed segments)
+    steps: int = 1000  # of the run, for its price
+
+    @property
+    def num_answers(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def mean_answer(self) -> float:
+        return sum(self.answers) / len(self.answers)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that may occur."""
+        return self.prompt_tokens + self.max_answer
+
+    @property
+    def trained_tokens(self) -> float:
+        """Answer tokens of one RL step: rows of the loss."""
+        return self.num_answers * self.mean_answer
+
+    @property
+    def rows(self) -> float:
+        """Rows of one forward over the whole batch."""
+        return self.trained_tokens + self.prompt_tokens * (
+            self.prompts if self.prompt_once else self.num_answers
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One kind of GPU. Rates are peaks of the data sheet, dense, per direction; bytes are bytes."""
+
+    name: str
+    memory: float  # bytes
+    flops: Mapping[DType, float]  # FLOP/s by dtype of the operands
+    hbm: float  # bytes/s
+    link: float  # bytes/s from one GPU to its neighbours in the node (NVLink, else PCIe)
+    nic: float  # bytes/s from one GPU to other nodes
+    pcie: float  # bytes/s to host memory
+    price: float  # money per GPU and hour: an assumption, printed wherever it is used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """``nodes`` x ``per_node`` GPUs of one kind."""
+
+    gpu: Gpu
+    nodes: int
+    per_node: int
+    host_memory: float  # bytes of one node
+    usable_host: float = 0.85  # of it: the rest is the system's, page cache, data loaders
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """What no formula of the model gives: bytes that are taken besides."""
+
+    context: float = 3.0e9  # CUDA context, NCCL buffers, cuBLAS workspaces: 2 to 4 GB
+    fragmentation: float = 0.06  # of what is allocated and freed every step (activations): 5 to 8 %
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """What the engine can do."""
+
+    name: str = "vllm"
+    latent_kv: bool = True  # MLA caches latents (vLLM); ours caches expanded keys and values
+    pipeline: bool = False  # pipeline stages in sampling
+    sequences: int = 256  # most sequences that one replica decodes at once
+    prefill_rows: int = 8192  # most rows of one pass: its activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imbalance:
+    """How unevenly experts are chosen: measured loads, or lognormal popularity."""
+
+    sigma: float = 0.7  # of ln popularity, where nothing was measured
+    loads: tuple[tuple[float, ...], ...] | None = None  # [MoE layers][experts], measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Everything that a plan depends on. ``adapter`` None: all parameters are trained."""
+
+    model: Model
+    adapter: AdapterSpec | None
+    precision: Precision
+    work: Work
+    cluster: Cluster
+    sampler: Sampler = field(default_factory=Sampler)
+    imbalance: Imbalance = field(default_factory=Imbalance)
+    reserve: Reserve = field(default_factory=Reserve)
+    schedule: str = "1f1b"  # of the pipeline; "interleaved" where a layout has virtual stages
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How one phase runs on ``layout.world`` GPUs.
+
+    ``microbatch``: rows of one microbatch of one data rank, over all its context and tensor ranks together;
+    of rollout 0. ``sequences``: those that one data rank decodes at once; of training 0.
+    """
+
+    layout: Layout
+    microbatch: int = 0
+    recompute: Recompute = Recompute.NONE
+    sequences: int = 0
+    optimizer_on_host: bool = False  # master weights, gradients' sums and moments live in host memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """One setup per phase. Colocated phases have layouts of the same world size; apart, of the parts.
+
+    ``lag``: optimizer steps that the sampler may be behind; 0 is synchronous, and apart the phases overlap
+    only with 1 or more. ``slept``: what of the trainer waits in host memory while sampling: "adapters"
+    (weights, gradients, optimizer), "base".
+    """
+
+    train: Setup
+    logprobs: Setup
+    rollout: Setup
+    placement: Placement = Placement.COLOCATED
+    base: Base = Base.SHARED
+    lag: int = 0
+    slept: frozenset[str] = frozenset()
+
+    def setup(self, phase: Phase) -> Setup:
+        return {Phase.TRAIN: self.train, Phase.LOGPROBS: self.logprobs, Phase.ROLLOUT: self.rollout}[phase]
+
+    @property
+    def num_gpus(self) -> int:
+        rollout = self.rollout.layout.world if self.placement == Placement.APART else 0
+        return self.train.layout.world + rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of the fullest GPU in one phase, by term, and what a node holds in host memory for it."""
+
+    terms: Mapping[str, float]
+    stage: int = 0  # pipeline stage of the fullest GPU
+    host: float = 0.0  # bytes per node
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of one RL step, by phase ("train", "logprobs", "rollout", "refit", "switch") and in it by
+    term ("compute", "tensor", "expert all-to-all", "bubble", ...), exposed seconds that add up.
+
+    ``low`` and ``high`` multiply the total: the band of what is not known (efficiencies).
+    """
+
+    terms: Mapping[str, Mapping[str, float]]
+    low: float = 1.0
+    high: float = 1.0
+    overlapped: float = 0.0  # seconds of the sum that run beside others (asynchronous), taken off the total
+
+    def of(self, phase: str) -> float:
+        return sum(self.terms.get(phase, {}).values())
+
+    @property
+    def total(self) -> float:
+        return sum(self.of(phase) for phase in self.terms) - self.overlapped
+
+
+class Clock(Protocol):
+    """What search ranks by; ``plan.time`` has one that knows the cluster's rates."""
+
+    def phase(self, problem: Problem, phase: Phase, setup: Setup) -> Mapping[str, float]:
+        """Exposed seconds of one phase of one RL step by term."""
+        ...
+
+    def step(self, problem: Problem, arrangement: Arrangement) -> Times:
+        """All phases, refit and switches of one RL step."""
+        ...
+
+
+__all__ = [
+    "GB",
+    "Arrangement",
+    "Base",
+    "Clock",
+    "Cluster",
+    "DType",
+    "Gpu",
+    "Imbalance",
+    "Memory",
+    "Model",
+    "Phase",
+    "Placement",
+    "Precision",
+    "Problem",
+    "Recompute",
+    "Reserve",
+    "Sampler",
+    "Setup",
+    "Times",
+    "Work",
+]

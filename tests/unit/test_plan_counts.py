@@ -1,0 +1,240 @@
+"""Parameters of models and adapters against published numbers, and against the decoder itself.
+
+Tinker: the table in tinker-cookbook's ``hyperparam_utils.py``. Macaron: what the safetensors headers of the
+released adapters hold. Both as quoted in the project's notes on LoRA over mixtures, section 4 and 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_moe import KINDS, SIZES
+
+from ostinato.model.config import ModelConfig, MoEConfig, parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
+from ostinato.plan.counts import (
+    ExpertForm,
+    Role,
+    adapter_counts,
+    counts,
+    expert_adapter_unit,
+    kv_values,
+    logical_shapes,
+    other_adapter_unit,
+)
+from ostinato.plan.named import find_model, known_models
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dense": {**SIZES, "model_type": "llama"},
+    "biased": {**SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen2": {**SIZES, "model_type": "qwen2", "tie_word_embeddings": True},
+    "latent": {**SIZES, **KINDS["sigmoid-bias-groups"], "q_lora_rank": 8},
+    **{kind: {**SIZES, **more} for kind, more in KINDS.items()},
+}
+
+
+def config_of(name: str) -> ModelConfig:
+    return find_model(name).config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_are_those_of_the_decoder(family: str) -> None:
+    """In number and by role: nothing that a decoder stores is left out, nothing is counted twice."""
+    config = parse_config(FAMILIES[family])
+    decoder = Decoder(config, device="meta")
+    assert sum(map(prod, logical_shapes(config).values())) == sum(p.numel() for p in decoder.parameters())
+    assert counts(config).total == sum(p.numel() for p in decoder.parameters())
+    views = decoder.named_linears()
+    shapes = logical_shapes(config)
+    assert all(shapes[name] == tuple(one.weight.shape) for name, one in views.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        # model.safetensors.index.json of the published checkpoints, in parameters
+        ("smollm2-135m", 134_515_008),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("olmoe", 6_919_161_856),
+    ],
+)
+def test_totals_of_published_checkpoints(name: str, total: int) -> None:
+    assert counts(config_of(name)).total == total
+
+
+def test_kimi_k2_by_part() -> None:
+    """Section 2 of the notes: attention 101.1M a layer, an expert 44.04M, routed 1014.7B, the rest 11.7B."""
+    found = counts(config_of("kimi-k2"))
+    assert round(sum(found.projections.values()) / 61 / 1e6, 1) == 101.1
+    assert found.roles[Role.EXPERTS] == 60 * 384 * 3 * 7168 * 2048
+    assert round(found.roles[Role.EXPERTS] / 1e9, 1) == 1014.7
+    assert round((found.total - found.roles[Role.EXPERTS]) / 1e9, 1) == 11.7
+    assert round(found.total / 1e9, 1) == 1026.4
+    assert round(found.active / 1e9, 2) == 32.86
+    assert round(found.active_without_embedding / 1e9, 1) == 31.7
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("deepseek-v3", 671.0, 37.6),  # "671B, 37B activated" (arXiv 2412.19437), both embeddings counted
+        ("qwen3-30b-a3b", 30.5, 3.3),  # model card
+        ("qwen3-235b-a22b", 235.1, 22.2),  # model card: 235B, 22B
+        ("olmoe", 6.9, 1.3),  # arXiv 2409.02060: 6.9B, 1.3B
+    ],
+)
+def test_active_parameters(name: str, billions: float, active: float) -> None:
+    found = counts(config_of(name))
+    assert found.total / 1e9 == pytest.approx(billions, abs=0.06)
+    assert found.active / 1e9 == pytest.approx(active, abs=0.06)
+
+
+def mlp_unit(config: ModelConfig) -> int:
+    """Per unit of rank: experts in the shared-outer form, shared experts, dense layers."""
+    found = adapter_counts(config, AdapterSpec(rank=1, targets=("mlp", "shared", "experts")))
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("kimi-k2", 144_583_680),
+        ("deepseek-v3", 94_307_328),
+        ("qwen3-30b-a3b", 14_450_688),
+        ("qwen3-235b-a22b", 56_598_528),
+    ],
+)
+def test_tinker_counts_of_mlp_adapters(name: str, published: int) -> None:
+    assert mlp_unit(config_of(name)) == published
+
+
+def test_tinker_count_of_attention_adapters_on_kimi_k2() -> None:
+    config = config_of("kimi-k2")
+    unit = adapter_counts(config, AdapterSpec(rank=1, targets=("attn.q_a", "attn.kv_a", "attn.o")))
+    assert unit == {Role.ATTENTION: 1_940_288}
+    assert adapter_counts(config, AdapterSpec(rank=1, targets=("attn",))) == {Role.ATTENTION: 3_814_208}
+    assert adapter_counts(config, AdapterSpec(rank=1, targets=("attn.o",))) == {Role.ATTENTION: 936_960}
+
+
+def mixture(hidden: int, width: int, experts: int, layers: int) -> ModelConfig:
+    """The dimensions that adapters on experts depend on, and nothing else that matters."""
+    base = parse_config({**SIZES, **KINDS["softmax"], "hidden_size": hidden, "num_hidden_layers": layers})
+    moe = MoEConfig(num_experts=experts, top_k=8, intermediate_size=width, layers=tuple(range(layers)))
+    return replace(base, moe=moe)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "form", "rank", "ranks", "published"),
+    [
+        # V1-Preview: 32 of 256 experts a layer have adapters, one of each expert-parallel rank's
+        ((6144, 2048, 256, 75), "rank", 16, 32, 943_718_400),
+        ((6144, 2048, 256, 75), ExpertForm.PER_EXPERT, 16, 1, 7_549_747_200),  # V1-Venti
+        ((2048, 512, 256, 40), ExpertForm.PER_EXPERT_FUSED, 64, 1, 3_690_987_520),  # V1-Tall
+    ],
+)
+def test_macaron_adapters(
+    sizes: tuple[int, int, int, int], form: ExpertForm | str, rank: int, ranks: int, published: int
+) -> None:
+    config = mixture(*sizes)
+    if form == "rank":  # gate and up apart there: the canonical form, for as many experts as there are ranks
+        config, form = mixture(sizes[0], sizes[1], ranks, sizes[3]), ExpertForm.PER_EXPERT
+    assert rank * expert_adapter_unit(config, ExpertForm(form)) == published
+
+
+@pytest.mark.parametrize(
+    ("form", "billions"),
+    [
+        (ExpertForm.PER_EXPERT_FUSED, (3.8, 7.6, 15.1, 60.4)),
+        (ExpertForm.PER_EXPERT, (5.1, 10.2, 20.4, 81.5)),
+        (ExpertForm.SHARED_OUTER, (1.14, 2.3, 4.6, 18.3)),
+        (ExpertForm.PER_RANK_FUSED, (0.31, 0.63, 1.26, 5.0)),
+        (ExpertForm.ONE_PER_LAYER, (0.01, 0.02, 0.04, 0.16)),
+    ],
+)
+def test_the_table_of_kimi_k2_adapters(form: ExpertForm, billions: tuple[float, ...]) -> None:
+    """Section 4 of the notes, r = 8, 16, 32, 128."""
+    unit = expert_adapter_unit(config_of("kimi-k2"), form, expert_ranks=32)
+    for rank, published in zip((8, 16, 32, 128), billions, strict=True):
+        places = len(str(published).partition(".")[2])
+        assert unit * rank / 1e9 == pytest.approx(published, abs=0.51 * 10**-places)  # 7.55 is printed 7.6
+
+
+def test_what_comes_beside_the_experts() -> None:
+    """(+0.65B) and (+0.71B) at r = 128; in bytes of BF16 122, 164 and 38 GB with it."""
+    config = config_of("kimi-k2")
+    fused, canonical = (128 * other_adapter_unit(config, fused=flag) for flag in (True, False))
+    assert (round(fused / 1e9, 2), round(canonical / 1e9, 2)) == (0.65, 0.71)
+    for form, beside, gigabytes in (
+        (ExpertForm.PER_EXPERT_FUSED, fused, 122),
+        (ExpertForm.PER_EXPERT, canonical, 164),
+        (ExpertForm.SHARED_OUTER, fused, 38),
+        (ExpertForm.PER_RANK_FUSED, fused, 11),
+    ):
+        bytes_ = 2 * (128 * expert_adapter_unit(config, form, 32) + beside)
+        assert round(bytes_ / 1e9) == gigabytes
+
+
+def test_closed_forms_are_what_adapters_have() -> None:
+    """The forms that are ours, against the shapes that are trained."""
+    for name in ("kimi-k2", "qwen3-30b-a3b", "seed-moe"):
+        config = config_of(name)
+        for form, scheme in {
+            ExpertForm.PER_EXPERT: ExpertScheme.PER_EXPERT,
+            ExpertForm.SHARED_OUTER: ExpertScheme.SHARED_OUTER,
+        }.items():
+            spec = AdapterSpec(rank=3, targets=("experts",), expert_scheme=scheme)
+            assert adapter_counts(config, spec) == {Role.EXPERTS: 3 * expert_adapter_unit(config, form)}
+        spec = AdapterSpec(rank=1, targets=("attn", "mlp", "shared"))
+        assert sum(adapter_counts(config, spec).values()) == other_adapter_unit(config, fused=False)
+
+
+@given(
+    rank=st.integers(1, 4),
+    expert_rank=st.sampled_from([None, 2]),
+    scheme=st.sampled_from(ExpertScheme),
+    family=st.sampled_from(sorted(FAMILIES)),
+)
+def test_adapter_counts_are_those_of_tensors(
+    rank: int, expert_rank: int | None, scheme: ExpertScheme, family: str
+) -> None:
+    config = parse_config(FAMILIES[family])
+    spec = AdapterSpec(rank=rank, expert_rank=expert_rank, expert_scheme=scheme)
+    made = init_adapters(config, spec)
+    assert sum(adapter_counts(config, spec).values()) == made.num_parameters
+
+
+def test_cache_per_token() -> None:
+    """70,272 bytes of latents for Kimi K2 in BF16; all heads, expanded, as our engine keeps them."""
+    config = config_of("kimi-k2")
+    assert 2 * kv_values(config, latent=True) == 70_272
+    assert kv_values(config, latent=False) == 61 * 64 * (192 + 128)
+    small = config_of("smollm2-135m")
+    assert kv_values(small, latent=True) == kv_values(small, latent=False) == 30 * 3 * 2 * 64
+
+
+def test_models_by_name(tmp_path: Any) -> None:
+    assert "kimi-k2" in known_models()
+    assert find_model("asset:seed-moe").config == config_of("seed-moe")
+    with pytest.raises(ValueError, match="did you mean kimi-k2"):
+        find_model("kimi-k")
+    broken = tmp_path / "config.json"
+    broken.write_text("[1]")
+    with pytest.raises(ValueError, match="holds a list"):
+        find_model(str(broken))
+    broken.write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        find_model(str(broken))
+
+
+def test_a_dense_model_has_no_expert_adapters() -> None:
+    with pytest.raises(ValueError, match="has none"):
+        expert_adapter_unit(config_of("qwen3-8b"), ExpertForm.PER_EXPERT)

@@ -1,0 +1,408 @@
+"""What the planner says a rank keeps, against what our sharded model allocates and autograd saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_moe import KINDS, SIZES
+
+from ostinato.model.config import ModelConfig, parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import ROLES, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.packed import PackedAttention
+from ostinato.model.share import placed
+from ostinato.parallel.layout import Coords, Layout
+from ostinato.parallel.pieces import fresh_adapters
+from ostinato.parallel.shares import shares_of
+from ostinato.plan import memory
+from ostinato.plan.activations import Rows, boundary, ends, once, saved, slots_of
+from ostinato.plan.cluster import parse_cluster
+from ostinato.plan.counts import layer_tensors
+from ostinato.plan.headline import LAYOUTS, problem
+from ostinato.plan.memory import weight_bytes
+from ostinato.plan.named import find_model
+from ostinato.plan.parts import is_moe, stage_elements
+from ostinato.plan.problem import (
+    GB,
+    Arrangement,
+    Base,
+    DType,
+    Model,
+    Phase,
+    Precision,
+    Problem,
+    Recompute,
+    Setup,
+    Work,
+)
+from ostinato.types import Segment
+
+WIDE = {**SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dense": {**WIDE, "model_type": "llama"},
+    "tied": {**WIDE, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen": {**WIDE, **KINDS["softmax"]},
+    "latent": {**WIDE, **KINDS["sigmoid-bias-groups"], "q_lora_rank": 8, "num_hidden_layers": 4},
+    "direct": {**WIDE, **KINDS["sigmoid-bias"], "num_hidden_layers": 4},
+    "normed over heads": {**WIDE, **KINDS["olmoe"]},
+    "clipped": {**WIDE, **KINDS["olmoe"], "clip_qkv": 3.0},
+}
+CUTS = ("1", "d2", "t2", "p2", "d2t2p2e2", "t2e2", "t2e1x2", "d4e4", "p2v1d2e2", "d2c2t2e4", "d2f2", "t4e2")
+
+
+def config_of(family: str) -> ModelConfig:
+    return parse_config(FAMILIES[family])
+
+
+def layouts_of(config: ModelConfig) -> list[Layout]:
+    found = []
+    for text in CUTS:
+        layout = Layout.parse(text)
+        try:
+            layout.refuse(config)
+        except ValueError:
+            continue
+        found.append(layout)
+    return found
+
+
+# ---- weights and adapters
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_those_that_every_rank_allocates(family: str) -> None:
+    config = config_of(family)
+    for layout in layouts_of(config):
+        for rank in range(layout.world):
+            parts = [Decoder(config, share=share, device="meta") for share in shares_of(layout, config, rank)]
+            real = sum(p.numel() for part in parts for p in part.parameters())
+            planned = stage_elements(config, None, layout, layout.coords(rank).pipeline)
+            assert planned.trainable + planned.untrained == real, (family, str(layout), rank)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    targets=st.sets(st.sampled_from(ROLES), min_size=1),
+    scheme=st.sampled_from(ExpertScheme),
+    expert_rank=st.sampled_from([None, 3]),
+)
+def test_adapters_are_those_that_every_rank_trains(
+    family: str, targets: set[str], scheme: ExpertScheme, expert_rank: int | None
+) -> None:
+    config = config_of(family)
+    spec = AdapterSpec(
+        rank=2, targets=tuple(targets | {"attn"}), expert_scheme=scheme, expert_rank=expert_rank
+    )
+    for layout in layouts_of(config):
+        for stage in range(layout.pipeline):
+            rank = layout.rank(Coords(stage, layout.data - 1, layout.context - 1, layout.tensor - 1))
+            own = fresh_adapters(config, shares_of(layout, config, rank), spec)
+            planned = stage_elements(config, spec, layout, stage)
+            assert planned.adapters == own.num_parameters, str(layout)
+            assert planned.copies == sum(copied(own.prepared(torch.float32))), str(layout)
+
+
+def copied(prepared: Any) -> Iterator[int]:
+    """Elements of all tensors in prepared adapters."""
+    for layer in prepared.layers:
+        for slot in layer.__slots__:
+            held = getattr(layer, slot)
+            if held is not None:
+                fields = held if isinstance(held, tuple) else (held.a, held.b)
+                yield sum(part.numel() for part in fields if isinstance(part, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", ["kimi-k2", "qwen3-235b-a22b"])
+def test_a_large_model_on_the_meta_device(name: str) -> None:
+    """One rank of each stage under a layout of 64 ranks: exact."""
+    config = find_model(name).config
+    layout = Layout.parse("t4p4d4e16")
+    for stage in range(layout.pipeline):
+        rank = layout.rank(Coords(stage, 1, 0, 3))
+        parts = [Decoder(config, share=share, device="meta") for share in shares_of(layout, config, rank)]
+        real = sum(p.numel() for part in parts for p in part.parameters())
+        planned = stage_elements(config, None, layout, stage)
+        assert planned.trainable + planned.untrained == real
+
+
+PUBLISHED = {
+    "TP8 PP8 EP8": 34.4,
+    "TP8 PP4 EP16": 34.7,
+    "TP4 PP8 EP8": 35.0,
+    "TP2 PP4 EP16": 37.3,
+    "TP1 PP8 EP8": 38.5,
+    "TP8 PP2 EP32": 34.2,
+    "TP8 PP1 EP64": 35.0,
+    "TP1 PP1 EP64": 54.6,
+}
+
+
+@pytest.mark.parametrize(("name", "text"), LAYOUTS)
+def test_the_published_table_of_kimi_k2_layouts(name: str, text: str) -> None:
+    """Section 6 of the notes: its figures by its own formula, and ours by hand, stage by stage.
+
+    That formula puts ceil(61 / p) MoE layers and an embedding on one stage, which no stage has, cuts the
+    down-projections to latents by tensor ranks, which keep them whole, and leaves out routers and norms.
+    """
+    layout, config = Layout.parse(text), find_model("kimi-k2").config
+    expert, attention, embedding = 3 * 7168 * 2048, 101_122_048, 163_840 * 7168
+    n = -(-61 // layout.pipeline)
+    both = embedding * (2 if layout.pipeline == 1 else 1)
+    formula = 2 * (n * expert * 384 / layout.expert + (n * (attention + expert) + both) / layout.tensor)
+    assert formula / GB == pytest.approx(PUBLISHED[name], abs=0.06)
+    whole, t = 7168 * (1536 + 576), layout.tensor
+    each = whole + (attention - whole) // t + 1536 + 512 + 2 * 7168  # with norms
+    for stage, layers in enumerate(layout.chunk_layers(61)):
+        first, last, mixtures = stage == 0, stage == layout.pipeline - 1, len(layers) - (stage == 0)
+        values = len(layers) * each + first * 3 * 7168 * 18432 // t + last * 7168
+        values += (first + last) * embedding // t
+        values += mixtures * (384 * 7168 + expert // t + expert * 384 // layout.expert)
+        ours = weight_bytes(stage_elements(config, None, layout, stage), DType.BF16)
+        assert ours == 2 * values + 4 * 384 * mixtures
+        assert ours / GB < PUBLISHED[name] + 1.6
+
+
+def test_quantised_weights_take_a_half_and_a_quarter() -> None:
+    config = find_model("kimi-k2").config
+    elements = stage_elements(config, None, Layout.parse("d64e64"), 0)
+    bf16, fp8, int4 = (weight_bytes(elements, dtype) for dtype in (DType.BF16, DType.FP8, DType.INT4))
+    plain = 2.0 * (elements.ends + elements.routers + elements.vectors)
+    assert (fp8 - plain) / (bf16 - plain) == pytest.approx(0.5, rel=1e-3)
+    assert (int4 - plain) / (bf16 - plain) == pytest.approx(0.28125, rel=1e-3)
+
+
+# ---- optimizer
+
+
+def test_states_of_adapters_and_of_all_parameters() -> None:
+    """16 bytes a factor beside the copies; 18 a parameter in BF16, 16 in fp32."""
+    case = problem()
+    setup = Setup(layout=Layout.parse("d64e64"))
+    elements = stage_elements(case.config, case.adapter, setup.layout, 0)
+    terms, host = memory.state_terms(case, elements, setup)
+    assert sum(terms.values()) - terms["base weights"] == 16 * elements.adapters and host == 0
+    for base, each in ((DType.BF16, 18), (DType.FP32, 16)):
+        full = problem(None, base=base)
+        terms, _ = memory.state_terms(full, elements, setup)
+        assert sum(terms.values()) == each * elements.trainable + 4 * elements.untrained
+
+
+def test_an_optimizer_on_the_host_leaves_weights_and_gradients() -> None:
+    case, setup = problem(None), Setup(layout=Layout.parse("d64e64"), optimizer_on_host=True)
+    elements = stage_elements(case.config, None, setup.layout, 0)
+    terms, host = memory.state_terms(case, elements, setup)
+    assert set(terms) == {"base weights", "gradients"} and host == 12 * elements.trainable
+
+
+@pytest.mark.parametrize("shard", [1, 2, 4])
+def test_pieces_cut_matrices_of_layers_only(shard: int) -> None:
+    config = config_of("qwen")
+    case = Problem(
+        model=Model(name="tiny", config=config),
+        adapter=None,
+        precision=Precision(base=DType.FP32),
+        work=Work(),
+        cluster=parse_cluster("4xH100-80"),
+    )
+    layout = Layout(data=4, shard=shard)
+    elements = stage_elements(config, None, layout, 0)
+    terms, _ = memory.state_terms(case, elements, Setup(layout=layout))
+    cut = elements.matrices + elements.routers
+    assert sum(terms.values()) == 16 * (elements.trainable - cut + cut / shard) + 4 * elements.untrained
+
+
+# ---- activations
+
+
+@contextmanager
+def counting(skip: set[int]) -> Iterator[dict[int, int]]:
+    """Bytes of every storage that autograd saves, by address, but for those of ``skip``."""
+    found: dict[int, int] = {}
+    keep: list[torch.Tensor] = []  # so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in skip:
+            found[storage.data_ptr()] = storage.nbytes()
+            keep.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def really_saved(config: ModelConfig, spec: AdapterSpec | None, rows: int, dtype: torch.dtype) -> float:
+    decoder = Decoder(config, dtype=dtype).init_weights(0)
+    adapters = None if spec is None else init_adapters(config, spec)
+    skip = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+    prepared = None
+    if adapters is None:
+        decoder.trainable(True)
+    else:
+        prepared = adapters.prepared(dtype)
+        for layer in prepared.layers:
+            for slot in layer.__slots__:
+                held = getattr(layer, slot)
+                if held is not None:
+                    parts = held if isinstance(held, tuple) else (held.a, held.b)
+                    skip |= {p.untyped_storage().data_ptr() for p in parts if isinstance(p, torch.Tensor)}
+    tokens = torch.randint(config.vocab_size, (rows,), generator=torch.Generator().manual_seed(0))
+    attend = PackedAttention((Segment(start=0, stop=rows, prefix_start=0, prefix_stop=0),))
+    with counting(skip) as found:
+        hidden, _ = decoder(tokens, torch.arange(rows), attend, adapters=prepared)
+    assert hidden.requires_grad
+    return float(sum(found.values()))
+
+
+def planned_saved(config: ModelConfig, spec: AdapterSpec | None, rows: int, dtype: DType) -> float:
+    copies = rows * config.moe.top_k if config.moe else 0
+    here = Rows(slice=rows, own=rows, received=rows, copies=copies, loss=rows)
+    layers = [
+        saved(config, slots_of(config, spec, layer), here, dtype, moe=is_moe(config, layer))
+        for layer in range(config.num_layers)
+    ]
+    beside = ends(config, here, dtype, first=True, last=True, full=spec is None)
+    return sum(layers) + once(config, here, dtype) + beside
+
+
+TARGETS = {
+    "attention": ("attn",),
+    "all roles": ("attn", "mlp", "shared", "experts", "router"),
+    "one side": ("attn", "experts.up"),
+    "the other": ("attn", "experts.down"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("scheme", ExpertScheme)
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_are_what_autograd_saves(
+    family: str, targets: str, scheme: ExpertScheme, dtype: str
+) -> None:
+    """To the byte."""
+    config, rows = config_of(family), 96
+    if config.moe is None and "." in "".join(TARGETS[targets]):
+        return
+    spec = AdapterSpec(rank=2, targets=TARGETS[targets], expert_scheme=scheme)
+    kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+    assert planned_saved(config, spec, rows, DType(dtype)) == really_saved(config, spec, rows, kind)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_of_full_training_are_what_autograd_saves(family: str, dtype: str) -> None:
+    config, kind = config_of(family), torch.float32 if dtype == "fp32" else torch.bfloat16
+    assert planned_saved(config, None, 96, DType(dtype)) == really_saved(config, None, 96, kind)
+
+
+def test_an_adapter_above_all_others_keeps_no_more() -> None:
+    """Below the lowest adapter nothing is kept; the planner counts the first attention as all others."""
+    config, spec = config_of("dense"), AdapterSpec(rank=2, targets=("attn.o",))
+    real = really_saved(config, spec, 96, torch.float32)
+    assert real < planned_saved(config, spec, 96, DType.FP32) < 1.3 * real
+
+
+def test_recomputing_keeps_two_tensors_a_layer() -> None:
+    config = config_of("dense")
+    rows = Rows(slice=64, own=32, received=32, copies=0, loss=64, tensor=2)
+    assert boundary(config, rows, DType.BF16) == 2 * 32 * config.hidden_size * 2
+
+
+# ---- phases
+
+
+def arrangement(train: str, rollout: str, base: Base, **more: Any) -> Arrangement:
+    setup = Setup(layout=Layout.parse(train), microbatch=17408, recompute=Recompute.FULL)
+    return Arrangement(
+        train=setup,
+        logprobs=setup,
+        rollout=Setup(layout=Layout.parse(rollout), sequences=8),
+        base=base,
+        **more,
+    )
+
+
+def test_one_base_or_two() -> None:
+    """Two copies take one more, a swapped base moves it to the host, and neither touches the adapters."""
+    case = problem()
+    shared, two, swapped = (
+        {phase: memory.memory(case, arrangement("d8t8e64", "d8t8e64", base), phase) for phase in Phase}
+        for base in (Base.SHARED, Base.TWO, Base.SWAPPED)
+    )
+    copy = shared[Phase.ROLLOUT].terms["base weights"]
+    for phase in Phase:
+        assert two[phase].total - shared[phase].total == pytest.approx(copy)
+        assert swapped[phase].total == pytest.approx(shared[phase].total)
+        assert swapped[phase].host - shared[phase].host == pytest.approx(2 * copy * 8)
+
+
+def test_a_reference_estimate_of_colocated_copies() -> None:
+    """Section 6 of the notes: two BF16 copies do not fit (78 to 82 GB there); one does."""
+    case = problem()
+    found = memory.memory(case, arrangement("d8t8e64", "d8t8e64", Base.TWO), Phase.TRAIN)
+    assert found.total > 78 * GB
+    assert memory.memory(case, arrangement("d8t8e64", "d8t8e64", Base.SHARED), Phase.ROLLOUT).total < 50 * GB
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "possible"),
+    [
+        ("d8t8e64", "d8t8e64", True),
+        ("d64e64", "d8t8e64", True),  # dense weights whole in the trainer: the sampler reads a part of them
+        ("d8t8e64", "d64e64", False),
+        ("d8t8p1e32", "d8t8e64", False),
+        ("d8p8e8", "d64e64", False),
+        ("d64e64f64", "d64e64", False),
+        ("d8t2c4e64", "d32t2e64", True),
+    ],
+)
+def test_where_one_base_serves_both(train: str, rollout: str, possible: bool) -> None:
+    """By the words of ``shares_base``, and by the tensors: every index that a sampler's rank needs of what it
+    shares is among those that the trainer's rank keeps."""
+    case = problem()
+    a, b = Layout.parse(train), Layout.parse(rollout)
+    reason = memory.shares_base(case, Setup(layout=a), Setup(layout=b))
+    assert (reason == "") == possible
+    if possible:
+        for rank in range(0, 64, 7):
+            assert contained(case.config, a, b, rank)
+
+
+def contained(config: ModelConfig, train: Layout, rollout: Layout, rank: int) -> bool:
+    (mine,), (theirs,) = (shares_of(layout, config, rank) for layout in (train, rollout))
+    for name, shape in layer_tensors(config, 1).items():
+        kept = placed(config, mine, f"layers.1.{name}", shape)
+        needed = placed(config, theirs, f"layers.1.{name}", shape)
+        for have, want in zip(kept, needed, strict=True):
+            if not {i for span in want for i in span} <= {i for span in have for i in span}:
+                return False
+    return True
+
+
+def test_the_cache_of_latents_is_not_cut_by_tensor_ranks() -> None:
+    case = problem()
+    one, eight = (Setup(layout=Layout.parse(text)) for text in ("d64e64", "d8t8e64"))
+    assert memory.kv_bytes(case, one) == memory.kv_bytes(case, eight) == 70_272
+    dense = Problem(
+        model=find_model("llama-3.1-8b"),
+        adapter=case.adapter,
+        precision=case.precision,
+        work=case.work,
+        cluster=case.cluster,
+    )
+    assert memory.kv_bytes(dense, Setup(layout=Layout(tensor=4))) == 32 * 8 * 2 * 128 * 2 / 4
+
+
+def test_sequences_fill_what_is_free() -> None:
+    case, setup = problem(), Setup(layout=Layout.parse("d64e64"))
+    assert memory.sequences_for(case, setup, 0.0) == 0
+    few = memory.sequences_for(case, setup, 5 * GB)
+    assert 0 < few <= memory.sequences_for(case, setup, 10 * GB) <= 8  # 512 answers over 64 ranks

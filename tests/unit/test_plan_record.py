@@ -1,0 +1,97 @@
+"""A plan on disk, and what a report and a calibration make of it beside the metrics of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plan_world import arrangement, problem
+
+from ostinato.plan.calibrate import calibrate
+from ostinato.plan.memory import memory
+from ostinato.plan.problem import Phase
+from ostinato.plan.record import FILE, observations, record, write
+from ostinato.plan.time import Roofline
+from ostinato.plan.traffic import step_traffic, traffic
+from ostinato.report.page import html
+from ostinato.report.plan import plan_sections
+from ostinato.report.reading import read_run
+from ostinato.report.samples import pack_samples
+from ostinato.run import RunFolder
+
+ONE, CHOSEN = problem(), arrangement("d8t2", "d16")
+
+
+def planned() -> dict:
+    found = {phase: memory(ONE, CHOSEN, phase) for phase in Phase}
+    sent = traffic(ONE, Phase.TRAIN, CHOSEN.train)
+    return record(ONE, CHOSEN, Roofline().step(ONE, CHOSEN), found, sent)
+
+
+def folder(path: Path, plan: dict, steps: int = 4) -> RunFolder:
+    """A run of the plan that takes twice as long to train as it was planned to."""
+    run = RunFolder.create(path, 'name = "planned"\n')
+    write(path, plan)
+    train = sum(sum(plan["seconds"][phase].values()) for phase in ("train", "logprobs"))
+    rollout = sum(plan["seconds"]["rollout"].values())
+    for step in range(1, steps + 1):
+        slow = 10.0 if step == 1 else 1.0  # the first one warms up
+        row = {"time/train_s": 2 * train * slow, "time/rollout_s": rollout * slow, "step_time": 30.0}
+        row |= {f"comm/bytes/{name}": sent for name, sent in plan["traffic"].items()}
+        run.write(step, row)
+    return run
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write(tmp_path, planned())
+    assert json.loads((tmp_path / FILE).read_text()) == planned()
+
+
+def test_a_run_teaches_the_factors_of_its_phases(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", planned())
+    seen = observations("run", planned(), run.metrics.rows())
+    assert [one.name for one in seen] == ["run rollout", "run train"]
+    assert seen[1].seconds == pytest.approx(2 * seen[1].predicted)
+    factors = calibrate(seen).factors
+    assert seen[1].under(factors) == pytest.approx(seen[1].seconds, rel=0.1)
+    assert observations("none", planned(), []) == []
+
+
+def test_the_report_shows_both(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", planned())
+    data = read_run(run)
+    (section,) = plan_sections(data)
+    seconds, sent = section.tables
+    lines = {line.name: [cell.value for cell in line.cells] for line in seconds.lines}
+    assert lines["train"][2] == "2.00" and lines["rollout"][2] == "1.00"
+    assert lines["train"][3]  # its largest term
+    assert all(line.cells[2].value == "1.000" for line in sent.lines)
+    assert "publishes" in sent.note
+    assert "train d8t2, logprobs d8t2, rollout d16" in section.lead
+    page = html(data, pack_samples(run.trajectories, None))
+    assert "Plan against run" in page and "measured / planned" in page
+
+
+def test_a_run_without_a_plan_or_with_a_damaged_one_is_reported(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", planned())
+    assert plan_sections(replace(read_run(run), plan={})) == []
+    (run.path / FILE).write_text("{")
+    data = read_run(run)
+    assert plan_sections(data) == [] and "plan.json cannot be read" in data.damage[-1]
+    odd = {"seconds": {"train": 3, "rollout": {"decode": "x"}}, "traffic": {"a/b": None}, "layouts": 1}
+    assert plan_sections(replace(data, plan=odd))[0].lead == ""
+
+
+def test_what_is_planned_to_be_sent_has_old_logprobs_in_it() -> None:
+    """They are counted in a step's metrics, too; of a single optimizer step there are none."""
+    train = traffic(ONE, Phase.TRAIN, CHOSEN.train)
+    assert step_traffic(ONE, CHOSEN) == train
+    twice = replace(ONE, work=replace(ONE.work, updates=2))
+    both, scored = step_traffic(twice, CHOSEN), traffic(twice, Phase.LOGPROBS, CHOSEN.logprobs)
+    for key, sent in traffic(twice, Phase.TRAIN, CHOSEN.train).items():
+        more = scored.get(key)
+        assert both[key].bytes == sent.bytes + (more.bytes if more else 0)
+        assert both[key].calls == sent.calls + (more.calls if more else 0)
+    assert scored.keys() <= both.keys()

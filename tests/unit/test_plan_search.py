@@ -1,0 +1,321 @@
+"""The search: what it finds is the best of everything that fits, and it says why the rest lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ostinato.model.shapes import AdapterSpec
+from ostinato.parallel.layout import Layout
+from ostinato.plan import memory
+from ostinato.plan import search as planning
+from ostinato.plan.cluster import parse_cluster
+from ostinato.plan.imbalance import distinct_ranks, sigma_of, straggler
+from ostinato.plan.layouts import layouts
+from ostinato.plan.lengths import lognormal_lengths
+from ostinato.plan.named import find_model
+from ostinato.plan.problem import (
+    Arrangement,
+    Base,
+    Imbalance,
+    Phase,
+    Placement,
+    Precision,
+    Problem,
+    Recompute,
+    Setup,
+    Times,
+    Work,
+)
+from ostinato.plan.search import (
+    Allowed,
+    Plan,
+    binding,
+    distinct,
+    fits,
+    resized,
+    search,
+    smallest,
+    why_lost,
+)
+from ostinato.plan.time import Roofline
+
+
+class Toy:
+    """A clock whose seconds are plain: more tensor ranks cost, more sequences help."""
+
+    def phase(self, problem: Problem, phase: Phase, setup: Setup) -> Mapping[str, float]:
+        layout = setup.layout
+        if phase == Phase.ROLLOUT:
+            return {"decode": 100 / (setup.sequences * layout.data) + 0.1 * layout.tensor}
+        again = setup.recompute == Recompute.FULL
+        return {
+            "products": 10.0 * (1 + again / 3),
+            "tensor": float(layout.tensor - 1),
+            "bubble": layout.pipeline - 1.0,
+        }
+
+    def step(self, problem: Problem, arrangement: Arrangement) -> Times:
+        terms = {phase.value: self.phase(problem, phase, arrangement.setup(phase)) for phase in Phase}
+        switch = 5.0 * (arrangement.base == Base.SWAPPED) + 1.0 * bool(arrangement.slept)
+        return Times(terms=terms | {"switch": {"base": switch}})
+
+
+def question(model: str = "qwen3-30b-a3b", gpus: str = "4xH100-80", **work: Any) -> Problem:
+    return Problem(
+        model=find_model(model),
+        adapter=AdapterSpec(rank=16, alpha=32.0),
+        precision=Precision(),
+        work=Work(answers=lognormal_lengths(1024, 4096), max_answer=4096, **work),
+        cluster=parse_cluster(gpus),
+    )
+
+
+def test_the_first_plan_is_the_best_of_all_pairs() -> None:
+    """The twin: every setup of the trainer with every one of the sampler and every base."""
+    case, clock = question(gpus="2xH100-80"), Toy()
+    found = search(case, clock)
+    best = min(every(case, clock), key=lambda plan: plan.times.total)
+    assert found.plans[0].times.total == pytest.approx(best.times.total)
+    totals = [plan.times.total for plan in found.plans]
+    assert totals == sorted(totals)
+
+
+def every(case: Problem, clock: Toy) -> list[Plan]:
+    plans = []
+    for train in layouts(case, case.cluster.num_gpus, Phase.TRAIN):
+        for recompute in Recompute:
+            if train.shard > 1 and recompute == Recompute.NONE:
+                continue
+            setup = Setup(layout=train, microbatch=5120, recompute=recompute)
+            for rollout in layouts(case, case.cluster.num_gpus, Phase.ROLLOUT):
+                for base in Base:
+                    if base == Base.SHARED and memory.shares_base(case, setup, Setup(layout=rollout)):
+                        continue
+                    for slept in (frozenset(), frozenset({"adapters"})):
+                        bare = Arrangement(
+                            train=setup, logprobs=setup, rollout=Setup(layout=rollout), base=base, slept=slept
+                        )
+                        room = memory.memory(case, bare, Phase.ROLLOUT)
+                        free = memory.margin(case, room) + room.terms["KV cache"]
+                        seats = memory.sequences_for(case, bare.rollout, free)
+                        full = replace(bare, rollout=replace(bare.rollout, sequences=seats))
+                        sizes = {phase: memory.memory(case, full, phase) for phase in Phase}
+                        if seats and all(memory.margin(case, one) >= 0 for one in sizes.values()):
+                            plans.append(Plan(arrangement=full, memory=sizes, times=clock.step(case, full)))
+    return plans
+
+
+def test_every_plan_fits_in_every_phase() -> None:
+    case = question("qwen3-30b-a3b", "2xH100-80")
+    found = search(case, Roofline())
+    assert found.plans
+    for plan in found.plans:
+        for phase, one in plan.memory.items():
+            assert memory.margin(case, one) >= 0
+            assert one.terms == memory.memory(case, plan.arrangement, phase).terms
+            assert memory.host_margin(case, one) >= 0
+
+
+def test_nothing_fits_is_no_plan_and_names_what_was_nearest() -> None:
+    case = question("qwen3-235b-a22b", "2xRTX4090-24")
+    found = search(case, Toy())
+    assert not found.plans and not found.phases[Phase.TRAIN]
+    assert found.near[Phase.TRAIN].memory.total > memory.limit(case)
+    assert found.refused[Phase.TRAIN].most_common(1)[0][0] == "base weights"
+
+
+def test_recomputing_only_where_keeping_does_not_fit() -> None:
+    roomy = search(question(gpus="2xH200-141"), Toy())
+    assert roomy.plans[0].arrangement.train.recompute == Recompute.NONE
+
+
+def test_more_memory_never_makes_a_plan_slower() -> None:
+    case, clock = question("qwen3-30b-a3b", "2xH100-80"), Roofline()
+    more = replace(case.cluster, gpu=replace(case.cluster.gpu, memory=2 * case.cluster.gpu.memory))
+    tight, roomy = (search(replace(case, cluster=one), clock) for one in (case.cluster, more))
+    assert roomy.plans[0].times.total <= tight.plans[0].times.total * 1.0001
+
+
+def test_layouts_are_distinct_and_fit_the_model() -> None:
+    case = question("kimi-k2", "64xH800-80")
+    for phase in (Phase.TRAIN, Phase.ROLLOUT):
+        found = list(layouts(case, 64, phase))
+        assert len(found) == len(set(found)) > 10
+        for layout in found:
+            assert layout.world == 64
+            layout.refuse(case.config)
+            assert layout.tensor * layout.context <= 8
+            assert phase == Phase.TRAIN or layout.pipeline == layout.context == layout.shard == 1
+
+
+def test_one_layout_may_be_asked_for() -> None:
+    allowed = Allowed(train_layout=Layout.parse("d4e4"), rollout_layout=Layout.parse("t4e4"))
+    for plan in search(question(), Toy(), allowed).plans:
+        assert str(plan.arrangement.train.layout) == "d4e4" and str(plan.arrangement.rollout.layout) == "t4e4"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "adapter"),
+    [
+        ("qwen3-235b-a22b", "8xH200-141", AdapterSpec(rank=32, alpha=64.0)),
+        ("qwen3-30b-a3b", "2x8xH100-80", None),
+    ],
+)
+def test_what_fits_is_found(model: str, gpus: str, adapter: AdapterSpec | None) -> None:
+    """The pair that fits may have one of the slowest trainers: the leanest are looked at, too."""
+    case = replace(
+        question(model, gpus),
+        adapter=adapter,
+        work=Work(answers=lognormal_lengths(4096, 16384)),
+    )
+    allowed = Allowed(bases=(Base.TWO,))
+    assert fits(case, allowed) is not None
+    assert search(case, Roofline(), allowed).plans
+
+
+@pytest.mark.parametrize("gpus", ["4xH100-80", "6xH100-80", "8xH100-80"])
+@pytest.mark.parametrize("base", list(Base))
+def test_search_and_smallest_agree_about_what_fits(gpus: str, base: Base) -> None:
+    allowed = Allowed(bases=(base,))
+    for case in (question(gpus=gpus), replace(question(gpus=gpus), adapter=None)):
+        assert bool(search(case, Toy(), allowed).plans) == (fits(case, allowed) is not None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"train_layout": "t3"}, "train-layout: layout t3 cuts num_attention_heads"),
+        ({"rollout_layout": "p4"}, "rollout-layout: layout p4 has p4, but vllm samples without it"),
+        ({"rollout_layout": "d2f2t2"}, "rollout-layout: .* has f2"),
+        ({"rollout_layout": "t4e2"}, "rollout-layout: .* over all ranks of an engine or none"),
+        ({"train_layout": "d8"}, "train-layout is d8 of 8 ranks, but of 4 GPUs 4 train and 4 sample"),
+        ({"train_layout": "d4", "rollout_layout": "d2"}, "and rollout-layout is d2 of 2 ranks"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(asked: dict[str, str], words: str) -> None:
+    given: dict[str, Any] = {name: Layout.parse(text) for name, text in asked.items()}
+    allowed = Allowed(**given)
+    with pytest.raises(ValueError, match=words) as caught:
+        search(question(), Toy(), allowed)
+    assert "\n" not in str(caught.value)
+    if ": layout" in str(caught.value):
+        with pytest.raises(ValueError, match=words):
+            smallest(question(), Toy(), allowed)
+
+
+def test_pairs_that_cannot_win_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that fit say when to stop, and all pairs together find nothing better."""
+    seen, together = [0], planning._together
+
+    def counted(*given: Any) -> Any:
+        seen[0] += 1
+        return together(*given)
+
+    monkeypatch.setattr(planning, "_together", counted)
+    case, allowed = question("qwen3-30b-a3b", "16xH100-80"), Allowed(bases=(Base.SHARED,))
+    found, few = search(case, Roofline(), allowed), seen[0]
+    monkeypatch.setattr(planning, "FINAL", 10**9)
+    best = search(case, Roofline(), allowed)
+    assert few < (seen[0] - few) / 2
+    assert found.plans[0].times.total == best.plans[0].times.total
+
+
+def test_apart_cuts_the_cluster_and_may_overlap() -> None:
+    case = question(gpus="4xH100-80")
+    found = search(case, Roofline(), Allowed(placements=(Placement.APART,), lag=1))
+    assert found.plans
+    for plan in found.plans:
+        a = plan.arrangement
+        assert a.placement == Placement.APART and a.num_gpus == 4
+        assert plan.times.overlapped > 0
+    both = search(case, Roofline(), Allowed(placements=tuple(Placement), lag=1))
+    assert both.plans[0].times.total <= found.plans[0].times.total
+
+
+def test_smallest_is_the_first_size_that_fits() -> None:
+    case, clock = question("qwen3-30b-a3b", "64xH100-80"), Toy()
+    found = smallest(case, clock)
+    assert found is not None
+    number = found.plans[0].arrangement.num_gpus
+    assert number == 1  # 61 GB of weights, one base
+    two = smallest(case, clock, Allowed(bases=(Base.TWO,)))
+    assert two is not None and two.plans[0].arrangement.num_gpus > 1
+    assert smallest(question("kimi-k2"), clock, most=4) is None
+
+
+def test_a_part_of_a_node_has_a_part_of_the_host() -> None:
+    cluster = parse_cluster("64xH100-80")
+    assert resized(cluster, 2).host_memory == cluster.host_memory / 4
+    assert resized(cluster, 16).nodes == 2 and resized(cluster, 16).host_memory == cluster.host_memory
+
+
+def test_losers_are_told_in_one_sentence() -> None:
+    case = question()
+    found = search(case, Roofline())
+    plans = distinct(found.plans, 5)
+    assert (
+        len(
+            {
+                (str(p.arrangement.train.layout), str(p.arrangement.rollout.layout), p.arrangement.base)
+                for p in plans
+            }
+        )
+        == 5
+    )
+    for plan in plans[1:]:
+        assert "slower" in why_lost(plans[0], plan) or "as fast" in why_lost(plans[0], plan)
+    assert "memory: " in binding(case, plans[0]) and "time: " in binding(case, plans[0])
+
+
+# ---- what it is fed with
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mean", "low", "high"),
+    [(8, 1.17, 1.08, 1.30), (16, 1.32, 1.18, 1.52), (32, 1.58, 1.36, 1.92), (64, 2.05, 1.65, 2.66)],
+)
+def test_stragglers_of_lognormal_popularity(ranks: int, mean: float, low: float, high: float) -> None:
+    """384 experts, sigma 0.7 (section 9.4 of the notes: 2,000 draws)."""
+    found = straggler(Imbalance(sigma=0.7), 384, ranks)
+    assert found.mean == pytest.approx(mean, rel=0.02)
+    assert found.high == pytest.approx(high, rel=0.03)
+    assert low < found.mean < high
+
+
+@pytest.mark.parametrize("mean", [1.05, 1.5, 3.0])
+def test_a_spread_explains_a_straggler_factor(mean: float) -> None:
+    sigma = sigma_of(mean, 128, 8)
+    assert straggler(Imbalance(sigma=sigma), 128, 8).mean == pytest.approx(mean, rel=0.01)
+    assert sigma_of(mean, 128, 1) == 0.0 and sigma_of(1e9, 128, 8) == 4.0
+
+
+def test_stragglers_of_measured_loads() -> None:
+    loads = ((3.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0))
+    found = straggler(Imbalance(loads=loads), 4, 2)
+    assert found.mean == pytest.approx((4 / 3 + 1) / 2)
+    assert straggler(Imbalance(loads=loads), 4, 1).mean == 1.0
+    with pytest.raises(ValueError, match="measured for 4 experts, this model has 8"):
+        straggler(Imbalance(loads=loads), 8, 2)
+
+
+def test_how_many_ranks_a_token_goes_to() -> None:
+    assert distinct_ranks(384, 8, 1) == pytest.approx(1)
+    assert distinct_ranks(8, 8, 8) == pytest.approx(8)
+    assert distinct_ranks(384, 8, 384) == pytest.approx(8)
+    assert distinct_ranks(384, 1, 16) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("mean", "most"), [(4096, 16384), (100, 128), (1, 1), (3000, 100_000)])
+def test_lengths_have_the_mean_that_was_asked_for(mean: int, most: int) -> None:
+    found = lognormal_lengths(mean, most)
+    assert sum(found) / len(found) == pytest.approx(mean, abs=1)
+    assert max(found) <= most and min(found) >= 1
+
+
+def test_a_mean_above_the_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="answer-tokens is 200"):
+        lognormal_lengths(200, 100)
