@@ -27,12 +27,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ostinato.routes import routes_to_json
+from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.types import Group, Trajectory
 
 Row = Mapping[str, Any]
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
-EARLY = ("vllm",)  # what may be there before the run: a server is asked what it can do before any work
+EARLY = ("vllm", "ranks")  # what may be there before the run: logs of what is started before any work
 
 
 def atomic_write(path: Path, content: bytes | Callable[[Path], object]) -> None:
@@ -302,6 +302,15 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
         "parts": {} if reward is None else reward.parts,
         "turns": turns,
     }
+
+
+def recorded_routes(folder: RunFolder) -> dict[int, np.ndarray]:
+    """By step the routes [T, layers, K] of the answers whose trajectories the run has kept, if it has any."""
+    steps: dict[int, list[np.ndarray]] = {}
+    for row in folder.trajectories.rows():
+        found = [routes_from_json(turn["experts"]) for turn in row["turns"] if turn["experts"]]
+        steps.setdefault(row["step"], []).extend(found)
+    return {step: np.concatenate(parts) for step, parts in sorted(steps.items()) if parts}
 
 
 class RunFolder:

@@ -97,6 +97,34 @@ def generate(
 
 
 @app.command()
+def place(
+    run: RunPath,
+    ranks: Annotated[int, typer.Option(min=1, help="Expert ranks: e of the layout.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; placement.json in the run folder.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="On so many nodes, which are made even first.")] = 1,
+    current: Annotated[
+        Path | None, typer.Option("--from", help="A placement in use: move from it what pays.")
+    ] = None,
+    link_gb_s: Annotated[float, typer.Option(min=1e-6, help="GB/s between ranks, for --from.")] = 1.0,
+) -> None:
+    """Which expert rank keeps which experts, from the routes that a run has recorded."""
+    from ostinato.cli.place import Asked, command
+
+    command(
+        Asked(
+            run=run,
+            ranks=ranks,
+            out=out or run / "placement.json",
+            nodes=nodes,
+            current=current,
+            link_gb_s=link_gb_s,
+        )
+    )
+
+
+@app.command()
 def export(
     run: RunPath,
     to: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
@@ -171,6 +199,17 @@ def scale(ctx: typer.Context) -> None:
     scale_app(args=ctx.args, prog_name="ostinato scale")
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def plan(ctx: typer.Context) -> None:
+    """Which layouts of a model fit a cluster, how fast they are, what they cost (see plan --help)."""
+    from ostinato.cli.plan import command
+
+    command(ctx.args)
+
+
 @app.command()
 def ablate(
     source: Annotated[
@@ -224,6 +263,16 @@ def ablate(
         html_file=html_file,
     )
     raise typer.Exit(command(source, overrides or [], study, telling, leave_one_out=leave_one_out))
+
+
+@app.command(hidden=True)
+def rank() -> None:
+    """A further rank of the run that has started this process; ends with it."""
+    from ostinato.cli.ranks import follow, followed
+
+    if (place := followed()) is None:
+        raise ValueError("this process was not started as a rank of a run; use ostinato train")
+    raise typer.Exit(follow(place, child=True))
 
 
 @app.command()

@@ -22,6 +22,7 @@ from ostinato.cli.build import Prepared
 from ostinato.cli.crew import Crew
 from ostinato.cli.drafts import Memory
 from ostinato.cli.failure import RunFailed
+from ostinato.cli.ranks import new_trainer
 from ostinato.cluster.actors import Cluster, RayRemote, Want
 from ostinato.cluster.graders import GraderLink
 from ostinato.cluster.remote import ClusterLost, WorkerFault
@@ -72,9 +73,7 @@ def clustered(
             trainer = _started(hire.trainer)
             held.callback(trainer.close)
         else:
-            adapters = parts.new_adapters(recipe, prepared.decoder)
-            refused = parts.save_refused(folder / "refused")
-            trainer = parts.new_trainer(recipe, prepared.decoder, adapters, refused)
+            trainer = held.enter_context(new_trainer(prepared, folder, say))
         publication = adapters_only
         if recipe.adapter.kind == "full":
             publication = held.enter_context(all_weights(prepared.decoder))

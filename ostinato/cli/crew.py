@@ -17,6 +17,8 @@ from typing import Any
 from ostinato.cli import parts
 from ostinato.cli.build import Prepared, environment, new_drafting
 from ostinato.cli.drafts import Memory
+from ostinato.cli.engine_layout import same_shares
+from ostinato.cli.ranks import new_trainer
 from ostinato.cli.vllm import vllm_engine
 from ostinato.engine.vllm_proof import Verdict
 from ostinato.pipeline.loop import Finish, Finished, Loop
@@ -63,8 +65,9 @@ class Crew:
         except Abandoned:  # before it has begun
             return Finished(state=loop.state, why=Finish.TERMINATED)
         finally:
-            if telling is not None:
+            if telling is not None and self.status is not None:
                 telling.cancel()
+                _write(folder / "workers.json", self.status())  # before they end: what did the work
             if self.end is not None:
                 await self.end()
 
@@ -82,25 +85,30 @@ def hired(
             yield found
         return
     recipe, decoder = prepared.recipe, prepared.decoder
-    adapters = parts.new_adapters(recipe, decoder)
-    trainer = parts.new_trainer(recipe, decoder, adapters, parts.save_refused(folder / "refused"))
-    if recipe.engine.backend == "vllm":
-        with _sampling_by_vllm(prepared, folder, say) as vllm:
+    with contextlib.ExitStack() as held:
+        if same_shares(recipe):
+            from ostinato.model.shared import sweep  # Linux only
+
+            held.callback(sweep)  # what ranks have mapped, when they have ended
+        trainer = held.enter_context(new_trainer(prepared, folder, say))
+        if recipe.engine.backend == "vllm":
+            vllm = held.enter_context(_sampling_by_vllm(prepared, folder, say))
             yield prepared, Crew(trainer=trainer, **vllm)
-        return
-    engine = parts.new_engine(recipe, decoder, prepared.renderer, say, memory)
-    yield (
-        prepared,
-        Crew(
-            trainer=trainer,
-            engine=engine,
-            memory=memory,
-            drafting=new_drafting(memory, engine) if memory else None,
-            run_ahead=engine.run_ahead if memory and recipe.draft.run_ahead else None,
-            sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
-            timed=(engine,),
-        ),
-    )
+            return
+        engine = parts.new_engine(recipe, decoder, prepared.renderer, say, memory)
+        held.callback(engine.close)
+        yield (
+            prepared,
+            Crew(
+                trainer=trainer,
+                engine=engine,
+                memory=memory,
+                drafting=new_drafting(memory, engine) if memory else None,
+                run_ahead=engine.run_ahead if memory and recipe.draft.run_ahead else None,
+                sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
+                timed=(engine,),
+            ),
+        )
 
 
 @contextlib.contextmanager
@@ -134,10 +142,14 @@ def proof_row(verdict: Verdict | None) -> dict[str, float]:
 
 
 async def _tell(path: Path, status: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-    """Write the rows again and again. Not flushed to the disk: it is of now, and gone with the process."""
-    aside = path.with_name(f".{path.name}")
     while True:
-        with contextlib.suppress(OSError):  # a full disk is the loop's to tell
-            aside.write_text(json.dumps(list(status())))
-            aside.replace(path)
+        _write(path, status())
         await asyncio.sleep(STATUS_S)
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Not flushed to the disk: the rows are of now, and gone with the process."""
+    aside = path.with_name(f".{path.name}")
+    with contextlib.suppress(OSError):  # a full disk is the loop's to tell
+        aside.write_text(json.dumps(list(rows)))
+        aside.replace(path)

@@ -13,15 +13,19 @@ from ostinato.model.named import is_model_name
 if TYPE_CHECKING:
     from ostinato.model.decoder import Decoder
     from ostinato.model.lora import AdapterSpec
+    from ostinato.model.share import Share
     from ostinato.run import RunFolder
     from ostinato.train.checkpoint import Checkpoint
     from ostinato.train.trainer import PolicyTrainer
 
 
-def load_decoder(section: ModelSection, folder: Path, *, shared: bool = False) -> Decoder:
+def load_decoder(
+    section: ModelSection, folder: Path, *, shared: bool = False, share: Share | None = None
+) -> Decoder:
     """The model in ``folder`` as the recipe wants it: dtype, device, precision of the head; frozen.
 
-    ``shared``: over the one copy that all processes of a host map, where the device is the CPU.
+    ``shared``: over the one copy that all processes of a host map, where the device is the CPU. ``share``:
+    only this part of it.
     """
     import torch
 
@@ -36,8 +40,8 @@ def load_decoder(section: ModelSection, folder: Path, *, shared: bool = False) -
     if shared and device == "cpu":
         from ostinato.model.shared import shared_model  # Linux only
 
-        return shared_model(folder, dtype, fp32_head=section.fp32_head)
-    return load_model(folder, dtype=dtype, device=device, fp32_head=section.fp32_head)
+        return shared_model(folder, dtype, fp32_head=section.fp32_head, share=share)
+    return load_model(folder, dtype=dtype, device=device, fp32_head=section.fp32_head, share=share)
 
 
 def adapter_spec(section: AdapterSection) -> AdapterSpec:

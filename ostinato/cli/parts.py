@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,32 @@ import numpy as np
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.cli.drafts import Memory
-from ostinato.cli.models import adapter_spec
+from ostinato.cli.engine_layout import check_engine_layout, same_shares, start_shards
+from ostinato.cli.models import adapter_spec, load_decoder
+from ostinato.cli.place import read_placement
+from ostinato.cli.ranks import check_ranks
 from ostinato.cli.vllm import check_vllm
 from ostinato.config import Recipe
-from ostinato.engine.local import LocalEngine
+from ostinato.engine.local import LocalEngine, NewRunner
+from ostinato.engine.runner import Runner
+from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
+from ostinato.model.named import model_folder
 from ostinato.model.native import Kernels
 from ostinato.model.native import load as load_kernels
 from ostinato.model.native.build import BuildError
 from ostinato.model.ops import TORCH_OPS
-from ostinato.model.peft_io import load_peft
+from ostinato.model.peft_io import Saved, load_peft, read_peft
 from ostinato.model.quantise import Weights, own_bytes, quantise
+from ostinato.model.share import Share
+from ostinato.parallel.layout import Layout
+from ostinato.parallel.mesh import Mesh
+from ostinato.parallel.parts import own_decoders
+from ostinato.parallel.pieces import fresh_adapters, own_adapters
+from ostinato.parallel.shares import shares_of
 from ostinato.render import Renderer
+from ostinato.train.layouts import sharded_trainer
 from ostinato.train.optimizer import OptimizerSettings, Schedule
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Microbatch
@@ -40,6 +53,8 @@ def check(recipe: Recipe) -> Algorithm:
         check_group_size(recipe.rollout.group_size, chosen.baseline, chosen.scale, chosen.drop_zero_variance)
     except ValueError as error:
         raise ValueError(f"rollout.group_size: {error}") from error
+    check_ranks(recipe)
+    check_engine_layout(recipe)
     if recipe.cluster.samplers:
         check_cluster(recipe)
     if recipe.engine.backend == "vllm":
@@ -89,13 +104,17 @@ def new_adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
         return load_peft(Path(recipe.adapter.path).expanduser(), decoder)
     if recipe.adapter.kind == "lora":
         return init_adapters(decoder.config, adapter_spec(recipe.adapter), recipe.seed, decoder.device)
+    _check_full(recipe)
+    decoder.trainable(True)
+    return None
+
+
+def _check_full(recipe: Recipe) -> None:
     if recipe.model.dtype != "float32":
         raise ValueError(
             f'model.dtype is "{recipe.model.dtype}" with adapter.kind "full", which trains fp32 parameters; '
             'use model.dtype="float32" or adapter.kind="lora"'
         )
-    decoder.trainable(True)
-    return None
 
 
 def new_trainer(
@@ -104,13 +123,70 @@ def new_trainer(
     adapters: Adapters | None,
     on_refused: Callable[[Microbatch], None] | None = None,
 ) -> PolicyTrainer:
+    """That of a process which has all of the model."""
+    return PolicyTrainer(decoder, adapters, check(recipe), **_trainer_settings(recipe, decoder, on_refused))
+
+
+def new_sharded_trainer(
+    recipe: Recipe,
+    rank: int,
+    decoder: Decoder | None = None,
+    refused: Callable[[Microbatch], None] | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> PolicyTrainer:
+    """The part of rank ``rank``, made on all ranks of ``parallel.layout`` at once, where torch.distributed is
+    ready. ``decoder``: the whole one, where it is there already; else this rank loads what it keeps.
+    ``ready`` is called then, and waits for the others."""
+    section, folder = recipe.parallel, model_folder(recipe.model.path)
+    layout, config = Layout.parse(section.layout), read_config(folder)
+    placement = read_placement(section.placement, layout)
+    kept = shares_of(layout, config, rank, placement)
+    if decoder is not None:
+        parts = own_decoders(decoder, kept)
+    else:
+        mapped = same_shares(recipe)
+        parts = [load_decoder(recipe.model, folder, shared=mapped, share=share) for share in kept]
+    saved = read_peft(Path(recipe.adapter.path).expanduser()) if recipe.adapter.path else None
+    adapters = _own_adapters(recipe, config, kept, saved)
+    if adapters is None:
+        for part in parts:
+            part.trainable(True)
+    ready()  # to make a group waits for all ranks too, but not as long as a cold load may take
+    mesh = Mesh(layout, parts[0].device, timeout_s=section.timeout_s)
+    trainer = sharded_trainer(
+        mesh,
+        parts,
+        None if adapters is None else adapters.to(mesh.device),
+        check(recipe),
+        placement=placement,
+        mirror=decoder if adapters is None else None,
+        **_trainer_settings(recipe, parts[0], refused if rank == 0 else None),
+    )
+    if saved is not None:
+        saved.check_base(trainer.identity()["base"])
+    return trainer
+
+
+def _own_adapters(
+    recipe: Recipe, config: ModelConfig, kept: Sequence[Share], saved: Saved | None
+) -> Adapters | None:
+    """Of ``new_adapters`` what a rank keeps."""
+    if saved is not None:
+        return own_adapters(config, kept, saved.spec, saved.tensors)
+    if recipe.adapter.kind == "lora":
+        return fresh_adapters(config, kept, adapter_spec(recipe.adapter), recipe.seed)
+    _check_full(recipe)
+    return None
+
+
+def _trainer_settings(
+    recipe: Recipe, decoder: Decoder, on_refused: Callable[[Microbatch], None] | None
+) -> dict[str, Any]:
     settings = recipe.trainer
     beta1, beta2 = settings.betas
-    return PolicyTrainer(
-        decoder,
-        adapters,
-        check(recipe),
-        optimizer=OptimizerSettings(
+    found = kernels(recipe, decoder, lambda line: None)
+    return {
+        "optimizer": OptimizerSettings(
             lr=settings.lr,
             betas=(beta1, beta2),
             eps=settings.eps,
@@ -120,15 +196,15 @@ def new_trainer(
             warmup_steps=settings.warmup_steps,
             total_steps=settings.steps,
         ),
-        temperature=recipe.rollout.temperature,
-        replay=settings.replay,
-        replay_threshold=settings.replay_threshold,
-        measure_every=recipe.log.mismatch_every,
-        recompute=settings.recompute,
-        max_refused=settings.max_refused_in_a_row,
-        on_refused=on_refused,
-        ops=found.training if (found := kernels(recipe, decoder, lambda line: None)) else TORCH_OPS,
-    )
+        "temperature": recipe.rollout.temperature,
+        "replay": settings.replay,
+        "replay_threshold": settings.replay_threshold,
+        "measure_every": recipe.log.mismatch_every,
+        "recompute": settings.recompute,
+        "max_refused": settings.max_refused_in_a_row,
+        "on_refused": on_refused,
+        "ops": found.training if found else TORCH_OPS,
+    }
 
 
 def new_engine(
@@ -141,10 +217,12 @@ def new_engine(
     name: str = "sampler-0",
 ) -> LocalEngine:
     """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
-    with drafts from ``memory``. ``name`` is the worker's in the timeline."""
+    with drafts from ``memory``. ``name`` is the worker's in the timeline. With ``engine.layout`` over several
+    ranks, each with its own part of the model, which end with this process."""
     found = kernels(recipe, decoder, say)
+    part, runner = sampler_part(recipe, decoder, found, say)
     return LocalEngine(
-        sampler_decoder(recipe, decoder, found, say),
+        part,
         kernels=found,
         decode=renderer.decode,
         kv_memory_mb=recipe.engine.kv_memory_mb,
@@ -154,7 +232,26 @@ def new_engine(
         leaves=recipe.draft.leaves,
         expect=memory.expect if memory else None,
         name=name,
+        runner=runner,
     )
+
+
+def sampler_part(
+    recipe: Recipe, decoder: Decoder, kernels: Kernels | None, say: Say
+) -> tuple[Decoder, NewRunner]:
+    """What the engine computes with here, and what runs its passes; ``say`` hears of other ranks."""
+    check_engine_layout(recipe)
+    if recipe.engine.backend == "vllm" or Layout.parse(recipe.engine.layout).world == 1:
+        return sampler_decoder(recipe, decoder, kernels, say), Runner
+    if decoder.device.type != "cpu":
+        raise ValueError(
+            f"engine.layout is {recipe.engine.layout!r}, and ranks of this engine compute on the CPU, not on "
+            f'{decoder.device}; set engine.backend to "vllm", or drop it'
+        )
+    shards = start_shards(recipe, native=kernels is not None, shared=shares(recipe))
+    own = own_bytes(shards.decoder) / 1e6
+    say(f"sampler      {shards.layout.world} ranks ({shards.layout}), {own:,.0f} MB of the model in each")
+    return shards.decoder, shards.runner
 
 
 def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None, say: Say) -> Decoder:

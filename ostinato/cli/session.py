@@ -184,6 +184,7 @@ def _named() -> tuple[type[Exception], ...]:
     from ostinato.engine.pool import TooManyQuarantined, WorkersLost
     from ostinato.engine.vllm_server import VllmFailed
     from ostinato.model.wire import NotFinite
+    from ostinato.parallel.watch import RankLost
     from ostinato.pipeline.loop import NoSignal
     from ostinato.pipeline.signals import Stalled
     from ostinato.pipeline.state import TooOld
@@ -192,4 +193,4 @@ def _named() -> tuple[type[Exception], ...]:
 
     of_workers = (GradersLost, TrainerLost, WorkersLost, TooManyQuarantined, WorkerFault, WorkerGone)
     of_training = (NoSignal, Stalled, TooOld, TrainingStopped, Misaligned, NotFinite, CheckpointError)
-    return (*of_workers, ClusterLost, VllmFailed, *of_training)
+    return (*of_workers, RankLost, ClusterLost, VllmFailed, *of_training)

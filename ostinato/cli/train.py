@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ostinato.cli.progress import before_after
+from ostinato.cli.ranks import follow, followed
 from ostinato.cli.report import write_report
 from ostinato.cli.session import Outcome, learn
 from ostinato.cli.session import resume as resume_run
@@ -18,11 +19,15 @@ EXIT = {"interrupted": 130, "terminated": 143, "collapsed": 1}  # signals: 128 +
 
 
 def train(recipe: str, overrides: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Returns the exit code. Of several ranks that torchrun has started, all but the first follow."""
+    if (place := followed()) is not None:
+        return follow(place)
     return _finish(lambda: learn(recipe, *overrides))
 
 
 def resume(run: Path, overrides: Sequence[str]) -> int:
+    if (place := followed()) is not None:
+        return follow(place)
     return _finish(lambda: resume_run(run, *overrides))
 
 

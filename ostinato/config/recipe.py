@@ -25,6 +25,7 @@ from ostinato.config.sections import (
     LedgerSection,
     LogSection,
     ModelSection,
+    ParallelSection,
     PipelineSection,
     RewardSection,
     RolloutSection,
@@ -55,6 +56,7 @@ class Recipe(Section):
     log: LogSection = LogSection()
     ledger: LedgerSection = LedgerSection()
     cluster: ClusterSection = ClusterSection()
+    parallel: ParallelSection = ParallelSection()
     ablate: AblateSection = AblateSection()
 
     @model_validator(mode="after")
@@ -80,6 +82,11 @@ class Recipe(Section):
                 "set max_turns to 2 or more"
             )
         self._check_bounds()
+        if self.parallel.sharded and self.cluster.remote_trainer:
+            raise ValueError(
+                f"parallel.layout is {self.parallel.layout!r} with cluster.remote_trainer true, but the "
+                "ranks of a sharded trainer are started beside the loop; set cluster.remote_trainer to false"
+            )
         if self.engine.weights != "model" and self.adapter.kind == "full":
             raise ValueError(
                 f'engine.weights is "{self.engine.weights}" with adapter.kind "full", whose training changes '
@@ -113,6 +120,12 @@ class Recipe(Section):
             raise ValueError(
                 f"pipeline.watch_s is {watch:g}, but a lost worker is replaced within {replacing:g} s "
                 "(cluster.silence_s + cluster.start_s), so the run would end before; raise it above that"
+            )
+        if self.parallel.sharded and watch <= self.parallel.timeout_s:
+            raise ValueError(
+                f"pipeline.watch_s is {watch:g}, but a collective may take {self.parallel.timeout_s:g} s "
+                "(parallel.timeout_s), so a hung rank would end the run before it is named; raise watch_s or "
+                "lower timeout_s"
             )
 
     @classmethod

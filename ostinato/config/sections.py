@@ -197,6 +197,31 @@ class ClusterSection(Section):
         return self
 
 
+class ParallelSection(Section):
+    """The trainer over several ranks: ``layout`` says how ("d2t2": two data ranks of two tensor ranks each,
+    see docs/parallel.md); torchrun starts them on any number of hosts, else the run starts them on this one.
+    """
+
+    layout: str = ""  # empty: one rank, this process
+    backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl where the model is on GPUs
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0  # of one collective, and of a rank that does not get on
+    silence_s: Annotated[float, Field(gt=0)] = 30.0  # without a sign of life, before a rank is lost
+    placement: str = ""  # a file that says which expert rank keeps which experts (ostinato place)
+
+    @property
+    def sharded(self) -> bool:
+        return self.layout not in ("", "1")
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelSection:
+        if self.silence_s > self.timeout_s:
+            raise ValueError(
+                f"parallel.silence_s is {self.silence_s:g} with parallel.timeout_s {self.timeout_s:g}, but a "
+                "rank that is lost has to be known before a collective gives up; lower silence_s"
+            )
+        return self
+
+
 class AlgoSection(Section):
     """An algorithm by name; any other key overrides one of its vetted defaults and is visibly the user's."""
 
@@ -324,6 +349,7 @@ class EngineSection(Section):
     """
 
     backend: Literal["local", "vllm"] = "local"
+    layout: str = ""  # ranks of one sampler, e.g. "t2" (docs/sharded_sampling.md); empty: one
     address: str = ""  # of a running vLLM server, "http://host:8000"; empty: the run starts one
     python: str = ""  # interpreter of the environment that has vLLM; empty: this one
     server_args: Names = ()  # further arguments of the vLLM server

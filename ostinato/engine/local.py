@@ -47,6 +47,8 @@ from ostinato.protocols import Drafter
 from ostinato.timeline import Span
 from ostinato.types import Completion, Drafts, Request, Stop
 
+NewRunner = Callable[[Decoder, Kernels | None, KVStore], Runner]
+
 
 class LocalEngine:
     """Implements ``protocols.Engine`` on a ``Decoder``; the base weights are the decoder's own tensors.
@@ -56,7 +58,8 @@ class LocalEngine:
     leaves where few sequences run. ``expect`` predicts how many tokens a request will be answered with (0:
     unknown): the longest are begun first. ``cost`` is what passes take, measured here unless given.
     ``record_routing`` and ``record_support``: completions carry experts, and what their filters had kept.
-    ``name`` is the worker's in the timeline.
+    ``name`` is the worker's in the timeline. ``runner`` makes what runs passes; ``sharded.Shards`` has one
+    for a ``decoder`` that is rank 0's part of several.
     Raises ValueError for requests that can never fit.
     """
 
@@ -77,6 +80,7 @@ class LocalEngine:
         expect: Callable[[Request], float] | None = None,
         cost: CostTable | None = None,
         name: str = "engine",
+        runner: NewRunner = Runner,
     ) -> None:
         if max_batch < 1 or step_tokens < 1:
             raise ValueError(f"engine.max_batch {max_batch} and step_tokens {step_tokens} must be at least 1")
@@ -92,7 +96,7 @@ class LocalEngine:
         self._cache = KVCache(blocks)
         self._busy = Busy(name)
         store = KVStore.allocate(layers, blocks, shape, decoder.dtype, decoder.device)
-        self._runner = Runner(decoder, kernels, store)
+        self._runner = runner(decoder, kernels, store)
         moe = decoder.config.moe
         self._routes = RouteStore(blocks, moe) if moe is not None and record_routing else None
         self._seats = Seats(max_batch, context_limit)
@@ -186,6 +190,10 @@ class LocalEngine:
         running = [(seats.at(seat), int(seats.length[seat])) for seat in seats.wanted.tolist()]
         waiting = [(sequence, len(sequence.text)) for sequence in self._waiting]
         return [(one.request, length - one.prompt_len) for one, length in (*running, *waiting)]
+
+    def close(self) -> None:
+        """End its other ranks, where it has any; it is of no use then."""
+        self._runner.close()
 
     def take_spans(self) -> list[Span]:
         """What it was busy with since it was last asked."""
@@ -358,7 +366,7 @@ class LocalEngine:
         if not copies:
             return
         sources, targets = [s for s, _ in copies], [t for _, t in copies]
-        self._runner.store.copy_blocks(sources, targets)
+        self._runner.copy_blocks(sources, targets)
         if self._routes is not None:
             self._routes.copy_blocks(sources, targets)
 
@@ -487,9 +495,9 @@ class LocalEngine:
             (row, list(seats.at(int(by_row[row])).request.sampling.stop_tokens))
             for row in np.flatnonzero(plan.positions[rows] + 1 < seats.unstoppable[by_row]).tolist()
         ]
-        picked = hidden if len(rows) == len(plan.tokens) else hidden[self._runner.on_device(rows)]
+        some, settings = None if len(rows) == len(plan.tokens) else rows, seats.settings(by_row)
         want_support = self._record_support and bool(seats.filtered[by_row].any())
-        drawn = self._runner.draw(picked, seats.settings(by_row), u, banned, want_support=want_support)
+        drawn = self._runner.draw(hidden, settings, u, banned, rows=some, want_support=want_support)
         taken = take_in(seats, plan, drafts, ready, drawn, version, self._decode)
         self._settle_trees(plan, ready, taken)
         wanted = ~seats.ahead[plan.seats[ready]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from ostinato.engine.sampler import Drawn, Settings, sample
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
-from ostinato.model.ops import TORCH_OPS
+from ostinato.model.ops import TORCH_OPS, Ops, same
 from ostinato.model.wire import check_finite, fingerprint, fingerprint_weights, load_weights
 from ostinato.types import Sampling
 
@@ -26,13 +26,25 @@ class Runner:
     """A decoder with the adapters that are served, on the keys and values of ``store``."""
 
     def __init__(
-        self, decoder: Decoder, kernels: Kernels | None, store: KVStore, *, fused: bool = True
+        self,
+        decoder: Decoder,
+        kernels: Kernels | None,
+        store: KVStore,
+        *,
+        fused: bool = True,
+        ops: Ops | None = None,
+        join: Callable[[torch.Tensor], torch.Tensor] = same,
     ) -> None:
-        """``fused``: all layers in one call, where the kernels know the model; otherwise op by op."""
+        """``fused``: all layers in one call, where the kernels know the model; otherwise op by op.
+
+        Of one of several ranks, ``ops`` are the kernels' own with what it does besides, and ``join`` makes
+        logits of all ids of those that it has.
+        """
         self.decoder, self.store = decoder, store
         self._want_fused = fused and kernels is not None
         self._kernels = kernels
-        self._ops = kernels.ops if kernels else TORCH_OPS
+        self._ops = ops or (kernels.ops if kernels else TORCH_OPS)
+        self._join = join
         self._has_loaded = False  # all weights, into the decoder
         self.serve(None)
 
@@ -66,6 +78,13 @@ class Runner:
     def is_fused(self) -> bool:
         return self._fused is not None
 
+    def close(self) -> None:
+        """End what else it has started."""
+
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        """Copy keys and values of whole blocks, before the next pass."""
+        self.store.copy_blocks(sources, targets)
+
     def forward(
         self, tokens: np.ndarray, positions: np.ndarray, rows: Rows
     ) -> tuple[torch.Tensor, np.ndarray | None]:
@@ -93,30 +112,41 @@ class Runner:
         u: np.ndarray,
         banned: Sequence[tuple[int, list[int]]] = (),
         *,
+        rows: np.ndarray | None = None,
         want_support: bool = False,
     ) -> Drawn:
-        """A token for every row of ``hidden``; ``banned``: (row, token ids) that must not be drawn.
+        """A token for each of ``rows`` of ``hidden`` (None: all); ``banned``: (which of them, token ids) that
+        must not be drawn.
 
         ``want_support``: with the ids that each was drawn from.
         """
-        chunk = max(1, _LOGIT_BYTES // (4 * self.decoder.config.vocab_size))
         parts = []
-        for first in range(0, len(u), chunk):
-            some = slice(first, first + chunk)
+        for some, logits in self.logits(hidden, rows):
             with torch.inference_mode():
-                logits = self._logits(hidden[some])
                 for row, ids in banned:
-                    if first <= row < first + chunk:
-                        logits[row - first, ids] = -torch.inf
+                    if some.start <= row < some.stop:
+                        logits[row - some.start, ids] = -torch.inf
             drawn = sample(logits, settings.take(some), u[some], self._kernels, want_support=want_support)
             parts.append(drawn)
         return parts[0] if len(parts) == 1 else Drawn.concatenate(parts)
 
+    def logits(
+        self, hidden: torch.Tensor, rows: np.ndarray | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(which of ``rows``, their logits [R, V] fp32, valid until the next ones), some rows at a time."""
+        with torch.inference_mode():
+            picked = hidden if rows is None else hidden[self.on_device(rows)]
+        chunk = max(1, _LOGIT_BYTES // (4 * self.decoder.config.vocab_size))
+        for first in range(0, len(picked), chunk):
+            some = slice(first, first + chunk)
+            with torch.inference_mode():
+                logits = self._logits(picked[some])
+            yield some, logits
+
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, V] fp32, valid until the next call."""
         if self._fused is not None:  # into memory that is mapped already
             return self._fused.logits(hidden).float()
-        return self.decoder.logits(hidden, adapters=self._prepared, ops=self._ops).float()
+        return self._join(self.decoder.logits(hidden, adapters=self._prepared, ops=self._ops)).float()
 
     def on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.decoder.device)

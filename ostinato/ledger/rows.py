@@ -59,7 +59,7 @@ def _texts(value: Any) -> bool:
 FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("session", "step", "at", "process_started", "seconds", "ended_at"), is_number),
     **dict.fromkeys(("price_per_device_hour", "useful", "joules", "clock_back"), is_number),
-    **dict.fromkeys(("flops", "wasted", "reused", "pending"), _counts),
+    **dict.fromkeys(("flops", "wasted", "reused", "pending", "routing"), _counts),
     **{"tokens": _tokens, "pools": _pools, "currency": _text, "why": _text, "energy": _texts},
 }
 NEEDS: Mapping[Event, tuple[str, ...]] = {  # by every reader

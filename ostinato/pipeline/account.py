@@ -24,6 +24,7 @@ from ostinato.types import Batch, Group, StepReport
 
 NO_WORK = Work()
 BUSY = {"rollout": "sample", "reward": "grade", "train": "train", "measure": "measure"}  # in the ledger
+UNEVEN = ("routing/straggler", "routing/straggler_ranks", "routing/capacity_factor")  # in the ledger too
 OF_KIND = {  # parts of the ledger; to publish and to save is to be held and not busy, as in one process
     Kind.PREFILL: "sample",
     Kind.DECODE: "sample",
@@ -340,6 +341,9 @@ def step_work(
     row: dict[str, Any] = {"tokens": token_counts(fresh) | told}
     if costs is not None:
         row |= {"flops": costs.flops, "useful": costs.useful, "wasted": costs.wasted}
+    measured = {} if report is None else report.metrics
+    if uneven := {name.removeprefix("routing/"): measured[name] for name in UNEVEN if name in measured}:
+        row["routing"] = uneven
     pending = {"sampled": pending_tokens(groups, fresh), "flops": costs.pending if costs else 0}
     if any(pending.values()):
         row["pending"] = pending

@@ -22,7 +22,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -146,16 +146,15 @@ class Loop:
                     f"it was not done {self.plan.grace_s:g} s after SIGTERM"
                 )
             except Misaligned as refused:
-                if not (refused.steps_taken and self._between_steps):  # else some weights have changed
-                    self._checkpoint()
                 self._spool.reject(self._feed.addresses)
+                if not (refused.steps_taken and self._between_steps):  # else some weights have changed
+                    self._save_what_there_is()
                 raise
             except OSError:  # a row may be missing, which a checkpoint must not be ahead of
                 raise
             except Exception:
                 if not self._between_steps:
-                    with suppress(OSError, RuntimeError):  # the first error tells
-                        self._checkpoint()
+                    self._save_what_there_is()
                 raise
             finally:
                 await self._feed.close()
@@ -571,6 +570,13 @@ class Loop:
             self._saved_step = self.state.step
             self._spool.forget(oldest)
             self._dog.moved()
+
+    def _save_what_there_is(self) -> None:
+        """After an error, which is the one to be raised."""
+        try:
+            self._checkpoint()
+        except (OSError, RuntimeError) as error:
+            self.on_note(f"step {self.state.step} could not be saved: {error}")
 
     def _no_signal(self) -> str:
         return (

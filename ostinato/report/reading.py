@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from ostinato.ledger import checked
@@ -38,6 +40,7 @@ class RunData:
     alarms: Sequence[Row] = ()  # of the stability watch, in order
     spans: Sequence[Span] = ()  # what workers did and when; between the ends of a long run, the less detailed
     starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
+    plan: Row = field(default_factory=dict)  # what was planned, where the run was planned (plan.json)
     damage: Sequence[str]  # one sentence per file that could not be read to its end
 
     def setting(self, dotted: str, default: Any = None) -> Any:
@@ -87,6 +90,7 @@ def read_run(run: RunFolder) -> RunData:
         alarms=[row for row in _rows(run.watch, damage) if number(row, "step") is not None],
         spans=thinned(_spans(run.timeline, damage)),
         starts=_rows(Jsonl(run.path / "starts.jsonl"), damage),
+        plan=_object(run.path / "plan.json", damage),
         damage=damage,
     )
 
@@ -106,6 +110,18 @@ def main_scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
         [row for row, has in zip(rows, kinds, strict=True) if has == one] for one in (kind, "model")
     )
     return {"evals": _by_step(sampler), "exported": exact[-1] if exact and kind != "model" else None}
+
+
+def _object(path: Path, damage: list[str]) -> Row:
+    """The object in a JSON file; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        damage.append(f"{path.name} cannot be read: {error}.")
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _rows(

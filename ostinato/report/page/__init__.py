@@ -32,6 +32,7 @@ from ostinato.report.forecast import forecast_sections
 from ostinato.report.gantt import pictures, steps_of
 from ostinato.report.mismatch import mismatch_section
 from ostinato.report.page.offline import render, script_json
+from ostinato.report.plan import plan_sections
 from ostinato.report.reading import RunData
 from ostinato.report.samples import Samples
 from ostinato.report.timeline import ANCHOR, pipeline_sections
@@ -43,7 +44,7 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
     score = held_out(data)
     ahead = [*downstream_sections(data), *forecast_sections(data)]
     parts = [*sections(data), *pipeline_sections(data), mismatch_section(data), *draft_sections(data)]
-    groups = [*ahead, *parts]
+    groups = [*ahead, *parts, *plan_sections(data)]
     drawn = [score, *(chart for group in groups for chart in group.charts)]
     state, tone = status(data, now)
     return render(

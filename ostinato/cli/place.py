@@ -1,0 +1,183 @@
+"""``ostinato place``: which expert rank keeps which experts, from the routes that a run has recorded.
+
+The answer is a file for ``parallel.placement``. From a placement that is in use, experts move only where that
+pays by the end of the run; what that is reckoned from is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ostinato.parallel.load import expert_loads, imbalance, ranks_per_token
+from ostinato.parallel.placement import Move, contiguous, owner_of, place, placed_experts, rebalanced
+from ostinato.parallel.together import chosen_together, gathered
+from ostinato.run import RunFolder, atomic_write, recorded_routes, to_json
+
+if TYPE_CHECKING:
+    from ostinato.config import Recipe
+    from ostinato.model.config import ModelConfig
+    from ostinato.parallel.layout import Layout
+    from ostinato.parallel.shares import Placement
+
+WARM_UP = 3  # steps whose seconds do not count
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The options of the command."""
+
+    run: Path
+    ranks: int
+    out: Path
+    nodes: int = 1
+    current: Path | None = None
+    link_gb_s: float = 1.0
+
+
+def command(asked: Asked) -> None:
+    """Read, place, write, tell. Raises ValueError for a run without routes, or ranks that do not fit."""
+    from ostinato.config import Recipe
+    from ostinato.model.hf import read_config
+    from ostinato.model.named import model_folder
+
+    folder = RunFolder.open(asked.run)
+    recipe = Recipe.load(folder.recipe)
+    config = read_config(model_folder(recipe.model.path))
+    if config.moe is None:
+        raise ValueError(f"{recipe.model.path} has no experts to place; name a run of a mixture of experts")
+    routes = list(recorded_routes(folder).values())
+    if len(routes) < 2:
+        raise ValueError(
+            f"{asked.run} has kept routes of {len(routes)} steps; two at least are needed, so train with "
+            "log.trajectories_every=1 and trainer.replay on"
+        )
+    windows = np.stack([expert_loads(one, config.moe.num_experts) for one in routes])
+    layers, experts = windows.shape[1:]
+    neighbours = contiguous(layers, experts, asked.ranks)
+    if asked.current is None:
+        before, after = neighbours, _fresh(routes[::2], windows[::2].sum(0), asked)
+    else:
+        before = owner_of(read(asked.current, asked.ranks))
+        move = _moved(before, windows, asked, recipe, config, folder)
+        after = move.owner
+    owners = {"neighbours": neighbours, "before": before, "after": after}
+    _tell(windows[1::2].sum(0), np.concatenate(routes[1::2]), owners, asked)
+    write(asked.out, placed_experts(after, asked.ranks))
+    print(f"wrote {asked.out}: use it with parallel.placement={asked.out}")
+
+
+def _fresh(routes: Sequence[np.ndarray], loads: np.ndarray, asked: Asked) -> np.ndarray:
+    """Even loads first, then what tokens choose together; with nodes even loads alone, on nodes and ranks."""
+    owner = place(loads, asked.ranks, nodes=asked.nodes)
+    if asked.nodes > 1:
+        return owner
+    pairs = sum(chosen_together(one, loads.shape[1]) for one in routes)
+    return gathered(owner, loads, np.asarray(pairs), asked.ranks)
+
+
+def write(path: Path, placement: Placement) -> None:
+    ranks = len(placement[0])
+    atomic_write(path, (to_json({"ranks": ranks, "experts": placement}) + "\n").encode())
+
+
+def read(path: Path, ranks: int) -> Placement:
+    """What ``write`` wrote. Raises ValueError where it is no such file, or for other ranks."""
+    try:
+        found = json.loads(path.expanduser().read_text())
+        written, experts = int(found["ranks"]), found["experts"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"parallel.placement is {str(path)!r}, which is no placement ({error}); "
+            "make one with ostinato place"
+        ) from None
+    if written != ranks:
+        raise ValueError(
+            f"parallel.placement is {str(path)!r}, for {written} expert ranks, and the layout has {ranks}; "
+            f"make one with ostinato place --ranks {ranks}"
+        )
+    return tuple(tuple(tuple(kept) for kept in layer) for layer in experts)
+
+
+def read_placement(path: str, layout: Layout) -> Placement | None:
+    """Of the recipe's ``parallel.placement``; None where it names none."""
+    return read(Path(path), layout.expert) if path else None
+
+
+def _moved(
+    before: np.ndarray,
+    windows: np.ndarray,
+    asked: Asked,
+    recipe: Recipe,
+    config: ModelConfig,
+    folder: RunFolder,
+) -> Move:
+    """From a placement in use to the one that pays best over the steps that are left."""
+    rows = list(folder.metrics.rows())
+    steps = recipe.trainer.steps - max((int(row["step"]) for row in rows), default=0)
+    from ostinato.parallel.layout import Layout
+
+    layout = Layout.parse(recipe.parallel.layout)
+    row_s = pair_seconds(rows, windows, config, layout.expert * layout.expert_tensor)
+    size = expert_bytes(config, 4 if recipe.model.dtype == "float32" else 2)
+    move = rebalanced(
+        before,
+        windows,
+        ranks=asked.ranks,
+        steps=max(0, steps),
+        row_s=row_s,
+        expert_bytes=size,
+        bytes_per_s=asked.link_gb_s * GIGA,
+    )
+    print(
+        f"reckoned from {steps} steps to come, {1e6 * row_s:.3g} us of a rank for a (token, expert) pair, "
+        f"{size:,} bytes of an expert and links of {asked.link_gb_s:g} GB/s:"
+    )
+    moved, size = move.moved, move.moved_bytes
+    print(f"  {moved} experts move, {size:,} bytes: {move.cost_s:.3g} s that save {move.gain_s:.3g} s")
+    return move
+
+
+def pair_seconds(
+    rows: Sequence[Mapping[str, Any]], windows: np.ndarray, config: ModelConfig, ranks: int = 1
+) -> float:
+    """Seconds of one rank for one (token, expert) pair, forward and backward: the experts' share of the FLOPs
+    of a forward, of the median seconds of training, over the recorded pairs of a step. ``ranks``: over how
+    many the experts were spread in that run, each of which did its part of the pairs in those seconds."""
+    from ostinato.model.flops import FlopModel, Part
+
+    seconds = [row["time/train_s"] for row in rows[WARM_UP:] or rows if "time/train_s" in row]
+    parts = FlopModel.of(config, None).parts
+    total = sum(rates.tokens + rates.logits for rates in parts.values())
+    share = parts[Part.EXPERTS].tokens / total
+    return ranks * share * statistics.median(seconds or [0.0]) / float(windows.sum((1, 2)).mean())
+
+
+def expert_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Of the frozen weights of one expert of a layer; its adapters, a hundredth of that, are left out."""
+    assert config.moe is not None
+    return 3 * config.hidden_size * config.moe.intermediate_size * itemsize
+
+
+def _tell(judged: np.ndarray, routes: np.ndarray, owners: Mapping[str, np.ndarray], asked: Asked) -> None:
+    print(
+        f"straggler factor (largest load of a rank / mean) under {asked.ranks} expert ranks, judged by steps"
+    )
+    print("that had no say in the placement:")
+    for name, owner in owners.items():
+        found = imbalance(judged, owner, asked.ranks)
+        copies = ranks_per_token(routes, owner).mean()
+        print(
+            f"  {name:<11} {found.straggler:.3f}, worst layer {found.worst_straggler:.3f}; "
+            f"a token's experts are on {copies:.3f} ranks"
+        )
+
+
+__all__ = ["Asked", "command", "read_placement", "write"]

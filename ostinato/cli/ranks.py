@@ -1,0 +1,181 @@
+"""Who is which rank of a sharded trainer: rank 0 is the run, the others follow it.
+
+    torchrun ... -m ostinato train recipe.toml parallel.layout=d2t2     every rank is this command
+    ostinato train recipe.toml parallel.layout=d2t2                     rank 0 starts the others on its host
+
+A follower reads no recipe and no run folder: rank 0 tells it all that it needs but the model, which has to be
+under the same path or name on every host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ostinato.cli.failure import RunFailed
+from ostinato.config import Recipe, dump_toml
+from ostinato.parallel.launch import Place, Ranks, choose_interface, end_with_parent, local_place
+from ostinato.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from ostinato.cli.build import Prepared
+    from ostinato.cli.parts import Say
+    from ostinato.parallel.follow import Local, Ready
+
+LATER_S = 5.0  # that further ranks stay after a rank was lost
+LOST = 1  # exit code of a rank that ends because one is lost
+
+
+def followed() -> Place | None:
+    """The place of this process where it is not the run itself but one of its further ranks."""
+    place = Place.of(os.environ)
+    return place if place is not None and place.rank else None
+
+
+def follow(place: Place, *, child: bool = False) -> int:
+    """Serve rank 0 until it needs no more; the exit code. ``child``: of the run itself, whose end is ours."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, and needs everybody for its last step
+        signal.signal(number, signal.SIG_IGN)
+    if child:
+        end_with_parent(_leave)
+    leave = _leave if child else _leave_later
+    choose_interface(place, os.environ)
+    from ostinato.algo.routing import Misaligned
+    from ostinato.cli.parts import new_sharded_trainer
+    from ostinato.parallel.follow import following
+    from ostinato.parallel.watch import RankLost
+
+    def new_local(told: str, ready: Ready) -> Local:
+        import tomllib
+
+        recipe = Recipe.parse(tomllib.loads(told))
+        _choose_gpu(recipe, place)
+        return new_sharded_trainer(recipe, place.rank, ready=ready)
+
+    try:
+        following(place, new_local, leave, (Misaligned,))
+    except RankLost as lost:
+        print(f"ostinato: {lost}", file=sys.stderr)
+        return LOST
+    return 0
+
+
+def _leave(sentence: str) -> None:
+    """At once, from whichever thread: another one may be in a collective that nobody ends."""
+    print(f"ostinato: {sentence}", file=sys.stderr, flush=True)
+    os._exit(LOST)
+
+
+def _leave_later(sentence: str) -> None:
+    """torchrun ends all ranks when the first one ends, and rank 0 has to save what it can, and tell."""
+    print(f"ostinato: {sentence}", file=sys.stderr, flush=True)
+    time.sleep(LATER_S)
+    os._exit(LOST)
+
+
+@contextlib.contextmanager
+def sharded_trainer(prepared: Prepared, folder: Path, say: Say) -> Iterator[Any]:
+    """The trainer over all ranks of ``parallel.layout``, until the context ends. ``folder`` is of the run.
+
+    Raises ValueError where other ranks were started than the layout has, RunFailed where they do not come.
+    """
+    from ostinato.algo.routing import Misaligned
+    from ostinato.cli.parts import new_sharded_trainer, save_refused
+    from ostinato.parallel.control import Terms, listen, meet
+    from ostinato.parallel.follow import leading
+    from ostinato.parallel.watch import RankLost
+
+    recipe, layout = prepared.recipe, Layout.parse(prepared.recipe.parallel.layout)
+    layout.refuse(prepared.decoder.config)
+    place = Place.of(os.environ)
+    if place is not None and place.rank:
+        raise ValueError(
+            f"RANK is {place.rank}, and only rank 0 is the run; start it by `torchrun ... -m ostinato "
+            "train`, whose other ranks follow"
+        )
+    with contextlib.ExitStack() as held:
+        try:
+            if place is None:
+                store = listen()
+                place = local_place(layout.world, store.port)
+                ranks = held.enter_context(Ranks.open(layout.world, store.port, folder / "ranks"))
+                ended, where = ranks.ended, "on this host"
+            else:
+                store, ended, where = meet(place), dict, f"meeting at {place.address}:{place.port}"
+            choose_interface(place, os.environ)
+            say(f"ranks        {layout.world} of layout {layout}, {where}")
+            terms = Terms(
+                backend=backend(recipe, prepared.decoder.device.type),
+                timeout_s=recipe.parallel.timeout_s,
+                silence_s=recipe.parallel.silence_s,
+                told=dump_toml(recipe),
+            )
+            refused = save_refused(folder / "refused")
+
+            def new_local(ready: Ready) -> Local:
+                _choose_gpu(recipe, place)  # of this thread
+                return new_sharded_trainer(recipe, 0, prepared.decoder, refused, ready)
+
+            trainer = held.enter_context(leading(place, store, terms, new_local, ended, (Misaligned,)))
+        except RankLost as error:
+            raise RunFailed(f"the ranks of {layout} could not begin: {error}") from error
+        yield trainer
+
+
+@contextlib.contextmanager
+def new_trainer(prepared: Prepared, folder: Path, say: Say) -> Iterator[Any]:
+    """What the loop calls its trainer: in this process, or over the ranks of ``parallel.layout``."""
+    from ostinato.cli import parts
+
+    recipe, decoder = prepared.recipe, prepared.decoder
+    if recipe.parallel.sharded:
+        with sharded_trainer(prepared, folder, say) as trainer:
+            yield trainer
+        return
+    adapters = parts.new_adapters(recipe, decoder)
+    yield parts.new_trainer(recipe, decoder, adapters, parts.save_refused(folder / "refused"))
+
+
+def check_ranks(recipe: Recipe) -> None:
+    """Raises ValueError where torchrun has started other ranks than the layout has."""
+    layout, place = Layout.parse(recipe.parallel.layout), Place.of(os.environ)
+    if place is not None and place.world != layout.world:
+        raise ValueError(
+            f'parallel.layout is "{recipe.parallel.layout}", of {layout.world} in all, but torchrun has '
+            f"started {place.world} ranks (WORLD_SIZE); start {layout.world}, or choose another layout"
+        )
+
+
+def _choose_gpu(recipe: Recipe, place: Place) -> None:
+    """Each rank of a host has a GPU of its own, where the model is on GPUs: "cuda" is that one from here on.
+
+    Raises ValueError where the host has fewer."""
+    import torch
+
+    if recipe.model.device == "cpu" or not torch.cuda.is_available():
+        return
+    if place.local_rank >= (count := torch.cuda.device_count()):
+        raise ValueError(
+            f"rank {place.rank} is number {place.local_rank} of its host, which has {count} GPUs; start no "
+            'more ranks there than it has, or use model.device="cpu"'
+        )
+    torch.cuda.set_device(place.local_rank)
+
+
+def backend(recipe: Recipe, device: str) -> str:
+    """What torch.distributed uses: what the recipe says, else what fits the device."""
+    chosen = recipe.parallel.backend
+    if chosen == "auto":
+        chosen = "nccl" if device == "cuda" else "gloo"
+    if (chosen == "nccl") != (device == "cuda"):
+        raise ValueError(
+            f'parallel.backend is "{chosen}" with a model on {device}, for which it has no collectives; use '
+            '"auto"'
+        )
+    return "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
