@@ -309,6 +309,10 @@ def pipeline(
     seeds: Annotated[str, typer.Option(help="Rounds: how many, or FIRST:END.")] = "3",
     steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 10,
     staleness: Annotated[int, typer.Option(help="Of the arms that overlap.")] = 2,
+    arms: Annotated[str, typer.Option(help="Some of the arms, with commas; empty: all five.")] = "",
+    seats: Annotated[
+        int, typer.Option(help="Of the sampler; 0: as many as keep it as busy as the trainer.")
+    ] = 0,
     placements: Annotated[bool, typer.Option("--placements", help="Instead: placements alone.")] = False,
 ) -> None:
     """One sampler and one trainer, waiting for each other, overlapping, and in one process; placements of
@@ -317,6 +321,7 @@ def pipeline(
 
     threads.configure_early("auto", say=_say)  # how threads wait for each other, where there are two
     plan = bench.Plan(seeds=tuple(_range(seeds)), staleness=staleness, steps=steps)
+    plan = plan.choosing(arms, seats)
     plan = plan.shortened() if quick else plan
     if not placements:
         _tell(lambda: bench.run(plan, _say), bench.tables, json_file)
@@ -329,7 +334,7 @@ def board(
     quick: Quick = False,
     json_file: JsonFile = None,
     rounds: Annotated[int, typer.Option(help="Pairs of runs.")] = 3,
-    steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 20,
+    steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 90,
 ) -> None:
     """The same run with a board that follows it and without: seconds of a step, processor seconds."""
     threads.configure_early("auto", say=_say)
@@ -420,6 +425,92 @@ def simulate(
     sizes, ks = ("16", staleness.split(",")[0]) if quick else (workers, staleness)
     plan = bench.Plan(workers=_sizes(sizes), staleness=_sizes(ks), slots=slots)
     _tell(lambda: bench.run(plan, _say), bench.table, json_file)
+
+
+@app.command()
+def experts(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    run: Annotated[
+        str, typer.Option(help="A run folder that has trajectories of every step; empty: one is trained.")
+    ] = "",
+    steps: Annotated[int, typer.Option(help="Training steps whose routes are recorded.")] = 40,
+    rounds: Annotated[int, typer.Option(help="Of both placements, timed in turn.")] = 11,
+    clock: Annotated[Clock, typer.Option(help="cpu where others use the machine too.")] = Clock.WALL,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the figures into it, between its two marks.")
+    ] = None,
+) -> None:
+    """Placement of experts on ranks: how uneven they are before and after, and what a step takes."""
+    from ostinato.bench import experts as bench
+    from ostinato.bench.experts_page import write_page
+
+    plan = bench.Plan(run=run, steps=steps, rounds=rounds, clock=clock)
+
+    def measure() -> dict[str, Any]:
+        result = bench.run(plan.shortened() if quick else plan, _say)
+        if page is not None:
+            write_page(result, page)
+        return result
+
+    _tell(measure, bench.table, json_file)
+
+
+@app.command()
+def layouts(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    only: Annotated[str, typer.Option(help="Layouts, with commas; empty: all of them.")] = "",
+    steps: Annotated[int, typer.Option(help="Of two optimizer steps each.")] = 10,
+    write: Annotated[Path | None, typer.Option(help="A page with marks for the table.")] = None,
+) -> None:
+    """The same training over every layout of ranks, against one process: losses and trained tensors."""
+    from ostinato.bench import layouts as bench
+
+    chosen = tuple(only.split(",")) if only else bench.LAYOUTS
+
+    def measure() -> dict[str, Any]:
+        result = bench.run(chosen[:8] if quick else chosen, steps, _say)
+        if write is not None:
+            bench.write(result, write)
+        return result
+
+    _tell(measure, bench.table, json_file)
+
+
+@app.command()
+def shards(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    write: Annotated[Path | None, typer.Option(help="A page with marks for the table.")] = None,
+) -> None:
+    """A pass of the engine over several ranks of this host: what it takes and sends, against one rank."""
+    threads.configure_early("auto", say=_say)
+    from ostinato.bench import shards as bench
+
+    plan = bench.Plan()
+
+    def measure() -> dict[str, Any]:
+        result = bench.run(plan.shortened() if quick else plan, _say)
+        if write is not None:
+            bench.write(result, write)
+        return result
+
+    _tell(measure, bench.table, json_file)
+
+
+@app.command()
+def plan(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each configuration.")] = 5,
+    clock: Annotated[Clock, typer.Option(help="cpu where others use the machine too.")] = Clock.WALL,
+) -> None:
+    """The planner against this machine: bytes and seconds of small trainings over layouts, and its pick."""
+    from ostinato.bench import plan as bench
+
+    asked = bench.Plan(steps=steps, clock=clock)
+    _tell(lambda: bench.run(asked.shortened() if quick else asked, _say), bench.table, json_file)
 
 
 def _range(text: str) -> range:

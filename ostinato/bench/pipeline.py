@@ -36,8 +36,10 @@ from ostinato.bench.whole_runs import allowed_cores, trained
 from ostinato.engine import threads
 from ostinato.run import atomic_write
 from ostinato.scaling.normal import student_90
+from ostinato.timeline import pool_of
 
 Say = Callable[[str], None]
+Trained = Callable[["Plan", Say], list[dict[str, Any]]]
 RUN_LIMIT_S = 300.0
 AS_FAST = 0.97  # of the fastest: what is simpler is preferred from here on
 BAR_RATIO, BAR_IDLE = 1.6, 0.10  # pipelined / synchronous; idle share of each worker
@@ -51,6 +53,14 @@ class Arm(StrEnum):
     COLOCATED = "colocated"
     SYNCHRONOUS = "synchronous"
     PIPELINED = "pipelined"
+
+
+def _named(arms: str) -> list[str]:
+    names = [name.strip() for name in arms.split(",") if name.strip()]
+    for name in names:
+        if name not in tuple(Arm):
+            raise ValueError(f"arms has {name!r}; use some of {', '.join(Arm)}")
+    return names
 
 
 ON_RAY = (Arm.SYNCHRONOUS, Arm.PIPELINED)
@@ -68,6 +78,7 @@ class Plan:
     steps: int = 10
     warm_up: int = 3
     drain: int = 3
+    balance: int = 3  # at most so many short runs to find seats with which both sides have as much to do
     replay_rounds: int = 2  # of the placements; 0: they are not compared
 
     def __post_init__(self) -> None:
@@ -87,9 +98,16 @@ class Plan:
     def window(self) -> Window:
         return Window(steps=self.steps, warm_up=self.warm_up, drain=self.drain)
 
+    def choosing(self, arms: str, seats: int) -> Plan:
+        """Some of the arms, by name with commas ("" is all), and so many seats (0: balanced). ValueError."""
+        chosen = tuple(Arm(name) for name in _named(arms)) or self.arms
+        if not seats:
+            return replace(self, arms=chosen)
+        return replace(self, arms=chosen, work=replace(self.work, slots=seats), balance=0)
+
     def shortened(self) -> Plan:
         """One round: the ratios, and nothing about rewards."""
-        return replace(self, seeds=self.seeds[:1], steps=12, replay_rounds=0)
+        return replace(self, seeds=self.seeds[:1], steps=12, balance=0, replay_rounds=0)
 
 
 def overrides(arm: Arm, staleness: int) -> tuple[str, ...]:
@@ -117,7 +135,7 @@ def run(plan: Plan, say: Say = print) -> dict[str, Any]:
     """Measure, keep what is best here, and return the JSON of the command. Raises ContenderFailed where a run
     does not end well."""
     before, started = machine(), time.time()
-    plan = as_possible(plan, say)
+    plan = balanced(as_possible(plan, say), say)
     result = summary(plan, trained_arms(plan, say)) | {"machine": before, "at": started}
     keep(result, kept_file())
     if plan.replay_rounds:
@@ -131,6 +149,27 @@ def as_possible(plan: Plan, say: Say) -> Plan:
         return plan
     say('workers in processes of their own are not measured: pip install "ostinato[ray]"')
     return replace(plan, arms=tuple(arm for arm in plan.arms if arm not in ON_RAY), replay_rounds=0)
+
+
+def balanced(plan: Plan, say: Say, trained: Trained | None = None) -> Plan:
+    """With as many seats as make a sampler as busy as the trainer, within 5 %: where overlap can win most, on
+    this machine too. Found by short runs of another seed, before anything is compared. ``trained``: what runs
+    them; ``trained_arms`` unless a test has no time."""
+    tried: dict[int, float] = {}
+    while Arm.PIPELINED in plan.arms and len(tried) < plan.balance and plan.work.slots not in tried:
+        say(f"{plan.work.slots} seats:")
+        steps = plan.warm_up + plan.drain + 2
+        short = replace(plan, arms=(Arm.PIPELINED,), seeds=(max(plan.seeds) + 1,), steps=steps)
+        (found,) = (trained or trained_arms)(short, say)
+        busy = {pool_of(name): share for name, share in found["utilisation"].items()}
+        ratio = tried[plan.work.slots] = busy["samplers"] / busy["trainer"]
+        if abs(ratio - 1) <= 0.05:
+            break
+        plan = replace(plan, work=replace(plan.work, slots=max(1, round(plan.work.slots * ratio))))
+    if tried:
+        slots = min(tried, key=lambda slots: abs(tried[slots] - 1))
+        plan = replace(plan, work=replace(plan.work, slots=slots))
+    return plan
 
 
 def replayed(plan: Plan, say: Say = print) -> dict[str, Any]:

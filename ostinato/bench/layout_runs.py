@@ -1,0 +1,258 @@
+"""Small trainings that every layout must do alike: two models, three ways to train, fixed batches.
+
+A run is a function of its case alone; on the ranks of a layout it is that same function, so what differs from
+one rank is rounding, or a mistake. In fp64 the rounding is gone, and the mistake would stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.algo.algorithms import Algorithm, algorithm
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.model.config import ModelConfig, parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.parallel.layout import Layout
+from ostinato.parallel.mesh import Mesh
+from ostinato.parallel.parts import own_decoders
+from ostinato.parallel.pieces import own_adapters
+from ostinato.parallel.shares import Placement, shares_of
+from ostinato.train.layouts import sharded_trainer
+from ostinato.train.optimizer import OptimizerSettings
+from ostinato.train.trainer import PolicyTrainer
+from ostinato.types import NO_EXPERT, Batch, Sample
+
+_COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.15,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": {  # grouped queries, norms per head, one dense layer, tied embedding
+        "model_type": "qwen3_moe",
+        **_COMMON,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
+    "mla": {  # latents, groups of experts with a correction bias, shared experts, one dense layer
+        "model_type": "deepseek_v3",
+        **_COMMON,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "tie_word_embeddings": False,
+    },
+}
+EVERYTHING = ("attn", "mlp", "shared", "experts", "router")
+WAYS = (*ExpertScheme, "full")
+GRPO = algorithm("grpo", correction="token_truncate")  # decoupled: old log-probabilities are computed, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is trained, and on what."""
+
+    model: str = "moe"
+    way: str = ExpertScheme.SHARED_OUTER  # or "full": all parameters
+    dtype: torch.dtype = torch.float32
+    steps: int = 10  # of two optimizer steps each
+    minibatches: int = 2
+    microbatch: int = 40  # rows
+    algorithm: Algorithm = GRPO
+    lr: float = 1e-3
+    options: dict[str, Any] = field(default_factory=dict)  # of PolicyTrainer
+    placement: Placement | None = None  # of experts; None: neighbours together
+    restored: tuple[dict[str, Tensor], dict[str, int]] | None = None  # where it goes on from
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.way}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """What came of it; tensors are those of the whole model, on the first rank alone."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    metrics: list[dict[str, float]]  # of every step
+    tensors: dict[str, Tensor]
+    counters: dict[str, int]
+    identity: dict[str, str]
+    adapters: dict[str, Tensor]
+
+
+def trained(rank: int, world: int, layout: str, case: Case) -> Run:
+    """The training of a case, from the seat of one rank. torch.distributed is there if world is above 1;
+    world 1 is the plain trainer, which knows of no layout."""
+    trainer = new_trainer(layout, case) if world > 1 else plain_trainer(case)
+    first = 0
+    if case.restored is not None:
+        trainer.restore(*case.restored)
+        first = case.restored[1]["steps"]
+    reports = [trainer.step(batch_of(case, step)) for step in range(first, case.steps)]
+    adapters = trainer.adapters()
+    return Run(
+        losses=[report.metrics["loss"] for report in reports],
+        grad_norms=[report.metrics["grad_norm"] for report in reports],
+        metrics=[dict(report.metrics) for report in reports],
+        tensors={name: tensor.clone() for name, tensor in trainer.tensors().items()},
+        counters=trainer.counters(),
+        identity=trainer.identity(),
+        adapters={} if adapters is None else adapters.state_dict(),
+    )
+
+
+def trained_all(rank: int, world: int, layout: str, cases: list[Case]) -> list[Run]:
+    """Several cases, one after the other, on ranks that were started once."""
+    return [trained(rank, world, layout, case) for case in cases]
+
+
+def plain_trainer(case: Case) -> PolicyTrainer:
+    decoder, adapters = whole_model(case)
+    return PolicyTrainer(decoder, adapters, case.algorithm, **_settings(case))
+
+
+def new_trainer(layout: str, case: Case, mirror: Decoder | None = None) -> PolicyTrainer:
+    """On every rank of a layout."""
+    mesh = Mesh(Layout.parse(layout))
+    decoder, adapters = whole_model(case)
+    shares = shares_of(mesh.layout, decoder.config, mesh.rank, case.placement)
+    parts = own_decoders(decoder, shares)
+    own = None
+    if adapters is None:
+        for part in parts:
+            part.trainable(True)
+    else:
+        own = own_adapters(decoder.config, shares, adapters.spec, adapters.state_dict())
+    return sharded_trainer(
+        mesh, parts, own, case.algorithm, placement=case.placement, mirror=mirror, **_settings(case)
+    )
+
+
+def whole_model(case: Case) -> tuple[Decoder, Adapters | None]:
+    """The same on every rank. B is drawn too, so that the policy is not the base and every factor learns."""
+    decoder = Decoder(parse_config(MODELS[case.model]), dtype=case.dtype).init_weights(seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("correction_bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    if case.way == "full":
+        return decoder.trainable(True), None
+    spec = AdapterSpec(
+        rank=4, alpha=8, targets=EVERYTHING, expert_scheme=ExpertScheme(case.way), expert_rank=3
+    )
+    drawn = init_adapters(decoder.config, spec, seed=2)
+    leaves = {}
+    for name, (a, b) in drawn.tensors.items():
+        values = torch.randn(b.shape, generator=generator) * 0.05
+        leaves[name] = (
+            a.detach().to(case.dtype).requires_grad_(),
+            values.to(case.dtype).requires_grad_(),
+        )
+    return decoder, Adapters(spec, leaves, decoder.config)
+
+
+def batch_of(case: Case, step: int) -> Batch:
+    """The batch of a step: 4 groups of 3 siblings, with routes to replay that no router would have chosen."""
+    config = parse_config(MODELS[case.model])
+    rng = np.random.default_rng((7, step))
+    samples = [
+        _sample(rng, config, group, sibling, prompt)
+        for group in range(4)
+        for prompt in [_prompt(rng, config, 4 + group)]
+        for sibling in range(3)
+    ]
+    weights = aggregation_weights(samples, Aggregation.SAMPLE)
+    return pack(samples, weights, tokens_per_microbatch=case.microbatch, minibatches=case.minibatches)
+
+
+def _prompt(rng: np.random.Generator, config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
+    return rng.integers(0, config.vocab_size, length), _routes(rng, config, length)
+
+
+def _sample(
+    rng: np.random.Generator,
+    config: ModelConfig,
+    group: int,
+    sibling: int,
+    prompt: tuple[np.ndarray, np.ndarray],
+) -> Sample:
+    length = 5 + 3 * sibling + group
+    tokens = np.concatenate((prompt[0], rng.integers(0, config.vocab_size, length))).astype(np.int32)
+    mask = np.arange(len(tokens)) >= len(prompt[0])
+    routes = np.concatenate((prompt[1], _routes(rng, config, length)))
+    routes[-1] = NO_EXPERT
+    return Sample(
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=np.where(mask, 0.1 * rng.standard_normal(len(tokens)) - np.log(config.vocab_size), 0).astype(
+            "f4"
+        ),
+        advantages=np.where(mask, 1 + rng.standard_normal(), 0).astype("f4"),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        group=group,
+        prompt_len=len(prompt[0]),
+        uid=f"{group}#{sibling}",
+        experts=routes,
+    )
+
+
+def _routes(rng: np.random.Generator, config: ModelConfig, length: int) -> np.ndarray:
+    moe = config.moe
+    assert moe is not None
+    order = rng.random((length, len(moe.layers), moe.num_experts)).argsort(axis=-1)
+    return order[..., : moe.top_k].astype(np.int16)
+
+
+def _settings(case: Case) -> dict[str, Any]:
+    return {"optimizer": OptimizerSettings(lr=case.lr), "replay_threshold": 0.0} | case.options
+
+
+__all__ = [
+    "GRPO",
+    "MODELS",
+    "WAYS",
+    "Case",
+    "Run",
+    "batch_of",
+    "new_trainer",
+    "plain_trainer",
+    "trained",
+    "trained_all",
+]
