@@ -17,6 +17,7 @@ from ostinato.bench.pipeline import (
     Arm,
     Kept,
     Plan,
+    balanced,
     keep,
     kept,
     overrides,
@@ -76,6 +77,30 @@ def test_every_arm_runs_once_in_a_round_and_another_one_begins() -> None:
 def test_plans_that_measure_nothing_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Plan(**wrong)
+
+
+def test_seats_are_found_with_which_both_sides_are_as_busy() -> None:
+    """By short runs of a seed that no round has; what was nearest is kept where none is near."""
+    asked: list[Plan] = []
+
+    def trained(plan: Plan, say: Any) -> list[dict[str, Any]]:
+        asked.append(plan)
+        busy = min(1.0, 6 / plan.work.slots)  # as busy as the trainer with 6 seats
+        return [{"utilisation": {"sampler-0": busy, "trainer": 1.0}}]
+
+    plan = Plan().choosing("synchronous, pipelined", 0)
+    assert balanced(plan, lambda line: None, trained).work.slots == 6
+    assert [one.work.slots for one in asked] == [9, 6]
+    assert all(one.arms == (Arm.PIPELINED,) and not set(one.seeds) & set(plan.seeds) for one in asked)
+    asked.clear()
+    given = Plan().choosing("", 5)
+    assert balanced(given, lambda line: None, trained) == given and not asked
+    assert given.arms == tuple(Arm)
+
+
+def test_an_arm_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="arms has 'asynchronous'; use some of one thread"):
+        Plan().choosing("asynchronous", 0)
 
 
 def test_a_thread_is_confined_for_as_long_as_it_asks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -138,6 +139,26 @@ def test_a_signal_while_the_workers_begin_ends_the_run_by_name(tmp_path: Path) -
     number = signal.SIGINT
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(crew.run(loop, tmp_path))
+
+
+def test_the_last_rows_of_the_workers_are_those_of_the_run(tmp_path: Path) -> None:
+    """A run of less than a second left what it had written before a worker had a host."""
+    place: dict[str, str] = {}
+    written: list[object] = []
+
+    async def run() -> str:
+        await asyncio.sleep(0.01)  # the first rows are written
+        place["host"] = "here"
+        return "finished"
+
+    async def end() -> None:
+        written.extend(json.loads((tmp_path / "workers.json").read_text()))
+
+    nobody: Any = None
+    crew = Crew(trainer=nobody, engine=nobody, status=lambda: [{"worker": "sampler-0", **place}], end=end)
+    loop: Any = SimpleNamespace(run=run)
+    asyncio.run(crew.run(loop, tmp_path))
+    assert written == [{"worker": "sampler-0", "host": "here"}]
 
 
 def test_a_worker_sweeps_its_own_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

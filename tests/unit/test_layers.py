@@ -32,13 +32,16 @@ ARROWS: dict[str, set[str]] = {
     "render": {"types"},
     "algo": {"types"},
     "model": {"types", "run", "compiler"},
-    "engine": {"timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"},
+    "engine": {"timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"}
+    | {"parallel"},
+    "parallel": {"axis", "types", "run", "model"},  # every collective of torch.distributed is here
+    "plan": {"axis", "toml", "types", "run", "model", "parallel"},  # of the last two what knows no torch
     "compiler": set(),
     "history": {"types", "protocols", "run", "compiler", "algo"},
     "env": {"types", "protocols", "render"},
     "reward": {"types", "protocols", "render"},
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
-    "train": {"types", "protocols", "run", "algo", "model"},
+    "train": {"types", "protocols", "run", "algo", "model", "parallel"},
     "cluster": {"timeline", "types", "protocols", "run"},  # and Ray, which nothing else imports
     "pipeline": {"timeline", "types", "protocols", "jobs", "config", "every", "run", "routes", "algo"}
     | {"model", "history", "rollout", "train", "ledger"},
@@ -48,10 +51,10 @@ ARROWS: dict[str, set[str]] = {
     "scaling": {"axis", "run", "ledger"},
     "bench": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "scaling"}
-    | {"cluster"},
+    | {"cluster", "parallel", "plan"},
     "cli": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "cluster"}
-    | {"report", "board", "bench", "interop", "scaling", "energy", ""},
+    | {"report", "board", "bench", "interop", "scaling", "energy", "parallel", "plan", ""},
     "": {"config", "cli"},  # the lazy names of __init__, and __main__
 }
 

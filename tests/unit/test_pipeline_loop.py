@@ -270,6 +270,35 @@ def test_a_run_goes_on_once_the_recorder_is_mended(tmp_path: Path, steps_taken: 
     assert [row["rollout/from_spool"] for row in mended.rows] == ([4, 0, 0] if steps_taken else [0, 0])
 
 
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_a_checkpoint_that_fails_hides_no_refusal(tmp_path: Path, error: type[Exception]) -> None:
+    """It came first, and raised instead: the groups stayed in the spool, and every resumed run took them up
+    and was refused again."""
+    bench = Bench(tmp_path, steps=5, checkpoint_every=2)
+    honest = bench.trainer.step
+
+    def step(batch: Batch) -> StepReport:
+        if bench.loop.state.step == 3:
+            raise Misaligned("shifted", Diagnosis(cause=Cause.SHIFTED, overlap=0.5, best=1.0))
+        return honest(batch)
+
+    def save(state: LoopState) -> int:
+        if state.step == 3:
+            raise error("no more room")
+        return bench.save(state)
+
+    bench.trainer.step = step  # type: ignore[method-assign]
+    bench.loop.save = save
+    with pytest.raises(Misaligned):
+        bench.run()
+    assert bench.notes == ["step 3 could not be saved: no more room"]
+    saved, logits = bench.saved[-1]
+    assert saved["step"] == 2
+    mended = Bench(tmp_path, steps=5, state=LoopState(**saved), logits=logits)
+    assert mended.run().why is Finish.DONE
+    assert [row["rollout/from_spool"] for row in mended.rows] == [4, 0, 0]
+
+
 def test_what_was_measured_has_a_file_and_a_pool_of_seconds_of_its_own(tmp_path: Path) -> None:
     """Three arms are three forward passes over the batch, and teach nothing."""
     bench = Bench(tmp_path, steps=2, flops=TEN_A_ROW)

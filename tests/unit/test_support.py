@@ -146,7 +146,9 @@ def test_the_reference_policy_has_the_same_action_space() -> None:
         optimizer=OptimizerSettings(lr=1e-12),
     )
     (part, *_) = [trainer._inputs(one) for one in batch.microbatches]
-    np.testing.assert_allclose(trainer._reference(part).numpy(), part.source.logprobs, atol=2e-5)
+    (scored,) = trainer._with_reference([part])
+    assert scored.reference is not None
+    np.testing.assert_allclose(scored.reference.numpy(), part.source.logprobs, atol=2e-5)
 
 
 def test_a_token_outside_of_its_support_is_refused_by_name() -> None:

@@ -1,0 +1,144 @@
+"""The helper that every test of several ranks stands on: results, errors, bounds, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RanksFailed, on_ranks
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def summed(rank: int, world: int, factor: float) -> dict[str, Any]:
+    mine = torch.full((3,), (rank + 1) * factor, requires_grad=True)
+    total = mine.detach().clone()
+    dist.all_reduce(total)
+    return {"total": total, "mine": [mine * 2], "pair": Pair(rank, (total[:1],)), "world": world}
+
+
+def raising(rank: int, world: int, culprit: int) -> None:
+    if rank == culprit:
+        raise ValueError(f"rank {rank} has had enough")
+    dist.barrier()
+
+
+def dying(rank: int, world: int, how: int) -> str:
+    if rank == 1:
+        print("these were my words", flush=True)
+        os.kill(os.getpid(), how)
+        signal.pause()
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    return "saw it"
+
+
+def hanging(rank: int, world: int) -> None:
+    if rank == 1:
+        time.sleep(1000)
+    dist.barrier()
+
+
+def warning(rank: int, world: int) -> None:
+    warnings.warn("an error here, as in the test", UserWarning, stacklevel=1)
+
+
+def surroundings(rank: int, world: int) -> tuple[str, str | None, int, int]:
+    return os.getcwd(), os.environ.get("OF_THE_TEST"), torch.get_num_threads(), os.getpid()
+
+
+def with_children(rank: int, world: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(1000)
+        os._exit(0)
+    return pid
+
+
+def leftovers() -> list[psutil.Process]:
+    """Processes below the fork server, which is a child of this process."""
+    mine = [child for child in psutil.Process().children() if "ranks.serve" in " ".join(child.cmdline())]
+    return [below for server in mine for below in server.children(recursive=True)]
+
+
+def test_results_by_rank() -> None:
+    for n in (1, 2, 4):
+        results = on_ranks(n, summed, 0.5)
+        assert [found["pair"].first for found in results] == list(range(n))
+        for rank, found in enumerate(results):
+            assert torch.equal(found["total"], torch.full((3,), 0.25 * n * (n + 1)))
+            assert torch.equal(found["mine"][0], torch.full((3,), float(rank + 1)))
+            assert not found["mine"][0].requires_grad
+            assert isinstance(found["pair"], Pair)
+            assert found["world"] == n
+    assert not leftovers()
+
+
+def test_ranks_have_the_callers_surroundings(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THE_TEST", "yes")
+    results = on_ranks(2, surroundings)
+    assert [found[:3] for found in results] == [(str(tmp_path), "yes", 1)] * 2
+    assert len({pid for *_, pid in results} | {os.getpid()}) == 3
+
+
+def test_a_rank_that_raises_ends_all_and_its_traceback_is_told() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        on_ranks(3, raising, 2, timeout_s=120)
+    assert time.monotonic() - start < 60
+    text = str(caught.value)
+    assert text.startswith("rank 2 of 3 raised after")
+    assert "ValueError: rank 2 has had enough" in text
+    assert "in raising" in text
+    assert not leftovers()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_dies_is_told_or_excused(how: int) -> None:
+    assert on_ranks(2, dying, how, lost=[1]) == ["saw it", None]
+    with pytest.raises(RanksFailed, match=f"rank 1 of 2 died .signal {signal.Signals(how).name}.") as caught:
+        on_ranks(2, dying, how)
+    assert "these were my words" in str(caught.value)
+    assert not leftovers()
+
+
+def test_a_rank_that_hangs_is_told_with_its_stack() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        on_ranks(2, hanging, timeout_s=2)
+    assert time.monotonic() - start < 60
+    assert "rank 1 of 2 had not ended" in str(caught.value)
+    assert "in hanging" in str(caught.value)
+    assert not leftovers()
+
+
+def test_warnings_are_errors_as_in_the_test() -> None:
+    with pytest.raises(RanksFailed, match="UserWarning: an error here"):
+        on_ranks(1, warning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert on_ranks(1, warning) == [None]
+
+
+def test_what_ranks_start_ends_with_them() -> None:
+    pids = on_ranks(2, with_children)
+    deadline = time.monotonic() + 10
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_closures_are_refused_before_anything_starts() -> None:
+    with pytest.raises((AttributeError, TypeError), match=r"pickle|local object"):
+        on_ranks(2, lambda rank, world: rank)
