@@ -330,6 +330,7 @@ class RunFolder:
         self.mismatch = Jsonl(path / "mismatch.jsonl")
         self.watch = Jsonl(path / "watch.jsonl")
         self.forecast = Jsonl(path / "forecast.jsonl")
+        self.replan = Jsonl(path / "replan.jsonl")
         self.timeline = Jsonl(path / "timeline.jsonl")
         self.trajectories = JsonlZst(path / "trajectories.jsonl.zst")
 
@@ -366,7 +367,7 @@ class RunFolder:
         """Forget the rows of later steps, so that a resumed run writes them again once. The ledger forgets
         nothing: what is done again was paid for."""
         logs = (self.metrics, self.eval, self.drafts, self.mismatch, self.watch)
-        for log in (*logs, self.forecast, self.trajectories):
+        for log in (*logs, self.forecast, self.replan, self.trajectories):
             log.keep(lambda row: row.get("step", step) <= step)
 
 

@@ -232,6 +232,7 @@ ENDS = {
     "terminated": "stopped by SIGTERM",
     "collapsed": "stopped: the policy collapsed",
     "solved": "ended: every prompt is solved for good",
+    "replanned": "goes on under another layout",
     "enough": "ended: the rest was not worth its compute",
 }
 

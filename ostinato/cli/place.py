@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ostinato.parallel.layout import Layout
 from ostinato.parallel.load import expert_loads, imbalance, ranks_per_token
 from ostinato.parallel.placement import Move, contiguous, owner_of, place, placed_experts, rebalanced
 from ostinato.parallel.together import chosen_together, gathered
@@ -23,7 +24,6 @@ from ostinato.run import RunFolder, atomic_write, recorded_routes, to_json
 if TYPE_CHECKING:
     from ostinato.config import Recipe
     from ostinato.model.config import ModelConfig
-    from ostinato.parallel.layout import Layout
     from ostinato.parallel.shares import Placement
 
 WARM_UP = 3  # steps whose seconds do not count
@@ -66,8 +66,12 @@ def command(asked: Asked) -> None:
         before, after = neighbours, _fresh(routes[::2], windows[::2].sum(0), asked)
     else:
         before = owner_of(read(asked.current, asked.ranks))
-        move = _moved(before, windows, asked, recipe, config, folder)
-        after = move.owner
+        layout = Layout.parse(recipe.parallel.layout)
+        ranks = layout.expert * layout.expert_tensor
+        found = Found(before=before, windows=windows, ranks=asked.ranks, measured=ranks)
+        reckoned = moved(found, recipe, config, list(folder.metrics.rows()), asked.link_gb_s)
+        _tell_move(reckoned)
+        after = reckoned.move.owner
     owners = {"neighbours": neighbours, "before": before, "after": after}
     _tell(windows[1::2].sum(0), np.concatenate(routes[1::2]), owners, asked)
     write(asked.out, placed_experts(after, asked.ranks))
@@ -111,38 +115,55 @@ def read_placement(path: str, layout: Layout) -> Placement | None:
     return read(Path(path), layout.expert) if path else None
 
 
-def _moved(
-    before: np.ndarray,
-    windows: np.ndarray,
-    asked: Asked,
-    recipe: Recipe,
-    config: ModelConfig,
-    folder: RunFolder,
-) -> Move:
-    """From a placement in use to the one that pays best over the steps that are left."""
-    rows = list(folder.metrics.rows())
-    steps = recipe.trainer.steps - max((int(row["step"]) for row in rows), default=0)
-    from ostinato.parallel.layout import Layout
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Experts on ``ranks`` by ``before`` [L, E], and the loads of single steps, ``windows`` [W, L, E], of a
+    run whose experts were on ``measured``."""
 
-    layout = Layout.parse(recipe.parallel.layout)
-    row_s = pair_seconds(rows, windows, config, layout.expert * layout.expert_tensor)
+    before: np.ndarray
+    windows: np.ndarray
+    ranks: int
+    measured: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reckoned:
+    """A move, and what it was reckoned from."""
+
+    move: Move
+    steps: int
+    row_s: float
+    expert_bytes: int
+    link_gb_s: float
+
+
+def moved(
+    found: Found, recipe: Recipe, config: ModelConfig, rows: Sequence[Mapping[str, Any]], link_gb_s: float
+) -> Reckoned:
+    """From a placement in use to the one that pays best over the steps that are left."""
+    steps = max(0, recipe.trainer.steps - max((int(row["step"]) for row in rows), default=0))
+    row_s = pair_seconds(rows, found.windows, config, found.measured)
     size = expert_bytes(config, 4 if recipe.model.dtype == "float32" else 2)
     move = rebalanced(
-        before,
-        windows,
-        ranks=asked.ranks,
-        steps=max(0, steps),
+        found.before,
+        found.windows,
+        ranks=found.ranks,
+        steps=steps,
         row_s=row_s,
         expert_bytes=size,
-        bytes_per_s=asked.link_gb_s * GIGA,
+        bytes_per_s=link_gb_s * GIGA,
     )
+    return Reckoned(move=move, steps=steps, row_s=row_s, expert_bytes=size, link_gb_s=link_gb_s)
+
+
+def _tell_move(found: Reckoned) -> None:
+    move, pair_us = found.move, 1e6 * found.row_s
     print(
-        f"reckoned from {steps} steps to come, {1e6 * row_s:.3g} us of a rank for a (token, expert) pair, "
-        f"{size:,} bytes of an expert and links of {asked.link_gb_s:g} GB/s:"
+        f"reckoned from {found.steps} steps to come, {pair_us:.3g} us of a rank for a (token, expert) pair, "
+        f"{found.expert_bytes:,} bytes of an expert and links of {found.link_gb_s:g} GB/s:"
     )
-    moved, size = move.moved, move.moved_bytes
-    print(f"  {moved} experts move, {size:,} bytes: {move.cost_s:.3g} s that save {move.gain_s:.3g} s")
-    return move
+    said = f"{move.moved_bytes:,} bytes: {move.cost_s:.3g} s that save {move.gain_s:.3g} s"
+    print(f"  {move.moved} experts move, {said}")
 
 
 def pair_seconds(
@@ -180,4 +201,4 @@ def _tell(judged: np.ndarray, routes: np.ndarray, owners: Mapping[str, np.ndarra
         )
 
 
-__all__ = ["Asked", "command", "read_placement", "write"]
+__all__ = ["Asked", "Found", "Reckoned", "command", "moved", "read", "read_placement", "write"]

@@ -16,15 +16,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ostinato.cli.plan_again import again
-from ostinato.cli.plan_asked import Asked, Options, ask, plan_options
+from ostinato.cli.plan_again import again, recorded
+from ostinato.cli.plan_asked import Asked, Options, ask, asked_json, plan_options
+from ostinato.cli.plan_fit import app as fit_app
 from ostinato.plan import launch
 from ostinato.plan.headline import headline
 from ostinato.plan.memory import limit, margin
 from ostinato.plan.money import cost
 from ostinato.plan.named import known_models
 from ostinato.plan.problem import GB, Arrangement, Memory, Phase, Placement, Problem, Recompute
-from ostinato.plan.record import record, write
+from ostinato.plan.record import FILE, write
 from ostinato.plan.search import (
     Candidate,
     Found,
@@ -48,9 +49,12 @@ document = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def command(arguments: Sequence[str]) -> None:
-    """``ostinato plan headline`` writes the Kimi K2 document, anything else plans a model."""
+    """``ostinato plan headline`` writes the Kimi K2 document, ``ostinato plan fit`` learns from runs,
+    anything else plans a model."""
     if list(arguments[:1]) == ["headline"]:
         document(args=list(arguments[1:]), prog_name="ostinato plan headline")
+    if list(arguments[:1]) == ["fit"]:
+        fit_app(args=list(arguments[1:]), prog_name="ostinato plan fit")
     app(args=list(arguments), prog_name="ostinato plan")
 
 
@@ -75,7 +79,7 @@ def plan(
     least: Annotated[bool, typer.Option("--smallest", help="The fewest GPUs of the kind that fit.")] = False,
     start: Annotated[str, typer.Option("--launch", help=f"Print a file for {', '.join(LAUNCH)}.")] = "",
     run: Annotated[
-        Path | None, typer.Option("--record", help="A run folder, whose report then shows plan against run.")
+        Path | None, typer.Option("--record", help="A run folder, or a file for its parallel.plan.")
     ] = None,
     against: Annotated[
         Path | None, typer.Option("--against", help="A run that was planned: is its layout still right?")
@@ -95,9 +99,8 @@ def plan(
         return
     found, asked = _answer(ask(model, gpus, options), least=least)
     if run is not None:
-        best, problem = found.plans[0], asked.problem
-        sent = step_traffic(problem, best.arrangement)
-        write(RunFolder.open(run).path, record(problem, best.arrangement, best.times, best.memory, sent))
+        said = asked_json(model, gpus, options)
+        write(_file_of(run), recorded(asked, found.plans[0], said))
     seconds = time.perf_counter() - started
     if json_file is not None:
         text = to_json(as_json(asked, found, top) | {"plan_seconds": round(seconds, 3)})
@@ -109,6 +112,11 @@ def plan(
         typer.echo(LAUNCH[start](asked.problem, found.plans[0].arrangement), nl=False)
         return
     tell(Console(), asked, found, top, seconds)
+
+
+def _file_of(run: Path) -> Path:
+    """plan.json of a run folder, or the file itself."""
+    return run if run.suffix == ".json" else RunFolder.open(run).path / FILE
 
 
 def _refuse_together(

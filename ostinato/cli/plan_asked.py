@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -108,6 +108,26 @@ class Asked:
     allowed: Allowed
     clock: Roofline
     measured: str  # where efficiency factors come from
+    calibration: calibrate.Calibration | None = None  # that the clock has
+
+
+def asked_json(model: str, gpus: str, options: Options) -> dict[str, Any]:
+    """The question in words that ``asked_again`` reads: what differs from the defaults, files by their whole
+    path."""
+    given = {field.name: getattr(options, field.name) for field in fields(Options)}
+    changed = {
+        field.name: given[field.name] for field in fields(Options) if given[field.name] != field.default
+    }
+    words = {name: str(one.resolve()) if isinstance(one, Path) else one for name, one in changed.items()}
+    folder = str(Path(model).resolve()) if Path(model).exists() else model
+    return {"model": folder, "gpus": gpus, "options": words}
+
+
+def asked_again(said: Mapping[str, Any]) -> Asked:
+    """The question of ``asked_json``. Raises ValueError as ``ask`` does."""
+    kinds = {"expert_scheme": ExpertScheme, "base": DType, "sampler": DType, "answers": Path, "loads": Path}
+    options = {name: kinds.get(name, lambda value: value)(value) for name, value in said["options"].items()}
+    return ask(said["model"], said["gpus"], Options(**options))
 
 
 def ask(model: str, gpus: str, options: Options) -> Asked:
@@ -136,7 +156,8 @@ def ask(model: str, gpus: str, options: Options) -> Asked:
         told = f"data sheets; {file} is of another version, measure anew" if file.is_file() else UNMEASURED
         return Asked(problem=problem, allowed=allowed, clock=Roofline(), measured=told)
     told = f"from {kept.observations} measured steps, median error {kept.median:.0%}"
-    return Asked(problem=problem, allowed=allowed, clock=Roofline.measured(kept), measured=told)
+    clock = Roofline.measured(kept)
+    return Asked(problem=problem, allowed=allowed, clock=clock, measured=told, calibration=kept)
 
 
 def _adapter(options: Options) -> AdapterSpec:
@@ -204,4 +225,4 @@ def _loads(path: Path | None) -> Imbalance:
         raise ValueError(f"--loads is {path}, which is no JSON [layers][experts] ({error})") from error
 
 
-__all__ = ["Asked", "Options", "ask", "plan_options"]
+__all__ = ["Asked", "Options", "ask", "asked_again", "asked_json", "plan_options"]

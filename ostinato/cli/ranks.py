@@ -59,7 +59,8 @@ def follow(place: Place, *, child: bool = False) -> int:
         return new_sharded_trainer(recipe, place.rank, ready=ready)
 
     try:
-        following(place, new_local, leave, (Misaligned,))
+        while following(place, new_local, leave, (Misaligned,)):
+            pass  # under another layout, of as many ranks
     except RankLost as lost:
         print(f"ostinato: {lost}", file=sys.stderr)
         return LOST

@@ -28,6 +28,7 @@ from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 
 if TYPE_CHECKING:
     from ostinato.cli.build import Prepared
+    from ostinato.cli.replanning import Switch
     from ostinato.model.lora import Adapters
     from ostinato.pipeline.loop import Finish, Finished, LoopState
 
@@ -62,7 +63,7 @@ def learn(
     elif overrides:
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
     path = new_run_path(Path(recipe.log.dir), recipe.name)
-    return _train(recipe, path, Console(quiet=quiet), resume=False, workers=workers)
+    return _train(recipe, path, Console(quiet=quiet), again=False, workers=workers)
 
 
 def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORKERS) -> Outcome:
@@ -73,22 +74,47 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
     """
     run = RunFolder.open(path)
     recipe = Recipe.load(run.recipe, *overrides)
-    return _train(recipe, path, Console(quiet=quiet), resume=True, workers=workers)
+    return _train(recipe, path, Console(quiet=quiet), again=True, workers=workers)
 
 
-def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool, workers: str) -> Outcome:
+def _train(recipe: Recipe, path: Path, console: Console, *, again: bool, workers: str) -> Outcome:
+    """One session; and another one from its last checkpoint on, for as often as the run finds a better layout
+    (``parallel.replan``). Where that cannot begin, the one before goes on."""
+    session = partial(_session, path=path, console=console, workers=workers)
+    outcome, switch = session(recipe, resume=again)
+    while switch is not None:
+        before, recipe = recipe, Recipe.load(RunFolder.open(path).recipe, *switch.overrides)
+        try:
+            outcome, switch = session(recipe, resume=True, switched=switch)
+        except ValueError as refused:  # before any work, else it were RunFailed
+            console.print(f"going on as before, for {refused}", highlight=False, markup=False)
+            recipe = before
+            outcome, switch = session(recipe, resume=True)
+    return outcome
+
+
+def _session(
+    recipe: Recipe,
+    *,
+    path: Path,
+    console: Console,
+    workers: str,
+    resume: bool,
+    switched: Switch | None = None,
+) -> tuple[Outcome, Switch | None]:
+    """From the start or the newest checkpoint to the end, or to where the run is to go on otherwise."""
     clock = SteadyClock()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     chosen = threads.configure_early(recipe.engine.threads, say=say)
-    from ostinato.cli import build, parts
+    from ostinato.cli import build, parts, replanning
     from ostinato.cli.books import new_ledger
-    from ostinato.cli.caveats import own_weights
     from ostinato.cli.crew import hired
     from ostinato.cli.drafts import new_memory
-    from ostinato.cli.export import write_policy
 
     with contextlib.ExitStack() as held:
         prepared = held.enter_context(build.prepare(recipe, training=True))
+        plan = replanning.plan_for(recipe, path if resume else None, switched)
+        replanning.check(recipe, prepared.decoder.config, plan)
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None, say)
         prepared, crew = held.enter_context(hired(prepared, path, memory, say, workers))
         state = build.restore(RunFolder.open(path), crew.trainer, say) if resume else build.LoopState()
@@ -96,26 +122,49 @@ def _train(recipe: Recipe, path: Path, console: Console, *, resume: bool, worker
             memory.history.forget_after(state.step)  # an older checkpoint than the history is of
         check_writers(recipe.log.writers)
         run = _folder(path, dump_toml(recipe), resume)
+        if plan is not None:
+            replanning.write_plan(run, plan)
         ledger = new_ledger(recipe, run, prepared.decoder, clock, crew.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         screen = Monitor(recipe.trainer.steps, done=state.step, console=console)
         with ledger.session(state.step), screen as monitor:
             algorithm, prompts = asdict(parts.check(recipe)), len(prepared.train_prompts)
             record_start(run, build.device_name(prepared.decoder), algorithm, prompts)
-            for line in (f"run folder   {path}", f"threads      {chosen or 'as torch was started'}"):
+            lines = [f"run folder   {path}", f"threads      {chosen or 'as torch was started'}"]
+            lines += [*build.introduction(prepared, crew.trainer.adapters()), *crew.lines]
+            for line in [*lines, *([] if switched is None else [switched.told])]:
                 monitor.say(line)
-            for line in (*build.introduction(prepared, crew.trainer.adapters()), *crew.lines):
-                monitor.say(line)
+            replanner = replanning.new_replanner(
+                recipe, run, prepared.decoder.config, clock() - clock.started
+            )
             callbacks = {"on_step": monitor.step, "on_eval": monitor.evaluated, "on_note": monitor.say}
-            books = {"writers": writers, "ledger": ledger}
+            books = {"writers": writers, "ledger": ledger, "replan": replanner}
             with _named_failures(path):
                 loop = build.new_loop(prepared, crew, run, state, **books, **callbacks)
                 finished = asyncio.run(crew.run(loop, path))
-                adapters = crew.trainer.adapters()
-                write_policy(prepared.decoder, adapters, prepared.folder, run.adapter, recipe.model.path)
-                if own_weights(recipe) and finished.why in ("done", "collapsed", "solved", "enough"):
-                    _score_exported(prepared, adapters, run, finished.state, ledger, monitor)
-    return _outcome(recipe, run, finished)
+                if replanner is not None and finished.why == "replanned":
+                    replanning.meet_again(crew.trainer)
+                else:
+                    _export(prepared, crew.trainer.adapters(), run, finished, ledger, monitor)
+    return _outcome(recipe, run, finished), None if replanner is None else replanner.switch
+
+
+def _export(
+    prepared: Prepared,
+    adapters: Adapters | None,
+    run: RunFolder,
+    finished: Finished,
+    ledger: Ledger,
+    monitor: Monitor,
+) -> None:
+    """Write the trained policy, and score it as it is exported where the sampler has weights of its own."""
+    from ostinato.cli.caveats import own_weights
+    from ostinato.cli.export import write_policy
+
+    recipe = prepared.recipe
+    write_policy(prepared.decoder, adapters, prepared.folder, run.adapter, recipe.model.path)
+    if own_weights(recipe) and finished.why in ("done", "collapsed", "solved", "enough"):
+        _score_exported(prepared, adapters, run, finished.state, ledger, monitor)
 
 
 def _score_exported(

@@ -82,6 +82,11 @@ class Recipe(Section):
                 "set max_turns to 2 or more"
             )
         self._check_bounds()
+        if self.parallel.replan and not self.trainer.checkpoint_every:
+            raise ValueError(
+                "parallel.replan is true, which goes on from checkpoints, and trainer.checkpoint_every is 0; "
+                "set it, or parallel.replan=false"
+            )
         if self.parallel.sharded and self.cluster.remote_trainer:
             raise ValueError(
                 f"parallel.layout is {self.parallel.layout!r} with cluster.remote_trainer true, but the "

@@ -17,7 +17,7 @@ import pickle
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +34,7 @@ DAY_S = 86400.0
 LOOK_S = 0.05
 ALIGNED = 64  # bytes
 PIECE = 1 << 28  # bytes of one broadcast
-STOP = "stop"
+STOP, AGAIN = "stop", "again"  # the last call; to meet again under another layout
 ALL_BUILT = "built"
 
 
@@ -75,6 +75,7 @@ class Control:
     def __init__(self, place: Place, store: Store, members: Sequence[Member], terms: Terms) -> None:
         self.place, self.members, self.terms = place, members, terms
         self.progress = 0  # pieces of arguments that have come or gone
+        self.again = False  # after the last call: do all meet again?
         self._store, self._calls = store, 0
         bound = timedelta(seconds=terms.timeout_s)
         group = PrefixStore("group", store)
@@ -91,8 +92,8 @@ class Control:
         self._tell({"name": name, "sizes": sizes})
         self._broadcast(payload)
 
-    def stop(self) -> None:
-        self._tell({"name": STOP, "sizes": []})
+    def stop(self, *, again: bool = False) -> None:
+        self._tell({"name": AGAIN if again else STOP, "sizes": []})
 
     def farewell(self, within_s: float) -> None:
         """Keep the store until everybody has read the end, or for ``within_s``."""
@@ -114,7 +115,8 @@ class Control:
             pass
         call = json.loads(self._store.get(key))
         self._calls += 1
-        if call["name"] == STOP:
+        if call["name"] in (STOP, AGAIN):
+            self.again = call["name"] == AGAIN
             return None
         return call["name"], unpacked(self._broadcast(_empty(call["sizes"])), call["sizes"])
 
@@ -157,7 +159,21 @@ def own_store(place: Place, store: TCPStore, within_s: float) -> Store:
 
 
 def keyed(place: Place, store: Store) -> Store:
-    return PrefixStore(f"ostinato/{place.attempt}", store)
+    return PrefixStore(f"ostinato/{place.attempt}.{place.meeting}", store)
+
+
+def at_meeting(place: Place, store: Store) -> Place:
+    """``place`` at the meeting that is next: its processes may have met, and ended that to meet again."""
+    return replace(place, meeting=store.add(_meetings(place), 0))
+
+
+def end_meeting(place: Place, store: Store) -> None:
+    """By rank 0, before it has told the others to meet again."""
+    store.add(_meetings(place), 1)
+
+
+def _meetings(place: Place) -> str:
+    return f"ostinato/{place.attempt}/meetings"
 
 
 def arrive(
@@ -273,4 +289,15 @@ def _tensor(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torc
     return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
-__all__ = ["MEET_S", "Control", "Terms", "arrive", "keyed", "listen", "meet", "own_store"]
+__all__ = [
+    "MEET_S",
+    "Control",
+    "Terms",
+    "arrive",
+    "at_meeting",
+    "end_meeting",
+    "keyed",
+    "listen",
+    "meet",
+    "own_store",
+]

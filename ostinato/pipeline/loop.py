@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ostinato.algo.advantages import check_group_size
@@ -95,6 +96,9 @@ class Loop:
     state: LoopState = field(default_factory=LoopState)
     evaluations: Sequence[Evaluation] = ()
     foresee: Callable[[int], bool] | None = None  # after a score of the main set: is the rest not worth it?
+    replan: Callable[[int], bool] | None = (
+        None  # after a checkpoint: is there a better layout to go on under?
+    )
     writers: Sequence[MetricWriter] = ()  # beside metrics.jsonl
     ledger: Ledger | None = None  # None: one that knows neither price nor devices
     counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
@@ -177,9 +181,10 @@ class Loop:
                 await signals.bounded(self._evaluate())
             if self._due(self.plan.checkpoint_every):
                 self._checkpoint()
+                await signals.bounded(self._replan())
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
                 raise NoSignal(self._no_signal())
-        if signals.received is signal.SIGTERM:
+        if signals.received is signal.SIGTERM or self._why is Finish.REPLANNED:
             self._doing = f"what is on its way after step {self.state.step} may end"
             await signals.bounded(self._feed.drain())
 
@@ -569,6 +574,14 @@ class Loop:
             self._spans += clock.spans
             self._saved_step = self.state.step
             self._spool.forget(oldest)
+            self._dog.moved()
+
+    async def _replan(self) -> None:
+        """While groups play on. The rest of the run goes on from the checkpoint, as a resumed one does."""
+        if self.replan is not None and self._goes_on:
+            self._doing = f"whether another layout is better from step {self.state.step} on"
+            if await in_thread(partial(self.replan, self.state.step)) and self._goes_on:
+                self._why = Finish.REPLANNED
             self._dog.moved()
 
     def _save_what_there_is(self) -> None:

@@ -28,6 +28,7 @@ class Finish(StrEnum):
     TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
     COLLAPSED = "collapsed"  # the stability watch said so, and the plan was to stop then
     SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
+    REPLANNED = "replanned"  # at a checkpoint, to go on from it under another layout
     ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
 
 

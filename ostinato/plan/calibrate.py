@@ -115,34 +115,41 @@ def kept_file(machine: str) -> Path:
 
 def keep(calibration: Calibration, file: Path) -> None:
     """Write what was found."""
-    found = {
+    atomic_write(file, json.dumps(as_json(calibration), indent=2).encode())
+
+
+def as_json(calibration: Calibration) -> dict[str, Any]:
+    """As ``parsed`` reads it."""
+    return {
         "factors": dict(calibration.factors),
         "median": calibration.median,
         "worst": calibration.worst,
         "observations": calibration.observations,
         "efficiency": dict(calibration.efficiency),
     }
-    text = json.dumps(found, indent=2)
-    atomic_write(file, text.encode())
 
 
 def kept(file: Path) -> Calibration | None:
     """What was found earlier; None where there is nothing that can be read, or of another version: without
     the efficiencies that its terms were made with, or with others than there are now."""
     try:
-        read: Any = json.loads(file.read_text(encoding="utf-8"))
-        factors = {str(name): float(factor) for name, factor in read["factors"].items()}
-        if not all(0 < factor < math.inf for factor in factors.values()):
-            return None
-        return Calibration(
-            factors=factors,
-            median=float(read["median"]),
-            worst=float(read["worst"]),
-            observations=int(read["observations"]),
-            efficiency=_known(read["efficiency"]),
-        )
+        return parsed(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def parsed(read: Mapping[str, Any]) -> Calibration:
+    """What ``as_json`` told. Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
+    factors = {str(name): float(factor) for name, factor in read["factors"].items()}
+    if not all(0 < factor < math.inf for factor in factors.values()):
+        raise ValueError("a factor is not positive and finite")
+    return Calibration(
+        factors=factors,
+        median=float(read["median"]),
+        worst=float(read["worst"]),
+        observations=int(read["observations"]),
+        efficiency=_known(read["efficiency"]),
+    )
 
 
 def _known(read: Mapping[str, Any]) -> dict[str, float]:
@@ -153,4 +160,14 @@ def _known(read: Mapping[str, Any]) -> dict[str, float]:
     return {name: value if isinstance(value, bool) else float(value) for name, value in read.items()}
 
 
-__all__ = ["Calibration", "Observation", "calibrate", "errors", "keep", "kept", "kept_file"]
+__all__ = [
+    "Calibration",
+    "Observation",
+    "as_json",
+    "calibrate",
+    "errors",
+    "keep",
+    "kept",
+    "kept_file",
+    "parsed",
+]

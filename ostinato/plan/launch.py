@@ -27,9 +27,21 @@ COPIES = {DType.BF16: "bf16", DType.INT8: "int8", DType.FP8: "fp8"}  # engine.we
 def ostinato(problem: Problem, arrangement: Arrangement) -> str:
     """A recipe's sections, with the command line that starts every rank of the trainer. What the plan has and
     Ostinato has not is a comment each, "not in Ostinato yet"."""
+    base = f", base {arrangement.base}" if arrangement.placement == Placement.COLOCATED else ""
+    train = arrangement.train
+    said = [f"trainer {train.layout}, sampler {arrangement.rollout.layout}, {arrangement.placement}{base}"]
+    said.append("model.path is the name that was planned; give the folder of the weights")
+    lacking = [*_lacking(problem, arrangement), *_engine_lacks(problem, arrangement)]
+    said += [f"not in Ostinato yet: {one}" for one in lacking]
+    command = _torchrun(problem, train.layout) + " -m ostinato train plan.toml"
+    return "\n".join([*_comments(said), f"# {command}", "", dumps(sections(problem, arrangement))])
+
+
+def sections(problem: Problem, arrangement: Arrangement) -> dict[str, dict[str, object]]:
+    """What the plan says of a recipe."""
     work, train = problem.work, arrangement.train
     dtype = "float32" if problem.precision.base == DType.FP32 else "bfloat16"
-    recipe = {
+    recipe: dict[str, dict[str, object]] = {
         "model": {"path": problem.model.name, "dtype": dtype},
         "adapter": _adapter(problem.adapter),
         "rollout": {
@@ -48,13 +60,7 @@ def ostinato(problem: Problem, arrangement: Arrangement) -> str:
     }
     if arrangement.lag:
         recipe["pipeline"] = {"overlap": True, "staleness": arrangement.lag}
-    base = f", base {arrangement.base}" if arrangement.placement == Placement.COLOCATED else ""
-    said = [f"trainer {train.layout}, sampler {arrangement.rollout.layout}, {arrangement.placement}{base}"]
-    said.append("model.path is the name that was planned; give the folder of the weights")
-    lacking = [*_lacking(problem, arrangement), *_engine_lacks(problem, arrangement)]
-    said += [f"not in Ostinato yet: {one}" for one in lacking]
-    command = _torchrun(problem, train.layout) + " -m ostinato train plan.toml"
-    return "\n".join([*_comments(said), f"# {command}", "", dumps(recipe)])
+    return recipe
 
 
 def _engine(problem: Problem, arrangement: Arrangement) -> dict[str, object]:
@@ -363,4 +369,4 @@ def _hydra(value: object) -> str:
     return f"'{value}'" if isinstance(value, str) and "*" in value else str(value)
 
 
-__all__ = ["megatron_bridge", "ostinato", "verl"]
+__all__ = ["megatron_bridge", "ostinato", "sections", "verl"]

@@ -8,28 +8,45 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ostinato.plan.calibrate import Observation
+from ostinato.plan.calibrate import Calibration, Observation, as_json
 from ostinato.plan.comm import Traffic
 from ostinato.plan.imbalance import straggler
 from ostinato.plan.problem import Arrangement, Memory, Phase, Problem, Times
 from ostinato.run import atomic_write
 
 FILE = "plan.json"
-# metrics.jsonl measures these; the trainer scores old log-probabilities within its own time
-MEASURED = {"rollout": ("time/rollout_s",), "train": ("time/train_s",), "refit": ("time/publish_s",)}
-PLANNED = {"rollout": ("rollout",), "train": ("train", "logprobs"), "refit": ("refit",)}
+PUBLISH = "time/publish_s"  # in metrics.jsonl where rollouts go on while the trainer learns, and only there
+# Part -> what metrics.jsonl measures, phases of the plan in it. The trainer scores old log-probabilities
+# within its own time. In turns it publishes in it, too; with overlap time/rollout_s is only its waiting.
+IN_TURNS = {
+    "rollout": ("time/rollout_s", ("rollout",)),
+    "train": ("time/train_s", ("train", "logprobs", "refit")),
+}
+OVERLAPPED = {"train": ("time/train_s", ("train", "logprobs")), "refit": (PUBLISH, ("refit",))}
 
 
 def record(
-    problem: Problem, arrangement: Arrangement, times: Times, memory: Mapping[Phase, Memory], traffic: Traffic
+    problem: Problem,
+    arrangement: Arrangement,
+    times: Times,
+    memory: Mapping[Phase, Memory],
+    traffic: Traffic,
+    *,
+    asked: Mapping[str, Any] | None = None,
+    calibration: Calibration | None = None,
 ) -> dict[str, Any]:
-    """The JSON object. ``traffic``: of one RL step, of the first rank (``traffic.step_traffic``)."""
+    """The JSON object. ``traffic``: of one RL step, of the first rank (``traffic.step_traffic``). ``asked``:
+    the question, in the words of whoever can ask it again; ``calibration``: what ``times`` were made with."""
     cluster = problem.cluster
     return {
         "model": problem.model.name,
         "cluster": f"{cluster.nodes}x{cluster.per_node}x{cluster.gpu.name}",
         "layouts": {phase.value: str(arrangement.setup(phase).layout) for phase in Phase},
         "world": {"answers": list(problem.work.answers), "imbalance": _imbalance(problem, arrangement)},
+        "tokens": problem.work.trained_tokens,  # sampled in a step
+        "asked": dict(asked or {}),
+        "device": cluster.gpu.name,
+        "calibration": None if calibration is None else as_json(calibration),
         "placement": str(arrangement.placement),
         "base": str(arrangement.base),
         "seconds": {phase: dict(terms) for phase, terms in times.terms.items()},
@@ -47,29 +64,35 @@ def _imbalance(problem: Problem, arrangement: Arrangement) -> float:
 
 
 def write(path: Path, plan: Mapping[str, Any]) -> None:
-    """Into a run folder."""
-    atomic_write(path / FILE, json.dumps(plan, indent=1).encode())
+    """To ``path``, which is ``FILE`` of a run folder."""
+    atomic_write(path, json.dumps(plan, indent=1).encode())
+
+
+def overlaps(metrics: Iterable[Mapping[str, Any]]) -> bool:
+    """Did the run sample while it trained (``pipeline.overlap``)?"""
+    return any(PUBLISH in row for row in metrics)
 
 
 def observations(
     name: str, plan: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], skip: int = 1
 ) -> list[Observation]:
-    """What ``calibrate`` can learn from a run: the median seconds of each part of a step, the first ``skip``
-    steps left out, for they warm up. Empty where nothing was measured or planned. No command fits factors to
-    runs yet; one that does has to multiply them onto those that the plan was made with."""
-    rows = list(metrics)[skip:]
+    """What ``calibrate`` can learn from a run: the median seconds of each part of a step, "NAME train", with
+    the plan's terms of it, "phase/term". The first ``skip`` steps are left out, for they warm up, and of a
+    part those that had none of it. Empty where nothing was measured or planned. Of a run that overlaps there
+    is no rollout: nobody measured it alone. ``plan.fit`` multiplies what is found onto the factors that the
+    plan was made with."""
+    rows = list(metrics)
     found = []
-    for part, names in MEASURED.items():
+    for part, (key, phases) in (OVERLAPPED if overlaps(rows) else IN_TURNS).items():
         terms = {
             f"{phase}/{term}": float(seconds)
-            for phase in PLANNED[part]
+            for phase in phases
             for term, seconds in plan["seconds"].get(phase, {}).items()
         }
-        taken = [sum(row[key] for key in names) for row in rows if all(key in row for key in names)]
-        seconds = statistics.median(taken) if taken else 0.0
-        if seconds > 0 and sum(terms.values()) > 0:
-            found.append(Observation(name=f"{name} {part}", terms=terms, seconds=seconds))
+        taken = [row[key] for row in rows[skip:] if row.get(key, 0.0) > 0]
+        if taken and sum(terms.values()) > 0:
+            found.append(Observation(name=f"{name} {part}", terms=terms, seconds=statistics.median(taken)))
     return found
 
 
-__all__ = ["FILE", "observations", "record", "write"]
+__all__ = ["FILE", "observations", "overlaps", "record", "write"]

@@ -10,25 +10,29 @@ from ostinato.report.charts import Section
 from ostinato.report.facts import NOT_MEASURED, Cell, Column, Line, Table
 from ostinato.report.reading import RunData, number, numbers
 
-# part of a step -> phases of the plan, keys of metrics.jsonl
-PARTS = {
-    "rollout": (("rollout",), "time/rollout_s"),
-    "train": (("train", "logprobs"), "time/train_s"),
-    "publish": (("refit",), "time/publish_s"),
-    "step": ((), "step_time"),
+# part of a step -> what metrics.jsonl measures, phases of the plan in it: as ``plan.record`` has them, which
+# a test asserts. In turns the trainer publishes in its own time; with overlap rollouts have no time.
+PUBLISH = "time/publish_s"
+IN_TURNS = {
+    "rollout": ("time/rollout_s", ("rollout",)),
+    "train": ("time/train_s", ("train", "logprobs", "refit")),
 }
+OVERLAPPED = {"train": ("time/train_s", ("train", "logprobs")), "refit": (PUBLISH, ("refit",))}
+STEP = {"step": ("step_time", ())}  # the plan's total
 WARM_UP = 1  # steps that are not counted
 
 
 def plan_sections(data: RunData) -> list[Section]:
-    """Seconds and bytes that the plan said and the run took; empty for a run without a plan."""
+    """Seconds and bytes that the plan said and the run took, and what was weighed since; empty for a run
+    without a plan that weighed nothing."""
+    weighed = [weighed_table(data)] if data.weighed else []
     if not data.plan:
-        return []
+        return [Section(title="Layouts", anchor="plan", charts=[], tables=weighed)] if weighed else []
     found = data.plan.get("layouts")
     layouts = found if isinstance(found, Mapping) else {}
     told = ", ".join(f"{phase} {layout}" for phase, layout in layouts.items())
     lead = f"Planned for {data.plan.get('cluster', 'an unknown cluster')}: {told}." if told else ""
-    tables = [table for table in (seconds_table(data), traffic_table(data)) if table.lines]
+    tables = [table for table in (seconds_table(data), traffic_table(data), *weighed) if table.lines]
     return [Section(title="Plan against run", anchor="plan", lead=lead, charts=[], tables=tables)]
 
 
@@ -37,7 +41,8 @@ def seconds_table(data: RunData) -> Table:
     planned = data.plan.get("seconds")
     phases: Mapping[str, Any] = planned if isinstance(planned, Mapping) else {}
     lines = []
-    for part, (names, key) in PARTS.items():
+    overlapped = any(PUBLISH in row for row in data.metrics)
+    for part, (key, names) in ((OVERLAPPED if overlapped else IN_TURNS) | STEP).items():
         terms = _terms(phases, names) if names else {}
         said = sum(terms.values()) if names else number(data.plan, "total") or 0.0
         took = _median(data, key)
@@ -101,6 +106,23 @@ def traffic_table(data: RunData) -> Table:
     )
 
 
+def weighed_table(data: RunData) -> Table:
+    """What was weighed at checkpoints: is another layout better now?"""
+    lines = [
+        Line(
+            name=f"step {row['step']:.0f}",
+            note="",
+            cells=(
+                Cell(value="on under another" if row.get("switch") else "stay"),
+                Cell(value=str(row.get("reason", ""))),
+            ),
+        )
+        for row in data.weighed
+    ]
+    columns = (Column(name="decision", number=False), Column(name="why", number=False))
+    return Table(title="Layouts weighed", columns=columns, lines=tuple(lines))
+
+
 def _terms(phases: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in names:
@@ -115,4 +137,4 @@ def _median(data: RunData, key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-__all__ = ["plan_sections", "seconds_table", "traffic_table"]
+__all__ = ["plan_sections", "seconds_table", "traffic_table", "weighed_table"]

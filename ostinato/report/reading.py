@@ -41,6 +41,7 @@ class RunData:
     spans: Sequence[Span] = ()  # what workers did and when; between the ends of a long run, the less detailed
     starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
     plan: Row = field(default_factory=dict)  # what was planned, where the run was planned (plan.json)
+    weighed: Sequence[Row] = ()  # what the run has become against its plan, at checkpoints, in order
     damage: Sequence[str]  # one sentence per file that could not be read to its end
 
     def setting(self, dotted: str, default: Any = None) -> Any:
@@ -91,6 +92,7 @@ def read_run(run: RunFolder) -> RunData:
         spans=thinned(_spans(run.timeline, damage)),
         starts=_rows(Jsonl(run.path / "starts.jsonl"), damage),
         plan=_object(run.path / "plan.json", damage),
+        weighed=_by_step(_rows(run.replan, damage)),
         damage=damage,
     )
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from namespaces import Hosts, why_not
 from safetensors.torch import load_file, save_file
+from short_run import SHORT, STEPS
 
 from ostinato.model.named import model_folder
 
@@ -146,24 +147,7 @@ def even_vocabulary(folder: Path) -> Path:
     return folder
 
 
-STEPS = 5
-RUN = {
-    "trainer.steps": STEPS,
-    "trainer.checkpoint_every": 2,
-    "trainer.warmup_steps": 0,
-    "task.params.digits": 2,
-    "task.n_train": 256,
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 4,
-    "eval.every": 0,
-    "eval.at_start": "false",
-    "eval.n": 4,
-    "model.dtype": "float32",
-    "engine.threads": 1,
-    "parallel.layout": "d2t2",
-    "parallel.silence_s": 6.0,
-    "parallel.timeout_s": 120.0,
-}
+RUN = SHORT | {"parallel.layout": "d2t2", "parallel.silence_s": 6.0, "parallel.timeout_s": 120.0}
 
 
 @pytest.mark.timeout(600)

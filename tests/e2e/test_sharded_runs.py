@@ -15,25 +15,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from short_run import SHORT, STEPS
 
-STEPS = 5
-RUN = {
-    "trainer.steps": STEPS,
-    "trainer.checkpoint_every": 2,
-    "trainer.warmup_steps": 0,
-    "task.params.digits": 2,
-    "task.n_train": 256,
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 4,
-    "eval.every": 0,
-    "eval.at_start": "false",
-    "eval.n": 4,
-    "model.dtype": "float32",
-    "engine.threads": 1,
-    "parallel.layout": "d2",
-    "parallel.silence_s": 20.0,
-    "parallel.timeout_s": 60.0,
-}
+RUN = SHORT | {"parallel.layout": "d2"}
 
 
 def train(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ostinato.cli.app import app
-from ostinato.cli.plan_again import JOURNAL, problem_now, steps_of
+from ostinato.cli.plan_again import problem_now, steps_of
 from ostinato.cli.plan_asked import Options, ask
 from ostinato.parallel.layout import Layout
 from ostinato.plan.imbalance import straggler
@@ -52,7 +52,7 @@ def test_longer_answers_are_weighed_and_the_advice_is_kept(tmp_path: Path) -> No
     step(run, 1, [int(n) for n in np.linspace(2000, 8000, 16)])
     told = asked(run)
     assert told.startswith(("stay: ", "switch: ")) and "mean answer" in told
-    (row,) = [json.loads(line) for line in (run.path / JOURNAL).read_text().splitlines()]
+    (row,) = run.replan.rows()
     assert row["step"] == 1 and row["reason"] in told.replace("\n", " ")
 
 

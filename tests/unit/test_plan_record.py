@@ -12,9 +12,10 @@ from plan_world import arrangement, problem
 from ostinato.plan.calibrate import calibrate
 from ostinato.plan.memory import memory
 from ostinato.plan.problem import Phase
-from ostinato.plan.record import FILE, observations, record, write
+from ostinato.plan.record import FILE, IN_TURNS, OVERLAPPED, observations, record, write
 from ostinato.plan.time import Roofline
 from ostinato.plan.traffic import step_traffic, traffic
+from ostinato.report import plan as shown
 from ostinato.report.page import html
 from ostinato.report.plan import plan_sections
 from ostinato.report.reading import read_run
@@ -33,8 +34,8 @@ def planned() -> dict:
 def folder(path: Path, plan: dict, steps: int = 4) -> RunFolder:
     """A run of the plan that takes twice as long to train as it was planned to."""
     run = RunFolder.create(path, 'name = "planned"\n')
-    write(path, plan)
-    train = sum(sum(plan["seconds"][phase].values()) for phase in ("train", "logprobs"))
+    write(path / FILE, plan)
+    train = sum(sum(plan["seconds"][phase].values()) for phase in ("train", "logprobs", "refit"))
     rollout = sum(plan["seconds"]["rollout"].values())
     for step in range(1, steps + 1):
         slow = 10.0 if step == 1 else 1.0  # the first one warms up
@@ -45,7 +46,7 @@ def folder(path: Path, plan: dict, steps: int = 4) -> RunFolder:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    write(tmp_path, planned())
+    write(tmp_path / FILE, planned())
     assert json.loads((tmp_path / FILE).read_text()) == planned()
 
 
@@ -72,6 +73,25 @@ def test_the_report_shows_both(tmp_path: Path) -> None:
     assert "train d8t2, logprobs d8t2, rollout d16" in section.lead
     page = html(data, pack_samples(run.trajectories, None))
     assert "Plan against run" in page and "measured / planned" in page
+
+
+def test_the_report_measures_what_a_fit_learns_from() -> None:
+    """Training had been compared with the plan's without the publish that is in it."""
+    assert shown.IN_TURNS == IN_TURNS and shown.OVERLAPPED == OVERLAPPED
+
+
+def test_what_was_weighed_is_shown_with_a_plan_or_without(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", planned())
+    run.replan.append({"step": 4, "switch": True, "reason": "shorter answers", "saved_s": 3.0, "world": None})
+    data = read_run(run)
+    for one in (data, replace(data, plan={})):
+        (section,) = plan_sections(one)
+        (line,) = section.tables[-1].lines
+        assert [line.name, *(cell.value for cell in line.cells)] == [
+            "step 4",
+            "on under another",
+            "shorter answers",
+        ]
 
 
 def test_a_run_without_a_plan_or_with_a_damaged_one_is_reported(tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""``parallel.replan``: what is weighed at a checkpoint, what it is refused for, and what a switch changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from ostinato.cli import replanning
+from ostinato.cli.app import app
+from ostinato.cli.place import read
+from ostinato.cli.plan_again import weigh
+from ostinato.cli.plan_asked import asked_again
+from ostinato.cli.replanning import Replanner, Switch, check, overrides, plan_for, worth
+from ostinato.config import Recipe, dump_toml
+from ostinato.model.config import ModelConfig, read_config
+from ostinato.model.named import model_folder
+from ostinato.routes import routes_to_json
+from ostinato.run import RunFolder
+
+MODEL = str(model_folder("asset:seed-moe"))
+ASKED = ["plan", MODEL, "--gpus", "2xcpu", "--base", "fp32", "--engine", "local", "--prompts", "64"]
+ASKED += ["--prompt-tokens", "32", "--answer-tokens", "200", "--max-answer", "256", "--share", "two"]
+LAYERS, EXPERTS = 3, 16
+RUN = ("trainer.steps=1000", "trainer.checkpoint_every=2", "log.trajectories_every=1", "parallel.replan=true")
+
+
+def config() -> ModelConfig:
+    return read_config(Path(MODEL))
+
+
+def recipe(*words: str) -> Recipe:
+    return Recipe.load("quickstart", *RUN, *words)
+
+
+def plan(tmp_path: Path, train: str) -> Path:
+    """A plan for long answers, under which a run trains with ``train``."""
+    file = tmp_path / "asked.json"
+    done = CliRunner().invoke(app, [*ASKED, "--record", str(file)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    found = json.loads(file.read_text())
+    found["layouts"] |= {"train": train, "logprobs": train}
+    file.write_text(json.dumps(found))
+    return file
+
+
+def started(tmp_path: Path, asked: Recipe, rows: int = 4, step_s: float = 2.0) -> RunFolder:
+    """A run after ``rows`` steps of short answers, whose first experts are popular."""
+    run = RunFolder.create(tmp_path / "run", dump_toml(asked))
+    rng = np.random.default_rng(0)
+    for step in range(1, rows + 1):
+        scores = rng.gumbel(size=(500, LAYERS, EXPERTS)) - np.arange(EXPERTS) / 3
+        routes = routes_to_json(np.argsort(-scores, axis=-1)[..., :2].astype(np.int8))
+        run.trajectories.append({"step": step, "turns": [{"experts": routes, "tokens": [1] * 16}]})
+        run.write(step, {"step_time": step_s, "time/train_s": step_s})
+    return run
+
+
+def replanner(run: RunFolder, asked: Recipe, switch_s: float = 5.0) -> Replanner:
+    return Replanner(recipe=asked, run=run, config=config(), switch_s=switch_s)
+
+
+def test_experts_move_where_that_pays_for_a_new_session(tmp_path: Path) -> None:
+    asked = recipe("parallel.layout=d4e4")
+    run = started(tmp_path, asked)
+    asking = replanner(run, asked)
+    assert asking(4) and asking.switch is not None
+    assert asking.switch.overrides == (f'parallel.placement="{run.path}/placement-00000004.json"',)
+    placed = read(run.path / "placement-00000004.json", 4)
+    assert len(placed) == LAYERS
+    assert sorted(expert for rank in placed[0] for expert in rank) == list(range(EXPERTS))
+    (row,) = run.replan.rows()
+    assert row["switch"] and row["saved_s"] > 2 * 5.0
+    assert not replanner(run, asked, switch_s=1e6)(4)
+    assert not [*run.replan.rows()][-1]["switch"]
+
+
+def test_a_placement_is_judged_from_the_one_in_use(tmp_path: Path) -> None:
+    """Asked again, the run stays with what it has just moved to."""
+    asked = recipe("parallel.layout=d4e4")
+    run = started(tmp_path, asked)
+    asking = replanner(run, asked)
+    assert asking(4) and asking.switch is not None
+    moved = recipe("parallel.layout=d4e4", *asking.switch.overrides)
+    assert not replanner(run, moved)(4)
+
+
+def test_a_layout_is_left_for_a_better_one(tmp_path: Path) -> None:
+    file = plan(tmp_path, "d2f2")
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}", "model.dtype=float32")
+    run = started(tmp_path, asked)
+    found = plan_for(asked, None, None)
+    assert found is not None
+    replanning.write_plan(run, found)
+    asking = replanner(run, asked)
+    assert asking(4) and asking.switch is not None and asking.switch.plan is not None
+    after = Recipe.load(run.recipe, *asking.switch.overrides)
+    assert after.parallel.layout == asking.switch.plan["layouts"]["train"] != "d2f2"
+    assert asking.switch.plan["step"] == 4 and set(asking.switch.plan["world"]["answers"]) == {16}
+    check(after, config(), plan_for(after, run.path, asking.switch))
+    # the world that was searched in is the one that the next checkpoint compares with
+    replanning.write_plan(run, asking.switch.plan)
+    assert not replanner(run, after)(6)
+    assert "still those of the plan" in [*run.replan.rows()][-1]["reason"]
+
+
+def test_what_is_gained_is_a_share_of_measured_steps(tmp_path: Path) -> None:
+    """A plan that is off by a thousand had promised hours to a run of seconds."""
+    file = plan(tmp_path, "d2f2")
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}", "model.dtype=float32")
+    run = started(tmp_path, asked, step_s=0.001)
+    replanning.write_plan(run, json.loads(file.read_text()))
+    assert not replanner(run, asked)(4)
+    (row,) = run.replan.rows()
+    assert "less than 2 times the 5 s of the switch" in row["reason"]
+    assert not replanner(run, asked)(4)  # and nothing is searched for twice
+    assert [*run.replan.rows()][-1]["world"] is None
+
+
+def test_torchruns_ranks_stay_as_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = plan(tmp_path, "d2f2")
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}", "model.dtype=float32")
+    run = started(tmp_path, asked)
+    replanning.write_plan(run, json.loads(file.read_text()))
+    told = {"RANK": 0, "WORLD_SIZE": 7, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    assert not replanner(run, asked)(4)
+    assert "nothing that could be gone on by" in [*run.replan.rows()][-1]["reason"]
+
+
+def test_a_placement_for_other_ranks_is_dropped(tmp_path: Path) -> None:
+    file = plan(tmp_path, "d2f2")
+    said = json.loads(file.read_text())
+    asked = recipe("parallel.layout=d2f2", "parallel.placement=here.json", "model.dtype=float32")
+    run = started(tmp_path, asked)
+    replanning.write_plan(run, said)
+    question = asked_again(said["asked"])
+    found = weigh(question, run, 1.0, lambda one: one.arrangement.train.layout.expert == 2)
+    assert found.plan is not None and 'parallel.placement=""' in overrides(asked, question, found.plan)
+
+
+def test_moving_has_to_pay_twice() -> None:
+    assert not worth(10.0, 5.0, 3).switch
+    assert worth(10.1, 5.0, 3).switch and worth(10.1, 5.0, 3).saved_s == pytest.approx(5.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "sentence"),
+    [
+        (("parallel.layout=d2",), None, "with nothing to weigh"),
+        (("parallel.layout=d2e2", "log.trajectories_every=10"), None, "log.trajectories_every=1"),
+        (("parallel.layout=d2",), {}, 'parallel.layout is "d2" and the plan of the run says "d2f2"'),
+        (("parallel.layout=d2f2",), {"asked": {}}, "does not say what was asked"),
+        (("parallel.layout=d2f2",), {"placement": "apart"}, "trainer and sampler apart"),
+    ],
+)
+def test_what_cannot_be_weighed_is_refused(
+    tmp_path: Path, words: tuple[str, ...], change: Mapping[str, Any] | None, sentence: str
+) -> None:
+    said = None if change is None else json.loads(plan(tmp_path, "d2f2").read_text()) | change
+    with pytest.raises(ValueError, match=sentence):
+        check(recipe(*words), config(), said)
+
+
+def test_ranks_without_an_agent_cannot_meet_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match="not started by torchrun"):
+        check(recipe("parallel.layout=d2e2"), config(), None)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    check(recipe("parallel.layout=d2e2"), config(), None)
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="which is no plan"):
+        plan_for(recipe(f"parallel.plan={file}"), None, None)
+
+
+def test_checkpoints_are_where_a_run_goes_on_from() -> None:
+    with pytest.raises(ValueError, match="checkpoint_every is 0"):
+        recipe("parallel.layout=d2e2", "trainer.checkpoint_every=0")
+
+
+def test_a_switch_in_words() -> None:
+    switch = Switch(step=4, overrides=('parallel.layout="d2"',), reason="shorter answers")
+    assert switch.told == 'step 4: shorter answers; on with parallel.layout="d2"'
