@@ -243,6 +243,23 @@ def test_sigterm_drains_what_is_on_its_way_into_the_spool(tmp_path: Path) -> Non
     assert sorted(trained_on(again)) == sorted(f"p{n}" for n in range(18))
 
 
+def test_who_goes_on_under_another_layout_plays_nothing_again(tmp_path: Path) -> None:
+    """The loop ends at the checkpoint that was asked at; what was on its way then is in the spool."""
+    asked: list[int] = []
+    bench = overlapped(tmp_path, steps=9, checkpoint_every=2)
+    bench.loop.replan = lambda step: bool(asked.append(step)) or step == 4
+    finished = bench.run()
+    assert (finished.why, finished.state.step, asked) == (Finish.REPLANNED, 4, [2, 4])
+    saved, logits = bench.saved[-1]
+    assert saved["step"] == 4 and len(saved["ahead"]) == 4
+    again = overlapped(tmp_path, steps=9, checkpoint_every=3, state=LoopState(**saved), logits=logits)
+    again.loop.replan = lambda step: bool(asked.append(step))
+    assert again.run().why is Finish.DONE and asked == [2, 4, 6]  # the last one is not asked at
+    assert sum(row["rollout/from_spool"] for row in again.rows) >= 4  # some were admitted while it was asked
+    assert not any("anew" in note for note in again.notes)
+    assert sorted(trained_on(again)) == sorted(f"p{n}" for n in range(18))
+
+
 def test_a_drain_ends_with_the_grace_period_and_training_does_not(tmp_path: Path) -> None:
     class Stuck(Lesson):
         async def grade(self, group: Group) -> list[Reward]:
