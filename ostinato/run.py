@@ -31,6 +31,7 @@ from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.types import Group, Trajectory
 
 Row = Mapping[str, Any]
+STEP_FIRST = b'{"step":'  # what a row of a log begins with
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
 EARLY = ("vllm", "ranks")  # what may be there before the run: logs of what is started before any work
 
@@ -219,6 +220,13 @@ class JsonlZst:
         for _, lines in self._frames():
             yield from _parse(lines.splitlines(keepends=True), self.path)
 
+    def since(self, step: int) -> Iterator[dict[str, Any]]:
+        """The rows of ``step`` and later ones. Of a long run most are not parsed: a row begins with its
+        step."""
+        for _, lines in self._frames():
+            wanted = [line for line in lines.splitlines(keepends=True) if _step_of(line, step) >= step]
+            yield from (row for row in _parse(wanted, self.path) if row.get("step", step) >= step)
+
     def keep(self, wanted: Callable[[Row], bool]) -> None:
         """Drop, atomically, the rows that are not wanted."""
         if not self.path.exists():
@@ -264,6 +272,12 @@ class JsonlZst:
                 yield end, b"".join(content)
 
 
+def _step_of(line: bytes, otherwise: int) -> int:
+    """The step that a line begins with, where it does."""
+    digits = line[len(STEP_FIRST) :].partition(b",")[0] if line.startswith(STEP_FIRST) else b""
+    return int(digits) if digits.isdigit() else otherwise
+
+
 def group_rows(group: Group) -> list[dict[str, Any]]:
     """The rows of trajectories.jsonl.zst for one group, one per trajectory."""
     prompt = group.prompt
@@ -304,10 +318,11 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def recorded_routes(folder: RunFolder) -> dict[int, np.ndarray]:
-    """By step the routes [T, layers, K] of the answers whose trajectories the run has kept, if it has any."""
+def recorded_routes(folder: RunFolder, since: int = 0) -> dict[int, np.ndarray]:
+    """By step the routes [T, layers, K] of the answers whose trajectories the run has kept, if it has any,
+    from step ``since`` on."""
     steps: dict[int, list[np.ndarray]] = {}
-    for row in folder.trajectories.rows():
+    for row in folder.trajectories.since(since):
         found = [routes_from_json(turn["experts"]) for turn in row["turns"] if turn["experts"]]
         steps.setdefault(row["step"], []).extend(found)
     return {step: np.concatenate(parts) for step, parts in sorted(steps.items()) if parts}

@@ -33,7 +33,9 @@ def _plan() -> dict[str, Any]:
 def struck() -> None:
     """The first time is what counts."""
     if not STRUCK.exists():
-        STRUCK.write_text(repr(time.time()))
+        aside = STRUCK.with_suffix(".new")  # whoever waits for it must not find it empty
+        aside.write_text(repr(time.time()))
+        aside.replace(STRUCK)
 
 
 def graded(completions: Sequence[Any], **columns: Any) -> list[float]:

@@ -8,6 +8,8 @@
 A rank is a process with one thread; ranks talk over gloo. Where there are more ranks than cores, they take
 turns: every rank's work takes as many times longer, and who waits in a pipeline's bubble leaves its core to
 others (``on_cores``). So figures of more ranks than cores are of the planner's arithmetic, not of a cluster.
+Cores share their memory's bandwidth, and few rows of each expert read its whole weights: a rank that has the
+machine to itself is faster there, which a term of its own tells (``BESIDE``).
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from ostinato.plan.time import BYTES, CALLS, Roofline
 from ostinato.plan.traffic import traffic
 
 Say = Callable[[str], None]
+EXPERTS, BESIDE = "train/experts", "train/experts beside other ranks"
 EXACT = ("weights", "adapters", "gradients", "optimizer")
 # A core and its links before anything is fitted: orders of magnitude.
 CORE = Efficiency(
@@ -102,7 +105,8 @@ def run(plan: Plan, say: Say = print) -> dict[str, Any]:
     }
     if plan.keep and plan.clock is Clock.WALL:
         whole = calibrate([_observation(one) for one in rows])
-        keep(replace(whole, efficiency=asdict(CORE)), kept_file("cpu"))
+        factors = for_plans(whole.factors)
+        keep(replace(whole, factors=factors, efficiency=asdict(CORE)), kept_file("cpu"))
     if plan.sweep and plan.clock is Clock.WALL:
         result["pick"] = picked(plan, fitted, say)
     return result | {"seconds": round(time.time() - started, 1)}
@@ -192,6 +196,8 @@ def seconds_of(run: Run, clock: Clock = Clock.WALL) -> dict[str, float]:
     terms[CALLS.partition("/")[2]] = CORE.latency * sum(one.calls for one in sent)
     terms[BYTES.partition("/")[2]] = sum(one.bytes for one in sent) / problem.cluster.gpu.link
     named = {f"train/{term}": seconds for term, seconds in terms.items() if seconds}
+    if run.ranks > 1 and EXPERTS in named:
+        named[BESIDE] = named[EXPERTS]
     if clock is Clock.CPU:
         return {term: seconds for term, seconds in named.items() if term != "train/bubble"}
     return on_cores(named, run.ranks, logical_cores())
@@ -205,6 +211,13 @@ def on_cores(terms: Mapping[str, float], ranks: int, cores: int) -> dict[str, fl
     bubble = max(0.0, terms.get("train/bubble", 0.0) - busy * (times - 1))
     found = {term: seconds * times for term, seconds in terms.items() if term != "train/bubble"}
     return found | ({"train/bubble": bubble} if bubble else {})
+
+
+def for_plans(factors: Mapping[str, float]) -> dict[str, float]:
+    """Factors of a plan's terms, which know nothing of neighbours: a plan is of several ranks."""
+    found = dict(factors)
+    beside = found.pop(BESIDE, 0.0)
+    return found | ({EXPERTS: found.get(EXPERTS, 1.0) + beside} if beside else {})
 
 
 def _observation(row: Mapping[str, Any]) -> Observation:

@@ -26,6 +26,7 @@ from typing import Any
 from ostinato.cli.plan_asked import Asked
 from ostinato.parallel.layout import Layout
 from ostinato.plan.imbalance import sigma_of
+from ostinato.plan.launch import lacking, sections
 from ostinato.plan.problem import Imbalance, Placement, Problem
 from ostinato.plan.record import FILE, record
 from ostinato.plan.replan import Advice, Hysteresis, World, advise, moved
@@ -89,21 +90,33 @@ def weigh(asked: Asked, run: RunFolder, switch_s: float, can: Can = lambda plan:
         advice = Advice(switch=False, reason="lengths and expert loads are still those of the plan")
         return Weighed(step=step, advice=advice)
     asked = replace(asked, problem=problem_now(asked.problem, plan, now))
-    rest = Rest(steps=left, switch_s=switch_s, step_s=_step_seconds(rows))
+    own = [row for row in rows if row["step"] > plan.get("step", 0)]  # under the layout that is weighed
+    rest = Rest(steps=left, switch_s=switch_s, step_s=_step_seconds(own))
     advice, best = _weighed(asked, plan, what, rest, can)
     return Weighed(step=step, advice=advice, world=now, asked=asked, plan=best if advice.switch else None)
 
 
 def recorded(asked: Asked, plan: Plan, said: Mapping[str, Any]) -> dict[str, Any]:
-    """plan.json of a run that is to go by ``plan``; ``said``: the question (``asked_json``)."""
-    chosen, sent = plan.arrangement, step_traffic(asked.problem, plan.arrangement)
+    """plan.json of a run that is to go by ``plan``; ``said``: the question (``asked_json``). Beside it the
+    layout of one sampler, in the words of a recipe, and what Ostinato has not."""
+    problem, chosen = asked.problem, plan.arrangement
     beside: dict[str, Any] = {"asked": said, "calibration": asked.calibration}
-    return record(asked.problem, chosen, plan.times, plan.memory, sent, **beside)
+    found = record(problem, chosen, plan.times, plan.memory, step_traffic(problem, chosen), **beside)
+    sampler = {
+        "backend": problem.sampler.name,
+        "layout": sections(problem, chosen)["engine"].get("layout", ""),
+    }
+    return found | {"sampler": sampler, "lacking": lacking(problem, chosen)}
 
 
 def _reference(run: RunFolder, plan: Mapping[str, Any]) -> World:
-    """What was searched in last: by the plan, or by whoever weighed it anew since."""
-    since = [row for row in run.replan.rows() if row.get("world") and row["step"] > plan.get("step", 0)]
+    """What was searched in last: by the plan, or by whoever weighed it anew since and stayed. A switch that
+    came about has a plan of its own."""
+    since = [
+        row
+        for row in run.replan.rows()
+        if row.get("world") and not row["switch"] and row["step"] > plan.get("step", 0)
+    ]
     return _world_of(since[-1] if since else plan)
 
 
@@ -160,8 +173,8 @@ def world_now(run: RunFolder, rows: list[dict[str, Any]], planned: World, ranks:
     first = rows[-STEPS:][0]["step"]
     answers = sorted(
         sum(len(turn["tokens"]) for turn in row["turns"])
-        for row in run.trajectories.rows()
-        if row["step"] >= first and row["turns"]
+        for row in run.trajectories.since(first)
+        if row["turns"]
     )
     alike = (row for row in rows[-STEPS:] if row.get("routing/straggler_ranks") == ranks)
     uneven = [row["routing/straggler"] for row in alike if "routing/straggler" in row]

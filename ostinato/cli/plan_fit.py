@@ -64,8 +64,9 @@ def _lesson(run: RunFolder) -> Lesson:
     except ValueError as error:
         raise ValueError(f"{file} is no JSON; plan the run anew, with --record {run.path}") from error
     recipe = tomllib.loads(run.recipe.read_text(encoding="utf-8"))
-    layout = str(recipe.get("parallel", {}).get("layout", ""))
-    return lesson(str(run.path), plan, list(run.metrics.rows()), layout)
+    layout, engine = str(recipe.get("parallel", {}).get("layout", "")), recipe.get("engine")
+    sampler = (str(engine.get("backend", "")), str(engine.get("layout", ""))) if engine else None
+    return lesson(str(run.path), plan, list(run.metrics.rows()), layout, sampler)
 
 
 def table(found: Fit) -> Table:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -78,19 +80,37 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
 
 
 def _train(recipe: Recipe, path: Path, console: Console, *, again: bool, workers: str) -> Outcome:
-    """One session; and another one from its last checkpoint on, for as often as the run finds a better layout
-    (``parallel.replan``). Where that cannot begin, the one before goes on."""
+    """One session; and another one from its last checkpoint on, as often as the run finds a better layout
+    (``parallel.replan``). Where that cannot begin, the one before goes on, and weighs nothing any more."""
     session = partial(_session, path=path, console=console, workers=workers)
     outcome, switch = session(recipe, resume=again)
     while switch is not None:
-        before, recipe = recipe, Recipe.load(RunFolder.open(path).recipe, *switch.overrides)
-        try:
-            outcome, switch = session(recipe, resume=True, switched=switch)
-        except ValueError as refused:  # before any work, else it were RunFailed
-            console.print(f"going on as before, for {refused}", highlight=False, markup=False)
-            recipe = before
-            outcome, switch = session(recipe, resume=True)
+        gc.collect()  # the model of the session before is in cycles, and would be there twice
+        run, begun = RunFolder.open(path), threading.Event()
+        back = switch.back(run)
+        with _interrupted_between(path):
+            try:
+                after = Recipe.load(run.recipe, *switch.overrides)
+                outcome, switch = session(after, resume=True, switched=switch, begun=begun)
+                recipe = after
+            except Exception as error:  # whatever it is: the run was well before
+                if begun.is_set():
+                    raise
+                back = back.refused(run, error)
+                gc.collect()
+                outcome, switch = session(recipe, resume=True, switched=back)
     return outcome
+
+
+@contextlib.contextmanager
+def _interrupted_between(path: Path) -> Iterator[None]:
+    """Ctrl-C while a session begins learns where the run is; one that has begun tells that itself."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if str(stop):
+            raise
+        raise KeyboardInterrupt(f"what was saved is in {path}, to go on: ostinato resume {path}") from None
 
 
 def _session(
@@ -101,8 +121,10 @@ def _session(
     workers: str,
     resume: bool,
     switched: Switch | None = None,
+    begun: threading.Event | None = None,
 ) -> tuple[Outcome, Switch | None]:
-    """From the start or the newest checkpoint to the end, or to where the run is to go on otherwise."""
+    """From the start or the newest checkpoint to the end, or to where the run is to go on otherwise.
+    ``begun`` is set when the loop begins."""
     clock = SteadyClock()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     chosen = threads.configure_early(recipe.engine.threads, say=say)
@@ -114,7 +136,8 @@ def _session(
     with contextlib.ExitStack() as held:
         prepared = held.enter_context(build.prepare(recipe, training=True))
         plan = replanning.plan_for(recipe, path if resume else None, switched)
-        replanning.check(recipe, prepared.decoder.config, plan)
+        config = prepared.decoder.config
+        weighs = replanning.check(recipe, config, plan, say if resume else None)
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None, say)
         prepared, crew = held.enter_context(hired(prepared, path, memory, say, workers))
         state = build.restore(RunFolder.open(path), crew.trainer, say) if resume else build.LoopState()
@@ -134,19 +157,22 @@ def _session(
             lines += [*build.introduction(prepared, crew.trainer.adapters()), *crew.lines]
             for line in [*lines, *([] if switched is None else [switched.told])]:
                 monitor.say(line)
-            replanner = replanning.new_replanner(
-                recipe, run, prepared.decoder.config, clock() - clock.started
-            )
-            callbacks = {"on_step": monitor.step, "on_eval": monitor.evaluated, "on_note": monitor.say}
+            asked = weighs and (switched is None or not switched.rests)
+            replanner = replanning.Replanner(recipe, run, config, clock) if asked else None
+            on_step = monitor.step if replanner is None else replanner.watching(monitor.step)
+            callbacks = {"on_step": on_step, "on_eval": monitor.evaluated, "on_note": monitor.say}
             books = {"writers": writers, "ledger": ledger, "replan": replanner}
             with _named_failures(path):
                 loop = build.new_loop(prepared, crew, run, state, **books, **callbacks)
+                replanning.meet_again(crew.trainer, again=False)
+                if begun is not None:
+                    begun.set()
                 finished = asyncio.run(crew.run(loop, path))
                 if replanner is not None and finished.why == "replanned":
-                    replanning.meet_again(crew.trainer)
-                else:
-                    _export(prepared, crew.trainer.adapters(), run, finished, ledger, monitor)
-    return _outcome(recipe, run, finished), None if replanner is None else replanner.switch
+                    replanning.meet_again(crew.trainer, again=True)
+                    return _outcome(recipe, run, finished), replanner.switch
+                _export(prepared, crew.trainer.adapters(), run, finished, ledger, monitor)
+    return _outcome(recipe, run, finished), None
 
 
 def _export(

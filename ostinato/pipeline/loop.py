@@ -165,7 +165,7 @@ class Loop:
             self._checkpoint()
         if self.state.step == self.plan.steps:
             return Finished(state=self.state, why=Finish.DONE)
-        if self._why is not None:
+        if self._why is not None and (self._why is not Finish.REPLANNED or self._signals.received is None):
             return Finished(state=self.state, why=self._why)
         why = Finish.TERMINATED if self._signals.received is signal.SIGTERM else Finish.INTERRUPTED
         return Finished(state=self.state, why=why)

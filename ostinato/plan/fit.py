@@ -60,10 +60,17 @@ class Fit:
     parts: Sequence[Part]
 
 
-def lesson(name: str, plan: Any, metrics: Iterable[Mapping[str, Any]], layout: str = "") -> Lesson:
-    """Of the run called ``name``, with its plan.json, its rows of metrics and the layout that it trained
-    under ("": one rank). Of a plan that a run went on by after a "step", later rows count. Raises ValueError,
-    in one sentence, for a run that teaches nothing.
+def lesson(
+    name: str,
+    plan: Any,
+    metrics: Iterable[Mapping[str, Any]],
+    layout: str = "",
+    sampler: tuple[str, str] | None = None,
+) -> Lesson:
+    """Of the run called ``name``, with its plan.json, its rows of metrics, the layout that it trained under
+    ("": one rank), and the backend and layout of its sampler, where they are known. Of a plan that a run went
+    on by after a "step", later rows count. Raises ValueError, in one sentence, for a run that teaches
+    nothing.
     """
     if not isinstance(plan, Mapping) or "device" not in plan:
         raise ValueError(f"{FILE} of {name} does not name its kind of device; {_anew(name)}")
@@ -92,6 +99,9 @@ def lesson(name: str, plan: Any, metrics: Iterable[Mapping[str, Any]], layout: s
                 "are those of one part; fit runs without pipeline.overlap"
             )
         note = f"rollouts of {name} teach nothing: with pipeline.overlap nobody measures them alone"
+    elif sampler is not None and plan.get("sampler") and sampler != tuple(plan["sampler"].values()):
+        parts = [part for part in parts if not part.name.endswith(" rollout")]
+        note = f"rollouts of {name} teach nothing: its sampler is not the one that was planned"
     return Lesson(name=name, device=device, calibration=calibration, parts=parts, note=note)
 
 

@@ -31,8 +31,7 @@ def ostinato(problem: Problem, arrangement: Arrangement) -> str:
     train = arrangement.train
     said = [f"trainer {train.layout}, sampler {arrangement.rollout.layout}, {arrangement.placement}{base}"]
     said.append("model.path is the name that was planned; give the folder of the weights")
-    lacking = [*_lacking(problem, arrangement), *_engine_lacks(problem, arrangement)]
-    said += [f"not in Ostinato yet: {one}" for one in lacking]
+    said += [f"not in Ostinato yet: {one}" for one in lacking(problem, arrangement)]
     command = _torchrun(problem, train.layout) + " -m ostinato train plan.toml"
     return "\n".join([*_comments(said), f"# {command}", "", dumps(sections(problem, arrangement))])
 
@@ -61,6 +60,11 @@ def sections(problem: Problem, arrangement: Arrangement) -> dict[str, dict[str, 
     if arrangement.lag:
         recipe["pipeline"] = {"overlap": True, "staleness": arrangement.lag}
     return recipe
+
+
+def lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
+    """What the plan has and Ostinato has not."""
+    return [*_lacking(problem, arrangement), *_engine_lacks(problem, arrangement)]
 
 
 def _engine(problem: Problem, arrangement: Arrangement) -> dict[str, object]:
@@ -369,4 +373,4 @@ def _hydra(value: object) -> str:
     return f"'{value}'" if isinstance(value, str) and "*" in value else str(value)
 
 
-__all__ = ["megatron_bridge", "ostinato", "sections", "verl"]
+__all__ = ["lacking", "megatron_bridge", "ostinato", "sections", "verl"]

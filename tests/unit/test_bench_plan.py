@@ -6,10 +6,33 @@ import pytest
 import torch
 
 from ostinato.bench.live import LiveBytes, storages
-from ostinato.bench.plan import Plan, on_cores, problem_of, row, seconds_of, setup_of, verdict
+from ostinato.bench.plan import (
+    BESIDE,
+    EXPERTS,
+    Plan,
+    for_plans,
+    on_cores,
+    problem_of,
+    row,
+    seconds_of,
+    setup_of,
+    verdict,
+)
 from ostinato.bench.plan_runs import Run, batch_of, configurations, of_ranks
 from ostinato.bench.settings import Clock
 from ostinato.plan.training import load_of
+
+
+def test_a_rank_that_is_alone_has_the_memory_to_itself() -> None:
+    """Mixtures on one rank had been planned a third slower than they are."""
+    alone, two = (
+        next(one for one in configurations() if str(one) == f"moe shared_outer {layout}")
+        for layout in ("1", "d2e2")
+    )
+    assert BESIDE not in seconds_of(alone)
+    assert seconds_of(two)[BESIDE] == seconds_of(two)[EXPERTS]
+    assert for_plans({EXPERTS: 0.5, BESIDE: 0.4, "train/head": 1.2}) == {EXPERTS: 0.9, "train/head": 1.2}
+    assert for_plans({"train/head": 1.2}) == {"train/head": 1.2}
 
 
 def test_there_are_twenty_configurations_of_one_to_eight_ranks() -> None:

@@ -16,18 +16,20 @@ from ostinato.cli.app import app
 from ostinato.cli.place import read
 from ostinato.cli.plan_again import weigh
 from ostinato.cli.plan_asked import asked_again
-from ostinato.cli.replanning import Replanner, Switch, check, overrides, plan_for, worth
+from ostinato.cli.replanning import Replanner, Switch, check, free, overrides, plan_for, worth
 from ostinato.config import Recipe, dump_toml
+from ostinato.ledger import SteadyClock
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.named import model_folder
 from ostinato.routes import routes_to_json
 from ostinato.run import RunFolder
 
 MODEL = str(model_folder("asset:seed-moe"))
-ASKED = ["plan", MODEL, "--gpus", "2xcpu", "--base", "fp32", "--engine", "local", "--prompts", "64"]
-ASKED += ["--prompt-tokens", "32", "--answer-tokens", "200", "--max-answer", "256", "--share", "two"]
+ASKED = ["plan", MODEL, "--gpus", "2xcpu", "--base", "fp32", "--engine", "local", "--share", "two"]
+ASKED += ["--prompts", "64", "--prompt-tokens", "32", "--answer-tokens", "200", "--max-answer", "256"]
 LAYERS, EXPERTS = 3, 16
 RUN = ("trainer.steps=1000", "trainer.checkpoint_every=2", "log.trajectories_every=1", "parallel.replan=true")
+RUN += ("rollout.prompts_per_step=64", "rollout.group_size=8")
 
 
 def config() -> ModelConfig:
@@ -62,7 +64,7 @@ def started(tmp_path: Path, asked: Recipe, rows: int = 4, step_s: float = 2.0) -
 
 
 def replanner(run: RunFolder, asked: Recipe, switch_s: float = 5.0) -> Replanner:
-    return Replanner(recipe=asked, run=run, config=config(), switch_s=switch_s)
+    return Replanner(asked, run, config(), SteadyClock(), switch_s)
 
 
 def test_experts_move_where_that_pays_for_a_new_session(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_placement_is_judged_from_the_one_in_use(tmp_path: Path) -> None:
 
 def test_a_layout_is_left_for_a_better_one(tmp_path: Path) -> None:
     file = plan(tmp_path, "d2f2")
-    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}", "model.dtype=float32")
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}")
     run = started(tmp_path, asked)
     found = plan_for(asked, None, None)
     assert found is not None
@@ -112,7 +114,7 @@ def test_a_layout_is_left_for_a_better_one(tmp_path: Path) -> None:
 def test_what_is_gained_is_a_share_of_measured_steps(tmp_path: Path) -> None:
     """A plan that is off by a thousand had promised hours to a run of seconds."""
     file = plan(tmp_path, "d2f2")
-    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}", "model.dtype=float32")
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}")
     run = started(tmp_path, asked, step_s=0.001)
     replanning.write_plan(run, json.loads(file.read_text()))
     assert not replanner(run, asked)(4)
@@ -124,7 +126,7 @@ def test_what_is_gained_is_a_share_of_measured_steps(tmp_path: Path) -> None:
 
 def test_torchruns_ranks_stay_as_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = plan(tmp_path, "d2f2")
-    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}", "model.dtype=float32")
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}")
     run = started(tmp_path, asked)
     replanning.write_plan(run, json.loads(file.read_text()))
     told = {"RANK": 0, "WORLD_SIZE": 7, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
@@ -137,11 +139,11 @@ def test_torchruns_ranks_stay_as_many(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_placement_for_other_ranks_is_dropped(tmp_path: Path) -> None:
     file = plan(tmp_path, "d2f2")
     said = json.loads(file.read_text())
-    asked = recipe("parallel.layout=d2f2", "parallel.placement=here.json", "model.dtype=float32")
+    asked = recipe("parallel.layout=d2f2", "parallel.placement=here.json")
     run = started(tmp_path, asked)
     replanning.write_plan(run, said)
     question = asked_again(said["asked"])
-    found = weigh(question, run, 1.0, lambda one: one.arrangement.train.layout.expert == 2)
+    found = weigh(free(question), run, 1.0, lambda one: one.arrangement.train.layout.expert == 2)
     assert found.plan is not None and 'parallel.placement=""' in overrides(asked, question, found.plan)
 
 
@@ -158,6 +160,8 @@ def test_moving_has_to_pay_twice() -> None:
         (("parallel.layout=d2",), {}, 'parallel.layout is "d2" and the plan of the run says "d2f2"'),
         (("parallel.layout=d2f2",), {"asked": {}}, "does not say what was asked"),
         (("parallel.layout=d2f2",), {"placement": "apart"}, "trainer and sampler apart"),
+        (("parallel.layout=d2f2", "engine.layout=t2"), {}, 'engine.layout is "t2" of local and the plan'),
+        (("parallel.layout=d2f2", "rollout.group_size=4"), {}, "is of group 8, and the run has 4"),
     ],
 )
 def test_what_cannot_be_weighed_is_refused(
@@ -166,6 +170,97 @@ def test_what_cannot_be_weighed_is_refused(
     said = None if change is None else json.loads(plan(tmp_path, "d2f2").read_text()) | change
     with pytest.raises(ValueError, match=sentence):
         check(recipe(*words), config(), said)
+
+
+def test_a_run_that_goes_on_is_told_and_not_refused() -> None:
+    """Killed between the writing of the plan and of the recipe, it could not be resumed."""
+    said: list[str] = []
+    assert not check(recipe("parallel.layout=d2"), config(), None, said.append)
+    assert said and said[0].startswith("parallel.replan rests: ") and "nothing to weigh" in said[0]
+
+
+def test_a_plan_of_another_machine_is_refused_before_any_step(tmp_path: Path) -> None:
+    """Its model was looked for at the first checkpoint, which ended the run."""
+    said = json.loads(plan(tmp_path, "d2f2").read_text())
+    said["asked"]["model"] = "/home/me/model"
+    with pytest.raises(ValueError, match="/home/me/model"):
+        check(recipe("parallel.layout=d2f2"), config(), said)
+
+
+def test_what_fails_while_it_is_weighed_is_told_and_changes_nothing(tmp_path: Path) -> None:
+    file = plan(tmp_path, "d2f2")
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}")
+    run = started(tmp_path, asked)
+    said = json.loads(file.read_text())
+    said["asked"]["options"]["answers"] = str(tmp_path / "gone.json")
+    replanning.write_plan(run, said)
+    assert not replanner(run, asked)(4)
+    assert "nothing could be weighed (answers is" in [*run.replan.rows()][-1]["reason"]
+
+
+def test_the_sampler_stays_where_the_recipe_has_no_layout_for_it(tmp_path: Path) -> None:
+    """A switch of the trainer's layout had brought along ranks of the sampler that nobody had weighed."""
+    file = plan(tmp_path, "d2f2")
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}")
+    run = started(tmp_path, asked)
+    replanning.write_plan(run, json.loads(file.read_text()))
+    asking = replanner(run, asked)
+    assert asking(4) and asking.switch is not None
+    assert not any(word.startswith("engine.") for word in asking.switch.overrides)
+
+
+def test_a_plan_that_was_held_to_its_layout_is_weighed_against_all(tmp_path: Path) -> None:
+    """Made with --train-layout, as a refusal had advised, it was the best of one for ever."""
+    file = plan(tmp_path, "d2f2")
+    said = json.loads(file.read_text())
+    said["asked"]["options"]["train_layout"] = "d2f2"
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}")
+    run = started(tmp_path, asked)
+    replanning.write_plan(run, said)
+    assert replanner(run, asked)(4)
+
+
+def test_a_switch_that_did_not_come_about_is_asked_again(tmp_path: Path) -> None:
+    """Killed before the new session had begun, the resumed run took what it had not done for done."""
+    file = plan(tmp_path, "d2f2")
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}")
+    run = started(tmp_path, asked)
+    replanning.write_plan(run, json.loads(file.read_text()))
+    assert replanner(run, asked)(4) and replanner(run, asked)(6)
+
+
+def test_a_refused_switch_is_kept_and_goes_back(tmp_path: Path) -> None:
+    file = plan(tmp_path, "d2f2")
+    run = started(tmp_path, recipe("parallel.layout=d2f2", f"parallel.plan={file}"))
+    replanning.write_plan(run, json.loads(file.read_text()))
+    switch = Switch(step=4, overrides=("parallel.layout=d2",), reason="better", plan={"layouts": {}})
+    back = switch.back(run).refused(run, MemoryError("no room"))
+    assert back.rests and back.plan == json.loads(file.read_text()) and not back.overrides
+    assert "could not begin (MemoryError: no room)" in back.told
+    (row,) = run.replan.rows()
+    assert not row["switch"] and row["reason"] == back.reason
+
+
+def test_another_plan_that_the_recipe_names_is_taken_up(tmp_path: Path) -> None:
+    """``ostinato resume RUN parallel.plan=new.json`` had gone on by the old one."""
+    file, new = plan(tmp_path, "d2f2"), tmp_path / "new.json"
+    asked = recipe("parallel.layout=d2f2", f"parallel.plan={file}")
+    run = started(tmp_path, asked)
+    old = json.loads(file.read_text())
+    replanning.write_plan(run, old)
+    new.write_text(json.dumps(old | {"total": 1.0}))
+    assert plan_for(asked, run.path, None) == old
+    found = plan_for(Recipe.load(run.recipe, f"parallel.plan={new}"), run.path, None)
+    assert found is not None and found["total"] == 1.0
+
+
+def test_the_first_step_tells_what_a_session_takes_to_begin(tmp_path: Path) -> None:
+    asked = recipe("parallel.layout=d4e4")
+    asking = Replanner(asked, started(tmp_path, asked), config(), SteadyClock())
+    assert not asking(0)  # nothing is known yet
+    seen: list[float] = []
+    asking.watching(lambda row: seen.append(row["step_time"]))({"step_time": 0.25})
+    assert seen == [0.25] and asking.switch_s is not None and asking.switch_s < 5.0
 
 
 def test_ranks_without_an_agent_cannot_meet_again(monkeypatch: pytest.MonkeyPatch) -> None:

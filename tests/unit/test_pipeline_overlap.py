@@ -260,6 +260,37 @@ def test_who_goes_on_under_another_layout_plays_nothing_again(tmp_path: Path) ->
     assert sorted(trained_on(again)) == sorted(f"p{n}" for n in range(18))
 
 
+@pytest.mark.parametrize(("number", "why"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_who_is_asked_to_stop_does_not_go_on_under_another_layout(
+    tmp_path: Path, number: signal.Signals, why: str
+) -> None:
+    """A signal while layouts were weighed, or while what was on its way ended, was lost: the run went on."""
+    bench = overlapped(tmp_path, steps=9, checkpoint_every=2)
+
+    def replan(step: int) -> bool:
+        os.kill(os.getpid(), number)
+        return True
+
+    bench.loop.replan = replan
+    finished = bench.run()
+    assert (finished.why, finished.state.step) == (why, 2)
+
+    bench = overlapped(tmp_path / "drain", steps=9, checkpoint_every=2)
+    bench.loop.replan = lambda step: True
+
+    async def stopped() -> None:
+        os.kill(os.getpid(), number)
+
+    run = bench.loop._train
+
+    async def train(signals: Any) -> None:
+        bench.loop._feed.drain = stopped  # type: ignore[method-assign]
+        await run(signals)
+
+    bench.loop._train = train  # type: ignore[method-assign]
+    assert bench.run().why == why
+
+
 def test_a_drain_ends_with_the_grace_period_and_training_does_not(tmp_path: Path) -> None:
     class Stuck(Lesson):
         async def grade(self, group: Group) -> list[Reward]:

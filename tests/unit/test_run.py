@@ -202,3 +202,14 @@ def test_timer_adds_up_by_part() -> None:
             pass
     assert timer.take() == {"rollout": 3.0, "total": 10.0}
     assert timer.take() == {"total": 1.0}
+
+
+def test_later_rows_are_read_without_the_others(tmp_path: Path) -> None:
+    """Also of a log whose rows do not begin with their step, and of one that is torn."""
+    log = JsonlZst(tmp_path / "log.zst")
+    for step in range(1, 6):
+        log.append({"step": step, "n": 1}, {"step": step, "n": 2})
+    log.append({"n": 3, "step": 2}, {"n": 4, "step": 5})
+    for step in range(8):
+        wanted = [row for row in log.rows() if row["step"] >= step]
+        assert list(log.since(step)) == wanted
