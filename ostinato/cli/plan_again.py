@@ -196,11 +196,16 @@ def _some(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def plan_of(run: RunFolder) -> Mapping[str, Any]:
-    """plan.json of the run. Raises ValueError where it has none."""
+    """plan.json of the run. Raises ValueError where it has none that can be read."""
     path = run.path / FILE
     if not path.is_file():
         raise ValueError(f"{path} does not exist; plan the run first, with --record {run.path}")
-    return json.loads(path.read_bytes())
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no JSON ({error}); plan the run anew, with --record {run.path}"
+        ) from error
 
 
 def _world_of(plan: Mapping[str, Any]) -> World:

@@ -217,15 +217,15 @@ def world_of_torchrun() -> int | None:
 
 def plan_for(recipe: Recipe, folder: Path | None, switched: Switch | None) -> Mapping[str, Any] | None:
     """By which the run goes on: the one that it has switched to; else one that the recipe names and its run
-    folder does not know yet; else the one in there. ``folder``: of a run that is resumed, whose recipe is
-    not written anew yet. Raises ValueError for a file that is no plan."""
+    folder does not know yet; else the one in there, where it is asked for anything. ``folder``: of a run that
+    is resumed, whose recipe is not written anew yet. Raises ValueError for a file that is no plan."""
     if switched is not None and switched.plan is not None:
         return switched.plan
     named = recipe.parallel.plan
     if folder is not None and (folder / FILE).is_file():
         before = Recipe.load(RunFolder(folder).recipe).parallel.plan
         if not named or named == before:
-            return plan_of(RunFolder(folder))
+            return plan_of(RunFolder(folder)) if recipe.parallel.replan else None
     return read_plan(named) if named else None
 
 

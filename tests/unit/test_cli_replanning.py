@@ -254,6 +254,16 @@ def test_another_plan_that_the_recipe_names_is_taken_up(tmp_path: Path) -> None:
     assert found is not None and found["total"] == 1.0
 
 
+def test_a_damaged_plan_stops_nobody_who_does_not_weigh(tmp_path: Path) -> None:
+    """The report tells of it; a run that only resumes had been refused for it."""
+    asked = recipe("parallel.layout=d4e4")
+    run = started(tmp_path, asked)
+    (run.path / "plan.json").write_text("{")
+    assert plan_for(recipe("parallel.layout=d4e4", "parallel.replan=false"), run.path, None) is None
+    with pytest.raises(ValueError, match=r"plan\.json is no JSON .*--record"):
+        plan_for(asked, run.path, None)
+
+
 def test_the_first_step_tells_what_a_session_takes_to_begin(tmp_path: Path) -> None:
     asked = recipe("parallel.layout=d4e4")
     asking = Replanner(asked, started(tmp_path, asked), config(), SteadyClock())
