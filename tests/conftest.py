@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ostinato import isa
+
+isa.apply()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, later than this file
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from ostinato import isa
 from ostinato.cli.failure import RunFailed
 
 app = typer.Typer(
@@ -296,6 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     kept = [argument for argument in given if argument != "--debug"]
     try:
+        isa.apply()  # before anything imports torch
         app(kept, prog_name="ostinato")
     except (ValueError, RunFailed, OSError) as error:
         if len(kept) < len(given):

@@ -22,6 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "every": {"axis"},
     "toml": set(),
     "energy": set(),
+    "isa": set(),
     "ledger": {"axis", "run"},
     "config": {"axis", "every", "toml"},
     "protocols": {"timeline", "types"},
@@ -31,13 +32,13 @@ ARROWS: dict[str, set[str]] = {
     "run": {"types", "routes"},
     "render": {"types"},
     "algo": {"types"},
-    "model": {"types", "run", "compiler"},
+    "model": {"types", "run", "compiler", "isa"},
     "engine": {"timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"}
     | {"parallel"},
     "parallel": {"axis", "types", "run", "model"},  # every collective of torch.distributed is here
     "plan": {"axis", "toml", "types", "run", "model", "parallel"},  # of the last two what knows no torch
     "compiler": set(),
-    "history": {"types", "protocols", "run", "compiler", "algo"},
+    "history": {"types", "protocols", "run", "compiler", "isa", "algo"},
     "env": {"types", "protocols", "render"},
     "reward": {"types", "protocols", "render"},
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
@@ -54,7 +55,7 @@ ARROWS: dict[str, set[str]] = {
     | {"cluster", "parallel", "plan"},
     "cli": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "cluster"}
-    | {"report", "board", "bench", "interop", "scaling", "energy", "parallel", "plan", ""},
+    | {"report", "board", "bench", "interop", "scaling", "energy", "isa", "parallel", "plan", ""},
     "": {"config", "cli"},  # the lazy names of __init__, and __main__
 }
 

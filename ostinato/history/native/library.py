@@ -12,11 +12,12 @@ from pathlib import Path
 
 from ostinato.compiler import NativeCode, build, load
 from ostinato.history import blocks
+from ostinato.isa import flags
 
 FOLDER = Path(__file__).parent
 SOURCES = ("blocks.cpp", "drafter.cpp")
 # no contraction: a fused multiply-add would round differently from the plain twins
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off")
 
 
 class Span(ctypes.Structure):
@@ -56,9 +57,8 @@ class Block(ctypes.Structure):
 
 def load_library() -> ctypes.CDLL:
     """The compiled functions, built if this machine has not built this source before. Raises BuildError."""
-    library = load(
-        build(NativeCode(name="history", folder=FOLDER, sources=SOURCES, flags=FLAGS)), kind=ctypes.PyDLL
-    )
+    code = NativeCode(name="history", folder=FOLDER, sources=SOURCES, flags=(*FLAGS, *flags()))
+    library = load(build(code), kind=ctypes.PyDLL)
     store, block, span = ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(Span)
     uint64, int32, long, context = ctypes.c_uint64, ctypes.c_int32, ctypes.c_long, ctypes.c_void_p
     signatures = {

@@ -12,16 +12,18 @@ from pathlib import Path
 import torch
 
 from ostinato.compiler import BuildError, NativeCode, build, load
+from ostinato.isa import flags
 
 __all__ = ["BuildError", "load_library"]
 
 SOURCES = ("gemm.cpp", "rows.cpp", "attention.cpp", "moe.cpp", "step.cpp", "sampler.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast")
 
 
 def load_library() -> ctypes.CDLL:
     """The compiled kernels, built if this machine has not built this source before. Raises BuildError."""
-    library = build(NativeCode(name="kernels", folder=Path(__file__).parent, sources=SOURCES, flags=FLAGS))
+    options = (*FLAGS, *flags())
+    library = build(NativeCode(name="kernels", folder=Path(__file__).parent, sources=SOURCES, flags=options))
     load(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
     return load(library)
 

@@ -1,0 +1,103 @@
+"""Which instruction set the arithmetic uses, and a developer's cap on it: OSTINATO_MAX_ISA.
+
+The cap makes a processor compute as a lesser one does, so that every machine can test and time the lesser
+sets. It is of x86-64; elsewhere, and above what the processor has, it changes nothing.
+
+    apply()    before torch is imported: the variables that cap torch's own libraries, for children too
+    flags()    what the kernels are compiled with
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+VARIABLE = "OSTINATO_MAX_ISA"
+NATIVE = "native"  # no cap
+
+# By rank: what /proc/cpuinfo has to name, and what caps torch's own kernels, oneDNN and MKL there.
+_NEEDS = {
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "avx512_bf16": {"avx512_bf16"},
+    "amx": {"amx_tile", "amx_bf16"},
+}
+_CAPS = {
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512_CORE", "AVX512"),
+    "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512_E2"),
+}
+_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+_NAMES = {"avx2": "AVX2 + FMA", "avx512": "AVX-512", "avx512_bf16": "AVX-512 with bf16", "amx": "AMX"}
+# of the extensions of AVX-512 that a processor with bf16 products may have besides
+_EXTENSIONS = ("avx512_bf16", "avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bitalg")
+
+
+def apply(environ: MutableMapping[str, str] = os.environ, cpuinfo: str | None = None) -> None:
+    """Cap torch, oneDNN and MKL as OSTINATO_MAX_ISA says, in this process and its children. A variable that
+    the user has set stays. Call it before torch is imported; without a cap nothing is changed.
+
+    Raises ValueError for a value that is none of the known ones.
+    """
+    cap = capped(environ, cpuinfo)
+    if cap != NATIVE:
+        for variable, value in zip(_VARIABLES, _CAPS[cap], strict=True):
+            environ.setdefault(variable, value)
+
+
+def capped(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> str:
+    """The cap that is in force: a key of the sets above, or "native". Raises ValueError as ``apply`` does."""
+    cap = environ.get(VARIABLE, "") or NATIVE
+    if cap != NATIVE and cap not in _CAPS:
+        raise ValueError(f"{VARIABLE} is {cap!r}; use one of {', '.join((*_CAPS, NATIVE))}")
+    ranks = list(_NEEDS)
+    own = _best(_features(cpuinfo))
+    return cap if cap != NATIVE and own and ranks.index(cap) < ranks.index(own) else NATIVE
+
+
+def flags(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> tuple[str, ...]:
+    """Options of gcc and clang that choose the instruction set of the kernels."""
+    cap = capped(environ, cpuinfo)
+    if cap == NATIVE:
+        return ("-march=native",)
+    if cap == "avx2":
+        return ("-march=x86-64-v3",)
+    found = _features(cpuinfo)
+    extensions = [name for name in _EXTENSIONS if name in found] if cap == "avx512_bf16" else []
+    return ("-march=x86-64-v4", *(f"-m{name.replace('_', '')}" for name in extensions))
+
+
+def instruction_set(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> str:
+    """The name of what the kernels are built for, e.g. "AVX2 + FMA" or "NEON with bf16"."""
+    found = _features(cpuinfo)
+    if "asimd" in found or platform.machine() in ("arm64", "aarch64"):
+        return "NEON with bf16" if "bf16" in found else "NEON"
+    cap = capped(environ, cpuinfo)
+    best = _best(found) if cap == NATIVE else cap
+    return _NAMES[best] if best else f"{platform.machine()} without AVX2"
+
+
+def _best(features: set[str]) -> str:
+    """The highest set whose features, and those of all below it, are there; "" for none."""
+    best = ""
+    for name, needed in _NEEDS.items():
+        if not needed <= features:
+            break
+        best = name
+    return best
+
+
+def _features(cpuinfo: str | None) -> set[str]:
+    """Names of the features in the text of /proc/cpuinfo (None: of this machine); none without the file."""
+    if cpuinfo is None:
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return set()
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()
