@@ -7,11 +7,17 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS   ?=
 
-.PHONY: help quickstart test lint format bench clean
+# One worker per core. A file stays with one worker, since its tests share what its fixtures have run; files with
+# long tests (e2e) come first, so that the workers end together.
+PYTEST := $(BIN)/python -m pytest tests/e2e tests/unit -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help quickstart test test-slow test-all test-lab lint format bench clean
 
 help:
 	@echo "make quickstart   train the packaged mixture-of-experts model by RL, with a report to look at"
-	@echo "make test         unit tests, then end-to-end tests"
+	@echo "make test         the everyday tests: unit and the core of end to end"
+	@echo "make test-all     these and the slow ones: what CI runs"
+	@echo "make test-lab     tests of benches, studies and large layouts, which CI does not run"
 	@echo "make lint         ruff check, ruff format --check, pyright"
 	@echo "make bench        rollout and training speed on this machine (ARGS='--quick' for a short one)"
 
@@ -19,8 +25,15 @@ quickstart: $(VENV)/.base
 	$(BIN)/ostinato train recipes/quickstart.toml $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit --durations=5 $(ARGS)
-	$(BIN)/python -m pytest tests/e2e --durations=10 $(ARGS)
+	$(PYTEST) -m "not slow and not lab" $(ARGS)
+
+test-slow: $(VENV)/.dev
+	$(PYTEST) -m "slow and not lab" $(ARGS)
+
+test-all: test test-slow
+
+test-lab: $(VENV)/.dev
+	$(PYTEST) -m lab $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

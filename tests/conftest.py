@@ -1,9 +1,11 @@
-"""What every test shares: one thread (tensors are small), no network, markers, a cache of its own."""
+"""What every test shares: one thread (tensors are small), no network, markers, caches, a budget."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+import resource
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,49 @@ settings.register_profile(
 settings.load_profile("ostinato")
 
 REPOSITORY = Path(__file__).parent.parent
+BUDGET_S = 1.0  # of the processor, for a unit test that is not marked slow
+DEAREST = 10  # tests that are listed at the end
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Compile the kernels before the workers start: they all need them while they collect."""
+    from ostinato.model.native import BuildError, load
+
+    with contextlib.suppress(BuildError):  # without a compiler the tests of native kernels are skipped
+        load()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    start = _cpu_s()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu_s", _cpu_s() - start))
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and of the children it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call"]
+    spent = sorted(((dict(r.user_properties).get("cpu_s", 0.0), r) for r in reports), key=lambda x: -x[0])
+    if not spent:
+        return
+    terminalreporter.section(f"{sum(cpu_s for cpu_s, _ in spent):.0f} CPU seconds in tests, fixtures aside")
+    for idx, (cpu_s, report) in enumerate(spent):
+        over = cpu_s > BUDGET_S and report.nodeid.startswith("tests/unit/") and not _is_slow(report)
+        if idx < DEAREST or over:
+            mend = f"  over {BUDGET_S:g} s: make it cheaper or mark it slow" if over else ""
+            terminalreporter.write_line(f"{cpu_s:8.2f} s  {report.nodeid}{mend}")
+
+
+def _is_slow(report: pytest.TestReport) -> bool:
+    return not {"slow", "lab"}.isdisjoint(report.keywords)
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"timeline", "types", "protocols", "axis", "config", "every", "toml", "run", "render", "routes"}
 LEAVES |= {"jobs", "ledger"}
@@ -96,16 +94,16 @@ def _room_of_name(parts: list[str]) -> str:
     return parts[1] if known else ""
 
 
-@pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_imports_point_down(file: Path) -> None:
-    here = room(file)
-    assert here in ARROWS, f"{here} is a new room; draw its arrows in docs/design.md and here"
+def test_imports_point_down() -> None:
+    new_rooms = {room(file) for file in modules()} - ARROWS.keys()
+    assert not new_rooms, f"new rooms {sorted(new_rooms)}: draw their arrows in docs/design.md and here"
     wrong = [
-        f"{file.name}:{line} imports ostinato.{there or '__init__'}"
+        f"{file.relative_to(PACKAGE)}:{line} imports ostinato.{there or '__init__'}"
+        for file in modules()
         for line, there in imported_rooms(ast.parse(file.read_text(encoding="utf-8")), file)
-        if there != here and there not in ARROWS[here]
+        if there not in {room(file), *ARROWS[room(file)]}
     ]
-    assert not wrong, wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_arrows_have_no_cycle() -> None:
@@ -121,38 +119,34 @@ def test_the_arrows_have_no_cycle() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_files_and_functions_can_be_read(file: Path) -> None:
-    text = file.read_text(encoding="utf-8")
-    assert text.count("\n") <= MAX_FILE_LINES, (
-        f"{file.name} has {text.count(chr(10))} lines; split it by subject"
-    )
-    long = [
-        f"{file.name}:{node.lineno} {node.name} has {size} lines"
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (size := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
-    ]
-    assert not long, long
+def test_files_and_functions_can_be_read() -> None:
+    long = [fault for file in modules() for fault in too_long(file)]
+    assert not long, "\n".join(long)
 
 
-def loaded_by(statement: str) -> tuple[float, set[str]]:
-    """(seconds, first-level modules) of ``statement`` in a fresh interpreter, its own start not counted."""
-    code = (
-        "import json, sys, time; start = time.perf_counter()\n"
-        f"{statement}\n"
-        "print(json.dumps([time.perf_counter() - start, sorted({m.split('.')[0] for m in sys.modules})]))"
-    )
+def too_long(file: Path) -> Iterator[str]:
+    text, name = file.read_text(encoding="utf-8"), file.relative_to(PACKAGE)
+    if text.count("\n") > MAX_FILE_LINES:
+        yield f"{name} has {text.count(chr(10))} lines; split it by subject"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            size = (node.end_lineno or 0) - node.lineno + 1
+            if size > MAX_FUNCTION_LINES:
+                yield f"{name}:{node.lineno} {node.name} has {size} lines"
+
+
+def loaded_by(statement: str) -> set[str]:
+    """First-level modules that a fresh interpreter has loaded after ``statement``."""
+    code = f"{statement}\nimport json, sys; print(json.dumps([name.split('.')[0] for name in sys.modules]))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
         cwd=PACKAGE.parent,
-        timeout=60,
+        timeout=120,
     )
-    seconds, names = json.loads(done.stdout.splitlines()[-1])
-    return seconds, set(names)
+    return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 HEAVY = {
@@ -170,17 +164,13 @@ HEAVY = {
 
 
 def test_importing_the_package_is_cheap() -> None:
-    seconds, names = loaded_by("import ostinato")
-    assert seconds < 1.0
-    assert not names & (HEAVY | {"numpy", "pydantic"})
+    assert not loaded_by("import ostinato") & (HEAVY | {"numpy", "pydantic"})
 
 
 def test_types_config_and_command_line_load_no_torch() -> None:
-    seconds, names = loaded_by("import ostinato.types, ostinato.protocols, ostinato.config, ostinato.cli.app")
-    assert seconds < 3.0  # typer, pydantic and numpy; generous for a busy machine
-    assert not names & HEAVY
+    loaded = loaded_by("import ostinato.types, ostinato.protocols, ostinato.config, ostinato.cli.app")
+    assert not loaded & HEAVY
 
 
 def test_threads_can_be_configured_before_torch() -> None:
-    _, names = loaded_by("from ostinato.engine import threads")
-    assert not names & HEAVY
+    assert not loaded_by("from ostinato.engine import threads") & HEAVY
