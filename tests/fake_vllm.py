@@ -36,6 +36,9 @@ MODULES = {
 }
 
 
+WAIT_S = 20.0  # for other requests
+
+
 def read_peft(folder: Path, decoder: Decoder) -> Adapters:
     """A PEFT adapter of a dense model, read as PEFT would."""
     about = json.loads((folder / "adapter_config.json").read_text())
@@ -56,7 +59,9 @@ class FakeVllm:
         self.device = "cuda"
         self.missing: set[str] = set()  # paths that this vLLM does not have
         self.broken: str = ""  # "silent", "dead", "forgetful" (of labels), "deaf" (to publishes), "poisoned"
-        self.deadly = -1  # the first token of a prompt that ends the server, in all its lives
+        self.deadly = -1  # the first token of a prompt that ends the server, in all its lives,
+        self.victims = 0  # as soon as so many others are in; none of them has its answer before
+        self._arrivals, self._sound = threading.Condition(), 0
         self.lives, self.seen = 0, list[dict[str, Any]]()
         self.refuse_to_live = False
         self.token_s, self.sampled = 0.0, 0
@@ -75,8 +80,8 @@ class FakeVllm:
         if self.refuse_to_live:
             raise VllmLost("vLLM did not start: the end of its log is: no")
         self.lives += 1
-        self.label, self.adapter, self.broken = "default", None, ""
-        self.running = threading.Event()
+        self.label, self.adapter, self.broken, self._sound = "default", None, "", 0
+        self.running, self.ended = threading.Event(), threading.Event()
         self.running.set()
         self._server = _Server(("127.0.0.1", 0), _handler(self))
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
@@ -88,6 +93,7 @@ class FakeVllm:
         if self._server is not None:
             self.broken = "dead"
             self.running.set()
+            self.ended.set()
             self._server.shutdown()
             self._server.server_close()
             self._server = None
@@ -96,7 +102,7 @@ class FakeVllm:
 
     def answer(self, method: str, path: str, query: str, body: dict[str, Any]) -> tuple[int, Any]:
         if self.broken == "silent":
-            time.sleep(30)
+            self.ended.wait()
         if path in self.missing:
             return 404, {"detail": "Not Found"}
         match path:
@@ -151,12 +157,23 @@ class FakeVllm:
         settings, tokens = body["sampling_params"], list(body["token_ids"])
         if self.broken == "poisoned" and tokens[0] == 13:
             return 500, {"error": {"message": "a kernel failed"}}
-        if tokens[0] == self.deadly:
-            time.sleep(0.02)  # the others are under way
-            self.broken = "dead"
+        self._end_or_be_ended(tokens[0] == self.deadly)
         choice = self._sample(tokens, settings, adapted)
         usage = {"prompt_tokens_details": {"cached_tokens": 1}}
         return 200, {"model": body["model"], "choices": [choice], "usage": usage}
+
+    def _end_or_be_ended(self, deadly: bool) -> None:
+        """Ends this life, or waits for its end where it is to have victims."""
+        life = self.lives
+        with self._arrivals:
+            self._sound += not deadly
+            self._arrivals.notify_all()
+            if deadly:
+                self._arrivals.wait_for(lambda: self._sound >= self.victims, WAIT_S)
+                self.broken = "dead"
+                self._arrivals.notify_all()
+            elif self.victims:
+                self._arrivals.wait_for(lambda: self.broken == "dead" or self.lives != life, WAIT_S)
 
     def _sample(self, tokens: list[int], settings: dict[str, Any], adapted: bool) -> dict[str, Any]:
         noise = torch.Generator().manual_seed(settings.get("seed") or 0)

@@ -10,7 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from ostinato.run import RunFolder
+
+pytestmark = pytest.mark.slow
 
 # Long enough for Ctrl-C to arrive before the end: with 6 steps, on a busy machine, both runs were done.
 RECIPE = """

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ostinato.bench import draft, history, never_slower
 from ostinato.config import Recipe
+
+pytestmark = pytest.mark.lab
 
 ASSET = "asset:seed-moe"
 

@@ -14,6 +14,8 @@ from ostinato.bench.experts_page import MARK, write_page
 from ostinato.routes import routes_to_json
 from ostinato.run import RunFolder
 
+pytestmark = pytest.mark.lab
+
 
 def test_from_a_run_to_a_page(tmp_path: Path) -> None:
     rng, folder = np.random.default_rng(0), RunFolder.create(tmp_path / "run", "")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
 from ostinato.bench import turns
+
+pytestmark = pytest.mark.lab
 
 
 def test_turns_of_a_tiny_plan() -> None:

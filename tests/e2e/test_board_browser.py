@@ -27,6 +27,8 @@ from ostinato.report.page.offline import digest, read
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 
+pytestmark = pytest.mark.lab
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PROBE = "<script>document.documentElement.dataset.pwned='yes'</script><img src=x onerror=\"alert(1)\">"
 BEGAN = 1.76e9

@@ -12,6 +12,8 @@ from ostinato.bench import collapse_page as page
 from ostinato.bench.collapse import Job, Setting, World, run, study
 from ostinato.model.native.build import BuildError, load_library
 
+pytestmark = pytest.mark.lab
+
 SMALL = Setting(
     steps=2, prompts=2, group=4, max_tokens=24, minibatches=2, held_out=8, train=64, measure_every=1
 )

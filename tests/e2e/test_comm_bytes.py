@@ -21,6 +21,8 @@ from ostinato.plan.comm import Sent, total
 from ostinato.plan.traffic import Microbatch, Steps, published_values
 from ostinato.types import Microbatch as Packed
 
+pytestmark = pytest.mark.slow
+
 Counted = dict[str, float]
 
 

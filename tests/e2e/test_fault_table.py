@@ -14,7 +14,7 @@ from ostinato.bench import faults as bench
 from ostinato.bench.faults_child import Heartbeat
 
 ray = pytest.importorskip("ray", reason="needs Ray")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

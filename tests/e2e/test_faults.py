@@ -28,6 +28,8 @@ from ostinato.model.native import BuildError
 from ostinato.model.native import load as load_kernels
 from ostinato.run import JsonlZst
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60
 SAVED = re.compile(r"what was saved is in (\S+), to go on: ostinato resume \1")
 

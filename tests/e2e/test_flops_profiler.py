@@ -37,6 +37,8 @@ from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Completion, Group, Prompt, Request, Sample, Sampling, Stop, Trajectory, Turn
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 LR = OptimizerSettings(lr=1e-3)
 DENSE = {**SIZES, "num_key_value_heads": 1}

@@ -20,6 +20,8 @@ from ostinato.report.forecast import forecast_sections
 from ostinato.report.reading import read_run
 from ostinato.run import RunFolder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240
 STEPS = 14

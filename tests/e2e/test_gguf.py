@@ -13,6 +13,8 @@ import torch
 from ostinato.model.gguf import rotary_halves, smollm2_folder
 from ostinato.render import Renderer
 
+pytestmark = pytest.mark.slow
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 

@@ -27,6 +27,7 @@ from ostinato.types import NO_EXPERT, Completion, Request, Sampling
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # gradient_checkpointing_enable was renamed in v5
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
 ]

@@ -22,6 +22,8 @@ import pytest
 from ostinato.ledger import Event, Ledger, read, spent, summary
 from ostinato.run import RunFolder
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY, TOKENS = 12, 3, 8 * 2  # sampled in a group
 ROOT = Path(__file__).parents[2]
 

@@ -42,6 +42,8 @@ from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Completion, Group, Prompt, Reward, Sampling
 
+pytestmark = pytest.mark.slow
+
 # this file is also a script: its processes find the package, and what tests share
 PYTHONPATH = os.pathsep.join(str(Path(__file__).parents[up]) for up in (2, 1))
 

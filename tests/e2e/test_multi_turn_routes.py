@@ -30,6 +30,8 @@ from ostinato.rollout.play import Ask, Stage, play
 from ostinato.routes import route_bytes
 from ostinato.types import Completion, Group, Prompt, Reward, Sample, Sampling
 
+pytestmark = pytest.mark.slow
+
 TURNS, SIBLINGS = 8, 3
 # a sixth of the vocabulary ends an answer, so that they have all lengths and none is cut
 SAMPLING = Sampling(max_tokens=80, min_tokens=2, stop_tokens=tuple(range(0, 295, 6)))

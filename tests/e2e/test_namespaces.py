@@ -26,6 +26,8 @@ from short_run import SHORT, STEPS
 
 from ostinato.model.named import model_folder
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parents[1]
 PORT = 29517
 

@@ -33,6 +33,8 @@ from ostinato.parallel.shares import shares_of
 from ostinato.parallel.stages import Stages
 from ostinato.types import Microbatch
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 5  # over four chunks, so that one has two
 
 

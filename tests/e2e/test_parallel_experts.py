@@ -15,6 +15,8 @@ from ostinato.parallel.layout import Layout
 from ostinato.parallel.links import Links
 from ostinato.parallel.mesh import Mesh
 
+pytestmark = pytest.mark.slow
+
 CASES = (
     Case(rows=(5, 3, 0, 6), num=8, top_k=3, ranks=4),
     Case(rows=(4, 4, 4, 4), num=8, top_k=2, ranks=4, scheme="per_expert", skewed=True),

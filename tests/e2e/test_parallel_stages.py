@@ -26,6 +26,8 @@ from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.schedule import Schedule, in_flight
 from ostinato.parallel.stages import PipelineBroken, Stages
 
+pytestmark = pytest.mark.slow
+
 WIDTH, VOCAB, DEPTH = 6, 11, 9
 ROWS = (3, 1, 7, 2, 5, 4, 1, 6, 3, 8)  # of microbatches: no two shapes alike next to each other
 

@@ -16,6 +16,8 @@ from ostinato.parallel.placement import contiguous, placed_experts, scattered
 from ostinato.train.gate import without_routes
 from ostinato.train.totals import balance
 
+pytestmark = pytest.mark.slow
+
 MOE_LAYERS, EXPERTS = 3, 8
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ostinato.plan.headline import headline
+
+pytestmark = pytest.mark.lab
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "kimi-k2.md"
 

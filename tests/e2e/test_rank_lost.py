@@ -28,6 +28,8 @@ from ostinato.parallel.watch import GRACE_S, RankLost
 from ostinato.pipeline.state import LoopState
 from ostinato.types import Batch, StepReport
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S, SILENCE_S = 8.0, 4.0
 ANSWERS = (Misaligned,)
 BOUND_S = SILENCE_S + GRACE_S + 5  # for a rank that is not there any more

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from ranks import RanksFailed, on_ranks
 
+pytestmark = pytest.mark.slow
+
 
 class Pair(NamedTuple):
     first: Any

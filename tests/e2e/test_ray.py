@@ -25,6 +25,8 @@ from ostinato.cli.session import Outcome, learn, resume
 from ostinato.config import Recipe
 from ostinato.run import RunFolder
 
+pytestmark = pytest.mark.slow
+
 ray = pytest.importorskip("ray", reason="needs Ray")
 
 OURS = ("workers/", "queue/", "pipeline/", "publish/")  # what only a cluster has to tell

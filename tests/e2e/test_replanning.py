@@ -21,6 +21,8 @@ from ostinato.config import Recipe
 from ostinato.model.named import model_folder
 from ostinato.run import RunFolder
 
+pytestmark = pytest.mark.slow
+
 RUN = SHORT | {
     "trainer.steps": 100_000,  # so that any gain pays
     "forecast.enabled": "false",

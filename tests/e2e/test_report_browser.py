@@ -21,6 +21,8 @@ from ostinato.report import write_report
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 
+pytestmark = pytest.mark.lab
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 STEPS, EVERY, PROMPTS, SIBLINGS, LAYERS, TOP_K, EXPERTS = 80, 20, 4, 8, 3, 2, 16
 PROBE = "</script><img src=x onerror=\"document.documentElement.dataset.pwned='yes'\">"

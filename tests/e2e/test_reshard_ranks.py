@@ -17,6 +17,8 @@ from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.pieces import cut
 from ostinato.parallel.reshard import Holdings, Reshard, factor_shapes, holdings
 
+pytestmark = pytest.mark.slow
+
 Tensors = dict[str, torch.Tensor]
 SPECS = {
     "shared_outer": AdapterSpec(rank=2, targets=("attn", "mlp", "shared", "experts", "router")),

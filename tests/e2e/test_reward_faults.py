@@ -18,6 +18,8 @@ import pytest
 from ostinato.reward.workers import WorkerGrader
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 0.5
 PATIENCE_S = 30.0  # where what is tested is not the limit: on a busy machine half a second is soon over
 SLACK_S = 5.0  # starting a process on a busy machine

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from ostinato.interop.replay import Routes, UnsupportedRouter, attach_replay
 from ostinato.interop.routers import TopKSwap
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 HIDDEN, EXPERTS, TOP_K, VOCAB, LAYERS = 32, 8, 3, 40, 2

@@ -22,6 +22,8 @@ from ostinato.bench.same_run import same
 from ostinato.cli.app import main
 from ostinato.model.native import BuildError, load
 
+pytestmark = pytest.mark.lab
+
 STEPS = 6
 TINY = (
     f"trainer.steps={STEPS}",

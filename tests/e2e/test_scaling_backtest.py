@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 
 from ostinato.bench import scaling as bench
 from ostinato.run import to_json
@@ -13,6 +14,8 @@ from ostinato.scaling.noise import MEASURED
 from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import posterior
 from ostinato.scaling.validate import SCALERL, summary
+
+pytestmark = pytest.mark.lab
 
 
 def test_the_bars_of_the_bench_hold() -> None:

@@ -12,6 +12,8 @@ import pytest
 from ostinato.report.charts import Section
 from ostinato.report.scaling import Course, Page, curve_chart, places, write_page
 
+pytestmark = pytest.mark.lab
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 

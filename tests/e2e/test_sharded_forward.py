@@ -28,6 +28,8 @@ from ostinato.parallel.rows import Ulysses, sequence_ops
 from ostinato.parallel.shares import shares_of
 from ostinato.types import Segment
 
+pytestmark = pytest.mark.slow
+
 # one microbatch for each data rank: two siblings behind a prompt, and another answer
 SEGMENTS = (
     Segment(start=0, stop=5),

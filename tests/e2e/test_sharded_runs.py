@@ -17,6 +17,8 @@ import psutil
 import pytest
 from short_run import SHORT, STEPS
 
+pytestmark = pytest.mark.slow
+
 RUN = SHORT | {"parallel.layout": "d2"}
 
 

@@ -35,6 +35,8 @@ from ostinato.parallel.layout import Layout
 from ostinato.parallel.watch import RankLost
 from ostinato.types import Completion, Request, Sampling, Stop
 
+pytestmark = pytest.mark.slow
+
 START_S = 120.0
 
 

@@ -15,6 +15,8 @@ from ostinato.cli.session import learn
 from ostinato.model.peft_io import LOGICAL
 from ostinato.run import RunFolder
 
+pytestmark = pytest.mark.slow
+
 QUICK = (
     "model.dtype=float32",
     "trainer.steps=2",

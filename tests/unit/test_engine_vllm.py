@@ -397,8 +397,9 @@ def test_restarts_are_counted_in_a_row_and_end(engine: VllmEngine, server: FakeV
 def test_a_server_that_is_silent_is_lost(
     server: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """``silence_s`` was 0.1, and beside other load the new life was silent for longer than that, too."""
     monkeypatch.setattr(vllm_engine, "BEAT_S", 0.02)
-    engine = new_engine(server, tmp_path, silence_s=0.1)
+    engine = new_engine(server, tmp_path)
     lives, server.broken = server.lives, "silent"
     assert run(engine, ask())[0].stop is Stop.LENGTH and server.lives == lives + 1
 
@@ -447,11 +448,14 @@ def test_a_prompt_that_kills_servers_is_found_and_ends_alone(engine: VllmEngine,
 
 
 def test_prompts_that_kill_servers_are_named_when_a_run_ends(server: FakeVllm, tmp_path: Path) -> None:
+    """The other prompt was expected to be under way for 20 ms; beside other load it was not, or was done."""
     server.deadly = 13
     with pytest.raises(VllmLost, match=r"1 prompts broke vLLM .*max_quarantined is 0.*prompt p0"):
         run(new_engine(server, tmp_path, max_quarantined=0), *crowd(13))
+    engine = new_engine(server, tmp_path, max_restarts=1)
+    server.victims = 1
     with pytest.raises(VllmLost, match=r"lost 2 times in a row: .* while these were asked: .*p1"):
-        run(new_engine(server, tmp_path, max_restarts=1), *crowd(5, 13))
+        run(engine, *crowd(5, 13))
 
 
 @pytest.mark.parametrize("later", range(6))
@@ -474,15 +478,14 @@ def test_a_request_that_comes_when_the_last_one_goes_is_watched_anew(engine: Vll
 
 
 def test_a_call_that_is_given_up_closes_its_connections(engine: VllmEngine, server: FakeVllm) -> None:
-    async def give_up() -> float:
+    async def give_up() -> None:
         answers = engine.generate([ask(max_tokens=50), ask(max_tokens=1)])
         await anext(answers)
-        start = time.perf_counter()
         await answers.aclose()  # type: ignore[attr-defined]
-        return time.perf_counter() - start
 
-    server.token_s = 0.05
-    assert asyncio.run(give_up()) < 1.0
+    server.token_s = 0.2
+    asyncio.run(give_up())
+    assert server.sampled < 50, "it waited for the answer"
 
 
 # ---- what is refused

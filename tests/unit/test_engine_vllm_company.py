@@ -32,7 +32,7 @@ def test_exactly_those_who_break_a_server_are_found(prompts: int, deadly: set[in
                     if mine == epoch:
                         return
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             await asyncio.gather(*map(asked, range(prompts)))
         return {uid for uid, _ in company.guilty}, epoch
 
