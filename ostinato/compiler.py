@@ -1,23 +1,36 @@
 """Compile C++ on first use and keep the library in the user's cache: for kernels and for history.
 
-A library is named by a fingerprint of all that decides its code, so it is never stale, and it appears by a
-rename, so that two processes never see half of it. Without a compiler, or off Linux, there is a
-``BuildError`` and whoever asked uses the plain twin.
+A library is named by a fingerprint of all that decides its code, so it is never stale. It is on the disk
+before it appears, by a rename, and ends with a digest of itself, behind what a loader reads: a file that was
+cut off or changed is compiled again, since a process that runs into the missing part ends with SIGBUS. What
+another user could have written is never loaded. Without a compiler, or off Linux, there is a ``BuildError``
+and the caller uses the plain twin.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-BUILD_LIMIT_S = 180.0
+from ostinato.files import cache_folder, distrusted, sync
+
+BUILD_LIMIT_S = 180.0  # of one call of the compiler
+_POLL_S = 0.1
+_SEAL = b"\0ostinato sha256"  # behind a library; then the digest of all that is before it
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class BuildError(Exception):
@@ -34,16 +47,29 @@ class NativeCode:
     flags: tuple[str, ...]
 
 
-def build(code: NativeCode) -> Path:
-    """The compiled library, built if this machine has not built this source before. Raises BuildError."""
+def build(code: NativeCode, warn: Callable[[str], None] = warnings.warn) -> Path:
+    """The compiled library, built if this machine has not built this source before, or (one line to ``warn``)
+    if its file is damaged. Raises BuildError."""
     if platform.system() != "Linux":
         raise BuildError(f"native {code.name} are built on Linux only, this is {platform.system()}")
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if compiler is None:
         raise BuildError("no C++ compiler (c++, g++ or clang++) was found; install one for faster sampling")
     library = _cache_folder() / f"{code.name}-{_fingerprint(code, compiler)}.so"
-    if not os.path.exists(library):  # unlike Path.exists, False in a folder that may not be entered
-        _compile(code, compiler, library)
+    if _flaw(library) is None:
+        return library
+    try:
+        _make_private(library.parent, warn)
+        with _one_at_a_time(library.parent, BUILD_LIMIT_S * (1 + len(code.sources))):
+            if (flaw := _flaw(library)) is not None:  # else another process has built it meanwhile
+                if flaw:
+                    warn(f"native {code.name} are compiled again, since {library} {flaw}")
+                _compile(code, compiler, library)
+    except OSError as error:
+        raise BuildError(
+            f"native {code.name} cannot be written to {library.parent} ({error}); set XDG_CACHE_HOME to a "
+            "folder that can"
+        ) from error
     return library
 
 
@@ -59,15 +85,72 @@ def load(
 
 def _cache_folder() -> Path:
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return cache_folder() / "native"
     except RuntimeError as error:  # a user id without an entry, in a container
         raise BuildError("there is no home folder to keep native code in; set XDG_CACHE_HOME") from error
-    return Path(base) / "ostinato" / "native"
+
+
+def _flaw(library: Path) -> str | None:
+    """Why the file cannot be loaded; empty where there is none, None where nothing is wrong with it."""
+    try:
+        # no link, and nothing that opening waits for
+        held = os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, PermissionError):
+        return ""
+    except OSError as error:
+        return f"cannot be opened ({error.strerror})"
+    try:
+        facts = os.fstat(held)
+        if not stat.S_ISREG(facts.st_mode):
+            return "is no file"
+        if why := distrusted(facts, os.geteuid()) or distrusted(library.parent.stat(), os.geteuid()):
+            return why
+        with open(held, "rb", closefd=False) as file:
+            return None if _is_sealed(file.read()) else "is damaged"
+    finally:
+        os.close(held)
+
+
+def _is_sealed(content: bytes) -> bool:
+    code, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return code.endswith(_SEAL) and hashlib.sha256(code.removesuffix(_SEAL)).digest() == digest
+
+
+def _make_private(folder: Path, warn: Callable[[str], None]) -> None:
+    """Make the folder where there is none; empty one that others could write to. Raises OSError, and
+    BuildError where it is another user's."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = folder.stat()
+    if not (why := distrusted(facts, os.geteuid())):
+        return
+    if facts.st_uid != os.geteuid():
+        raise BuildError(f"{folder}, where native code is kept, {why}; set XDG_CACHE_HOME to your own folder")
+    folder.chmod(stat.S_IMODE(facts.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+    for library in folder.glob("*.so"):
+        library.unlink(missing_ok=True)
+    warn(f"native code is compiled again, since {folder} {why}; it is yours alone now")
+
+
+@contextmanager
+def _one_at_a_time(folder: Path, limit_s: float) -> Iterator[None]:
+    """Workers that start together would all compile the same. Who has waited for ``limit_s`` goes on: a
+    process that was stopped may hold the lock."""
+    deadline = time.monotonic() + limit_s
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        while time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(held)
 
 
 def _fingerprint(code: NativeCode, compiler: str) -> str:
     """Changes with the source, the flags, the compiler and the processor (``-march=native``)."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_SEAL)
     for file in (*(code.folder / name for name in code.sources), *sorted(code.folder.glob("*.h"))):
         digest.update(file.read_bytes())
     digest.update(" ".join(code.flags).encode())
@@ -81,23 +164,24 @@ def _fingerprint(code: NativeCode, compiler: str) -> str:
 
 
 def _compile(code: NativeCode, compiler: str, library: Path) -> None:
-    """Build into a temporary name and rename, so that two processes never see half a library."""
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            objects = []
-            for name in code.sources:
-                objects.append(f"{folder}/{name}.o")
-                _run([compiler, *code.flags, "-c", str(code.folder / name), "-o", objects[-1]])
-            built = f"{folder}/{library.name}"
-            _run([compiler, "-shared", *objects, "-o", built])
-            os.replace(built, library)
-    except OSError as error:
-        raise BuildError(f"native {code.name} cannot be written to {library.parent}: {error}") from error
+    """Build under a temporary name, sealed and flushed, and rename. Raises OSError and BuildError."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        objects = []
+        for name in code.sources:
+            objects.append(f"{folder}/{name}.o")
+            _run([compiler, *code.flags, "-c", str(code.folder / name), "-o", objects[-1]])
+        built = Path(folder) / library.name
+        _run([compiler, "-shared", *objects, "-o", str(built)])
+        linked = built.read_bytes()
+        built.write_bytes(linked + _SEAL + hashlib.sha256(linked).digest())
+        built.chmod(0o700)  # whatever the umask: others' to write is nobody's to load
+        sync(built)
+        os.replace(built, library)
+    sync(library.parent)
 
 
 def _run(command: list[str]) -> str:
-    """What the command says on standard output."""
+    """The standard output of the command."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=BUILD_LIMIT_S

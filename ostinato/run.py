@@ -27,6 +27,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ostinato.files import atomic_write, naming, sync, umask
+from ostinato.inputs import escaped, parse_json
 from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.types import Group, Trajectory
 
@@ -34,29 +36,6 @@ Row = Mapping[str, Any]
 STEP_FIRST = b'{"step":'  # what a row of a log begins with
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
 EARLY = ("vllm", "ranks")  # what may be there before the run: logs of what is started before any work
-
-
-def atomic_write(path: Path, content: bytes | Callable[[Path], object]) -> None:
-    """Replace ``path`` by ``content``: bytes, or a function that writes the file at the path it is given.
-
-    Any failure (a full disk, an exception of the function) leaves the old file and no litter, and is raised.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        with _naming(path):
-            if isinstance(content, bytes):
-                temporary.write_bytes(content)
-            else:
-                content(temporary)
-            _sync(temporary)
-        temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would lock out a shared run folder
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync(path.parent)
 
 
 @contextmanager
@@ -74,38 +53,25 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.rglob("*"):
-            _sync(file)
-        _sync(temporary)
-        temporary.chmod(0o777 & ~_umask())
+            sync(file)
+        sync(temporary)
+        temporary.chmod(0o777 & ~umask())
         shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             path.rename(old)
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)  # reading it is setting it
-    os.umask(mask)
-    return mask
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def to_json(row: Row) -> str:
     """One line of JSON. Numpy values become lists and numbers; NaN and infinities, which JSON
-    lacks, null; what JSON cannot say (a date in a row's columns) its string."""
-    return json.dumps(_plain(row), separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+    lacks, null; what JSON cannot say (a date in a row's columns) its string; half of a surrogate pair, which
+    UTF-8 lacks, its escape, which reads back as the same text."""
+    text = json.dumps(_plain(row), separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+    return escaped(text)
 
 
 def _plain(value: Any) -> Any:
@@ -122,19 +88,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """The error of a write knows no file by itself: tell it, for whoever has to free the disk."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
 def _append(path: Path, data: bytes) -> None:
     """All of ``data`` at the end of the file, or, when that fails, none of it."""
-    with _naming(path), path.open("ab", buffering=0) as file:
+    with naming(path), path.open("ab", buffering=0) as file:
         start = file.seek(0, os.SEEK_END)
         try:
             view = memoryview(data)
@@ -169,7 +125,7 @@ class Jsonl:
         """Drop, atomically, the rows that are not wanted."""
         if self.path.exists():
             lines = [to_json(row) + "\n" for row in self.rows() if wanted(row)]
-            atomic_write(self.path, "".join(lines).encode())
+            atomic_write(self.path, "".join(lines))
 
     def _cut_torn_end(self) -> None:
         if self.path.exists():
@@ -196,7 +152,7 @@ def _parse(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
         if not line.endswith(b"\n"):
             return  # torn: the row was never completed
         try:
-            yield json.loads(line)
+            yield parse_json(line, surrogates=True)
         except ValueError as error:
             raise ValueError(f"line {number} of {path} is not JSON; delete it to read the rest") from error
 
@@ -238,11 +194,11 @@ class JsonlZst:
                 kept = [row for row in _parse(lines.splitlines(keepends=True), self.path) if wanted(row)]
                 if kept:
                     replacement.append(*kept)
-            _sync(replacement.path)
+            sync(replacement.path)
             replacement.path.replace(self.path)
         finally:
             replacement.path.unlink(missing_ok=True)
-        _sync(self.path.parent)
+        sync(self.path.parent)
 
     def _cut_torn_end(self) -> None:
         if self.path.exists():
@@ -359,7 +315,7 @@ class RunFolder:
         run = cls(path)
         try:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
-            atomic_write(run.recipe, recipe.encode())
+            atomic_write(run.recipe, recipe)
         except OSError as error:
             raise ValueError(
                 f"run folder {path} cannot be written ({error}); set log.dir to a folder that can"

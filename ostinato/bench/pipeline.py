@@ -34,6 +34,7 @@ from ostinato.bench.pipeline_work import SMOLLM2, Window, Work, figures, write_p
 from ostinato.bench.settings import machine
 from ostinato.bench.whole_runs import allowed_cores, trained
 from ostinato.engine import threads
+from ostinato.files import read_cached
 from ostinato.run import atomic_write
 from ostinato.scaling.normal import student_90
 from ostinato.timeline import pool_of
@@ -324,18 +325,33 @@ def keep(result: Mapping[str, Any], path: Path) -> None:
     if before is not None and before.rounds > found.rounds:
         return
     try:
-        atomic_write(path, json.dumps(asdict(found)).encode())
+        atomic_write(path, json.dumps(asdict(found)))
     except OSError:
         return
 
 
 def kept(path: Path) -> Kept | None:
     """The last result on this machine; None where there is none that can be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Kept(**{**found, **{name: tuple(found[name]) for name in ("overrides", "train_s")}})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return read_cached(path, _parsed)
+
+
+def _parsed(read: Any) -> Kept:
+    """Raises ValueError, TypeError, LookupError or AttributeError for what ``keep`` never wrote."""
+    return Kept(
+        arm=str(read["arm"]),
+        overrides=tuple(map(str, read["overrides"])),
+        at=_finite(read["at"]),
+        speeds={str(name): _finite(speed) for name, speed in read["speeds"].items()},
+        busy=bool(read["busy"]),
+        rounds=int(read["rounds"]),
+        train_s=tuple(map(_finite, read["train_s"])),
+    )
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{value!r} is no finite number")
+    return number
 
 
 # ---- for people

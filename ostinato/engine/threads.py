@@ -22,7 +22,9 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from ostinato.files import atomic_write, cache_folder, read_cached
 
 Policy = Literal["active", "passive"]  # spin before sleeping, or sleep at once, while waiting for work
 # OMP_WAIT_POLICY=active alone spins for minutes and starves whatever shares the cores. Some 0.3 ms bridges
@@ -100,7 +102,7 @@ def _choose(
     elif set_count.isdecimal() and int(set_count) > 0:
         choice = Threads(count=int(set_count), policy="passive", source="environment")
     else:
-        choice = cached() or measure(say=say)
+        choice = cached(say) or measure(say=say)
     if policy == "auto":
         policy = (
             "active" if set_policy == "active" else "passive" if set_policy == "passive" else choice.policy
@@ -108,13 +110,18 @@ def _choose(
     return replace(choice, policy=policy)
 
 
-def cached() -> Threads | None:
-    """The choice measured earlier on this machine; None when there is none, or its file is unreadable."""
-    try:
-        best = json.loads(cache_file().read_text(encoding="utf-8"))["best"]
-        return Threads(count=int(best["count"]), policy=best["policy"], source="cache")
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def cached(say: Callable[[str], None] = lambda line: None) -> Threads | None:
+    """The choice measured earlier on this machine; None when there is none, or (one line to ``say``) its file
+    does not hold one."""
+    return read_cached(cache_file(), _parsed, say)
+
+
+def _parsed(read: Any) -> Threads:
+    """Raises ValueError, TypeError or LookupError for what ``_write_cache`` never wrote."""
+    count, policy = read["best"]["count"], read["best"]["policy"]
+    if type(count) is not int or not 1 <= count <= logical_cores() or policy not in SPINS:
+        raise ValueError(f"{count!r} threads with policy {policy!r}, of {logical_cores()} cores")
+    return Threads(count=count, policy=policy, source="cache")
 
 
 def measure(*, say: Callable[[str], None] = lambda line: None) -> Threads:
@@ -161,6 +168,7 @@ def probe(count: int, policy: Policy) -> float | None:
     """Median milliseconds of a decode-like step in a fresh process; None when it fails or takes too long."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": policy.upper()}
     environ["GOMP_SPINCOUNT"] = SPINS[policy]
+    environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # it imports what this process imports
     command = [sys.executable, "-P", str(Path(__file__).resolve()), str(PROBE_S)]
     try:
         done = subprocess.run(command, env=environ, capture_output=True, timeout=PROBE_LIMIT_S, check=True)
@@ -222,8 +230,7 @@ def _field(line: str) -> tuple[str, str]:
 
 def cache_file() -> Path:
     """``~/.cache/ostinato/threads-<fingerprint>.json``; XDG_CACHE_HOME is honoured."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "ostinato" / f"threads-{fingerprint()}.json"
+    return cache_folder() / f"threads-{fingerprint()}.json"
 
 
 def fingerprint() -> str:
@@ -243,12 +250,9 @@ def fingerprint() -> str:
 
 def _write_cache(best: Timing, timings: list[Timing]) -> None:
     file = cache_file()
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
     text = json.dumps({"best": asdict(best), "timings": [asdict(t) for t in timings]}, indent=2)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
+        atomic_write(file, text)
     except OSError as error:  # a cache is a convenience: a read-only home only costs the next start
         warnings.warn(f"the thread measurement could not be cached in {file}: {error}", stacklevel=2)
 

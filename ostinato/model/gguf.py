@@ -8,19 +8,21 @@ projections, which llama.cpp reorders so that the two numbers of a rotary pair a
 from __future__ import annotations
 
 import json
-import os
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ostinato.files import cache_folder, read_cached
 from ostinato.run import atomic_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-_FORMAT = 1  # of the converted folder; raise it when the conversion changes, and folders are made anew
+_FORMAT = 2  # of the converted folder; raise it when the conversion changes, and folders are made anew
+_MARKER = "ostinato.json"  # in the folder: what it was made from, and the bytes of every other file
 _CONTROL_TOKEN = 3  # gguf token_type of <|im_start|> and its like
 
 _NAMES = {
@@ -40,21 +42,35 @@ _NAMES = {
 
 
 def smollm2_folder(cache: Path | None = None) -> Path:
-    """The Hugging Face folder (bf16) of SmolLM2-135M-Instruct, made on the first call (some seconds).
+    """The Hugging Face folder (bf16) of SmolLM2-135M-Instruct, made on the first call (some seconds), and
+    again where a file of it is missing or cut off.
 
     ``cache``: default ``$XDG_CACHE_HOME/ostinato`` or ``~/.cache/ostinato``. Raises ValueError when the extra
     that brings the weights is not installed.
     """
     if cache is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato"
+        cache = cache_folder()
     file, folder = _packaged_file(), cache / "smollm2-135m-instruct"
     source = {"format": _FORMAT, "file": file.name, "bytes": file.stat().st_size}
-    marker = folder / "ostinato.json"
-    if not marker.is_file() or json.loads(marker.read_text()) != source:
+    if not _is_whole(folder, source):
         with atomic_folder(folder) as partial:
             convert(file, partial)
-            _write_json(partial / marker.name, source)
+            _write_json(partial / _MARKER, source | {"files": _sizes(partial)})
     return folder
+
+
+def _is_whole(folder: Path, source: dict[str, Any]) -> bool:
+    known = read_cached(folder / _MARKER, dict, warnings.warn)
+    if known is None or {**known, "files": None} != {**source, "files": None}:
+        return False
+    if known["files"] == _sizes(folder):
+        return True
+    warnings.warn(f"{folder} is damaged (a file is missing or cut off) and is made again", stacklevel=3)
+    return False
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {one.name: one.stat().st_size for one in folder.iterdir() if one.is_file() and one.name != _MARKER}
 
 
 def _packaged_file() -> Path:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.files import cache_folder, read_cached
 from ostinato.plan.roofline import Efficiency
 from ostinato.run import atomic_write
 
@@ -108,14 +108,13 @@ def _bounded_ridge(relative: np.ndarray, strength: float) -> np.ndarray:
 
 def kept_file(machine: str) -> Path:
     """Of a kind of device: ``~/.cache/ostinato/plan-<hash>.json``; XDG_CACHE_HOME is honoured."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(machine.encode()).hexdigest()[:12]
-    return Path(root) / "ostinato" / f"plan-{name}.json"
+    return cache_folder() / f"plan-{name}.json"
 
 
 def keep(calibration: Calibration, file: Path) -> None:
     """Write what was found."""
-    atomic_write(file, json.dumps(as_json(calibration), indent=2).encode())
+    atomic_write(file, json.dumps(as_json(calibration), indent=2))
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
@@ -132,10 +131,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 def kept(file: Path) -> Calibration | None:
     """What was found earlier; None where there is nothing that can be read, or of another version: without
     the efficiencies that its terms were made with, or with others than there are now."""
-    try:
-        return parsed(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return read_cached(file, parsed)
 
 
 def parsed(read: Mapping[str, Any]) -> Calibration:

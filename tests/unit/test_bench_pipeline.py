@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +285,12 @@ def test_doctor_warns_of_a_busy_machine_and_of_one_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", "{}", '{"arm": "x"}', "[1]", '{"overrides": [], "train_s": 3}']
+    "content",
+    [
+        *(None, "", "{}", '{"arm": "x"}', "[1]", '{"overrides": [], "train_s": 3}', "[" * 100_000),
+        json.dumps(asdict(Kept(arm="x", overrides=(), at=0.0)) | {"at": "today"}),
+        json.dumps(asdict(Kept(arm="x", overrides=(), at=0.0)) | {"speeds": {"x": math.inf}}),
+    ],
 )
 def test_what_cannot_be_read_was_not_measured(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "kept.json"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ostinato import compiler
 from ostinato.compiler import BuildError, NativeCode, build, load
+from ostinato.files import distrusted
 
 
 @pytest.fixture
@@ -68,3 +72,88 @@ def test_only_linux_is_tried(code: NativeCode, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiler.platform, "system", lambda: "Darwin")
     with pytest.raises(BuildError, match="native answers are built on Linux only, this is Darwin"):
         build(code)
+
+
+def damaged(library: Path, how: str) -> None:
+    """As a full disk, a power cut, a bad sector or another user leaves it."""
+    whole = library.read_bytes()
+    if how == "link":
+        library.rename(library.with_suffix(".elsewhere"))
+        library.symlink_to(library.with_suffix(".elsewhere"))
+    elif how == "writable":
+        library.chmod(0o777)
+    else:
+        contents = {"empty": b"", "cut": whole[: len(whole) // 3], "no seal": whole[:-40]}
+        library.write_bytes(contents.get(how, whole[:100] + b"\x7f" + whole[101:]))
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("empty", "is damaged"),
+        ("cut", "is damaged"),
+        ("no seal", "is damaged"),
+        ("changed", "is damaged"),
+        ("writable", "can be written by others"),
+        ("link", "cannot be opened"),
+    ],
+)
+def test_a_library_that_is_not_whole_is_compiled_again(code: NativeCode, how: str, why: str) -> None:
+    """A truncated library ended the run with SIGBUS, and an empty one kept the slow twins for ever."""
+    library = built(code)
+    damaged(library, how)
+    with pytest.warns(UserWarning, match=why) as said:
+        assert build(code) == library
+    assert len(said) == 1 and load(library).answer() == 42
+    assert build(code) == library  # without a warning, which would be an error
+
+
+def test_what_another_user_could_write_is_not_trusted(tmp_path: Path) -> None:
+    facts = tmp_path.stat()
+    assert distrusted(facts, facts.st_uid) == ""
+    root = facts.st_uid == 0
+    assert (distrusted(facts, facts.st_uid + 1) == "") is root
+    tmp_path.chmod(0o770)
+    assert "can be written by others (mode 770)" in distrusted(tmp_path.stat(), facts.st_uid)
+
+
+def test_the_folder_of_libraries_is_nobody_elses_to_write(code: NativeCode) -> None:
+    """Under a umask of 002 it was everybody's in the group, and so was what runs in this process."""
+    library = built(code)
+    library.parent.chmod(0o777)
+    with pytest.warns(UserWarning, match="can be written by others"):
+        build(code)
+    assert library.parent.stat().st_mode & 0o022 == library.stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(code: NativeCode) -> None:
+    library = built(code)
+    os.chown(library.parent, 12345, -1)
+    with pytest.raises(BuildError, match="belongs to user 12345, not to 0; set XDG_CACHE_HOME"):
+        build(code)
+
+
+def test_processes_that_start_together_compile_once(code: NativeCode, tmp_path: Path) -> None:
+    """Each of eight samplers compiled the same kernels at once, minutes of each core."""
+    built(code)  # is there a compiler?
+    calls, wrapper = tmp_path / "calls", tmp_path / "bin" / "c++"
+    wrapper.parent.mkdir()
+    real = next(found for name in ("c++", "g++", "clang++") if (found := compiler.shutil.which(name)))
+    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {real} "$@"\n')
+    wrapper.chmod(0o755)
+    program = (
+        "import sys, pathlib; from ostinato.compiler import NativeCode, build\n"
+        f"code = NativeCode(name='answers', folder=pathlib.Path({str(code.folder)!r}),"
+        " sources=('answer.cpp',), flags=('-fPIC', '-O1'))\n"
+        "sys.stdin.read(); build(code)"
+    )
+    environ = {**os.environ, "PATH": f"{wrapper.parent}:{os.environ['PATH']}"}
+    children = [
+        subprocess.Popen([sys.executable, "-c", program], env=environ, stdin=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    for child in children:
+        child.communicate(timeout=120)
+        assert child.returncode == 0
+    assert sum("-c" in line.split() for line in calls.read_text().splitlines()) == 1

@@ -37,10 +37,11 @@ def test_the_fastest_that_did_not_fail_wins() -> None:
 
 @pytest.mark.filterwarnings(TORCH_LOADED)
 def test_given_then_environment_then_cache(own_cache: Path) -> None:
-    write_cache(3, "active")
+    count = threads.logical_cores()
+    write_cache(count, "active")
     empty: dict[str, str] = {}
-    assert threads.configure(environ=empty) == Threads(count=3, policy="active", source="cache")
-    assert empty == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "20000"}
+    assert threads.configure(environ=empty) == Threads(count=count, policy="active", source="cache")
+    assert empty == {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "20000"}
     user = {"OMP_NUM_THREADS": "5"}
     assert threads.configure(environ=user) == Threads(count=5, policy="passive", source="environment")
     assert threads.configure(7, "active", environ=user) == Threads(count=7, policy="active", source="given")
@@ -51,11 +52,34 @@ def test_given_then_environment_then_cache(own_cache: Path) -> None:
     assert threads.configure(environ=waits).policy == "passive"
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"best": 3}', '{"best": {"count": "x", "policy": "active"}}'])
-def test_a_broken_cache_is_as_none(own_cache: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"best": 3}',
+        '{"best": {"count": "x", "policy": "active"}}',
+        '{"best": {"count": 1, "policy": "eager"}}',
+        '{"best": {"count": 1, "policy": null}}',
+        '{"best": {"count": 1, "policy": {}}}',
+        '{"best": {"count": Infinity, "policy": "active"}}',
+        '{"best": {"count": 0, "policy": "active"}}',
+        '{"best": {"count": 1000000, "policy": "active"}}',
+        "[" * 100_000,
+        b"\xff",
+    ],
+    ids=repr,
+)
+def test_a_broken_cache_is_as_none(own_cache: Path, text: str | bytes) -> None:
+    """An unknown policy was a KeyError, one that is null an AttributeError, and an infinity an OverflowError:
+    every command ended there until somebody removed the file."""
     threads.cache_file().parent.mkdir(parents=True)
-    threads.cache_file().write_text(text)
-    assert threads.cached() is None
+    threads.cache_file().write_bytes(text if isinstance(text, bytes) else text.encode())
+    said: list[str] = []
+    assert threads.cached(said.append) is None
+    (line,) = said
+    assert "is damaged or of another version" in line and "\n" not in line
 
 
 def test_configuring_after_torch_warns(own_cache: Path) -> None:

@@ -1,0 +1,83 @@
+"""JSON, TOML and text from outside: refused in words where the rest of the program could not carry it.
+
+Python's readers accept more than the formats allow: half of a surrogate pair (``"\\ud83d"`` alone), which no
+UTF-8 file, tokenizer or terminal takes, and nesting until the interpreter's stack is used up, which is a
+RecursionError and no ValueError.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+MAX_DEPTH = 100  # of nested lists and objects: every writer and walker of ours recurses
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON text: all that can become a surrogate
+
+
+def parse_json(data: str | bytes, *, surrogates: bool = False) -> Any:
+    """The value of a JSON text. Raises ValueError for what is no JSON or no UTF-8, is nested deeper than
+    ``MAX_DEPTH``, or holds half of a surrogate pair (unless ``surrogates``: the caller checks or escapes)."""
+    text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    if not surrogates and _ESCAPE.search(text) and has_surrogate(value):
+        raise ValueError("a text in it holds half of a surrogate pair, which is no character")
+    return value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tree of a TOML text. Raises ValueError for what is no TOML or is nested too deeply."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [item for one in level if isinstance(one, dict | list) for item in _items(one)]
+        if not level:
+            return False
+    return True
+
+
+def _items(one: dict[str, Any] | list[Any]) -> Any:
+    return one.values() if isinstance(one, dict) else one
+
+
+def has_surrogate(value: Any) -> bool:
+    """Whether a text anywhere in ``value`` (keys too) holds half of a surrogate pair."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            if not one.isascii() and _SURROGATE.search(one):
+                return True
+        elif isinstance(one, Mapping):
+            pending += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            pending += one
+    return False
+
+
+def escaped(text: str) -> str:
+    """``text`` with halves of surrogate pairs written as ``\\udc80``: in JSON the same value, elsewhere what
+    the reader sees. What is written or printed never fails after it."""
+    return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+
+
+def replaced(text: str) -> str:
+    """``text`` with U+FFFD for halves of surrogate pairs: what a tokenizer can read."""
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+__all__ = ["MAX_DEPTH", "escaped", "has_surrogate", "parse_json", "parse_toml", "replaced"]
