@@ -70,6 +70,7 @@ RECIPE = (
     "task.n_train=48",
     f"reward.functions=['{REWARD}']",
     "reward.timeout_s=5",
+    "reward.isolation=off",  # it writes down what it did
     f"rollout.prompts_per_step={PROMPTS}",
     f"rollout.group_size={GROUP}",
     "rollout.max_tokens=24",

@@ -77,6 +77,7 @@ class Prepared:
     eval_prompts: Sequence[Prompt]
     downstream: Mapping[str, Sequence[Prompt]]  # by name of the set
     tool_counters: Counter[str] = dataclasses.field(default_factory=Counter)
+    left_open: Sequence[str] = ()  # what reward.isolation cannot prevent on this machine, in words
 
     def __enter__(self) -> Prepared:
         return self
@@ -114,6 +115,7 @@ def prepare(recipe: Recipe, *, training: bool) -> Prepared:
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         downstream=downstream,
+        left_open=grader.left_open,
     )
 
 
@@ -379,5 +381,8 @@ def introduction(prepared: Prepared, adapters: Adapters | None) -> Iterator[str]
     train, held_out = len(prepared.train_prompts), len(prepared.eval_prompts)
     further = "".join(f", {len(rows)} of {name}" for name, rows in prepared.downstream.items())
     yield f"tasks        {recipe.task.source}: {train} to train on, {held_out} held out{further}"
+    if prepared.left_open:
+        can = " and ".join(prepared.left_open)
+        yield f"rewards      can {can} on this machine (reward.isolation, docs/security.md)"
     moe = decoder.num_moe_layers > 0
     yield from (f"note         {caveat}" for caveat in caveats(recipe, chosen, moe=moe))

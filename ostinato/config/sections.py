@@ -66,13 +66,19 @@ class TaskSection(Section):
 
 
 class RewardSection(Section):
-    """``functions``: built-in names, "module:function" or "file.py:function", with TRL's signature."""
+    """``functions``: built-in names, "module:function" or "file.py:function", with TRL's signature.
+
+    ``isolation``: no network, no files written but in a temporary folder ($TMPDIR), no secrets in the
+    environment, no processes left behind (docs/security.md). "auto" does what the machine can and names what
+    it cannot, "strict" refuses to begin then, "off" is for rewards that need the network, a GPU or files.
+    """
 
     functions: Names = ("exact",)
     weights: Floats = ()  # empty: 1 each
     solved_at: float | Literal["full"] = "full"  # the reward of a solved answer; full: all positive weights
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per group and function
     workers: Positive = 1
+    isolation: Literal["auto", "off", "strict"] = "auto"
 
     @model_validator(mode="after")
     def _check(self) -> RewardSection:

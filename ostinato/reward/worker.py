@@ -3,8 +3,9 @@
 It is run by its path, so it needs nothing of the parent but one socket::
 
     parent (workers.Worker)                      child (this file)
-    {parent, path, functions, timeout_s}  ---->  import the functions
-                                          <----  {"error": "" or one sentence}
+    {parent, path, functions, timeout_s,
+     isolation, folder}                   ---->  confine itself (isolation.py), import the functions
+                                          <----  {"error": "" or one sentence, "left_open": [what it can do]}
     n, pickle (function, columns, probe)  ---->  call it
                                           <----  [[value, fault, detail], ...], one per completion
 
@@ -19,6 +20,7 @@ holds the interpreter (a regular expression gone wild) the kernel's limit on CPU
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import json
 import math
@@ -39,6 +41,8 @@ HEADER = struct.Struct(">Q")
 MAX_FRAME = 1 << 30  # a longer frame is a broken stream, not a message
 SIGNATURE = "signature"  # opens the detail of a probe whose columns the function does not accept
 MAX_DETAIL = 300  # characters of an exception that travel back
+OPEN_UP = ' (reward.isolation="off" lets rewards use the network and write files)'
+CONFINED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENETUNREACH, errno.EADDRNOTAVAIL})
 WATCH_S = 0.5
 
 Verdict = tuple[float | None, str, str]  # value, Fault or "", detail
@@ -83,11 +87,13 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     return bytes(buffer)
 
 
-def judge(function: Callable[..., Any], num_completions: int, columns: dict[str, Any]) -> list[Verdict]:
+def judge(
+    function: Callable[..., Any], num_completions: int, columns: dict[str, Any], confined: bool = False
+) -> list[Verdict]:
     """Call a reward function and check what it returns: one verdict per completion, always.
 
     None is a verdict too (a skip). A fault of the whole call is given to every completion, a NaN or an
-    infinity only to its own.
+    infinity only to its own. ``confined``: an error that isolation may have caused names the way out.
     """
     try:
         values = function(**columns)
@@ -99,7 +105,8 @@ def judge(function: Callable[..., Any], num_completions: int, columns: dict[str,
             return _all(num_completions, Fault.WRONG_LENGTH, f"{len(values)} values for {num_completions}")
         return [_verdict(value) for value in values]
     except BaseException as error:  # also SystemExit and the timeouts of libraries that are no Exception
-        return _all(num_completions, Fault.RAISED, describe(error))
+        mend = OPEN_UP if confined and _was_refused(error) else ""
+        return _all(num_completions, Fault.RAISED, describe(error) + mend)
 
 
 def _all(num_completions: int, fault: Fault, detail: str) -> list[Verdict]:
@@ -123,13 +130,26 @@ def describe(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_DETAIL]
 
 
-def probe(function: Callable[..., Any], num_completions: int, columns: dict[str, Any]) -> list[Verdict]:
+def _was_refused(error: BaseException | None) -> bool:
+    """Is it, or what led to it, an error that isolation causes?"""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in CONFINED):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def probe(
+    function: Callable[..., Any], num_completions: int, columns: dict[str, Any], confined: bool = False
+) -> list[Verdict]:
     """``judge``, after asking whether the function's signature accepts these columns at all."""
     try:
         inspect.signature(function).bind(**columns)
     except TypeError as error:
         return _all(num_completions, Fault.RAISED, f"{SIGNATURE}: {error}")
-    return judge(function, num_completions, columns)
+    return judge(function, num_completions, columns, confined)
 
 
 def _end_with(parent: int) -> None:
@@ -150,22 +170,47 @@ def _limit_cpu(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def _answer(functions: dict[str, Callable[..., Any]], request: bytes) -> list[Verdict]:
+def _answer(functions: dict[str, Callable[..., Any]], request: bytes, confined: bool) -> list[Verdict]:
     (num_completions,) = HEADER.unpack_from(request)
     try:
         name, columns, only_probe = pickle.loads(memoryview(request)[HEADER.size :])
     except BaseException as error:  # a column of a class that cannot be imported here
         return _all(num_completions, Fault.UNPICKLABLE, describe(error))
-    return (probe if only_probe else judge)(functions[name], num_completions, columns)
+    return (probe if only_probe else judge)(functions[name], num_completions, columns, confined)
+
+
+def _confine(hello: dict[str, Any], sock: socket.socket) -> list[str]:
+    """What this machine leaves open; the process that comes back is another one, confined (``isolation``).
+
+    Raises OSError, and ValueError where isolation is "strict" and something is left open.
+    """
+    from ostinato.reward import isolation
+
+    mode, used, left_open = hello["isolation"], [], []
+    if mode != "off":
+        used = isolation.means(hello["folder"])
+        left_open = isolation.left_open(used)
+        if mode == "strict":
+            isolation.refuse(left_open)
+    if mode == "off" or sys.platform != "linux":
+        threading.Thread(target=_end_with, args=(hello["parent"],), daemon=True).start()
+    else:
+        isolation.enter(used, hello["folder"], hello["parent"], sock.close)
+    return left_open
 
 
 def main(fd: int) -> None:
     sock = socket.socket(fileno=fd)
     hello = json.loads(receive(sock))
-    threading.Thread(target=_end_with, args=(hello["parent"],), daemon=True).start()
     sys.path[:] = hello["path"]
+    confined = hello["isolation"] != "off"
     functions: dict[str, Callable[..., Any]] = {}
     spec = ""
+    try:
+        left_open = _confine(hello, sock)
+    except (OSError, ValueError) as error:
+        send(sock, json.dumps({"error": str(error)}).encode())
+        return
     try:
         from ostinato.reward.verify import resolve
 
@@ -173,14 +218,15 @@ def main(fd: int) -> None:
             functions[spec] = resolve(spec)
     except BaseException as error:  # importing a user's file can raise anything: it becomes one sentence
         named = f"importing the reward {spec!r} raised {describe(error)}; mend it"
+        named += OPEN_UP if confined and _was_refused(error) else ""
         sentence = str(error) if type(error) is ValueError else named
         send(sock, json.dumps({"error": sentence}).encode())
         return
-    send(sock, json.dumps({"error": ""}).encode())
+    send(sock, json.dumps({"error": "", "left_open": left_open}).encode())
     while True:
         request = receive(sock)
         _limit_cpu(hello["timeout_s"])
-        send(sock, json.dumps(_answer(functions, request)).encode())
+        send(sock, json.dumps(_answer(functions, request, confined)).encode())
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ import math
 import os
 import pickle
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -31,12 +33,15 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.reward import isolation
 from ostinato.reward import worker as child
+from ostinato.reward.isolation import Mode
 from ostinato.reward.worker import Fault, Verdict
 from ostinato.types import Group, Prompt, Reward, Stop, Trajectory
 
 START_TIMEOUT_S = 60.0  # importing the functions may import much; a call's limit does not include it
 REAP_TIMEOUT_S = 5.0
+KEEPER_S = 2.0  # for the keeper of a confined process to end as that has ended
 NO_VERDICT = frozenset({Stop.ERROR, Stop.ABORT})  # episodes whose end is not the policy's doing
 
 
@@ -46,9 +51,12 @@ class Worker:
     Used by one thread at a time; only ``interrupt`` may come from another.
     """
 
-    def __init__(self, functions: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, functions: Sequence[str], timeout_s: float, isolation: Mode) -> None:
         self._functions = list(functions)
         self._timeout_s = timeout_s
+        self._isolation = isolation
+        self.left_open: list[str] = []  # what isolation was to prevent and this machine cannot, in words
+        self._own_folder = ""  # the temporary one of the process
         self._folder = os.getcwd()  # relative paths keep their meaning for a process started later
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -64,8 +72,11 @@ class Worker:
                 "path": [str(entry) for entry in sys.path],
                 "functions": self._functions,
                 "timeout_s": self._timeout_s,
+                "isolation": self._isolation,
+                "folder": self._own_folder,
             }
-            error = self._exchange(json.dumps(hello).encode(), START_TIMEOUT_S)["error"]
+            reply = self._exchange(json.dumps(hello).encode(), START_TIMEOUT_S)
+            error, self.left_open = reply["error"], reply.get("left_open", [])
         except TimeoutError:
             error = f"importing the rewards {self._functions} took more than {START_TIMEOUT_S:g} s"
         except OSError as failure:
@@ -77,6 +88,10 @@ class Worker:
         return error
 
     def _spawn(self) -> None:
+        environ: dict[str, str] | None = None
+        if self._isolation != "off":
+            self._own_folder = tempfile.mkdtemp(prefix="ostinato-reward-")
+            environ = isolation.clean(os.environ) | {"TMPDIR": self._own_folder}
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -86,6 +101,7 @@ class Worker:
                 stdout=2,  # what a reward function prints goes to stderr
                 start_new_session=True,  # Ctrl-C is the trainer's to handle; killpg reaches grandchildren
                 cwd=self._folder,
+                env=environ,
             )
 
     def call(self, request: bytes) -> list[Verdict]:
@@ -105,12 +121,18 @@ class Worker:
             self.kill()
             raise
         except (EOFError, OSError, ValueError) as error:  # ValueError: something else wrote into the socket
+            if self._isolation != "off" and self._process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(KEEPER_S)
             raise EOFError(self.kill()) from error
 
     def interrupt(self) -> None:
-        """Kill the process and all it started; a call in flight ends at once with EOFError."""
+        """Kill the process and all it started; a call in flight ends at once with EOFError. Without isolation
+        what has left its process group goes on."""
         process = self._process
         if process is not None:
+            if self._isolation != "off":
+                isolation.end_descendants(process.pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # EPERM: a zombie on macOS
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -127,6 +149,8 @@ class Worker:
             return ""
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(REAP_TIMEOUT_S)
+        if self._own_folder:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
         status = process.returncode
         return f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
 
@@ -136,7 +160,8 @@ class WorkerGrader:
 
     ``functions`` are what ``verify.resolve`` accepts: a built-in name, ``module:function`` or
     ``path.py:function``. ``timeout_s`` limits one function on one group; a call that hangs is killed, a
-    call whose process died is repeated up to ``retries`` times. ``workers`` is the number of processes.
+    call whose process died is repeated up to ``retries`` times. ``workers`` is the number of processes, which
+    are confined according to ``isolation`` (reward.isolation of a recipe).
 
     A function's None is a skip and leaves the sum of the others, as in TRL. A fault leaves the completion
     without a value: the sum of the others would score the fault 0. ``Reward.reason`` reads
@@ -154,6 +179,7 @@ class WorkerGrader:
         timeout_s: float = 10.0,
         workers: int = 1,
         retries: int = 1,
+        isolation: Mode = "auto",
     ) -> None:
         _refuse(functions, weights, timeout_s, workers, retries)
         self.counters: Counter[str] = Counter()
@@ -165,7 +191,7 @@ class WorkerGrader:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()  # as many as threads: get() never waits
-        self._workers = [Worker(functions, timeout_s) for _ in range(workers)]
+        self._workers = [Worker(functions, timeout_s, isolation) for _ in range(workers)]
         for worker in self._workers:
             self._idle.put(worker)
         self._finalizer = weakref.finalize(self, _close, self._workers, self._threads)
@@ -180,6 +206,11 @@ class WorkerGrader:
         """End the processes; calls in flight end at once without a verdict. May be called twice."""
         self._closed = True
         self._finalizer()
+
+    @property
+    def left_open(self) -> list[str]:
+        """What reward code can do although ``isolation`` was to prevent it, in words; after ``check``."""
+        return self._workers[0].left_open
 
     def check(self, prompt: Prompt | None = None) -> None:
         """Start the workers, and raise ValueError with one sentence for what can be known before work starts.

@@ -102,6 +102,7 @@ n_train = 32
 [reward]
 functions = ["reward.py:graded"]
 timeout_s = 30
+isolation = "off"  # it counts its calls in a file
 [rollout]
 prompts_per_step = 3
 group_size = 4

@@ -1,9 +1,11 @@
 """Faults injected into reward functions, in real processes: each ends in bounded time with its name, nothing
-is scored 0, no process is left behind, and the next group is graded by the same grader."""
+is scored 0, no process is left behind, and the next group is graded by the same grader. Without isolation
+where the functions write down who they are; with it: tests/unit/test_reward_isolation.py."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -25,12 +27,15 @@ PATIENCE_S = 30.0  # where what is tested is not the limit: on a busy machine ha
 SLACK_S = 5.0  # starting a process on a busy machine
 
 FAULTS = r'''
-import ctypes, os, re, signal, subprocess, sys, threading, time
+import ctypes, fcntl, os, re, signal, subprocess, sys, threading, time
 
 def reward(completions, fault, pids, **columns):
     """Does what the column says; the second group's column says "none"."""
-    with open(pids[0], "a") as file:
-        file.write(f"{os.getpid()}\n")
+    try:
+        with open(pids[0], "a") as file:
+            file.write(f"{os.getpid()}\n")
+    except OSError:  # isolated: only reading is possible, and a lock
+        fcntl.flock(os.open(pids[0], os.O_RDONLY), fcntl.LOCK_EX)
     return FAULTS[fault[0]](completions) or [1.0 for _ in completions]
 
 def steady(completions, **columns):
@@ -138,6 +143,15 @@ def wait_until(condition: Any, seconds: float) -> bool:
     return condition()
 
 
+def is_locked(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CHILD_PID", str(tmp_path / "child"))
@@ -167,7 +181,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_fault_is_named_counted_bounded_and_over(file: Path, fault: Any, name: str, detail: str) -> None:
     pids, limit = file.with_name("pids"), TIMEOUT_S if name == "timeout" else PATIENCE_S
-    with WorkerGrader([f"{file}:reward", f"{file}:steady"], timeout_s=limit) as grader:
+    with WorkerGrader([f"{file}:reward", f"{file}:steady"], isolation="off", timeout_s=limit) as grader:
         grader.check()
         start = time.monotonic()
         rewards = grade(grader, group(fault, pids))
@@ -189,7 +203,7 @@ def test_a_fault_is_named_counted_bounded_and_over(file: Path, fault: Any, name:
 
 def test_a_column_that_cannot_travel_is_named(file: Path) -> None:
     pids = file.with_name("pids")
-    with WorkerGrader([f"{file}:reward", f"{file}:steady"]) as grader:
+    with WorkerGrader([f"{file}:reward", f"{file}:steady"], isolation="off") as grader:
         (reward, *_) = grade(grader, group(lambda: None, pids))
         assert reward.value is None
         assert [part.split(":")[0] for part in reward.reason.split("; ")] == ["unpicklable", "unpicklable"]
@@ -199,7 +213,7 @@ def test_a_column_that_cannot_travel_is_named(file: Path) -> None:
 
 def test_a_dead_worker_is_asked_again_and_a_hung_one_is_not(file: Path) -> None:
     pids = file.with_name("pids")
-    with WorkerGrader([f"{file}:reward"], timeout_s=TIMEOUT_S, retries=2) as grader:
+    with WorkerGrader([f"{file}:reward"], isolation="off", timeout_s=TIMEOUT_S, retries=2) as grader:
         grade(grader, group("dies", pids))
         assert (grader.counters["reward_workers/died"], grader.counters["reward_workers/retried"]) == (3, 2)
         grade(grader, group("sleeps", pids))
@@ -208,7 +222,7 @@ def test_a_dead_worker_is_asked_again_and_a_hung_one_is_not(file: Path) -> None:
 
 def test_prints_go_past_the_protocol_and_threads_do_not_hold_the_process(file: Path) -> None:
     pids = file.with_name("pids")
-    with WorkerGrader([f"{file}:reward"], timeout_s=5) as grader:
+    with WorkerGrader([f"{file}:reward"], isolation="off", timeout_s=5) as grader:
         assert [reward.value for reward in grade(grader, group("prints", pids))] == [1.0] * 3
         assert [reward.value for reward in grade(grader, group("leaves_a_thread", pids))] == [1.0] * 3
         start = time.monotonic()
@@ -217,7 +231,7 @@ def test_prints_go_past_the_protocol_and_threads_do_not_hold_the_process(file: P
 
 def test_a_worker_killed_between_two_groups_is_replaced(file: Path) -> None:
     pids = file.with_name("pids")
-    with WorkerGrader([f"{file}:reward"]) as grader:
+    with WorkerGrader([f"{file}:reward"], isolation="off") as grader:
         grade(grader, group("none", pids))
         os.kill(int(pids.read_text().split()[-1]), signal.SIGKILL)
         assert [reward.value for reward in grade(grader, group("none", pids))] == [1.0] * 3
@@ -232,7 +246,7 @@ def test_closing_ends_a_call_in_flight(file: Path) -> None:
         return await task
 
     start = time.monotonic()
-    rewards = asyncio.run(close_early(WorkerGrader([f"{file}:reward"], timeout_s=60)))
+    rewards = asyncio.run(close_early(WorkerGrader([f"{file}:reward"], isolation="off", timeout_s=60)))
     assert time.monotonic() - start < SLACK_S
     assert rewards[0].value is None
     assert rewards[0].reason.startswith("died: reward: ")
@@ -252,17 +266,27 @@ def test_an_import_that_hangs_or_dies_is_one_sentence(file: Path, monkeypatch: p
             grader.check()
 
 
-@pytest.mark.parametrize("fault", ["sleeps", "regular_expression"])
-def test_no_worker_outlives_a_killed_trainer(file: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "isolation"),
+    [
+        ("sleeps", "off"),
+        ("regular_expression", "off"),
+        ("sleeps_in_c", "auto"),
+        ("regular_expression", "auto"),
+    ],
+)
+def test_no_worker_outlives_a_killed_trainer(file: Path, fault: str, isolation: str) -> None:
     """The trainer is killed with -9 while a reward hangs; a regular expression holds the interpreter's
-    lock, so no thread of the worker can notice: the kernel's limit on CPU time ends it."""
+    lock, so no thread of the worker can notice: the kernel's limit on CPU time ends it, or its keeper."""
     pids = file.with_name("pids")
+    pids.touch()
     script = (
         "import asyncio, sys; sys.path[:0] = sys.argv[1:3]\n"
         "from test_reward_faults import group\n"
         "from ostinato.reward.workers import WorkerGrader\n"
         "from pathlib import Path\n"
-        f"grader = WorkerGrader([{str(file) + ':reward'!r}], timeout_s={TIMEOUT_S})\n"
+        f"grader = WorkerGrader([{str(file) + ':reward'!r}], timeout_s={TIMEOUT_S}, "
+        f"isolation={isolation!r})\n"
         "grader.check()\n"
         "grader._workers[0]._timeout_s = 60\n"  # the trainer is still waiting when it is killed
         f"asyncio.run(grader.grade(group({fault!r}, Path({str(pids)!r}))))\n"
@@ -270,9 +294,9 @@ def test_no_worker_outlives_a_killed_trainer(file: Path, fault: str) -> None:
     here = Path(__file__)
     trainer = subprocess.Popen([sys.executable, "-c", script, str(here.parent), str(here.parents[2])])
     try:
-        assert wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), PATIENCE_S)
+        assert wait_until(lambda: pids.read_text().endswith("\n") or is_locked(pids), PATIENCE_S)
     finally:
         trainer.kill()
         trainer.wait()
-    worker = int(pids.read_text())
-    assert wait_until(lambda: gone(worker), PATIENCE_S)
+    named = pids.read_text()
+    assert wait_until(lambda: gone(int(named)) if named else not is_locked(pids), PATIENCE_S)

@@ -1,0 +1,349 @@
+"""Confines the process that runs reward functions, as far as this Linux lets an unprivileged process do it.
+
+    namespaces    a network without interfaces, every mount read-only but a temporary folder, /proc of its own
+                  processes alone (user_namespaces(7)); all of them end with the first
+    otherwise     seccomp(2) refuses sockets but those of Unix, landlock(7) refuses to write elsewhere; what
+                  was started is found as the descendants of a subreaper
+
+    trainer -> keeper -+-> init (first of the process namespace; does nothing)
+                       +-> the worker, confined: runs reward functions
+
+No capability is kept in either case, also not root's. docs/security.md says what this does not keep out. Only
+the standard library: every worker loads this file, and ``python isolation.py`` prints what works here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+Mode = Literal["auto", "off", "strict"]
+
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|PRIVATE|COOKIE|WEBHOOK|(^|_)(PAT|PWD|DSN)(_|$)")
+NO_SECRETS = frozenset({"PWD", "TOKENIZERS_PARALLELISM"})
+LOGIN = re.compile(r"://[^/\s]*:[^/\s]*@")  # a password within an address
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # of Linux 5.12, on every architecture
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+CAPABILITIES_3 = 0x20080522
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+SHM = "/dev/shm"  # semaphores of multiprocessing
+SOCKETS = ("/run/docker.sock", "/var/run/docker.sock")  # mounted from elsewhere, so that no list has them
+
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+WRITE_FILE, TRUNCATE, IOCTL_DEV = 1 << 1, 1 << 14, 1 << 15
+CHANGE = sum(1 << bit for bit in (*range(4, 14),)) | WRITE_FILE | TRUNCATE  # make, remove, move, link
+
+AUDIT_ARCH = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # and the number of socket(2)
+IO_URING_SETUP, X32 = 425, 0x40000000  # both open sockets without socket(2)
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 13  # EACCES
+
+WATCH_S = 0.5
+ROUNDS = 10  # of looking for descendants, which may start more meanwhile
+
+
+def clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without variables that look like a secret, by name or as an address with a password."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in NO_SECRETS or not (SECRET.search(name.upper()) or LOGIN.search(value))
+    }
+
+
+def means(folder: str) -> list[str]:
+    """What can be used here: "namespaces", or what there is of "seccomp" and "landlock". Each is tried in a
+    child; call it in a process of one thread."""
+    if sys.platform != "linux":
+        return []
+    if _works(lambda: _namespaces(folder)):
+        return ["namespaces"]
+    tried: dict[str, Callable[[], None]] = {"seccomp": _seccomp, "landlock": lambda: _landlock(folder)}
+    return [name for name, confine in tried.items() if _works(confine)]
+
+
+def left_open(used: Sequence[str]) -> list[str]:
+    """What reward code can still do with these means, in words; empty where nothing is missing."""
+    gaps = {
+        "use the network": {"namespaces", "seccomp"},
+        "write outside of their temporary folder": {"namespaces", "landlock"},
+    }
+    found = [gap for gap, closed_by in gaps.items() if not closed_by & set(used)]
+    return found if sys.platform == "linux" else [*found, "leave processes behind"]
+
+
+def refuse(left_open: Sequence[str]) -> None:
+    """Raises ValueError where anything is left open."""
+    if left_open:
+        raise ValueError(
+            f'reward.isolation is "strict", but on this machine rewards can {" and ".join(left_open)}: this '
+            'user has no user namespaces, nor seccomp and landlock; enable one of them or use "auto"'
+        )
+
+
+def enter(used: Sequence[str], folder: str, parent: int, close: Callable[[], None]) -> None:
+    """Returns in a new process, confined; this one stays as its keeper, ends as it ends, and ends it when
+    ``parent`` is gone. ``close``: in all but the new one, what only that may hold open.
+
+    Of Linux; call it in a process of one thread. Raises OSError.
+    """
+    if "namespaces" in used:
+        hidden = _unix_sockets()
+        _new_namespaces()
+        if not os.fork():
+            close()
+            _idle()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if worker := os.fork():
+        close()
+        _keep(worker, folder, parent)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "namespaces" in used:
+        _mounts(folder, hidden)
+    _drop_capabilities()
+    if "landlock" in used:
+        _landlock(folder)
+    if "seccomp" in used:
+        _seccomp()
+
+
+def end_descendants(pid: int) -> None:
+    """Kill all that a process has started, also what has left its group; it has to be a subreaper."""
+    for _ in range(ROUNDS):
+        if not (found := _descendants(pid)):
+            return
+        for one in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(one, signal.SIGKILL)
+
+
+def summary() -> str:
+    """One line on what this machine can do, found out in a process of its own."""
+    command = [sys.executable, "-P", __file__]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if ran.returncode:
+        return f"unknown: {(ran.stderr.strip().splitlines() or ['no output'])[-1]}"
+    used = json.loads(ran.stdout)
+    by = " and ".join(used) or "cleaned environment alone"
+    return f"{by}; rewards can {' and '.join(gaps)}" if (gaps := left_open(used)) else f"complete, by {by}"
+
+
+# ---- processes
+
+
+def _works(confine: Callable[[], None]) -> bool:
+    child = os.fork()
+    if not child:
+        try:
+            confine()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _idle() -> None:
+    """The first process of the namespace: orphans become its children, and the kernel reaps them."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        signal.pause()
+
+
+def _keep(worker: int, folder: str, parent: int) -> None:
+    _prctl(PR_SET_DUMPABLE, 0)  # nothing to be read or traced by the worker, and no core of this one
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    status = None
+    while status is None and os.getppid() == parent:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == worker else status
+        if status is None:
+            signal.sigtimedwait([signal.SIGCHLD], WATCH_S)
+    end_descendants(os.getpid())
+    shutil.rmtree(folder, ignore_errors=True)
+    if status is None:
+        os.killpg(0, signal.SIGKILL)
+    elif os.WIFSIGNALED(status):  # the trainer names how its worker has ended
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status or 0))
+
+
+def _descendants(pid: int) -> list[int]:
+    """Of the living; a zombie is its parent's to reap."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found = list(children.get(pid, ()))
+    for one in found:  # grows as it is read
+        found += children.get(one, ())
+    return found
+
+
+# ---- namespaces
+
+
+def _namespaces(folder: str) -> None:
+    """All of it, as a trial: the child that it forks becomes the first of the process namespace."""
+    hidden = _unix_sockets()
+    _new_namespaces()
+
+    def within() -> None:
+        _mounts(folder, hidden)
+        _drop_capabilities()
+
+    if not _works(within):
+        raise OSError("the mounts were refused")
+
+
+def _new_namespaces() -> None:
+    """Of users, processes (those forked from now on), network and shared memory."""
+    uid, gid = os.geteuid(), os.getegid()
+    _libc("unshare", CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
+
+
+def _mounts(folder: str, hidden: Sequence[str]) -> None:
+    """Everything read-only and without devices, but ``folder`` and shared memory, both empty and in memory
+    only, and the devices that every program expects; nothing in the place of the ``hidden`` sockets."""
+    _libc("unshare", CLONE_NEWNS)
+    _mount("none", "/", "", MS_REC | MS_PRIVATE)
+    devices = [device for device in DEVICES if os.path.exists(device)]
+    for device in devices:
+        _mount(device, device, "", MS_BIND)
+    for name in filter(os.path.exists, hidden):
+        _mount("/dev/null", name, "", MS_BIND)
+    own = [place for place in (folder, SHM) if os.path.isdir(place)]
+    for place in own:
+        _mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0700")
+    _set_attributes("/", AT_RECURSIVE, MS_RDONLY | MS_NOSUID | MS_NODEV, 0)
+    for place in own:
+        _set_attributes(place, 0, 0, MS_RDONLY)
+    for device in devices:
+        _set_attributes(device, 0, 0, MS_NODEV)
+    _mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+
+
+def _unix_sockets() -> list[str]:
+    """Where programs outside listen: a network namespace keeps nobody from these."""
+    names = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()[1:]
+        names = [line.split(None, 7)[7] for line in lines if len(line.split(None, 7)) == 8]
+    return sorted({*SOCKETS, *(name for name in names if name.startswith("/"))})
+
+
+def _mount(source: str, place: str, kind: str, flags: int, data: str = "") -> None:
+    _libc("mount", *map(os.fsencode, (source, place, kind)), ctypes.c_ulong(flags), os.fsencode(data))
+
+
+def _set_attributes(place: str, flags: int, on: int, off: int) -> None:
+    """mount_setattr(2); its attributes have the numbers of mount's first flags."""
+    attributes = struct.pack("=QQQQ", on, off, 0, 0)
+    _syscall(MOUNT_SETATTR, AT_FDCWD, os.fsencode(place), flags, attributes, len(attributes))
+
+
+def _drop_capabilities() -> None:
+    """All of them, for good: programs that it starts regain none."""
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _libc("capset", struct.pack("=Ii", CAPABILITIES_3, 0), bytes(24))
+
+
+# ---- without namespaces
+
+
+def _landlock(folder: str) -> None:
+    """Write nowhere but in ``folder`` and to harmless devices; signal and trace no process outside."""
+    version = _syscall(LANDLOCK_CREATE, None, 0, 1)
+    if version < 3:
+        raise OSError("this landlock does not keep files from being truncated")
+    handled = CHANGE | (IOCTL_DEV if version >= 5 else 0)
+    scoped = 3 if version >= 6 else 0  # abstract Unix sockets, signals
+    attributes = struct.pack("=QQQ", handled, 0, scoped)[: 24 if version >= 6 else 8]
+    ruleset = _syscall(LANDLOCK_CREATE, attributes, len(attributes), 0)
+    for place in (folder, *filter(os.path.exists, DEVICES)):
+        rights = handled if place == folder else handled & (WRITE_FILE | TRUNCATE | IOCTL_DEV)
+        beneath = os.open(place, os.O_PATH | os.O_CLOEXEC)
+        _syscall(LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, beneath), 0)
+        os.close(beneath)
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _syscall(LANDLOCK_RESTRICT, ruleset, 0)
+    os.close(ruleset)
+
+
+def _seccomp() -> None:
+    """Refuse socket(2) but for AF_UNIX, and the ways around it."""
+    if platform.machine() not in AUDIT_ARCH:
+        raise OSError(f"no filter is known for {platform.machine()}")
+    arch, socket = AUDIT_ARCH[platform.machine()]
+    load, equal, least, end = 0x20, 0x15, 0x35, 0x06  # of the classic Berkeley packet filter
+    program = [  # (code, jump if true, jump if false, value)
+        (load, 0, 0, 4),  # the architecture: 32-bit programs have other numbers
+        (equal, 0, 6, arch),
+        (load, 0, 0, 0),  # the number of the call
+        (least, 4, 0, X32),
+        (equal, 3, 0, IO_URING_SETUP),
+        (equal, 0, 3, socket),
+        (load, 0, 0, 16),  # its first argument
+        (equal, 1, 0, 1),  # AF_UNIX
+        (end, 0, 0, REFUSE),
+        (end, 0, 0, ALLOW),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
+    filters = struct.pack("@HP", len(program), ctypes.addressof(code))
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(PR_SET_SECCOMP, 2, filters)
+
+
+# ---- calls
+
+
+def _libc(name: str, *arguments: object) -> int:
+    """Raises OSError, as every call of this file."""
+    return _checked(getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments), name)
+
+
+def _syscall(number: int, *arguments: object) -> int:
+    longs = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    return _checked(call(ctypes.c_long(number), *longs), f"system call {number}")
+
+
+def _prctl(option: int, *arguments: int | bytes) -> None:
+    longs = [ctypes.c_ulong(one) if isinstance(one, int) else one for one in (*arguments, 0, 0, 0, 0)[:4]]
+    _checked(ctypes.CDLL(None, use_errno=True).prctl(option, *longs), f"prctl {option}")
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="ostinato-") as tried_in:
+        print(json.dumps(means(tried_in)))
