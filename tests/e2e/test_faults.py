@@ -30,7 +30,7 @@ from ostinato.run import JsonlZst
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 60
+LIMIT_S = 500
 SAVED = re.compile(r"what was saved is in (\S+), to go on: ostinato resume \1")
 
 # python -c LAUNCHER '["open", "/metrics.jsonl", 3, "kill"]' train recipe.toml ...
