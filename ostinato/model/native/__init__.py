@@ -46,9 +46,16 @@ _PLAIN = {
     "support_ids": "plpppppl",
     "route_rows": "pppllll" + "d",
     "exp_f32": "ppl",
+    "multiplies_bf16": "",
 }
-_MIXED = {"nt_bf16_f32": "plpplplll", "nt_codes": "plpplplplll", "nn_bf16": "plpplll" + "l"}
-_SIZED = {"experts": "pppppllp", "step": "pppl"}  # answer what workspace they need
+_MIXED = {
+    "nt_bf16_f32": "plpplplll",
+    "nt_f32_bf16": "plpplplll",
+    "nt_codes": "plpplplplll",
+    "nn_bf16": "plpplll" + "l",
+    "nn_f32_bf16": "plpplll" + "l",
+}
+_SIZED = {"experts": "pppppllp", "step": "pppl"}  # return the workspace that they need
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +95,7 @@ def load() -> Kernels:
         sample=_sample(functions),
         support=_support(functions),
         fused=_fused(functions, linear),
-        fast_codes="nn_bf16"
-        in functions,  # built where the processor multiplies bf16; widened one by one elsewhere
+        fast_codes=bool(functions["multiplies_bf16"]()),  # elsewhere codes are widened one by one
     )
 
 
@@ -109,12 +115,9 @@ def _bind(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
     names = {f"{name}_{suffix}": code for name, code in typed.items() for suffix in _SUFFIX.values()}
     functions: dict[str, Callable[..., Any]] = {}
     for name, code in {**names, **_PLAIN, **_MIXED}.items():
-        try:
-            function = getattr(library, name)
-        except AttributeError:  # the nn kernels exist only where the processor multiplies bf16
-            continue
+        function = getattr(library, name)
         function.argtypes = [kinds[letter] for letter in code]
-        function.restype = _LONG if name.rpartition("_")[0] in _SIZED else None
+        function.restype = _LONG if name.rpartition("_")[0] in _SIZED or not code else None
         functions[name] = function
     return functions
 
@@ -125,8 +128,13 @@ def _row(x: Tensor) -> Tensor:
 
 
 def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
-    nt = {dtype: functions[f"nt_{suffix}"] for dtype, suffix in _SUFFIX.items()}
-    nt_wide = functions["nt_bf16_f32"]
+    wide, narrow = torch.float32, torch.bfloat16
+    nt = {  # by the types of x, weight and y
+        (wide, wide, wide): functions["nt_f32"],
+        (narrow, narrow, narrow): functions["nt_bf16"],
+        (narrow, narrow, wide): functions["nt_bf16_f32"],
+        (wide, narrow, wide): functions["nt_f32_bf16"],
+    }
     of_codes = _linear_of_codes(functions)
 
     def linear(
@@ -143,16 +151,14 @@ def _linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
         x, weight = _row(x), weight if weight.is_contiguous() else weight.contiguous()
         rows, (columns, depth) = x.shape[0], weight.shape
         dtype = x.dtype if out_dtype is None else out_dtype
-        if dtype != x.dtype and (dtype != torch.float32 or x.dtype != torch.bfloat16):
-            raise TypeError(f"native linear gives {x.dtype} or float32, not {dtype}")
-        if weight.dtype != x.dtype:
-            raise TypeError(f"native linear has inputs of {x.dtype} and weights of {weight.dtype}")
+        function = nt.get((x.dtype, weight.dtype, dtype))
+        if function is None:
+            raise TypeError(f"no native product of {x.dtype} with weights of {weight.dtype} to {dtype}")
         if bias is not None:
             if bias.dtype != x.dtype:
                 raise TypeError(f"native linear has inputs of {x.dtype} and a bias of {bias.dtype}")
             bias = bias.contiguous()
         y = x.new_empty(rows, columns, dtype=dtype) if out is None else out
-        function = nt[x.dtype] if dtype == x.dtype else nt_wide
         function(
             x.data_ptr(),
             x.stride(0),
@@ -212,29 +218,28 @@ def _add_lora(
 
 
 def _training_nt(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """bf16 by our kernel, faster than torch's at every size measured; fp32 by torch, which packs for many
-    rows.
+    """bf16 weights by our kernels, faster than torch's at every size measured; fp32 by torch, which packs for
+    many rows.
     """
 
     def nt(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        return (linear if x.dtype == torch.bfloat16 else torch_linear)(x, weight, bias, out_dtype)
+        return (linear if weight.dtype == torch.bfloat16 else torch_linear)(x, weight, bias, out_dtype)
 
     return nt
 
 
 def _matmul_nn(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor], Tensor]:
-    nn = {torch.bfloat16: functions.get("nn_bf16")}
+    kernels = {torch.bfloat16: functions["nn_bf16"], torch.float32: functions["nn_f32_bf16"]}  # by x's type
 
     def matmul_nn(x: Tensor, weight: Tensor) -> Tensor:
         """x [M, N] times weight [N, K] -> [M, K] in x's type."""
-        function = nn.get(x.dtype)
-        if function is None or weight.dtype != x.dtype or weight.shape[0] % 2:
+        if weight.dtype != torch.bfloat16:
             return x @ weight
         x, weight = _row(x), weight.contiguous()
         y = x.new_empty(x.shape[0], weight.shape[1])
-        function(
+        kernels[x.dtype](
             x.data_ptr(),
             x.stride(0),
             weight.data_ptr(),

@@ -14,22 +14,39 @@ template <class T> void write_slot(const Cache<T>& cache, const T* k, const T* v
 
 namespace {
 
+constexpr int VECTORS = BLOCK / LANES;  // that hold one feature of a block's positions
+
+// The largest power of two up to `most` whose Q * `vectors` fold of sums leaves registers for what they are made of.
+constexpr int sums_at_once(int Q, int vectors, int most) {
+  int n = most;
+  while (n > 1 && n * Q * vectors > REGISTERS * 3 / 4) n /= 2;
+  return n;
+}
+
 // Scores of Q query heads, Dk apart, against the 16 positions of one block: its keys are loaded once.
-// Four running sums per query hide the latency of the multiply-add.
-template <int Q> inline void block_scores(const float* q, const float* keys, long D, v16f* scores) {
-  v16f sums[Q][4] = {};
-  long d = 0;
-  for (; d + 4 <= D; d += 4)
-    for (int j = 0; j < 4; j++) {
-      const v16f key = load16(keys + (d + j) * BLOCK);
-      for (int i = 0; i < Q; i++) sums[i][j] = sums[i][j] + q[i * D + d + j] * key;
+// Several running sums per query hide the latency of the multiply-add.
+template <int Q> inline void block_scores(const float* q, const float* keys, long D, vec (*scores)[VECTORS]) {
+  constexpr int RUNNING = sums_at_once(Q, VECTORS, 4);
+  vec sums[Q][RUNNING][VECTORS] = {};
+  auto step = [&](int j, long d) {
+    for (int v = 0; v < VECTORS; v++) {
+      const vec key = load(keys + d * BLOCK + v * LANES);
+      for (int i = 0; i < Q; i++) sums[i][j][v] += q[i * D + d] * key;
     }
-  for (; d < D; d++)
-    for (int i = 0; i < Q; i++) sums[i][0] = sums[i][0] + q[i * D + d] * load16(keys + d * BLOCK);
-  for (int i = 0; i < Q; i++) scores[i] = (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]);
+  };
+  long d = 0;
+  for (; d + RUNNING <= D; d += RUNNING)
+    for (int j = 0; j < RUNNING; j++) step(j, d + j);
+  for (; d < D; d++) step(0, d);
+  for (int i = 0; i < Q; i++)
+    for (int v = 0; v < VECTORS; v++) {
+      vec* s = &sums[i][0][v];
+      if (RUNNING == 4) scores[i][v] = (s[0] + s[VECTORS]) + (s[2 * VECTORS] + s[3 * VECTORS]);
+      else scores[i][v] = RUNNING == 2 ? s[0] + s[VECTORS] : s[0];
+    }
 }
 #if defined(__AVX512BF16__)
-template <int Q> inline void block_scores(const bf16* q, const bf16* keys, long D, v16f* scores) {
+template <int Q> inline void block_scores(const bf16* q, const bf16* keys, long D, vec (*scores)[VECTORS]) {
   __m512 sums[Q][4] = {};
   auto step = [&](int j, long d) {
     const __m512bh key = (__m512bh)_mm512_loadu_si512(keys + d * BLOCK);
@@ -43,18 +60,19 @@ template <int Q> inline void block_scores(const bf16* q, const bf16* keys, long 
   for (; d + 8 <= D; d += 8) { step(0, d); step(1, d + 2); step(2, d + 4); step(3, d + 6); }
   for (; d < D; d += 2) step(0, d);
   for (int i = 0; i < Q; i++)
-    scores[i] = (v16f)_mm512_add_ps(_mm512_add_ps(sums[i][0], sums[i][1]), _mm512_add_ps(sums[i][2], sums[i][3]));
+    scores[i][0] = (vec)_mm512_add_ps(_mm512_add_ps(sums[i][0], sums[i][1]), _mm512_add_ps(sums[i][2], sums[i][3]));
 }
 #else
-template <int Q> inline void block_scores(const bf16* q, const bf16* keys, long D, v16f* scores) {
-  v16f sums[Q] = {};
-  for (long d = 0; d < D; d += 2) {
-    v16u raw;
-    memcpy(&raw, keys + d * BLOCK, 64);
-    const v16f even = (v16f)(raw << 16), odd = (v16f)(raw & 0xffff0000u);
-    for (int i = 0; i < Q; i++) sums[i] = sums[i] + to_float(q[i * D + d]) * even + to_float(q[i * D + d + 1]) * odd;
-  }
-  for (int i = 0; i < Q; i++) scores[i] = sums[i];
+template <int Q> inline void block_scores(const bf16* q, const bf16* keys, long D, vec (*scores)[VECTORS]) {
+  vec sums[Q][VECTORS] = {};
+  for (long d = 0; d < D; d += 2)
+    for (int v = 0; v < VECTORS; v++) {
+      const Halves key = halves(keys + d * BLOCK + v * 2 * LANES);  // features d and d + 1 of LANES positions
+      for (int i = 0; i < Q; i++) sums[i][v] += to_float(q[i * D + d]) * key.even;
+      for (int i = 0; i < Q; i++) sums[i][v] += to_float(q[i * D + d + 1]) * key.odd;
+    }
+  for (int i = 0; i < Q; i++)
+    for (int v = 0; v < VECTORS; v++) scores[i][v] = sums[i][v];
 }
 #endif
 
@@ -77,75 +95,73 @@ inline void fetch(const void* from, long bytes) {
 // p[i] = softmax(scale * q[i] keys^T), normalised. Fetches the values on the way.
 template <class T, int Q> inline void weigh_positions(const Heads<T>& a) {
   const long blocks = (a.n + BLOCK - 1) / BLOCK;
-  v16f top[Q], s[Q];
-  for (int i = 0; i < Q; i++) top[i] = v16f{} - INFINITY;
+  vec top[Q], s[Q][VECTORS];
+  for (int i = 0; i < Q; i++) top[i] = splat(-INFINITY);
   for (long b = 0; b < blocks; b++) {
     if (b + 1 < blocks) fetch(a.keys + a.table[b + 1] * a.key_stride, a.Dk * BLOCK * sizeof(T));
     fetch(a.values + a.table[b] * a.value_stride, a.Dv * BLOCK * sizeof(T));
     block_scores<Q>(a.q, a.keys + a.table[b] * a.key_stride, a.Dk, s);
-    for (int i = 0; i < Q; i++) {
-      const v16f scaled = first_lanes_or_low(s[i] * a.scale, a.n - b * BLOCK);
-      store16(a.p + i * a.room + b * BLOCK, scaled);
-      top[i] = max16(top[i], scaled);
-    }
+    for (int i = 0; i < Q; i++)
+      for (int v = 0; v < VECTORS; v++) {
+        const long at = b * BLOCK + v * LANES;
+        const vec scaled = first_lanes_or_low(s[i][v] * a.scale, a.n - at);
+        store(a.p + i * a.room + at, scaled);
+        top[i] = max(top[i], scaled);
+      }
   }
   for (int i = 0; i < Q; i++) {
     float* p = a.p + i * a.room;
     const float peak = max_lane(top[i]);
-    v16f total{};
-    for (long b = 0; b < blocks; b++) {
-      const v16f e = exp16(load16(p + b * BLOCK) - peak);
-      store16(p + b * BLOCK, e);
+    vec total{};
+    for (long at = 0; at < blocks * BLOCK; at += LANES) {
+      const vec e = exp(load(p + at) - peak);
+      store(p + at, e);
       total = total + e;
     }
-    const float inverse = 1.0f / sum16(total);
-    for (long b = 0; b < blocks; b++) store16(p + b * BLOCK, load16(p + b * BLOCK) * inverse);
+    const float inverse = 1.0f / lane_sum(total);
+    for (long at = 0; at < blocks * BLOCK; at += LANES) store(p + at, load(p + at) * inverse);
   }
 }
 
-// out[i] = sum over n positions of p[i] * value, in position order; a value is loaded and widened once for all i.
-template <class T, int Q, int VECTORS> inline void weigh_values(const Heads<T>& a) {
-  v16f acc[Q][VECTORS] = {};
+// Features [d, d + COUNT vectors) of out[i] = sum over n positions of p[i] * value, in position order; a value is
+// loaded and widened once for all i.
+template <class T, int Q, int COUNT> inline void weigh_features(const Heads<T>& a, long d) {
+  vec acc[Q][COUNT] = {};
   for (long first = 0; first < a.n; first += BLOCK) {
-    const T* v = a.values + a.table[first / BLOCK] * a.value_stride;
-    for (long j = first; j < std::min(a.n, first + BLOCK); j++, v += 16 * VECTORS)
-      for (int k = 0; k < VECTORS; k++) {
-        const v16f value = load16(v + 16 * k);
-        for (int i = 0; i < Q; i++) acc[i][k] = acc[i][k] + a.p[i * a.room + j] * value;
+    const T* v = a.values + a.table[first / BLOCK] * a.value_stride + d;
+    for (long j = first; j < std::min(a.n, first + BLOCK); j++, v += a.Dv)
+      for (int k = 0; k < COUNT; k++) {
+        const vec value = load(v + k * LANES);
+        for (int i = 0; i < Q; i++) acc[i][k] += a.p[i * a.room + j] * value;
       }
   }
   for (int i = 0; i < Q; i++)
-    for (int k = 0; k < VECTORS; k++) store16(a.out + i * a.Dv + 16 * k, acc[i][k]);
+    for (int k = 0; k < COUNT; k++) store(a.out + i * a.Dv + d + k * LANES, acc[i][k]);
 }
-template <class T, int Q> inline void weigh_values_any(const Heads<T>& a) {
-  constexpr long WIDTH = 256;  // features at a time
-  for (int i = 0; i < Q; i++)
-    for (long first = 0; first < a.Dv; first += WIDTH) {
-      float acc[WIDTH] = {};
-      const long width = std::min(WIDTH, a.Dv - first);
-      for (long j = 0; j < a.n; j++) {
-        const T* v = a.values + a.table[j / BLOCK] * a.value_stride + j % BLOCK * a.Dv + first;
-        for (long d = 0; d < width; d++) acc[d] += a.p[i * a.room + j] * to_float(v[d]);
-      }
-      for (long d = 0; d < width; d++) store1(a.out + i * a.Dv + first + d, acc[d]);
+template <class T, int Q> inline void weigh_values(const Heads<T>& a) {
+  constexpr int COUNT = sums_at_once(Q, 1, 8);
+  long d = 0;
+  for (; d + COUNT * LANES <= a.Dv; d += COUNT * LANES) weigh_features<T, Q, COUNT>(a, d);
+  for (; d + LANES <= a.Dv; d += LANES) weigh_features<T, Q, 1>(a, d);
+  for (; d < a.Dv; d++)
+    for (int i = 0; i < Q; i++) {
+      float acc = 0;
+      for (long j = 0; j < a.n; j++)
+        acc += a.p[i * a.room + j] * to_float(a.values[a.table[j / BLOCK] * a.value_stride + j % BLOCK * a.Dv + d]);
+      store1(a.out + i * a.Dv + d, acc);
     }
 }
 
 template <class T, int Q> void attend_heads(const Heads<T>& a) {
   weigh_positions<T, Q>(a);
-  switch (a.Dv) {
-    case 32: return weigh_values<T, Q, 2>(a);
-    case 64: return weigh_values<T, Q, 4>(a);
-    case 128: return weigh_values<T, Q, 8>(a);
-    default: return weigh_values_any<T, Q>(a);
-  }
+  weigh_values<T, Q>(a);
 }
 
 // All query heads of key-value head h of row t.
 template <class T> void attend(const Attention<T>& a, long t, long h, std::vector<float>& p) {
   const Cache<T>& c = a.cache;
   const long G = a.H / c.Hkv, room = (a.lengths[t] + BLOCK - 1) / BLOCK * BLOCK;
-  const long most = c.Dv > 64 ? 2 : 4;  // query heads whose sums fit the registers
+  constexpr long most = 4;  // query heads at once
   if (long(p.size()) < most * room) p.resize(most * room);
   for (long g = 0; g < G;) {
     const long count = std::min(most, G - g), head = h * G + g;

@@ -10,9 +10,9 @@
 constexpr long CODE_ROWS = 16;
 inline long tile_of_codes(long K) { return (K + 3) / 4 * 64; }  // bytes
 
-enum Format : long { PLAIN, INT8, E4M3 };  // quantise.py's order
+enum Format : long { PLAIN, INT8, E4M3, BF16 };  // matrix.py's order; PLAIN: of the type that it meets
 
-// A matrix of rows, plain (of the type that it meets) or in codes.
+// A matrix of rows, plain, in codes, or in bf16 whatever it meets.
 struct Matrix {
   const void* data = nullptr;
   const float* scale = nullptr;  // one for each row; null when plain

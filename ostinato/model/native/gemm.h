@@ -10,7 +10,8 @@ template <class T> struct RowsOf {
   const T* operator[](long m) const { return base + (pick ? long(pick[m]) : m) * stride; }
 };
 
-// y[M, N] = x w^T + bias, or y += x w^T + bias; w [N, K] and bias [N] as torch has them. Codes are for bf16 only.
+// y[M, N] = x w^T + bias, or y += x w^T + bias; w [N, K] and bias [N] as torch has them. Codes are for bf16 only; w in
+// bf16 under fp32 rows is widened as it streams by.
 template <class T, class Y> struct Product {
   RowsOf<T> x;
   Matrix w;
@@ -23,7 +24,7 @@ template <class T, class Y> struct Product {
 constexpr long UNIT = CODE_ROWS;  // columns that stay together when threads share a product
 inline long units(long columns) { return (columns + UNIT - 1) / UNIT; }
 
-// Columns [first, last) by the calling thread alone; for codes `first` is a multiple of UNIT. What a row becomes depends
+// Columns [first, last) by the calling thread alone; `first` is a multiple of UNIT. What a row becomes depends
 // on nothing but the row: not on M, not on the range, not on who computes it. Defined for (float, float), (bf16, bf16)
 // and (bf16, float).
 template <class T, class Y> void multiply(const Product<T, Y>& p, long first, long last);
@@ -34,4 +35,12 @@ template <class T, class Y> void multiply_share(const Product<T, Y>& p) {
   long first, last;
   share(units(p.N), first, last);
   multiply(p, first * UNIT, std::min(last * UNIT, p.N));
+}
+
+// Memory of the calling thread, one for each use.
+enum Use { PACKED, WIDENED, PANEL_OF_W, KEPT };
+template <class T, Use> inline T* scratch(long count) {
+  static thread_local std::vector<T> memory;
+  if (long(memory.size()) < count) memory.resize(count);
+  return memory.data();
 }

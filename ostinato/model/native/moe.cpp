@@ -4,18 +4,18 @@
 
 void choose_experts(const float* logits, long E, long K, bool norm, float scaling, int32_t* ids, float* weights) {
   static thread_local std::vector<float> scores;
-  const long padded = (E + 15) / 16 * 16;
+  const long padded = (E + LANES - 1) / LANES * LANES;
   scores.assign(padded, -INFINITY);
   std::copy(logits, logits + E, scores.begin());
-  v16f top = v16f{} - INFINITY, total{};
-  for (long e = 0; e < padded; e += 16) top = max16(top, load16(scores.data() + e));
+  vec top = vec{} - INFINITY, total{};
+  for (long e = 0; e < padded; e += LANES) top = max(top, load(scores.data() + e));
   const float peak = max_lane(top);
-  for (long e = 0; e < padded; e += 16) {
-    const v16f mass = exp16(load16(scores.data() + e) - peak);
-    store16(scores.data() + e, mass);
+  for (long e = 0; e < padded; e += LANES) {
+    const vec mass = exp(load(scores.data() + e) - peak);
+    store(scores.data() + e, mass);
     total = total + mass;
   }
-  const float all = sum16(total);
+  const float all = lane_sum(total);
   float chosen = 0;
   for (long k = 0; k < K; k++) {
     const long best = std::max_element(scores.begin(), scores.begin() + E) - scores.begin();
@@ -40,8 +40,12 @@ template <class T> inline void rows_of(const Mixture<T>& m, long e, long& first,
   last = m.ends[e];
 }
 
-// What a product of so many rows takes, as measured: up to 8 rows the columns form, above it 16 at a time.
-inline long cost(long rows) { return rows == 0 ? 0 : rows <= 8 ? 3 : 1 + (rows + 15) / 16 * 4; }
+// What a product of so many rows takes, as measured.
+#if defined(__AVX512BF16__)
+inline long cost(long rows) { return rows == 0 ? 0 : rows <= 8 ? 3 : 1 + (rows + 15) / 16 * 4; }  // two forms
+#else
+inline long cost(long rows) { return rows == 0 ? 0 : rows + 2; }
+#endif
 
 // part(e, first row, rows, first unit, last unit) for this thread's share of `count` units of columns of every
 // expert that has rows: shares of equal cost, so that a thread mostly has whole experts.
@@ -80,10 +84,10 @@ template <class T, class Part> void share_rows(const Mixture<T>& m, Part part) {
 template <class T>
 void combine(const T* rows, const int32_t* place, const float* weights, long K, long N, T* y) {
   long d = 0;
-  for (; d + 16 <= N; d += 16) {
-    v16f sum{};
-    for (long k = 0; k < K; k++) sum = sum + weights[k] * load16(rows + place[k] * N + d);
-    store16(y + d, sum);
+  for (; d + LANES <= N; d += LANES) {
+    vec sum{};
+    for (long k = 0; k < K; k++) sum = sum + weights[k] * load(rows + place[k] * N + d);
+    store(y + d, sum);
   }
   for (; d < N; d++) {
     float sum = 0;

@@ -7,13 +7,13 @@
 
 template <class T>
 void normalise(const T* x, const T* weight, T* y, long D, float eps) {
-  v16f squares{};
+  vec squares{};
   long d = 0;
-  for (; d + 16 <= D; d += 16) { v16f v = load16(x + d); squares = squares + v * v; }
-  float sum = sum16(squares);
+  for (; d + LANES <= D; d += LANES) { vec v = load(x + d); squares = squares + v * v; }
+  float sum = lane_sum(squares);
   for (; d < D; d++) sum += to_float(x[d]) * to_float(x[d]);
   const float inverse = 1.0f / std::sqrt(sum / D + eps);
-  for (d = 0; d + 16 <= D; d += 16) store16(y + d, rounded16<T>(load16(x + d) * inverse) * load16(weight + d));
+  for (d = 0; d + LANES <= D; d += LANES) store(y + d, rounded_to<T>(load(x + d) * inverse) * load(weight + d));
   for (; d < D; d++) {
     T rounded;
     store1(&rounded, to_float(x[d]) * inverse);
@@ -23,7 +23,7 @@ void normalise(const T* x, const T* weight, T* y, long D, float eps) {
 
 template <class T> void add_row(const T* a, const T* b, T* y, long D) {
   long d = 0;
-  for (; d + 16 <= D; d += 16) store16(y + d, load16(a + d) + load16(b + d));
+  for (; d + LANES <= D; d += LANES) store(y + d, load(a + d) + load(b + d));
   for (; d < D; d++) store1(y + d, to_float(a[d]) + to_float(b[d]));
 }
 
@@ -36,10 +36,10 @@ template <class T> void rotate(const T* x, const T* cos, const T* sin, T* y, lon
   for (long h = 0; h < H; h++, x += D, y += D) {
     const T *a = x, *b = x + half;
     long d = 0;
-    for (; d + 16 <= half; d += 16) {
-      v16f u = load16(a + d), v = load16(b + d);
-      store16(y + d, u * load16(cos + d) - v * load16(sin + d));
-      store16(y + half + d, v * load16(cos + half + d) + u * load16(sin + half + d));
+    for (; d + LANES <= half; d += LANES) {
+      vec u = load(a + d), v = load(b + d);
+      store(y + d, u * load(cos + d) - v * load(sin + d));
+      store(y + half + d, v * load(cos + half + d) + u * load(sin + half + d));
     }
     for (; d < half; d++) {
       float u = to_float(a[d]), v = to_float(b[d]);
@@ -52,10 +52,10 @@ template <class T> void rotate(const T* x, const T* cos, const T* sin, T* y, lon
 template <class T> void silu_row(const T* g, T* y, long F) {
   const T *a = g, *b = g + F;
   long f = 0;
-  for (; f + 16 <= F; f += 16) {
-    v16f v = load16(a + f);
-    v16f m = max16(v16f{} - 87.0f, v);
-    store16(y + f, rounded16<T>(v / (1.0f + exp16(v16f{} - m))) * load16(b + f));
+  for (; f + LANES <= F; f += LANES) {
+    vec v = load(a + f);
+    vec m = max(vec{} - 87.0f, v);
+    store(y + f, rounded_to<T>(v / (1.0f + exp(vec{} - m))) * load(b + f));
   }
   for (; f < F; f++) {
     float v = to_float(a[f]);

@@ -13,19 +13,19 @@ float reached_by(const float* z, long V, float inverse, long k) {
   static thread_local std::vector<float> maxima;
   maxima.resize(chunks);
   for (long c = 0; c < chunks; c++) {
-    v16f top = load16(z + c * chunk);
-    for (long j = 16; j < chunk; j += 16) top = max16(top, load16(z + c * chunk + j));
+    vec top = load(z + c * chunk);
+    for (long j = LANES; j < chunk; j += LANES) top = max(top, load(z + c * chunk + j));
     maxima[c] = max_lane(top);
   }
   std::nth_element(maxima.begin(), maxima.begin() + (k - 1), maxima.end(), std::greater<>());
   return maxima[k - 1] * inverse;
 }
 
-// Scaled logits [j, j + 16), -inf beyond the vocabulary.
-inline v16f scaled16(const float* z, long V, float inverse, long j) {
-  if (j + 16 <= V) return load16(z + j) * inverse;
-  v16f s;
-  for (long l = 0; l < 16; l++) s[l] = j + l < V ? z[j + l] * inverse : -INFINITY;
+// Scaled logits [j, j + LANES), -inf beyond the vocabulary.
+inline vec scaled(const float* z, long V, float inverse, long j) {
+  if (j + LANES <= V) return load(z + j) * inverse;
+  vec s;
+  for (long l = 0; l < LANES; l++) s[l] = j + l < V ? z[j + l] * inverse : -INFINITY;
   return s;
 }
 
@@ -34,10 +34,10 @@ float top_k_cut(const float* z, long V, float inverse, long k) {
   static thread_local std::vector<float> found;
   const float bound = reached_by(z, V, inverse, k);
   found.clear();
-  for (long j = 0; j < V; j += 16) {
-    const v16f s = scaled16(z, V, inverse, j);
+  for (long j = 0; j < V; j += LANES) {
+    const vec s = scaled(z, V, inverse, j);
     if (max_lane(s) < bound) continue;
-    for (long l = 0; l < std::min(16L, V - j); l++)
+    for (long l = 0; l < std::min(long(LANES), V - j); l++)
       if (s[l] >= bound) found.push_back(s[l]);
   }
   std::nth_element(found.begin(), found.begin() + (k - 1), found.end(), std::greater<>());
@@ -49,22 +49,22 @@ float top_k_cut(const float* z, long V, float inverse, long k) {
 float top_p_cut(const float* z, long V, float inverse, float peak, float p, float above) {
   static thread_local std::vector<float> mass;
   static thread_local std::vector<std::pair<float, long>> inside;
-  mass.assign((V + 15) / 16 * 16, 0);
-  v16f sum{};
-  for (long j = 0; j < V; j += 16) {
-    const v16f s = scaled16(z, V, inverse, j);
-    const v16f e = (v16f)((v16i)exp16(s - peak) & (s >= v16f{} + above));
-    store16(mass.data() + j, e);
+  mass.assign((V + LANES - 1) / LANES * LANES, 0);
+  vec sum{};
+  for (long j = 0; j < V; j += LANES) {
+    const vec s = scaled(z, V, inverse, j);
+    const vec e = (vec)((veci)exp(s - peak) & (s >= vec{} + above));
+    store(mass.data() + j, e);
     sum = sum + e;
   }
-  const double want = double(p) * sum16(sum);
+  const double want = double(p) * lane_sum(sum);
   auto held = [&](float edge) {  // by the masses of at least `edge`
-    v16f total{};
-    for (long j = 0; j < V; j += 16) {
-      const v16f m = load16(mass.data() + j);
-      total = total + (v16f)((v16i)m & (m >= v16f{} + edge));
+    vec total{};
+    for (long j = 0; j < V; j += LANES) {
+      const vec m = load(mass.data() + j);
+      total = total + (vec)((veci)m & (m >= vec{} + edge));
     }
-    return double(sum16(total));
+    return double(lane_sum(total));
   };
   float low = (1.0f - p) / V, high = 2.0f;  // V masses below `low` are less than 1 - p in all; the peak has mass 1
   double above_high = 0;
@@ -75,11 +75,11 @@ float top_p_cut(const float* z, long V, float inverse, float peak, float p, floa
     else { high = middle; above_high = m; }
   }
   inside.clear();
-  for (long j = 0; j < V; j += 16) {
-    const v16f m = load16(mass.data() + j);
-    const v16i in = (m >= v16f{} + low) & (m < v16f{} + high);
-    if (max_lane((v16f)((v16i)m & in)) <= 0) continue;
-    for (long l = 0; l < 16; l++)
+  for (long j = 0; j < V; j += LANES) {
+    const vec m = load(mass.data() + j);
+    const veci in = (m >= vec{} + low) & (m < vec{} + high);
+    if (max_lane((vec)((veci)m & in)) <= 0) continue;
+    for (long l = 0; l < LANES; l++)
       if (in[l]) inside.push_back({m[l], j + l});
   }
   std::sort(inside.begin(), inside.end(), std::greater<>());
@@ -100,19 +100,19 @@ float cut_off(const float* z, long V, float inverse, float peak, long top_k, flo
 
 // How many scaled logits reach `cut`; 0 stands for all of them, as it does where nothing was filtered.
 int32_t count_kept(const float* z, long V, float inverse, float cut) {
-  v16i minus{};
-  for (long j = 0; j < V; j += 16) minus += scaled16(z, V, inverse, j) >= v16f{} + cut;  // true is -1
+  veci minus{};
+  for (long j = 0; j < V; j += LANES) minus += scaled(z, V, inverse, j) >= vec{} + cut;  // true is -1
   long total = 0;
-  for (long l = 0; l < 16; l++) total -= minus[l];
+  for (long l = 0; l < LANES; l++) total -= minus[l];
   return total == V ? 0 : int32_t(total);
 }
 
 // Their ids, ascending.
 void list_kept(const float* z, long V, float inverse, float cut, int32_t* ids) {
-  for (long j = 0; j < V; j += 16) {
-    const v16f s = scaled16(z, V, inverse, j);
+  for (long j = 0; j < V; j += LANES) {
+    const vec s = scaled(z, V, inverse, j);
     if (max_lane(s) < cut) continue;
-    for (long l = 0; l < std::min(16L, V - j); l++)
+    for (long l = 0; l < std::min(long(LANES), V - j); l++)
       if (s[l] >= cut) *ids++ = int32_t(j + l);
   }
 }
@@ -125,17 +125,17 @@ void sample_row(const float* z, long V, float temperature, long top_k, float top
   *cut_at = NAN;
   constexpr long CHUNK = 256;
   long best = 0;
-  v16f top = v16f{} - INFINITY;
-  v16i nan{};
+  vec top = vec{} - INFINITY;
+  veci nan{};
   long i = 0;
-  for (; i + 16 <= V; i += 16) {
-    const v16f v = load16(z + i);
-    top = max16(top, v);
+  for (; i + LANES <= V; i += LANES) {
+    const vec v = load(z + i);
+    top = max(top, v);
     nan |= v != v;
   }
   float raw_peak = max_lane(top);
   bool broken = false;
-  for (long l = 0; l < 16; l++) broken |= nan[l] != 0;
+  for (long l = 0; l < LANES; l++) broken |= nan[l] != 0;
   for (; i < V; i++) { raw_peak = std::max(raw_peak, z[i]); broken |= z[i] != z[i]; }
   if (broken || !std::isfinite(raw_peak)) { *token = -1; *logprob = *edge = NAN; return; }  // the caller names the request
   while (!(z[best] == raw_peak)) best++;
@@ -149,14 +149,14 @@ void sample_row(const float* z, long V, float temperature, long top_k, float top
   const long chunks = (V + CHUNK - 1) / CHUNK;
   partial.resize(chunks);
   double total = 0;
-  auto mass16 = [&](long j) {  // of logits j .. j + 15
-    const v16f s = scaled16(z, V, inverse, j);
-    return (v16f)((v16i)exp16(s - peak) & (s >= v16f{} + cut));
+  auto masses = [&](long j) {  // of logits j .. j + LANES - 1
+    const vec s = scaled(z, V, inverse, j);
+    return (vec)((veci)exp(s - peak) & (s >= vec{} + cut));
   };
   for (long c = 0; c < chunks; c++) {
-    v16f mass{};
-    for (long j = c * CHUNK; j < std::min(V, (c + 1) * CHUNK); j += 16) mass = mass + mass16(j);
-    partial[c] = sum16(mass);
+    vec mass{};
+    for (long j = c * CHUNK; j < std::min(V, (c + 1) * CHUNK); j += LANES) mass = mass + masses(j);
+    partial[c] = lane_sum(mass);
     total += partial[c];
   }
   const double want = u * total;
@@ -168,9 +168,9 @@ void sample_row(const float* z, long V, float temperature, long top_k, float top
   }
   // Rounding may leave want just past the end of a chunk: the last token with mass stands in.
   for (c = std::min(c, chunks - 1); c < chunks; c++) {
-    for (long j = c * CHUNK; j < std::min(V, (c + 1) * CHUNK); j += 16) {
-      v16f mass = mass16(j);
-      for (long l = 0; l < 16 && j + l < V; l++)
+    for (long j = c * CHUNK; j < std::min(V, (c + 1) * CHUNK); j += LANES) {
+      vec mass = masses(j);
+      for (long l = 0; l < LANES && j + l < V; l++)
         if (mass[l] > 0) {
           below = before;
           before += mass[l];
@@ -220,6 +220,6 @@ void support_ids(const float* logits, long V, const float* temperature, const fl
 }
 
 void exp_f32(const float* x, float* y, long n) {
-  for (long i = 0; i + 16 <= n; i += 16) store16(y + i, exp16(load16(x + i)));
+  for (long i = 0; i + LANES <= n; i += LANES) store(y + i, exp(load(x + i)));
 }
 }
