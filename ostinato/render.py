@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.inputs import has_surrogate, parse_json
 from ostinato.types import Prompt
 
 Message = Mapping[str, str]
@@ -65,8 +66,14 @@ class Renderer:
         return self._template_text is not None
 
     def encode(self, text: str) -> np.ndarray:
-        """[T] int32. Special tokens that are written out in the text become single tokens; none are added."""
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        """[T] int32. Special tokens that are written out in the text become single tokens; none are added.
+        ValueError for a text that is no Unicode."""
+        return self._encode(text, add_special=False)
+
+    def _encode(self, text: str, add_special: bool) -> np.ndarray:
+        if has_surrogate(text):  # the library calls that no string
+            raise ValueError(f"the text {text[:80]!r} has half of a surrogate pair; write it as UTF-8")
+        return np.array(self.tokenizer.encode(text, add_special_tokens=add_special).ids, np.int32)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """The text of tokens; bytes that are no UTF-8 show as U+FFFD."""
@@ -78,7 +85,7 @@ class Renderer:
             return self.chat(prompt.messages)
         assert prompt.text is not None
         if (add_bos := self._config.get("add_bos_token")) is None:
-            return np.array(self.tokenizer.encode(prompt.text).ids, np.int32)
+            return self._encode(prompt.text, add_special=True)
         bos = self.tokenizer.token_to_id(self._special_names.get("bos_token", "")) if add_bos else None
         tokens = self.encode(prompt.text)
         return tokens if bos is None else np.concatenate([np.array([bos], np.int32), tokens])
@@ -220,9 +227,12 @@ def _without_text(message: Message) -> dict[str, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes()) if path.is_file() else {}
+        found = parse_json(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); save it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}; it must hold a JSON object, save it again")
+    return found
 
 
 def _special_names(*configs: Mapping[str, Any]) -> dict[str, str]:

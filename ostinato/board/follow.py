@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -16,6 +14,7 @@ from typing import Any
 
 from ostinato.board.curves import Curves, charts
 from ostinato.board.tail import Tail
+from ostinato.inputs import parse_json, parse_toml
 from ostinato.ledger import Event
 from ostinato.report.facts import estimate, seconds_text, si
 from ostinato.report.gantt import picture, steps_of
@@ -103,7 +102,7 @@ class Follower:
             status = self._run.recipe.stat()
             if (mark := (status.st_mtime_ns, status.st_size)) != self._recipe_of:
                 text = self._run.recipe.read_text(encoding="utf-8", errors="replace")
-                self.data = replace(self.data, recipe_text=text, recipe=tomllib.loads(text))
+                self.data = replace(self.data, recipe_text=text, recipe=parse_toml(text))
                 self._recipe_of = mark
 
     def _forget(self, name: str) -> None:
@@ -288,6 +287,6 @@ def _spans(rows: Iterable[Row]) -> Iterator[Span]:
 def _json(path: Path) -> Any:
     """What the file says; None where it is not there or cannot be read."""
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes(), surrogates=True)
     except (OSError, ValueError):
         return None

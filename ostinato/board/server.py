@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ostinato.board.answers import Answers, Query, Verdict
 from ostinato.board.follow import Follower
+from ostinato.inputs import escaped
 from ostinato.report.page import solved_at
 from ostinato.report.page.offline import FOLDER, digest, read, render
 from ostinato.run import RunFolder
@@ -65,7 +66,7 @@ class Board:
             styles=("report.css", "board.css"),
             name=self._follower.data.name,
         )
-        return text.encode(), policy()
+        return escaped(text).encode(), policy()
 
     def _state(self, asked: Asked) -> dict[str, Any]:
         with self._following:
@@ -164,9 +165,9 @@ class Handler(BaseHTTPRequestHandler):
             told = board.routes[asked.path](parse_qs(asked.query, max_num_fields=64))
             text = json.dumps(told, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         except ValueError as error:
-            self._send(HTTPStatus.BAD_REQUEST, f"{error}\n".encode(), "text/plain; charset=utf-8")
+            self._send(HTTPStatus.BAD_REQUEST, escaped(f"{error}\n").encode(), "text/plain; charset=utf-8")
             return
-        self._send(HTTPStatus.OK, text.encode(errors="replace"), "application/json")  # halves of surrogates
+        self._send(HTTPStatus.OK, escaped(text).encode(), "application/json")
 
     def _meant_for_us(self) -> bool:
         """On this machine alone, a page of somebody else's must not reach us by a name that it made point

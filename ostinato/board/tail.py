@@ -6,13 +6,14 @@ here writes, locks or waits.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from ostinato.inputs import parse_json
 
 CHUNK = 8 << 20  # bytes in one go, so that whoever waits for the first answer does not wait long
 WITNESS = 64  # bytes before the offset, by which a log is known again
@@ -91,7 +92,7 @@ class Tail:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line, surrogates=True)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

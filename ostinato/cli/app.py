@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -294,6 +295,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     A ValueError is the user's (exit code 2), RunFailed a run's and OSError the machine's (1); the rest is
     ours and keeps its traceback.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a text that the terminal cannot show must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
     kept = [argument for argument in given if argument != "--debug"]
     try:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.axis import Axis
+from ostinato.inputs import parse_json
 from ostinato.ledger import read, summary
 from ostinato.report.reading import RunData, mean, number
 from ostinato.report.reading import read_run as run_rows
@@ -159,7 +160,7 @@ def backwards(log: Jsonl, most: int = 1 << 18) -> Iterator[dict[str, Any]]:
         lines = file.read().split(b"\n")[:-1]  # what follows the last newline is torn
     for line in reversed(lines):
         with suppress(ValueError):  # the first may have lost its beginning
-            yield json.loads(line)
+            yield parse_json(line, surrogates=True)
 
 
 def series_of(row: Row, axis: Axis) -> Series:
@@ -226,7 +227,7 @@ def read_kept(path: Path, measure: Measure = MEASURE) -> list[dict[str, Any]]:
     rows = []
     for at, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            row = json.loads(text)
+            row = parse_json(text, surrogates=True)
         except ValueError:
             row = None
         if not isinstance(row, dict) or not row.keys() >= KEYS:

@@ -6,7 +6,6 @@ pays by the end of the run; what that is reckoned from is printed.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ostinato.inputs import parse_json
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.load import expert_loads, imbalance, ranks_per_token
 from ostinato.parallel.placement import Move, contiguous, owner_of, place, placed_experts, rebalanced
@@ -95,7 +95,7 @@ def write(path: Path, placement: Placement) -> None:
 def read(path: Path, ranks: int) -> Placement:
     """What ``write`` wrote. Raises ValueError where it is no such file, or for other ranks."""
     try:
-        found = json.loads(path.expanduser().read_text())
+        found = parse_json(path.expanduser().read_text())
         written, experts = int(found["ranks"]), found["experts"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

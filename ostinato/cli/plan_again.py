@@ -15,15 +15,14 @@ as the plan has, and carried over to other numbers of them by the spread of popu
 
 from __future__ import annotations
 
-import json
 import statistics
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ostinato.cli.plan_asked import Asked
+from ostinato.inputs import parse_json, parse_toml
 from ostinato.parallel.layout import Layout
 from ostinato.plan.imbalance import sigma_of
 from ostinato.plan.launch import lacking, sections
@@ -163,7 +162,7 @@ def problem_now(problem: Problem, plan: Mapping[str, Any], now: World) -> Proble
 
 def steps_of(run: RunFolder, otherwise: int) -> int:
     """Of the whole run, by its recipe."""
-    recipe = tomllib.loads(run.recipe.read_text(encoding="utf-8"))
+    recipe = parse_toml(run.recipe.read_text(encoding="utf-8"))
     return int(recipe.get("trainer", {}).get("steps", otherwise))
 
 
@@ -201,7 +200,7 @@ def plan_of(run: RunFolder) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; plan the run first, with --record {run.path}")
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(
             f"{path} is no JSON ({error}); plan the run anew, with --record {run.path}"

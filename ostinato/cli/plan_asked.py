@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from ostinato.inputs import parse_json
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.parallel.layout import Layout
 from ostinato.plan import calibrate
@@ -219,7 +219,7 @@ def _loads(path: Path | None) -> Imbalance:
     if path is None:
         return Imbalance()
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = parse_json(path.read_text(encoding="utf-8"))
         return Imbalance(loads=tuple(tuple(float(one) for one in layer) for layer in read))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"--loads is {path}, which is no JSON [layers][experts] ({error})") from error

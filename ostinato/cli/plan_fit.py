@@ -6,8 +6,6 @@ where later plans for it look.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ostinato.inputs import parse_json, parse_toml
 from ostinato.plan import calibrate
 from ostinato.plan.fit import Fit, Lesson, fit, lesson
 from ostinato.plan.record import FILE
@@ -60,10 +59,10 @@ def _lesson(run: RunFolder) -> Lesson:
     if not file.is_file():
         raise ValueError(f"{file} does not exist; plan the run first, with --record {run.path}")
     try:
-        plan = json.loads(file.read_bytes())
+        plan = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} is no JSON; plan the run anew, with --record {run.path}") from error
-    recipe = tomllib.loads(run.recipe.read_text(encoding="utf-8"))
+    recipe = parse_toml(run.recipe.read_text(encoding="utf-8"))
     layout, engine = str(recipe.get("parallel", {}).get("layout", "")), recipe.get("engine")
     sampler = (str(engine.get("backend", "")), str(engine.get("layout", ""))) if engine else None
     return lesson(str(run.path), plan, list(run.metrics.rows()), layout, sampler)

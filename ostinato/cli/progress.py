@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from ostinato.inputs import escaped
 from ostinato.run import MAIN_SET
 
 Row = Mapping[str, Any]
@@ -72,7 +73,7 @@ class Monitor:
         self.say(f"step {row['step']}: the policy as exported, with the model's weights: {told}")
 
     def say(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(escaped(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def step_parts(row: Row, total: int, held_out: str, eta: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from ostinato.cli.place import write as write_placement
 from ostinato.cli.plan_again import STEPS, Weighed, note, plan_of, recorded, weigh
 from ostinato.cli.plan_asked import Asked, asked_again
 from ostinato.config import Recipe
+from ostinato.inputs import parse_json
 from ostinato.parallel.follow import ShardedTrainer
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout
@@ -329,7 +330,7 @@ def _check_question(recipe: Recipe, config: ModelConfig, asked: Asked) -> None:
 def read_plan(path: str) -> Mapping[str, Any]:
     """A file of ``ostinato plan --record``. Raises ValueError where it is none."""
     try:
-        found = json.loads(Path(path).expanduser().read_bytes())
+        found = parse_json(Path(path).expanduser().read_bytes())
         Layout.parse(found["layouts"]["train"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

@@ -317,7 +317,7 @@ def simulate(
     compute = np.linspace(0, last, evaluations + 1)[1:]
     answer = others.imagine(truth, compute, sd, rho, seed, axis)
     if out is not None:
-        atomic_write(out, others.csv_of(answer).encode())
+        atomic_write(out, others.csv_of(answer))
     tell(answer, json_file, html_file)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from ostinato.config.sections import (
     TaskSection,
     TrainerSection,
 )
+from ostinato.inputs import has_surrogate, parse_toml
 from ostinato.toml import dumps
 
 
@@ -141,8 +141,8 @@ class Recipe(Section):
         """
         file = find_recipe(path)
         try:
-            tree = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            tree = parse_toml(file.read_text(encoding="utf-8"))
+        except ValueError as error:  # no TOML, or no UTF-8
             raise ValueError(f"recipe {file} is not valid TOML: {error}; mend that line") from error
         tree.setdefault("name", file.stem)
         return cls.parse(override(tree, overrides))
@@ -150,6 +150,11 @@ class Recipe(Section):
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> Recipe:
         """Check a nested mapping. Raises ValueError with one sentence, which counts further faults."""
+        for section, keys in tree.items():
+            for key, value in keys.items() if isinstance(keys, Mapping) else [("", keys)]:
+                if has_surrogate([section, key, value]):  # bytes of a command line that are no UTF-8
+                    name = f"{section}.{key}".rstrip(".")
+                    raise ValueError(f"{name!r} is {value!r}, which is not UTF-8; give it another name")
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
@@ -203,8 +208,8 @@ def override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 def _toml_value(text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"v = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"v = {text}")
+    except ValueError:
         return text
     value = parsed["v"]
     plain = isinstance(value, bool | int | float | str | list | dict)  # a date is a bare string to us

@@ -19,7 +19,6 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
-import json
 import operator
 import threading
 from collections import Counter
@@ -31,6 +30,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ostinato.inputs import parse_json, replaced
 from ostinato.types import Completion, Prompt, Stop
 
 Tool = Callable[..., Any]
@@ -76,8 +76,8 @@ class Dialogue:
     """One episode on ``prompt``, of at most ``max_turns`` answers.
 
     ``counters`` is shared by the caller over episodes: ``tools/{calls,unreadable,unknown,raised,timeout,
-    cut,refused}``. Raises ValueError for tools without turns to read their replies, and for tools on a plain
-    text prompt.
+    cut,replaced,refused}``. Raises ValueError for tools without turns to read their replies, and for tools on
+    a plain text prompt.
     """
 
     def __init__(
@@ -118,7 +118,9 @@ class Dialogue:
         calls = parse_calls(completion.text)
         if not calls:
             return None
-        replies = [{"role": "tool", "content": await self._reply(call)} for call in calls[:MAX_CALLS]]
+        replies = [
+            {"role": "tool", "content": self._readable(await self._reply(call))} for call in calls[:MAX_CALLS]
+        ]
         if len(calls) > MAX_CALLS:
             self.counters["tools/refused"] += len(calls) - MAX_CALLS
             replies[-1]["content"] += f"\nError: only the first {MAX_CALLS} calls of an answer are made."
@@ -151,6 +153,13 @@ class Dialogue:
             text = f"{text[:MAX_REPLY_CHARS]}... ({len(text)} characters in all)"
         return text
 
+    def _readable(self, text: str) -> str:
+        """No tokenizer takes half of a surrogate pair; a policy can have a tool say one (``"\\ud83d"``)."""
+        readable = replaced(text)
+        if readable != text:
+            self.counters["tools/replaced"] += 1
+        return readable
+
     def _error(self, kind: str, sentence: str) -> str:
         self.counters[f"tools/{kind}"] += 1
         return f"Error: {sentence[:MAX_REPLY_CHARS]}"
@@ -169,8 +178,8 @@ def parse_calls(text: str) -> list[Call]:
 
 def _parse_call(text: str) -> Call:
     try:
-        call = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        call = parse_json(text, surrogates=True)
+    except ValueError as error:
         return Call(error=f"the call is not JSON ({error}).")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return Call(error='the call has no "name"; write {"name": .., "arguments": {..}}.')

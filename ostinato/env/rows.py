@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ostinato.inputs import has_surrogate, parse_json
 from ostinato.types import Prompt
 
 ANSWERS = ("answer", "solution", "ground_truth")
@@ -71,6 +72,12 @@ def prompt_from_row(row: Row, where: str, prompt_column: str = "prompt", answer_
         raise ValueError(
             f"{where} has a column {min(taken)!r}, which the rollout gives to rewards; rename it"
         )
+    for name, value in row.items():
+        if has_surrogate([name, value]):
+            raise ValueError(
+                f"{where} has half of a surrogate pair in column {name!r}, which is no character and no file "
+                "can hold; write the whole character or U+FFFD"
+            )
     content = row.get(prompt_column)
     if not content:
         raise ValueError(f"{where} has no {prompt_column!r}; give it one, or set task.params.prompt_column")
@@ -137,8 +144,8 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:  # no JSON, or no UTF-8
+                row = parse_json(line, surrogates=True)  # checked by column
+            except ValueError as error:  # no JSON, no UTF-8, or nested too deeply
                 raise ValueError(f"row {number} of {path} is not JSON ({error}); mend the line") from error
             if not isinstance(row, dict):
                 raise ValueError(
@@ -158,8 +165,15 @@ def _parquet(path: Path) -> Iterator[Row]:
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"task.source {path} is not a parquet file ({error}); check the file") from error
     with file:
+        number = 0
         for batch in file.iter_batches():
-            yield from batch.to_pylist()
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError as error:  # a text column is bytes that nothing has checked
+                among = f"one of the rows {number + 1} to {number + batch.num_rows} of {path}"
+                raise ValueError(f"{among} has a text that is not UTF-8 ({error}); mend it") from error
+            yield from rows
+            number += batch.num_rows
 
 
 def _dataset_rows(

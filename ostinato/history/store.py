@@ -21,6 +21,7 @@ from ostinato.compiler import BuildError
 from ostinato.history.blocks import Block, bytes_needed, lay_out, sort
 from ostinato.history.lengths import Lengths
 from ostinato.history.native.library import NativeStore, load_library
+from ostinato.inputs import parse_json
 from ostinato.run import atomic_write
 from ostinato.types import Past
 
@@ -211,7 +212,7 @@ def _read(file: BufferedReader, path: Path, lengths: Lengths) -> Iterator[tuple[
     if _crc(file, path.stat().st_size - 4) != int.from_bytes(file.read(4), "little"):
         raise ValueError(f"the history {path} is damaged; delete it to begin an empty one")
     file.seek(len(MAGIC))
-    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header = parse_json(file.read(int.from_bytes(file.read(8), "little")), surrogates=True)
     lengths.restore(header["lengths"])
     for key, step, length, documents, wide in header["blocks"]:
         memory = np.empty(bytes_needed(length, documents, wide), np.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ostinato.inputs import parse_json
 from ostinato.ledger.rows import Event, Row, end_of, is_number, read
 from ostinato.run import RunFolder, to_json
 
@@ -202,7 +202,7 @@ def beating(path: Path, tell: Callable[[], Row], every_s: float) -> Iterator[Non
     def beat() -> None:
         while not stop.wait(every_s):
             with suppress(OSError):  # of a full disk others tell
-                part.write_text(to_json(tell()))
+                part.write_text(to_json(tell()), encoding="utf-8")
                 part.replace(path)
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -224,7 +224,7 @@ def lost_work(folder: RunFolder, last: Row) -> dict[str, Any]:
     copied. Nothing is known of a process that left no sign.
     """
     try:
-        beat = json.loads((folder.path / BEAT).read_text())
+        beat = parse_json((folder.path / BEAT).read_bytes())
         ours = beat["session"] == last["session"] and is_number(beat["at"])
         seconds = max(0.0, beat["at"] - end_of(last)) if ours else 0.0
         return {"seconds": seconds, "part": beat["part"]}

@@ -6,12 +6,13 @@ either exactly the one that was trained, or it does not load. No torch here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from ostinato.inputs import parse_json
 
 
 class RopeType(StrEnum):
@@ -218,7 +219,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a folder with a Hugging Face config.json")
     try:
-        raw = json.loads(path.read_bytes())
+        raw = parse_json(path.read_bytes())
     except ValueError as error:  # no JSON, or no UTF-8
         raise ValueError(f"{path} is not valid JSON ({error}); download the model again") from error
     if not isinstance(raw, dict):

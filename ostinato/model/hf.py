@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ostinato.inputs import parse_json
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf_names import (
@@ -116,9 +117,9 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     listed: dict[Path, list[str]] = {}
     if index.is_file():
         try:
-            for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            for name, file in parse_json(index.read_text(encoding="utf-8"))["weight_map"].items():
                 listed.setdefault(folder / file, []).append(name)
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{index} is not a safetensors index ({error!r}); download the model again"
             ) from error

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ostinato.inputs import parse_json
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import hf_module, save_model, write_tensors
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters, linear_shapes, merge
@@ -83,14 +84,14 @@ def read_peft(folder: Path) -> Saved:
         )
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["ostinato"])
+            facts = parse_json((file.metadata() or {})["ostinato"])
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        spec = facts["spec"]
-    except (SafetensorError, KeyError, ValueError) as error:
+        spec = AdapterSpec(**{**facts["spec"], "targets": tuple(facts["spec"]["targets"])})
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is truncated or not an adapter of ours ({error}); save it again") from error
     return Saved(
         folder=folder,
-        spec=AdapterSpec(**{**spec, "targets": tuple(spec["targets"])}),
+        spec=spec,
         tensors=state,
         base=facts.get("base", ""),
         base_name=facts.get("base_name") or "unnamed",

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.inputs import parse_json
+
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -78,7 +80,7 @@ def read(buffer: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
     data = memoryview(buffer)
     try:
         (length,) = struct.unpack_from("<Q", data)
-        entries = json.loads(bytes(data[8 : 8 + length]))
+        entries = parse_json(bytes(data[8 : 8 + length]))
         metadata = entries.pop("__metadata__", {})
         tensors = {name: _entry(buffer, entry, 8 + length, len(data)) for name, entry in entries.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:

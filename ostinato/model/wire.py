@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.inputs import parse_json
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, adapter_shapes
@@ -161,7 +162,7 @@ def _metadata(kind: Kind, about: Mapping[str, Any]) -> dict[str, str]:
 def _read(buffer: Any, kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
     metadata, state = read(buffer)
     try:
-        facts = json.loads(metadata[_META])
+        facts = parse_json(metadata[_META])
         found, about = facts["kind"], facts["about"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError("the payload is a safetensors file, but none of ours; publish with pack") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.inputs import parse_json
 from ostinato.pipeline.simulate_sampler import Cost
 
 
@@ -23,7 +23,7 @@ class Trace:
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = parse_json(path.read_text(encoding="utf-8"))
         return cls(
             name=row["name"],
             lengths=np.array(row["lengths"], np.int64),
@@ -50,7 +50,7 @@ class Trace:
 
 def read_cost(path: Path, slots: int) -> Cost:
     """The cost table that a recorded trace came with."""
-    row = json.loads(path.read_text(encoding="utf-8"))["cost"]
+    row = parse_json(path.read_text(encoding="utf-8"))["cost"]
     return Cost.of(row["rows"], slots=slots, attended_s=row["attended_s"], prefill_s=row["prefill_s"])
 
 

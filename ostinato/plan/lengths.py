@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from statistics import NormalDist
+
+from ostinato.inputs import parse_json
 
 SPREAD = 0.8  # of ln length: reasoning answers before they are cut off; measured lengths are better
 NUMBER = 256
@@ -34,7 +35,7 @@ def lognormal_lengths(
 def read_lengths(path: Path) -> tuple[int, ...]:
     """Measured lengths: a JSON list of positive whole numbers. Raises ValueError, in one sentence."""
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"answers is {path}, which cannot be read ({error}); give a JSON list") from error
     if not isinstance(read, list) or not read or not all(isinstance(n, int) and n > 0 for n in read):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 
+from ostinato.inputs import parse_json
 from ostinato.model.config import ModelConfig, parse_config, read_config
 from ostinato.plan.problem import Model
 
@@ -26,7 +26,7 @@ def find_model(name: str) -> Model:
     """
     short = name.removeprefix("asset:").lower()
     if (file := _MODELS / f"{short}.json").is_file():
-        return Model(name=short, config=parse_config(json.loads(file.read_bytes())))
+        return Model(name=short, config=parse_config(parse_json(file.read_bytes())))
     if (_ASSETS / short / "config.json").is_file():
         return Model(name=short, config=read_config(_ASSETS / short))
     path = Path(name).expanduser()
@@ -41,7 +41,7 @@ def find_model(name: str) -> Model:
 
 def _read(path: Path) -> ModelConfig:
     try:
-        raw = json.loads(path.read_bytes())
+        raw = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"model is {path}, which is not valid JSON ({error}); give a config.json") from error
     if not isinstance(raw, dict):

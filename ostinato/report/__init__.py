@@ -26,7 +26,7 @@ def write_report(run: RunFolder, out: Path | None = None, *, renderer: Renderer 
     data = read_run(run)
     page = html(data, pack_samples(run.trajectories, renderer))
     path = out or run.report
-    atomic_write(path, page.encode())
+    atomic_write(path, page)
     return path
 
 

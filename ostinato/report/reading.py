@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ostinato.inputs import parse_json, parse_toml
 from ostinato.ledger import checked
 from ostinato.run import MAIN_SET, Jsonl, RunFolder
 from ostinato.timeline import Span, coarse
@@ -66,8 +65,8 @@ def read_run(run: RunFolder) -> RunData:
     damage: list[str] = []
     text = run.recipe.read_text(encoding="utf-8", errors="replace") if run.recipe.is_file() else ""
     try:
-        recipe = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        recipe = parse_toml(text)
+    except ValueError as error:
         recipe = {}
         damage.append(f"{run.recipe.name} cannot be read: {error}.")
     evals = _rows(run.eval, damage)
@@ -119,7 +118,7 @@ def _object(path: Path, damage: list[str]) -> Row:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes(), surrogates=True)
     except (OSError, ValueError) as error:
         damage.append(f"{path.name} cannot be read: {error}.")
         return {}

@@ -16,7 +16,7 @@ from typing import Any
 from ostinato.render import Renderer
 from ostinato.report.reading import Row
 from ostinato.routes import routes_from_json
-from ostinato.run import JsonlZst
+from ostinato.run import JsonlZst, to_json
 
 BUDGET_BYTES = 6_000_000  # of all chunks, as base64
 GROUPS_PER_STEP = 32
@@ -150,7 +150,7 @@ def _chunk(rows: Sequence[Row], pieces: Pieces | None) -> Chunk:
         else [{"role": str(m.get("role", "")), "content": _clip(_text(m.get("content")))} for m in prompt]
     )
     content = {"messages": messages, "columns": columns, "answers": answers}
-    plain = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    plain = to_json(content).encode()
     return Chunk(
         step=int(first["step"]),
         uid=str(first["uid"]),

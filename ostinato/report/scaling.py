@@ -76,7 +76,7 @@ class Page:
 
 def write_page(path: Path, page: Page, now: datetime | None = None) -> None:
     """Write the page atomically. ``now`` is the time that it says it was written at."""
-    atomic_write(path, html(page, now or datetime.now(UTC)).encode())
+    atomic_write(path, html(page, now or datetime.now(UTC)))
 
 
 def html(page: Page, now: datetime) -> str:

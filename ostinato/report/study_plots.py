@@ -248,8 +248,8 @@ def write_between(
     except ValueError as error:
         raise ValueError(f"{page} {error}") from None
     for name, image in images.items():
-        atomic_write(stem.with_name(f"{stem.name}-{name}.svg"), image.encode())
-    atomic_write(page, text.encode())
+        atomic_write(stem.with_name(f"{stem.name}-{name}.svg"), image)
+    atomic_write(page, text)
 
 
 def between_marks(text: str, begin: str, end: str, body: str) -> str:

@@ -126,8 +126,13 @@ def _verdict(value: Any) -> Verdict:
 
 
 def describe(error: BaseException) -> str:
-    """``ZeroDivisionError: division by zero``, on one line and bounded."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_DETAIL]
+    """``ZeroDivisionError: division by zero``, on one line, bounded, and text that can be written."""
+    try:
+        text = str(error)
+    except Exception as worse:  # a user's exception makes its own text
+        text = f"its text cannot be made: {type(worse).__name__}"
+    line = " ".join(f"{type(error).__name__}: {text}".split())[:MAX_DETAIL]
+    return line.encode("utf-8", "backslashreplace").decode()
 
 
 def _was_refused(error: BaseException | None) -> bool:

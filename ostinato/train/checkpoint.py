@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ostinato.inputs import parse_json
 from ostinato.run import atomic_folder
 
 FORMAT = 1
@@ -133,7 +134,7 @@ def oldest_step(folder: Path) -> int:
 def find_damage(path: Path) -> str:
     """What is wrong with a checkpoint, compared with its manifest; empty when it is whole."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = parse_json((path / MANIFEST).read_bytes(), surrogates=True)
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return f"{MANIFEST} is missing or not readable"
@@ -166,7 +167,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _read(path: Path, identity: Mapping[str, str]) -> Checkpoint:
-    state = json.loads((path / STATE).read_bytes())
+    state = parse_json((path / STATE).read_bytes(), surrogates=True)
     saved = state["identity"]
     for name in sorted(saved.keys() | identity.keys()):
         if saved.get(name) != identity.get(name):
@@ -175,7 +176,7 @@ def _read(path: Path, identity: Mapping[str, str]) -> Checkpoint:
                 f"{identity.get(name)}; use the recipe and the model that it was made with"
             )
     known = {MANIFEST, STATE, TENSORS}
-    names = json.loads((path / MANIFEST).read_bytes())["files"].keys() - known
+    names = parse_json((path / MANIFEST).read_bytes(), surrogates=True)["files"].keys() - known
     return Checkpoint(
         step=state["step"],
         tensors=load_file(path / TENSORS),

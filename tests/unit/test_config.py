@@ -312,3 +312,17 @@ def test_what_is_evaluated_when_and_what_is_foretold() -> None:
 )
 def test_schedules_sets_and_forecasts_that_are_refused(tree: dict[str, Any], sentence: str) -> None:
     assert refusal(tree).startswith(sentence)
+
+
+def test_what_is_no_utf8_on_the_command_line_is_refused(tmp_path: Path) -> None:
+    """Bytes of an argument become halves of surrogate pairs, and the run ended where recipe.toml was written,
+    its folder left behind."""
+    (tmp_path / "tiny.toml").write_text("")
+    with pytest.raises(ValueError, match=r"'task.source' is '\\udcff.jsonl', which is not UTF-8"):
+        Recipe.load(tmp_path / "tiny.toml", "task.source=\udcff.jsonl")
+
+
+def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "deep.toml").write_text("[trainer]\nsteps = " + "[" * 100_000)
+    with pytest.raises(ValueError, match="not valid TOML: nested deeper"):
+        Recipe.load(tmp_path / "deep.toml")

@@ -176,6 +176,19 @@ def test_whatever_goes_wrong_is_an_ordinary_reply_and_counted(text: str, reply: 
     assert counters == {"tools/calls": 1, f"tools/{kind}": 1}
 
 
+def test_a_reply_that_is_no_unicode_is_made_readable_and_counted() -> None:
+    """A policy that wrote half of a surrogate pair into a call had it said back, which no tokenizer takes."""
+    counters: Counter[str] = Counter()
+    text = '<tool_call>{"name": "echo", "arguments": {"text": "a\\ud83d"}}</tool_call>'
+    (said, _), _ = play({"echo": lambda text: text}, text, "done", counters=counters)
+    assert said == "a\ufffd"
+    assert counters == {"tools/calls": 1, "tools/replaced": 1}
+
+
+def test_a_call_that_is_nested_too_deeply_is_an_ordinary_reply() -> None:
+    assert "nested deeper" in parse_calls(f"<tool_call>{'[' * 100_000}")[0].error
+
+
 def test_a_flood_of_calls_is_cut_and_counted() -> None:
     counters: Counter[str] = Counter()
     (said, _), _ = play({"calculator": calculator}, call() * 50, "done", counters=counters)

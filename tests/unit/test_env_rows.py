@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ostinato.env.rows import prompt_from_row, read
@@ -69,12 +70,38 @@ def test_a_uid_is_the_content_and_not_the_place() -> None:
         ({"prompt": "2+2?", "answer": "4", "id": "a"}, "row 2 of .* has the id 'a' of row 1"),
         ("[1, 2]", "row 2 of .* is a list"),
         ('{"prompt": "cut', "row 2 of .* is not JSON"),
+        ('{"prompt": "2+2?", "answer": ' + "[" * 100_000, "row 2 of .* is not JSON .nested deeper than 100"),
+        ('{"prompt": "\\ud83d", "answer": "4"}', "row 2 of .* surrogate pair in column 'prompt'"),
+        ('{"prompt": "2+2?", "answer": "\\ude00!"}', "row 2 of .* surrogate pair in column 'answer'"),
+        ('{"prompt": "2+2?", "answer": "4", "more": {"a": ["\\ud83d"]}}', "in column 'more'"),
+        ('{"prompt": "2+2?", "answer": "4", "\\ud83d": 1}', r"in column '\\ud83d'"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: Any, sentence: str) -> None:
+    """Half of a surrogate pair is valid JSON, and broke the run where the row was written, in its middle, and
+    every resume after that; brackets enough were a RecursionError."""
     source = jsonl(tmp_path / "rows.jsonl", {"prompt": "1+1?", "answer": "2", "id": "a"}, row)
     with pytest.raises(ValueError, match=sentence):
         read(source, "train")
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "rows.jsonl", '{"prompt": "\\ud83d\\ude00", "answer": "4"}')
+    assert read(source, "train")[0].text == "\U0001f600"
+
+
+def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.Array.from_buffers(
+        pyarrow.utf8(),
+        2,
+        [None, pyarrow.py_buffer(np.array([0, 1, 2], np.int32).tobytes()), pyarrow.py_buffer(b"a\xff")],
+    )
+    table = pyarrow.table({"prompt": texts, "answer": ["1", "2"]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"one of the rows 1 to 2 of .* not UTF-8"):
+        read(str(tmp_path / "rows.parquet"), "train")
 
 
 def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:

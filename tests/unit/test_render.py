@@ -93,6 +93,24 @@ def test_chat_equals_transformers(name: str, generation: bool, request: pytest.F
         assert renderer.chat(chat, generation).tolist() == want
 
 
+def test_a_text_that_is_no_unicode_is_refused_in_words(chatml: Renderer) -> None:
+    """The library's TypeError ended ``generate`` with a traceback."""
+    for prompt in (
+        Prompt(uid="p", text="a\ud83d"),
+        Prompt(uid="p", messages=({"role": "user", "content": "\ud83d"},)),
+    ):
+        with pytest.raises(ValueError, match="has half of a surrogate pair; write it as UTF-8"):
+            chatml.prompt(prompt)
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"bos_token": "\\ud83d"}', "[" * 100_000])
+def test_a_tokenizers_config_that_cannot_be_is_refused(tmp_path: Path, content: str) -> None:
+    folder = make_folder(tmp_path, None)
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer_config.json .*save it again"):
+        Renderer(folder)
+
+
 def test_chatml_text(chatml: Renderer) -> None:
     assert chatml.chat_text([USER]) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"

@@ -115,6 +115,20 @@ def log_group(
     run.trajectories.append(*group_rows(group))
 
 
+def test_a_report_is_written_whatever_the_texts_are(tmp_path: Path) -> None:
+    """Half of a surrogate pair anywhere in a run left it without a report."""
+    run = new_run(tmp_path, model={"path": "asset:seed-moe"})
+    run.write(1, row(1))
+    log_group(run, 1, trajectory([3, 4], "a\ud83d"), uid="\ude00", prompt="b\ud83d")
+    run.watch.append({"step": 1, "rule": "\ud83d", "sentence": "\ud83d"})
+    page = write_report(run).read_text(encoding="utf-8")
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert scripts
+    for script in scripts:
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in page
+    assert "</html>" in page
+
+
 def opened(chunk: Chunk) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(chunk.data)))
 

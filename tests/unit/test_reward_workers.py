@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.reward.worker import Fault, judge, probe
+from ostinato.reward.worker import Fault, describe, judge, probe
 from ostinato.reward.workers import WorkerGrader
 from ostinato.types import Completion, Group, Prompt, Stop, Trajectory, Turn
 
@@ -189,3 +189,15 @@ def test_judge_survives_whatever_is_raised() -> None:
     assert probe(lambda completions: [1.0], 1, {"completions": [""], "extra": [1]})[0][2].startswith(
         "signature"
     )
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_exception_of_any_text_can_be_written() -> None:
+    """Half of a surrogate pair in it ended the run where the fault was printed; one whose text cannot be made
+    ended the worker."""
+    assert describe(ValueError("a\ud83d\nb")) == "ValueError: a\\ud83d b"
+    assert describe(Unspeakable()) == "Unspeakable: its text cannot be made: RuntimeError"

@@ -131,6 +131,23 @@ def test_json_of_numpy_and_of_what_json_lacks() -> None:
     assert to_json({"day": datetime(2025, 1, 2), "ok": True}) == '{"day":"2025-01-02 00:00:00","ok":true}'
 
 
+@pytest.mark.parametrize("log_class", [Jsonl, JsonlZst])
+def test_a_text_that_is_no_unicode_is_written_and_reads_back(
+    log_class: type[Jsonl] | type[JsonlZst], tmp_path: Path
+) -> None:
+    """Half of a surrogate pair, in a row's column or the text of an exception, ended the run where it was
+    logged, and again in every resume."""
+    log, row = log_class(tmp_path / "log"), {"step": 1, "reason": "a\ud83d", "ok\ude00": "\U0001f600"}
+    log.append(row)
+    log.keep(lambda _: True)
+    assert list(log.rows()) == [row]
+
+
+def test_a_text_of_a_whole_file_is_always_written(tmp_path: Path) -> None:
+    atomic_write(tmp_path / "page.html", "a\ud83d\U0001f600")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == "a\\ud83d\U0001f600"
+
+
 def test_float32_survives_json() -> None:
     values = np.random.default_rng(0).normal(size=200).astype(np.float32)
     assert np.array_equal(np.array(json.loads(to_json({"x": values}))["x"], np.float32), values)

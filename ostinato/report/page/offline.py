@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ostinato.inputs import escaped
+
 FOLDER = Path(__file__).parent
 
 
@@ -53,6 +55,7 @@ def script_json(value: Any) -> Any:
     from markupsafe import Markup
 
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = escaped(text)  # before it is hashed
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
