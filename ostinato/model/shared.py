@@ -9,6 +9,10 @@ A file is named after the checkpoint and dtype that it was made of. The first pr
 straight from the checkpoint, so that the weights are never in memory twice; the others wait. Who maps it
 holds a shared lock, which the kernel takes back however the process ends. So a file that can be locked for
 oneself is nobody's, and ``sweep`` removes it; so is a folder (``own_folder``).
+
+/dev/shm is everybody's to write, and the name can be guessed. A file is mapped only if it is the user's own,
+for nobody else to open, of the size and header that the model calls for, with a digest of samples of its
+content at its end: never by way of a link, and never cut off, where reading the mapping ends in SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ import json
 import mmap
 import os
 import shutil
+import stat
 import struct
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -39,8 +45,12 @@ from ostinato.model.share import Share
 from ostinato.model.tensor_file import Layout, layout, shapes_of
 
 _SHM = Path("/dev/shm")
-_FORMAT = 1  # of the file; a change of how decoders store their weights counts too
+_FORMAT = 2  # of the file; a change of how decoders store their weights counts too
 _SAMPLES, _SAMPLE = 16, 4096  # places of a checkpoint that are looked at, and bytes of each
+_PROOFS = (
+    1024  # places of the copy that its digest is of: all of a small one, some milliseconds of a large one
+)
+_DIGEST_BYTES = 16  # at the end of the copy
 _FILE, _FOLDER = "safetensors", "weights"  # what our names end in
 _POLL_S = 0.05
 
@@ -60,8 +70,10 @@ def shared_model(
     The copy is in ``folder``; None: in memory (/dev/shm), or where that is too small in the user's cache,
     which the system keeps in memory as far as it can.
 
-    Raises ValueError as ``load_model`` does and off Linux, OSError where no folder has room, and TimeoutError
-    when another process has not finished writing within ``wait_s``.
+    A file that is not to be trusted is written again, elsewhere if it cannot be removed, with a warning.
+
+    Raises ValueError as ``load_model`` does and off Linux, OSError where no folder has room or can be used,
+    and TimeoutError when another process has not finished writing within ``wait_s``.
     """
     if sys.platform != "linux":
         raise ValueError(
@@ -101,8 +113,8 @@ def sweep(folder: Path | None = None) -> list[Path]:
     folders = [folder] if folder else _folders()
     for path in (path for each in folders for pattern in patterns for path in each.glob(pattern)):
         try:
-            held = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:  # somebody else removed it just now
+            held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # removed by somebody else just now, or never ours: a link, another user's
             continue
         if _has_locked(held, fcntl.LOCK_EX):
             _remove(path)
@@ -195,6 +207,8 @@ def _mapped(
     for folder in existing or folders[:-1]:
         try:
             return _mapped_at(folder / name, plan, write, deadline)
+        except PermissionError as error:
+            warnings.warn(f"{error.filename or folder / name} is not used: {error.strerror}", stacklevel=3)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -206,42 +220,110 @@ def _mapped_at(
 ) -> mmap.mmap:
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+        with _opened(path) as file:
             # to write it if nobody does, to map it once it is whole: that changes while others are at it
-            wanted = fcntl.LOCK_SH if _is_whole(file, plan) else fcntl.LOCK_EX
+            wanted = fcntl.LOCK_SH if _is_finished(file) else fcntl.LOCK_EX
             if _has_locked(file.fileno(), wanted) and _is_named(file.fileno(), path):
-                if not _is_whole(file, plan):
+                if not _is_finished(file):
                     _write(file, path, plan, write)
                 fcntl.flock(file, fcntl.LOCK_SH)
-                if _is_named(file.fileno(), path):  # and was not swept just now
+                if flaw := _flaw(file, path, plan):
+                    _refuse(path, flaw)
+                elif _is_named(file.fileno(), path):  # and was not swept just now
                     return mmap.mmap(file.fileno(), plan.size, access=mmap.ACCESS_COPY)  # keeps the lock
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path} was not finished in time by the process that writes it")
         time.sleep(_POLL_S)
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The file, empty where there was none: the user's own, and for nobody else. Whatever else has its name
+    is removed first. Raises PermissionError where it cannot be."""
+    while True:
+        try:
+            # no link, and nothing that opening waits for
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            held = os.open(path, flags, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+            _refuse(path, "is no file")
+            continue
+        facts = os.fstat(held)
+        if not (flaw := _distrusted(facts)):
+            break
+        os.close(held)
+        _refuse(path, flaw)
+    with os.fdopen(held, "r+b", buffering=0) as file:
+        yield file
+
+
+def _distrusted(facts: os.stat_result) -> str:
+    """Why this file cannot be the user's own; empty where it is."""
+    if not stat.S_ISREG(facts.st_mode):
+        return "is no file"
+    if facts.st_uid != os.geteuid():
+        return f"belongs to user {facts.st_uid}, not to {os.geteuid()}"
+    if facts.st_mode & 0o077:
+        return f"is open to others (mode {stat.S_IMODE(facts.st_mode):o})"
+    return ""
+
+
+def _refuse(path: Path, flaw: str) -> None:
+    """Remove it, so that it is written anew; who has mapped it keeps what is mapped. Raises PermissionError,
+    with its path and the flaw, where it cannot be removed."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise PermissionError(errno.EPERM, f"the file {flaw}, and cannot be removed", str(path)) from error
+    warnings.warn(f"the shared weights {path} are written again, since the file {flaw}", stacklevel=5)
+
+
 def _write(file: BinaryIO, path: Path, plan: Layout, write: Callable[[dict[str, Tensor]], None]) -> None:
     """The first eight bytes come last: without them the file is not whole."""
     try:
         os.ftruncate(file.fileno(), 0)
-        os.posix_fallocate(file.fileno(), 0, plan.size)  # a full disk is an error here, and a SIGBUS later
+        size = plan.size + _DIGEST_BYTES
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and a SIGBUS later
         content = mmap.mmap(file.fileno(), plan.size)
         write(plan.views(content))
         content[8 : len(plan.header)] = plan.header[8:]
         content.flush()
+        os.pwrite(file.fileno(), _digest(file, path, plan), plan.size)
+        os.fsync(file.fileno())
         os.pwrite(file.fileno(), plan.header[:8], 0)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
 
 
-def _is_whole(file: BinaryIO, plan: Layout) -> bool:
+def _is_finished(file: BinaryIO) -> bool:
+    """By its writer, who writes the first eight bytes last."""
     start = os.pread(file.fileno(), 8, 0)
-    return (
-        len(start) == 8
-        and struct.unpack("<Q", start) != (0,)
-        and os.fstat(file.fileno()).st_size == plan.size
-    )
+    return len(start) == 8 and struct.unpack("<Q", start) != (0,)
+
+
+def _flaw(file: BinaryIO, path: Path, plan: Layout) -> str:
+    """What is wrong with a finished file; empty where it is whole and of this model."""
+    size, wanted = os.fstat(file.fileno()).st_size, plan.size + _DIGEST_BYTES
+    if size != wanted:
+        return f"has {size} bytes instead of {wanted}"
+    if os.pread(file.fileno(), len(plan.header), 0) != plan.header:
+        return "holds other tensors"
+    if os.pread(file.fileno(), _DIGEST_BYTES, plan.size) != _digest(file, path, plan):
+        return "is damaged"
+    return ""
+
+
+def _digest(file: BinaryIO, path: Path, plan: Layout) -> bytes:
+    """Of the name, which stands for the checkpoint, and of samples of the tensors."""
+    digest, start = blake2b(path.name.encode(), digest_size=_DIGEST_BYTES), len(plan.header)
+    count = min(_PROOFS, -(-(plan.size - start) // _SAMPLE))
+    for number in range(count):
+        place = start + (plan.size - start) * number // count
+        digest.update(os.pread(file.fileno(), min(_SAMPLE, plan.size - place), place))
+    return digest.digest()
 
 
 def _is_named(held: int, path: Path) -> bool:

@@ -18,7 +18,7 @@ from small_moe import KINDS, tiny
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model, save_model
-from ostinato.model.shared import own_folder, shared_model, sweep
+from ostinato.model.shared import own_folder, shared_file, shared_model, sweep
 from ostinato.model.wire import fingerprint_weights, load_weights, pack_weights
 
 
@@ -113,9 +113,92 @@ def test_half_a_file_is_written_again(source: Path, folder: Path) -> None:
     """A writer was killed: its lock is gone, and what it left is not whole."""
     shared_model(source, folder=folder)
     (path,) = folder.iterdir()
-    for content in (b"", b"\0" * 100, b"\0" * 8 + path.read_bytes()[8:], path.read_bytes()[:-1]):
+    for content in (b"", b"\0" * 100, b"\0" * 8 + path.read_bytes()[8:]):
         path.write_bytes(content)
         assert torch.equal(hidden(shared_model(source, folder=folder)), hidden(load_model(source)))
+
+
+def spoilt(path: Path, how: str) -> None:
+    """As somebody else, or a disk, leaves it."""
+    content = path.read_bytes()
+    if how == "open":
+        path.chmod(0o644)
+    elif how == "link":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to(path.with_name("elsewhere"))
+    elif how == "pipe":
+        path.unlink()
+        os.mkfifo(path, 0o600)
+    else:
+        cut = {"cut": content[:-1], "half": content[: len(content) // 2], "start": content[:9]}
+        changed = {"values": len(content) * 2 // 3, "digest": len(content) - 1, "names": 40}
+        at = changed.get(how, 0)
+        path.write_bytes(cut.get(how) or content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("cut", "has [0-9]+ bytes instead of"),
+        ("half", "has [0-9]+ bytes instead of"),
+        ("start", "has 9 bytes instead of"),
+        ("names", "holds other tensors"),
+        ("values", "is damaged"),
+        ("digest", "is damaged"),
+        ("open", "is open to others .mode 644"),
+        ("link", "is no file"),
+        ("pipe", "is no file"),
+    ],
+)
+def test_a_file_that_is_not_to_be_trusted_is_written_again(
+    source: Path, folder: Path, how: str, why: str
+) -> None:
+    """It was mapped without a look: one that was cut off ended in SIGBUS, other values were the model."""
+    shared_model(source, folder=folder)
+    (path,) = folder.iterdir()
+    spoilt(path, how)
+    with pytest.warns(UserWarning, match=f"are written again, since the file {why}") as said:
+        again = shared_model(source, folder=folder)
+    assert len(said) == 1 and torch.equal(hidden(again), hidden(load_model(source)))
+    assert path.stat(follow_symlinks=False).st_mode & 0o7777 == 0o600
+    shared_model(source, folder=folder)  # without a warning, which would be an error
+
+
+def test_a_damaged_file_is_not_taken_from_who_has_mapped_it(source: Path, folder: Path) -> None:
+    one = shared_model(source, folder=folder)
+    (path,) = folder.iterdir()
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")
+    with pytest.warns(UserWarning, match="is damaged"):
+        other = shared_model(source, folder=folder)
+    assert torch.equal(hidden(one), hidden(other))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file another user's")
+def test_a_file_of_another_user_is_not_mapped(source: Path, folder: Path) -> None:
+    """Anybody may put a file of that name into /dev/shm before a run begins."""
+    shared_model(source, folder=folder)
+    (path,) = folder.iterdir()
+    os.chown(path, 12345, -1)
+    with pytest.warns(UserWarning, match="belongs to user 12345, not to 0"):
+        shared_model(source, folder=folder)
+    assert path.stat().st_uid == 0
+
+
+def test_what_cannot_be_removed_is_left_for_the_next_folder(
+    source: Path, folder: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In /dev/shm nobody removes what is another's; here it is a folder that stands in the way."""
+    folder.mkdir()
+    monkeypatch.setattr("ostinato.model.shared._SHM", folder)
+    name = shared_file(source).name
+    (folder / name).mkdir()
+    with pytest.warns(UserWarning, match=f"{name} is not used: the file is no file, and cannot be removed"):
+        one = shared_model(source)
+    assert (own_cache / "ostinato" / "shared" / name).is_file()
+    assert torch.equal(hidden(one), hidden(load_model(source)))
+    sweep()  # does not wait for it, nor fail
 
 
 def test_waiting_is_bounded_and_says_for_whom(source: Path, folder: Path) -> None:
