@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,10 +167,13 @@ def _fingerprint(code: NativeCode, compiler: str) -> str:
 def _compile(code: NativeCode, compiler: str, library: Path) -> None:
     """Build under a temporary name, sealed and flushed, and rename. Raises OSError and BuildError."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        objects = []
-        for name in code.sources:
-            objects.append(f"{folder}/{name}.o")
-            _run([compiler, *code.flags, "-c", str(code.folder / name), "-o", objects[-1]])
+        objects = [f"{folder}/{name}.o" for name in code.sources]
+        commands = [
+            [compiler, *code.flags, "-c", str(code.folder / name), "-o", made]
+            for name, made in zip(code.sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # a user's first start waits for it
+            list(pool.map(_run, commands))
         built = Path(folder) / library.name
         _run([compiler, "-shared", *objects, "-o", str(built)])
         linked = built.read_bytes()

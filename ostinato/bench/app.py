@@ -89,6 +89,15 @@ def decode(
 
 
 @app.command()
+def products(quick: Quick = False, json_file: JsonFile = None) -> None:
+    """Matrix products of our kernels and of torch, in fp32 and with weights stored in bf16."""
+    threads.configure_early("auto", say=_say)
+    from ostinato.bench import products as bench
+
+    _tell(lambda: bench.run(bench.Plan(rounds=2 if quick else 7), _say), bench.table, json_file)
+
+
+@app.command()
 def train(
     quick: Quick = False,
     json_file: JsonFile = None,

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.bench.contender import Contender
+from ostinato.bench.contender import Contender, ContenderFailed
 from ostinato.bench.settings import our_threads, torch_threads, vllm_threads
 
 PROMPT_TOKENS = 32
 _PEERS = Path(__file__).parent / "peers"
+_Try = tuple[list[str], Mapping[str, str]]  # command and environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ class Plan:
 
     folder: Path
     model: str
-    dtype: str = "bfloat16"
+    dtype: str  # of ours
+    peer_dtypes: tuple[str, ...] = ("float32", "bfloat16")  # the peers take the one in which they are fastest
     batches: tuple[int, ...] = (16, 64)
     new_tokens: int = 64
     rounds: int = 5
@@ -44,26 +46,13 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> dict[str, Any]:
         logs = Path(tempfile.mkdtemp(prefix="ostinato-bench-"))
         contenders = {"ostinato": stack.enter_context(_ours(plan, context, logs))}
         if plan.transformers_python:
-            command = [
-                plan.transformers_python,
-                str(_PEERS / "transformers_rollouts.py"),
-                str(plan.folder),
-                plan.dtype,
-            ]
-            contenders["transformers"] = stack.enter_context(
-                _fastest("transformers", command, torch_threads(), plan, logs, say)
-            )
+            script = [plan.transformers_python, str(_PEERS / "transformers_rollouts.py"), str(plan.folder)]
+            tries = _tries(plan, script, (), torch_threads())
+            contenders["transformers"] = stack.enter_context(_fastest("transformers", tries, plan, logs, say))
         if plan.vllm_python:
-            command = [
-                plan.vllm_python,
-                str(_PEERS / "vllm_rollouts.py"),
-                str(plan.folder),
-                plan.dtype,
-                str(max(context, 256)),
-            ]
-            contenders["vllm"] = stack.enter_context(
-                _fastest("vllm", command, vllm_threads(), plan, logs, say)
-            )
+            script = [plan.vllm_python, str(_PEERS / "vllm_rollouts.py"), str(plan.folder)]
+            tries = _tries(plan, script, (str(max(context, 256)),), vllm_threads())
+            contenders["vllm"] = stack.enter_context(_fastest("vllm", tries, plan, logs, say))
         for name, contender in contenders.items():
             say(f"{name}: {contender.label}")
         times = _measure(plan, contenders, say)
@@ -108,7 +97,7 @@ def _summary(
         {
             "engine": name,
             "model": plan.model,
-            "dtype": plan.dtype,
+            **({"dtype": plan.dtype} if name in ("ostinato", "roofline") else {}),
             "batch": batch,
             "new_tokens": plan.new_tokens,
             "tokens_per_s": round(medians[name, batch], 1),
@@ -140,28 +129,39 @@ def _ours(plan: Plan, context: int, logs: Path) -> Contender:
     return Contender("ostinato", command, logs / "ostinato.log")
 
 
+def _tries(
+    plan: Plan, script: Sequence[str], last: Sequence[str], settings: Mapping[str, Mapping[str, str]]
+) -> dict[str, _Try]:
+    """Every thread setting in every dtype, by what it is called."""
+    return {
+        f"{dtype}, {label}": ([*script, dtype, *last], environ)
+        for dtype in plan.peer_dtypes
+        for label, environ in settings.items()
+    }
+
+
 def _fastest(
-    name: str,
-    command: Sequence[str],
-    settings: Mapping[str, Mapping[str, str]],
-    plan: Plan,
-    logs: Path,
-    say: Callable[[str], None],
+    name: str, tries: Mapping[str, _Try], plan: Plan, logs: Path, say: Callable[[str], None]
 ) -> Contender:
-    """The peer under the thread setting in which it is fastest at the largest batch (two tries each)."""
-    best: tuple[float, str] | None = None
-    for label, environ in settings.items():
-        with Contender(name, command, logs / f"{name}.log", environ=environ) as contender:
-            batch = max(plan.batches)
-            speeds = [
-                a["tokens"] / a["seconds"]
-                for a in (contender.ask(**_task(plan, batch, 90 + i)) for i in range(3))
-            ]
-        say(f"{name} with {label}: {max(speeds[1:]):.0f} tokens/s at batch {batch}")
-        if best is None or max(speeds[1:]) > best[0]:
-            best = (max(speeds[1:]), label)
-    assert best is not None
-    return Contender(name, command, logs / f"{name}.log", environ=settings[best[1]])
+    """The peer as it is fastest at the largest batch (two runs each after a warm-up). What cannot run is
+    named and left out; raises ContenderFailed where nothing can."""
+    speeds: dict[str, float] = {}
+    for label, (command, environ) in tries.items():
+        try:
+            with Contender(name, command, logs / f"{name}.log", environ=environ) as contender:
+                answers = [contender.ask(**_task(plan, max(plan.batches), 90 + i)) for i in range(3)]
+        except ContenderFailed as error:
+            say(f"{name}, {label}: {error}")
+            continue
+        speeds[label] = max(answer["tokens"] / answer["seconds"] for answer in answers[1:])
+        say(f"{name}, {label}: {speeds[label]:.0f} tokens/s at batch {max(plan.batches)}")
+    if not speeds:
+        raise ContenderFailed(f"{name} failed in every setting, see above")
+    best = max(speeds, key=speeds.__getitem__)
+    command, environ = tries[best]
+    contender = Contender(name, command, logs / f"{name}.log", environ=environ)
+    contender.label += f", {best}"
+    return contender
 
 
 def table(result: Mapping[str, Any]) -> str:

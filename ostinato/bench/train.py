@@ -31,7 +31,8 @@ class Plan:
 
     folder: Path
     model: str
-    dtype: str = "bfloat16"
+    dtype: str  # of ours
+    peer_dtypes: tuple[str, ...] = ("float32", "bfloat16")  # TRL takes the one in which it is faster
     group: int = 8
     new_tokens: int = 64
     rounds: int = 3  # runs of each, alternating
@@ -97,22 +98,42 @@ def _median_step(run: Mapping[str, Any]) -> float:
 
 
 def _best_trl(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
-    """TRL's fastest batch and threads, from two-step probes; a setting that fails is named and left out."""
-    best: tuple[float, dict[str, Any]] | None = None
-    for threads, environ in torch_threads().items():
-        for batch in (8, 32):
-            setting = {"batch": batch, "environ": environ, "label": f"batch {batch}, {threads}"}
-            try:
-                seconds = _median_step(_trl(plan, **setting, steps=2))
-            except ContenderFailed as error:
-                say(f"trl, {setting['label']}: {error}")
-                continue
-            say(f"trl, {setting['label']}: {seconds:.2f} s per step")
-            if best is None or seconds < best[0]:
-                best = (seconds, setting)
-    if best is None:
-        raise ContenderFailed("trl failed in every setting, see above")
-    return best[1]
+    """TRL's fastest dtype, then in it its fastest batch and threads, from two-step probes; a setting that
+    fails is named and left out."""
+    threads = torch_threads()
+    first = next(iter(threads))
+    by_dtype = [(dtype, 32, first) for dtype in plan.peer_dtypes]
+    found = _probed(plan, by_dtype, say)
+    if not found:
+        raise ContenderFailed("trl failed in every dtype, see above")
+    dtype = min(found, key=found.__getitem__)[0]
+    others = [
+        (dtype, batch, label) for label in threads for batch in (8, 32) if (batch, label) != (32, first)
+    ]
+    found |= _probed(plan, others, say)
+    dtype, batch, label = min(found, key=found.__getitem__)
+    return _setting(dtype, batch, label)
+
+
+def _probed(
+    plan: Plan, settings: Sequence[tuple[str, int, str]], say: Callable[[str], None]
+) -> dict[tuple[str, int, str], float]:
+    """Seconds per step by (dtype, batch, threads)."""
+    found = {}
+    for place in settings:
+        setting = _setting(*place)
+        try:
+            found[place] = _median_step(_trl(plan, **setting, steps=2))
+        except ContenderFailed as error:
+            say(f"trl, {setting['label']}: {error}")
+            continue
+        say(f"trl, {setting['label']}: {found[place]:.2f} s per step")
+    return found
+
+
+def _setting(dtype: str, batch: int, threads: str) -> dict[str, Any]:
+    label = f"{dtype}, batch {batch}, {threads}"
+    return {"dtype": dtype, "batch": batch, "environ": torch_threads()[threads], "label": label}
 
 
 def _ours(plan: Plan) -> dict[str, Any]:
@@ -124,12 +145,12 @@ def _ours(plan: Plan) -> dict[str, Any]:
 
 
 def _trl(
-    plan: Plan, *, batch: int, environ: Mapping[str, str], label: str, steps: int | None = None
+    plan: Plan, *, dtype: str, batch: int, environ: Mapping[str, str], label: str, steps: int | None = None
 ) -> dict[str, Any]:
     assert plan.trl_python is not None
     with tempfile.TemporaryDirectory() as output:
         task = _task(plan) | {"batch": batch, "output": output, "gradient_checkpointing": False}
-        task |= {"steps": steps or plan.steps}
+        task |= {"steps": steps or plan.steps, "dtype": dtype}
         return _run("trl", [plan.trl_python, str(_PEERS / "trl_train.py"), json.dumps(task)], environ)
 
 
