@@ -70,12 +70,14 @@ typedef uint16_t vec4h __attribute__((vector_size(8)));
 
 inline vec4 load4(const float* p, long some) {
   vec4 v{};
-  memcpy(&v, p, some * sizeof(float));
+  if (some == 4) memcpy(&v, p, 16);
+  else memcpy(&v, p, some * sizeof(float));
   return v;
 }
 inline vec4 load4(const bf16* p, long some) {
   vec4h h{};
-  memcpy(&h, p, some * sizeof(bf16));
+  if (some == 4) memcpy(&h, p, 8);
+  else memcpy(&h, p, some * sizeof(bf16));
   return (vec4)(__builtin_convertvector(h, vec4u) << 16);
 }
 inline void store4(float* p, vec4 v, long some) {
@@ -228,14 +230,25 @@ template <class C, class T, class Y> void dot(const Product<T, Y>& p, long first
 
 // ---- short form
 
-constexpr long SHORT = 32;                     // the largest K whose lane sums would take longer than its products
+constexpr long SHORT = 128;  // the largest K whose lane sums take as long as turning w does
 constexpr int WIDE = 2, TALL = REGISTERS == 32 ? 8 : 4;  // a tile: TALL rows, WIDE vectors of columns
 constexpr long BROAD = WIDE * LANES;
 
-// w[n0 .. n0 + columns)[K] -> panel[K][BROAD], zeros where there is no column.
+// w[columns][K] -> panel[K][BROAD]; where there is no column, the last of them.
 template <class W> inline void turn_columns(const W* w, long K, long columns, float* panel) {
-  for (long n = 0; n < BROAD; n++)
-    for (long k = 0; k < K; k++) panel[k * BROAD + n] = n < columns ? to_float(w[n * K + k]) : 0.0f;
+  for (long n = 0; n < BROAD; n += 4) {
+    const W* rows[4];
+    for (long i = 0; i < 4; i++) rows[i] = w + std::min(n + i, columns - 1) * K;
+    long k = 0;
+    for (; k + 4 <= K; k += 4) {
+      vec4 r[4];
+      for (int i = 0; i < 4; i++) r[i] = load4(rows[i] + k, 4);
+      transpose4(r);
+      for (int i = 0; i < 4; i++) store4(panel + (k + i) * BROAD + n, r[i], 4);
+    }
+    for (; k < K; k++)
+      for (int i = 0; i < 4; i++) panel[k * BROAD + n + i] = to_float(rows[i][k]);
+  }
 }
 
 template <class T> inline void read_lanes(const T* from, long columns, vec* to) {
@@ -279,6 +292,13 @@ void short_tile(const Product<T, Y>& p, const Wide<float, T>& x, long m0, long m
   }
 }
 
+template <int M, class T, class Y>
+inline void short_rows(long rows, const Product<T, Y>& p, const Wide<float, T>& x, long m0, long m, const float* panel,
+                       long n, long columns) {
+  if (rows == M) return short_tile<M>(p, x, m0, m, panel, n, columns);
+  if constexpr (M > 1) short_rows<M - 1>(rows, p, x, m0, m, panel, n, columns);
+}
+
 // w is plain: what has so few inputs is never quantised.
 template <class W, class T, class Y> void short_form(const Product<T, Y>& p, long first, long last) {
   constexpr long BLOCK = 256;  // rows of x in the first cache
@@ -289,9 +309,8 @@ template <class W, class T, class Y> void short_form(const Product<T, Y>& p, lon
     for (long n = first; n < last; n += BROAD) {
       const long columns = std::min(BROAD, last - n);
       turn_columns((const W*)p.w.data + n * p.K, p.K, columns, panel);
-      long m = 0;
-      for (; m + TALL <= count; m += TALL) short_tile<TALL>(p, x, m0, m, panel, n, columns);
-      for (; m < count; m++) short_tile<1>(p, x, m0, m, panel, n, columns);
+      for (long m = 0; m < count; m += TALL)
+        short_rows<TALL>(std::min(long(TALL), count - m), p, x, m0, m, panel, n, columns);
     }
   }
 }

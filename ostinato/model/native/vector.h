@@ -135,6 +135,15 @@ inline vec4 sums4(const vec* vectors) {
   return sums;
 #endif
 }
+// r[i][j] -> r[j][i].
+inline void transpose4(vec4 r[4]) {
+#if defined(__SSE2__)
+  _MM_TRANSPOSE4_PS((__m128&)r[0], (__m128&)r[1], (__m128&)r[2], (__m128&)r[3]);
+#else
+  const vec4 a = r[0], b = r[1], c = r[2], d = r[3];
+  for (int i = 0; i < 4; i++) r[i] = vec4{a[i], b[i], c[i], d[i]};
+#endif
+}
 inline float lane_sum(vec v) {
   const vec4 four = fold(v);
   return (four[0] + four[2]) + (four[1] + four[3]);
