@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ostinato.bench.settings import Clock
+from ostinato.bench.settings import Clock, with_dtype
 from ostinato.engine import threads
 
 app = typer.Typer(
@@ -144,7 +144,7 @@ def draft(
     from ostinato.config import Recipe
 
     def measure() -> dict[str, Any]:
-        loaded = Recipe.load(recipe, f"task.n_train={32 if quick else prompts}")
+        loaded = with_dtype(Recipe.load(recipe, f"task.n_train={32 if quick else prompts}"))
         sizes = batch or ("8,64" if quick else "8,4,16,64,256")
         plan = bench.Plan(
             recipe=loaded,
@@ -202,7 +202,8 @@ def replay(
     from ostinato.bench import replay as bench
     from ostinato.config import Recipe
 
-    plan = bench.Plan(recipe=Recipe.load("quickstart"), tokens=tokens, rounds=rounds, clock=clock)
+    recipe = Recipe.load("quickstart", "model.dtype=bfloat16")  # where sampler and trainer differ most
+    plan = bench.Plan(recipe=recipe, tokens=tokens, rounds=rounds, clock=clock)
     plan = plan.shortened() if quick else plan
     _tell(lambda: bench.run(plan, _say), bench.table, json_file)
 

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ostinato.config import Recipe
 from ostinato.engine.threads import logical_cores
 
 
@@ -63,6 +64,20 @@ def machine() -> dict[str, Any]:
         "torch": version("torch"),
         "python": platform.python_version(),
     }
+
+
+def with_dtype(recipe: Recipe) -> Recipe:
+    """``recipe`` with the dtype of a run on this CPU where it says "auto"."""
+    section = recipe.model
+    if section.dtype != "auto":
+        return recipe
+    from ostinato.engine.products import choose
+    from ostinato.model.config import read_config
+    from ostinato.model.named import model_folder
+
+    config = read_config(model_folder(section.path))
+    chosen = choose(config, device="cpu", native=recipe.engine.native, fp32_head=section.fp32_head)
+    return recipe.model_copy(update={"model": section.model_copy(update={"dtype": chosen.dtype})})
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:

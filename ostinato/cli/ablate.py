@@ -14,6 +14,7 @@ from rich.table import Table
 from ostinato.axis import Axis
 from ostinato.cli import ablate_answer, ablate_jobs
 from ostinato.cli.ablate_jobs import State
+from ostinato.cli.dtype import resolved
 from ostinato.cli.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
 from ostinato.cli.progress import remaining
 from ostinato.cli.scale import show
@@ -70,6 +71,8 @@ def command(
 def run(source: str, overrides: Sequence[str], study: Study, telling: Telling) -> int:
     """Let the runs of a recipe that have not ended run, then tell. 1 where a run failed, 130 on Ctrl-C."""
     base = Recipe.load(source, *overrides)
+    if base.model.dtype == "auto":  # one for all runs, which are compared
+        overrides = [*overrides, f"model.dtype={resolved(base).model.dtype}"]
     out = study.out or Path(base.log.dir) / f"{base.name}-ablate"
     first = base.seed
     jobs = ablate_jobs.plan(

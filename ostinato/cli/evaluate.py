@@ -8,6 +8,7 @@ from functools import partial
 
 from rich.console import Console
 
+from ostinato.cli.dtype import resolved
 from ostinato.cli.models import recipe_of
 from ostinato.cli.policy import trained
 from ostinato.cli.progress import Row, interval
@@ -25,6 +26,7 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
     recipe, run = recipe_of(target, "engine.weights=model", *overrides)
     say = partial(Console().print, highlight=False, markup=False, soft_wrap=True)
     threads.configure_early(recipe.engine.threads, say=say)
+    recipe = resolved(recipe, say)
     from ostinato.cli import build, parts
     from ostinato.pipeline.evaluate import evaluate as measure
 

@@ -31,17 +31,25 @@ def load_decoder(
 
     from ostinato.model.hf import load_model
 
-    device = section.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"model.device is {device!r}, but torch sees no CUDA device; use auto or cpu")
-    dtype = getattr(torch, section.dtype)
+    assert section.dtype != "auto", "cli.dtype.resolved comes before the model is loaded"
+    device, dtype = device_of(section), getattr(torch, section.dtype)
     if shared and device == "cpu":
         from ostinato.model.shared import shared_model  # Linux only
 
         return shared_model(folder, dtype, fp32_head=section.fp32_head, share=share)
     return load_model(folder, dtype=dtype, device=device, fp32_head=section.fp32_head, share=share)
+
+
+def device_of(section: ModelSection) -> str:
+    """Where the model goes, "auto" resolved. Raises ValueError where there is no such device."""
+    import torch
+
+    device = section.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"model.device is {device!r}, but torch sees no CUDA device; use auto or cpu")
+    return device
 
 
 def adapter_spec(section: AdapterSection) -> AdapterSpec:

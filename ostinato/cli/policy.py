@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ostinato.cli.dtype import resolved
 from ostinato.cli.models import load_decoder, newest_checkpoint, recipe_of
 from ostinato.config import Recipe
 from ostinato.model.named import model_folder
@@ -43,6 +44,7 @@ def load_policy(target: str, *overrides: str) -> Policy:
     from ostinato.render import Renderer
 
     recipe, run = recipe_of(target, *overrides)
+    recipe = resolved(recipe)
     folder = model_folder(recipe.model.path)
     renderer = Renderer(folder)
     decoder = load_decoder(recipe.model, folder)

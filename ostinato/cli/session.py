@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ostinato.cli.dtype import resolved
 from ostinato.cli.failure import RunFailed
 from ostinato.cli.progress import Monitor
 from ostinato.cli.report import record_start
@@ -30,6 +31,7 @@ from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 
 if TYPE_CHECKING:
     from ostinato.cli.build import Prepared
+    from ostinato.cli.crew import Crew
     from ostinato.cli.replanning import Switch
     from ostinato.model.lora import Adapters
     from ostinato.pipeline.loop import Finish, Finished, LoopState
@@ -128,6 +130,7 @@ def _session(
     clock = SteadyClock()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     chosen = threads.configure_early(recipe.engine.threads, say=say)
+    recipe = resolved(recipe, say, run=path if resume else None, warn=True)
     from ostinato.cli import build, parts, replanning
     from ostinato.cli.books import new_ledger
     from ostinato.cli.crew import hired
@@ -153,9 +156,7 @@ def _session(
         with ledger.session(state.step), screen as monitor:
             algorithm, prompts = asdict(parts.check(recipe)), len(prepared.train_prompts)
             record_start(run, build.device_name(prepared.decoder), algorithm, prompts)
-            lines = [f"run folder   {path}", f"threads      {chosen or 'as torch was started'}"]
-            lines += [*build.introduction(prepared, crew.trainer.adapters()), *crew.lines]
-            for line in [*lines, *([] if switched is None else [switched.told])]:
+            for line in _first_lines(prepared, crew, path, chosen, switched):
                 monitor.say(line)
             asked = weighs and (switched is None or not switched.rests)
             replanner = replanning.Replanner(recipe, run, config, clock) if asked else None
@@ -173,6 +174,19 @@ def _session(
                     return _outcome(recipe, run, finished), replanner.switch
                 _export(prepared, crew.trainer.adapters(), run, finished, ledger, monitor)
     return _outcome(recipe, run, finished), None
+
+
+def _first_lines(
+    prepared: Prepared, crew: Crew, path: Path, chosen: threads.Threads | None, switched: Switch | None
+) -> Iterator[str]:
+    from ostinato.cli.build import introduction
+
+    yield f"run folder   {path}"
+    yield f"threads      {chosen or 'as torch was started'}"
+    yield from introduction(prepared, crew.trainer.adapters())
+    yield from crew.lines
+    if switched is not None:
+        yield switched.told
 
 
 def _export(

@@ -27,7 +27,7 @@ class ModelSection(Section):
     """``path``: "asset:seed-moe", "smollm2-135m", a Hugging Face folder, or a hub name."""
 
     path: str = "asset:seed-moe"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: what is faster here, by measurement
     device: str = "auto"  # auto: cuda where there is one, else cpu
     fp32_head: bool = False  # logits in fp32, for the sampler and the trainer alike
 

@@ -25,6 +25,8 @@ from ostinato.model.named import ASSETS
 ASSET = ASSETS / "seed-moe"
 
 RECIPE = """
+[model]
+dtype = "float32"
 [adapter]
 rank = 4
 alpha = 8.0

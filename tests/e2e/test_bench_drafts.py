@@ -18,7 +18,9 @@ def quiet(line: str) -> None:
 
 def small_recipe() -> Recipe:
     sizes = ("task.n_train=4", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_tokens=12")
-    return Recipe.load("quickstart", *sizes, "trainer.warmup_steps=0", "engine.kv_memory_mb=32")
+    return Recipe.load(
+        "quickstart", *sizes, "trainer.warmup_steps=0", "engine.kv_memory_mb=32", "model.dtype=float32"
+    )
 
 
 def test_every_arm_draws_the_tokens_of_plain_decoding() -> None:

@@ -29,6 +29,7 @@ def sevens(completions, **columns):
 RECIPE = """
 [model]
 path = "{model}"
+dtype = "float32"
 [adapter]
 rank = 4
 alpha = 16.0

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 240
 STEPS = 14
 OVERRIDES = (
+    "model.dtype=float32",  # runs are compared, and "auto" is another one where the measurement is
     f"trainer.steps={STEPS}",
     "trainer.checkpoint_every=4",
     "rollout.prompts_per_step=4",

@@ -203,7 +203,7 @@ def test_a_run_of_the_command_line_is_killed_and_goes_on_with_other_devices(tmp_
     every = ("trainer.steps=5", "trainer.checkpoint_every=2", "log.mismatch_every=0", "eval.every=2")
     price = ("ledger.price_per_device_hour=2.5", "ledger.devices=2")
     began = time.time()
-    process = ostinato("train", "quickstart", *sizes, *every, *price)
+    process = ostinato("train", "quickstart", "model.dtype=float32", *sizes, *every, *price)
     folder = waited_for(tmp_path, steps=3)
     process.kill()
     process.communicate(timeout=60)

@@ -113,7 +113,7 @@ def test_a_rank_is_ready_before_groups_are_made_and_not_before_its_part_is_there
     load = parts.load_decoder
     monkeypatch.setattr(parts, "load_decoder", loaded)
     monkeypatch.setattr(parts, "Mesh", grouped)
-    recipe = Recipe.load("quickstart", "parallel.layout=d2", "model.device=cpu")
+    recipe = Recipe.load("quickstart", "parallel.layout=d2", "model.device=cpu", "model.dtype=float32")
     with pytest.raises(Enough):
         new_sharded_trainer(recipe, 1, ready=lambda: told.append("ready"))
     assert told == ["loaded", "ready", "groups"]

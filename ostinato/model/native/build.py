@@ -14,18 +14,24 @@ import torch
 from ostinato.compiler import BuildError, NativeCode, build, load
 from ostinato.isa import flags
 
-__all__ = ["BuildError", "load_library"]
+__all__ = ["BuildError", "library", "load_library"]
 
 SOURCES = ("gemm.cpp", "rows.cpp", "attention.cpp", "moe.cpp", "step.cpp", "sampler.cpp")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast")
 
 
-def load_library() -> ctypes.CDLL:
-    """The compiled kernels, built if this machine has not built this source before. Raises BuildError."""
+def library() -> Path:
+    """The file of the compiled kernels, named by a fingerprint of all that decides their code; built if this
+    machine has not built this source before. Raises BuildError."""
     options = (*FLAGS, *flags())
-    library = build(NativeCode(name="kernels", folder=Path(__file__).parent, sources=SOURCES, flags=options))
+    return build(NativeCode(name="kernels", folder=Path(__file__).parent, sources=SOURCES, flags=options))
+
+
+def load_library() -> ctypes.CDLL:
+    """The compiled kernels, built where necessary. Raises BuildError."""
+    built = library()
     load(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
-    return load(library)
+    return load(built)
 
 
 def _openmp_runtime() -> Path:

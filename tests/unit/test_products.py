@@ -1,0 +1,135 @@
+"""The choice of a dtype: what is measured, what is kept and what is said, whatever this machine is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.cli.dtype import resolved
+from ostinato.config import Recipe, dump_toml
+from ostinato.engine import products
+from ostinato.engine.products import Seconds, choose, kept_file, measure, seconds_by_dtype, warning
+from ostinato.files import atomic_write, read_cached
+from ostinato.model.config import ModelConfig, read_config
+from ostinato.model.flops import FlopModel, Work
+from ostinato.model.named import model_folder
+from ostinato.model.ops import TORCH_OPS
+from ostinato.run import RunFolder
+
+HOW: dict[str, Any] = {"native": False, "fp32_head": True}
+
+
+@pytest.fixture
+def config() -> ModelConfig:
+    return read_config(model_folder("asset:seed-moe"))
+
+
+def keep(config: ModelConfig, text: str) -> None:
+    """Put ``text`` where the figures of ``config`` are kept."""
+    file = kept_file(products.products(config), "torch", fp32_head=True)
+    atomic_write(file, text)
+
+
+def figures(wide: tuple[float, float], narrow: tuple[float, float], *, busy: object = False) -> str:
+    """(sampled, trained) of float32 and of bfloat16."""
+    named = {"float32": wide, "bfloat16": narrow}
+    tree = {name: {"sampled": pair[0], "trained": pair[1]} for name, pair in named.items()}
+    return json.dumps({"busy": busy, **tree})
+
+
+def test_the_products_are_all_of_a_tokens_forward(config: ModelConfig) -> None:
+    """Their FLOPs are those of ``model.flops`` but for router, mixing and attention's pairs."""
+    found = 0.0
+    for product in products.products(config):
+        *_, last, inputs = product.shape
+        found += 2.0 * product.count * last * inputs * (3 * product.top_k or product.shape[0] / last)
+    rates = FlopModel.of(config, None).forward(Work(tokens=1, logits=1))
+    moe = config.moe
+    assert moe is not None
+    router = 2.0 * len(moe.layers) * config.hidden_size * moe.num_experts
+    mixing = 2.0 * len(moe.layers) * config.hidden_size * moe.top_k
+    assert found == rates - router - mixing
+
+
+def test_every_product_is_timed_in_both_dtypes(config: ModelConfig) -> None:
+    found = measure(products.products(config), TORCH_OPS, TORCH_OPS, fp32_head=True, budget_s=0.0)
+    assert all(one.sampled > 0 and one.trained > 0 for one in found.values())
+    assert set(found) == {"float32", "bfloat16"}
+
+
+def test_what_is_kept_decides_and_is_told(config: ModelConfig, own_cache: Path) -> None:
+    keep(config, figures((1e-6, 1e-6), (1.2e-6, 7.1e-6)))
+    chosen = choose(config, device="cpu", **HOW)
+    assert chosen.dtype == "float32"
+    assert chosen.reason.endswith("bfloat16 would be 7.1x slower in training and 1.2x slower in sampling")
+    assert "bfloat16 would be 7.1x" in warning(config, "bfloat16", **HOW)
+    assert warning(config, "float32", **HOW) == ""
+    lines: list[str] = []
+    recipe = Recipe.parse({"model": {"fp32_head": True}, "engine": {"native": False}})
+    assert resolved(recipe, lines.append).model.dtype == "float32"
+    assert lines == [f"model.dtype auto: float32; {chosen.reason}"]
+    keep(config, figures((3e-6, 3e-6), (1e-6, 1e-6)))
+    assert choose(config, device="cpu", **HOW).dtype == "bfloat16"
+    keep(config, figures((1.05e-6, 1e-6), (1e-6, 1e-6)))
+    assert choose(config, device="cpu", **HOW).dtype == "float32", "a gain of 2 % is no reason to round"
+
+
+def test_a_dtype_that_is_written_is_obeyed_with_a_line_where_it_is_much_slower(
+    config: ModelConfig, own_cache: Path
+) -> None:
+    keep(config, figures((1e-6, 1e-6), (1.2e-6, 7.1e-6)))
+    tree = {"model": {"fp32_head": True, "dtype": "bfloat16"}, "engine": {"native": False}}
+    lines: list[str] = []
+    assert resolved(Recipe.parse(tree), lines.append, warn=True).model.dtype == "bfloat16"
+    assert "model.dtype bfloat16" in lines[0] and "7.1x slower in training" in lines[0]
+    tree["model"] |= {"dtype": "float32"}
+    assert resolved(Recipe.parse(tree), lines.append, warn=True).model.dtype == "float32"
+    assert len(lines) == 1
+
+
+def test_a_run_that_goes_on_keeps_its_dtype_and_full_training_is_fp32(tmp_path: Path) -> None:
+    """Neither measures: the run folder's recipe has the dtype, and parameters are trained in fp32."""
+    recipe = Recipe.parse({})
+    assert recipe.model.dtype == "auto"
+    run = RunFolder.create(tmp_path / "run", dump_toml(Recipe.parse({"model": {"dtype": "bfloat16"}})))
+    assert resolved(recipe, run=run.path).model.dtype == "bfloat16"
+    assert resolved(Recipe.parse({"adapter": {"kind": "full"}})).model.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"busy": false}', "[" * 100_000, '{"busy": false, "float32": 1, "bfloat16": 2}']
+    + [figures((1e-6, value), (1e-6, 1e-6)) for value in (0.0, -1.0, float("nan"), float("inf"))]
+    + [figures((1e-6, 1e-6), (1e-6, 1e-6), busy=None)],
+)
+def test_a_spoilt_cache_is_measured_anew(config: ModelConfig, own_cache: Path, text: str) -> None:
+    """Anybody may write into a cache: a bad thread cache once ended runs in KeyError or OverflowError."""
+    keep(config, text)
+    lines: list[str] = []
+    (file,) = own_cache.rglob("products-*.json")
+    assert read_cached(file, products.parsed, lines.append) is None
+    assert len(lines) == 1 and "is not used" in lines[0]
+
+
+def test_figures_of_a_busy_machine_hold_until_it_is_quiet(config: ModelConfig, own_cache: Path) -> None:
+    keep(config, figures((1.0, 1.0), (2.0, 2.0), busy=True))
+    found = seconds_by_dtype(config, **HOW, budget_s=0.0, busy=True)
+    assert found["bfloat16"] == Seconds(sampled=2.0, trained=2.0)
+    assert seconds_by_dtype(config, **HOW, budget_s=0.0, busy=False) != found
+
+
+def test_what_is_measured_is_kept_and_anything_else_is_another_measurement(
+    config: ModelConfig, own_cache: Path
+) -> None:
+    """What was kept for one model, one head and one instruction set is not taken for another."""
+    found = seconds_by_dtype(config, **HOW, budget_s=0.0, busy=False)
+    assert seconds_by_dtype(config, **HOW, budget_s=0.0) == found
+    wanted = products.products(config)
+    wider = products.products(dataclasses.replace(config, intermediate_size=2 * config.intermediate_size))
+    others = ((wanted, "torch"), (wanted, "kernels-1"), (wider, "torch"))
+    files = {kept_file(*which, fp32_head=True) for which in others}
+    assert len(files | {kept_file(wanted, "torch", fp32_head=False)}) == 4
