@@ -39,7 +39,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
-PRELOADED = ("numpy", "torch", "torch.distributed", "pytest", "hypothesis")
+# torch._dynamo and its sympy: an optimizer imports them at its first step, 2 CPU seconds in every rank
+PRELOADED = ("numpy.random", "torch._dynamo", "torch.distributed", "pytest", "hypothesis")
 # before torch is imported; gloo would otherwise ask a resolver for the name of this host
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
 GRACE_S = 1.0  # for the other ranks to fail by themselves, once one has
