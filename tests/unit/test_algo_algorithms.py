@@ -170,6 +170,7 @@ def test_a_coefficient_without_its_tensor_is_refused() -> None:
         policy_loss(algorithm("grpo", entropy_coef=0.1), *args, num_samples=2, entropy=torch.ones(3))
 
 
+@pytest.mark.slow
 def test_bypass_and_decoupled_agree_on_the_first_minibatch() -> None:
     """Ratio to the sampler, or ratio 1 to the trainer times the sampler's correction: one gradient.
 

@@ -54,6 +54,7 @@ def test_by_hand() -> None:
         assert [float(x) for x in got] == pytest.approx([math.log(p), entropy], rel=1e-6)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 9), st.sampled_from([0.5, 1.0, 1.7]))
 def test_both_equal_the_naive_computation(chunk: int, temperature: float) -> None:
     """Values and gradients of a random function of logprobs and entropy, for every chunk size."""

@@ -70,6 +70,7 @@ def in_parts(sizes: list[int], run: Callable[[int, Vocabulary], Any]) -> tuple[l
         return [*pool.map(run, range(len(sizes)), parts)], meeting.calls
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([[11], [6, 5], [1, 10], [3, 4, 4]]),

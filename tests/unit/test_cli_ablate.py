@@ -225,6 +225,7 @@ def _run_in_main(jobs: Sequence[Job]) -> list[State]:
 # -- what is kept and told
 
 
+@pytest.mark.slow
 def test_what_is_kept_gives_the_same_page_byte_for_byte(kept: Path, tmp_path: Path) -> None:
     rows = read_kept(kept)
     again = tmp_path / "again.jsonl"
@@ -240,6 +241,7 @@ def test_what_is_kept_gives_the_same_page_byte_for_byte(kept: Path, tmp_path: Pa
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_what_people_wrote_on_the_page_stays(kept: Path, tmp_path: Path) -> None:
     page = tmp_path / "loo.md"
     page.write_text(
@@ -255,6 +257,7 @@ def test_what_people_wrote_on_the_page_stays(kept: Path, tmp_path: Path) -> None
     assert "a \\| pipe" in text
 
 
+@pytest.mark.slow
 def test_the_table_of_the_paper(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ostinato("ablate", kept, "--json", "-", "--html", tmp_path / "page.html") == 0
     result = strict(capsys.readouterr().out)

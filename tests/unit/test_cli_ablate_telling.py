@@ -175,6 +175,7 @@ def test_kept_scores_are_those_that_are_asked_for(asked: Measure, message: str, 
         own_law.read_sources([path], asked)
 
 
+@pytest.mark.slow
 def test_the_options_reach_the_kept_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.jsonl"
     write_kept(path, [row | {"metric": "reward", "low": -1.0} for row in rows_of(REFERENCE, OTHER)])

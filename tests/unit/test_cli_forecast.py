@@ -137,6 +137,7 @@ def test_what_a_curve_does_not_carry_is_not_told(run: Series, words: str) -> Non
         assert sorted(numbers(row)) == sorted(numbers(known))
 
 
+@pytest.mark.slow
 @given(st.floats(0.2, 8), st.integers(3, 15), st.integers(0, 5), st.floats(0.5, 20))
 @settings(max_examples=20, deadline=None)
 def test_every_row_is_json_with_ordered_quantiles(reach: float, n: int, seed: int, times: float) -> None:
@@ -195,6 +196,7 @@ def recipe_of(**forecast: Any) -> Recipe:
     return Recipe.parse({**tree, "forecast": forecast})
 
 
+@pytest.mark.slow
 def test_budgets_and_axes(tmp_path: Path) -> None:
     """Given, or that of trainer.steps at the mean cost so far; counted in what the recipe says."""
     recipe = recipe_of()
@@ -306,6 +308,7 @@ def test_other_sets_and_the_exported_policy_are_not_on_the_curve(tmp_path: Path)
     assert look(recipe, run, 1500) == row
 
 
+@pytest.mark.slow
 def test_a_stop_is_asked_for_where_it_was_wanted_and_heard_again_after_a_restart(tmp_path: Path) -> None:
     """The rows are those of an uninterrupted run, wherever the run was killed and however often it looks."""
     recipe, heard = recipe_of(stop=True, min_gain=0.02), Heard()
@@ -325,6 +328,7 @@ def test_a_stop_is_asked_for_where_it_was_wanted_and_heard_again_after_a_restart
     assert len(list(run.forecast.rows())) == 3
 
 
+@pytest.mark.slow
 def test_a_plateau_early_in_the_run_does_not_end_it(tmp_path: Path) -> None:
     """A curve of two phases, 0.2 to 0.4 and later to 0.7, was ended at evaluation 12 of 40 with "A 0.403
     [0.394, 0.412]": one look on a plateau was enough, however little had been spent."""

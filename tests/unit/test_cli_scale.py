@@ -55,6 +55,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 # -- one curve
 
 
+@pytest.mark.slow
 def test_a_fit_tells_intervals_beside_three_other_views(
     long: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_fit_tells_intervals_beside_three_other_views(
     assert "device-hours" in text and "profile likelihood" in text and "rolling-origin error" in text
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_curve_and_what_its_ceiling_hangs_on(long: Path, tmp_path: Path) -> None:
     assert scale("forecast", long, "--at", "50k", "--html", tmp_path / "page.html") == 0
     written = (tmp_path / "page.html").read_text()
@@ -121,6 +123,7 @@ def test_a_forecast_and_the_compute_for_a_target(long: Path, capsys: pytest.Capt
     assert "never" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_later_evaluations_are_held_against_the_fit(long: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = answered(capsys, "fit", long, "--until", "9k")
     assert found["window"][1] <= 9000 and found["later"]["alarm"] is None
@@ -248,6 +251,7 @@ def test_a_pilot_is_as_long_as_its_width_needs(tmp_path: Path, capsys: pytest.Ca
     assert "fewer than 5 evaluations" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_validation_counts_what_was_covered(
     both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +274,7 @@ def test_a_validation_counts_what_was_covered(
 # -- the books
 
 
+@pytest.mark.slow
 def test_a_ledger_that_a_kill_has_torn_is_read_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +290,7 @@ def test_a_ledger_that_a_kill_has_torn_is_read_and_reported(
     assert code == 0 and found["runs"][0]["steps"] == 20
 
 
+@pytest.mark.slow
 def test_a_run_folder_is_fitted_over_its_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = new_run(tmp_path / "run")
     page = tmp_path / "page.html"

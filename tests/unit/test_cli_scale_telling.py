@@ -57,6 +57,7 @@ COMMANDS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CURVES)
 def test_every_answer_is_strict_json(name: str, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command, *options in COMMANDS:

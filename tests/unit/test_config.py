@@ -228,6 +228,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(
     params=st.dictionaries(KEYS, VALUES, max_size=4),
     lr=st.floats(1e-12, 1e3),

@@ -86,6 +86,7 @@ def test_right_drafts_save_passes_and_change_nothing(tree: bool) -> None:
     assert ours.counters.accepted == 84 and ours.counters.decoded == 96
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_whatever_is_drafted_the_tokens_are_the_same(data: st.DataObject) -> None:

@@ -140,6 +140,7 @@ def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels, dtyp
     tight._cache.check([])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "step_tokens"), [(9, 2048), (7, 9), (8, 40)])
 def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens: int) -> None:
     """It stood in no book: 64 answers in a pool for a third of them were preempted 47 times, and the passes

@@ -85,6 +85,7 @@ native_only = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @native_only
 @settings(max_examples=20, deadline=None)
 @given(cuts=st.lists(st.integers(0, 18), min_size=1, max_size=3), step_tokens=st.sampled_from([7, 40, 2048]))

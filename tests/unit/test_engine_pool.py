@@ -42,6 +42,7 @@ faults = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     workers=st.integers(1, 3),
@@ -78,6 +79,7 @@ def test_with_any_workers_placement_and_kills_the_answers_are_those_of_one_engin
     assert all(link.engine.most <= slots for lives in world.links.values() for link in lives)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     publishes=st.lists(st.floats(0, 40), max_size=5),
@@ -272,6 +274,7 @@ def test_an_answer_in_between_makes_losses_harmless() -> None:
     assert run(main())["workers/restarts"] >= 10
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     poisoned=st.sets(st.integers(0, 7), max_size=3),

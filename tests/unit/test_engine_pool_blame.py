@@ -25,6 +25,7 @@ def long_answer(tokens: int) -> Request:
     return next(one for siblings in groups for one in siblings if len(expected(one)) > tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @example(workers=1, placement=None, slots=16, at_once=True)
 @example(workers=3, placement=None, slots=16, at_once=True)

@@ -159,6 +159,7 @@ def test_eight_turns_run_every_token_once(kernels: Kernels | None) -> None:
     np.testing.assert_array_equal(talk.routes(), ran(talk.history, (rows, None)))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.tuples(LENGTHS, LENGTHS), min_size=2, max_size=5), seed=st.integers(0, 99))
 def test_turns_merged_are_one_capture(lengths: list[tuple[int, int]], seed: int) -> None:
@@ -174,6 +175,7 @@ def test_turns_merged_are_one_capture(lengths: list[tuple[int, int]], seed: int)
     assert ours.counters.prefilled + ours.counters.decoded == len(talk.history) - 1  # every row once
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(shared=st.integers(0, 40), own=st.tuples(LENGTHS, LENGTHS), answer=st.integers(1, 20))
 def test_a_hit_is_a_miss(shared: int, own: tuple[int, int], answer: int) -> None:
@@ -334,6 +336,7 @@ def test_a_policy_may_be_published_under_the_number_of_the_last_one() -> None:
     np.testing.assert_array_equal(routes, ran(tokens, (len(tokens) - 1, POLICIES[1])))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_nobody_is_handed_the_routes_of_another_policy(data: st.DataObject) -> None:

@@ -117,6 +117,7 @@ def test_an_empty_or_foreign_file_is_named(tmp_path: Path) -> None:
         read(jsonl(tmp_path / "rows.csv", "a,b"), "train")
 
 
+@pytest.mark.slow
 def test_parquet_reads_as_jsonl(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

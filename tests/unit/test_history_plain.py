@@ -243,6 +243,7 @@ TIGHT = replace(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 10**6),

@@ -172,6 +172,7 @@ def test_longest_is_the_longest_that_goes_on(said: list[Past], context: list[int
     assert span == (blocks.find(block, context[len(context) - length :]) if length else (0, 0))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(said=pasts(), context=st.lists(st.integers(-1, 2), min_size=1, max_size=90), data=st.data())
 def test_native_is_its_twin(

@@ -86,6 +86,7 @@ def test_who_takes_up_unpaid_groups_has_paid_for_them(tmp_path: Path) -> None:
     adds_up(bench, graders)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 1), st.booleans()), min_size=1, max_size=3),

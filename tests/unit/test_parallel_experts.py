@@ -79,6 +79,7 @@ def test_no_row_anywhere() -> None:
     assert not any(value.any() for value in found.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), unique=True, max_size=20),

@@ -411,6 +411,7 @@ class GoesWrong:
         return [Reward(value=float(value)) for value in right]
 
 
+@pytest.mark.slow
 def test_the_loop_tells_a_collapse_once_and_stops_where_it_was_asked_to(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "goes-on", steps=40, grader=GoesWrong(), max_empty_steps=99)
     assert bench.run().why is Finish.DONE
@@ -431,6 +432,7 @@ def test_the_loop_tells_a_collapse_once_and_stops_where_it_was_asked_to(tmp_path
     assert [row["step"] for row in stopped.folder.eval.rows()] == [0, alarm["step"]], "what it ended as"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_remembers_what_it_was_told_and_goes_on(tmp_path: Path) -> None:
     """To resume a run that stopped is to say that it shall go on: the same collapse stops it no more."""
     stops: dict[str, Any] = {"grader": GoesWrong(), "max_empty_steps": 99, "stop_on_collapse": True}

@@ -92,6 +92,7 @@ def test_without_staleness_it_is_the_synchronous_loop(tmp_path: Path, late: Late
     assert kept[0] == kept[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 4), st.sampled_from(list(Late)), st.integers(0, 10**6))
 def test_no_token_is_older_than_was_allowed(staleness: int, late: Late, seed: int) -> None:
@@ -128,6 +129,7 @@ def lives(path: Path, dies: Sequence[int], **changes: Any) -> list[Bench]:
     return benches
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=2),

@@ -62,6 +62,7 @@ def adds_up(rows: list[dict[str, Any]]) -> Summary:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 6), st.integers(1, 5), st.integers(1, 6))
 def test_compute_is_counted_when_the_device_computes_it(staleness: int, steps: int, ends: int) -> None:

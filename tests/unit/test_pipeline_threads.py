@@ -94,6 +94,7 @@ def same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_to_train_and_to_sample_at_once_is_to_do_one_after_the_other(

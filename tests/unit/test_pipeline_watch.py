@@ -388,6 +388,7 @@ gridded = st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES.values(), grid)), m
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(gridded)
 def test_the_watch_is_its_twin_over_whole_columns(rows: list[dict[str, Any]]) -> None:

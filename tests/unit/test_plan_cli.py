@@ -97,6 +97,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         run("plan", "kimi-k2", "--gpus", "8xH100-80")
 
 
+@pytest.mark.slow
 def test_planning_loads_no_torch() -> None:
     code = (
         "import sys\nfrom ostinato.cli.app import app\n"
@@ -127,6 +128,7 @@ def test_a_shared_base_says_what_it_needs() -> None:
     assert "needs an engine" not in run(*ARGUMENTS, *SHORT, "--share", "swapped")
 
 
+@pytest.mark.slow
 def test_factors_of_another_version_are_left_alone_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

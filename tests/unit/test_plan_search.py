@@ -158,6 +158,7 @@ def test_one_layout_may_be_asked_for() -> None:
         assert str(plan.arrangement.train.layout) == "d4e4" and str(plan.arrangement.rollout.layout) == "t4e4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpus", "adapter"),
     [
@@ -207,6 +208,7 @@ def test_a_layout_that_cannot_be_is_refused(asked: dict[str, str], words: str) -
             smallest(question(), Toy(), allowed)
 
 
+@pytest.mark.slow
 def test_pairs_that_cannot_win_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first that fit say when to stop, and all pairs together find nothing better."""
     seen, together = [0], planning._together

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ostinato.cli.forecast import outlook
 from ostinato.config import ForecastSection
 from ostinato.report import write_report
@@ -45,6 +47,7 @@ def charts_of(run: RunFolder) -> dict[str, Chart]:
     return {chart.key: chart for chart in section.charts}
 
 
+@pytest.mark.slow
 def test_the_curve_is_that_of_the_last_row(tmp_path: Path) -> None:
     run = foretold(tmp_path, 15)
     charts, last = charts_of(run), [*run.forecast.rows()][-1]
@@ -70,6 +73,7 @@ def test_what_is_not_identified_has_no_median_in_any_figure_or_cell(tmp_path: Pa
     assert table.lines[-1].cells[2].value.startswith("[") and table.lines[0].cells[2].value == "-"
 
 
+@pytest.mark.slow
 def test_of_a_curve_that_refutes_the_model_nothing_is_drawn(tmp_path: Path) -> None:
     run = foretold(tmp_path, 12)
     last = [*run.forecast.rows()][-1]

@@ -68,6 +68,7 @@ def test_a_picture_has_a_lane_for_each_worker_in_their_order() -> None:
     assert 0.5 < shown["lanes"][3]["used"] < 0.9
 
 
+@pytest.mark.slow
 def test_a_long_run_is_thinned_and_shown_closely_in_places() -> None:
     """Of 16 times as many spans as have room: the whole with the same seconds, and three closer looks."""
     steps = [Step(step=n, start=float(n), stop=n + 1.0) for n in range(2000)]

@@ -31,6 +31,7 @@ def pairs(draw: st.DrawFn) -> tuple[str, str, str, int, str]:
     return family, draw(layouts), draw(layouts), draw(st.integers(0, 4)), draw(st.sampled_from(list(SPECS)))
 
 
+@pytest.mark.slow
 @given(pairs())
 @settings(max_examples=60)
 def test_plans_move_what_is_lacking_and_no_more(case: tuple[str, str, str, int, str]) -> None:

@@ -168,6 +168,7 @@ def test_the_time_limit_rings_again_when_a_destructor_swallows_it() -> None:
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_gym_score_uses_the_rules_of_the_task() -> None:
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entry = reasoning_gym.create_dataset("chain_sum", seed=7, size=1)[0]

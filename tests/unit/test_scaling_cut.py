@@ -19,6 +19,7 @@ def run(last: float = 12_700, n: int = 20, seed: int = 0) -> Series:
     return simulated(SCALERL, np.linspace(last / n, last, n), sd=0.0045, seed=seed)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10_000))
 def test_a_curve_that_is_a_sigmoid_from_the_start_is_mostly_kept_whole(seed: int) -> None:

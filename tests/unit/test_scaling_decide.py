@@ -44,6 +44,7 @@ def test_a_price_that_the_gain_does_not_pay() -> None:
     assert found.gain is not None and terms.min_gain < found.gain.low < found.gain.high < 0.72
 
 
+@pytest.mark.slow
 def test_undecided_tells_when_it_will_be_settled() -> None:
     run = known(8_000, n=20, seed=1)
     found = decide(run, Terms(budget=60_000, min_gain=0.03))

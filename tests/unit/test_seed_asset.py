@@ -184,6 +184,7 @@ async def complete(engine: LocalEngine, requests: Sequence[Request]) -> list[Com
     return [found[index] for index in range(len(requests))]
 
 
+@pytest.mark.slow
 def test_it_starts_where_rl_has_room(renderer: Renderer) -> None:
     """A small sample of what the log says: wide bounds, so that only a broken checkpoint or engine fails."""
     engine = LocalEngine(load_model(FOLDER), decode=renderer.decode, kv_memory_mb=64)

@@ -66,6 +66,7 @@ def test_what_is_emitted_follows_the_policy_whatever_is_drafted(kind: str) -> No
     assert statistic < point
 
 
+@pytest.mark.slow
 def test_two_rules_that_look_right_are_not() -> None:
     """Both were published. The store is an older policy; the test that ours passes has to fail them."""
     p, q = policy(0), policy(0)

@@ -86,6 +86,7 @@ def test_the_floor_is_of_the_same_sequences_packed_otherwise() -> None:
         torch.testing.assert_close(again, trainer._forward(part, adapters, None)[0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_measured_at_the_first_step_and_every_few() -> None:
     decoder = decoder_of()
     batch = batch_of(samples_of(decoder, adapters_of(decoder)))
