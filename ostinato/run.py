@@ -2,7 +2,7 @@
 
     runs/<recipe>-<yyyymmdd-hhmmss>/
         recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl  drafts.jsonl
-        mismatch.jsonl  watch.jsonl  forecast.jsonl  timeline.jsonl
+        mismatch.jsonl  watch.jsonl  forecast.jsonl  timeline.jsonl  failed_rewards.jsonl
         checkpoints/  adapter/  history.bin  report.html
 
 Whole files are replaced (``atomic_write``, ``atomic_folder``): a reader sees the old one or the new one.
@@ -35,6 +35,7 @@ from ostinato.types import Group, Trajectory
 Row = Mapping[str, Any]
 STEP_FIRST = b'{"step":'  # what a row of a log begins with
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
+GREEDY_SET = "greedy"  # the same prompts at temperature 0, before and after training
 EARLY = ("vllm", "ranks")  # what may be there before the run: logs of what is started before any work
 
 
@@ -300,6 +301,7 @@ class RunFolder:
         self.drafts = Jsonl(path / "drafts.jsonl")
         self.mismatch = Jsonl(path / "mismatch.jsonl")
         self.watch = Jsonl(path / "watch.jsonl")
+        self.failed = Jsonl(path / "failed_rewards.jsonl")
         self.forecast = Jsonl(path / "forecast.jsonl")
         self.replan = Jsonl(path / "replan.jsonl")
         self.timeline = Jsonl(path / "timeline.jsonl")
@@ -340,6 +342,7 @@ class RunFolder:
         logs = (self.metrics, self.eval, self.drafts, self.mismatch, self.watch)
         for log in (*logs, self.forecast, self.replan, self.trajectories):
             log.keep(lambda row: row.get("step", step) <= step)
+        self.failed.keep(lambda row: row["step"] <= step and not row["stopped"])
 
 
 def new_run_path(root: Path, recipe: str, now: datetime | None = None) -> Path:

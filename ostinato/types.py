@@ -281,6 +281,7 @@ class Reward:
     value: float | None
     reason: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict)  # by reward function
+    failed: Mapping[str, str] = field(default_factory=dict)  # by function: what is wrong, and its traceback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -39,7 +39,7 @@ from ostinato.render import Renderer
 from ostinato.reward.verify import exact, numeric
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.play import Stage
-from ostinato.run import RunFolder
+from ostinato.run import MAIN_SET, RunFolder
 from ostinato.types import Group, Reward, Sampling
 
 Say = Callable[[str], None]
@@ -221,7 +221,8 @@ def overrides(setting: Setting, arm: str) -> tuple[str, ...]:
 
 def facts(folder: RunFolder) -> dict[str, Any]:
     """What a finished run comes to: over all steps, over the last ones, and its held-out score."""
-    rows, evals = list(folder.metrics.rows()), list(folder.eval.rows())
+    rows = list(folder.metrics.rows())
+    evals = [row for row in folder.eval.rows() if row.get("set", MAIN_SET) == MAIN_SET]
 
     def mean(name: str, some: Sequence[Mapping[str, Any]] = rows) -> float:
         return statistics.fmean(row[name] for row in some)

@@ -32,7 +32,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.engine.paged import block_bytes
 from ostinato.model.named import model_folder
 from ostinato.model.quantise import Weights, own_bytes, quantise
-from ostinato.run import RunFolder
+from ostinato.run import MAIN_SET, RunFolder
 from ostinato.types import Request, Sampling
 
 Say = Callable[[str], None]
@@ -114,7 +114,8 @@ def train(plan: Plan, weights: str, seed: int, logs: Path) -> RunFolder:
 def facts(folder: RunFolder) -> dict[str, Any]:
     """What a finished run comes to: median seconds of a step by part, solved answers per second, both without
     the first steps; and the held-out scores with their standard errors."""
-    rows, evals = list(folder.metrics.rows()), list(folder.eval.rows())
+    rows = list(folder.metrics.rows())
+    evals = [row for row in folder.eval.rows() if row["set"] == MAIN_SET]
     timed = rows[WARM_UP:] or rows
 
     def median(name: str) -> float:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -19,6 +19,7 @@ from ostinato.ledger import Event
 from ostinato.report.facts import estimate, seconds_text, si
 from ostinato.report.gantt import picture, steps_of
 from ostinato.report.reading import Row, RunData, main_scores, number
+from ostinato.report.verdicts import failed_rewards, unsolved
 from ostinato.run import RunFolder
 from ostinato.timeline import Span
 
@@ -61,12 +62,15 @@ class Follower:
             "metrics": Tail(run.metrics.path),
             "eval": Tail(run.eval.path),
             "watch": Tail(run.watch.path),
+            "failed_rewards": Tail(run.failed.path),
             "forecast": Tail(run.forecast.path),
             "ledger": Tail(run.ledger.path, last=LAST),
             "timeline": Tail(run.timeline.path, last=LAST),
         }
         self._curves = Curves()
-        self._rows: dict[str, deque[Row]] = {name: deque(maxlen=2000) for name in ("eval", "forecast")}
+        self._rows: dict[str, deque[Row]] = {
+            name: deque(maxlen=2000) for name in ("eval", "forecast", "failed_rewards")
+        }
         self._rows |= {"watch": deque(maxlen=ALARMS), "ledger": deque(maxlen=STEPS)}
         self._spans: deque[Span] = deque(maxlen=SPANS)
         self._beat: Beat | None = None
@@ -139,6 +143,7 @@ class Follower:
             "tiles": self.tiles(),
             "workers": workers(self._run.path / "workers.json", live=self.status()["tone"] == Tone.LIVE),
             "alarms": [_alarm(row) for row in reversed(self._rows["watch"])],
+            "failed": [asdict(one) for one in failed_rewards(self._rows["failed_rewards"])],
             "forecast": next((str(row.get("sentence", "")) for row in reversed(self._rows["forecast"])), ""),
             "metrics": self._curves.names,
             "notes": self.notes(),
@@ -188,10 +193,15 @@ class Follower:
                 found.append({"name": name, "value": form(last[key]), "note": note})
 
         tile("reward", "reward", "{:.3f}".format)
-        if scored := estimate(self.data.evals[-1], "pass@1") if self.data.evals else None:
-            span = f"[{scored.interval[0]:.3f}, {scored.interval[1]:.3f}]" if scored.interval else ""
-            note = f"{span} at step {self.data.evals[-1]['step']}"
-            found.append({"name": "held-out pass@1", "value": f"{scored.value:.3f}", "note": note})
+        for name, rows, key in (
+            ("held-out pass@1", self.data.evals, "pass@1"),
+            ("held-out reward", self.data.evals, "reward"),
+            ("held-out pass@1, greedy", self.data.greedy, "pass@1"),
+        ):
+            if rows and (scored := estimate(rows[-1], key)):
+                span = f"[{scored.interval[0]:.3f}, {scored.interval[1]:.3f}]" if scored.interval else ""
+                note = f"{span} at step {rows[-1]['step']}".strip()
+                found.append({"name": name, "value": f"{scored.value:.3f}", "note": note})
         tile("tokens/s", "tokens_per_s", si)
         tile("a step", "step_time", seconds_text)
         tile("entropy", "entropy", "{:.3g}".format, "nats")
@@ -203,7 +213,8 @@ class Follower:
 
     def notes(self) -> list[str]:
         """What a reader should know of the reading itself."""
-        said: list[str] = []
+        why = unsolved(self.data.evals)
+        said = [f"{why[0].upper()}{why[1:]}."] if why else []
         for name, log in self._logs.items():
             if log.left:
                 said.append(f"{name}.jsonl is being read: {si(log.left)}B are left")

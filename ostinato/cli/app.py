@@ -1,6 +1,7 @@
 """The ``ostinato`` command: arguments in, exit codes out.
 
-0 done; 1 a failure while running; 2 something the user wrote, told in one sentence before work starts;
+0 done; 1 a failure while running; 2 something the user wrote, told in one sentence before work starts, or
+at the first evaluation or step where a reward function has never worked;
 130 and 143 a run that was saved and stopped by Ctrl-C or SIGTERM.
 """
 
@@ -290,7 +291,8 @@ def doctor(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit. Errors that have a name are one sentence on stderr.
+    """Run the command line and exit. Errors that have a name are one sentence on stderr, under the notes of
+    the exception (the traceback of a user's own function).
 
     A ValueError is the user's (exit code 2), RunFailed a run's and OSError the machine's (1); the rest is
     ours and keeps its traceback.
@@ -305,5 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, RunFailed, OSError) as error:
         if len(kept) < len(given):
             raise
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
         print("ostinato:", " ".join(str(error).splitlines()), file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)

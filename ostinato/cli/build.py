@@ -28,6 +28,7 @@ from ostinato.cli.forecast import new_forecaster
 from ostinato.cli.graders import new_grader
 from ostinato.cli.models import load_decoder, newest_checkpoint
 from ostinato.cli.parts import Say, check, new_engine, shares
+from ostinato.cli.solved import check_solvable, solved_at
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.env.dialogue import Dialogue, resolve_tools
@@ -78,6 +79,7 @@ class Prepared:
     downstream: Mapping[str, Sequence[Prompt]]  # by name of the set
     tool_counters: Counter[str] = dataclasses.field(default_factory=Counter)
     left_open: Sequence[str] = ()  # what reward.isolation cannot prevent on this machine, in words
+    warnings: Sequence[str] = ()  # of the dry run of rewards; a sentence, and lines under it
 
     def __enter__(self) -> Prepared:
         return self
@@ -89,6 +91,7 @@ class Prepared:
 def prepare(recipe: Recipe, *, training: bool) -> Prepared:
     """Load what the recipe names and find what is wrong with it. A context: it ends the reward workers."""
     check(recipe)
+    check_solvable(recipe.reward)
     folder = model_folder(recipe.model.path)
     renderer = Renderer(folder)
     train_prompts = prompts(recipe, "train", recipe.task.n_train or None) if training else []
@@ -100,9 +103,13 @@ def prepare(recipe: Recipe, *, training: bool) -> Prepared:
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
     check_lengths(recipe, [*train_prompts, *scored], renderer, decoder.config.max_positions)
     grader = new_grader(recipe)
+
+    def encode(text: str) -> list[int]:
+        return renderer.encode(text).tolist()
+
     try:
-        for prompts_of_set in (eval_prompts, *downstream.values()):
-            grader.check(prompts_of_set[0])
+        sets = [rows for rows in (train_prompts, eval_prompts, *downstream.values()) if rows]
+        found = [warning for rows in sets for warning in grader.check(rows[0], encode)]
     except BaseException:
         grader.close()
         raise
@@ -116,6 +123,7 @@ def prepare(recipe: Recipe, *, training: bool) -> Prepared:
         eval_prompts=eval_prompts,
         downstream=downstream,
         left_open=grader.left_open,
+        warnings=list({warning.partition("\n")[0]: warning for warning in found}.values()),
     )
 
 
@@ -227,7 +235,7 @@ def new_evaluations(prepared: Prepared) -> list[Evaluation]:
         prepared.eval_prompts,
         prepared.downstream,
         stop_tokens=prepared.renderer.stop_tokens,
-        solved_at=solved_at(prepared.recipe),
+        solved_at=solved_at(prepared.recipe.reward),
         weights=eval_weights(prepared.recipe),
     )
 
@@ -254,15 +262,6 @@ async def score_exported(
     return row | {"exported": True, "spent": spent_in_steps(state.step, state.totals)}
 
 
-def solved_at(recipe: Recipe) -> float:
-    """The reward from which an answer is solved: the recipe's own, or full marks of every function with a
-    positive weight."""
-    if recipe.reward.solved_at != "full":
-        return recipe.reward.solved_at - 1e-6
-    weights = recipe.reward.weights or (1.0,) * len(recipe.reward.functions)
-    return sum(weight for weight in weights if weight > 0) - 1e-6
-
-
 def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
     """``answer_tokens``: of the longest answer of a turn."""
     return Plan(
@@ -277,7 +276,7 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         late=Late(recipe.pipeline.late),
         watch_s=recipe.pipeline.watch_s,
         seed=recipe.seed,
-        solved_at=solved_at(recipe),
+        solved_at=solved_at(recipe.reward),
         solved_for_good=recipe.rollout.solved_for_good,
         eval_at_start=recipe.eval.at_start,
         checkpoint_every=recipe.trainer.checkpoint_every,
@@ -386,3 +385,4 @@ def introduction(prepared: Prepared, adapters: Adapters | None) -> Iterator[str]
         yield f"rewards      can {can} on this machine (reward.isolation, docs/security.md)"
     moe = decoder.num_moe_layers > 0
     yield from (f"note         {caveat}" for caveat in caveats(recipe, chosen, moe=moe))
+    yield from (f"warning      {warning}" for warning in prepared.warnings)

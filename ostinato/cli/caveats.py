@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ostinato.algo.algorithms import Algorithm, Anchor, Loss
 from ostinato.algo.offpolicy import Correction
 from ostinato.cli import vllm
+from ostinato.cli.solved import several_full_marks
 from ostinato.config import Recipe
 
 
@@ -19,6 +20,7 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
             f"{used} cut what is sampled from: log-probabilities, entropy and gradients are over the tokens "
             "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
         )
+    yield from several_full_marks(recipe.reward)
     yield from _of_weights(recipe)
     if recipe.engine.backend == "vllm":
         yield from vllm.notes(recipe)

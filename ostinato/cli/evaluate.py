@@ -13,12 +13,14 @@ from ostinato.cli.models import recipe_of
 from ostinato.cli.policy import trained
 from ostinato.cli.progress import Row, interval
 from ostinato.engine import threads
-from ostinato.run import MAIN_SET
+from ostinato.report.verdicts import unsolved
+from ostinato.run import GREEDY_SET, MAIN_SET
 
 
 def evaluate(target: str, overrides: Sequence[str]) -> None:
-    """Print pass@1 (and pass@k where k > 1) of the last policy of a run, or of an untrained model, on the
-    main set and on each downstream one.
+    """Print pass@1 (and pass@k where k > 1) and mean reward of the last policy of a run, or of an untrained
+    model, on the main set, the same one greedily, and each downstream one. Raises RewardFails, a ValueError,
+    where a reward function gives no verdict to any answer of a set.
 
     It computes with the model's own weights, as what is exported does, whatever the run sampled with; the
     override ``engine.weights=...`` scores a sampler of others.
@@ -28,26 +30,34 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
     threads.configure_early(recipe.engine.threads, say=say)
     recipe = resolved(recipe, say)
     from ostinato.cli import build, parts
-    from ostinato.pipeline.evaluate import evaluate as measure
+    from ostinato.pipeline.evaluate import evaluate_groups as measure
+    from ostinato.pipeline.failed import failures, refuse
 
     with build.prepare(recipe, training=False) as prepared:
         step, adapters = trained(recipe, run, prepared.decoder) if run else (0, None)
         engine = parts.new_engine(recipe, prepared.decoder, prepared.renderer, say)
         engine.publish(adapters, step)
         stage = build.new_stage(prepared, engine, prepared.grader)
+        for warning in prepared.warnings:
+            say(f"warning: {warning}")
         weights = "" if recipe.engine.weights == "model" else f", {recipe.engine.weights} weights"
         for evaluation in build.new_evaluations(prepared):
-            row = asyncio.run(measure(stage, evaluation, step))
-            of = f"{row['split']} split" if row["set"] == MAIN_SET else row["set"]
-            say(f"{target} after {step} steps{weights}, {of}, {row['n']} prompts, {row['seconds']:.1f} s")
+            row, groups = asyncio.run(measure(stage, evaluation, step))
+            refuse(failures(groups), f"the evaluation of the set {evaluation.name}")
+            of = {MAIN_SET: f"{row['split']} split", GREEDY_SET: f"{row['split']} split, greedy"}
+            name = of.get(row["set"], row["set"])
+            say(f"{target} after {step} steps{weights}, {name}, {row['n']} prompts, {row['seconds']:.1f} s")
             tell(row, say)
 
 
 def tell(row: Row, say: Callable[[str], None]) -> None:
-    """A row of eval.jsonl in two or three lines."""
+    """A row of eval.jsonl in a few lines."""
     say(f"pass@1  {interval(row, 'pass@1')}")
     if row["k"] > 1:
         say(f"pass@{row['k']}  {interval(row, 'pass@k')}")
+    say(f"reward  {interval(row, 'reward')} (mean)")
+    if why := unsolved([row]):
+        say(f"warning: {why}")
     if row["excluded"]:
         why = [f"{row[key]:.0f} {key}" for key in row if key.startswith("faults/")]
         say(f"{row['excluded']} prompts without enough verdicts were left out ({', '.join(why)})")

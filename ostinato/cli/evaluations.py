@@ -1,15 +1,17 @@
-"""What a run is scored on: the held-out set, and the downstream sets of ``[eval.downstream.NAME]``."""
+"""What a run is scored on: the held-out set, the same one greedily, and the downstream sets of
+``[eval.downstream.NAME]``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ostinato.config import DownstreamSection, Recipe
 from ostinato.env.tasks import check_disjoint, load_tasks
-from ostinato.every import Every
+from ostinato.every import NEVER, Every
 from ostinato.pipeline.evaluate import Evaluation
-from ostinato.run import MAIN_SET
+from ostinato.run import GREEDY_SET, MAIN_SET
 from ostinato.types import Prompt, Sampling
 
 
@@ -47,7 +49,8 @@ def evaluations(
     solved_at: float,
     weights: str,
 ) -> list[Evaluation]:
-    """The main evaluation on ``prompts``, then those on ``downstream``, in the order of the recipe."""
+    """The main evaluation on ``prompts``; unless it is greedy itself, one greedy answer to each of them
+    before and after training; then those on ``downstream``, in the order of the recipe."""
 
     def made(name: str, prompts: Sequence[Prompt], split: str, k: int, every: int | str) -> Evaluation:
         return Evaluation(
@@ -75,10 +78,18 @@ def evaluations(
         stop_strings=rollout.stop,
     )
     others = [(name, main.downstream[name], rows) for name, rows in downstream.items()]
+    sampled = made(MAIN_SET, prompts, main.split, main.k, main.every)
     return [
-        made(MAIN_SET, prompts, main.split, main.k, main.every),
+        sampled,
+        *([greedy(sampled)] if sampling.temperature else []),
         *(made(name, rows, each.split, each.k, each.every) for name, each, rows in others),
     ]
+
+
+def greedy(sampled: Evaluation) -> Evaluation:
+    """One answer at temperature 0 to each prompt of ``sampled``, before and after training."""
+    one = {"samples": 1, "k": 1, "start_factor": 1, "every": NEVER}
+    return replace(sampled, name=GREEDY_SET, sampling=replace(sampled.sampling, temperature=0.0), **one)
 
 
 def rules(recipe: Recipe) -> str:

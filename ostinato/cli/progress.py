@@ -17,10 +17,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ostinato.inputs import escaped
-from ostinato.run import MAIN_SET
+from ostinato.report.verdicts import unsolved
+from ostinato.run import GREEDY_SET, MAIN_SET
 
 Row = Mapping[str, Any]
 Z95 = 1.959964  # two-sided 95 % of the normal distribution
+LABELS = {MAIN_SET: "held-out", GREEDY_SET: "held-out greedy"}
 
 
 _ODD_STEPS = {"refused_step": "step refused", "empty_step": "nothing to learn from"}
@@ -62,14 +64,17 @@ class Monitor:
 
     def evaluated(self, row: Row) -> None:
         """A row of eval.jsonl."""
-        score, name = interval(row, "pass@1"), row["set"]
-        label = "held-out" if name == MAIN_SET else name
-        self._scores[name] = f"{label} {score}"
-        self.say(f"step {row['step']}: {label} pass@1 {score} on {row['n']} prompts")
+        name = row["set"]
+        label, first = LABELS.get(name, name), name not in self._scores
+        if name != GREEDY_SET:
+            self._scores[name] = f"{label} {interval(row, 'pass@1')} (reward {_number(row, 'reward')})"
+        self.say(f"step {row['step']}: {label} {scores(row)} on {row['n']} prompts")
+        if name == MAIN_SET and first and (row.get("reward_max") or 0) > 0 and (why := unsolved([row])):
+            self.say(f"warning      {why}")
 
     def exported(self, row: Row) -> None:
         """A row of eval.jsonl with the model's weights, of a run that samples with others."""
-        told = f"held-out pass@1 {interval(row, 'pass@1')} on {row['n']} prompts"
+        told = f"held-out {scores(row)} on {row['n']} prompts"
         self.say(f"step {row['step']}: the policy as exported, with the model's weights: {told}")
 
     def say(self, line: str) -> None:
@@ -108,8 +113,14 @@ def remaining(elapsed_s: float, done: int, left: int) -> str:
     return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
 
 
+def scores(row: Row) -> str:
+    """pass@1 with its interval, and the mean reward beside it."""
+    return f"pass@1 {interval(row, 'pass@1')}, mean reward {_number(row, 'reward')}"
+
+
 def bounds(row: Row, name: str) -> tuple[float, float] | None:
-    """95 % interval of a share by Wilson's score (1927), which holds at 0 and 1 too; None without an error.
+    """95 % interval of a share by Wilson's score (1927), which holds at 0 and 1 too, and of the mean reward
+    by the normal distribution; None without an error.
 
     The standard error is over prompts, so it is turned into the number of independent answers that would
     have it; where it is 0 (all prompts alike) that number is ``n``.
@@ -117,6 +128,8 @@ def bounds(row: Row, name: str) -> tuple[float, float] | None:
     value, error = row.get(name), row.get("stderr" if name == "pass@1" else f"{name}_stderr")
     if value is None or error is None or not math.isfinite(value + error):
         return None
+    if name == "reward":
+        return value - Z95 * error, value + Z95 * error
     n = value * (1 - value) / error**2 if error > 0 else row["n"]
     middle = (value + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
     half = Z95 / (1 + Z95**2 / n) * math.sqrt(value * (1 - value) / n + Z95**2 / (4 * n**2))
@@ -129,20 +142,27 @@ def interval(row: Row, name: str) -> str:
     return _number(row, name) + (f" [{limits[0]:.3f}, {limits[1]:.3f}]" if limits else "")
 
 
-def before_after(before: Row | None, after: Row) -> Table:
-    """The table at the end of a run: held-out score before and after, with 95 % intervals."""
+def before_after(
+    before: Row | None, after: Row, greedy: tuple[Row | None, Row | None] = (None, None)
+) -> Table:
+    """The table at the end of a run: held-out scores before and after, with 95 % intervals; ``greedy`` are
+    those of one answer at temperature 0 to each prompt."""
     title = f"held-out score on {after['n']} prompts (95 % interval)"
     table = Table("", "before", "after", "change", title=title)
-    for name in ("pass@1", "pass@k") if after.get("k", 1) > 1 else ("pass@1",):
-        label = name.replace("k", str(after.get("k", "k")))
-        old = interval(before, name) if before else "not measured"
-        table.add_row(label, old, interval(after, name), _change(before, after, name))
+    k = after.get("k", 1)
+    lines = [("pass@1", "pass@1", before, after)]
+    lines += [(f"pass@{k}", "pass@k", before, after)] if k > 1 else []
+    lines += [("mean reward", "reward", before, after)]
+    lines += [("pass@1, greedy", "pass@1", *greedy)] if any(greedy) else []
+    for label, name, old, new in lines:
+        cells = [interval(row, name) if row else "not measured" for row in (old, new)]
+        table.add_row(label, *cells, _change(old, new, name))
     return table
 
 
-def _change(before: Row | None, after: Row, name: str) -> str:
+def _change(before: Row | None, after: Row | None, name: str) -> str:
     """The gain of a score; nothing where one of the two could not be measured (None in eval.jsonl)."""
-    old, new = before and before[name], after[name]
+    old, new = (row.get(name) if row else None for row in (before, after))
     return "" if old is None or new is None else f"{new - old:+.3f}"
 
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import gc
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from ostinato.cli.writers import check_writers, open_writers
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine import threads
 from ostinato.ledger import Ledger, SteadyClock
-from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
+from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder, atomic_write, new_run_path
 
 if TYPE_CHECKING:
     from ostinato.cli.build import Prepared
@@ -49,6 +49,7 @@ class Outcome:
     before: Mapping[str, Any] | None
     after: Mapping[str, Any] | None
     exported: Mapping[str, Any] | None = None
+    greedy: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)  # before and after
 
 
 WORKERS = "ostinato.cli.workers"  # makes the samplers and trainers of a cluster
@@ -228,18 +229,27 @@ def _score_exported(
 def _outcome(recipe: Recipe, run: RunFolder, finished: Finished) -> Outcome:
     from ostinato.cli.build import eval_weights
 
-    rows = [row for row in run.eval.rows() if row["set"] == MAIN_SET]
+    every = list(run.eval.rows())
+    rows = [row for row in every if row["set"] == MAIN_SET]
     weights, step = eval_weights(recipe), finished.state.step
     sampler = [row for row in rows if row.get("weights", weights) == weights]
     exact = [row for row in rows if row not in sampler and row["step"] == step]
+    before, after = _ends(sampler)
     return Outcome(
         folder=run.path,
         step=step,
         why=finished.why,
-        before=next((row for row in sampler if row["step"] == 0), None),
-        after=sampler[-1] if sampler and sampler[-1]["step"] else None,
+        before=before,
+        after=after,
         exported=exact[-1] if exact else None,
+        greedy=_ends([row for row in every if row["set"] == GREEDY_SET]),
     )
+
+
+def _ends(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """Of rows of eval.jsonl of one set: the one before training, and the last one after a step."""
+    before = next((row for row in rows if row["step"] == 0), None)
+    return before, rows[-1] if rows and rows[-1]["step"] else None
 
 
 def _folder(path: Path, recipe: str, resume: bool) -> RunFolder:
@@ -253,6 +263,8 @@ def _folder(path: Path, recipe: str, resume: bool) -> RunFolder:
 @contextlib.contextmanager
 def _named_failures(path: Path) -> Iterator[None]:
     """Around the run in ``path``: its named failures become RunFailed, and Ctrl-C learns where it was."""
+    from ostinato.pipeline.failed import RewardFails
+
     mend = f"to go on: ostinato resume {path}"
     try:
         yield
@@ -260,6 +272,8 @@ def _named_failures(path: Path) -> Iterator[None]:
         raise KeyboardInterrupt(f"what was saved is in {path}, {mend}") from None
     except (*_named(), OSError) as error:
         raise RunFailed(f"{error}; what was saved is in {path}, {mend}") from error
+    except RewardFails as error:
+        raise RewardFails(f"{error}; then, {mend}", error.note) from error
     except ValueError as error:  # past all checks it is not the user's, and is not told as if it were
         raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {mend}") from error
 

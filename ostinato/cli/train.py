@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +14,8 @@ from ostinato.cli.ranks import follow, followed
 from ostinato.cli.report import write_report
 from ostinato.cli.session import Outcome, learn
 from ostinato.cli.session import resume as resume_run
-from ostinato.run import RunFolder
+from ostinato.report.verdicts import failed_rewards, unsolved
+from ostinato.run import MAIN_SET, RunFolder
 
 EXIT = {"interrupted": 130, "terminated": 143, "collapsed": 1}  # signals: 128 + number, as in shells
 
@@ -39,7 +41,9 @@ def _finish(work: Callable[[], Outcome]) -> int:
         return EXIT["interrupted"]
     console = Console()
     if outcome.after is not None:
-        console.print(before_after(outcome.before, outcome.after))
+        console.print(before_after(outcome.before, outcome.after, outcome.greedy))
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    _tell_verdicts(RunFolder(outcome.folder), say)
     console.print(f"adapter      {RunFolder(outcome.folder).adapter}", highlight=False, soft_wrap=True)
     console.print(
         f"report       {write_report(RunFolder.open(outcome.folder))}", highlight=False, soft_wrap=True
@@ -53,3 +57,15 @@ def _finish(work: Callable[[], Outcome]) -> int:
         line += f"to go on all the same: ostinato resume {outcome.folder} forecast.stop=false"
         console.print(line, highlight=False, soft_wrap=True)
     return 0
+
+
+def _tell_verdicts(run: RunFolder, say: Callable[[str], None]) -> None:
+    """Where nothing was ever solved, and each reward function that failed, with its last traceback."""
+    if why := unsolved([row for row in run.eval.rows() if row.get("set") == MAIN_SET]):
+        say(f"warning      {why}")
+    for failed in failed_rewards(list(run.failed.rows())):
+        say(
+            "\n".join(
+                part for part in (f"warning      {failed.sentence}", failed.trace, failed.answer) if part
+            )
+        )

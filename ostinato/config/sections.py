@@ -294,7 +294,8 @@ class DownstreamSection(Section):
 
 
 class EvalSection(Section):
-    """Held-out score: ``k`` samples for each of ``n`` prompts, with the same noise every time.
+    """Held-out score: ``k`` samples for each of ``n`` prompts, with the same noise every time; before and
+    after training also one greedy answer to each.
 
     ``every``: steps, or training compute as "2e14 flops", "1e6 tokens", "0.5 hours", "0.5 device-hours".
     """
@@ -320,8 +321,9 @@ class EvalSection(Section):
                     f"set eval.{field}=1 or a positive temperature"
                 )
         for name, each in self.downstream.items():
-            if name == "eval":
-                raise ValueError("eval.downstream.eval has the name of the main set; give it another")
+            if name in ("eval", "greedy"):
+                of = "the main set" if name == "eval" else "greedy answers to the main set"
+                raise ValueError(f"eval.downstream.{name} has the name of {of}; give it another")
             Every.parse(each.every, f"eval.downstream.{name}.every")
         return self
 

@@ -146,13 +146,13 @@ async def evaluate_groups(
     seconds = time.perf_counter() - started
     about = {"step": step, "set": evaluation.name, "split": evaluation.split}
     about |= {"held_out": held_out(evaluation), "prompts": same_prompts(evaluation)}
-    about |= {"weights": evaluation.weights, "samples": samples}
+    about |= {"weights": evaluation.weights, "samples": samples, "solved_at": evaluation.solved_at}
     groups = [item.group for item in played]
     return {**about, **score(groups, evaluation), "seconds": seconds}, groups
 
 
 def score(groups: Sequence[Group], evaluation: Evaluation) -> dict[str, Any]:
-    """pass@1, pass@k and mean reward with their standard errors, lengths and counters."""
+    """pass@1, pass@k and mean reward with their standard errors, the highest reward, lengths and counters."""
     judged = [values[np.isfinite(values)] for values in map(verdicts, groups)]
     counted = [values for values in judged if len(values) >= evaluation.k]
     solutions = [values >= evaluation.solved_at for values in counted]
@@ -173,6 +173,7 @@ def score(groups: Sequence[Group], evaluation: Evaluation) -> dict[str, Any]:
         "reward": reward,
         "reward_stderr": reward_error,
         "reward_answer_stderr": answer_error(counted),
+        "reward_max": max((float(values.max()) for values in counted), default=math.nan),
         **length_figures(trajectories),
         **counters(groups),
     }

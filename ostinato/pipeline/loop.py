@@ -50,6 +50,7 @@ from ostinato.pipeline.account import (
 )
 from ostinato.pipeline.credit import Credit, assign
 from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent_in_steps
+from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.pipeline.feed import Feed, Rule, Taken
 from ostinato.pipeline.remember import Drafted, Drafting
 from ostinato.pipeline.rounds import Rounds
@@ -59,8 +60,7 @@ from ostinato.pipeline.state import Finish, Finished, LoopState, NoSignal, Plan,
 from ostinato.pipeline.stream import solved_for_good
 from ostinato.pipeline.watch import watch_after
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
-from ostinato.rollout.health import failure
-from ostinato.rollout.play import Played, Stage, fault_name
+from ostinato.rollout.play import Played, Stage
 from ostinato.run import MAIN_SET, RunFolder, group_rows
 from ostinato.timeline import Kind, Span, kept, pool_of
 from ostinato.types import Batch, Group, Request, StepReport
@@ -118,10 +118,11 @@ class Loop:
         check_group_size(self.plan.group_size, self.algorithm.baseline, self.algorithm.scale)
 
     async def run(self) -> Finished:
-        """Raises NoSignal when ``max_empty_steps`` steps in a row had nothing to learn from, and Stalled when
-        nothing has got on for ``watch_s``. What the engine and the trainer raise passes through, after a
-        checkpoint unless the trainer is between two steps. A batch that it refuses as ``Misaligned`` is not
-        spooled any more, so a resumed run plays it anew, and has mostly not changed the trainer."""
+        """Raises NoSignal when ``max_empty_steps`` steps in a row had nothing to learn from, RewardFails when
+        a reward function has never worked, and Stalled when nothing has got on for ``watch_s``. What the
+        engine and the trainer raise passes through, after a checkpoint unless the trainer is between two
+        steps. A batch that it refuses as ``Misaligned`` is not spooled any more, so a resumed run plays it
+        anew, and has mostly not changed the trainer."""
         self._books = self.ledger or Ledger(folder=self.folder)
         with self._books.session(self.state.step):
             finished = await self._run()
@@ -136,7 +137,7 @@ class Loop:
         self._recall()
         self._saved_step, self._between_steps = self.state.step, False
         self._row_at = time.perf_counter()
-        self._counted, self._told = sum(self.counters, Counter()), set[str]()
+        self._counted, self._failures = sum(self.counters, Counter()), Failures(self.folder, self.on_note)
         self._spans, self._over = list[Span](), dict[str, dict[str, float]]()
         self._watch, self._why = watch_after(self.folder.metrics.rows()), self._nobody_left()
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
@@ -153,6 +154,9 @@ class Loop:
                 self._spool.reject(self._feed.addresses)
                 if not (refused.steps_taken and self._between_steps):  # else some weights have changed
                     self._save_what_there_is()
+                raise
+            except RewardFails:  # mended, it judges these groups anew
+                self._spool.reject(self._feed.addresses)
                 raise
             except OSError:  # a row may be missing, which a checkpoint must not be ahead of
                 raise
@@ -202,6 +206,7 @@ class Loop:
         with clock.doing("rollout" if overlap else "", Kind.WAIT):
             taken = await self._feed.batch(self.state.step, self.state.version)
         groups, stale = ([self._of(step, item.group) for item in some] for some in (taken.batch, taken.stale))
+        self._failures.see(step, groups, first=step == 1)
         learned = await self._learned(groups, clock)
         version = self.state.version
         if learned.report is not None:
@@ -501,7 +506,6 @@ class Loop:
             self.on_note(f"step {step}: {report.note}")
         if report is not None and report.skipped:
             self.on_note(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
-        self._tell_faults(groups)
         self.on_step({"step": step, **row})
 
     def _watched(self, row: dict[str, float]) -> dict[str, float]:
@@ -514,13 +518,6 @@ class Loop:
         if self.plan.stop_on_collapse and self._watch.collapsed and not before:
             self._why = Finish.COLLAPSED
         return row | {"watch/collapsed": float(self._watch.collapsed)}
-
-    def _tell_faults(self, groups: Sequence[Group]) -> None:
-        """Each kind of failure once, in its own words (a skip has none); the rows count them all."""
-        for sentence in (failure(trajectory) for group in groups for trajectory in group.trajectories):
-            if (kind := fault_name(sentence)) != sentence and kind not in self._told:
-                self._told.add(kind)
-                self.on_note(f"step {self.state.step}: {sentence} (told once; faults/{kind} counts them)")
 
     def _new_counts(self) -> dict[str, float]:
         """What the counters have counted since they were last asked."""
@@ -557,6 +554,8 @@ class Loop:
                     if self.plan.overlap:
                         self.drafting.begin()
                 self._draw(self._new_spans(kept=False))  # no time of a step
+                at_start = not self.state.step
+                self._failures.see(self.state.step, groups, evaluation.name, first=at_start)
                 self.folder.eval.append(row)
                 self._scored[evaluation.name] = row
                 self.on_eval(row)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
         "seed": trajectory.seed,
         "reward": None
         if reward is None
-        else {"value": reward.value, "reason": reward.reason, "parts": reward.parts},
+        else {name: value for name, value in asdict(reward).items() if value or name != "failed"},
         "error": trajectory.error,
     }
 

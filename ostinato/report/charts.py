@@ -83,21 +83,30 @@ def sections(data: RunData) -> list[Section]:
 
 
 def held_out(data: RunData) -> Chart:
-    """pass@1, and pass@k where k > 1, with their 95 % intervals."""
+    """pass@1, and pass@k where k > 1, with their 95 % intervals; the mean reward where it is another number,
+    and the greedy score where there is one."""
     rows = data.evals
     series = [_score(rows, "pass@1", "pass@1", "--blue")]
     k = max((number(row, "k") or 1 for row in rows), default=1)
     if k > 1:
         series.append(_score(rows, "pass@k", f"pass@{k:.0f}", "--teal"))
+    rewards = [value for value in column(rows, "reward") if value is not None]
+    if any(number(row, "reward") != number(row, "pass@1") for row in rows if "reward" in row):
+        series.append(replace(line(rows, "reward", "mean reward", "--orange"), marker="dot"))
+    if data.greedy:
+        greedy = {row["step"]: row for row in data.greedy}
+        of_steps = [greedy.get(row["step"], {}) for row in rows]
+        series.append(replace(_score(of_steps, "pass@1", "greedy pass@1", "--purple"), marker="dot"))
     chart = Chart(
         key="held-out",
         title="Held-out score",
-        note="Share of held-out prompts solved by one answer (pass@1), or any of k; band: 95 % interval.",
+        note="Share of held-out prompts solved by one answer (pass@1), or any of k; band: 95 % interval. "
+        "Greedy: one answer at temperature 0.",
         unit="",
         steps=_steps(rows),
         series=series,
-        low=0.0,
-        high=1.0,
+        low=min([0.0, *rewards]),
+        high=max([1.0, *rewards]),
         empty="" if rows else "No evaluation has been made: eval.jsonl has no rows.",
     )
     return ready(chart)

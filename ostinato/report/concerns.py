@@ -14,6 +14,7 @@ from enum import StrEnum
 from ostinato.report.arms import arm, measured
 from ostinato.report.facts import difference, ends, estimate, steps_text
 from ostinato.report.reading import Row, RunData, column, first_step, last_step, mean, number, total
+from ostinato.report.verdicts import failed_rewards, unsolved
 
 ZERO_VARIANCE_SHARE = 0.5  # of groups: half of the sampling taught nothing
 TRUNCATED_SHARE = 0.1
@@ -40,7 +41,7 @@ class Concern:
 
 def concerns(data: RunData) -> list[Concern]:
     """Everything noteworthy, the gravest first; empty when there is nothing."""
-    found = [*_files(data), *_score(data)]
+    found = [*_files(data), *_score(data), *_rewards(data)]
     if data.metrics:
         found += [*_alarms(data), *_training(data), *_signal(data), *_mismatch(data), *_replayed(data)]
         found += [*_losses(data), *_drafts(data)]
@@ -81,6 +82,13 @@ def _score(data: RunData) -> Iterator[Concern]:
     if excluded:
         text = f"{excluded:.0f} held-out prompts had too few verdicts for the score of step {last_at}."
         yield Concern(level=Level.LOOK, text=text)
+
+
+def _rewards(data: RunData) -> Iterator[Concern]:
+    if why := unsolved(data.evals):
+        yield Concern(level=Level.BAD, text=f"{why[0].upper()}{why[1:]}.")
+    for failed in failed_rewards(data.failed):
+        yield Concern(level=Level.LOOK, text=f"{failed.sentence}; the traceback is under the faults.")
 
 
 def _training(data: RunData) -> Iterator[Concern]:

@@ -83,6 +83,7 @@ class Headline:
     change: str
     verdict: str  # one sentence
     tone: str  # good, bad or plain
+    beside: tuple[str, ...]  # the other held-out figures, before and after
 
 
 def estimate(row: Row, name: str) -> Estimate | None:
@@ -128,8 +129,12 @@ def difference(before: Estimate, after: Estimate) -> Estimate:
 
 def ends(data: RunData) -> tuple[Row | None, Row | None]:
     """The held-out rows of step 0 and of the last step that was evaluated; None where there is none."""
-    before = next((row for row in data.evals if row["step"] == 0), None)
-    after = data.evals[-1] if data.evals and data.evals[-1]["step"] > 0 else None
+    return _ends(data.evals)
+
+
+def _ends(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
+    before = next((row for row in rows if row["step"] == 0), None)
+    after = rows[-1] if rows and rows[-1]["step"] > 0 else None
     return before, after
 
 
@@ -150,6 +155,7 @@ def headline(data: RunData) -> Headline:
         change=_signed(change),
         verdict=verdict,
         tone=tone,
+        beside=tuple(f"{line.name} {line.before} → {line.after}" for line in _beside(data)),
     )
 
 
@@ -172,6 +178,10 @@ def _missing(before: Estimate | None, after: Estimate | None) -> str:
     return "There is nothing to compare with: the model before training was not measured (eval.at_start)."
 
 
+def _beside(data: RunData) -> list[Comparison]:
+    return [line for line in comparisons(data) if line.name in ("mean reward", "pass@1, greedy")]
+
+
 def comparisons(data: RunData) -> list[Comparison]:
     """The table side by side with the baseline: the model at step 0, on the same prompts."""
     before, after = ends(data)
@@ -182,6 +192,9 @@ def comparisons(data: RunData) -> list[Comparison]:
     if (k := number(row, "k") or 1) > 1:
         lines.append(_compared(f"pass@{k:.0f}", "share of prompts", before, after, "pass@k"))
     lines.append(_compared("mean reward", "per answer", before, after, "reward"))
+    if data.greedy:
+        unit = "share of prompts, one answer at temperature 0"
+        lines.append(_compared("pass@1, greedy", unit, *_ends(data.greedy), "pass@1"))
     plain = (
         ("answer length", "tokens, mean", "completions/mean_length", "{:.1f}", 1.0),
         ("truncated", "share of answers", "completions/clipped_ratio", "{:.3f}", 1.0),

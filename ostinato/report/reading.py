@@ -12,7 +12,7 @@ from typing import Any
 
 from ostinato.inputs import parse_json, parse_toml
 from ostinato.ledger import checked
-from ostinato.run import MAIN_SET, Jsonl, RunFolder
+from ostinato.run import GREEDY_SET, MAIN_SET, Jsonl, RunFolder
 from ostinato.timeline import Span, coarse
 
 Row = Mapping[str, Any]
@@ -31,12 +31,14 @@ class RunData:
     metrics: Sequence[Row]  # one per finished step, in order
     evals: Sequence[Row]  # of the main set and the run's own sampler, one per step, in order
     exported: Row | None = None  # the last one with the model's weights, where the sampler has others
+    greedy: Sequence[Row] = ()  # of the main set at temperature 0, one per step, in order
     downstream: Mapping[str, Sequence[Row]] = field(default_factory=dict)  # of the other sets, each in order
     forecasts: Sequence[Row] = ()  # one per evaluation that was looked ahead from, in order
     ledger: Sequence[Row]  # in order, all events
     drafts: Sequence[Row] = ()  # one per step of a run that drafted, in order
     mismatch: Sequence[Row] = ()  # one per step in which sampler and trainer were compared in full, in order
     alarms: Sequence[Row] = ()  # of the stability watch, in order
+    failed: Sequence[Row] = ()  # one per step or evaluation and reward function that failed there, in order
     spans: Sequence[Span] = ()  # what workers did and when; between the ends of a long run, the less detailed
     starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
     plan: Row = field(default_factory=dict)  # what was planned, where the run was planned (plan.json)
@@ -74,7 +76,7 @@ def read_run(run: RunFolder) -> RunData:
     others = {
         name: _by_step([row for row, has in zip(evals, sets, strict=True) if has == name])
         for name in dict.fromkeys(sets)
-        if name != MAIN_SET
+        if name not in (MAIN_SET, GREEDY_SET)
     }
     return RunData(
         name=run.path.resolve().name,
@@ -88,6 +90,7 @@ def read_run(run: RunFolder) -> RunData:
         drafts=_by_step(_rows(run.drafts, damage)),
         mismatch=_by_step(_rows(Jsonl(run.path / "mismatch.jsonl"), damage)),
         alarms=[row for row in _rows(run.watch, damage) if number(row, "step") is not None],
+        failed=_rows(run.failed, damage),
         spans=thinned(_spans(run.timeline, damage)),
         starts=_rows(Jsonl(run.path / "starts.jsonl"), damage),
         plan=_object(run.path / "plan.json", damage),
@@ -97,8 +100,9 @@ def read_run(run: RunFolder) -> RunData:
 
 
 def main_scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
-    """``evals`` and ``exported`` of a ``RunData``, from rows of eval.jsonl: one set, split and kind of
-    weights."""
+    """``evals``, ``exported`` and ``greedy`` of a ``RunData``, from rows of eval.jsonl: one set, split and
+    kind of weights."""
+    greedy = _by_step([row for row in rows if row.get("set") == GREEDY_SET])
     rows = [row for row in rows if row.get("set", MAIN_SET) == MAIN_SET]
     splits = [row.get("split") for row in rows]
     wanted = recipe.get("eval", {}).get("split")
@@ -110,7 +114,8 @@ def main_scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
     sampler, exact = (
         [row for row, has in zip(rows, kinds, strict=True) if has == one] for one in (kind, "model")
     )
-    return {"evals": _by_step(sampler), "exported": exact[-1] if exact and kind != "model" else None}
+    exported = exact[-1] if exact and kind != "model" else None
+    return {"evals": _by_step(sampler), "exported": exported, "greedy": greedy}
 
 
 def _object(path: Path, damage: list[str]) -> Row:

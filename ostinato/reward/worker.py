@@ -5,9 +5,10 @@ It is run by its path, so it needs nothing of the parent but one socket::
     parent (workers.Worker)                      child (this file)
     {parent, path, functions, timeout_s,
      isolation, folder}                   ---->  confine itself (isolation.py), import the functions
-                                          <----  {"error": "" or one sentence, "left_open": [what it can do]}
+                                          <----  {"error": "" or one sentence, and the lines of a traceback,
+                                                  "left_open": [what it can do]}
     n, pickle (function, columns, probe)  ---->  call it
-                                          <----  [[value, fault, detail], ...], one per completion
+                                          <----  [[[value, fault, detail], ...], traceback], a verdict each
 
 Requests are pickles (columns hold whatever a dataset holds); replies are JSON, so nothing that a reward
 function does can run code in the trainer. Prints of a reward function go to stderr, never into the
@@ -20,6 +21,7 @@ holds the interpreter (a regular expression gone wild) the kernel's limit on CPU
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import inspect
 import json
@@ -39,13 +41,15 @@ from typing import Any
 
 HEADER = struct.Struct(">Q")
 MAX_FRAME = 1 << 30  # a longer frame is a broken stream, not a message
-SIGNATURE = "signature"  # opens the detail of a probe whose columns the function does not accept
 MAX_DETAIL = 300  # characters of an exception that travel back
 OPEN_UP = ' (reward.isolation="off" lets rewards use the network and write files)'
 CONFINED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENETUNREACH, errno.EADDRNOTAVAIL})
+MAX_FRAMES = 8  # of a traceback, the innermost
+MAX_CHAIN = 3  # exceptions that led to one another
 WATCH_S = 0.5
 
 Verdict = tuple[float | None, str, str]  # value, Fault or "", detail
+Judged = tuple[list[Verdict], str]  # one for each completion; the traceback of a call that raised, or ""
 
 
 class Fault(StrEnum):
@@ -58,6 +62,9 @@ class Fault(StrEnum):
     NOT_A_NUMBER = "not_a_number"
     NON_FINITE = "non_finite"
     UNPICKLABLE = "unpicklable"
+    SIGNATURE = "signature"  # the last three by ``probe`` alone: no completion could change them
+    NO_COLUMN = "no_column"
+    UNDEFINED = "undefined"
 
 
 def send(sock: socket.socket, payload: bytes) -> None:
@@ -89,24 +96,38 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
 
 def judge(
     function: Callable[..., Any], num_completions: int, columns: dict[str, Any], confined: bool = False
-) -> list[Verdict]:
+) -> Judged:
     """Call a reward function and check what it returns: one verdict per completion, always.
 
     None is a verdict too (a skip). A fault of the whole call is given to every completion, a NaN or an
     infinity only to its own. ``confined``: an error that isolation may have caused names the way out.
     """
     try:
-        values = function(**columns)
-        if inspect.iscoroutine(values):
-            values = asyncio.run(values)
-        if not isinstance(values, Sequence) and not hasattr(values, "__array__"):
-            return _all(num_completions, Fault.WRONG_LENGTH, f"{type(values).__name__}, not a list")
-        if len(values) != num_completions:
-            return _all(num_completions, Fault.WRONG_LENGTH, f"{len(values)} values for {num_completions}")
-        return [_verdict(value) for value in values]
+        return _checked(_returned(function, columns), num_completions), ""
     except BaseException as error:  # also SystemExit and the timeouts of libraries that are no Exception
-        mend = OPEN_UP if confined and _was_refused(error) else ""
-        return _all(num_completions, Fault.RAISED, describe(error) + mend)
+        return _raised(num_completions, Fault.RAISED, error, confined)
+
+
+def _returned(function: Callable[..., Any], columns: dict[str, Any]) -> Any:
+    values = function(**columns)
+    return asyncio.run(values) if inspect.iscoroutine(values) else values
+
+
+def _checked(values: Any, num_completions: int) -> list[Verdict]:
+    if not isinstance(values, Sequence) and not hasattr(values, "__array__"):
+        return _all(num_completions, Fault.WRONG_LENGTH, f"{type(values).__name__}, not a list")
+    if len(values) != num_completions:
+        return _all(num_completions, Fault.WRONG_LENGTH, f"{len(values)} values for {num_completions}")
+    return [_verdict(value) for value in values]
+
+
+def _raised(num_completions: int, fault: Fault, error: BaseException, confined: bool) -> Judged:
+    return _all(num_completions, fault, _told(error, confined)), trace(error)
+
+
+def _told(error: BaseException, confined: bool) -> str:
+    """The exception, the line, and the way out where isolation may have caused it."""
+    return f"{describe(error)}{where(error)}{OPEN_UP if confined and _was_refused(error) else ''}"
 
 
 def _all(num_completions: int, fault: Fault, detail: str) -> list[Verdict]:
@@ -146,15 +167,73 @@ def _was_refused(error: BaseException | None) -> bool:
     return False
 
 
+def where(error: BaseException) -> str:
+    """`` (reward.py:12)``: the innermost line of the user's own code; empty where there is none."""
+    frames = [frame for frame in _frames(error) if _is_own(frame.filename)]
+    if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
+        return f" ({os.path.basename(error.filename)}:{error.lineno})"
+    return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+
+
+def _is_own(filename: str) -> bool:
+    """Neither Python's nor an installed package's, and no text that is run."""
+    library = filename.startswith((os.path.dirname(os.__file__), "<")) or "-packages" in filename
+    return not library and filename != __file__
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The innermost, without this file's and those of the import system."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-MAX_FRAMES)
+    return [one for one in frames if one.filename != __file__ and not one.filename.startswith("<frozen")]
+
+
+def trace(error: BaseException) -> str:
+    """The traceback as Python prints it, bounded: what led to the exception first."""
+    chain = [error]
+    while len(chain) < MAX_CHAIN and (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(before)
+    parts = [
+        "Traceback (most recent call last):\n"
+        + "".join(line[:MAX_DETAIL].rstrip("\n") + "\n" for line in traceback.format_list(_frames(each)))
+        + describe(each)
+        for each in reversed(chain)
+    ]
+    return "\n\n".join(parts).encode("utf-8", "backslashreplace").decode()  # a text may be no UTF-8
+
+
 def probe(
     function: Callable[..., Any], num_completions: int, columns: dict[str, Any], confined: bool = False
-) -> list[Verdict]:
-    """``judge``, after asking whether the function's signature accepts these columns at all."""
+) -> Judged:
+    """``judge``, which also tells failures that no completion could change from those that one might: a
+    signature that does not take the columns, a column that the row does not have, a name or a module that
+    does not exist."""
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        try:
+            inspect.signature(function).bind(**columns)
+        except TypeError as error:
+            return _all(num_completions, Fault.SIGNATURE, str(error)), ""
     try:
-        inspect.signature(function).bind(**columns)
-    except TypeError as error:
-        return _all(num_completions, Fault.RAISED, f"{SIGNATURE}: {error}")
-    return judge(function, num_completions, columns, confined)
+        return _checked(_returned(function, columns), num_completions), ""
+    except BaseException as error:  # as in ``judge``
+        return _raised(num_completions, _sure(function, columns, error) or Fault.RAISED, error, confined)
+
+
+def _sure(function: Callable[..., Any], columns: dict[str, Any], error: BaseException) -> Fault | None:
+    frames = _frames(error)
+    if not frames or frames[-1].filename.startswith("<"):  # code that the function runs, a completion maybe
+        return None
+    if isinstance(error, ImportError | NameError) and not isinstance(error, UnboundLocalError):
+        return Fault.UNDEFINED
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(key, str) or key in columns:
+        return None
+    try:  # a dictionary made of a completion lacks the key still when the row has a column of that name
+        _returned(function, {**columns, key: [None] * len(columns["completions"])})
+    except KeyError as again:
+        return None if again.args == error.args else Fault.NO_COLUMN
+    except BaseException:  # another failure: with the column it got further
+        return Fault.NO_COLUMN
+    return Fault.NO_COLUMN
 
 
 def _end_with(parent: int) -> None:
@@ -175,12 +254,12 @@ def _limit_cpu(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def _answer(functions: dict[str, Callable[..., Any]], request: bytes, confined: bool) -> list[Verdict]:
+def _answer(functions: dict[str, Callable[..., Any]], request: bytes, confined: bool) -> Judged:
     (num_completions,) = HEADER.unpack_from(request)
     try:
         name, columns, only_probe = pickle.loads(memoryview(request)[HEADER.size :])
     except BaseException as error:  # a column of a class that cannot be imported here
-        return _all(num_completions, Fault.UNPICKLABLE, describe(error))
+        return _all(num_completions, Fault.UNPICKLABLE, describe(error)), ""
     return (probe if only_probe else judge)(functions[name], num_completions, columns, confined)
 
 
@@ -216,15 +295,15 @@ def main(fd: int) -> None:
     except (OSError, ValueError) as error:
         send(sock, json.dumps({"error": str(error)}).encode())
         return
-    try:
-        from ostinato.reward.verify import resolve
+    from ostinato.reward import verify
 
+    try:
         for spec in hello["functions"]:
-            functions[spec] = resolve(spec)
+            functions[spec] = verify.resolve(spec)
     except BaseException as error:  # importing a user's file can raise anything: it becomes one sentence
-        named = f"importing the reward {spec!r} raised {describe(error)}; mend it"
-        named += OPEN_UP if confined and _was_refused(error) else ""
-        sentence = str(error) if type(error) is ValueError else named
+        named = f"importing the reward {spec!r} raised {_told(error, confined)}; mend it"
+        ours = type(error) is ValueError and _frames(error)[-1].filename == verify.__file__
+        sentence = str(error) if ours else f"{named}\n{trace(error)}"
         send(sock, json.dumps({"error": sentence}).encode())
         return
     send(sock, json.dumps({"error": "", "left_open": left_open}).encode())

@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,7 +36,7 @@ import numpy as np
 from ostinato.reward import isolation
 from ostinato.reward import worker as child
 from ostinato.reward.isolation import Mode
-from ostinato.reward.worker import Fault, Verdict
+from ostinato.reward.worker import Fault, Judged, Verdict
 from ostinato.types import Group, Prompt, Reward, Stop, Trajectory
 
 START_TIMEOUT_S = 60.0  # importing the functions may import much; a call's limit does not include it
@@ -62,7 +62,8 @@ class Worker:
         self._socket: socket.socket | None = None
 
     def start(self) -> str:
-        """Have a process with the functions imported. Returns "" or the sentence that says why not."""
+        """Have a process with the functions imported. Returns "" or the sentence that says why not, and the
+        lines of a traceback under it."""
         if self._process is not None:
             return ""
         try:
@@ -104,11 +105,13 @@ class Worker:
                 env=environ,
             )
 
-    def call(self, request: bytes) -> list[Verdict]:
-        """One verdict per completion. Raises TimeoutError or EOFError; then the process is gone."""
+    def call(self, request: bytes) -> Judged:
+        """One verdict per completion, and the traceback of a call that raised. Raises TimeoutError or
+        EOFError; then the process is gone."""
         if error := self.start():
-            raise EOFError(error)
-        return [(value, fault, detail) for value, fault, detail in self._exchange(request, self._timeout_s)]
+            raise EOFError(error.partition("\n")[0])
+        verdicts, trace = self._exchange(request, self._timeout_s)
+        return [(value, fault, detail) for value, fault, detail in verdicts], trace
 
     def _exchange(self, request: bytes, timeout_s: float) -> Any:
         assert self._socket is not None
@@ -165,7 +168,7 @@ class WorkerGrader:
 
     A function's None is a skip and leaves the sum of the others, as in TRL. A fault leaves the completion
     without a value: the sum of the others would score the fault 0. ``Reward.reason`` reads
-    ``fault: function: detail``, joined by ``; ``, or ``skipped``.
+    ``fault: function: detail``, joined by ``; ``, or ``skipped``; ``Reward.failed`` has the tracebacks.
 
     ``counters`` has ``rewards/{function}/{fault}`` and ``rewards/{function}/skipped`` in completions, and
     ``reward_workers/{hung,died,retried}`` in calls. Close it, or use it as a context manager.
@@ -212,36 +215,40 @@ class WorkerGrader:
         """What reward code can do although ``isolation`` was to prevent it, in words; after ``check``."""
         return self._workers[0].left_open
 
-    def check(self, prompt: Prompt | None = None) -> None:
-        """Start the workers, and raise ValueError with one sentence for what can be known before work starts.
+    def check(
+        self, prompt: Prompt | None = None, encode: Callable[[str], Sequence[int]] = lambda text: []
+    ) -> list[str]:
+        """Start the workers and, given a ``prompt``, call each function once on two completions of it: its
+        reference answer (the column ``answer``) and an empty one, with their token ids by ``encode``.
 
-        That is a function that cannot be imported and, given a ``prompt``, one that does not accept its
-        columns, or that answers two empty completions with a list of another length, not in time, or not at
-        all because its process ends.
+        Raises ValueError, with traceback and completions as a note, for what no other completion could
+        change: a function that cannot be imported, does not take the row's columns, looks up a column that
+        the row does not have, or uses a name or a module that does not exist. So it does for a result that
+        is no list of as many numbers, for a function that ends its process, and one that is not done in time.
+        What other completions may not meet, any other exception or a NaN for both, is returned as warnings:
+        a run ends by its first evaluation or step where they all meet it.
         """
         for started in [self._threads.submit(self._start) for _ in self._workers]:
             if error := started.result():
-                raise ValueError(error)
+                raise _with_note(*error.partition("\n")[::2])
         if prompt is None:
-            return
-        columns = _columns(prompt, [([""], [])] * 2)
+            return []
+        texts = [_reference(prompt), ""]
+        columns = _columns(prompt, [([text], list(encode(text))) for text in texts])
+        warnings = []
         for function, name in zip(self._functions, self._names, strict=True):
-            _, fault, detail = self._threads.submit(self._ask, function, 2, columns, True).result()[0]
-            if fault == Fault.WRONG_LENGTH:
-                raise ValueError(f"reward {name} returned {detail}; return one number per completion")
-            if fault == Fault.TIMEOUT:
-                raise ValueError(
-                    f"reward {name} gave two empty completions no verdict in reward.timeout_s="
-                    f"{self._timeout_s:g} s; mend it or raise the limit"
-                )
-            if fault == Fault.DIED:
-                raise ValueError(
-                    f"reward {name} ended its process on two empty completions ({detail}); mend it"
-                )
-            if fault == Fault.RAISED and detail.startswith(child.SIGNATURE):
-                lacks = "missing a required" in detail
-                mend = "add the column to the rows or choose another reward" if lacks else "give it **columns"
-                raise ValueError(f"reward {name} does not take the row ({detail}); {mend}")
+            verdicts, trace = self._threads.submit(self._ask, function, 2, columns, True).result()
+            if not all(fault for _, fault, _ in verdicts):
+                continue
+            _, fault, detail = verdicts[0]
+            note = f"{trace}\nprompt {prompt.uid}, completions {texts!r}".lstrip()
+            if mend := _refusal(name, fault, detail, self._timeout_s):
+                raise _with_note(mend, note)
+            warnings.append(
+                f"reward {name} gave no verdict on a dry run ({fault}: {detail}); the run ends if it gives "
+                f"none to any answer of the first evaluation or step\n{note}"
+            )
+        return warnings
 
     async def grade(self, group: Group) -> list[Reward]:
         """One Reward per trajectory, in order. Episodes that ended in ERROR or ABORT are not judged."""
@@ -254,25 +261,28 @@ class WorkerGrader:
             loop.run_in_executor(self._threads, self._ask, function, len(played), columns)
             for function in self._functions
         ]
-        by_function = await asyncio.gather(*calls)
+        by_function, traces = zip(*await asyncio.gather(*calls), strict=True)
         for name, verdicts in zip(self._names, by_function, strict=True):
             for value, fault, _ in verdicts:
                 if value is None:
                     self._count(f"rewards/{name}/{fault or 'skipped'}")
-        rewards = iter([self._sum(verdicts) for verdicts in zip(*by_function, strict=True)])
+        rewards = iter([self._sum(verdicts, traces) for verdicts in zip(*by_function, strict=True)])
         return [_unplayed(t) if t.stop in NO_VERDICT else next(rewards) for t in group.trajectories]
 
-    def _sum(self, verdicts: Sequence[Verdict]) -> Reward:
+    def _sum(self, verdicts: Sequence[Verdict], traces: Sequence[str]) -> Reward:
         parts: dict[str, float | None] = {}
+        failed: dict[str, str] = {}
         faults, terms = [], []
-        for name, weight, (value, fault, detail) in zip(self._names, self._weights, verdicts, strict=True):
+        of_functions = zip(self._names, self._weights, verdicts, traces, strict=True)
+        for name, weight, (value, fault, detail), trace in of_functions:
             parts[name] = value
             if fault:
                 faults.append(f"{fault}: {name}: {detail}")
+                failed[name] = f"{fault}: {detail}\n{trace}".rstrip()
             elif value is not None:
                 terms.append(weight * value)
         if faults or not terms:
-            return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts)
+            return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts, failed=failed)
         return Reward(value=math.fsum(terms), parts=parts)
 
     def _start(self) -> str:
@@ -284,15 +294,15 @@ class WorkerGrader:
 
     def _ask(
         self, function: str, num_completions: int, columns: dict[str, Any], probe: bool = False
-    ) -> list[Verdict]:
+    ) -> Judged:
         try:
             request = child.HEADER.pack(num_completions) + pickle.dumps((function, columns, probe))
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError) as error:
-            return [(None, Fault.UNPICKLABLE, child.describe(error))] * num_completions
+            return [(None, Fault.UNPICKLABLE, child.describe(error))] * num_completions, ""
         detail = ""
         for attempt in range(self._retries + 1):
             if self._closed:
-                return [(None, Fault.DIED, "the grader was closed")] * num_completions
+                return [(None, Fault.DIED, "the grader was closed")] * num_completions, ""
             if attempt:
                 self._count("reward_workers/retried")
             worker = self._idle.get()
@@ -300,13 +310,14 @@ class WorkerGrader:
                 return worker.call(request)
             except TimeoutError:
                 self._count("reward_workers/hung")
-                return [(None, Fault.TIMEOUT, f"no verdict in {self._timeout_s:g} s")] * num_completions
+                late = (None, Fault.TIMEOUT, f"no verdict in {self._timeout_s:g} s")
+                return [late] * num_completions, ""
             except EOFError as error:
                 self._count("reward_workers/died")
                 detail = str(error)
             finally:
                 self._idle.put(worker)
-        return [(None, Fault.DIED, detail)] * num_completions
+        return [(None, Fault.DIED, detail)] * num_completions, ""
 
     def _count(self, key: str) -> None:
         with self._lock:
@@ -340,6 +351,49 @@ def _refuse(
         raise ValueError(f"reward.workers is {workers}; use at least 1")
     if retries < 0:
         raise ValueError(f"reward.retries is {retries}; use 0 or more")
+
+
+def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
+    """Why a function is refused that has failed on its dry run; empty where another completion may do."""
+    match fault:
+        case Fault.WRONG_LENGTH:
+            return f"reward {name} returned {detail}; return one number per completion"
+        case Fault.NOT_A_NUMBER:
+            return (
+                f"reward {name} returned {detail} for a completion; return a number, or None for no opinion"
+            )
+        case Fault.TIMEOUT:
+            return (
+                f"reward {name} gave two completions no verdict in reward.timeout_s={timeout_s:g} s on a dry "
+                "run; mend it or raise the limit"
+            )
+        case Fault.DIED:
+            return f"reward {name} ended its process on a dry run ({detail}); mend it"
+        case Fault.SIGNATURE:
+            lacks = "missing a required" in detail
+            mend = "add the column to the rows or choose another reward" if lacks else "give it **columns"
+            return f"reward {name} does not take the row ({detail}); {mend}"
+        case Fault.NO_COLUMN:
+            return (
+                f"reward {name} looks up a column that the row does not have ({detail}); add the column to "
+                "the rows or choose another reward"
+            )
+        case Fault.UNDEFINED:
+            return f"reward {name} uses what does not exist ({detail}); mend it"
+    return ""
+
+
+def _with_note(sentence: str, note: str) -> ValueError:
+    error = ValueError(sentence)
+    if note:
+        error.add_note(note)
+    return error
+
+
+def _reference(prompt: Prompt) -> str:
+    """The row's own answer, as a completion."""
+    answer = prompt.columns.get("answer")
+    return str(answer) if isinstance(answer, str | int | float) else "I do not know."
 
 
 def _names(functions: Sequence[str]) -> list[str]:

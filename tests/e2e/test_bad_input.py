@@ -66,6 +66,15 @@ def nothing(completions, **columns):
 def narrow(completions):
     return [1.0 for _ in completions]
 
+def column(completions, **columns):
+    return [float(gold == "2") for gold in columns["gold"]]
+
+def misspelt(completions, **columns):
+    return [flaot(1) for _ in completions]
+
+def text(completions, **columns):
+    return ["1.0" for _ in completions]
+
 def hangs(completions, **columns):
     time.sleep(60)
 
@@ -164,12 +173,13 @@ class Told:
         self._capsys.readouterr()
         assert ostinato(*arguments) == code
         printed = self._capsys.readouterr()
-        assert printed.err.startswith("ostinato: ") and printed.err.count("\n") == 1, printed.err
-        assert "Traceback" not in printed.err
+        *note, sentence = printed.err.splitlines()
+        assert sentence.startswith("ostinato: "), printed.err
+        assert not note or "reward" in sentence, "what a reward function was given, and its traceback"
         if code == 2:
             assert printed.out == "", "work had begun"
             assert sorted(self._runs.glob("*")) == before, "a run folder was left behind"
-        return printed.err
+        return sentence
 
 
 @pytest.fixture
@@ -227,6 +237,10 @@ HOLDOUT = "task.params.holdout=0.5"
         (["reward.functions=[\"rewards.py:nothing\"]"], ["reward nothing returned NoneType, not a list"]),
         (["reward.functions=[\"rewards.py:narrow\"]"], ["reward narrow", "'answer'", "give it **columns"]),
         (["reward.functions=[\"gym_score\"]"], ["reward gym_score", "'gym'", "add the column to the rows"]),
+        (["reward.functions=[\"rewards.py:column\"]"], ["reward column looks up", "'gold'", "rewards.py:"]),
+        (["reward.functions=[\"rewards.py:misspelt\"]"], ["reward misspelt uses what does not", "flaot"]),
+        (["reward.functions=[\"rewards.py:text\"]"], ["reward text returned str for a completion", "number"]),
+        (["reward.solved_at=1.5", "reward.functions=[\"exact\"]"], ["reward.solved_at is 1.5", "at most 1"]),
         (["reward.functions=[\"rewards.py:hangs\"]"], ["reward hangs", "reward.timeout_s=0.5", "raise"]),
         (["reward.functions=[\"rewards.py:dies\"]"], ["reward dies", "exit status 3", "mend it"]),
         (["reward.functions=[\"rewards.py:fin\"]"], ["rewards.py has no function 'fin'", "define it there"]),
@@ -285,19 +299,17 @@ def test_a_name_that_means_nothing(told: Told, arguments: list[str], words: list
         assert word in sentence
 
 
-def test_a_reward_of_the_wrong_length_that_only_shows_at_work_is_counted(
+def test_a_reward_of_the_wrong_length_that_only_shows_at_work_ends_the_run(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It was counted, and the run went to its end without a verdict."""
     overrides = ('reward.functions=["rewards.py:short_for_four"]', "eval.at_start=false", "log.dir=counted")
-    assert ostinato("train", "tiny.toml", *overrides) == 0
-    told_once = (
-        "step 1: wrong_length: short_for_four: 3 values for 4 (told once; faults/wrong_length counts them)"
-    )
-    assert told_once in capsys.readouterr().out
+    assert ostinato("train", "tiny.toml", *overrides) == 2
+    told = "short_for_four gave no verdict to any of the 8 answers of training at step 1 (wrong_length: 3 "
+    assert told in capsys.readouterr().err
     (run,) = (here / "counted").iterdir()
-    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        assert row["faults/wrong_length"] == row["rewards/short_for_four/wrong_length"] == 8
-        assert (row["reward"], row["groups/dropped/too_few_verdicts"]) == (None, 2)
+    (row,) = map(json.loads, (run / "failed_rewards.jsonl").read_text().splitlines())
+    assert (row["function"], row["count"], row["of"], row["stopped"]) == ("short_for_four", 8, 8, True)
 
 
 # --- runs and their checkpoints -----------------------------------------------------------------------------

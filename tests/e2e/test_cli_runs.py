@@ -180,7 +180,9 @@ def test_the_run_folder_is_complete(trained: tuple[Path, str]) -> None:
     assert "lr = 0.02" in (folder / "recipe.toml").read_text()
     assert [row["step"] for row in rows(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     evaluations = rows(folder / "eval.jsonl")
-    assert [row["step"] for row in evaluations] == [0, 4]
+    assert [(row["step"], row["set"]) for row in evaluations] == [
+        *((0, "eval"), (0, "greedy"), (4, "eval"), (4, "greedy"))
+    ]
     assert {"step", "split", "n", "pass@1", "pass@k", "stderr"} <= evaluations[0].keys()
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
         "step-00000002",
@@ -193,14 +195,17 @@ def test_eval_of_a_run_repeats_its_last_score(here: Here, trained: tuple[Path, s
     folder, _ = trained
     out = here("eval", str(folder), "eval.n=8")
     assert "after 4 steps" in out
-    assert f"pass@1  {rows(folder / 'eval.jsonl')[-1]['pass@1']:.3f}" in out
+    for row in rows(folder / "eval.jsonl")[-2:]:
+        assert f"pass@1  {row['pass@1']:.3f}" in out and f"reward  {row['reward']:.3f}" in out
+    assert "eval split, greedy, 8 prompts" in out
 
 
 def test_a_quantised_sampler_is_scored_beside_what_is_exported(place: Path, here: Here) -> None:
     """``eval`` scored the sampler of an int8 run and did not say so; what is exported never was scored."""
     out = here("train", "tiny.toml", "engine.weights=int8", "trainer.steps=2", "log.dir=quantised")
     (folder,) = (place / "quantised").iterdir()
-    scores = [(row["step"], row["weights"], row["pass@1"]) for row in rows(folder / "eval.jsonl")]
+    evals = [row for row in rows(folder / "eval.jsonl") if row["set"] == "eval"]
+    scores = [(row["step"], row["weights"], row["pass@1"]) for row in evals]
     assert [score[:2] for score in scores] == [(0, "int8"), (2, "int8"), (2, "model")]
     assert f"with the model's weights: held-out pass@1 {scores[2][2]:.3f}" in out
     exported, sampler = (here("eval", str(folder), *key) for key in ((), ("engine.weights=int8",)))

@@ -65,7 +65,7 @@ from pathlib import Path
 
 def graded(completions, **columns):
     texts = [completion[-1]["content"] for completion in completions]
-    fault = None if len(texts) == 2 else next_fault()  # two empty texts are the check before work starts
+    fault = None if len(texts) == 2 else next_fault()  # two texts are the dry run before work starts
     scores = [text.count("1") / (1 + len(text)) for text in texts]
     return scores if fault is None else globals()[fault](scores)
 
@@ -118,6 +118,7 @@ every = 0
 [log]
 trajectories_every = 1
 """
+RAISES = next(n for n, line in enumerate(REWARD.splitlines(), 1) if "raise KeyError" in line)
 GROUPS_PER_STEP, GROUP_SIZE, EVAL_GROUPS, STEPS = 3, 4, 2, 5
 
 
@@ -260,10 +261,13 @@ def test_each_reward_fault_is_told_counted_and_survived(tmp_path: Path) -> None:
     told = [line.partition(" (told once")[0] for line in out.splitlines() if "(told once" in line]
     assert told == [
         "step 2: timeout: graded: no verdict in 0.5 s",
-        "step 4: raised: graded: KeyError: 'a column that is not there'",
+        f"step 4: raised: graded: KeyError: 'a column that is not there' (reward.py:{RAISES})",
         "step 5: non_finite: graded: nan",
         "step 6: died: graded: killed by signal 9",
     ]
+    last = out[out.rindex("warning      Reward graded") :]
+    assert "gave no verdict to 17 answers, the last time at step 6: died: killed by signal 9" in last
+    assert "Traceback (most recent call last):" in last and "step 4, prompt " in last, "of the last exception"
     assert_no_fault_was_scored(place)
 
 
@@ -283,18 +287,29 @@ def assert_no_fault_was_scored(place: Place) -> None:
     assert sum(row["reward"] is None for row in rows) == 17
 
 
+@pytest.mark.parametrize("at_start", [True, False], ids=["first evaluation", "first step"])
 def test_a_reward_that_never_works_ends_the_run_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], at_start: bool
 ) -> None:
+    """It went on for ten steps, or to its end with an adapter where fewer were planned."""
     place = Place(tmp_path, dict.fromkeys(range(1000), "raises"))
-    code = place.command(monkeypatch, "train", "tiny.toml", "trainer.steps=99", "eval.at_start=false")
+    start = f"eval.at_start={str(at_start).lower()}"
+    code = place.command(monkeypatch, "train", "tiny.toml", "trainer.steps=99", start, "eval.k=3")
     printed = capsys.readouterr()
-    assert code == 1
-    assert printed.err.startswith("ostinato: 10 steps in a row had nothing to learn from; see groups/dropped")
-    assert printed.err.count("\n") == 1 and SAVED.search(printed.err)
-    assert "step 1: raised: graded: KeyError: 'a column that is not there'" in printed.out
-    assert [row["faults/raised"] for row in place.rows("metrics.jsonl")] == [12.0] * 10
-    assert [row["reward"] for row in place.rows("metrics.jsonl")] == [None] * 10
+    assert code == 2
+    *note, sentence = printed.err.splitlines()
+    where = (
+        "6 answers of the evaluation of the set eval at step 0"
+        if at_start
+        else "12 answers of training at step 1"
+    )
+    assert sentence == (
+        f"ostinato: reward graded gave no verdict to any of the {where} (raised: KeyError: 'a column that is "
+        f"not there' (reward.py:{RAISES})); mend it; then, to go on: ostinato resume {place.run}"
+    ).replace(str(place.path) + "/", "")
+    assert note[0] == "Traceback (most recent call last):" and note[-2].startswith("KeyError: ")
+    assert note[-1].startswith("prompt ") and ", completion '" in note[-1]
+    assert not (place.run / "metrics.jsonl").exists() and not (place.run / "adapter").exists()
 
 
 def test_a_policy_that_has_diverged_is_named_and_scores_nothing(
@@ -307,7 +322,8 @@ def test_a_policy_that_has_diverged_is_named_and_scores_nothing(
     assert (code, printed.err) == (0, "")
     assert "step 2: engine: the logits are not finite (told once; faults/engine counts them)" in printed.out
     assert [row.get("faults/engine", 0) for row in place.rows("metrics.jsonl")] == [0, 12, 12]
-    assert [(row["pass@1"], row["excluded"]) for row in place.rows("eval.jsonl")] == [(0.0, 0), (None, 2)]
+    evals = [row for row in place.rows("eval.jsonl") if row["set"] == "eval"]
+    assert [(row["pass@1"], row["excluded"]) for row in evals] == [(0.0, 0), (None, 2)]
 
 
 # --- the trainer is killed --------------------------------------------------------------------------------

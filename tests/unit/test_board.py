@@ -460,9 +460,39 @@ def test_the_page_shows_scores_alarms_and_the_forecast(run: RunFolder) -> None:
     later(follower, hands)
     state = follower.state()
     assert state["alarms"] == [{"tone": "bad", "text": "step 9: k3 is 120 times, since step 5"}]
-    assert state["forecast"] == "A 0.9"
+    assert state["forecast"] == "A 0.9" and state["failed"] == []
     assert [tile["value"] for tile in state["tiles"] if "pass@1" in tile["name"]] == ["0.750"]
     assert [chart["steps"] for chart in follower.charts([]) if chart["key"] == "held-out"] == [[0, 20]]
+
+
+def test_the_page_shows_mean_reward_greedy_score_and_rewards_that_failed(run: RunFolder) -> None:
+    hands = Hands()
+    score = {"step": 0, "set": "eval", "split": "eval", "n": 64, "pass@1": 0.0, "stderr": 0.0}
+    run.eval.append(score | {"reward": 0.75, "reward_max": 1.5, "solved_at": 2.0})
+    run.eval.append(score | {"set": "greedy", "pass@1": 0.61})
+    failed = {
+        "part": "train",
+        "function": "graded",
+        "of": 64,
+        "uid": "p1",
+        "completion": "4",
+        "stopped": False,
+    }
+    failed |= {"trace": "Traceback ...", "detail": "raised: KeyError: 'gold' (rewards.py:3)"}
+    run.failed.append({"step": 3, "count": 16, **failed}, {"step": 4, "count": 4, **failed})
+    follower = Follower(run, hands)
+    later(follower, hands)
+    state = follower.state()
+    tiles = {tile["name"]: tile["value"] for tile in state["tiles"]}
+    assert tiles["held-out reward"] == "0.750" and tiles["held-out pass@1, greedy"] == "0.610"
+    (one,) = state["failed"]
+    assert one["sentence"].startswith(
+        "Reward graded gave no verdict to 20 answers, the last time at step 4: "
+    )
+    assert one["trace"] == "Traceback ..." and one["answer"] == "step 4, prompt p1, completion '4'"
+    assert state["notes"][0].startswith("No held-out answer was ever solved, so pass@1 shows nothing")
+    (chart,) = [chart for chart in follower.charts([]) if chart["key"] == "held-out"]
+    assert [line["label"] for line in chart["series"]] == ["pass@1", "mean reward", "greedy pass@1"]
 
 
 # ---- over HTTP

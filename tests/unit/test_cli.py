@@ -75,6 +75,8 @@ BEFORE = {"step": 0, "set": "eval", "n": 100, "pass@1": 0.3, "stderr": 0.02} | {
     "pass@k": 0.8,
     "pass@k_stderr": 0.01,
     "k": 1,
+    "reward": 0.5,
+    "reward_stderr": 0.01,
 }
 AFTER = {**BEFORE, "step": 10, "pass@1": 0.6}
 
@@ -118,12 +120,15 @@ def test_without_a_terminal_every_step_is_a_plain_line() -> None:
     with progress.Monitor(80, console=console) as monitor:
         monitor.evaluated(BEFORE)
         monitor.evaluated({**BEFORE, "set": "hard", "pass@1": 0.0, "stderr": 0.0})
+        monitor.evaluated({**BEFORE, "set": "greedy"})
         monitor.step(ROW)
     lines = out.getvalue().splitlines()
-    assert lines[0] == "step 0: held-out pass@1 0.300 [0.262, 0.341] on 100 prompts"
-    assert lines[1] == "step 0: hard pass@1 0.000 [0.000, 0.037] on 100 prompts"
-    learned = "step 3/80  reward 0.500  held-out 0.300 [0.262, 0.341]  hard 0.000 [0.000, 0.037]"
-    assert lines[2].startswith(learned)
+    assert lines[0] == "step 0: held-out pass@1 0.300 [0.262, 0.341], mean reward 0.500 on 100 prompts"
+    assert lines[1] == "step 0: hard pass@1 0.000 [0.000, 0.037], mean reward 0.500 on 100 prompts"
+    assert lines[2].startswith("step 0: held-out greedy pass@1 0.300 [")
+    learned = "step 3/80  reward 0.500  held-out 0.300 [0.262, 0.341] (reward 0.500)"
+    learned += "  hard 0.000 [0.000, 0.037] (reward 0.500)"
+    assert lines[3].startswith(learned)
     assert "\x1b" not in out.getvalue()
 
 
@@ -131,8 +136,27 @@ def test_the_table_at_the_end() -> None:
     console, out = plain_console()
     console.print(progress.before_after(BEFORE, AFTER))
     assert "+0.300" in out.getvalue() and "pass@1" in out.getvalue() and "pass@k" not in out.getvalue()
+    assert "mean reward" in out.getvalue() and "0.500 [0.480, 0.520]" in out.getvalue()
+    assert "greedy" not in out.getvalue()
+    console.print(progress.before_after(BEFORE, AFTER, ({**BEFORE, "pass@1": 0.61}, None)))
+    assert "greedy" in out.getvalue() and "0.610" in out.getvalue()
     console.print(progress.before_after(None, {**AFTER, "k": 8}))
     assert "not measured" in out.getvalue() and "pass@8" in out.getvalue()
+
+
+def test_a_score_that_cannot_be_reached_is_said_once_and_early() -> None:
+    """With a second reward that never gives full marks pass@1 stayed 0.000 to the end, and nothing said why:
+    the first evaluation knows that no answer came near."""
+    row = {**BEFORE, "pass@1": 0.0, "stderr": 0.0, "reward_max": 1.25, "solved_at": 1.999999}
+    console, out = plain_console()
+    with progress.Monitor(80, console=console) as monitor:
+        monitor.evaluated(row)
+        monitor.evaluated({**row, "step": 20})
+    (line,) = [line for line in out.getvalue().splitlines() if "warning" in line]
+    assert "the highest reward was 1.25, and an answer is solved from 2 on (reward.solved_at)" in line
+    with progress.Monitor(80, console=console) as monitor:
+        monitor.evaluated({**row, "reward_max": 0.0, "reward": 0.0})
+    assert out.getvalue().count("warning") == 1, "a hard task may begin at 0"
 
 
 def test_a_writer_whose_package_is_missing_names_the_extra(tmp_path: Path) -> None:

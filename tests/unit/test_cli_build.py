@@ -14,11 +14,11 @@ from ostinato.cli.build import (
     check_lengths,
     longest_answer,
     new_interruption,
-    solved_at,
     stage_identity,
 )
 from ostinato.cli.caveats import caveats
 from ostinato.cli.parts import check, new_adapters
+from ostinato.cli.solved import check_solvable, solved_at
 from ostinato.config import Recipe, dump_toml
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -47,14 +47,32 @@ def test_a_solved_answer_has_full_marks_or_what_the_recipe_says(reward: dict, ma
     data = RunData(
         name="", recipe_text="", recipe=tree, metrics=[], evals=[], ledger=[], starts=[], damage=[]
     )
-    for found in (solved_at(recipe), solved_at_in_report(data)):
+    for found in (solved_at(recipe.reward), solved_at_in_report(data)):
         assert found == pytest.approx(mark, abs=1e-5) and found < mark
+
+
+def test_a_mark_that_no_answer_can_reach_is_refused_where_that_is_certain() -> None:
+    """Built-in functions give 1 at most; a user's own may give 10."""
+    for bad in (
+        {"solved_at": 1.5},
+        {"functions": ["exact", "numeric"], "weights": [1, -9], "solved_at": 1.1},
+    ):
+        with pytest.raises(ValueError, match=r"reward.solved_at is 1\.\d, but .* at most 1, so no answer"):
+            check_solvable(Recipe.parse({"reward": bad}).reward)
+    for good in ({}, {"solved_at": 1.0}, {"functions": ["own.py:points"], "solved_at": 8.0}):
+        check_solvable(Recipe.parse({"reward": good}).reward)
 
 
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
         ({}, []),
+        ({"reward": {"functions": ["exact", "numeric"]}}, []),
+        ({"reward": {"functions": ["exact", "own.py:brief"], "solved_at": 1.0}}, []),
+        (
+            {"reward": {"functions": ["exact", "own.py:brief"]}},
+            ["a reward of 2 on, a 1 from each of exact, own"],
+        ),
         ({"rollout": {"top_p": 0.9}}, ["rollout.top_p cut"]),
         ({"rollout": {"top_k": 5, "min_p": 0.05}}, ["rollout.top_k and rollout.min_p cut"]),
         ({"trainer": {"minibatches": 4}}, []),

@@ -36,15 +36,21 @@ def test_sets_come_in_order_with_their_own_terms(tmp_path: Path) -> None:
     found = evaluations(recipe, main, prompts, stop_tokens=(7,), solved_at=1.0, weights="model")
     assert [(one.name, one.k, one.samples, len(one.prompts)) for one in found] == [
         ("eval", 2, 2, 1),
+        ("greedy", 1, 1, 1),
         ("file", 3, 3, 3),
         ("hard", 1, 1, 4),
     ]
     assert [one.every for one in found] == [
         Every(amount=1e6, unit=Axis.TOKENS),
+        Every(amount=0),
         Every(amount=5),
         Every(amount=0),
     ]
-    assert len({held_out(one) for one in found}) == 3
+    assert len({held_out(one) for one in found}) == 4
+    assert [one.sampling.temperature for one in found] == [1.0, 0.0, 1.0, 1.0]
+    greedy = recipe_of().model_copy(update={"eval": recipe_of().eval.model_copy(update={"temperature": 0.0})})
+    (only,) = evaluations(greedy, main, {}, stop_tokens=(7,), solved_at=1.0, weights="model")
+    assert only.name == "eval", "what is greedy already is not answered twice"
 
 
 def test_a_set_of_the_training_source_must_not_be_trained_on(tmp_path: Path) -> None:

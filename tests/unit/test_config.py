@@ -300,6 +300,10 @@ def test_what_is_evaluated_when_and_what_is_foretold() -> None:
             {"eval": {"downstream": {"eval": {"source": "x"}}}},
             "eval.downstream.eval has the name of the main",
         ),
+        (
+            {"eval": {"downstream": {"greedy": {"source": "x"}}}},
+            "eval.downstream.greedy has the name of greedy answers to the main set",
+        ),
         ({"forecast": {"axis": "parsecs"}}, "forecast.axis is 'parsecs'; use one of 'device-hours', "),
         ({"forecast": {"min_gain": 0}}, "forecast.min_gain is 0; use a number above 0"),
         ({"forecast": {"stop": True, "enabled": False}}, "forecast.stop is true with forecast.enabled false"),

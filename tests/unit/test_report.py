@@ -526,6 +526,36 @@ def test_a_dense_finished_run_renders_and_lands_where_asked(tmp_path: Path) -> N
     assert socket.gethostname() not in machine()
 
 
+def test_a_report_has_mean_reward_greedy_score_and_what_failed(tmp_path: Path) -> None:
+    """pass@1 was the only score of a run whose second reward never gave full marks, and the cause of rewards
+    without a verdict was not in the report at all."""
+    run = new_run(tmp_path)
+    for step in (0, 3):
+        run.write(step or 1, row(step or 1))
+        beside = {"reward": 0.5 + step / 10, "reward_stderr": 0.01, "reward_max": 1.5, "solved_at": 1.999999}
+        run.eval.append(score(step, 0.0, 0.0, set="eval", **beside))
+        run.eval.append(score(step, 0.61 + step / 10, set="greedy", **beside))
+    failed = {
+        "function": "graded",
+        "count": 16,
+        "of": 64,
+        "detail": "raised: KeyError: 'gold' (rewards.py:3)",
+    }
+    failed |= {"trace": f"Traceback of {PROBE}", "uid": "p1", "completion": PROBE, "stopped": False}
+    run.failed.append({"step": 2, "part": "train", **failed})
+    found = read_run(run)
+    assert [one["step"] for one in found.greedy] == [0, 3] and not found.downstream
+    reward, greedy = headline(found).beside
+    assert reward == "mean reward 0.500 [0.480, 0.520] → 0.800 [0.780, 0.820]"
+    assert greedy.startswith("pass@1, greedy 0.610 [") and " → 0.910 [" in greedy
+    warned = [concern.text for concern in concerns(found)]
+    assert any("No held-out answer was ever solved" in text and "from 2 on" in text for text in warned)
+    assert any("graded gave no verdict to 16 answers, the last time at step 2" in text for text in warned)
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "Traceback of" in page and PROBE not in page
+    assert "No held-out answer" not in " ".join(one.text for one in concerns(data(evals=[score(0, 0.3)])))
+
+
 def test_a_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.report.write_text("old")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def short(completions, **columns):
 
 def strict(completions, wanted):
     return [1.0 for _ in completions]
+
+def needs_tags(completions, **columns):
+    return [float(len(text.split("<answer>")[1])) for text in completions]
+
+def wants_gold(completions, **columns):
+    return [float(text == columns["gold"][0]) for text in completions]
 
 async def later(completions, **columns):
     return [2.0 for _ in completions]
@@ -172,23 +179,27 @@ def test_a_bad_call_is_refused() -> None:
     ],
 )
 def test_judge_names_every_bad_value(returned: Any, fault: Fault) -> None:
-    assert judge(lambda completions: returned, 2, {"completions": ["a", "b"]})[0][:2] == (None, fault)
+    verdicts, trace = judge(lambda completions: returned, 2, {"completions": ["a", "b"]})
+    assert verdicts[0][:2] == (None, fault) and not trace
 
 
 def test_judge_takes_what_counts_as_numbers() -> None:
-    assert [v for v, _, _ in judge(lambda: np.array([1, 2]), 2, {})] == [1.0, 2.0]
-    assert [v for v, _, _ in judge(lambda: [True, None, np.float32(0.5)], 3, {})] == [1.0, None, 0.5]
+    assert [v for v, _, _ in judge(lambda: np.array([1, 2]), 2, {})[0]] == [1.0, 2.0]
+    assert [v for v, _, _ in judge(lambda: [True, None, np.float32(0.5)], 3, {})[0]] == [1.0, None, 0.5]
 
 
 def test_judge_survives_whatever_is_raised() -> None:
     def leave() -> None:
         raise SystemExit(3)
 
-    assert judge(leave, 1, {}) == [(None, Fault.RAISED, "SystemExit: 3")]
-    assert judge(lambda: [1 / 0], 1, {}) == [(None, Fault.RAISED, "ZeroDivisionError: division by zero")]
-    assert probe(lambda completions: [1.0], 1, {"completions": [""], "extra": [1]})[0][2].startswith(
-        "signature"
+    line = f" (test_reward_workers.py:{leave.__code__.co_firstlineno + 1})"
+    assert judge(leave, 1, {})[0] == [(None, Fault.RAISED, f"SystemExit: 3{line}")]
+    ((_, fault, detail),), trace = judge(lambda: [1 / 0], 1, {})
+    assert (fault, detail.partition(" (")[0]) == (Fault.RAISED, "ZeroDivisionError: division by zero")
+    assert trace.startswith("Traceback (most recent call last):\n") and "worker.py" not in trace.replace(
+        "test_reward_workers.py", ""
     )
+    assert trace.endswith("ZeroDivisionError: division by zero")
 
 
 class Unspeakable(Exception):
@@ -201,3 +212,105 @@ def test_an_exception_of_any_text_can_be_written() -> None:
     ended the worker."""
     assert describe(ValueError("a\ud83d\nb")) == "ValueError: a\\ud83d b"
     assert describe(Unspeakable()) == "Unspeakable: its text cannot be made: RuntimeError"
+
+
+def test_a_traceback_is_bounded_and_tells_what_led_to_it() -> None:
+    """``raise RewardFailed from error`` is where many users' code ends: the line that matters is the first
+    one's. A message of 50 MB or a deep recursion is no reason to send that much."""
+
+    def deep(left: int) -> None:
+        if not left:
+            raise ValueError("x" * 10**6 + "\ud800")
+        deep(left - 1)
+
+    def wrapped() -> None:
+        try:
+            deep(300)
+        except ValueError as error:
+            raise RuntimeError("the judge is away") from error
+
+    ((_, _, detail),), trace = judge(wrapped, 1, {})
+    assert detail.startswith("RuntimeError: the judge is away (test_reward_workers.py:")
+    assert trace.index("ValueError: xxx") < trace.index("RuntimeError: the judge is away")
+    assert len(trace) < 20_000
+    trace.encode()
+
+
+def once(function: Any, **columns: Any) -> tuple[str, str]:
+    """(fault, detail) of a dry run on one completion."""
+    ((_, fault, detail), *_), _ = probe(function, 1, {"completions": ["4"], **columns})
+    return fault, detail
+
+
+def test_a_dry_run_knows_what_no_completion_could_change() -> None:
+    """Rewards with a missing column, a wrong name or a module that is not installed failed for every answer,
+    and the run went to its end. What depends on the completion is no reason to refuse a function: real
+    answers may have the tags that the dry run's lack."""
+
+    def wants_gold(completions: Any, **columns: Any) -> list[float]:
+        return [float(c == g) for c, g in zip(completions, columns["gold"], strict=True)]
+
+    def fails_before_the_column(completions: Any, **columns: Any) -> list[float]:
+        raise KeyError("answer")
+
+    def tags(completions: Any, **columns: Any) -> list[float]:
+        found = dict(re.findall("<(.*?)>(.*?)</", completions[0]))
+        return [float(found["answer"])]
+
+    def unguarded(completions: Any, **columns: Any) -> list[float]:
+        match = re.search("FINAL: (.*)", completions[0])
+        return [float(match.group(1))]  # type: ignore[union-attr]
+
+    def misspelt(completions: Any, **columns: Any) -> list[float]:
+        return [flaot(c) for c in completions]  # type: ignore[name-defined]  # noqa: F821
+
+    def without_its_package(completions: Any, **columns: Any) -> list[float]:
+        import no_such_package  # type: ignore[import-not-found]
+
+        return no_such_package.score(completions)
+
+    def runs_the_answer(completions: Any, **columns: Any) -> list[float]:
+        return [float(eval("answer + 1", {}))]
+
+    assert once(wants_gold)[0] == Fault.NO_COLUMN and "KeyError: 'gold' (test_rew" in once(wants_gold)[1]
+    assert once(misspelt)[0] == once(without_its_package)[0] == Fault.UNDEFINED
+    for unsure in (fails_before_the_column, tags, unguarded, runs_the_answer):
+        assert once(unsure)[0] == Fault.RAISED
+    assert once(lambda completions: [1.0], extra=[1])[0] == Fault.SIGNATURE
+
+
+def test_the_dry_run_warns_refuses_and_shows_what_it_gave(file: str) -> None:
+    row = group("a").prompt
+    with WorkerGrader([f"{file}:{name}" for name in ("needs_tags", "sometimes", "length")]) as grader:
+        (warning,) = grader.check(row)
+    first, *rest = warning.splitlines()
+    assert first.startswith("reward needs_tags gave no verdict on a dry run (raised: IndexError: ")
+    assert rest[0] == "Traceback (most recent call last):" and "line" in rest[1]
+    assert rest[-1] == "prompt p, completions ['a', '']"
+    with WorkerGrader([f"{file}:wants_gold"]) as grader, pytest.raises(ValueError) as caught:
+        grader.check(row)
+    assert "wants_gold looks up a column that the row does not have (KeyError: 'gold' (mine.py:" in str(
+        caught.value
+    )
+    assert "Traceback" in caught.value.__notes__[0] and "['a', '']" in caught.value.__notes__[0]
+
+
+def test_a_failure_of_a_file_while_it_is_imported_has_its_line(tmp_path: Path) -> None:
+    """A ValueError that the file raised was told as if it were ours, without file and line."""
+    path = tmp_path / "odd.py"
+    path.write_text("import json\n\njson.loads('')\n")
+    with (
+        WorkerGrader([f"{path}:f"]) as grader,
+        pytest.raises(ValueError, match=r"\(odd.py:3\); mend") as caught,
+    ):
+        grader.check()
+    assert "odd.py" in caught.value.__notes__[0]
+
+
+def test_a_verdict_carries_the_traceback_of_each_function_that_failed(file: str) -> None:
+    with WorkerGrader([f"{file}:needs_tags", f"{file}:length"]) as grader:
+        a, b = asyncio.run(grader.grade(group("a", "b")))
+    assert a.reason.startswith("raised: needs_tags: IndexError: list index out of range (mine.py:")
+    assert a.failed == b.failed and list(a.failed) == ["needs_tags"]
+    head, second, *_ = a.failed["needs_tags"].splitlines()
+    assert head.startswith("raised: IndexError: ") and second == "Traceback (most recent call last):"

@@ -12,9 +12,10 @@ from ostinato.algo.advantages import Baseline, Pool, Scale
 from ostinato.algo.algorithms import Anchor, Loss
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.cli.build import new_plan, solved_at
+from ostinato.cli.build import new_plan
 from ostinato.cli.caveats import caveats
 from ostinato.cli.parts import check
+from ostinato.cli.solved import solved_at
 from ostinato.config import Recipe
 from ostinato.types import Sample
 
@@ -42,7 +43,7 @@ def test_it_is_the_papers_recipe() -> None:
     assert len(RECIPE.rollout.interrupt_after) == 2 and RECIPE.forecast.enabled
     trainer = RECIPE.trainer
     assert (trainer.eps, trainer.weight_decay, trainer.schedule) == (1e-15, 0.01, "constant")
-    assert trainer.warmup_steps > 0 and solved_at(RECIPE) == pytest.approx(1, abs=1e-5)
+    assert trainer.warmup_steps > 0 and solved_at(RECIPE.reward) == pytest.approx(1, abs=1e-5)
 
 
 def test_its_length_penalty_is_a_switch() -> None:

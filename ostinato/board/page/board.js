@@ -7,7 +7,7 @@
   const revisions = { charts: -1, timeline: -1 };
   const pick = document.querySelector(".pick"), choose = at("choose"), stretch = document.querySelector("#timeline [name=seconds]");
   const gantt = Gantt.mount(document.querySelector("figure.gantt"));
-  let chosen = decodeURIComponent(location.hash.slice(1)).split(",").filter(Boolean), metrics = "", serial = 0;
+  let chosen = decodeURIComponent(location.hash.slice(1)).split(",").filter(Boolean), metrics = "", failing = "[]", serial = 0;
 
   function make(tag, className, ...children) {
     const made = document.createElement(tag);
@@ -36,7 +36,8 @@
     at("tiles").replaceChildren(...state.tiles.map((tile) => make("li", "", make("b", "", tile.value), tile.name, tile.note ? make("small", "", tile.note) : null)));
     at("notes").replaceChildren(...state.notes.map((note) => make("li", "look", note)));
     at("alarms").replaceChildren(...state.alarms.map((alarm) => make("li", alarm.tone === "bad" ? "bad" : "look", alarm.text)));
-    at("no-alarms").hidden = state.alarms.length > 0;
+    showFailed(state.failed);
+    at("no-alarms").hidden = state.alarms.length + state.failed.length > 0;
     at("forecast").hidden = !state.forecast;
     at("forecast").textContent = `Forecast: ${state.forecast}`;
     showWorkers(state.workers);
@@ -44,6 +45,12 @@
       metrics = state.metrics.join();
       at("metrics").replaceChildren(...state.metrics.map((name) => new Option(name, name)));
     }
+  }
+
+  function showFailed(failed) {
+    if (JSON.stringify(failed) === failing) return;  // what a reader has opened stays open
+    failing = JSON.stringify(failed);
+    at("failed").replaceChildren(...failed.map((one) => make("details", "", make("summary", "", one.sentence), make("pre", "", `${one.trace}\n${one.answer}`.trim()))));
   }
 
   function showWorkers(workers) {

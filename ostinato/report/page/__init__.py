@@ -36,6 +36,7 @@ from ostinato.report.plan import plan_sections
 from ostinato.report.reading import RunData
 from ostinato.report.samples import Samples
 from ostinato.report.timeline import ANCHOR, pipeline_sections
+from ostinato.report.verdicts import failed_rewards
 
 
 def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
@@ -64,6 +65,7 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
         sections=groups,
         waste=waste(data),
         faults=faults(data),
+        failed=failed_rewards(data.failed),
         samples=samples,
         chart_data=script_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty}),
         gantt_in=ANCHOR if data.spans else "",

@@ -1,0 +1,111 @@
+"""Reward functions that fail: counted by step and function, kept with their last traceback, and the end of a
+run of which one has never worked.
+
+A row of failed_rewards.jsonl is a function in a step or an evaluation: ``count`` of ``of`` answers that it
+gave no verdict, ``detail`` in one line, ``trace`` (empty where nothing was raised), and the last prompt and
+completion for which it failed. ``stopped`` where the run ended by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ostinato.rollout.health import failure
+from ostinato.rollout.play import fault_name
+from ostinato.run import RunFolder
+from ostinato.types import Group, Trajectory
+
+TRAIN = "train"  # the part of the answers of a step, beside the names of evaluation sets
+MAX_SHOWN = 1000  # characters of a completion
+
+Say = Callable[[str], None]
+
+
+class RewardFails(ValueError):
+    """A reward function gave no verdict to any answer of the first evaluation or step. ``note`` has the
+    traceback, and the completion of one answer."""
+
+    def __init__(self, sentence: str, note: str) -> None:
+        super().__init__(sentence)
+        self.add_note(note)
+        self.note = note
+
+
+def failures(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """A row for each reward function that failed for an answer of these groups, sorted by its name."""
+    judged = [(group, one) for group in groups for one in group.trajectories if one.reward is not None]
+    return sorted(_rows(judged), key=lambda row: row["function"])
+
+
+def _rows(judged: Sequence[tuple[Group, Trajectory]]) -> Iterator[dict[str, Any]]:
+    by_function: dict[str, list[tuple[Group, Trajectory, str]]] = {}
+    for group, one in judged:
+        for name, told in one.reward.failed.items() if one.reward else ():
+            by_function.setdefault(name, []).append((group, one, told))
+    for name, failed in by_function.items():
+        group, one, told = failed[-1]
+        detail, _, trace = told.partition("\n")
+        yield {
+            "function": name,
+            "count": len(failed),
+            "of": len(judged),
+            "detail": detail,
+            "trace": trace,
+            "uid": group.prompt.uid,
+            "completion": "".join(turn.completion.text for turn in one.turns)[:MAX_SHOWN],
+        }
+
+
+def refuse(rows: Sequence[dict[str, Any]], where: str) -> None:
+    """Raises RewardFails for a function that failed for all the answers ``where``."""
+    for row in rows:
+        if row["count"] == row["of"]:
+            note = f"{row['trace']}\nprompt {row['uid']}, completion {row['completion']!r}".lstrip()
+            raise RewardFails(
+                f"reward {row['function']} gave no verdict to any of the {row['of']} answers of {where} "
+                f"({row['detail']}); mend it",
+                note,
+            )
+
+
+class Failures:
+    """What has failed in a run, kept in its folder and told: each kind of fault of each function once."""
+
+    def __init__(self, folder: RunFolder, say: Say) -> None:
+        self._folder, self._say = folder, say
+        self._told = set[tuple[str, ...]]()
+
+    def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
+        """The answers of ``step`` to which ``part`` gave rise. Raises RewardFails where they are the
+        ``first`` and a function failed for all of them; that is kept too."""
+        rows = failures(groups)
+        try:
+            if first:
+                what = f"the evaluation of the set {part}" if part != TRAIN else "training"
+                refuse(rows, f"{what} at step {step}")
+        except RewardFails:
+            self._keep(step, part, rows, stopped=True)
+            raise
+        self._keep(step, part, rows, stopped=False)
+        self._tell(step, groups)
+
+    def _keep(self, step: int, part: str, rows: Sequence[dict[str, Any]], *, stopped: bool) -> None:
+        if rows:
+            about = {"step": step, "part": part, "stopped": stopped}
+            self._folder.failed.append(*({**about, **row} for row in rows))
+
+    def _tell(self, step: int, groups: Sequence[Group]) -> None:
+        """Each kind of failure once, in its own words (a skip has none); the rows count them all."""
+        for one in (trajectory for group in groups for trajectory in group.trajectories):
+            sentence, failed = failure(one), one.reward.failed if one.reward else {}
+            kind = fault_name(sentence)
+            if kind != sentence and (key := (kind, *failed)) not in self._told:
+                self._told.add(key)
+                self._say(f"step {step}: {sentence} (told once; faults/{kind} counts them)")
+                for trace in (told.partition("\n")[2] for told in failed.values()):
+                    if trace:
+                        self._say(trace)
+
+
+__all__ = ["Failures", "RewardFails", "failures", "refuse"]

@@ -1,0 +1,97 @@
+"""Reward functions that fail: what ends a run, what is kept and told of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_loop import Bench, IsRight, LoopState
+
+from ostinato.pipeline.failed import RewardFails, failures
+from ostinato.types import Group, Reward
+
+TRACE = "Traceback (most recent call last):\n  File \"/rewards.py\", line 3, in graded\nKeyError: 'gold'"
+TOLD = "raised: KeyError: 'gold' (rewards.py:3)"
+
+
+class Failing(IsRight):
+    """Raises for the groups whose number ``at`` names, in the order in which they are graded."""
+
+    def __init__(self, at: Any) -> None:
+        super().__init__()
+        self.at, self.graded = at, 0
+
+    async def grade(self, group: Group) -> list[Reward]:
+        number, self.graded = self.graded, self.graded + 1
+        rewards = await super().grade(group)
+        if not self.at(number):
+            return rewards
+        reason = TOLD.replace("raised: ", "raised: graded: ", 1)
+        failed = {"graded": f"{TOLD}\n{TRACE}"}
+        return [Reward(value=None, reason=reason, parts={"graded": None}, failed=failed) for _ in rewards]
+
+
+def test_a_reward_that_fails_for_all_of_the_first_evaluation_ends_the_run(tmp_path: Path) -> None:
+    """It ran to its end, wrote an adapter and returned 0; the cause was told once, without file or line."""
+    bench = Bench(tmp_path, grader=Failing(lambda number: True))
+    with pytest.raises(RewardFails) as caught:
+        bench.run()
+    assert str(caught.value) == (
+        "reward graded gave no verdict to any of the 32 answers of the evaluation of the set eval at step 0 "
+        f"({TOLD}); mend it"
+    )
+    assert caught.value.__notes__ == [f"{TRACE}\nprompt e7, completion '1 6'"]
+    assert not bench.rows and not bench.saved and not list(bench.folder.eval.rows())
+    (row,) = bench.folder.failed.rows()
+    assert (row["step"], row["part"], row["count"], row["of"], row["stopped"]) == (0, "eval", 32, 32, True)
+    again = Bench(tmp_path, steps=1)
+    again.run()
+    assert [row["step"] for row in again.folder.eval.rows()] == [0, 1], "mended, it is scored after all"
+    assert not list(again.folder.failed.rows())
+
+
+def test_a_reward_that_fails_for_all_of_the_first_step_ends_the_run(tmp_path: Path) -> None:
+    """The groups of the step are graded anew when the run is resumed: the spool kept their failures."""
+    broken = Bench(tmp_path, grader=Failing(lambda number: True), eval_at_start=False)
+    with pytest.raises(RewardFails, match="any of the 32 answers of training at step 1"):
+        broken.run()
+    assert not broken.rows and not broken.saved
+    mended = Bench(tmp_path, eval_at_start=False, steps=2)
+    mended.run()
+    assert [row["rollout/no_verdict"] for row in mended.rows] == [0, 0]
+    assert mended.rows[0]["rollout/from_spool"] == 0
+
+
+def test_a_reward_that_fails_later_is_counted_and_its_last_traceback_kept(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, grader=Failing(lambda number: number in (3, 8, 9)), steps=2)
+    bench.run()
+    rows = list(bench.folder.failed.rows())
+    assert [(row["step"], row["part"], row["count"], row["of"]) for row in rows] == [
+        (0, "eval", 4, 32),
+        (1, "train", 16, 32),
+    ]
+    assert rows[1]["function"] == "graded" and rows[1]["trace"] == TRACE
+    assert rows[1]["detail"] == TOLD and not rows[1]["stopped"]
+    told = [note for note in bench.notes if "told once" in note]
+    assert told == [
+        "step 0: raised: graded: KeyError: 'gold' (rewards.py:3) (told once; faults/raised counts them)"
+    ]
+    assert TRACE in bench.notes
+    later = Bench(tmp_path, state=LoopState(step=0), steps=1)
+    later.folder.truncate_after(0)
+    assert [row["step"] for row in later.folder.failed.rows()] == [0]
+
+
+def test_nothing_is_kept_of_rewards_that_skip_or_work(tmp_path: Path) -> None:
+    """None is an opinion that a function does not have: for some rows, or for all of a step."""
+
+    class Skips(IsRight):
+        async def grade(self, group: Group) -> list[Reward]:
+            return [replace(one, value=None, reason="skipped") for one in await super().grade(group)]
+
+    bench = Bench(tmp_path, grader=Skips(), steps=2)
+    bench.run()
+    assert len(bench.rows) == 2 and not bench.folder.failed.path.exists()
+    assert failures([]) == []
