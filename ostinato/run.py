@@ -3,7 +3,7 @@
     runs/<recipe>-<yyyymmdd-hhmmss>/
         recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl  drafts.jsonl
         mismatch.jsonl  watch.jsonl  forecast.jsonl  timeline.jsonl  failed_rewards.jsonl
-        checkpoints/  adapter/  history.bin  report.html
+        checkpoints/  adapter/  history.bin  report.html  .lock  alive.json
 
 Whole files are replaced (``atomic_write``, ``atomic_folder``): a reader sees the old one or the new one.
 Logs are appended to, one JSON object per line, and forgive a torn end: what a kill or a full disk left of
@@ -13,6 +13,7 @@ has the key "step"; ``RunFolder.truncate_after`` relies on it when a run is resu
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ import numpy as np
 
 from ostinato.files import atomic_write, naming, sync, umask
 from ostinato.inputs import escaped, parse_json
+from ostinato.lock import LOCK
 from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.types import Group, Trajectory
 
@@ -36,7 +38,10 @@ Row = Mapping[str, Any]
 STEP_FIRST = b'{"step":'  # what a row of a log begins with
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
 GREEDY_SET = "greedy"  # the same prompts at temperature 0, before and after training
-EARLY = ("vllm", "ranks")  # what may be there before the run: logs of what is started before any work
+BEAT = "alive.json"  # while a process works there: its last sign of life (``ledger.Life``)
+BEAT_PART = "alive.part"
+# what may be there before the run: its lock, and logs of what is started before any work
+EARLY = ("vllm", "ranks", LOCK, BEAT, BEAT_PART)
 
 
 @contextmanager
@@ -319,9 +324,7 @@ class RunFolder:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
             atomic_write(run.recipe, recipe)
         except OSError as error:
-            raise ValueError(
-                f"run folder {path} cannot be written ({error}); set log.dir to a folder that can"
-            ) from error
+            raise _not_writable(path, error) from error
         return run
 
     @classmethod
@@ -339,20 +342,44 @@ class RunFolder:
     def truncate_after(self, step: int) -> None:
         """Forget the rows of later steps, so that a resumed run writes them again once. The ledger forgets
         nothing: what is done again was paid for."""
-        logs = (self.metrics, self.eval, self.drafts, self.mismatch, self.watch)
-        for log in (*logs, self.forecast, self.replan, self.trajectories):
+        for log in self._logs:
             log.keep(lambda row: row.get("step", step) <= step)
         self.failed.keep(lambda row: row["step"] <= step and not row["stopped"])
 
+    def sweep(self) -> None:
+        """Remove what a killed process left half written: temporary files of what only the holder of the
+        folder's lock writes, who alone may call this. Checkpoints have their own way (``train.checkpoint``).
+        """
+        whole = (self.recipe, self.history, *(log.path for log in (*self._logs, self.failed)))
+        left = [path for one in whole for path in self.path.glob(f".{one.name}.*")]
+        for path in (*left, *self.adapter.glob(".*")):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _logs(self) -> tuple[Jsonl | JsonlZst, ...]:
+        """Those whose rows a resumed run writes again."""
+        logs = (self.metrics, self.eval, self.drafts, self.mismatch, self.watch)
+        return (*logs, self.forecast, self.replan, self.trajectories)
+
 
 def new_run_path(root: Path, recipe: str, now: datetime | None = None) -> Path:
-    """``root/<recipe>-<yyyymmdd-hhmmss>``, with -2, -3 ... when that second is taken."""
+    """Make the empty folder ``root/<recipe>-<yyyymmdd-hhmmss>``, with -2, -3 ... when that second is taken:
+    nobody else gets this name. Raises ValueError where no folder can be made."""
     stem = f"{recipe}-{now or datetime.now():%Y%m%d-%H%M%S}"
-    path, number = root / stem, 1
-    while path.exists():
-        number += 1
-        path = root / f"{stem}-{number}"
-    return path
+    for number in itertools.count(1):
+        path = root / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _not_writable(path, error) from error
+    raise AssertionError("numbers have an end")
+
+
+def _not_writable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"run folder {path} cannot be written ({error}); set log.dir to a folder that can")
 
 
 class Timer:

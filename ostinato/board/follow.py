@@ -24,7 +24,7 @@ from ostinato.run import RunFolder
 from ostinato.timeline import Span
 
 AGAIN_S = 0.5  # between two looks, whoever asks
-SILENT_S = 20.0  # without a sign of life (``ledger.BEAT_EVERY_S`` is 5), until a run counts as dead
+SILENT_S = 20.0  # without a sign of life (``ledger.BEAT_EVERY_S`` is 1), until a run counts as dead
 HORIZON_S = 900.0  # of the timeline that is kept
 SPANS = 60_000  # of it, at most
 LAST = 4 << 20  # bytes of the timeline and the ledger that are read when the board opens
@@ -240,6 +240,7 @@ ENDS = {
     "done": "finished",
     "interrupted": "interrupted by Ctrl-C",
     "terminated": "stopped by SIGTERM",
+    "hung_up": "stopped as its terminal, or the reader of its output, had gone",
     "collapsed": "stopped: the policy collapsed",
     "solved": "ended: every prompt is solved for good",
     "replanned": "goes on under another layout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ostinato.cli import ablate_answer, ablate_jobs
 from ostinato.cli.ablate_jobs import State
 from ostinato.cli.dtype import resolved
 from ostinato.cli.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
+from ostinato.cli.output import lasting
 from ostinato.cli.progress import remaining
 from ostinato.cli.scale import show
 from ostinato.cli.scale_reading import amount
@@ -84,7 +86,7 @@ def run(source: str, overrides: Sequence[str], study: Study, telling: Telling) -
         workers=study.workers,
     )
     ablate_jobs.check(jobs)
-    console = Console(stderr=str(telling.json_file) == "-")
+    console = Console(file=lasting(sys.stderr if str(telling.json_file) == "-" else sys.stdout))
     console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
     try:
         with progress(console) as told:

@@ -1,25 +1,25 @@
 """The runs of an ablation: a folder each, a child process each, some at once, resumed where they stopped.
 
 A job is made as an empty run folder with its recipe in it, and ``python -m ostinato resume`` begins it or
-goes on with it, whichever it is. A child holds a lock on its folder for as long as it lives, so that two
+goes on with it, whichever it is. A child holds the lock of its folder (``ostinato.lock``), so that two
 ablations, or one whose parent was killed and that is started again, never train into the same one.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.cli.kept import backwards, ended, slug
 from ostinato.config import Recipe, dump_toml
+from ostinato.lock import Locked, locked
+from ostinato.pipeline.signals import ending
 from ostinato.run import RunFolder
 from ostinato.scaling.ablation import REFERENCE
 
@@ -183,12 +183,12 @@ def run(
     """Let all jobs run that have not ended, ``workers`` at once; their last states.
 
     A run that fails is named and does not keep the others from running. KeyboardInterrupt (Ctrl-C; SIGTERM
-    is made one) asks the children to stop, waits until they have saved, and is raised again.
+    and SIGHUP raise one) asks the children to stop, waits until they have saved, and is raised again.
     """
     states = {job.folder: _state(job) for job in jobs}
     waiting = [job for job in jobs if states[job.folder].what != "done"]
     going: list[_Child] = []
-    with _terminated_as_interrupted():
+    with ending():
         try:
             while waiting or going:
                 while waiting and len(going) < workers:
@@ -198,7 +198,8 @@ def run(
                     states[job.folder] = State(job=job, what="failed" if error else "running", error=error)
                 for child in going:
                     states[child.job.folder] = _look(child)
-                going = [child for child in going if child.process.poll() is None]
+                # as it was looked at: one that has ended since is looked at again
+                going = [child for child in going if states[child.job.folder].what == "running"]
                 show(list(states.values()))
                 if going:
                     pause()
@@ -209,20 +210,20 @@ def run(
 
 def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | None, str]:
     """(the child, "") or (None, why not)."""
-    if not (job.folder / "recipe.toml").is_file():
-        RunFolder.create(job.folder, dump_toml(job.recipe))
+    job.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(job.folder, say=lambda line: None):  # the child tells
+            if not (job.folder / "recipe.toml").is_file():
+                RunFolder.create(job.folder, dump_toml(job.recipe))
+    except Locked as error:
+        return None, str(error)
     first = _progress(job.folder)[0]
-    with (job.folder / ".lock").open("wb") as lock, (job.folder / LOG).open("ab") as log:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None, "another process is at work on it"
+    with (job.folder / LOG).open("ab") as log:
         process = subprocess.Popen(
             command(job.folder),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=[lock.fileno()],  # the lock is the child's from here on
             start_new_session=True,  # a Ctrl-C is told to it once, by us
         )
     return _Child(job=job, process=process, started=time.monotonic(), first=first), ""
@@ -275,15 +276,3 @@ def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    def hear(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, hear)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

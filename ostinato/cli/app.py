@@ -2,7 +2,8 @@
 
 0 done; 1 a failure while running; 2 something the user wrote, told in one sentence before work starts, or
 at the first evaluation or step where a reward function has never worked;
-130 and 143 a run that was saved and stopped by Ctrl-C or SIGTERM.
+130, 143 and 129 a run that was saved and stopped by Ctrl-C, SIGTERM or SIGHUP (a closed terminal, a pipe
+whose reader is gone).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import typer
 
 from ostinato import isa
 from ostinato.cli.failure import RunFailed
+from ostinato.cli.output import lasting
 
 app = typer.Typer(
     name="ostinato",
@@ -307,7 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, RunFailed, OSError) as error:
         if len(kept) < len(given):
             raise
+        said = lasting(sys.stderr)
         for note in getattr(error, "__notes__", ()):
-            print(note, file=sys.stderr)
-        print("ostinato:", " ".join(str(error).splitlines()), file=sys.stderr)
+            print(note, file=said)
+        print("ostinato:", " ".join(str(error).splitlines()), file=said)
         sys.exit(2 if isinstance(error, ValueError) else 1)

@@ -10,7 +10,7 @@ import torch
 from ostinato.cli.build import device_name
 from ostinato.config import Recipe, dump_toml
 from ostinato.energy import Meter, nvml, rapl
-from ostinato.ledger import Ledger, SteadyClock, Terms
+from ostinato.ledger import Ledger, Life, SteadyClock, Terms
 from ostinato.model.decoder import Decoder
 from ostinato.run import RunFolder
 
@@ -20,10 +20,11 @@ def new_ledger(
     run: RunFolder,
     decoder: Decoder,
     clock: SteadyClock,
+    life: Life,
     pools: Mapping[str, int] | None = None,
 ) -> Ledger:
-    """The books of one process, which began when ``clock`` did, with the energy of all that is counted.
-    ``pools``: devices by pool where workers have them; otherwise it has the recipe's."""
+    """The books of one process, which began when ``clock`` did and shows ``life``, with the energy of all
+    that is counted. ``pools``: devices by pool where workers have them; otherwise it has the recipe's."""
     section = recipe.ledger
     gpus = [torch.cuda.get_device_properties(decoder.device).uuid] if decoder.device.type == "cuda" else []
     meter = Meter({**rapl(), "GPU": nvml([f"GPU-{uuid}" for uuid in gpus])})
@@ -36,4 +37,4 @@ def new_ledger(
         recipe=hashlib.sha256(dump_toml(recipe).encode()).hexdigest()[:12],
         energy=meter.kinds,
     )
-    return Ledger(folder=run, terms=terms, meter=meter, clock=clock)
+    return Ledger(folder=run, terms=terms, meter=meter, clock=clock, life=life)

@@ -49,7 +49,7 @@ from ostinato.render import Renderer
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
-from ostinato.train.checkpoint import Checkpoint, oldest_step, save_checkpoint
+from ostinato.train.checkpoint import Checkpoint, mend, oldest_step, save_checkpoint
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Prompt, Sampling
 
@@ -350,7 +350,9 @@ def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
 
 
 def restore(run: RunFolder, trainer: PolicyTrainer, say: Say) -> LoopState:
-    """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one."""
+    """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one. What a
+    killed process left half written goes: only for whoever holds the lock of the run."""
+    mend(run.checkpoints)
     checkpoint = newest_checkpoint(run, trainer, say)
     if checkpoint is None:
         say(f"{run.path} has no checkpoint, so the run begins again")

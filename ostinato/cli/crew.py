@@ -57,13 +57,11 @@ class Crew:
         telling = asyncio.create_task(_tell(folder / "workers.json", self.status)) if self.status else None
         try:
             if self.ready is not None:
-                with StopSignals(0.0, at_once=True) as signals:
+                with StopSignals(0.0, at_once=True) as signals, contextlib.suppress(Abandoned):
                     await signals.bounded(self.ready())
                 if signals.received is not None:
-                    raise Abandoned
+                    return Finished(state=loop.state, why=Finish.of(signals.received))
             return await loop.run()
-        except Abandoned:  # before it has begun
-            return Finished(state=loop.state, why=Finish.TERMINATED)
         finally:
             if telling is not None and self.status is not None:
                 telling.cancel()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,15 @@ from rich.console import Console
 
 from ostinato.cli.dtype import resolved
 from ostinato.cli.failure import RunFailed
+from ostinato.cli.output import lasting
 from ostinato.cli.progress import Monitor
 from ostinato.cli.report import record_start
 from ostinato.cli.writers import check_writers, open_writers
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine import threads
-from ostinato.ledger import Ledger, SteadyClock
+from ostinato.ledger import Ledger, SteadyClock, new_life
+from ostinato.lock import LOCK, locked
+from ostinato.pipeline.signals import ending
 from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder, atomic_write, new_run_path
 
 if TYPE_CHECKING:
@@ -67,8 +71,9 @@ def learn(
         recipe = Recipe.load(recipe, *overrides)
     elif overrides:
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
-    path = new_run_path(Path(recipe.log.dir), recipe.name)
-    return _train(recipe, path, Console(quiet=quiet), again=False, workers=workers)
+    console = Console(file=lasting(sys.stdout), quiet=quiet)
+    with _new_folder(recipe, console) as path:
+        return _train(recipe, path, console, again=False, workers=workers)
 
 
 def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORKERS) -> Outcome:
@@ -76,22 +81,49 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
 
     ``overrides`` change its recipe from here on, e.g. ``trainer.steps=200`` to train for longer. ``workers``
     is as in ``learn``, and no part of the recipe: whoever named others has to name them again.
+
+    Raises ValueError where another process is at work on the run.
     """
     run = RunFolder.open(path)
-    recipe = Recipe.load(run.recipe, *overrides)
-    return _train(recipe, path, Console(quiet=quiet), again=True, workers=workers)
+    console = Console(file=lasting(sys.stdout), quiet=quiet)
+    with locked(path, _say(console)):
+        run.sweep()
+        recipe = Recipe.load(run.recipe, *overrides)
+        return _train(recipe, path, console, again=True, workers=workers)
 
 
+@contextlib.contextmanager
+def _new_folder(recipe: Recipe, console: Console) -> Iterator[Path]:
+    """The folder of a new run, locked; it is gone where the run did not begin."""
+    path = new_run_path(Path(recipe.log.dir), recipe.name)
+    try:
+        with locked(path, _say(console)):
+            try:
+                yield path
+            finally:
+                if not RunFolder(path).recipe.exists():
+                    (path / LOCK).unlink()
+    finally:
+        with contextlib.suppress(OSError):  # it is not empty
+            path.rmdir()
+
+
+def _say(console: Console) -> Callable[[str], None]:
+    return partial(console.print, highlight=False, markup=False, soft_wrap=True)
+
+
+@ending()
 def _train(recipe: Recipe, path: Path, console: Console, *, again: bool, workers: str) -> Outcome:
     """One session; and another one from its last checkpoint on, as often as the run finds a better layout
     (``parallel.replan``). Where that cannot begin, the one before goes on, and weighs nothing any more."""
     session = partial(_session, path=path, console=console, workers=workers)
-    outcome, switch = session(recipe, resume=again)
+    with _interrupted_before(path):
+        outcome, switch = session(recipe, resume=again)
     while switch is not None:
         gc.collect()  # the model of the session before is in cycles, and would be there twice
         run, begun = RunFolder.open(path), threading.Event()
         back = switch.back(run)
-        with _interrupted_between(path):
+        with _interrupted_before(path):
             try:
                 after = Recipe.load(run.recipe, *switch.overrides)
                 outcome, switch = session(after, resume=True, switched=switch, begun=begun)
@@ -106,14 +138,14 @@ def _train(recipe: Recipe, path: Path, console: Console, *, again: bool, workers
 
 
 @contextlib.contextmanager
-def _interrupted_between(path: Path) -> Iterator[None]:
-    """Ctrl-C while a session begins learns where the run is; one that has begun tells that itself."""
+def _interrupted_before(path: Path) -> Iterator[None]:
+    """A signal while a session begins learns where the run is; one that has begun tells that itself."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        if str(stop):
-            raise
-        raise KeyboardInterrupt(f"what was saved is in {path}, to go on: ostinato resume {path}") from None
+        if not stop.args and RunFolder(path).recipe.exists():
+            stop.args = (f"what was saved is in {path}, to go on: ostinato resume {path}",)
+        raise
 
 
 def _session(
@@ -129,7 +161,7 @@ def _session(
     """From the start or the newest checkpoint to the end, or to where the run is to go on otherwise.
     ``begun`` is set when the loop begins."""
     clock = SteadyClock()
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say = _say(console)
     chosen = threads.configure_early(recipe.engine.threads, say=say)
     recipe = resolved(recipe, say, run=path if resume else None, warn=True)
     from ostinato.cli import build, parts, replanning
@@ -137,7 +169,7 @@ def _session(
     from ostinato.cli.crew import hired
     from ostinato.cli.drafts import new_memory
 
-    with contextlib.ExitStack() as held:
+    with new_life(RunFolder(path), clock) as life, contextlib.ExitStack() as held:
         prepared = held.enter_context(build.prepare(recipe, training=True))
         plan = replanning.plan_for(recipe, path if resume else None, switched)
         config = prepared.decoder.config
@@ -151,7 +183,7 @@ def _session(
         run = _folder(path, dump_toml(recipe), resume)
         if plan is not None:
             replanning.write_plan(run, plan)
-        ledger = new_ledger(recipe, run, prepared.decoder, clock, crew.pools)
+        ledger = new_ledger(recipe, run, prepared.decoder, clock, life, crew.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         screen = Monitor(recipe.trainer.steps, done=state.step, console=console)
         with ledger.session(state.step), screen as monitor:
@@ -268,8 +300,9 @@ def _named_failures(path: Path) -> Iterator[None]:
     mend = f"to go on: ostinato resume {path}"
     try:
         yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"what was saved is in {path}, {mend}") from None
+    except KeyboardInterrupt as stop:
+        stop.args = (f"what was saved is in {path}, {mend}",)
+        raise
     except (*_named(), OSError) as error:
         raise RunFailed(f"{error}; what was saved is in {path}, {mend}") from error
     except RewardFails as error:

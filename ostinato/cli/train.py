@@ -9,15 +9,19 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ostinato.cli.output import lasting
 from ostinato.cli.progress import before_after
 from ostinato.cli.ranks import follow, followed
 from ostinato.cli.report import write_report
 from ostinato.cli.session import Outcome, learn
 from ostinato.cli.session import resume as resume_run
+from ostinato.pipeline.signals import Ended
 from ostinato.report.verdicts import failed_rewards, unsolved
 from ostinato.run import MAIN_SET, RunFolder
 
-EXIT = {"interrupted": 130, "terminated": 143, "collapsed": 1}  # signals: 128 + number, as in shells
+# signals: 128 + number, as in shells
+EXIT = {"interrupted": 130, "terminated": 143, "hung_up": 129, "collapsed": 1}
+HUNG_UP = "hung up (the terminal, or the reader of the output, is gone)"
 
 
 def train(recipe: str, overrides: Sequence[str]) -> int:
@@ -34,12 +38,15 @@ def resume(run: Path, overrides: Sequence[str]) -> int:
 
 
 def _finish(work: Callable[[], Outcome]) -> int:
+    error = lasting(sys.stderr)
     try:
         outcome = work()
     except KeyboardInterrupt as stop:
-        print(f"ostinato: stopped at once; {str(stop) or 'nothing had begun'}", file=sys.stderr)
-        return EXIT["interrupted"]
-    console = Console()
+        why = stop.why if isinstance(stop, Ended) else "interrupted"
+        how = {"hung_up": HUNG_UP, "interrupted": "stopped at once"}.get(why, why)
+        print(f"ostinato: {how}; {str(stop) or 'nothing had begun'}", file=error)
+        return EXIT[why]
+    console = Console(file=lasting(sys.stdout))
     if outcome.after is not None:
         console.print(before_after(outcome.before, outcome.after, outcome.greedy))
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -48,6 +55,10 @@ def _finish(work: Callable[[], Outcome]) -> int:
     console.print(
         f"report       {write_report(RunFolder.open(outcome.folder))}", highlight=False, soft_wrap=True
     )
+    if outcome.why == "hung_up":
+        line = f"ostinato: {HUNG_UP} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
+        print(line, file=error)
+        return EXIT[outcome.why]
     if code := EXIT.get(outcome.why, 0):
         line = f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
         console.print(line, highlight=False, soft_wrap=True)

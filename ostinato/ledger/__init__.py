@@ -16,20 +16,24 @@ as much less pending. FLOPs are whole numbers, so that useful, wasted and pendin
 exactly. Every row has its own devices and price.
 """
 
+from ostinato.ledger.life import BEAT_EVERY_S, Life
 from ostinato.ledger.rows import Event, Spell, checked, read, spells
 from ostinato.ledger.sums import AXES, Summary, priced, spent, summary
-from ostinato.ledger.write import POOL, Ledger, SteadyClock, Terms
+from ostinato.ledger.write import POOL, Ledger, SteadyClock, Terms, new_life
 
 __all__ = [
     "AXES",
+    "BEAT_EVERY_S",
     "POOL",
     "Event",
     "Ledger",
+    "Life",
     "Spell",
     "SteadyClock",
     "Summary",
     "Terms",
     "checked",
+    "new_life",
     "priced",
     "read",
     "spells",

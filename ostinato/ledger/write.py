@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ostinato.inputs import parse_json
-from ostinato.ledger.rows import Event, Row, end_of, is_number, read
-from ostinato.run import RunFolder, to_json
+from ostinato.ledger.life import Life, rows_of_the_killed
+from ostinato.ledger.rows import Event, Row, end_of, read
+from ostinato.run import BEAT, RunFolder
 
 POOL = "local"  # of a run in one process: one pool that samples, grades and trains in turn
 SAMPLERS = "samplers"  # the pool that evaluates, where there are several
-BEAT = "alive.json"  # in the run folder, while a process works there
-BEAT_EVERY_S = 5.0  # so much of the work of a killed process nobody knows of
 
 
 class SteadyClock:
@@ -28,6 +24,11 @@ class SteadyClock:
 
     def __call__(self) -> float:
         return self.started + time.perf_counter() - self._zero
+
+
+def new_life(folder: RunFolder, clock: SteadyClock) -> Life:
+    """The signs of life of this process, which began when ``clock`` did."""
+    return Life(folder.path / BEAT, clock, clock.started)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +59,16 @@ class Ledger:
     """Writes the rows of one process. ``with ledger.session(step):`` around all of its work.
 
     ``meter`` gives the joules that the machine has used since some moment, None where it cannot tell; a row
-    has those since the row before. ``clock`` was started when the process began.
+    has those since the row before. ``clock`` was started when the process began; ``life`` tells of it, and
+    a ledger without one has its own.
     """
 
     folder: RunFolder
     terms: Terms = Terms()
     meter: Callable[[], float | None] = lambda: None
     clock: SteadyClock = field(default_factory=SteadyClock)
+    life: Life | None = None
     why: str = "done"  # what the end row will say, unless an exception ends the session
-    beat_every_s: float = BEAT_EVERY_S
 
     def __post_init__(self) -> None:
         self._session, self._step, self._last = 0, 0, self.clock.started
@@ -76,21 +78,24 @@ class Ledger:
 
     @contextmanager
     def session(self, step: int) -> Iterator[None]:
-        """From the start row, at finished step ``step``, to the end row; within a session, only itself.
+        """From the start row, at finished step ``step``, to the end row; within a session, only itself. An
+        exception is named there by its ``why``, if it has one, or by its type.
 
         Raises ValueError for a ledger that cannot be read to its end."""
         if self._session:
             yield
             return
-        self._start(step)
-        try:
-            with beating(self.folder.path / BEAT, self._alive, self.beat_every_s):
+        own = nullcontext(self.life) if self.life else new_life(self.folder, self.clock)
+        with own as life:
+            self._start(step, life)
+            try:
                 yield
-        except BaseException as error:
-            with suppress(OSError):  # of a full disk the error itself tells
-                self._end(f"failed: {type(error.__cause__ or error).__name__}")
-            raise
-        self._end(self.why)
+            except BaseException as error:
+                failed = f"failed: {type(error.__cause__ or error).__name__}"
+                with suppress(OSError):  # of a full disk the error itself tells
+                    self._end(getattr(error, "why", failed))
+                raise
+            self._end(self.why)
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -144,17 +149,11 @@ class Ledger:
         """Has an earlier process written this step row (``coming``, of that process)?"""
         return row in self._before
 
-    def _start(self, step: int) -> None:
-        rows = read(self.folder)
+    def _start(self, step: int, life: Life) -> None:
+        rows, terms = read(self.folder), self.terms
         self._before = frozenset((row["session"], row["step"]) for row in rows if row["event"] == Event.STEP)
-        last = max((row["session"] for row in rows), default=0)
-        self._session, self._step = last + 1, step
-        kept = {row["event"] for row in rows if row["session"] == last}
-        if last and not kept & {Event.END, Event.LOST}:
-            lost = {"event": Event.LOST, "session": last, **lost_work(self.folder, rows[-1])}
-            self.folder.ledger.append({**lost, "at": self.clock()})
-        terms, back = self.terms, max(map(end_of, rows), default=0.0) - self.clock.started
-        row = {
+        start = {
+            "event": Event.START,
             "at": self.clock(),
             "process_started": self.clock.started,
             "step": step,
@@ -166,13 +165,17 @@ class Ledger:
             "currency": terms.currency,
             "energy": list(terms.energy),
         }
-        self._append(Event.START, row | ({"clock_back": back} if back > 0 else {}))
+        if more := list(rows_of_the_killed(rows, life.killed, start, self.clock())):
+            self.folder.ledger.append(*more)
+        back = max(map(end_of, rows), default=0.0) - self.clock.started
+        self._session = max((row["session"] for row in (*rows, *more)), default=0) + 1
+        self._step, life.killed = step, ()
+        self._append(Event.START, start | ({"clock_back": back} if back > 0 else {}))
+        life.part = lambda: self._part
+        life.beat()
 
     def _end(self, why: str) -> None:
         self._append(Event.END, {"at": self.clock(), "step": self._step, "why": why})
-
-    def _alive(self) -> Row:
-        return {"session": self._session, "at": self.clock(), "part": self._part}
 
     def _pools(self, seconds: float, busy: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         """What each pool did with ``seconds``."""
@@ -191,42 +194,3 @@ class Ledger:
         used = {} if now is None or before is None or event is Event.START else {"joules": now - before}
         self._joules, self._last = now, self.clock()
         self.folder.ledger.append({"event": event, "session": self._session, **row, **used})
-
-
-@contextmanager
-def beating(path: Path, tell: Callable[[], Row], every_s: float) -> Iterator[None]:
-    """Write what ``tell`` says to ``path``, every so often: the last sign of life of a process that is killed
-    in here. Who leaves in order leaves no file."""
-    stop, part = threading.Event(), path.with_suffix(".part")
-
-    def beat() -> None:
-        while not stop.wait(every_s):
-            with suppress(OSError):  # of a full disk others tell
-                part.write_text(to_json(tell()), encoding="utf-8")
-                part.replace(path)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-
-
-def lost_work(folder: RunFolder, last: Row) -> dict[str, Any]:
-    """What a killed process has done since ``last``, its last row: seconds until its last sign of life, and
-    whether that was evaluation.
-
-    Both are times by the clock of that process, so that it does not matter when or to where the folder was
-    copied. Nothing is known of a process that left no sign.
-    """
-    try:
-        beat = parse_json((folder.path / BEAT).read_bytes())
-        ours = beat["session"] == last["session"] and is_number(beat["at"])
-        seconds = max(0.0, beat["at"] - end_of(last)) if ours else 0.0
-        return {"seconds": seconds, "part": beat["part"]}
-    except (OSError, ValueError, TypeError, KeyError):
-        return {"seconds": 0.0}

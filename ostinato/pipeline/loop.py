@@ -18,7 +18,6 @@ kill, and asserted in every step.
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,7 +147,7 @@ class Loop:
             except Abandoned:
                 self.on_note(
                     f"what followed step {self.state.step} was abandoned: "
-                    f"it was not done {self.plan.grace_s:g} s after SIGTERM"
+                    f"it was not done {self.plan.grace_s:g} s after {self._signals.name}"
                 )
             except Misaligned as refused:
                 self._spool.reject(self._feed.addresses)
@@ -171,8 +170,7 @@ class Loop:
             return Finished(state=self.state, why=Finish.DONE)
         if self._why is not None and (self._why is not Finish.REPLANNED or self._signals.received is None):
             return Finished(state=self.state, why=self._why)
-        why = Finish.TERMINATED if self._signals.received is signal.SIGTERM else Finish.INTERRUPTED
-        return Finished(state=self.state, why=why)
+        return Finished(state=self.state, why=Finish.of(self._signals.received))
 
     async def _train(self, signals: StopSignals) -> None:
         if self.plan.overlap and self.drafting is not None:
@@ -188,7 +186,7 @@ class Loop:
                 await signals.bounded(self._replan())
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
                 raise NoSignal(self._no_signal())
-        if signals.received is signal.SIGTERM or self._why is Finish.REPLANNED:
+        if signals.limited or self._why is Finish.REPLANNED:
             self._doing = f"what is on its way after step {self.state.step} may end"
             await signals.bounded(self._feed.drain())
 

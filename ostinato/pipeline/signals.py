@@ -1,9 +1,10 @@
-"""How a run is asked to stop: Ctrl-C once, Ctrl-C twice, SIGTERM.
+"""How a run is asked to stop: Ctrl-C once, Ctrl-C twice, SIGTERM, SIGHUP.
 
 Ctrl-C        the running step is finished, then the run saves and ends
 Ctrl-C again  what runs is cancelled and KeyboardInterrupt raised; all that was reported is on the disk
 SIGTERM       as the first Ctrl-C, and what is on its way may end too; what is not done within ``grace_s``
               seconds is abandoned, but for an optimizer step
+SIGHUP        as SIGTERM: the terminal is gone, or the reader of the output; nothing where it is ignored
 
 A wait that nothing ends is ended by a ``Watchdog``, which says who waits for whom.
 """
@@ -21,8 +22,49 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+# the signals that end a run, and what its ending is called in the ledger (``pipeline.state.Finish``)
+ENDERS = {signal.SIGTERM: "terminated", signal.SIGHUP: "hung_up"}
+
+
+def enders() -> list[signal.Signals]:
+    """Those that are heard: SIGHUP is not where it is ignored, for ``nohup`` lets a run outlive its
+    terminal."""
+    return [one for one in ENDERS if one is signal.SIGTERM or signal.getsignal(one) is not signal.SIG_IGN]
+
+
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP where no step is to be finished: before the loop of a run, or after it. ``why`` is
+    what the ledger calls it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.why = number, ENDERS[signal.Signals(number)]
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """In here the first SIGTERM or SIGHUP raises Ended, so that all that is open is closed in order; a shell
+    that is closed sends SIGHUP twice. ``StopSignals`` stands above it. Outside the main thread nothing
+    changes."""
+    raised = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal raised
+        if not raised:
+            raised = True
+            raise Ended(number)
+
+    mine = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, end) for number in enders()} if mine else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Abandoned(Exception):
-    """The step was given up because the grace period of a SIGTERM was over."""
+    """The step was given up because the grace period of a SIGTERM or SIGHUP was over."""
 
 
 class Stalled(RuntimeError):
@@ -45,13 +87,23 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, *enders()):
                 self._previous[number] = signal.signal(number, self._hear)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    @property
+    def limited(self) -> bool:
+        """Has a signal come that leaves no more than the grace period?"""
+        return self.received in ENDERS
+
+    @property
+    def name(self) -> str:
+        """That of the signal: "SIGTERM"; empty without one."""
+        return self.received.name if self.received is not None else ""
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``. When the grace period ends or a second Ctrl-C comes first, it is cancelled
@@ -105,9 +157,9 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._killed = True
             self._loop.call_soon_threadsafe(self._task.cancel)
-        elif number == signal.SIGTERM and self.received is not signal.SIGTERM:
+        elif number in ENDERS and not self.limited:
             self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, self._expire)
-        self.received = self.received if self.received is signal.SIGTERM else signal.Signals(number)
+        self.received = self.received if self.limited else signal.Signals(number)
 
     def _expire(self) -> None:
         self._expired = True

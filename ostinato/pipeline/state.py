@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from signal import Signals
 from typing import Any
 
 from ostinato.model.flops import FlopModel
 from ostinato.pipeline.feed import Late
 from ostinato.pipeline.rounds import Admission
+from ostinato.pipeline.signals import ENDERS
 
 
 class NoSignal(RuntimeError):
@@ -26,10 +28,16 @@ class Finish(StrEnum):
     DONE = "done"
     INTERRUPTED = "interrupted"  # Ctrl-C: the step was finished
     TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
+    HUNG_UP = "hung_up"  # SIGHUP, or the reader of the output is gone: the same
     COLLAPSED = "collapsed"  # the stability watch said so, and the plan was to stop then
     SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
     REPLANNED = "replanned"  # at a checkpoint, to go on from it under another layout
     ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
+
+    @classmethod
+    def of(cls, received: Signals | None) -> Finish:
+        """The ending that a signal brings."""
+        return cls.INTERRUPTED if received is None else cls(ENDERS.get(received, cls.INTERRUPTED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ from ostinato.inputs import parse_json
 from ostinato.run import atomic_folder
 
 FORMAT = 1
+ASIDE = ".old"  # see `run.atomic_folder`
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 
 
@@ -69,9 +70,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> P
     if reserved := {MANIFEST, STATE, TENSORS} & checkpoint.files.keys():
         raise ValueError(f"checkpoint file {min(reserved)} is written by save_checkpoint; use another name")
     path = folder / f"step-{checkpoint.step:08d}"
-    _undo_replacements(folder)
-    for leftover in folder.glob(".step-*"):  # half written or half deleted when a process was killed
-        shutil.rmtree(leftover, ignore_errors=True)
+    mend(folder)
     try:
         with atomic_folder(path) as temporary:
             _write(temporary, checkpoint)
@@ -86,6 +85,16 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> P
     return path
 
 
+def mend(folder: Path) -> None:
+    """Put right what a killed process left: a checkpoint that it had moved aside is back under its name,
+    what it had half written or half deleted is gone. Only for whoever holds the lock of the run."""
+    for path in checkpoints(folder):
+        if path.suffix == ASIDE:
+            path.rename(folder / _name(path))
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
 def load_checkpoint(
     folder: Path,
     *,
@@ -95,19 +104,42 @@ def load_checkpoint(
 ) -> Checkpoint | None:
     """The newest whole checkpoint in ``folder``, or that of ``step``; None when the folder has none at all.
 
-    Damaged checkpoints are skipped with one sentence to ``warn``.
+    Damaged checkpoints are skipped with one sentence to ``warn``. Nothing is written, and the run may go on
+    meanwhile: where it deletes a checkpoint that is being read, its newer ones are looked at.
 
     Raises:
         CheckpointError: the step that was asked for is missing or damaged, or every checkpoint is damaged.
         ValueError: the checkpoint was made with another ``identity``.
     """
-    _undo_replacements(folder)
-    found = checkpoints(folder)
+    while True:
+        found, said = checkpoints(folder), list[str]()
+        try:
+            checkpoint = _load(folder, found, identity, step, said.append)
+        except (OSError, CheckpointError):
+            if all(map(Path.exists, found)):
+                raise
+            continue
+        if said and not all(map(Path.exists, found)):
+            continue
+        for sentence in said:
+            warn(sentence)
+        return checkpoint
+
+
+def _load(
+    folder: Path,
+    found: list[Path],
+    identity: Mapping[str, str],
+    step: int | None,
+    warn: Callable[[str], None],
+) -> Checkpoint | None:
+    """``load_checkpoint`` from those that were ``found``."""
     if step is not None:
-        path = folder / f"step-{step:08d}"
-        if path not in found:
-            have = ", ".join(p.name for p in found) or "none"
-            raise CheckpointError(f"checkpoint {path} does not exist; those that do: {have}")
+        named = {_name(path): path for path in found}
+        wanted = f"step-{step:08d}"
+        if (path := named.get(wanted)) is None:
+            have = ", ".join(named) or "none"
+            raise CheckpointError(f"checkpoint {folder / wanted} does not exist; those that do: {have}")
         if damage := find_damage(path):
             raise CheckpointError(f"checkpoint {path} is damaged ({damage}); ask for another step")
         return _read(path, identity)
@@ -122,13 +154,21 @@ def load_checkpoint(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder`` by step, oldest first; `find_damage` says whether they are whole."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """The checkpoints in ``folder`` by step, oldest first; `find_damage` says whether they are whole. Among
+    them is one that `atomic_folder` has moved aside, as long as its replacement has not come."""
+    found = {_name(path): path for path in folder.glob(f".step-*{ASIDE}")}
+    found |= {path.name: path for path in folder.glob("step-*") if path.is_dir()}
+    return [found[name] for name in sorted(found)]
 
 
 def oldest_step(folder: Path) -> int:
     """The step of the oldest of them, the earliest that a run may have to go on from."""
-    return int(checkpoints(folder)[0].name.removeprefix("step-"))
+    return int(_name(checkpoints(folder)[0]).removeprefix("step-"))
+
+
+def _name(path: Path) -> str:
+    """That of a checkpoint, also of one that was moved aside."""
+    return path.name.removeprefix(".").removesuffix(ASIDE)
 
 
 def find_damage(path: Path) -> str:
@@ -198,20 +238,13 @@ def _delete(path: Path) -> None:
     shutil.rmtree(grave)
 
 
-def _undo_replacements(folder: Path) -> None:
-    """Put back a checkpoint that was moved aside by `atomic_folder` when its replacement never arrived."""
-    for aside in folder.glob(".step-*.old"):
-        path = folder / aside.name.removeprefix(".").removesuffix(".old")
-        if not path.exists():
-            aside.rename(path)
-
-
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "checkpoints",
     "find_damage",
     "load_checkpoint",
+    "mend",
     "oldest_step",
     "save_checkpoint",
 ]

@@ -35,13 +35,17 @@ SAVED = re.compile(r"what was saved is in (\S+), to go on: ostinato resume \1")
 
 # python -c LAUNCHER '["open", "/metrics.jsonl", 3, "kill"]' train recipe.toml ...
 LAUNCHER = """
-import json, os, resource, signal, sys
+import json, os, resource, signal, sys, time
 
 event, wanted, left, action = json.loads(sys.argv[1])
 
 def strike(path):
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    while action == "wait" and not os.path.exists("go"):
+        time.sleep(0.01)
+    if action == "wait":
+        return
     room = 20 + (os.path.getsize(path) if os.path.exists(path) else 0)  # a torn write, then EFBIG
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
@@ -437,6 +441,32 @@ def test_sigterm_finishes_the_step_and_saves(
         f"terminated after step {done}; to go on: ostinato resume {place.run.relative_to(place.path)}" in out
     )
     assert (place.run / f"checkpoints/step-{done:08d}").is_dir() and done < STEPS
+    assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    assert_as_if_nothing_had_happened(place, undisturbed)
+
+
+def test_a_run_into_head_refuses_a_second_one_is_hung_up_and_resumed(
+    place: Place, undisturbed: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`train | head` ended silently with 1 and "failed: SystemExit" in the ledger. Two runs in one folder
+    removed each other's checkpoints. The run waits before the row of step 3 until both have happened."""
+    with place.training(fault=("open", "/metrics.jsonl$", 3, "wait")) as process:
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                break
+        capsys.readouterr()
+        assert place.command(monkeypatch, "resume", str(place.run)) == 2
+        told = capsys.readouterr().err
+        assert re.match(
+            rf"ostinato: run folder \S+ is in use by process {process.pid} on .*; wait until", told
+        )
+        process.stdout.close()
+        (place.path / "go").touch()
+        error = process.stderr.read()
+        assert process.wait(LIMIT_S) == 129
+    assert re.fullmatch(r"ostinato: hung up \(.*\) after step 3; to go on: ostinato resume \S+\n", error)
+    assert [row["step"] for row in place.rows("metrics.jsonl")] == [1, 2, 3]
+    assert place.rows("ledger.jsonl")[-1]["why"] == "hung_up"
     assert place.command(monkeypatch, "resume", str(place.run)) == 0
     assert_as_if_nothing_had_happened(place, undisturbed)
 

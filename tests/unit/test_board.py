@@ -381,6 +381,7 @@ def test_a_run_goes_on_dies_and_is_taken_up_again(run: RunFolder) -> None:
     [
         ("failed: NoSignal", "bad", "failed: NoSignal"),
         ("terminated", "good", "stopped by SIGTERM"),
+        ("hung_up", "good", "the reader of its output, had gone"),
         ("collapsed", "bad", "the policy collapsed"),
         ("solved", "good", "every prompt is solved"),
     ],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +20,7 @@ from ostinato.cli.ablate_jobs import Job, State, plan, run
 from ostinato.cli.app import main
 from ostinato.cli.kept import collect, ended, read_kept, series_of, slug, write_kept
 from ostinato.config import Recipe
+from ostinato.lock import locked
 from ostinato.scaling.ablation import REFERENCE
 
 RECIPE = """
@@ -188,38 +189,32 @@ def test_an_interrupted_run_has_not_ended(tmp_path: Path) -> None:
     assert ended(tmp_path)
 
 
-def test_ctrl_c_lets_the_children_save(recipe: Path, tmp_path: Path) -> None:
-    """SIGTERM of the parent is told to every child, which is waited for."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_lets_the_children_save(recipe: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """SIGTERM or SIGHUP of the parent is passed on to every child, which is waited for."""
     script = "trap 'echo saved > $0/saved; exit 143' TERM; echo > $0/ready; while :; do sleep 0.02; done"
     jobs = jobs_of(recipe, tmp_path)
 
     def stop_when_ready(states: Sequence[State]) -> None:
         if all((job.folder / "ready").exists() for job in jobs[:2]):
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
         run(jobs, 2, stop_when_ready, command=child(script), pause=short)
     assert [(job.folder / "saved").exists() for job in jobs] == [True, True, False]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
 
 
 def test_two_never_train_into_one_folder(recipe: Path, tmp_path: Path) -> None:
     """A killed parent leaves its children at work, and another ablation would train beside them."""
-    jobs, states = jobs_of(recipe, tmp_path)[:1], []
-
-    def beside(now: Sequence[State]) -> None:
-        if not states and (jobs[0].folder / "ready").exists():
-            states.extend(_run_in_main(jobs))
-
-    script = f"echo > $0/ready; sleep 0.2; {DONE}"
-    assert run(jobs, 1, beside, command=child(script), pause=short)[0].what == "done"
-    assert (states[0].what, states[0].error) == ("failed", "another process is at work on it")
-
-
-def _run_in_main(jobs: Sequence[Job]) -> list[State]:
-    assert threading.current_thread() is threading.main_thread()
-    return run(jobs, 1, ignore, command=child("exit 0"), pause=short)
+    jobs = jobs_of(recipe, tmp_path)[:1]
+    jobs[0].folder.mkdir(parents=True)
+    with locked(jobs[0].folder, print):
+        (state,) = run(jobs, 1, ignore, command=child(DONE), pause=short)
+    assert state.what == "failed" and f"is in use by process {os.getpid()} on" in state.error
+    assert not (jobs[0].folder / "train.log").exists()
+    assert run(jobs, 1, ignore, command=child(DONE), pause=short)[0].what == "done"
 
 
 # -- what is kept and told

@@ -11,7 +11,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"timeline", "types", "protocols", "axis", "config", "every", "toml", "run", "render", "routes"}
-LEAVES |= {"jobs", "ledger"}
+LEAVES |= {"jobs", "ledger", "lock"}
 BASE = {"files", "inputs"}  # which every room may import: the standard library alone
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
@@ -30,7 +30,8 @@ ARROWS: dict[str, set[str]] = {
     "timeline": set(),
     "jobs": set(),
     "routes": {"types"},
-    "run": {"types", "routes"},
+    "run": {"types", "routes", "lock"},
+    "lock": set(),
     "render": {"types"},
     "algo": {"types"},
     "model": {"types", "run", "compiler", "isa"},

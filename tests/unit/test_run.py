@@ -6,6 +6,7 @@ import errno
 import json
 import resource
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
@@ -203,12 +204,29 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
         RunFolder.open(tmp_path)
 
 
-def test_run_paths_do_not_collide(tmp_path: Path) -> None:
+def test_a_run_path_is_taken_by_one_alone(tmp_path: Path) -> None:
+    """Three `train` that began in one second had one folder; two of them were then told to resume the live
+    run of the third."""
     now = datetime(2025, 1, 2, 3, 4, 5)
-    first = new_run_path(tmp_path, "quickstart", now)
-    assert first.name == "quickstart-20250102-030405"
-    first.mkdir()
-    assert new_run_path(tmp_path, "quickstart", now).name == "quickstart-20250102-030405-2"
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: new_run_path(tmp_path, "quickstart", now), range(8)))
+    name = "quickstart-20250102-030405"
+    assert {path.name for path in paths} == {name, *(f"{name}-{n}" for n in range(2, 9))}
+    assert all(path.is_dir() for path in paths)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file/quickstart.* cannot be written .*; set log\.dir"):
+        new_run_path(tmp_path / "file", "quickstart", now)
+
+
+def test_half_written_files_of_a_killed_process_are_swept_and_no_others(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", "")
+    run.adapter.mkdir()
+    stale = [run.path / ".metrics.jsonl.a1b2c3d4", run.path / ".recipe.toml.x", run.adapter / ".adapter.x"]
+    kept = [run.path / ".report.html.somebody", run.path / ".lock", run.adapter / "adapter_config.json"]
+    for path in (*stale, *kept):
+        path.write_text("")
+    run.sweep()
+    assert [path.exists() for path in (*stale, *kept)] == [False] * 3 + [True] * 3
 
 
 def test_timer_adds_up_by_part() -> None:

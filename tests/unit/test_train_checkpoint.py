@@ -6,16 +6,19 @@ import json
 import resource
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ostinato.train import checkpoint as module
 from ostinato.train.checkpoint import (
     Checkpoint,
     CheckpointError,
     checkpoints,
     find_damage,
     load_checkpoint,
+    mend,
     save_checkpoint,
 )
 
@@ -174,9 +177,34 @@ def test_a_replacement_that_was_killed_between_two_renames_is_found(tmp_path: Pa
     """Replacing a folder takes two renames; killed between them, the old version lies under a hidden name."""
     path = save_checkpoint(tmp_path, checkpoint_of(1))
     path.rename(tmp_path / ".step-00000001.old")
+    for found in (load(tmp_path), load(tmp_path, step=1)):
+        assert found[0] is not None
+        assert (found[0].step, found[1]) == (1, [])
+    assert not path.exists(), "who only reads, beside a run, moves nothing"
+    (tmp_path / ".step-00000002.abc").mkdir()
+    mend(tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("when", ["before it is looked at", "while it is read"])
+def test_a_reader_beside_a_run_finds_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """`eval` of a live run: the run saves two more and deletes the one that is being read."""
+    save_checkpoint(tmp_path, checkpoint_of(1), keep=1)
+    name = "find_damage" if when == "before it is looked at" else "_read"
+    plain, calls = getattr(module, name), list[Path]()
+
+    def overtaken(path: Path, *more: Any) -> Any:
+        calls.append(path)
+        if len(calls) == 1:
+            save_checkpoint(tmp_path, checkpoint_of(2), keep=1)
+        return plain(path, *more)
+
+    monkeypatch.setattr(module, name, overtaken)
     loaded, warned = load(tmp_path)
     assert loaded is not None
-    assert (loaded.step, warned) == (1, [])
+    assert (loaded.step, warned) == (2, [])
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000])

@@ -1,0 +1,55 @@
+"""Standard output and error of a run: whoever read them may go, and the run does not break for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from contextlib import suppress
+from typing import Any, TextIO, cast
+
+GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
+
+
+def lasting(stream: TextIO) -> TextIO:
+    """``stream`` for a process that outlives the reader: what nobody can read any more is dropped, and the
+    process gets the SIGHUP that a closed terminal sends, where it handles that. Other errors (a full disk)
+    are raised."""
+    return cast(TextIO, _Lasting(stream))
+
+
+class _Lasting:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lost(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lost(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lost(self, error: OSError) -> None:
+        if error.errno not in GONE:
+            raise error
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:  # or what the stream still holds would fail again, at the latest when the process exits
+            os.dup2(nowhere, self._stream.fileno())
+        finally:
+            os.close(nowhere)
+        with suppress(OSError):
+            self._stream.flush()
+        if callable(signal.getsignal(signal.SIGHUP)):
+            os.kill(os.getpid(), signal.SIGHUP)  # to the process: it wakes the main thread
+
+
+__all__ = ["lasting"]

@@ -1,0 +1,63 @@
+"""One process at a time writes a run folder: a lock that the kernel holds, and takes back from who is killed.
+
+    RUN/.lock    flock(2), exclusive, while its holder lives; its content names the holder
+
+Readers (report, board, eval, export) take no lock: whole files are replaced, logs are appended to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+LOCK = ".lock"
+
+
+class Locked(ValueError):
+    """Another process writes the folder. The message is one sentence with folder, holder and fix."""
+
+
+@contextmanager
+def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """In here no other process writes into ``folder``, which exists. Child processes do not inherit the lock.
+
+    Raises Locked at once where another one does; ``say`` gets a line where the file system has no locks.
+    """
+    path = folder / LOCK
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Locked(_refusal(folder, file.read())) from None
+        except OSError as error:  # of some network file systems
+            say(f"{path} cannot be locked ({error}): nothing keeps another process from writing there too")
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
+        file.truncate(0)
+        file.write(json.dumps(holder).encode())
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+def _refusal(folder: Path, content: bytes) -> str:
+    try:
+        holder = json.loads(content)
+        who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+        fix = f"wait until it has ended, or end it there (kill {holder['pid']})"
+    except (ValueError, TypeError, KeyError):  # it has only just locked the file
+        who, fix = "another process", "wait until it has ended, or end it"
+    return f"run folder {folder} is in use by {who}; {fix}"
+
+
+__all__ = ["LOCK", "Locked", "locked"]

@@ -1,0 +1,108 @@
+"""The lock of a run folder: one writer, named to all others, gone with its process however that ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ostinato.cli import session
+from ostinato.cli.session import learn, resume
+from ostinato.config import Recipe, dump_toml
+from ostinato.lock import LOCK, Locked, locked
+from ostinato.run import RunFolder
+
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from ostinato.lock import locked
+
+with locked(Path(sys.argv[1]), print):
+    child = subprocess.Popen(["sleep", "600"], close_fds=False)  # as a reward worker, a rank ...
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def refuse(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_the_second_is_refused_with_folder_holder_and_fix(tmp_path: Path) -> None:
+    named = rf"run folder {tmp_path} is in use by process {os.getpid()} on \S+ since \d{{4}}-.*"
+    with locked(tmp_path, refuse):
+        with pytest.raises(Locked, match=rf"{named}; wait .*kill {os.getpid()}"), locked(tmp_path, refuse):
+            pass
+        (tmp_path / LOCK).write_text("")  # its holder has not written its name yet
+        with pytest.raises(Locked, match="in use by another process; wait"), locked(tmp_path, refuse):
+            pass
+    with locked(tmp_path, refuse):
+        pass
+
+
+def test_a_killed_holder_holds_nothing_though_its_children_live(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        with pytest.raises(Locked, match=f"process {holder.pid} on"), locked(tmp_path, refuse):
+            pass
+        holder.kill()
+        holder.wait()
+        try:
+            os.kill(child, 0)
+            with locked(tmp_path, refuse):
+                pass
+        finally:
+            os.kill(child, 9)
+
+
+def test_a_file_system_without_locks_is_named_and_worked_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    said: list[str] = []
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with locked(tmp_path, said.append):
+        pass
+    assert "cannot be locked" in said[0] and str(tmp_path) in said[0]
+
+
+def test_two_never_resume_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each removed the checkpoint that the other one was writing and said "free disk space"; a third one left
+    steps 1, 2, 3, 4, 4, 5, 6, 5, 7, 8 in metrics.jsonl."""
+    run = RunFolder.create(tmp_path / "run", dump_toml(Recipe.load("quickstart")))
+    before = sorted(run.path.iterdir())
+
+    def work(*arguments: object, **more: object) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr(session, "_session", work)
+    with locked(run.path, refuse), pytest.raises(ValueError, match="is in use by process"):
+        resume(run.path, "trainer.steps=200", quiet=True)
+    assert sorted(run.path.iterdir()) == [run.path / LOCK, *before]
+    with pytest.raises(AssertionError, match="work began"):
+        resume(run.path, quiet=True)
+
+
+@pytest.mark.parametrize("error", [ValueError("a bad recipe"), KeyboardInterrupt()])
+def test_a_run_that_did_not_begin_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def work(*arguments: object, path: Path, **more: object) -> None:
+        with pytest.raises(Locked), locked(path, refuse):
+            pass
+        raise error
+
+    monkeypatch.setattr(session, "_session", work)
+    with pytest.raises(type(error)):
+        learn("quickstart", f"log.dir={tmp_path}", quiet=True)
+    assert not list(tmp_path.iterdir())

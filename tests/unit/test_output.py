@@ -1,0 +1,98 @@
+"""A run whose output nobody reads any more ends as by SIGHUP, and loses no row for it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from small_loop import Bench
+
+from ostinato.cli.output import lasting
+from ostinato.ledger import read
+from ostinato.pipeline.signals import Ended, ending
+from ostinato.pipeline.state import Finish
+
+
+def broken_pipe() -> io.TextIOWrapper:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def test_a_run_into_head_is_hung_up_and_has_all_rows_of_its_steps(tmp_path: Path) -> None:
+    """The console ended the process from inside a step (`train | head`): exit 1 without a word, and
+    "failed: SystemExit" in the ledger."""
+    with broken_pipe() as stream:
+        console = Console(file=lasting(stream))
+        bench = Bench(tmp_path)
+        bench.loop.on_step = lambda row: console.print(row["step"]) if row["step"] >= 3 else None
+        finished = bench.run()
+    assert (finished.why, finished.state.step) == (Finish.HUNG_UP, 3)
+    assert [row["step"] for row in bench.folder.metrics.rows()] == [1, 2, 3]
+    assert bench.saved[-1][0]["step"] == 3
+    assert read(bench.folder)[-1]["why"] == "hung_up"
+
+
+def test_a_note_that_nobody_reads_loses_no_row(tmp_path: Path) -> None:
+    """Notes come before the row of their step is written."""
+    with broken_pipe() as stream:
+        console = Console(file=lasting(stream))
+        bench = Bench(tmp_path)
+        plain = bench.loop._watched  # which says what the stability watch has seen
+
+        def watched(row: dict[str, float]) -> dict[str, float]:
+            console.print("look")
+            return plain(row)
+
+        bench.loop._watched = watched  # type: ignore[method-assign]
+        assert bench.run().why is Finish.HUNG_UP
+    assert [row["step"] for row in bench.folder.metrics.rows()] == [1]
+
+
+def test_before_the_loop_it_ends_what_is_open() -> None:
+    """`train | head -1`: the reader goes while the run introduces itself."""
+    before = signal.getsignal(signal.SIGHUP)
+    with broken_pipe() as stream, pytest.raises(Ended) as caught, ending():
+        print("run folder", file=lasting(stream), flush=True)
+    assert (caught.value.why, caught.value.number) == ("hung_up", signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_where_nobody_handles_it_output_is_dropped_and_work_goes_on() -> None:
+    """The table at the end, or `learn` in a thread: SIGHUP would kill."""
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    with broken_pipe() as stream:
+        out = lasting(stream)
+        for _ in range(3):
+            print("the table", file=out, flush=True)
+        assert out.encoding == stream.encoding and not out.isatty()
+    # and the stream was closed without an error: the interpreter does so as it exits
+
+
+def test_other_errors_are_raised() -> None:
+    """`train > log` on a full disk."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        lasting(Full()).write("x")
+
+
+def test_a_second_hangup_of_a_closing_shell_disturbs_nothing() -> None:
+    closed = False
+    with pytest.raises(Ended), ending():
+        try:
+            os.kill(os.getpid(), signal.SIGHUP)
+            signal.pause()
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            closed = True
+    assert closed and sys.exc_info()[0] is None
