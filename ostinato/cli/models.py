@@ -33,11 +33,14 @@ def load_decoder(
 
     assert section.dtype != "auto", "cli.dtype.resolved comes before the model is loaded"
     device, dtype = device_of(section), getattr(torch, section.dtype)
+    storage = None if section.storage == "same" else getattr(torch, section.storage)
     if shared and device == "cpu":
         from ostinato.model.shared import shared_model  # Linux only
 
-        return shared_model(folder, dtype, fp32_head=section.fp32_head, share=share)
-    return load_model(folder, dtype=dtype, device=device, fp32_head=section.fp32_head, share=share)
+        return shared_model(folder, dtype, storage=storage, fp32_head=section.fp32_head, share=share)
+    return load_model(
+        folder, dtype=dtype, device=device, storage=storage, fp32_head=section.fp32_head, share=share
+    )
 
 
 def device_of(section: ModelSection) -> str:

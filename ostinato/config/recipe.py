@@ -92,6 +92,7 @@ class Recipe(Section):
                 f"parallel.layout is {self.parallel.layout!r} with cluster.remote_trainer true, but the "
                 "ranks of a sharded trainer are started beside the loop; set cluster.remote_trainer to false"
             )
+        self._check_storage()
         if self.engine.weights != "model" and self.adapter.kind == "full":
             raise ValueError(
                 f'engine.weights is "{self.engine.weights}" with adapter.kind "full", whose training changes '
@@ -109,6 +110,25 @@ class Recipe(Section):
                 '"device-hours"'
             )
         return self
+
+    def _check_storage(self) -> None:
+        if self.model.storage == "same":
+            return
+        kept = f'model.storage is "{self.model.storage}"'
+        if self.adapter.kind == "full":
+            raise ValueError(
+                f'{kept} with adapter.kind "full", whose steps are smaller than bfloat16 can hold; use '
+                'model.storage="same" or adapter.kind="lora"'
+            )
+        for name, layout in (
+            ("parallel.layout", self.parallel.layout),
+            ("engine.layout", self.engine.layout),
+        ):
+            if layout not in ("", "1"):
+                raise ValueError(
+                    f"{kept} with {name} {layout!r}, and shares of a model are stored as they are computed; "
+                    'use model.storage="same", or one rank'
+                )
 
     def _check_bounds(self) -> None:
         """Nothing that has a bound of its own may take longer than what ends the whole run."""

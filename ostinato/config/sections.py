@@ -28,6 +28,7 @@ class ModelSection(Section):
 
     path: str = "asset:seed-moe"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: what is faster here, by measurement
+    storage: Literal["same", "bfloat16"] = "same"  # of matrices; bfloat16 under float32: half the memory
     device: str = "auto"  # auto: cuda where there is one, else cpu
     fp32_head: bool = False  # logits in fp32, for the sampler and the trainer alike
 

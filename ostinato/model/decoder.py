@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ostinato.model.attention import Attend, mla_scale, rope_frequencies
 from ostinato.model.config import ModelConfig, QKNorm
-from ostinato.model.lora import NO_LORA, Adapters, LayerLora, Lora, Prepared, lora_linear
+from ostinato.model.lora import NO_LORA, Adapters, LayerLora, Lora, Prepared, lora_linear, narrow_linear
 from ostinato.model.moe import check_routing
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.share import Share, local_config
@@ -54,6 +54,7 @@ class Decoder(nn.Module):
         config: ModelConfig,
         *,
         dtype: torch.dtype = torch.float32,
+        storage: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         fp32_head: bool = False,
         stored: Mapping[str, nn.Parameter | Quantised] | None = None,
@@ -61,6 +62,8 @@ class Decoder(nn.Module):
     ) -> None:
         """Allocate without values: ``hf.load_model`` or ``init_weights`` fills them.
 
+        ``dtype``: of activations, norms, biases and adapters. ``storage``: of matrices, ``dtype`` where it is
+        None; narrower ones are widened as they are multiplied, and cannot be trained.
         ``fp32_head``: the last matrix product in fp32, for sampler and trainer alike. ``stored``: take these,
         by parameter name, and allocate nothing (``model.quantise``). ``share``: keep that part of the model
         only; ``forward`` then wants ``Ops`` that know the other ranks.
@@ -74,7 +77,8 @@ class Decoder(nn.Module):
 
         def new(name: str, *shape: int, dtype: torch.dtype = dtype) -> Any:
             if stored is None:
-                weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+                kind = storage if storage is not None and len(shape) > 1 else dtype
+                weight = nn.Parameter(torch.empty(shape, dtype=kind, device=device), requires_grad=False)
             else:
                 weight = stored[name]
             if isinstance(weight, Quantised):
@@ -104,8 +108,13 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Of activations, norms and biases, and of matrices without a ``storage`` of their own."""
         return self.blocks[0].attn_norm.dtype
+
+    @property
+    def storage(self) -> torch.dtype:
+        """Of matrices."""
+        return next((p.dtype for p in self.parameters() if p.dim() > 1), self.dtype)
 
     @property
     def head_weight(self) -> Tensor:
@@ -183,7 +192,7 @@ class Decoder(nn.Module):
         loras = adapters.prepared(self.dtype).layers if adapters is not None else None
         cos, sin = self.rotations(positions)
         if residual is None:
-            residual = ops.embed(tokens, self.embed)
+            residual = ops.embed(tokens, self.embed).to(self.dtype)
         x = ops.rms_norm(residual, self.blocks[0].attn_norm, self.config.rms_norm_eps)
         chosen: list[Tensor] = []
         for layer, block in zip(self.share.layers, self.blocks, strict=True):
@@ -343,9 +352,12 @@ class Decoder(nn.Module):
 def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | None, ops: Ops) -> Tensor:
     """A linear map with its adapter; under autograd the one that keeps little for the backward."""
     assert weight is not None
+    graph = torch.is_grad_enabled() and isinstance(weight, Tensor)  # codes are to sample from
     if lora is None:
+        if graph and weight.dtype != x.dtype:
+            return narrow_linear(x, weight, bias, ops.gemm.nt, ops.gemm.nn)
         return ops.linear(x, weight, bias)
-    if torch.is_grad_enabled() and isinstance(weight, Tensor):  # codes are to sample from
+    if graph:
         return lora_linear(x, weight, bias, lora, ops.gemm.nt, ops.gemm.nn)
     return ops.add_lora(ops.linear(x, weight, bias), x, lora.a, lora.b, lora.scale)
 

@@ -43,14 +43,17 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     *,
+    storage: torch.dtype | None = None,
     fp32_head: bool = False,
     share: Share | None = None,
 ) -> Decoder:
-    """The decoder in a Hugging Face folder, cast to ``dtype``; with ``share`` that part of it.
+    """The decoder in a Hugging Face folder, cast to ``dtype``, its matrices to ``storage`` where that is
+    given; with ``share`` that part of it.
 
     Raises ValueError as ``fill`` does, and for an unsupported config.
     """
-    decoder = Decoder(read_config(folder), dtype=dtype, device=device, fp32_head=fp32_head, share=share)
+    kinds: dict[str, Any] = {"dtype": dtype, "storage": storage, "device": device}
+    decoder = Decoder(read_config(folder), fp32_head=fp32_head, share=share, **kinds)
     fill(decoder, folder)
     return decoder
 
@@ -208,7 +211,7 @@ def _config_json(decoder: Decoder) -> dict[str, Any]:
     """The config as it was read, with the dtype that the weights now have."""
     raw = dict(decoder.config.raw)
     raw.pop("torch_dtype", None)
-    return raw | {"dtype": str(decoder.dtype).removeprefix("torch.")}
+    return raw | {"dtype": str(decoder.storage).removeprefix("torch.")}
 
 
 def _shards(decoder: Decoder, shard_bytes: float) -> list[dict[str, Tensor]]:

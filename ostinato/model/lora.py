@@ -235,6 +235,26 @@ def lora_linear(
     return _LoraLinear.apply(x, weight, bias, lora.a, lora.b, lora.scale, nt, nn)  # type: ignore[return-value]
 
 
+def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, nt: Product, nn: Product) -> Tensor:
+    """x W^T + bias for training over a frozen W that is stored in fewer bits than x has: no wide copy of W is
+    kept for the backward."""
+    return _NarrowLinear.apply(x, weight, bias, nt, nn)  # type: ignore[return-value]
+
+
+class _NarrowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, nt, nn):
+        ctx.save_for_backward(weight)
+        ctx.nn = nn
+        return nt(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        return ctx.nn(grad, weight) if ctx.needs_input_grad[0] else None, None, None, None, None
+
+
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale, nt, nn):
@@ -281,4 +301,5 @@ __all__ = [
     "linear_shapes",
     "lora_linear",
     "merge",
+    "narrow_linear",
 ]

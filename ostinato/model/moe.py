@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.elementwise import silu_mul
@@ -196,16 +197,42 @@ def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     """Rows [ends[e-1], ends[e]) of x [S, K] times weight[e]^T of [E, N, K] -> [S, N]. ``ends`` [E] int32."""
     if not x.shape[0]:  # a rank that got no rows: nothing, but in the graph, for its backward is awaited
         first = weight[0]
-        return F.linear(x, first) if isinstance(first, Tensor) else first.product(x).to(x.dtype)
+        return F.linear(x, first.to(x.dtype)) if isinstance(first, Tensor) else first.product(x).to(x.dtype)
+    if isinstance(weight, Tensor) and weight.dtype != x.dtype:
+        return _NarrowGrouped.apply(x, weight, ends)  # type: ignore[return-value]
     if isinstance(weight, Tensor) and _grouped_mm_works(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    def product(rows: Tensor, expert: int) -> Tensor:
+        own = weight[expert]
+        return F.linear(rows, own) if isinstance(own, Tensor) else own.product(rows).to(x.dtype)
+
+    return _by_expert(x, ends, product)
+
+
+class _NarrowGrouped(torch.autograd.Function):
+    """Frozen experts stored in fewer bits than x has: one is widened at a time, and none is kept wide."""
+
+    @staticmethod
+    def forward(ctx, x, weight, ends):
+        ctx.save_for_backward(weight, ends)
+        return _by_expert(x, ends, lambda rows, expert: F.linear(rows, weight[expert].to(rows.dtype)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, ends = ctx.saved_tensors
+        return _by_expert(grad, ends, lambda rows, expert: rows @ weight[expert].to(rows.dtype)), None, None
+
+
+def _by_expert(x: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """``product`` of every expert that has rows, with them; x has at least one row."""
     parts, start = [], 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
-            rows, own = x[start:end], weight[expert]
-            parts.append(F.linear(rows, own) if isinstance(own, Tensor) else own.product(rows).to(x.dtype))
+            parts.append(product(x[start:end], expert))
         start = end
-    return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[1])
+    return torch.cat(parts)
 
 
 def _grouped_mm_works(x: Tensor, weight: Tensor) -> bool:

@@ -62,16 +62,21 @@ class Ops:
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x weight^T + bias. With ``out_dtype`` the operands are widened first: fp32 products, fp32 sums.
+    """x weight^T + bias in x's type, or in ``out_dtype``: then the operands are widened first. A weight of
+    fewer bits is widened too.
 
     Of a quantised weight the products, their sums, scale and bias are fp32, and the result is rounded once.
     """
     if isinstance(weight, Quantised):
         y = weight.product(x)
         return (y if bias is None else y + bias.float()).to(out_dtype or x.dtype)
-    if out_dtype is None or out_dtype == x.dtype == weight.dtype:
-        return F.linear(x, weight, bias)
-    return F.linear(x.to(out_dtype), weight.to(out_dtype), None if bias is None else bias.to(out_dtype))
+    dtype = out_dtype or x.dtype
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, N] weight [N, K] -> [M, K] in x's type."""
+    return torch.mm(x, weight.to(x.dtype))
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -91,5 +96,5 @@ TORCH_OPS = Ops(
     add_lora=add_lora,
     route=route,
     experts=experts,
-    gemm=Gemm(nt=linear, nn=torch.mm),
+    gemm=Gemm(nt=linear, nn=product),
 )

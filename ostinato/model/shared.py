@@ -59,13 +59,14 @@ def shared_model(
     source: str | Path,
     dtype: torch.dtype = torch.float32,
     *,
+    storage: torch.dtype | None = None,
     fp32_head: bool = False,
     folder: Path | None = None,
     wait_s: float = 600.0,
     share: Share | None = None,
 ) -> Decoder:
-    """The decoder that ``hf.load_model(source, dtype, share=share)`` gives, on the CPU, over the copy that
-    all processes of a host share which keep the same of it, trainers and samplers alike.
+    """The decoder that ``hf.load_model(source, dtype, storage=storage, share=share)`` gives, on the CPU, over
+    the copy that all processes of a host share which keep the same of it, trainers and samplers alike.
 
     The copy is in ``folder``; None: in memory (/dev/shm), or where that is too small in the user's cache,
     which the system keeps in memory as far as it can.
@@ -80,9 +81,10 @@ def shared_model(
             f"cluster.share_weights is true, which needs Linux, not {sys.platform}; set it to false"
         )
     source, config = Path(source), read_config(source)
-    empty = Decoder(config, dtype=dtype, device="meta", share=share)
+    empty = Decoder(config, dtype=dtype, storage=storage, device="meta", share=share)
     shapes = shapes_of(dict(empty.named_parameters()))
-    plan, name = layout(shapes, {"ostinato": json.dumps({"kind": "base"})}), _name(source, dtype, share)
+    plan = layout(shapes, {"ostinato": json.dumps({"kind": "base"})})
+    name = _name(source, dtype, share, storage)
 
     def write(tensors: Mapping[str, Tensor]) -> None:
         fill(_over(tensors, config, dtype, share=share), source)
@@ -177,9 +179,10 @@ def _folders() -> list[Path]:
     return [_SHM, cache] if _SHM.is_dir() else [cache]
 
 
-def _name(source: Path, dtype: torch.dtype, share: Share | None) -> str:
-    """Of the copy: changes with config, dtype, share, and size, time and samples of the weight files."""
+def _name(source: Path, dtype: torch.dtype, share: Share | None, storage: torch.dtype | None = None) -> str:
+    """Of the copy: changes with config, dtypes, share, and size, time and samples of the weight files."""
     kept = "" if share is None else f" {share}"
+    kept += "" if storage is None else f" {storage}"
     digest = blake2b(f"{_FORMAT} {dtype}{kept}".encode(), digest_size=8)
     digest.update((source / "config.json").read_bytes())
     for path in weight_files(source):

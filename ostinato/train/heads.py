@@ -25,7 +25,7 @@ def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[N
         return ops.gemm.nt(hidden_nD, head_VD, None, out_dtype)
 
     def slopes(logit_slopes_nV: Tensor, head_VD: Tensor) -> Tensor:
-        return ops.gemm.nn(logit_slopes_nV.to(head_VD.dtype), head_VD)
+        return ops.gemm.nn(logit_slopes_nV.to(decoder.dtype), head_VD)
 
     return logits, slopes
 

@@ -312,6 +312,14 @@ def test_what_is_evaluated_when_and_what_is_foretold() -> None:
             {"forecast": {"stop": True}, "eval": {"at_start": False}},
             "forecast.stop is true, but no scores come",
         ),
+        (
+            {"model": {"storage": "bfloat16"}, "adapter": {"kind": "full"}},
+            'model.storage is "bfloat16" with adapter.kind "full"',
+        ),
+        (
+            {"model": {"storage": "bfloat16"}, "parallel": {"layout": "d2"}},
+            "model.storage is \"bfloat16\" with parallel.layout 'd2'",
+        ),
         ({"forecast": {"axis": "money"}}, 'forecast.axis is "money" without a price'),
     ],
 )

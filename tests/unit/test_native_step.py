@@ -22,6 +22,7 @@ from ostinato.model.quantise import Weights, quantise
 
 VOCAB = 61
 DTYPES = [torch.float32, torch.bfloat16]
+KINDS = [*((dtype, None) for dtype in DTYPES), (torch.float32, torch.bfloat16)]  # dtype, storage of matrices
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -82,12 +83,17 @@ def kernels() -> Kernels:
         pytest.skip(str(error))
 
 
-def model(family: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
+def model(
+    family: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    storage: torch.dtype | None = None,
+) -> Decoder:
     config = parse_config({**COMMON, **{key: value for key, value in family.items() if key != SHARED}})
     if SHARED in family:
         assert config.moe is not None
         config = replace(config, moe=replace(config.moe, shared_intermediate_size=family[SHARED]))
-    decoder = Decoder(config, dtype=dtype).init_weights(seed)
+    decoder = Decoder(config, dtype=dtype, storage=storage).init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():  # biases and norms that show
         for name, parameter in decoder.named_parameters():
@@ -149,14 +155,18 @@ def draw_tokens(count: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "storage"), KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapted", [None, *ExpertScheme])
 def test_the_step_is_the_decoder(
-    kernels: Kernels, family: str, adapted: ExpertScheme | None, dtype: torch.dtype
+    kernels: Kernels,
+    family: str,
+    adapted: ExpertScheme | None,
+    dtype: torch.dtype,
+    storage: torch.dtype | None,
 ) -> None:
     """Prompts, then drafts, then single tokens: 25, 12 and 3 rows take different forms of products."""
-    decoder = model(FAMILIES[family], dtype)
+    decoder = model(FAMILIES[family], dtype, storage=storage)
     prepared = None
     if adapted is not None:
         prepared = adapters(decoder, adapted, ROLES, 4)

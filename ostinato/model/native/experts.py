@@ -33,12 +33,11 @@ class Experts(ctypes.Structure):
     ]
 
 
-def experts_struct(gate_up: Weight, down: Weight, lora: ExpertLora | None) -> Experts:
-    """gate_up [E, 2F, D], down [E, D, F]; all tensors contiguous, and of one type but for codes."""
+def experts_struct(gate_up: Weight, down: Weight, lora: ExpertLora | None, dtype: torch.dtype) -> Experts:
+    """gate_up [E, 2F, D], down [E, D, F], for rows of ``dtype``; all tensors contiguous."""
     count, hidden, width = down.shape
-    experts = Experts(
-        gate_up=matrix(gate_up), down=matrix(down), count=count, width=width, hidden=hidden, scale=1.0
-    )
+    first, second = matrix(gate_up, dtype), matrix(down, dtype)
+    experts = Experts(gate_up=first, down=second, count=count, width=width, hidden=hidden, scale=1.0)
     if lora is not None:
         experts.gate_up_a, experts.gate_up_b = lora.gate_up_a.data_ptr(), lora.gate_up_b.data_ptr()
         experts.down_a, experts.down_b = lora.down_a.data_ptr(), lora.down_b.data_ptr()
@@ -60,7 +59,8 @@ def native_experts(functions: Mapping[str, Kernel]) -> Callable[..., Tensor]:
         gate_up, down = (w if isinstance(w, Quantised) else w.contiguous() for w in (gate_up, down))
         if lora is not None:
             lora = ExpertLora(*(factor.contiguous() for factor in lora[:4]), scale=lora.scale)
-        run, struct, y = kernels[x.dtype], experts_struct(gate_up, down, lora), torch.empty_like(x)
+        run, y = kernels[x.dtype], torch.empty_like(x)
+        struct = experts_struct(gate_up, down, lora, x.dtype)
         pointers = [tensor.data_ptr() for tensor in (x, ids, weights, y)]
         bytes_needed = run(ctypes.byref(struct), *pointers, *ids.shape, None)
         workspace = torch.empty(bytes_needed, dtype=torch.uint8)

@@ -74,7 +74,8 @@ class _Model(ctypes.Structure):
     _fields_ = [
         *_pointers("layers"),
         *_longs("num_layers", "hidden", "heads", "kv_heads", "head_dim", "top_k", "norm_topk", "norm_all"),
-        *_pointers("embed", "cos", "sin"),
+        ("embed", Matrix),
+        *_pointers("cos", "sin"),
         *_longs("positions"),
         *[(name, _DOUBLE) for name in ("eps", "scale", "scaling")],
     ]
@@ -103,7 +104,7 @@ class FusedStep:
     ) -> None:
         config, loras = decoder.config, adapters.layers if adapters is not None else None
         self._run = functions[f"step_{_SUFFIX[decoder.dtype]}"]
-        self._linear, self._decoder, self._kept = linear, decoder, _Kept()
+        self._linear, self._decoder, self._kept = linear, decoder, _Kept(decoder.dtype)
         layers = [
             self._kept.layer(config, block, loras[i] if loras is not None else NO_LORA)
             for i, block in enumerate(decoder.blocks)
@@ -120,7 +121,7 @@ class FusedStep:
             top_k=moe.top_k if moe else 0,
             norm_topk=moe is not None and moe.norm_topk,
             norm_all=config.qk_norm == QKNorm.FULL,
-            embed=self._kept.pointer(decoder.embed),
+            embed=self._kept.matrix(decoder.embed),
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             scaling=moe.scaling if moe else 1.0,
@@ -195,10 +196,15 @@ class FusedStep:
 
 
 class _Kept:
-    """Turns tensors into pointers and keeps them alive."""
+    """Turns tensors into pointers, for rows of ``dtype``, and keeps them alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._tensors: list[Weight] = []
+
+    def matrix(self, weight: Weight) -> Matrix:
+        self._tensors.append(weight)
+        return matrix(weight, self._dtype)
 
     def pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -214,13 +220,12 @@ class _Kept:
                 a=self.pointer(lora.a), b=self.pointer(lora.b), rank=lora.a.shape[0], scale=lora.scale
             )
         out, into = weight.shape
-        self._tensors.append(weight)
-        return _Linear(w=matrix(weight), bias=self.pointer(bias), out=out, into=into, adapter=adapter)
+        return _Linear(w=self.matrix(weight), bias=self.pointer(bias), out=out, into=into, adapter=adapter)
 
     def experts(self, gate_up: Weight, down: Weight, lora: ExpertLora | None) -> Experts:
         tensors = [gate_up, down, *(lora[:4] if lora is not None else ())]
         self._tensors += tensors
-        return experts_struct(gate_up, down, lora)
+        return experts_struct(gate_up, down, lora, self._dtype)
 
     def layer(self, config: ModelConfig, block: Block, lora: LayerLora) -> _Layer:
         attn, mlp = block.attn, block.mlp

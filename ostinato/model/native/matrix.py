@@ -8,7 +8,8 @@ import torch
 
 from ostinato.model.weights import Quantised, Weight
 
-FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # of codes; 0 is plain
+FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # of codes
+_PLAIN, _BF16 = 0, 3  # of the type that it is multiplied with; bf16 under fp32
 
 
 class Matrix(ctypes.Structure):
@@ -17,9 +18,10 @@ class Matrix(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("format", ctypes.c_long)]
 
 
-def matrix(weight: Weight) -> Matrix:
-    """``weight`` [..., N, K], contiguous."""
+def matrix(weight: Weight, dtype: torch.dtype) -> Matrix:
+    """``weight`` [..., N, K], contiguous, for rows of ``dtype``."""
     if isinstance(weight, Quantised):
         tiles = weight.tiles
         return Matrix(data=tiles.data_ptr(), scale=weight.scale.data_ptr(), format=FORMATS[tiles.dtype])
-    return Matrix(data=weight.data_ptr())
+    narrow = weight.dtype == torch.bfloat16 != dtype
+    return Matrix(data=weight.data_ptr(), format=_BF16 if narrow else _PLAIN)

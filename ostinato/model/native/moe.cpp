@@ -30,7 +30,8 @@ void choose_experts(const float* logits, long E, long K, bool norm, float scalin
 namespace {
 
 template <class T> Matrix of_expert(const Matrix& all, long e, long rows, long columns) {
-  const long bytes = all.format == PLAIN ? rows * columns * long(sizeof(T)) : units(rows) * tile_of_codes(columns);
+  const long each = all.format == PLAIN ? sizeof(T) : all.format == BF16 ? sizeof(bf16) : 0;  // bytes of a value
+  const long bytes = each ? rows * columns * each : units(rows) * tile_of_codes(columns);
   return {(const char*)all.data + e * bytes, all.scale ? all.scale + e * rows : nullptr, all.format};
 }
 

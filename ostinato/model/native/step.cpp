@@ -33,7 +33,7 @@ struct Model {
   const Layer* layers;
   long num_layers, D, H, Hkv, Dk, K;
   long norm_topk, norm_all;  // weights of chosen experts sum to 1; q_norm and k_norm are over all heads at once
-  const void* embed;
+  Matrix embed;
   const void *cos, *sin;  // [positions, Dk]
   long positions;
   double eps, scale, scaling;
@@ -164,11 +164,18 @@ template <class T> class Pass {
 
   // ---- phases
 
+  void embed(long token, T* to) {
+    const long at = token * model.D;
+    if (model.embed.format == BF16)
+      for (long d = 0; d < model.D; d++) store1(to + d, to_float(((const bf16*)model.embed.data)[at + d]));
+    else memcpy(to, (const T*)model.embed.data + at, model.D * sizeof(T));
+  }
+
   void begin(long first, long last) {
-    const T *embed = (const T*)model.embed, *norm = (const T*)model.layers[0].attn_norm;
+    const T* norm = (const T*)model.layers[0].attn_norm;
     const long D = model.D;
     for (long t = first; t < last; t++) {
-      memcpy(residual + t * D, embed + batch.tokens[t] * D, D * sizeof(T));
+      embed(batch.tokens[t], residual + t * D);
       normalise(residual + t * D, norm, x + t * D, D, float(model.eps));
     }
     lower(model.layers[0].qkv, x, first, last);
