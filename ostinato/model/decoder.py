@@ -352,13 +352,13 @@ class Decoder(nn.Module):
 def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | None, ops: Ops) -> Tensor:
     """A linear map with its adapter; under autograd the one that keeps little for the backward."""
     assert weight is not None
-    graph = torch.is_grad_enabled() and isinstance(weight, Tensor)  # codes are to sample from
-    if lora is None:
-        if graph and weight.dtype != x.dtype:
+    if torch.is_grad_enabled() and isinstance(weight, Tensor):  # codes are to sample from
+        if lora is not None:
+            return lora_linear(x, weight, bias, lora, ops.gemm.nt, ops.gemm.nn)
+        if weight.dtype != x.dtype:
             return narrow_linear(x, weight, bias, ops.gemm.nt, ops.gemm.nn)
+    if lora is None:
         return ops.linear(x, weight, bias)
-    if graph:
-        return lora_linear(x, weight, bias, lora, ops.gemm.nt, ops.gemm.nn)
     return ops.add_lora(ops.linear(x, weight, bias), x, lora.a, lora.b, lora.scale)
 
 
