@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ostinato.bench.settings import Clock, with_dtype
+from ostinato.bench.settings import Clock, faster_dtype, with_dtype
 from ostinato.engine import threads
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ JsonFile = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds, and no peers unless named.")]
 Model = Annotated[str, typer.Option(help="A Hugging Face folder or a model name.")]
+Dtype = Annotated[str, typer.Option(help="Of ours; empty: the faster one, as in a run.")]
 
 
 @app.command()
@@ -29,7 +30,7 @@ def rollouts(
     quick: Quick = False,
     json_file: JsonFile = None,
     model: Model = "smollm2-135m",
-    dtype: str = "bfloat16",
+    dtype: Dtype = "",
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "16,64",
     new_tokens: int = 64,
     vllm_python: Annotated[
@@ -44,17 +45,17 @@ def rollouts(
     """
     from ostinato.bench import rollouts as bench
 
+    threads.configure_early("auto", say=_say)
     plan = bench.Plan(
         folder=_folder(model),
         model=model,
-        dtype=dtype,
+        dtype=dtype or faster_dtype(_folder(model)),
         new_tokens=new_tokens,
         rounds=2 if quick else 5,
         batches=tuple(int(size) for size in batch.split(",")),
         vllm_python=vllm_python,
         transformers_python=None if quick else transformers_python or None,
     )
-    threads.configure_early("auto", say=_say)
     _tell(lambda: bench.run(plan, _say), bench.table, json_file)
 
 
@@ -63,7 +64,7 @@ def decode(
     quick: Quick = False,
     json_file: JsonFile = None,
     model: Model = "smollm2-135m",
-    dtype: str = "bfloat16",
+    dtype: Dtype = "",
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,8,64",
     weights: Annotated[
         str, typer.Option(help="Instead: engine.weights side by side, e.g. bf16,int8,fp8.")
@@ -77,7 +78,8 @@ def decode(
     from ostinato.model.quantise import Weights
 
     rounds = 2 if quick else 5
-    plan = by_part.Plan(folder=_folder(model), model=model, dtype=dtype, batches=_sizes(batch), rounds=rounds)
+    kind = dtype or ("bfloat16" if weights else faster_dtype(_folder(model)))
+    plan = by_part.Plan(folder=_folder(model), model=model, dtype=kind, batches=_sizes(batch), rounds=rounds)
     if weights:
         known = [kind for kind in Weights if kind is not Weights.INT4]
         if wrong := set(weights.split(",")) - set(known):
@@ -102,16 +104,15 @@ def train(
     quick: Quick = False,
     json_file: JsonFile = None,
     model: Model = "smollm2-135m",
-    dtype: str = "bfloat16",
+    dtype: Dtype = "",
     trl_python: Annotated[str | None, typer.Option(help="The python of an environment with trl.")] = None,
 ) -> None:
     """Seconds of a GRPO step: ostinato, and TRL in its fastest setting."""
     from ostinato.bench import train as bench
 
-    plan = bench.Plan(
-        folder=_folder(model), model=model, dtype=dtype, trl_python=trl_python, rounds=1 if quick else 3
-    )
     threads.configure_early("auto", say=_say)
+    kind, rounds = dtype or faster_dtype(_folder(model)), 1 if quick else 3
+    plan = bench.Plan(folder=_folder(model), model=model, dtype=kind, trl_python=trl_python, rounds=rounds)
     _tell(lambda: bench.run(plan, _say), bench.table, json_file)
 
 

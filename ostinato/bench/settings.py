@@ -71,13 +71,18 @@ def with_dtype(recipe: Recipe) -> Recipe:
     section = recipe.model
     if section.dtype != "auto":
         return recipe
-    from ostinato.engine.products import choose
-    from ostinato.model.config import read_config
     from ostinato.model.named import model_folder
 
-    config = read_config(model_folder(section.path))
-    chosen = choose(config, device="cpu", native=recipe.engine.native, fp32_head=section.fp32_head)
-    return recipe.model_copy(update={"model": section.model_copy(update={"dtype": chosen.dtype})})
+    dtype = faster_dtype(model_folder(section.path), section.fp32_head, recipe.engine.native)
+    return recipe.model_copy(update={"model": section.model_copy(update={"dtype": dtype})})
+
+
+def faster_dtype(folder: Path, fp32_head: bool = True, native: bool = True) -> str:
+    """Of the model on this CPU, as ``model.dtype = "auto"`` chooses it; threads are chosen before."""
+    from ostinato.engine.products import choose
+    from ostinato.model.config import read_config
+
+    return choose(read_config(folder), device="cpu", native=native, fp32_head=fp32_head).dtype
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:
