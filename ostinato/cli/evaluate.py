@@ -56,7 +56,7 @@ def tell(row: Row, say: Callable[[str], None]) -> None:
     if row["k"] > 1:
         say(f"pass@{row['k']}  {interval(row, 'pass@k')}")
     say(f"reward  {interval(row, 'reward')} (mean)")
-    if why := unsolved([row]):
+    if row["set"] != GREEDY_SET and (why := unsolved([row])):
         say(f"warning: {why}")
     if row["excluded"]:
         why = [f"{row[key]:.0f} {key}" for key in row if key.startswith("faults/")]

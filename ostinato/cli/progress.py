@@ -153,7 +153,8 @@ def before_after(
     lines = [("pass@1", "pass@1", before, after)]
     lines += [(f"pass@{k}", "pass@k", before, after)] if k > 1 else []
     lines += [("mean reward", "reward", before, after)]
-    lines += [("pass@1, greedy", "pass@1", *greedy)] if any(greedy) else []
+    if any(greedy):
+        lines += [("pass@1, greedy", "pass@1", *greedy), ("mean reward, greedy", "reward", *greedy)]
     for label, name, old, new in lines:
         cells = [interval(row, name) if row else "not measured" for row in (old, new)]
         table.add_row(label, *cells, _change(old, new, name))

@@ -30,8 +30,8 @@ def downstream_sections(data: RunData) -> list[Section]:
     table = Table(
         title="Downstream",
         columns=tuple(Column(name=name) for name in ("before", "after", "change")),
-        lines=tuple(_line(name, rows) for name, rows in data.downstream.items()),
-        note="pass@1 with 95 % intervals over prompts; that of a change takes the two as independent.",
+        lines=tuple(line for name, rows in data.downstream.items() for line in _lines(name, rows)),
+        note="With 95 % intervals over prompts; that of a change takes the two as independent.",
     )
     return [Section(title="Downstream", anchor="downstream", charts=[ready(chart)], tables=[table])]
 
@@ -49,9 +49,15 @@ def _series(name: str, rows: dict[int, Row], steps: Sequence[int], color: str) -
     )
 
 
-def _line(name: str, rows: Sequence[Row]) -> Line:
-    before = estimate(rows[0], "pass@1") if rows[0]["step"] == 0 else None
-    after = estimate(rows[-1], "pass@1") if rows[-1]["step"] else None
+def _lines(name: str, rows: Sequence[Row]) -> list[Line]:
+    """pass@1, and the mean reward where the rows have one."""
+    kinds = {"pass@1": "pass@1", "reward": "mean reward"}
+    return [_line(f"{name}, {kinds[key]}", rows, key) for key in kinds if any(key in row for row in rows)]
+
+
+def _line(name: str, rows: Sequence[Row], key: str) -> Line:
+    before = estimate(rows[0], key) if rows[0]["step"] == 0 else None
+    after = estimate(rows[-1], key) if rows[-1]["step"] else None
     change = difference(before, after) if before and after else None
     told = f"{number(rows[-1], 'n') or 0:.0f} prompts; after step {rows[-1]['step']}"
     cells = (_text(before), _text(after), "" if change is None else _text(change, "+.3f"))

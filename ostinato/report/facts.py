@@ -195,6 +195,8 @@ def comparisons(data: RunData) -> list[Comparison]:
     if data.greedy:
         unit = "share of prompts, one answer at temperature 0"
         lines.append(_compared("pass@1, greedy", unit, *_ends(data.greedy), "pass@1"))
+        unit = "per answer, at temperature 0"
+        lines.append(_compared("mean reward, greedy", unit, *_ends(data.greedy), "reward"))
     plain = (
         ("answer length", "tokens, mean", "completions/mean_length", "{:.1f}", 1.0),
         ("truncated", "share of answers", "completions/clipped_ratio", "{:.3f}", 1.0),

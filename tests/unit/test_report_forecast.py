@@ -101,7 +101,7 @@ def test_downstream_sets_stand_beside_the_main_one(tmp_path: Path) -> None:
         run.eval.append(score(step, 0.3 + step / 100, split="train"))
     for step in (0, 20):
         run.eval.append(score(step, 0.1 + step / 50, set="<b>hard"))
-    run.eval.append(score(20, 0.9, set="late"))
+    run.eval.append(score(20, 0.9, set="late", reward=1.5, reward_stderr=0.1))
     data = read_run(run)
     assert [row["pass@1"] for row in data.evals] == [0.3, 0.4, 0.5]
     (section,) = downstream_sections(data)
@@ -109,6 +109,9 @@ def test_downstream_sets_stand_beside_the_main_one(tmp_path: Path) -> None:
     assert section.charts[0].steps == [0, 20]
     assert (hard.values, late.values) == ([0.1, 0.5], [None, 0.9])
     cells = [[cell.value for cell in line.cells] for line in section.tables[0].lines]
+    names = [line.name for line in section.tables[0].lines]
+    assert names == ["<b>hard, pass@1", "late, pass@1", "late, mean reward"]
+    assert cells[2][1] == "1.500 [1.304, 1.696]"
     assert cells[0][2].startswith("+0.400 [") and cells[1][0] == "not measured" and cells[1][2] == ""
     page = write_report(run).read_text()
     assert "<b>hard" not in page and "&lt;b&gt;hard" in page and "Forecast" in page
