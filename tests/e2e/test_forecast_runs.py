@@ -164,7 +164,8 @@ import hashlib
 asked = {}
 
 def planted(completions, prompts, **columns):
-    t = asked[str(prompts[0])] = asked.get(str(prompts[0]), -1) + 1
+    greedy = len(completions) == 1
+    t = asked[str(prompts[0])] = asked.get(str(prompts[0]), -1) + (not greedy)
     share = 0.2 + (0.5 / (1 + (2 / t) ** 2) if t else 0.0)
     return [float(drawn(f"{prompts[0]} {'' if t else text}") < share) for text in completions]
 
@@ -187,7 +188,9 @@ def test_a_forecast_that_stops_the_run_ends_it_in_order(tmp_path: Path) -> None:
     assert 0.3 * STEPS <= step < STEPS
     for row, at in ((before, step - 1), (last, step)):
         assert (row["verdict"], row["step"], row["gate"]) == ("stop", at, "identified")
-    assert {row["set"] for row in rows(folder, "eval") if row["step"] == step} == {"eval", "hard"}
+    assert {row["set"] for row in rows(folder, "eval") if row["step"] == step} == {
+        *("eval", "greedy", "hard")
+    }
     assert "by its own forecast" in out and "goes on, for the next look has to say so too" in out
     assert rows(folder, "ledger")[-1]["why"] == "enough"
     assert (folder / "checkpoints").is_dir() and (folder / "report.html").exists()
