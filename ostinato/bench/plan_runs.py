@@ -6,6 +6,7 @@ mostly products. Every batch has the same shape; groups fill microbatches exactl
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -164,9 +165,13 @@ def _timed(step: Callable[[], object], clock: Clock) -> float:
 def _all(own: dict[str, Any]) -> list[dict[str, Any]]:
     if not dist.is_initialized():
         return [own]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+    text = json.dumps(own).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(text)]))
+    longest = max(int(size) for size in sizes)
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
+    return [json.loads(bytes(text.numpy())) for text in texts]
 
 
 def new_trainer(run: Run) -> tuple[PolicyTrainer, list[Decoder], Adapters | None]:

@@ -93,8 +93,10 @@ def sharded_trainer(prepared: Prepared, folder: Path, say: Say) -> Iterator[Any]
     """
     from ostinato.algo.routing import Misaligned
     from ostinato.cli.parts import new_sharded_trainer, save_refused
-    from ostinato.parallel.control import Terms, listen, meet
+    from ostinato.parallel.control import Terms, meet
     from ostinato.parallel.follow import leading
+    from ostinato.parallel.key import new_key
+    from ostinato.parallel.local_store import keep_store
     from ostinato.parallel.watch import RankLost
 
     recipe, layout = prepared.recipe, Layout.parse(prepared.recipe.parallel.layout)
@@ -108,9 +110,9 @@ def sharded_trainer(prepared: Prepared, folder: Path, say: Say) -> Iterator[Any]
     with contextlib.ExitStack() as held:
         try:
             if place is None:
-                store = listen()
-                place = local_place(layout.world, store.port)
-                ranks = held.enter_context(Ranks.open(layout.world, store.port, folder / "ranks"))
+                store, key = keep_store(), new_key()
+                place = local_place(layout.world, store.port, key=key)
+                ranks = held.enter_context(Ranks.open(layout.world, store.port, folder / "ranks", key=key))
                 ended, where = ranks.ended, "on this host"
             else:
                 store, ended, where = meet(place), dict, f"meeting at {place.address}:{place.port}"

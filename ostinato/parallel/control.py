@@ -4,7 +4,8 @@
     others     awaited() waits on the store, while rank 0 gives signs of life (``watch``), then takes part
 
 Between two calls nobody is in a collective, so that hours between two steps run into no timeout; within a
-call every collective has one.
+call every collective has one. Terms, calls and the pickle of their arguments are signed with the key of the
+run (``key``), and nothing is unpickled before the signature was checked: torch's store has no other guard.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import json
 import os
 import pickle
 import platform
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ostinato.parallel.launch import LOOPBACK, Place
+from ostinato.parallel.key import VARIABLE, fits, of_meeting, signed, users_key
+from ostinato.parallel.launch import Place
+from ostinato.parallel.local_store import keep_store
 from ostinato.parallel.watch import Member, RankLost, last_line
 
 MEET_S = 1800.0  # for rank 0 to be there, and for all to have loaded their part: a large model, cold
@@ -48,11 +53,6 @@ class Terms:
     told: str
 
 
-def listen() -> TCPStore:
-    """A store of this process, on a free port of this host alone."""
-    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-
-
 def meet(place: Place, within_s: float = MEET_S) -> TCPStore:
     """The store at which all ranks meet: kept by rank 0, or by torchrun's agent.
 
@@ -61,8 +61,10 @@ def meet(place: Place, within_s: float = MEET_S) -> TCPStore:
     keeps = place.rank == 0 and not place.agent
     bound = timedelta(seconds=within_s)
     try:
+        if keeps and place.is_local:
+            return keep_store(place.port, bound)
         return TCPStore(place.address, place.port, is_master=keeps, timeout=bound, wait_for_workers=False)
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         raise RankLost(
             f"rank {place.rank} did not reach rank 0 at {place.address}:{place.port} within {within_s:g} s: "
             f"{last_line(error)}"
@@ -77,6 +79,7 @@ class Control:
         self.progress = 0  # pieces of arguments that have come or gone
         self.again = False  # after the last call: do all meet again?
         self._store, self._calls = store, 0
+        self._key = _meeting_key(place, members)
         bound = timedelta(seconds=terms.timeout_s)
         group = PrefixStore("group", store)
         dist.init_process_group(
@@ -89,11 +92,11 @@ class Control:
     def call(self, name: str, *arguments: Any) -> None:
         """Have the other ranks call ``name`` of what they serve; the caller does the same now."""
         payload, sizes = packed(arguments)
-        self._tell({"name": name, "sizes": sizes})
+        self._tell(name, sizes, _head(payload, sizes))
         self._broadcast(payload)
 
     def stop(self, *, again: bool = False) -> None:
-        self._tell({"name": AGAIN if again else STOP, "sizes": []})
+        self._tell(AGAIN if again else STOP, [], b"")
 
     def farewell(self, within_s: float) -> None:
         """Keep the store until everybody has read the end, or for ``within_s``."""
@@ -101,24 +104,31 @@ class Control:
         with contextlib.suppress(dist.DistError):
             self._store.wait(keys, timedelta(seconds=within_s))
 
-    def _tell(self, call: Mapping[str, Any]) -> None:
-        self._store.set(f"call/{self._calls}", json.dumps(call))
+    def _tell(self, name: str, sizes: Sequence[int], head: bytes) -> None:
+        call = {"name": name, "sizes": sizes, "head": sha256(head).hexdigest()}
+        self._store.set(f"call/{self._calls}", sealed(call, self._key, f"call {self._calls}"))
         self._calls += 1
 
     # ---- the others
 
     def awaited(self) -> tuple[str, tuple[Any, ...]] | None:
         """The next call and its arguments; None when it was the last. Waits without an end of its own: the
-        watch ends the process where rank 0 is lost."""
+        watch ends the process where rank 0 is lost.
+
+        Raises RankLost where it is not signed with the key of the run.
+        """
         key = f"call/{self._calls}"
         while not _there(self._store, [key], DAY_S):
             pass
-        call = json.loads(self._store.get(key))
+        call = opened(self._store.get(key), self._key, f"call {self._calls}", self.place)
         self._calls += 1
         if call["name"] in (STOP, AGAIN):
             self.again = call["name"] == AGAIN
             return None
-        return call["name"], unpacked(self._broadcast(_empty(call["sizes"])), call["sizes"])
+        payload, sizes = self._broadcast(_empty(call["sizes"])), call["sizes"]
+        if sha256(_head(payload, sizes)).hexdigest() != call["head"]:
+            raise RankLost(_forged(self.place))
+        return call["name"], unpacked(payload, sizes)
 
     def bye(self) -> None:
         """Nothing more is asked of the store."""
@@ -184,7 +194,7 @@ def arrive(
 
     Raises RankLost naming the ranks that did not come in time.
     """
-    me = Member(rank=place.rank, host=platform.node(), pid=os.getpid())
+    me = Member(rank=place.rank, host=platform.node(), pid=os.getpid(), nonce=secrets.token_hex(16))
     store.set(f"member/{place.rank}", json.dumps(asdict(me)))
     keys = [f"member/{rank}" for rank in range(place.world)]
     if terms is not None:
@@ -196,17 +206,47 @@ def arrive(
         late = f"did not come to {place.address}:{place.port} within"
         mend = "start as many ranks as the layout has, with one address for all"
         _await_all(store, keys, terms.timeout_s, gone, late, mend)
-        store.set("terms", json.dumps(asdict(terms)))
-    else:
-        terms = _told(place, store)
-    return [Member(**json.loads(store.get(key))) for key in keys], terms
+    told = b"" if terms is not None else _told(place, store)
+    members = [Member(**json.loads(store.get(key))) for key in keys]
+    members[place.rank] = me  # whatever the store has
+    session = _meeting_key(place, members)
+    if terms is not None:
+        store.set("terms", sealed(asdict(terms), session, "terms"))
+        return members, terms
+    return members, Terms(**opened(told, session, "terms", place))
 
 
-def _told(place: Place, store: Store) -> Terms:
+def _meeting_key(place: Place, members: Sequence[Member]) -> str:
+    return of_meeting(place.key or users_key(), [json.dumps(asdict(member)) for member in members])
+
+
+def sealed(value: Mapping[str, Any], key: str, what: str) -> str:
+    """JSON for the store, signed as ``what`` it is."""
+    text = json.dumps(value)
+    return json.dumps({"text": text, "tag": signed(key, what, text)})
+
+
+def opened(raw: bytes, key: str, what: str, place: Place) -> dict[str, Any]:
+    """What was ``sealed``. Raises RankLost where the signature is another one, of ``place``'s store."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        found = json.loads(raw)
+        if fits(found["tag"], key, what, found["text"]):
+            return json.loads(found["text"])
+    raise RankLost(_forged(place))
+
+
+def _forged(place: Place) -> str:
+    return (
+        f"what rank {place.rank} read at {place.address}:{place.port} is not signed with its key: "
+        f"set {VARIABLE} to the same value on all hosts, or somebody else writes there"
+    )
+
+
+def _told(place: Place, store: Store) -> bytes:
     """The terms, once rank 0 has them."""
     try:
         if _there(store, ["terms"], MEET_S):
-            return Terms(**json.loads(store.get("terms")))
+            return store.get("terms")
         why = f"within {MEET_S:g} s"
     except dist.DistError as error:
         why = last_line(error)
@@ -262,6 +302,11 @@ def unpacked(payload: np.ndarray, sizes: Sequence[int]) -> Any:
     return pickle.loads(head, buffers=beside)
 
 
+def _head(payload: np.ndarray, sizes: Sequence[int]) -> bytes:
+    """The pickle, without what lies beside it."""
+    return payload[: sizes[0]].tobytes() if sizes else b""
+
+
 def _empty(sizes: Sequence[int]) -> np.ndarray:
     return np.empty(_places(sizes)[-1][1] if sizes else 0, np.uint8)
 
@@ -297,7 +342,6 @@ __all__ = [
     "at_meeting",
     "end_meeting",
     "keyed",
-    "listen",
     "meet",
     "own_store",
 ]

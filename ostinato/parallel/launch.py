@@ -17,8 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from ostinato.parallel.key import VARIABLE
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
@@ -40,6 +42,12 @@ class Place:
     agent: bool = False  # somebody else keeps the store at this address: torchrun's agent
     attempt: int = 0  # of that agent: keys of an earlier one may still be there
     meeting: int = 0  # of these processes, which may meet again under another layout
+    key: str = field(default="", repr=False)  # of the run (``key``); empty: the user's
+
+    @property
+    def is_local(self) -> bool:
+        """Do all ranks meet on this host, by an address that no other one reaches?"""
+        return self.address in (LOOPBACK, "localhost")
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Place | None:
@@ -62,18 +70,21 @@ class Place:
             port=_number(environ, "MASTER_PORT", 1, 65535),
             agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+            key=environ.get(VARIABLE, ""),
         )
 
     def environment(self) -> dict[str, str]:
         """``of`` backwards."""
         values = (self.rank, self.world, self.local_rank, self.local_world, self.address, self.port)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        return {name: str(value) for name, value in zip(names, values, strict=True)}
+        found = {name: str(value) for name, value in zip(names, values, strict=True)}
+        return found | ({VARIABLE: self.key} if self.key else {})
 
 
-def local_place(world: int, port: int, rank: int = 0) -> Place:
+def local_place(world: int, port: int, rank: int = 0, key: str = "") -> Place:
     """A rank of ``world`` on this host alone."""
-    return Place(rank=rank, world=world, local_rank=rank, local_world=world, address=LOOPBACK, port=port)
+    local = {"local_rank": rank, "local_world": world, "address": LOOPBACK}
+    return Place(rank=rank, world=world, port=port, key=key, **local)
 
 
 def _number(environ: Mapping[str, str], name: str, least: int, most: int | None) -> int:
@@ -97,10 +108,16 @@ class Ranks:
     @classmethod
     @contextlib.contextmanager
     def open(
-        cls, world: int, port: int, folder: Path, command: Sequence[str] = (), threads: int | None = None
+        cls,
+        world: int,
+        port: int,
+        folder: Path,
+        command: Sequence[str] = (),
+        threads: int | None = None,
+        key: str = "",
     ) -> Iterator[Ranks]:
         """Start ``command`` (this program, as a follower) for each rank but 0; at the end of the context all
-        have ended. ``threads`` of each; None: the cores, shared."""
+        have ended. ``threads`` of each; None: the cores, shared. ``key``: of the run."""
         folder.mkdir(parents=True, exist_ok=True)
         command = command or [sys.executable, "-m", "ostinato", "rank"]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -109,7 +126,7 @@ class Ranks:
         ranks = cls(children, folder)
         try:
             for rank in range(1, world):
-                environment = dict(os.environ) | told | local_place(world, port, rank).environment()
+                environment = dict(os.environ) | told | local_place(world, port, rank, key).environment()
                 with (folder / f"rank-{rank}.log").open("wb") as log:
                     children[rank] = subprocess.Popen(
                         command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment
@@ -164,10 +181,10 @@ def loopback() -> str:
 def choose_interface(place: Place, environ: MutableMapping[str, str]) -> None:
     """Have gloo use the network that leads to the others, unless the user has named one. It would take what
     the name of this host resolves to, often an address that no other host reaches."""
-    if "GLOO_SOCKET_IFNAME" not in environ:
-        local = place.address in (LOOPBACK, "localhost")
-        if found := loopback() if local else interface_towards(place.address):
-            environ["GLOO_SOCKET_IFNAME"] = found
+    if "GLOO_SOCKET_IFNAME" in environ:
+        return
+    if found := loopback() if place.is_local else interface_towards(place.address):
+        environ["GLOO_SOCKET_IFNAME"] = found
 
 
 def interface_towards(address: str) -> str | None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ostinato.parallel.layout import Layout
+from ostinato.parallel.local_store import keep_store
 
 AXES = ("t", "e", "all")  # that ranks with the same rows talk along
 _HOST = "127.0.0.1"  # the ranks of a sampler share a host
@@ -32,10 +33,13 @@ class OwnMesh:
         self.device = torch.device(device)
         self._ranks = {axis: layout.group(axis, rank) for axis in AXES}
         self._timeout = timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            _HOST, port, is_master=rank == 0, timeout=self._timeout, wait_for_workers=False
-        )
+        self._store = keep_store(0, self._timeout) if rank == 0 else self._reached(port)
         self._groups: dict[tuple[int, ...], Any] = {}
+
+    def _reached(self, port: int) -> Any:
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            _HOST, port, is_master=False, timeout=self._timeout, wait_for_workers=False
+        )
 
     @property
     def port(self) -> int:

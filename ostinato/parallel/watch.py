@@ -49,11 +49,12 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A rank as it has presented itself."""
+    """A rank as it has presented itself. ``nonce``: a random number, for signatures of this meeting alone."""
 
     rank: int
     host: str
     pid: int
+    nonce: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (process {self.pid})"

@@ -31,13 +31,14 @@ from ostinato.types import Batch, StepReport
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S, SILENCE_S = 8.0, 4.0
+KEY = "of these tests alone"
 ANSWERS = (Misaligned,)
 BOUND_S = SILENCE_S + GRACE_S + 5  # for a rank that is not there any more
 
 
 def run(rank: int, world: int, port: int, folder: str, steps: int, trouble: Trouble) -> dict[str, Any]:
     """Rank 0: what came of it. The others write what they leave with into ``folder``, and end."""
-    place = local_place(world, port, rank)
+    place = local_place(world, port, rank, KEY)
     if rank:
         if trouble.what == "late":
             return {}
@@ -167,7 +168,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 def refused(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
     """Of three steps the second is refused, by all."""
-    place, trouble = local_place(world, port, rank), Trouble(what="refuse", rank=-1, step=2)
+    place, trouble = local_place(world, port, rank, KEY), Trouble(what="refuse", rank=-1, step=2)
     if rank:
         following(place, lambda told, ready: Toy(rank, trouble), leaves(folder, rank), ANSWERS)
         return {"ended": True}
@@ -239,7 +240,7 @@ class Bandit(BanditTrainer):
 
 def looped(rank: int, world: int, port: int, folder: str, refuses: int, saved: Any) -> dict[str, Any]:
     """A run over the ranks, from what was ``saved``; and what it has saved last."""
-    place = local_place(world, port, rank)
+    place = local_place(world, port, rank, KEY)
     if rank:
         following(place, lambda told, ready: Bandit(refuses), leaves(folder, rank), ANSWERS)
         return {}
@@ -282,7 +283,7 @@ def test_a_run_over_ranks_goes_on_after_a_refusal(tmp_path: Path) -> None:
 
 def loaded(rank: int, world: int, port: int, folder: str, cold_s: float, fault: str) -> Any:
     """Rank 1 has its part on a cold disk, or not at all."""
-    place, bound = local_place(world, port, rank), timedelta(seconds=4)
+    place, bound = local_place(world, port, rank, KEY), timedelta(seconds=4)
 
     def new(ready: Callable[[], None]) -> Toy:
         if rank == 1:
@@ -323,7 +324,7 @@ def test_a_part_that_cannot_be_loaded_is_told_by_name(tmp_path: Path) -> None:
 
 
 def controls(rank: int, world: int, port: int) -> control.Control:
-    place = local_place(world, port, rank)
+    place = local_place(world, port, rank, KEY)
     store = control.keyed(place, meet(place))
     terms = Terms(backend="gloo", timeout_s=4.0, silence_s=3.0, told="")
     members, terms = control.arrive(place, store, None if rank else terms)
@@ -363,7 +364,7 @@ def test_every_piece_of_a_call_gets_on() -> None:
 
 def watched(rank: int, world: int, port: int, folder: str) -> float:
     """What the watch of rank 0 has seen get on in a call without a collective of its own."""
-    place = local_place(world, port, rank)
+    place = local_place(world, port, rank, KEY)
     if rank:
         following(place, lambda told, ready: Toy(rank), leaves(folder, rank))
         return 0.0
