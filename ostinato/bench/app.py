@@ -406,6 +406,24 @@ def faults(
 
 
 @app.command()
+def kills(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    times: Annotated[int, typer.Option("--kills", min=1)] = 20,
+    late: Annotated[int, typer.Option(help="Of the kills: when more than --after steps are done.")] = 10,
+    after: Annotated[int, typer.Option(min=0)] = 10,
+    steps: Annotated[int, typer.Option(help="Of the run.")] = 40,
+    threads: Annotated[int, typer.Option(min=1)] = 1,
+    seed: int = 0,
+) -> None:
+    """One run, killed with -9 at random moments and resumed each time, against an undisturbed one."""
+    from ostinato.bench import kills as bench
+
+    plan = bench.Plan(kills=times, late=late, after=after, steps=steps, threads=threads, seed=seed)
+    _tell(lambda: bench.run(plan.shortened() if quick else plan, _say), bench.table, json_file)
+
+
+@app.command()
 def simulate(
     quick: Quick = False,
     json_file: JsonFile = None,

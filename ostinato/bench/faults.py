@@ -419,11 +419,11 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def undisturbed(place: Path, heartbeat: Heartbeat) -> dict[str, Any]:
+def undisturbed(place: Path, heartbeat: Heartbeat, recipe: Sequence[str] = RECIPE) -> dict[str, Any]:
     """The run in one process that nothing happens to."""
     logs = place / "runs"
     logs.mkdir(parents=True)
-    with child(["train", *RECIPE, f"log.dir={logs}"], place, logs, heartbeat) as run:
+    with child(["train", *recipe, f"log.dir={logs}"], place, logs, heartbeat) as run:
         while True:
             try:
                 run.until(lambda: False, RUN_S)

@@ -161,15 +161,15 @@ def _session(
     """From the start or the newest checkpoint to the end, or to where the run is to go on otherwise.
     ``begun`` is set when the loop begins."""
     clock = SteadyClock()
-    say = _say(console)
-    chosen = threads.configure_early(recipe.engine.threads, say=say)
-    recipe = resolved(recipe, say, run=path if resume else None, warn=True)
-    from ostinato.cli import build, parts, replanning
-    from ostinato.cli.books import new_ledger
-    from ostinato.cli.crew import hired
-    from ostinato.cli.drafts import new_memory
-
     with new_life(RunFolder(path), clock) as life, contextlib.ExitStack() as held:
+        say = _say(console)
+        chosen = threads.configure_early(recipe.engine.threads, say=say)
+        recipe = resolved(recipe, say, run=path if resume else None, warn=True)
+        from ostinato.cli import build, parts, replanning
+        from ostinato.cli.books import new_ledger
+        from ostinato.cli.crew import hired
+        from ostinato.cli.drafts import new_memory
+
         prepared = held.enter_context(build.prepare(recipe, training=True))
         plan = replanning.plan_for(recipe, path if resume else None, switched)
         config = prepared.decoder.config

@@ -15,8 +15,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ostinato.bench import faults as bench
+from ostinato.bench import kills
 from ostinato.bench.faults_child import Heartbeat, Stopped, alive, child, descendants
 from ostinato.bench.faults_planted import graded, planned
 from ostinato.bench.faults_strike import counted
@@ -47,6 +50,18 @@ def row(**changes: Any) -> dict[str, Any]:
 )
 def test_an_outcome_is_named_and_in_time_or_it_is_none(changes: dict[str, Any], outcome: str) -> None:
     assert bench.outcome(HEAD, row(**changes)) == outcome
+
+
+@given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 20), st.integers(0, 9))
+def test_moments_of_kills_can_be_met_in_their_order(times: int, late: int, after: int, seed: int) -> None:
+    plan = kills.Plan(kills=times, late=min(late, times), after=after, steps=30, seed=seed)
+    found = kills.moments(plan)
+    steps = [moment.step for moment in found if moment.step is not None]
+    assert len(found) == times and found == kills.moments(plan)
+    assert steps == sorted(steps) and steps[-1] < plan.steps - 1
+    assert sum(step > after for step in steps) >= plan.late
+    assert found[0].step is not None, "before it has a folder there is nothing to resume"
+    assert all(0 <= moment.part < 1 for moment in found)
 
 
 EVEN: Mapping[str, float] = {}
