@@ -141,11 +141,13 @@ def test_killed_three_times_the_sums_are_what_was_really_done(tmp_path: Path, se
 SLEEPER = """
 import sys, time
 from pathlib import Path
-from ostinato.ledger import Ledger
-from ostinato.run import RunFolder
+from ostinato.ledger import Ledger, Life, SteadyClock
+from ostinato.run import BEAT, RunFolder
 
-books = Ledger(folder=RunFolder(Path(sys.argv[1])), beat_every_s=0.02)
-with books.session(0), books.work(), books.evaluating():
+folder, clock = RunFolder(Path(sys.argv[1])), SteadyClock()
+life = Life(folder.path / BEAT, clock, clock.started, every_s=0.02)
+books = Ledger(folder=folder, clock=clock, life=life)
+with life, books.session(0), books.work(), books.evaluating():
     print("begun", flush=True)
     time.sleep(60)
 """
@@ -158,7 +160,7 @@ def test_a_killed_process_has_told_until_when_it_lived(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SLEEPER, str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
-    while not (tmp_path / "alive.json").exists():
+    while '"part":"eval"' not in (tmp_path / "alive.json").read_text():
         time.sleep(0.01)
     time.sleep(0.2)
     process.kill()
