@@ -6,6 +6,7 @@ either exactly the one that was trained, or it does not load. No torch here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -124,6 +125,12 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         return len(self.moe.layers) if self.moe else 0
 
+
+# Beyond these a size is a slip: the largest models have a tenth of it. Memory is checked against the weights.
+_MOST = 2**24
+_LARGEST = 1e30
+_ORIGINAL = "original_max_position_embeddings"
+_MOST_OF = {"num_hidden_layers": 10_000, "max_position_embeddings": 2**40}
 
 # What transformers assumes when a key is absent from the file.
 _COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False}
@@ -259,15 +266,15 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=_positive(c, "max_position_embeddings"),
-        rms_norm_eps=_number(c, "rms_norm_eps"),
+        rms_norm_eps=_number(c, "rms_norm_eps", most=1.0, above=0.0),
         tie_embeddings=bool(c["tie_word_embeddings"]),
         rope=_rope(c),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
         mlp_bias=bool(c.get("mlp_bias", False)),
         qk_norm=_QK_NORM.get(family, QKNorm.NONE),
-        clip_qkv=c.get("clip_qkv"),
-        initializer_range=_number(c, "initializer_range"),
+        clip_qkv=None if c.get("clip_qkv") is None else _number(c, "clip_qkv", above=0.0),
+        initializer_range=_number(c, "initializer_range", least=0.0),
         moe=_moe(c, family),
         mla=mla,
         raw=dict(raw),
@@ -300,7 +307,7 @@ def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
     if c.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor is {c['partial_rotary_factor']}; only 1.0 is supported")
     window = _sliding_window(c, family)
-    if window is not None and window < c["max_position_embeddings"]:
+    if window is not None and window < _positive(c, "max_position_embeddings"):
         raise ValueError(
             f"sliding_window is {window}; only full attention is supported, use a model without it"
         )
@@ -315,15 +322,15 @@ def _sliding_window(c: Mapping[str, Any], family: str) -> int | None:
     """The window that some layer really uses, or None."""
     if family in ("llama", "olmoe", "deepseek_v3"):
         return None
-    window = c.get("sliding_window")
+    window = None if c.get("sliding_window") is None else _positive(c, "sliding_window")
     if family == "mixtral" or window is None:
         return window
     if c.get("layer_types"):
         return window if "sliding_attention" in c["layer_types"] else None
     if not c.get("use_sliding_window"):
         return None
-    first = 0 if family == "qwen3_moe" else c["max_window_layers"]
-    return window if first < c["num_hidden_layers"] else None
+    first = 0 if family == "qwen3_moe" else _count(c, "max_window_layers")
+    return window if first < _positive(c, "num_hidden_layers") else None
 
 
 def _rope(c: Mapping[str, Any]) -> RopeConfig:
@@ -337,13 +344,15 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
         raise ValueError(f"rope_type is {name!r}; supported are {', '.join(RopeType)}")
     if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor in rope_parameters is not 1.0; only 1.0 is supported")
-    theta = scaling.pop("rope_theta", None) or c.get("rope_theta") or 10000.0
-    theta = _number({"rope_theta": theta}, "rope_theta")
+    given = (scaling.pop("rope_theta", None), c.get("rope_theta"), 10000.0)
+    theta = _number({"rope_theta": next(one for one in given if one is not None)}, "rope_theta", above=1.0)
     rope_type = RopeType(name)
     if rope_type == RopeType.DEFAULT:
         return RopeConfig(theta=theta)
-    positions = scaling.pop("original_max_position_embeddings", None) or c["max_position_embeddings"]
-    factor = scaling.pop("factor", None) or c["max_position_embeddings"] / positions
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    longest = _positive(c, "max_position_embeddings")
+    positions = _positive({_ORIGINAL: scaling.pop(_ORIGINAL, longest)}, _ORIGINAL)
+    factor = _number({"factor": scaling.pop("factor", longest / positions)}, "factor", least=1.0)
     wanted = {
         RopeType.LINEAR: (),
         RopeType.LLAMA3: ("low_freq_factor", "high_freq_factor"),
@@ -353,18 +362,32 @@ def _rope(c: Mapping[str, Any]) -> RopeConfig:
         raise ValueError(
             f"rope_parameters has {unknown[0]} = {scaling[unknown[0]]!r}, unknown for {name}; remove it"
         )
-    return RopeConfig(
+    rope = RopeConfig(
         rope_type=rope_type,
         theta=theta,
-        factor=float(factor),
-        original_max_positions=int(positions),
-        **{key: value for key, value in scaling.items() if value is not None},
+        factor=factor,
+        original_max_positions=positions,
+        truncate=bool(scaling.pop("truncate", True)),
+        **{
+            key: _number(scaling, key, least=0.0) if "mscale" in key else _number(scaling, key, above=0.0)
+            for key in scaling
+        },
     )
+    if rope.low_freq_factor >= rope.high_freq_factor:
+        raise ValueError(
+            f"low_freq_factor is {rope.low_freq_factor:g}; it must be below high_freq_factor "
+            f"({rope.high_freq_factor:g})"
+        )
+    if rope.beta_slow > rope.beta_fast:  # Kimi K2 has 1 and 1
+        raise ValueError(
+            f"beta_slow is {rope.beta_slow:g}; it must be at most beta_fast ({rope.beta_fast:g})"
+        )
+    return rope
 
 
 def _mla(c: Mapping[str, Any]) -> MLAConfig:
     return MLAConfig(
-        q_lora_rank=c.get("q_lora_rank"),
+        q_lora_rank=None if c.get("q_lora_rank") is None else _positive(c, "q_lora_rank"),
         kv_lora_rank=_positive(c, "kv_lora_rank"),
         nope_head_dim=_positive(c, "qk_nope_head_dim"),
         rope_head_dim=_positive(c, "qk_rope_head_dim"),
@@ -376,7 +399,7 @@ def _mla(c: Mapping[str, Any]) -> MLAConfig:
 def _moe(c: Mapping[str, Any], family: str) -> MoEConfig | None:
     depth = _positive(c, "num_hidden_layers")
     if family == "qwen3_moe":
-        step, dense = c["decoder_sparse_step"], set(c["mlp_only_layers"] or ())
+        step, dense = _positive(c, "decoder_sparse_step"), _indices(c, "mlp_only_layers")
         moe = MoEConfig(
             num_experts=_experts(c, "num_experts", "num_local_experts"),
             top_k=_positive(c, "num_experts_per_tok"),
@@ -402,8 +425,8 @@ def _moe(c: Mapping[str, Any], family: str) -> MoEConfig | None:
 
 
 def _deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
-    first, every = int(c.get("first_k_dense_replace") or 0), int(c["moe_layer_freq"])
-    groups, kept = c.get("n_group") or 1, c.get("topk_group") or 1
+    first, every = _count(c, "first_k_dense_replace"), _positive(c, "moe_layer_freq")
+    groups, kept = max(1, _count(c, "n_group")), max(1, _count(c, "topk_group"))
     experts = _experts(c, "n_routed_experts", "num_local_experts")
     if experts % groups or (groups > 1 and experts // groups < 2):
         raise ValueError(
@@ -425,11 +448,11 @@ def _deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
         layers=tuple(i for i in range(depth) if i >= first and i % every == 0),
         scoring=Scoring.SIGMOID,
         norm_topk=bool(c["norm_topk_prob"]),
-        scaling=float(c["routed_scaling_factor"]),
+        scaling=_number(c, "routed_scaling_factor", above=0.0),
         num_groups=groups,
         topk_groups=kept,
         correction_bias=True,
-        shared_intermediate_size=width * int(c.get("n_shared_experts") or 0),
+        shared_intermediate_size=width * _count(c, "n_shared_experts"),
     )
 
 
@@ -438,15 +461,49 @@ def _experts(c: Mapping[str, Any], *names: str) -> int:
     return _positive(c, next((name for name in names if name in c), names[0]))
 
 
-def _number(c: Mapping[str, Any], key: str) -> float:
+def _number(
+    c: Mapping[str, Any],
+    key: str,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+) -> float:
+    """A finite number, of at least ``least``, above ``above`` and of at most ``most``."""
     value = c.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}; config.json needs a number there")
+    if not (abs(value) <= _LARGEST and least <= value <= most and value > above):
+        bounds = [
+            *([f"of {least:g} or more"] if least > -math.inf else []),
+            *([f"above {above:g}"] if above > -math.inf else []),
+            *([f"up to {most:g}"] if most < math.inf else []),
+        ]
+        raise ValueError(
+            f"{key} is {value!r}; config.json needs a finite number {' and '.join(bounds)} there"
+        )
     return float(value)
 
 
 def _positive(c: Mapping[str, Any], key: str) -> int:
+    return _count(c, key, least=1)
+
+
+def _count(c: Mapping[str, Any], key: str, least: int = 0) -> int:
+    """A whole number; with ``least`` 0 a missing one, or null, is 0."""
     value = c.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} is {value!r}; config.json needs a positive integer there")
+    if value is None and not least:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        kind = "a positive integer" if least else "an integer of 0 or more"
+        raise ValueError(f"{key} is {value!r}; config.json needs {kind} there")
+    if value > (most := _MOST_OF.get(key, _MOST)):
+        raise ValueError(f"{key} is {value}; config.json needs an integer up to {most} there")
     return value
+
+
+def _indices(c: Mapping[str, Any], key: str) -> set[int]:
+    value = c[key] or []
+    if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
+        raise ValueError(f"{key} is {value!r}; config.json needs a list of layer numbers there")
+    return set(value)

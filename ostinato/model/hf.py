@@ -52,8 +52,10 @@ def load_model(
 
     Raises ValueError as ``fill`` does, and for an unsupported config.
     """
-    kinds: dict[str, Any] = {"dtype": dtype, "storage": storage, "device": device}
-    decoder = Decoder(read_config(folder), fp32_head=fp32_head, share=share, **kinds)
+    config = read_config(folder)
+    kinds: dict[str, Any] = {"dtype": dtype, "storage": storage, "share": share}
+    check_sizes(Decoder(config, device="meta", **kinds), folder)
+    decoder = Decoder(config, device=device, fp32_head=fp32_head, **kinds)
     fill(decoder, folder)
     return decoder
 
@@ -89,13 +91,28 @@ def fill(decoder: Decoder, folder: str | Path) -> int:
     return read
 
 
+def check_sizes(empty: Decoder, folder: str | Path) -> None:
+    """Hold the names and shapes of a decoder without memory ("meta") against the heads of the weight files,
+    before memory for it is taken: what config.json calls for by mistake may be more than there is.
+
+    Raises ValueError, in one sentence, for a missing or misshapen tensor, and a truncated file.
+    """
+    wanted = stored(empty)
+    missing = {name for name, one in wanted.items() if name in one.covers}
+    for path, listed in weight_files(Path(folder)).items():
+        if listed and not any(canonical(name, empty.config) in wanted for name in listed):
+            continue
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if one := wanted.get(canonical(name, empty.config)):
+                    _check_shape(one, file.get_slice(name), name, path)
+                    missing -= one.covers
+    _check_missing(Path(folder), sorted(missing))
+
+
 def _report(decoder: Decoder, folder: Path, missing: list[str], others: list[str]) -> None:
     """Judge what was not found, and what was not looked for."""
-    if missing:
-        raise ValueError(
-            f"{folder} lacks {len(missing)} tensors that config.json calls for, the first is {missing[0]}; "
-            "download the model again or correct config.json"
-        )
+    _check_missing(folder, missing)
     config = decoder.config
     others = [name for name in (canonical(name, config) for name in others) if not is_redundant(name, config)]
     if others and decoder.share != Share.all(config):
@@ -110,6 +127,14 @@ def _report(decoder: Decoder, folder: Path, missing: list[str], others: list[str
     if others:
         warnings.warn(
             f"{folder}: {len(others)} tensors of multi-token-prediction layers were not loaded", stacklevel=3
+        )
+
+
+def _check_missing(folder: Path, missing: list[str]) -> None:
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {len(missing)} tensors that config.json calls for, the first is {missing[0]}; "
+            "download the model again or correct config.json"
         )
 
 
@@ -149,14 +174,18 @@ def _opened(path: Path) -> Iterator[Any]:
 def _copy(one: Stored, file: Any, name: str, path: Path) -> int:
     """The part of a tensor that is kept, to where it goes; how many bytes of the file that is."""
     found = file.get_slice(name)
+    _check_shape(one, found, name, path)
+    if is_whole(one.spans, one.shape):
+        return _cast(file.get_tensor(name), one.view, name, path)
+    return sum(_cast(found[there], one.view[here], name, path) for there, here in blocks(one.spans))
+
+
+def _check_shape(one: Stored, found: Any, name: str, path: Path) -> None:
     if tuple(found.get_shape()) != one.shape:
         raise ValueError(
             f"{name} in {path} has shape {list(found.get_shape())}, config.json calls for {list(one.shape)}; "
             "the weights and config.json are of different models"
         )
-    if is_whole(one.spans, one.shape):
-        return _cast(file.get_tensor(name), one.view, name, path)
-    return sum(_cast(found[there], one.view[here], name, path) for there, here in blocks(one.spans))
 
 
 def _cast(tensor: Tensor, view: Tensor, name: str, path: Path) -> int:

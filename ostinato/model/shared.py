@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.hf import fill, weight_files
+from ostinato.model.hf import check_sizes, fill, weight_files
 from ostinato.model.share import Share
 from ostinato.model.tensor_file import Layout, layout, shapes_of
 
@@ -82,6 +82,7 @@ def shared_model(
         )
     source, config = Path(source), read_config(source)
     empty = Decoder(config, dtype=dtype, storage=storage, device="meta", share=share)
+    check_sizes(empty, source)
     shapes = shapes_of(dict(empty.named_parameters()))
     plan = layout(shapes, {"ostinato": json.dumps({"kind": "base"})})
     name = _name(source, dtype, share, storage)

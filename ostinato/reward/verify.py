@@ -38,12 +38,13 @@ VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth"})
 
 _NUMBER = re.compile(
     r"""(?P<minus>(?<![\w)}\]])-)?\$?                                # 3-4 holds 4, not -4
-        (?: \\[dt]?frac\{\s*(?P<over>-?\d{1,300})\s*\}\{\s*(?P<under>\d{1,300})\s*\}
-          | (?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)? | \d+(?:\.\d+)? | \.\d+)
-            (?: [eE](?P<exponent>[+-]?\d{1,3})(?!\w) | \s?/\s?(?P<denominator>\d+(?!\.\d)) )?
+        (?: \\[dt]?frac\{\s*(?P<over>-?[0-9]{1,300})\s*\}\{\s*(?P<under>[0-9]{1,300})\s*\}
+          | (?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)? | [0-9]+(?:\.[0-9]+)? | \.[0-9]+)
+            (?: [eE](?P<exponent>[+-]?[0-9]{1,3})(?!\w) | \s?/\s?(?P<denominator>[0-9]+(?!\.[0-9])) )?
         ) (?P<percent>\s?\\?%)?""",
     re.VERBOSE,
 )
+_OF_NUMBERS = frozenset("\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT PLUS SIGN}\N{SUPERSCRIPT LATIN SMALL LETTER N}")
 
 
 def text_of(completion: str | Sequence[dict[str, str]]) -> str:
@@ -93,6 +94,7 @@ def last_number(text: str) -> tuple[Fraction, ...]:
     r"""The readings of the last number of a text: none, one, or two for a percentage (50 and 1/2).
 
     Reads ``-3``, ``1,234.5``, ``.5``, ``2e-3``, ``3/4``, ``\frac{3}{4}``, ``$20``, ``50%``.
+    Digits are 0 to 9; what goes on with other numerals (``5²``, ``1½``, ``10⁻³``, ``5千``) is not read.
     """
     found = _last_match(text)
     if found is None:
@@ -109,7 +111,11 @@ def last_number(text: str) -> tuple[Fraction, ...]:
 
 def _last_match(text: str) -> re.Match[str] | None:
     found = deque(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")), maxlen=1)
-    return found[0] if found and len(found[0].group()) <= MAX_DIGITS else None
+    if not found or len(found[0].group()) > MAX_DIGITS:
+        return None
+    beside = text[max(0, found[0].start() - 1) : found[0].start()] + text[found[0].end() : found[0].end() + 1]
+    goes_on = any(one in _OF_NUMBERS or (one.isnumeric() and not one.isascii()) for one in beside)
+    return None if goes_on else found[0]
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:

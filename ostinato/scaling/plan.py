@@ -3,7 +3,6 @@ has to be."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,7 @@ from ostinato.scaling.series import Series, series
 
 COARSE = (24, 48)  # cells of a posterior of which only a width is wanted
 MOST = 200  # simulated evaluations: a budget in other units than the run is no matter of memory
+FARTHEST = 1e300  # steps: the quotient of two amounts of compute may be infinite
 OFTENEST = 200  # evaluations per C_mid of a pilot
 
 
@@ -49,7 +49,8 @@ def futures(known: Posterior, last: float, count: int, *, seed: int = 0) -> list
     """
     before = known.series
     step = cadence(before)
-    more = max(1, math.floor((last - before.compute[-1]) / step + 1e-9))
+    # floats throughout: a budget may hold more steps than any integer type of numpy
+    more = np.fmax(1.0, np.floor(np.fmin((last - before.compute[-1]) / step, FARTHEST) + 1e-9))
     which = np.arange(1, more + 1) if more <= MOST else np.unique(np.geomspace(1, more, MOST).round())
     C = before.compute[-1] + step * which
     chosen = np.linspace(0, len(known.A) - 1, count).astype(int)

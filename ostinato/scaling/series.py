@@ -51,10 +51,14 @@ class Series:
         for at, R in enumerate([self.R0, *self.score]):
             if not 0 <= R <= 1:
                 when = f"at evaluation {at}" if at else "before training"
-                raise ValueError(
-                    f"{self.name} has score {R:g} {when}; scores lie in [0, 1] (rewards from -1 to 1: read"
-                    " them with low=-1, high=1)"
+                scores = [self.R0, *self.score]
+                percent = min(scores) >= 0 and 1 < max(scores) <= 100
+                mend = (
+                    "percentages: read them with high=100"
+                    if percent
+                    else ("rewards from -1 to 1: read them with low=-1, high=1")
                 )
+                raise ValueError(f"{self.name} has score {R:g} {when}; scores lie in [0, 1] ({mend})")
         errors = [self.R0_stderr] if self.stderr is None else [self.R0_stderr, *self.stderr]
         if not all(0 <= error < math.inf for error in errors):
             raise ValueError(f"{self.name} has a negative or infinite standard error; leave the column out")

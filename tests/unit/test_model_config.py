@@ -187,3 +187,83 @@ def test_files(tmp_path: Path) -> None:
         read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
     assert read_config(tmp_path).hidden_size == 64
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": NAN}, "rms_norm_eps is nan; config.json needs a finite number above 0 and up to 1"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; "),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"initializer_range": float("inf")}, "initializer_range is inf"),
+        ({"rope_theta": 0}, "rope_theta is 0; config.json needs a finite number above 1"),
+        ({"rope_theta": NAN}, "rope_theta is nan"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta is -1.0"),
+        ({"rope_scaling": {**YARN, "factor": -1}}, "factor is -1; config.json needs a finite number of 1 or"),
+        ({"rope_scaling": {**YARN, "factor": "4"}}, "factor is '4'"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "embeddings is 0; "),
+        ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, "beta_slow is 1; it must be at most beta_fast (0.5)"),
+        ({"rope_scaling": {**YARN, "attention_factor": NAN}}, "attention_factor is nan"),
+        ({"rope_scaling": {**YARN, "mscale": [1]}}, "mscale is [1]"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor is 4; it must be below"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0"),
+        (
+            {"hidden_size": 10**12},
+            "hidden_size is 1000000000000; config.json needs an integer up to 16777216",
+        ),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
+        (
+            {"num_hidden_layers": 10**7},
+            "num_hidden_layers is 10000000; config.json needs an integer up to 10000",
+        ),
+        ({"max_position_embeddings": "128"}, "max_position_embeddings is '128'"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    """They loaded: a model of NaN, or one with the default in place of what was written. Huge ones ended in
+    the error of an allocator."""
+    assert words in refusal(**changes)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "words"),
+    [
+        (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (
+            QWEN3_MOE,
+            {"mlp_only_layers": 3},
+            "mlp_only_layers is 3; config.json needs a list of layer numbers",
+        ),
+        (QWEN3_MOE, {"num_experts": 10**9}, "num_experts is 1000000000"),
+        (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": "all"}, "sliding_window is 'all'"),
+        (DEEPSEEK, {"moe_layer_freq": 0}, "moe_layer_freq is 0"),
+        (DEEPSEEK, {"n_group": "4"}, "n_group is '4'"),
+        (DEEPSEEK, {"routed_scaling_factor": NAN}, "routed_scaling_factor is nan"),
+        (DEEPSEEK, {"q_lora_rank": -1}, "q_lora_rank is -1"),
+        (DEEPSEEK, {"n_shared_experts": -1}, "n_shared_experts is -1"),
+        (DEEPSEEK, {"first_k_dense_replace": 1.5}, "first_k_dense_replace is 1.5"),
+    ],
+)
+def test_numbers_of_mixtures_are_refused_by_name(
+    base: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    """Some were a ZeroDivisionError or a TypeError, others loaded."""
+    with pytest.raises(ValueError) as error:
+        parse_config({**base, **changes})
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a": ' * 500 + "1" + "}" * 500, '{"model_type": "\\ud83d"}']
+)
+def test_a_config_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    """Brackets enough were a RecursionError."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config.json is not valid JSON .*; download the model again"):
+        read_config(tmp_path)

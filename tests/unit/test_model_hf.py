@@ -179,3 +179,14 @@ def test_companions_travel(tmp_path: Path) -> None:
     save_model(tiny("llama"), target, tokenizer_from=source)
     names = {path.name for path in target.iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+
+
+def test_a_config_that_is_larger_than_the_weights_takes_no_memory(tmp_path: Path) -> None:
+    """Memory was taken before the weights were looked at: the error was an allocator's, of 70 TB."""
+    save_model(Decoder(parse_config({**BASE, **MODELS["mixtral"]})), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    sizes = {"vocab_size": 2**24, "hidden_size": 2**20}
+    for change, words in ((sizes, "of different models"), ({"num_hidden_layers": 50}, "lacks")):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ValueError, match=words):
+            load_model(tmp_path)

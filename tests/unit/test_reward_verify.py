@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -68,6 +67,19 @@ def test_final_answer_is_the_last_line_and_never_a_thought() -> None:
         ("50%", [Fraction(50), Fraction(1, 2)]),
         (r"50\%", [Fraction(50), Fraction(1, 2)]),
         ("1/0", []),
+        ("5\N{SUPERSCRIPT TWO}", []),
+        ("3/5\N{SUPERSCRIPT TWO}", []),
+        ("1\N{VULGAR FRACTION ONE HALF}", []),
+        ("10\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT THREE}", []),
+        ("\N{ARABIC-INDIC DIGIT FIVE}", []),
+        ("1\N{ARABIC-INDIC DIGIT FIVE}", []),
+        ("\N{ARABIC-INDIC DIGIT FIVE}1", []),
+        ("\N{FULLWIDTH DIGIT FIVE}", []),
+        ("\N{CIRCLED DIGIT FIVE}", []),
+        ("5\N{SUPERSCRIPT TWO} = 25", [Fraction(25)]),
+        ("25 cm\N{SUPERSCRIPT TWO}", [Fraction(25)]),
+        ("5\N{DEGREE SIGN}", [Fraction(5)]),
+        ("x\N{SUBSCRIPT ONE} = 7", [Fraction(7)]),
         ("none at all", []),
         ("9" * 5000, []),
     ],
@@ -92,9 +104,7 @@ def test_any_text_is_judged(text: str) -> None:
 def test_a_long_text_is_judged_in_linear_time() -> None:
     """Lazy patterns such as <answer>(.*?)</answer> take quadratic time on openings that are never closed."""
     texts = ["<answer>" * 50_000, "\\boxed{" * 50_000, "1," * 100_000, "1" * 200_000, "- $" * 50_000]
-    start = time.perf_counter()
-    numeric(texts, answer=["1"] * len(texts))
-    assert time.perf_counter() - start < 2
+    assert numeric(texts, answer=["1"] * len(texts)) == [0, 0, 1, 0, 0]  # or the test's limit ends it
 
 
 def test_exact() -> None:
@@ -108,6 +118,14 @@ def test_numeric() -> None:
     assert numeric(texts, answer=["#### 42"] * 5) == [1, 1, 0, 1, 0]
     assert numeric(["0.3333333", "0.333", "1/3"], answer=["1/3"] * 3) == [1, 0, 1]
     assert numeric(["0.5", "50", "50%"], answer=["50%"] * 3) == [1, 1, 1]
+
+
+def test_numeric_reads_no_other_numerals() -> None:
+    """A square was its own root, one and a half was one, and digits of other scripts were numbers."""
+    for text in ("5\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT FIVE}", "5\N{VULGAR FRACTION ONE HALF}"):
+        assert numeric([text], answer=["5"]) == [0]
+        with pytest.raises(ValueError, match="holds no number"):
+            numeric(["5"], answer=[text])
 
 
 def test_numeric_tells_large_integers_apart() -> None:

@@ -267,6 +267,16 @@ def test_a_budget_in_other_units_is_no_matter_of_memory() -> None:
     np.testing.assert_allclose(np.diff(C[:15]), 200)  # what comes soon is as it would be measured
 
 
+@pytest.mark.parametrize("budget", [1e24, 1.7e308])
+def test_a_budget_beyond_integers_has_futures(budget: float) -> None:
+    """--budget 1e24 was a TypeError of numpy, whose integers end at 9e18."""
+    run = known(8_000, n=40)
+    (way,) = futures(run, budget, 1)
+    assert 1 < len(way) - 40 <= MOST and way.compute[-1] <= budget
+    assert np.all(np.isfinite(way.compute)) and np.all(np.diff(way.compute) > 0)
+    assert np.all((way.score >= 0) & (way.score <= 1))
+
+
 def test_the_shortest_pilot_gives_the_width() -> None:
     pilot = plan_pilot(SCALERL, 260, 0.06, first=1500, steps=12)
     assert pilot.compute is not None

@@ -39,6 +39,7 @@ def test_rewards_are_mapped_to_scores() -> None:
         ([1, math.nan, 3], R, "compute nan and score 0.55 in row 2; leave the row out"),
         ([-1, 2, 3], R, "compute -1 at evaluation 1; use positive"),
         (C, [0.5, 0.55, math.nan], "score nan in row 3"),
+        (C, [40.0, 55.0, 60.0], "score 40 at evaluation 1; scores lie in .*percentages: .* high=100"),
         (C, [0.5, -0.55, 0.6], "score -0.55 at evaluation 2; scores lie in .* low=-1, high=1"),
         (C, [0.5, 0.55, 60], "score 60 at evaluation 3"),
         (C, R[:2], "3 computes for 2 scores"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_moe import KINDS, tiny
 
 from ostinato.model.attention import CausalAttention
@@ -214,6 +215,11 @@ def test_a_broken_checkpoint_leaves_nothing(source: Path, folder: Path) -> None:
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(ValueError, match="truncated"):
+        shared_model(source, folder=folder)
+    assert not folder.exists()
+    save_model(tiny("softmax"), source)
+    save_file({name: one.to(torch.int8) for name, one in load_file(weights).items()}, weights)
+    with pytest.raises(ValueError, match="quantised weights are not supported"):
         shared_model(source, folder=folder)
     assert not list(folder.iterdir())
 
