@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ostinato.bench.output import say as _say
+from ostinato.bench.output import tell as _tell
 from ostinato.bench.settings import Clock, faster_dtype, with_dtype
 from ostinato.engine import threads
 
@@ -57,6 +57,34 @@ def rollouts(
         transformers_python=None if quick else transformers_python or None,
     )
     _tell(lambda: bench.run(plan, _say), bench.table, json_file)
+
+
+@app.command()
+def quickstart(
+    json_file: JsonFile = None,
+    seeds: Annotated[str, typer.Option(help="How many, or FIRST:END.")] = "3",
+    recipe: Annotated[str, typer.Option(help="A recipe, by name or file.")] = "quickstart",
+) -> None:
+    """Whole runs of a recipe, one after another: seconds from start to report, held-out scores."""
+    from ostinato.bench import quickstart as bench
+
+    _tell(lambda: bench.run(recipe, _range(seeds), _say), bench.table, json_file)
+
+
+@app.command()
+def readme(
+    page: Annotated[Path, typer.Option(help="A page with marks.")] = Path("README.md"),
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail where it would.")] = False,
+) -> None:
+    """Write the figures of the README, or check them, from the data that each of them names."""
+    from ostinato.bench import readme as bench
+
+    before = page.read_text(encoding="utf-8")
+    after = bench.written(before, page.parent)
+    if check and after != before:
+        raise ValueError(f"{page} does not agree with its data; run ostinato bench readme")
+    if after != before:
+        page.write_text(after, encoding="utf-8")
 
 
 @app.command()
@@ -561,37 +589,3 @@ def _folder(model: str) -> Path:
     from ostinato.model.named import model_folder
 
     return Path(model_folder(model))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _tell(measure: Callable[[], dict[str, Any]], table: Any, json_file: Path | None) -> None:
-    from ostinato.bench.contender import ContenderFailed
-    from ostinato.run import to_json
-
-    try:
-        result = measure()
-    except ContenderFailed as error:
-        _say(f"ostinato: {error}")
-        raise typer.Exit(1) from None
-    text = json.dumps(json.loads(to_json(result)), indent=1)  # no NaN, which JSON lacks
-    if json_file is not None and str(json_file) == "-":
-        print(text)
-        return
-    _show(table(result))
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(f"{text}\n")
-
-
-def _show(table: Any) -> None:
-    """Text as it is; a rich table at the width of the terminal, and wide where there is none."""
-    from rich.console import Console
-
-    console = Console()
-    if isinstance(table, str):
-        print(table)
-    else:
-        (console if console.is_terminal else Console(width=140)).print(table)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ostinato import isa
 from ostinato.config import Recipe
 from ostinato.engine.threads import logical_cores
+
+# what makes one processor's matrix products another's, as /proc/cpuinfo names it
+FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 
 
 class Clock(StrEnum):
@@ -49,20 +55,27 @@ def our_threads() -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure is of: processor, cores, threads, versions, and how busy others kept it."""
+    """What a figure is of: processor, instruction set, cores, threads, versions, commit and day, and how busy
+    others kept the machine."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
     except OSError:
-        names = []
+        cpuinfo = []
+    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in cpuinfo)}
+    own = set((known.get("flags") or known.get("Features") or "").split())
     return {
-        "processor": names[0] if names else platform.processor(),
+        "processor": known.get("model name") or platform.processor() or platform.machine(),
+        "flags": [flag for flag in FLAGS if flag in own],
+        "instruction_set": isa.instruction_set(),
+        "capped": isa.capped(),
         "cores": logical_cores(),
         "threads": our_threads(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "torch": version("torch"),
         "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 
@@ -83,6 +96,23 @@ def faster_dtype(folder: Path, fp32_head: bool = True, native: bool = True) -> s
     from ostinato.model.config import read_config
 
     return choose(read_config(folder), device="cpu", native=native, fp32_head=fp32_head).dtype
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with "+" where the package differs from it; None outside of one."""
+    package = Path(__file__).parent.parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(package), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != package.parent.resolve():
+            return None  # installed inside of another project
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:

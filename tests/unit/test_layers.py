@@ -54,7 +54,7 @@ ARROWS: dict[str, set[str]] = {
     "scaling": {"axis", "run", "ledger"},
     "bench": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "scaling"}
-    | {"cluster", "parallel", "plan"},
+    | {"cluster", "isa", "parallel", "plan"},
     "cli": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "cluster"}
     | {"report", "board", "bench", "interop", "scaling", "energy", "isa", "parallel", "plan", ""},

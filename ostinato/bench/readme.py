@@ -1,0 +1,239 @@
+"""``ostinato bench readme``: the figures of the README, written from files of ``docs/data``; a test compares.
+
+<!-- figures: rollouts docs/data/rollouts-avx2.json -->
+what stands here is written by the command
+<!-- /figures -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+Data = Mapping[str, Any]
+BLOCK = re.compile(r"(<!-- figures: (\S+) (\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+WIDTH = 118
+NAMES = {
+    "vllm": "vLLM",
+    "roofline": "matrix products alone",
+    "asset:seed-moe": "seed-moe",
+    "smollm2-135m": "SmolLM2-135M",
+}
+
+
+def written(text: str, root: Path) -> str:
+    """``text`` with every block as its data has it, files being relative to ``root``. Raises ValueError for a
+    block or a file that is not known."""
+
+    def block(match: re.Match[str]) -> str:
+        begin, name, file, end = match.groups()
+        if name not in BLOCKS:
+            raise ValueError(f"figures: {name} is not known; use one of {', '.join(BLOCKS)}")
+        try:
+            data = json.loads((root / file).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"figures: {name} needs {file} ({error.strerror}); measure it first") from error
+        return f"{begin}{BLOCKS[name](data)}\n\n{_source(file, data)}\n{end}"
+
+    return BLOCK.sub(block, text)
+
+
+def _source(file: str, data: Data) -> str:
+    """What the figures are of, as far as the file says it."""
+    machine = data.get("machine", {})
+    known = [
+        machine.get("processor"),
+        machine.get("instruction_set"),
+        f"{machine['cores']} cores" if "cores" in machine else None,
+        f"torch {machine['torch']}" if "torch" in machine else None,
+        f"commit {machine['commit'][:9]}" if machine.get("commit") else None,
+        machine.get("date"),
+    ]
+    return f"([{file}]({file}): {', '.join(str(fact) for fact in known if fact)})"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def _name(key: str) -> str:
+    return NAMES.get(key, key)
+
+
+def _rollouts(data: Data) -> str:
+    rows = {(row["engine"], row["batch"]): row for row in data["results"]}
+    engines = list(dict.fromkeys(row["engine"] for row in data["results"]))
+    batches = list(dict.fromkeys(row["batch"] for row in data["results"]))
+
+    def cell(engine: str, batch: int) -> str:
+        speed, ratio = f"{rows[engine, batch]['tokens_per_s']:.0f}", data["ratios"].get(f"{engine}@{batch}")
+        if ratio is None:
+            return speed
+        return f"{speed} ({ratio:.2f})" if engine == "roofline" else f"{speed} (ours is {ratio:.2f}x)"
+
+    ours = rows["ostinato", batches[0]]
+    peers = [
+        f"{_name(e)}: {rows[e, batches[0]]['label']}" for e in engines if e not in ("ostinato", "roofline")
+    ]
+    shares = data["sampling_share_of_a_step"].items()
+    text = (
+        f"Rollouts of {_name(ours['model'])}, tokens per second, {ours['new_tokens']} new tokens at "
+        f"temperature 1 after distinct prompts of 32, prefill included; ours in {ours['dtype']}, each peer "
+        f"in the dtype and threads in which it is fastest, medians of {len(ours['rounds'])} rounds in turn:"
+    )
+    drawn = ", ".join(f"{100 * share:.1f} % at {batch}" for batch, share in shares)
+    table = _table(
+        ["batch", *map(_name, engines)], [[batch, *(cell(e, batch) for e in engines)] for batch in batches]
+    )
+    after = f"{'; '.join(peers)}. " if peers else ""
+    return "\n\n".join((_prose(text), table, _prose(f"{after}Drawing the tokens takes {drawn} of our step.")))
+
+
+def _decode(data: Data) -> str:
+    rows = [
+        [
+            row["batch"],
+            *(f"{row['ms'][part]:.2f}" for part in ("step", "fused_forward", "fused_draw", "roofline")),
+            f"{row['roofline_share']:.2f}",
+        ]
+        for row in data["batches"]
+    ]
+    head = ["batch", "step", "layers", "head and draw", "matrix products alone", "these over the step"]
+    what = f"A decode step by itself ({_name(data['model'])}, {data['dtype']}), milliseconds:"
+    return f"{what}\n\n{_table(head, rows)}"
+
+
+def _train(data: Data) -> str:
+    split = ", ".join(f"{part} {seconds:.2f}" for part, seconds in data["split"].items())
+    rows = [
+        [f"ostinato ({data['dtype']})", f"{data['seconds_per_step']:.2f} ({split})", _gb(data["peak_mb"])]
+    ]
+    if (trl := data.get("trl")) is not None:
+        name = f"{' '.join(trl['label'].split(',')[0].split()).replace('trl', 'TRL')} `GRPOTrainer`"
+        rows.append(
+            [
+                f"{name}, its fastest setting ({trl['setting']})",
+                f"{trl['seconds_per_step']:.2f} (ours is {data['ratio_vs_trl']:.2f}x as fast)",
+                f"{_gb(trl['peak_mb'])} (ours is {data['peak_memory_vs_trl']:.2f})",
+            ]
+        )
+    table = _table(["", "seconds per step", "peak memory"], rows)
+    what = f"A GRPO step of {_name(data['model'])}: {data['work']}, AdamW:"
+    return f"{_prose(what)}\n\n{table}"
+
+
+def _gb(megabytes: float) -> str:
+    return f"{megabytes / 1000:.2f} GB"
+
+
+def _draft(data: Data) -> str:
+    settings = data["settings"]
+    arms = {entry["batch"]: {arm["name"]: arm for arm in entry["arms"]} for entry in data["batches"]}
+    epochs = [epoch["epoch"] for epoch in data["epochs"]]
+    rows = [
+        [
+            batch,
+            *(f"{epoch['speedup']:.2f}" for epoch in by_name["ours"]["epochs"]),
+            f"{by_name['ours']['total']['speedup']:.2f}",
+            f"{by_name['oracle']['total']['speedup']:.2f}",
+        ]
+        for batch, by_name in sorted(arms.items())
+    ]
+    head = ["running together", *(f"epoch {n}" for n in epochs), "all", "a drafter that knows the answers"]
+    differ = data["mismatches"] or "none"
+    text = (
+        f"`bench draft`: rollouts of {settings['recipe']} ({settings['dtype']}), {settings['prompts']} "
+        f"prompts, {len(epochs)} epochs with training between them, rollout time without drafts over time "
+        f"with; of {data['compared']:,} answers {differ} differ:"
+    )
+    others = {"rhyme": "RhymeRL's history tree as described", "suffix": "a global suffix index"}
+    others |= {"siblings": "siblings alone", "ngram": "prompt n-grams"}
+    headline = arms[settings["headline_batch"]]
+    beside = ", ".join(
+        f"{title} {headline[arm]['total']['speedup']:.2f}" for arm, title in others.items() if arm in headline
+    )
+    after = f"At {settings['headline_batch']}, in the same run: {beside}." if beside else ""
+    return "\n\n".join(part for part in (_prose(text), _table(head, rows), _prose(after)) if part)
+
+
+def _never_slower(data: Data) -> str:
+    worst = data["worst"]
+    return _prose(
+        f"`bench draft --never-slower`: over {len(data['cells'])} settings of batch, temperature, model and "
+        f"useful or useless history the worst ratio was {worst['ratio']:.3f} +- {worst['error']:.3f} "
+        f"({_name(worst['model'])}, {worst['history']} history, temperature {worst['temperature']}, "
+        f"batch {worst['batch']}); {data['below']} are below {data['settings']['allowed']}."
+    )
+
+
+def _quickstart(data: Data) -> str:
+    rows = [
+        [
+            run["seed"],
+            f"{run['seconds']:.0f}",
+            run["dtype"],
+            f"{run['before']['pass@1']:.3f}",
+            f"{run['after']['pass@1']:.3f}",
+        ]
+        for run in data["runs"]
+    ]
+    head = ["seed", "seconds, from start to report", "dtype", "held-out pass@1 before", "after"]
+    return _table(head, rows)
+
+
+def _replay(data: Data) -> str:
+    rows = [
+        [
+            row["engine"],
+            f"{_span(row, 'k3_native')} -> {_span(row, 'k3_replay')}: {row['k3_ratio']:.1f}x lower",
+            f"tau {row['tau']:.3g}: {_small(row['F_native'])} -> {_small(row['F_replay'])}, "
+            f"{row['F_ratio']:.0f}x",
+            f"{row['step_time_ratio']:.2f}",
+        ]
+        for row in data["rows"]
+        if row["trainer"] == "float32" and row["steps"] == 0
+    ]
+    head = ["engine", "k3, nats per token, native -> replayed (95 %)", "F(tau), native -> replayed"]
+    return _table([*head, "a training step with replay, over without"], rows)
+
+
+def _span(row: Data, name: str) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return f"{_small(row[name])} ({_small(low)} to {_small(high)})"
+
+
+def _small(value: float) -> str:
+    """3.5e-4, not 3.5e-04."""
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def _weights(data: Data) -> str:
+    ratios = ", ".join(
+        f"{row['weights']['int8']['speedup']:.2f}x at {row['batch']}" for row in data["batches"]
+    )
+    return _prose(
+        f"{_name(data['model'])}, one pass, bf16 over int8 in the same run, by batch "
+        f"(`bench decode --weights bf16,int8,fp8`): {ratios}."
+    )
+
+
+def _prose(text: str) -> str:
+    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+BLOCKS: dict[str, Callable[[Data], str]] = {
+    "quickstart": _quickstart,
+    "rollouts": _rollouts,
+    "decode": _decode,
+    "train": _train,
+    "draft": _draft,
+    "never-slower": _never_slower,
+    "replay": _replay,
+    "weights": _weights,
+}
