@@ -38,6 +38,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor, nn
 
+from ostinato.files import cache_folder
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import check_sizes, fill, weight_files
@@ -176,7 +177,7 @@ def _over(
 
 
 def _folders() -> list[Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato" / "shared"
+    cache = cache_folder() / "shared"
     return [_SHM, cache] if _SHM.is_dir() else [cache]
 
 

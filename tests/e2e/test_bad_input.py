@@ -289,7 +289,7 @@ def test_train_refuses_what_is_wrong_before_any_work(
         (["eval", "nowhere"], ["'nowhere' is no run folder, recipe or model", "e.g. quickstart"]),
         (["generate", "nowhere", "-p", "hello"], ["'nowhere' is no run folder, recipe or model"]),
         (["generate", "truncated", "-p", "hello"], ["truncated/model.safetensors is truncated"]),
-        (["generate", "asset:seed-moe", "-p", "\udcff"], ["'\\udcff' has half of a surrogate pair"]),
+        (["generate", "asset:seed-moe", "-p", "\udcff"], ["\\udcff", "has half of a surrogate pair"]),
         (["generate", "asset:seed-moe", "-p", "1" * 5000], ["tokens and the context 1024", "shorten"]),
     ],
 )  # fmt: skip
