@@ -57,6 +57,7 @@ class FakeVllm:
     def __init__(self, decoder: Decoder, decode: Any = None, *, context: int = 64) -> None:
         self.decoder, self.decode, self.context = decoder, decode, context
         self.device = "cuda"
+        self.key = "of this fake alone"  # asked for on every path
         self.missing: set[str] = set()  # paths that this vLLM does not have
         self.broken: str = ""  # "silent", "dead", "forgetful" (of labels), "deaf" (to publishes), "poisoned"
         self.deadly = -1  # the first token of a prompt that ends the server, in all its lives,
@@ -251,7 +252,9 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
         def _reply(self, method: str) -> None:
             raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             parts = urlsplit(self.path)
-            status, told = fake.answer(method, parts.path, parts.query, json.loads(raw) if raw else {})
+            status, told = 401, {"error": "Unauthorized"}
+            if self.headers.get("Authorization") == f"Bearer {fake.key}":
+                status, told = fake.answer(method, parts.path, parts.query, json.loads(raw) if raw else {})
             if fake.broken == "dead":
                 self.close_connection = True
                 return

@@ -7,6 +7,8 @@ network  one server for all runs, and between it and each run a wire that carrie
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import socket
 import threading
 import time
@@ -19,7 +21,7 @@ import torch
 
 from ostinato.bench.faults_child import Child
 from ostinato.bench.faults_strike import PAUSE_S, Strike, Struck, counted, kill_process, moment
-from ostinato.engine.vllm_server import Serve, VllmChild
+from ostinato.engine.vllm_server import KEY, Serve, VllmChild
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model
@@ -141,7 +143,8 @@ def served(python: str, model: Path, log: Path) -> Iterator[Wire]:
         rank=8,
         args=ARGS,
     )
-    server = VllmChild(serve, log, start_s=600.0)
+    key = os.environ.setdefault(KEY, secrets.token_hex(32))  # runs that are given its address inherit it
+    server = VllmChild(serve, log, start_s=600.0, key=key)
     try:
         server.revive()
         wire = Wire(int(server.address.rpartition(":")[2]))

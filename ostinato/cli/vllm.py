@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from ostinato.cli.engine_layout import vllm_layout
 from ostinato.cli.failure import RunFailed
 from ostinato.config import Recipe
 from ostinato.engine.vllm import COLDEST, VllmEngine
-from ostinato.engine.vllm_server import Serve, Server, VllmAt, VllmChild, VllmFailed
+from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild, VllmFailed
 from ostinato.model.decoder import Decoder
 from ostinato.render import Renderer
 
@@ -119,9 +120,9 @@ def vllm_engine(
 
 
 def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path) -> Server:
-    settings, start_s = recipe.engine, recipe.cluster.start_s
+    settings, start_s, key = recipe.engine, recipe.cluster.start_s, os.environ.get(KEY, "")
     if settings.address:
-        return VllmAt(settings.address, start_s=start_s)
+        return VllmAt(settings.address, start_s=start_s, key=key)
     serve = Serve(
         python=_python(settings.python),
         model=model,
@@ -132,7 +133,7 @@ def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path) -> Serv
         rank=recipe.adapter.rank,
         args=(*vllm_layout(recipe), *settings.server_args),
     )
-    return VllmChild(serve, folder / "server.log", start_s=start_s)
+    return VllmChild(serve, folder / "server.log", start_s=start_s, key=key)
 
 
 def _python(given: str) -> str:

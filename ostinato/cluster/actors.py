@@ -333,6 +333,7 @@ def _begin(address: str, wants: Sequence[Want], folder: Path | None) -> None:
                 _system_config=LEAN,
                 **quiet,
             )
+            keep_token(Path.home() / ".ray" / "auth_token")
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         ray.shutdown()
         if folder is not None:
@@ -348,6 +349,13 @@ def _begin(address: str, wants: Sequence[Want], folder: Path | None) -> None:
     finally:
         if mine:
             signal.signal(signal.SIGTERM, handler)
+
+
+def keep_token(file: Path) -> None:
+    """Ray listens on all interfaces and lets in who has its token, which it writes readable for all users of
+    the host. From here on the file is the user's alone."""
+    with contextlib.suppress(OSError):
+        file.chmod(0o600)
 
 
 def check_one_host(nodes: Sequence[Mapping[str, Any]]) -> None:

@@ -114,7 +114,7 @@ class VllmEngine:
             with self._time.of(Kind.START):
                 server.revive()
             self._ask("POST", "/resume")  # whoever was here before may have left it paused
-            self._facts = check(server.address, [0])
+            self._facts = check(server.address, [0], server.key)
             self.context_limit = min(self._facts.context, decoder.config.max_positions)
             self._policy = self._written(None, 0)
             self._install(self._policy)
@@ -249,7 +249,8 @@ class VllmEngine:
     async def _reply(self, desk: _Desk, request: Request, policy: Policy, epoch: int) -> Reply:
         """Raises Unreachable where the server was lost, and those who were asked bear the blame."""
         try:
-            asking = post(self._server.address, QUESTIONS, self._question(request, policy))
+            question = self._question(request, policy)
+            asking = post(self._server.address, QUESTIONS, question, key=self._server.key)
             reply = await self._watched(desk, asking)
             if reply.status >= 500:  # of this request, or the end of all
                 await asyncio.to_thread(self._beat)
@@ -357,7 +358,7 @@ class VllmEngine:
     def _beat(self) -> None:
         """The engine core answers this between two passes. ``/health`` says well for a while after it
         died."""
-        reply = call(self._server.address, "GET", "/weight_info", timeout_s=self._silence_s)
+        reply = self._call("GET", "/weight_info")
         if reply.status != 200:
             raise Unreachable(f"vLLM told no sign of life but {reply.error}")
         label = reply.body["weight_version"]
@@ -465,10 +466,14 @@ class VllmEngine:
 
     def _ask(self, method: str, path: str, body: Any = None) -> Reply:
         """Raises Unreachable where nobody answers, or the last words of a server that dies."""
-        reply = call(self._server.address, method, path, body, timeout_s=self._silence_s)
+        reply = self._call(method, path, body)
         if reply.status >= 500:
             self._beat()
         return reply
+
+    def _call(self, method: str, path: str, body: Any = None) -> Reply:
+        server = self._server
+        return call(server.address, method, path, body, key=server.key, timeout_s=self._silence_s)
 
 
 # ---- bookkeeping

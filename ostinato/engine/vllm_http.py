@@ -45,12 +45,13 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, port or 80
 
 
-def call(address: str, method: str, path: str, body: Any = None, *, timeout_s: float) -> Reply:
-    """Ask, and wait: ``timeout_s`` at most for each part of the answer. Raises Unreachable."""
+def call(address: str, method: str, path: str, body: Any = None, *, key: str = "", timeout_s: float) -> Reply:
+    """Ask, and wait: ``timeout_s`` at most for each part of the answer; ``key`` is the server's. Raises
+    Unreachable."""
     connection = http.client.HTTPConnection(*host_and_port(address), timeout=timeout_s)
     try:
         payload = None if body is None else json.dumps(body)
-        connection.request(method, path, payload, {"Content-Type": "application/json"})
+        connection.request(method, path, payload, _headers(key))
         response = connection.getresponse()
         return _reply(response.status, response.read())
     except (OSError, http.client.HTTPException) as error:
@@ -59,7 +60,11 @@ def call(address: str, method: str, path: str, body: Any = None, *, timeout_s: f
         connection.close()
 
 
-async def post(address: str, path: str, body: Any) -> Reply:
+def _headers(key: str) -> dict[str, str]:
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+async def post(address: str, path: str, body: Any, *, key: str = "") -> Reply:
     """Ask, and wait as long as it takes; a cancelled call closes the connection. Raises Unreachable."""
     host, port = host_and_port(address)
     try:
@@ -69,7 +74,7 @@ async def post(address: str, path: str, body: Any) -> Reply:
             lines = (
                 f"POST {path} HTTP/1.1",
                 f"Host: {host}:{port}",
-                "Content-Type: application/json",
+                *(f"{name}: {value}" for name, value in _headers(key).items()),
                 f"Content-Length: {len(payload)}",
                 "Connection: close",
             )

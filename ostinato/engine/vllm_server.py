@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,6 +27,8 @@ from ostinato.engine import vllm_guard
 from ostinato.engine.vllm_http import Unreachable, call, host_and_port
 
 EXTENSION = "ostinato.interop.vllm_worker.Worker"
+GUARD = "ostinato.interop.vllm_key.Guard"
+KEY = "VLLM_API_KEY"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 POLL_S = 0.25
 CALL_S = 60.0  # for what takes milliseconds
@@ -49,6 +52,11 @@ class Server(Protocol):
 
     @property
     def address(self) -> str: ...
+
+    @property
+    def key(self) -> str:
+        """That every request brings; empty where it wants none."""
+        ...
 
     def revive(self) -> None:
         """Be there, and ready, after whatever happened. Raises VllmLost."""
@@ -94,26 +102,30 @@ class Serve:
             "logprobs-mode": "processed_logprobs",
             "generation-config": "vllm",  # none of the model's own sampling settings
             "worker-extension-cls": EXTENSION,
+            "middleware": GUARD,
         }
         pairs = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         flags = ("--enable-lora", "--enable-scale-out", "--enable-prompt-tokens-details")
         return [self.python, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *self.args]
 
 
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """For vLLM: its endpoints for training, our worker extension, and the threads that were chosen for us."""
+def environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
+    """For vLLM: its endpoints for training, the ``key`` that it asks for, our worker extension, and the
+    threads that were chosen for us."""
     package = str(Path(__file__).parents[2])
     usual = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", KEY: key}
     path = os.pathsep.join(filter(None, (package, environ.get("PYTHONPATH", ""))))
     return {**usual, **environ, **wanted, "PYTHONPATH": path}
 
 
 class VllmChild:
-    """A server that is started here; ``log`` has what it prints, of all its lives. ``revive`` starts it."""
+    """A server that is started here; ``log`` has what it prints, of all its lives. ``revive`` starts it.
+    ``key``: that it asks for on every path; empty: one at random."""
 
-    def __init__(self, serve: Serve, log: Path, *, start_s: float = 300.0) -> None:
+    def __init__(self, serve: Serve, log: Path, *, start_s: float = 300.0, key: str = "") -> None:
         serve.command(0)
+        self.key = key or secrets.token_hex(32)
         self._serve, self._log, self._start_s = serve, log, start_s
         self._guard: subprocess.Popen[bytes] | None = None
         self.address = ""
@@ -130,7 +142,7 @@ class VllmChild:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=environment(os.environ),
+                env=environment(os.environ, self.key),
                 start_new_session=True,
             )
         try:
@@ -140,7 +152,7 @@ class VllmChild:
             raise
 
     def _wait_until_ready(self, deadline: float) -> None:
-        while not is_healthy(self.address):
+        while not is_healthy(self.address, self.key):
             if self._guard is None or self._guard.poll() is not None:
                 raise VllmLost(f"vLLM did not start: {self.why()}")
             if time.monotonic() > deadline:
@@ -166,17 +178,18 @@ class VllmChild:
 
 
 class VllmAt:
-    """A server that somebody else runs."""
+    """A server that somebody else runs; ``key``: that it asks for, if it does."""
 
-    def __init__(self, address: str, *, start_s: float = 300.0) -> None:
+    def __init__(self, address: str, *, start_s: float = 300.0, key: str = "") -> None:
         host_and_port(address)
+        self.key = key
         self.address, self._start_s = address.rstrip("/"), start_s
         self._left = threading.Event()
 
     def revive(self) -> None:
         """Wait until it answers. Raises VllmLost after ``start_s``, and once it is left (``close``)."""
         deadline = time.monotonic() + self._start_s
-        while not is_healthy(self.address):
+        while not is_healthy(self.address, self.key):
             if time.monotonic() > deadline:
                 raise VllmLost(f"vLLM at {self.address} was not ready in {self._start_s:g} s")
             if self._left.wait(POLL_S):
@@ -204,19 +217,20 @@ class Facts:
     masks: bool  # ... and with what filters had kept
 
 
-def check(address: str, prompt: Sequence[int]) -> Facts:
+def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
     """Raises ValueError naming what this server cannot do, and how it would have to be started; ``prompt`` is
-    any, of a token or more. Raises Unreachable."""
+    any, of a token or more, ``key`` the server's. Raises Unreachable."""
 
     def must(right: bool, what: str, mend: str) -> None:
         if not right:
             raise ValueError(f"vLLM at {address} {what}; start it with {mend}")
 
     def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        reply = call(address, method, path, body, timeout_s=CALL_S)
+        reply = call(address, method, path, body, key=key, timeout_s=CALL_S)
         return reply.status, reply.body
 
     status, told = ask("GET", "/v1/models")
+    must(status != 401, "asks for another key", f"the {KEY} of this process, or set that to the server's")
     must(status == 200, f"answers GET /v1/models with {status}", "vllm serve, 0.32 or newer")
     model = next(card for card in told["data"] if not card.get("parent"))
     status, _ = ask("GET", "/weight_info")
@@ -251,10 +265,10 @@ def check(address: str, prompt: Sequence[int]) -> Facts:
     )
 
 
-def is_healthy(address: str, timeout_s: float = 5.0) -> bool:
-    """Does it answer, and is its engine alive?"""
+def is_healthy(address: str, key: str = "", timeout_s: float = 5.0) -> bool:
+    """Does it answer, and is its engine alive? Also where it wants another key, which ``check`` names."""
     try:
-        return call(address, "GET", "/health", timeout_s=timeout_s).status == 200
+        return call(address, "GET", "/health", key=key, timeout_s=timeout_s).status in (200, 401)
     except Unreachable:
         return False
 
@@ -279,6 +293,8 @@ def _free_port() -> int:
 
 __all__ = [
     "EXTENSION",
+    "GUARD",
+    "KEY",
     "Facts",
     "Serve",
     "Server",

@@ -245,6 +245,17 @@ def test_an_address_without_a_ray_is_refused_at_once(tmp_path: Path) -> None:
     assert done.stderr.startswith("ostinato: cluster.address is '127.0.0.1:9', where no Ray answers")
 
 
+def test_the_token_of_ray_is_the_users_alone(tmp_path: Path) -> None:
+    """Ray listens on all interfaces, and writes the token that opens it with mode 0644."""
+    from ostinato.cluster.actors import keep_token
+
+    token = tmp_path / "auth_token"
+    keep_token(token)  # not every Ray has one
+    token.touch(0o644)
+    keep_token(token)
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_run_in_one_process_imports_no_ray(tmp_path: Path) -> None:
     code = (
         "import sys; from ostinato.cli.app import main\n"

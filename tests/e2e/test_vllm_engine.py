@@ -205,7 +205,7 @@ def test_many_requests_at_once(world: Subject) -> None:
 def test_a_server_given_by_address_serves_the_next_engine(world: Subject, tmp_path: Path) -> None:
     """What the engine before it had published is replaced, and may be published again."""
     first = engine_of(world)
-    server = VllmAt(first._server.address)
+    server = VllmAt(first._server.address, key=first._server.key)
     second = VllmEngine(server, first._decoder, folder=tmp_path, decode=world.decode)
     second.publish(world.policies[1], 70)
     taken = replace(world, engine=second)

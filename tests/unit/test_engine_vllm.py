@@ -28,7 +28,7 @@ from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_answers import answer, question
 from ostinato.engine.vllm_http import Reply
 from ostinato.engine.vllm_proof import verdict
-from ostinato.engine.vllm_server import VllmLost, VllmWrong
+from ostinato.engine.vllm_server import VllmLost, VllmWrong, check
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -267,7 +267,7 @@ class Elsewhere:
     take the next label."""
 
     def __init__(self, fake: FakeVllm) -> None:
-        self._fake, self.address = fake, fake.address
+        self._fake, self.address, self.key = fake, fake.address, fake.key
         self.sampled_meanwhile = 0
 
     def revive(self) -> None:
@@ -584,3 +584,9 @@ def test_an_answer_without_log_probabilities_is_an_error() -> None:
     broken = choice(logprobs={"content": [{"logprob": -0.5}, {"logprob": -9999.0}]})
     said = answer(ask(), broken, np.ones(2, np.int32), None)
     assert said.stop is Stop.ERROR and "not finite" in said.error
+
+
+def test_a_server_that_asks_for_another_key_is_named(server: FakeVllm) -> None:
+    server.revive()
+    with pytest.raises(ValueError, match="asks for another key; start it with the VLLM_API_KEY of this"):
+        check(server.address, [0], "another")

@@ -18,6 +18,7 @@ import pytest
 from ostinato.engine import vllm_guard
 from ostinato.engine.vllm_http import Unreachable, call, host_and_port, post
 from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, VllmLost, environment
+from ostinato.interop.vllm_key import Guard
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,8 @@ def test_a_rank_without_room_is_refused_and_others_are_rounded_up(tmp_path: Path
 
 def test_the_servers_environment_keeps_the_users_and_has_what_it_needs() -> None:
     users = {"PYTHONPATH": "/mine", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "0"}
-    found = environment(users)
+    found = environment(users, "a key")
+    assert found["VLLM_API_KEY"] == "a key"
     assert found["PYTHONPATH"].endswith(f"{os.pathsep}/mine") and found["VLLM_CPU_OMP_THREADS_BIND"] == "0"
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
 
@@ -99,3 +101,38 @@ def test_nobody_there_is_said_the_same_way_in_a_thread_and_in_a_loop() -> None:
         call("http://127.0.0.1:9", "GET", "/health", timeout_s=1)
     with pytest.raises(Unreachable):
         asyncio.run(post("http://127.0.0.1:9", "/x", {}))
+
+
+def test_every_path_of_a_server_asks_for_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In development mode vLLM lets whoever reaches its port call any method of its workers
+    (/collective_rpc), pause it and change its weights; with its own --api-key too."""
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    reached, sent = [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["type"])
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("status", message.get("code")))
+
+    async def ask(kind: str, *headers: tuple[bytes, bytes]) -> None:
+        await Guard(app)({"type": kind, "path": "/collective_rpc", "headers": headers}, None, send)
+
+    async def all_of_them() -> None:
+        await ask("http", (b"authorization", b"Bearer right"))
+        await ask("http", (b"authorization", b"Bearer wrong"))
+        await ask("http")
+        await ask("websocket")
+        await Guard(app)({"type": "lifespan"}, None, send)
+
+    asyncio.run(all_of_them())
+    assert (reached, sent) == (["http", "lifespan"], [401, None, 401, None, 1008])
+
+
+def test_a_key_is_the_runs_alone_and_in_no_command_line(tmp_path: Path) -> None:
+    serve = served_by("python")
+    one, other = (VllmChild(serve, tmp_path / "log") for _ in range(2))
+    assert len(one.key) == 64 and one.key != other.key
+    command = serve.command(81)
+    assert command[command.index("--middleware") + 1] == "ostinato.interop.vllm_key.Guard"
+    assert one.key not in " ".join(command)
