@@ -23,7 +23,7 @@ prompts_per_step = 2
 group_size = 4
 max_tokens = 12
 [trainer]
-steps = 40
+steps = 20
 [eval]
 every = 1
 n = 8
@@ -54,11 +54,11 @@ def test_ctrl_c_and_the_same_command_again(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     metrics = out / "recipe-s0" / "metrics.jsonl"
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 400
     while not metrics.exists() and time.monotonic() < limit and first.poll() is None:
         time.sleep(0.05)
     first.send_signal(signal.SIGINT)
-    told, _ = first.communicate(timeout=90)
+    told, _ = first.communicate(timeout=400)
     assert first.returncode == 130, told
     assert "the same command goes on with it" in told
     sessions = {row["session"] for row in RunFolder(out / "recipe-s0").ledger.rows()}
@@ -67,16 +67,16 @@ def test_ctrl_c_and_the_same_command_again(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     kept = tmp_path / "kept.jsonl"
     again = command(recipe, out, "--json", str(result), "--collect", str(kept))
-    done = subprocess.run(again, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(again, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("recipe-s0", "dapo-s0"):
         run = RunFolder(out / name)
-        assert [row["step"] for row in run.eval.rows() if row["set"] == "eval"] == list(range(41))
+        assert [row["step"] for row in run.eval.rows() if row["set"] == "eval"] == list(range(21))
         assert list(run.ledger.rows())[-1]["why"] == "done"
     assert [arm["arm"] for arm in json.loads(result.read_text())["arms"]] == ["the recipe", "DAPO"]
 
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl")}
-    assert subprocess.run(again, env=environment, capture_output=True, timeout=120).returncode == 0
+    assert subprocess.run(again, env=environment, capture_output=True, timeout=400).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.jsonl")} == before
     lines = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [(line["arm"], line["seed"], line["ended"]) for line in lines] == [

@@ -103,7 +103,7 @@ def adapter_of(folder: Path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_host_that_is_cut_off_ends_all_by_name_and_the_run_goes_on(hosts: Hosts, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     script = str(HERE / "toy_trainer.py")
@@ -152,6 +152,7 @@ def even_vocabulary(folder: Path) -> Path:
 RUN = SHORT | {"parallel.layout": "d2t2", "parallel.silence_s": 6.0, "parallel.timeout_s": 120.0}
 
 
+@pytest.mark.lab
 @pytest.mark.timeout(600)
 def test_a_run_over_two_hosts_loses_one_and_nothing_else(hosts: Hosts, tmp_path: Path) -> None:
     """``ostinato train`` of the packaged model, layout d2t2 with two ranks on each host, is cut off in an

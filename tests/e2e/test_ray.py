@@ -225,7 +225,7 @@ def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: st
                 assert time.monotonic() < until and driver.poll() is None
                 time.sleep(0.1)
             os.kill(of_driver(driver.pid, program), signal.SIGKILL)
-            _, said = driver.communicate(timeout=120)
+            _, said = driver.communicate(timeout=400)
         finally:
             driver.kill()
     assert driver.returncode == 1, said
@@ -240,7 +240,7 @@ def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: st
 
 def test_an_address_without_a_ray_is_refused_at_once(tmp_path: Path) -> None:
     nobody = command(tmp_path, "cluster.samplers=1", "cluster.address=127.0.0.1:9")
-    done = subprocess.run(nobody, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(nobody, capture_output=True, text=True, timeout=400)
     assert done.returncode != 0 and not [*tmp_path.iterdir()]
     assert done.stderr.startswith("ostinato: cluster.address is '127.0.0.1:9', where no Ray answers")
 
@@ -264,6 +264,6 @@ def test_a_run_in_one_process_imports_no_ray(tmp_path: Path) -> None:
     )
     arguments = command(tmp_path, "trainer.steps=1")[3:]
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr

@@ -63,7 +63,7 @@ def run_until(folder: Path, steps: int, command: list[str], *further: str) -> Ru
         ours = [one for one in family if one.cmdline()[-1:] != ["rank"]] if command == TORCHRUN else []
         target = next((one.pid for one in ours if one.environ().get("RANK") == "0"), process.pid)
         os.kill(target, signal.SIGINT)
-        process.wait(60)
+        process.wait(240)
     finally:
         process.kill()
         process.wait()
@@ -74,7 +74,13 @@ def run_until(folder: Path, steps: int, command: list[str], *further: str) -> Ru
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("command", [[sys.executable], TORCHRUN], ids=["own", "torchrun"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param([sys.executable], id="own"),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.lab),
+    ],
+)
 def test_a_run_goes_on_under_a_better_layout(tmp_path: Path, command: list[str]) -> None:
     plan(tmp_path / "plan.json")
     stays = run_until(tmp_path / "stays", STEPS, [sys.executable])

@@ -134,12 +134,12 @@ def run_killed_at(folder: Path, model: str, full: bool, line: str, delay: float)
                 time.sleep(delay)
                 process.send_signal(signal.SIGKILL)
                 break
-    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert process.wait(timeout=400) == -signal.SIGKILL
 
 
 def finish(process: subprocess.Popen[str], folder: Path) -> tuple[int, bytes]:
     """(the step the run started from, the bytes of parameters and optimizer at its end)."""
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=400)
     assert process.returncode == 0
     return int(said.split()[1]), (folder / "final.safetensors").read_bytes()
 

@@ -75,7 +75,7 @@ def command(place: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> in
 def killed(place: Path, file: str, count: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     arguments = [sys.executable, "-c", KILLED, file, str(count), "train", "scalerl", *TINY]
-    done = subprocess.run(arguments, cwd=place, env=environment, capture_output=True, timeout=120)
+    done = subprocess.run(arguments, cwd=place, env=environment, capture_output=True, timeout=400)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
 

@@ -60,7 +60,7 @@ def test_generate_over_two_ranks(tmp_path: Path) -> None:
         recipe.write_text("\n".join(lines).format(layout))
         command = [sys.executable, "-m", "ostinato", "generate", str(recipe), "--prompt", "12 + 30 ="]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, env=os.environ, check=False
+            command, capture_output=True, text=True, timeout=400, env=os.environ, check=False
         )
         assert done.returncode == 0, done.stderr
         answers.append(done.stdout)

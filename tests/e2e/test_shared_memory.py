@@ -104,7 +104,7 @@ def test_a_killed_holder_holds_nothing(source: Path, tmp_path: Path) -> None:
     with running(HOLDER, source, tmp_path) as process:
         assert sweep(tmp_path) == []
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=240)
         assert len(sweep(tmp_path)) == 1 and not list(tmp_path.iterdir())
 
 
@@ -114,7 +114,7 @@ def test_who_waits_for_a_killed_writer_writes(source: Path, tmp_path: Path) -> N
         with pytest.raises(TimeoutError, match="was not finished in time"):
             shared_model(source, torch.bfloat16, folder=tmp_path, wait_s=0.1)
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=240)
         shared = shared_model(source, torch.bfloat16, folder=tmp_path, wait_s=10)
     assert fingerprint_weights(shared) == fingerprint_weights(load_model(source, torch.bfloat16))
 

@@ -120,17 +120,17 @@ def test_the_table_sums_runs_by_fault() -> None:
 
 def test_processes_are_found_by_who_started_them() -> None:
     """Ray's daemons and actors are grandchildren: a list of children alone would leave them behind."""
-    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     with subprocess.Popen([sys.executable, "-c", script]) as parent:
         try:
-            until = time.monotonic() + 20
+            until = time.monotonic() + 240
             while len(found := descendants(parent.pid)) < 1 and time.monotonic() < until:
                 time.sleep(0.01)
             assert len(found) == 1 and alive(found[0]) and found[0] in descendants(os.getpid())
             os.kill(found[0], signal.SIGKILL)
         finally:
             parent.kill()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 240
     while alive(found[0]) and time.monotonic() < until:
         time.sleep(0.01)
     assert not alive(found[0]) and not alive(parent.pid)

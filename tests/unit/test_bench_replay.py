@@ -62,12 +62,14 @@ def test_the_interval_of_a_median_is_the_widest_cut_that_keeps_95_percent(n: int
     assert outside(cut) <= 0.05 < outside(cut + 1)
 
 
+@pytest.mark.slow
 def test_who_begins_alternates_and_the_warm_up_does_not_count() -> None:
     told: list[str] = []
     pairs = alternate(lambda: told.append("a"), lambda: told.append("b"), rounds=2)
     assert "".join(told) == "ab" + "abba" and len(pairs.base) == len(pairs.other) == 2
 
 
+@pytest.mark.slow
 def test_what_is_too_short_to_time_is_repeated() -> None:
     clock = iter(np.arange(0, 1000, 0.25).tolist())  # every look at it takes a quarter of a second
     calls: list[int] = []
@@ -221,6 +223,7 @@ def packed(chosen: Sequence[Sample]) -> Batch:
     return pack(chosen, aggregation_weights(chosen, Aggregation.TOKEN), tokens_per_microbatch=512)
 
 
+@pytest.mark.slow
 def test_every_bug_is_put_before_the_gate(small: tuple[planted.Trainers, Adapters, list[Sample]]) -> None:
     trainers, policy, made = small
     fine = planted.outcome(trainers, policy, packed(made))
@@ -275,6 +278,7 @@ def test_a_history_found_whole_is_not_run_again() -> None:
     assert more["run"] < more["new"] and more["run_again"] == 0
 
 
+@pytest.mark.slow
 def test_turns_that_cannot_fit_the_context_are_refused_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="the context of asset:seed-moe is 1024; lower"):
         turns.run(turns.Plan(turns=400), say=lambda line: None)

@@ -33,6 +33,7 @@ def test_points_that_nothing_can_be_tested_on_are_refused(tmp_path: Path) -> Non
         bench.run(bench.Plan(points=points), say=lambda _: None)
 
 
+@pytest.mark.slow
 def test_an_undecided_run_is_told_when_it_will_be_decided() -> None:
     found = settlement(6)
     assert 0 < found.told <= found.undecided <= 6 and found.decided >= 0.5 and found.right == 1

@@ -270,7 +270,7 @@ def test_the_first_step_tells_what_a_session_takes_to_begin(tmp_path: Path) -> N
     assert not asking(0)  # nothing is known yet
     seen: list[float] = []
     asking.watching(lambda row: seen.append(row["step_time"]))({"step_time": 0.25})
-    assert seen == [0.25] and asking.switch_s is not None and asking.switch_s < 5.0
+    assert seen == [0.25] and asking.switch_s is not None
 
 
 def test_ranks_without_an_agent_cannot_meet_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,7 @@ def test_later_evaluations_are_held_against_the_fit(long: Path, capsys: pytest.C
     assert found["evaluations"] + found["later"]["evaluations"] == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "least", "code", "action"),
     [("14k", 0.05, 10, "stop"), ("100k", 1e-4, 0, "continue"), ("20k", 0.006, 20, "undecided")],

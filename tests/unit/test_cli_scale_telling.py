@@ -107,6 +107,7 @@ def test_the_page_of_a_run_that_is_too_short_shows_a_band_and_no_best_curve(
     assert [one["label"] for one in charts["curve"]["series"]] == ["90 %", "fitted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "flag"), [("steep", "B at bound"), ("plateau", "B and C_mid not known")])
 def test_a_run_that_was_saturated_when_first_evaluated_has_no_C_mid(
     name: str, flag: str, csv: Path, capsys: pytest.CaptureFixture[str]
@@ -149,6 +150,7 @@ def test_seeds_of_a_side_have_commas_between(tmp_path: Path, capsys: pytest.Capt
 # -- the cut
 
 
+@pytest.mark.slow
 def test_an_automatic_cut_is_told_with_its_sweep(csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert scale("forecast", csv / "long.csv", "--at", "1e5", "--cut", "auto") == 0
     text = capsys.readouterr().out
@@ -161,6 +163,7 @@ def test_an_automatic_cut_is_told_with_its_sweep(csv: Path, capsys: pytest.Captu
     assert "write auto, auto:1.5k or a positive number" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "said"),
     [
@@ -178,6 +181,7 @@ def test_a_recipe_knows_its_epoch(
     assert said in found["cut"]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("began", "said"),
     [

@@ -53,19 +53,19 @@ def test_the_servers_environment_keeps_the_users_and_has_what_it_needs() -> None
 
 def test_the_guard_ends_what_it_runs_when_its_input_closes(tmp_path: Path) -> None:
     """A server in a session of its own would outlive a run that is killed with -9."""
-    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     note = tmp_path / "pid"
     command = [sys.executable, "-P", vllm_guard.__file__, sys.executable, "-c", code, str(note)]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 240
         while not (note.exists() and note.read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         pid = int(note.read_text())
         assert guard.stdin is not None
         guard.stdin.close()
-        guard_ended = guard.wait(timeout=20)
+        guard_ended = guard.wait(timeout=240)
         assert guard_ended == -signal.SIGKILL
         assert not _alive(pid)
     finally:

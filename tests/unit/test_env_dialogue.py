@@ -166,9 +166,7 @@ def test_whatever_goes_wrong_is_an_ordinary_reply_and_counted(text: str, reply: 
     }
     tools["floods"] = lambda: "x" * 10_000_000
     counters: Counter[str] = Counter()
-    start = time.perf_counter()
     (said, over), _ = play(tools, text, "done", tool_timeout_s=0.05, counters=counters)
-    assert time.perf_counter() - start < 2
     assert said is not None
     assert said.startswith(reply)
     assert len(said) < 5000
@@ -249,10 +247,8 @@ def test_calculator(expression: str, value: str) -> None:
     ],
 )
 def test_calculator_refuses_what_is_no_bounded_arithmetic(expression: str) -> None:
-    start = time.perf_counter()
     with pytest.raises((ValueError, ArithmeticError, SyntaxError)):
         calculator(expression)
-    assert time.perf_counter() - start < 0.5
 
 
 def test_tools_by_name(tmp_path: Any) -> None:

@@ -410,7 +410,7 @@ def test_without_a_compiler_the_plain_twin_drafts() -> None:
 
 def test_the_drafter_loads_no_torch() -> None:
     code = "import sys, ostinato.history.drafter; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=400).returncode == 0
 
 
 # ---- published methods

@@ -108,6 +108,7 @@ def test_lengths_and_flags_come_in_pairs() -> None:
         Lengths().observe("p", [1, 2], [False])
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(st.dictionaries(st.text(max_size=3), LENGTHS, max_size=4))
 def test_state_comes_back(groups: dict[str, list[int]]) -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
@@ -98,13 +99,18 @@ def _room_of_name(parts: list[str]) -> str:
     return parts[1] if known else ""
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def test_imports_point_down() -> None:
     new_rooms = {room(file) for file in modules()} - ARROWS.keys()
     assert not new_rooms, f"new rooms {sorted(new_rooms)}: draw their arrows in docs/design.md and here"
     wrong = [
         f"{file.relative_to(PACKAGE)}:{line} imports ostinato.{there or '__init__'}"
         for file in modules()
-        for line, there in imported_rooms(ast.parse(file.read_text(encoding="utf-8")), file)
+        for line, there in imported_rooms(parsed(file), file)
         if there not in {room(file), *ARROWS[room(file)], *BASE}
     ]
     assert not wrong, "\n".join(wrong)
@@ -132,7 +138,7 @@ def too_long(file: Path) -> Iterator[str]:
     text, name = file.read_text(encoding="utf-8"), file.relative_to(PACKAGE)
     if text.count("\n") > MAX_FILE_LINES:
         yield f"{name} has {text.count(chr(10))} lines; split it by subject"
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             size = (node.end_lineno or 0) - node.lineno + 1
             if size > MAX_FUNCTION_LINES:
@@ -148,7 +154,7 @@ def loaded_by(statement: str) -> set[str]:
         text=True,
         check=True,
         cwd=PACKAGE.parent,
-        timeout=120,
+        timeout=400,
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 

@@ -44,6 +44,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_ranks_give_what_one_rank_gives(case: Case) -> None:

@@ -70,6 +70,7 @@ def test_no_deadlock_where_nothing_is_buffered(sizes, train):
     rendezvous(actions(name, ranks=ranks, virtual=virtual, parts=parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(1, 7))
 def test_no_small_pipeline_deadlocks(ranks):
     for virtual, parts in product(range(1, 5), range(1, 26)):

@@ -198,10 +198,10 @@ def test_all_ranks_hear_one_verdict() -> None:
     first, second = Watched(table, 0), Watched(table, 1)
     assert not first.heard.wait(1.5)
     second.watch.stop()
-    assert first.heard.wait(10)
+    assert first.heard.wait(120)
     assert first.sentence.startswith("rank 1 on host-a (process 101) gave no sign of life for")
     late = Watched(table, 1)
-    assert late.heard.wait(10)
+    assert late.heard.wait(120)
     assert late.sentence == first.sentence
     for one in (first, second, late):
         one.watch.stop()
@@ -212,7 +212,7 @@ def test_a_store_that_cannot_be_reached_is_rank_0_lost() -> None:
     watched = Watched(table, 1)
     assert not watched.heard.wait(1.0)
     table.broken = True
-    assert watched.heard.wait(10)
+    assert watched.heard.wait(120)
     assert watched.sentence.startswith(
         "rank 0 on host-a (process 100), where the ranks meet, could not be reached from rank 1 on host-a"
     )
@@ -223,7 +223,7 @@ def test_rank_0_can_end_all_by_itself() -> None:
     table = Table()
     first, second = Watched(table, 0, silence_s=5), Watched(table, 1, silence_s=5)
     first.watch.accuse("rank 0 on host-a (process 100) ended the run: KeyboardInterrupt", 10)
-    assert second.heard.wait(10)
+    assert second.heard.wait(120)
     assert second.sentence == "rank 0 on host-a (process 100) ended the run: KeyboardInterrupt"
 
 
@@ -270,7 +270,7 @@ def test_nobody_is_in_the_store_any_more_once_it_was_stopped() -> None:
 
     asked, table = threading.Event(), Slow()
     watched = Watched(table, 1, silence_s=30)
-    assert asked.wait(10)
+    assert asked.wait(120)
     watched.watch.stop()
     assert table.inside == 0
     assert not any(thread.is_alive() for thread in watched.watch._threads)

@@ -86,6 +86,7 @@ def replicas(layout: Layout, share: Share, name: str, shape: tuple[int, ...]) ->
     return layout.stage_ranks if not is_cut(share, name, shape) else layout.data * layout.context
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [*TABLE, *OTHERS])
 def test_every_rank_has_what_placed_says(text: str) -> None:
     """Shape by shape on the meta device; all ranks together have the model, as often as there are replicas.
@@ -123,6 +124,7 @@ def alike(share: Share) -> Share:
     return replace(share, tensor_rank=0, expert_tensor_rank=0, experts=ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["p8t8e8", "p4d8t2e16", "p2d4t8e4x8", "d64e64"])
 @pytest.mark.parametrize(
     ("spec", "published"),
