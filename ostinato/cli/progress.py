@@ -64,6 +64,8 @@ class Monitor:
 
     def evaluated(self, row: Row) -> None:
         """A row of eval.jsonl."""
+        if row["step"] == self._first:  # scored before the first step: no part of the pace
+            self._start = time.perf_counter()
         name = row["set"]
         label, first = LABELS.get(name, name), name not in self._scores
         if name != GREEDY_SET:

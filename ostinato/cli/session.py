@@ -189,7 +189,7 @@ def _session(
         with ledger.session(state.step), screen as monitor:
             algorithm, prompts = asdict(parts.check(recipe)), len(prepared.train_prompts)
             record_start(run, build.device_name(prepared.decoder), algorithm, prompts)
-            for line in _first_lines(prepared, crew, path, chosen, switched):
+            for line in _first_lines(prepared, crew, path, chosen, switched, state.step):
                 monitor.say(line)
             asked = weighs and (switched is None or not switched.rests)
             replanner = replanning.Replanner(recipe, run, config, clock) if asked else None
@@ -210,9 +210,15 @@ def _session(
 
 
 def _first_lines(
-    prepared: Prepared, crew: Crew, path: Path, chosen: threads.Threads | None, switched: Switch | None
+    prepared: Prepared,
+    crew: Crew,
+    path: Path,
+    chosen: threads.Threads | None,
+    switched: Switch | None,
+    done: int,
 ) -> Iterator[str]:
     from ostinato.cli.build import introduction
+    from ostinato.cli.expect import forecast
 
     yield f"run folder   {path}"
     yield f"threads      {chosen or 'as torch was started'}"
@@ -220,6 +226,8 @@ def _first_lines(
     yield from crew.lines
     if switched is not None:
         yield switched.told
+    if (ahead := forecast(prepared, crew, done)) is not None:
+        yield f"expected     {ahead}"
 
 
 def _export(

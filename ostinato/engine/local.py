@@ -125,6 +125,10 @@ class LocalEngine:
         self._runner.load(path)
         self.publish(None, version)
 
+    def pass_seconds(self, rows: int, context: int) -> float:
+        """Of a pass of ``rows`` rows that see ``context`` positions each, timed now: before any request."""
+        return self._runner.seconds(rows, context)
+
     @property
     def served(self) -> tuple[int, str]:
         """(version, fingerprint) of the copy that is served; the base, which nobody sent, has ""."""
