@@ -80,13 +80,14 @@ def _measure(
     return times
 
 
-def _task(plan: Plan, batch: int, seed: int) -> dict[str, Any]:
-    """Distinct random prompts: nothing to share, for anybody."""
+def _task(plan: Plan, batch: int, seed: int, probe: bool = False) -> dict[str, Any]:
+    """Distinct random prompts: nothing to share, for anybody. A probe asks for few new tokens."""
     vocab = min(40000, json.loads((plan.folder / "config.json").read_text())["vocab_size"])
     prompts = np.random.default_rng(1000 * batch + seed).integers(
         min(100, vocab // 2), vocab, (batch, PROMPT_TOKENS)
     )
-    return {"prompts": prompts.tolist(), "new_tokens": plan.new_tokens, "seed": seed}
+    new_tokens = max(1, plan.new_tokens // 8) if probe else plan.new_tokens
+    return {"prompts": prompts.tolist(), "new_tokens": new_tokens, "seed": seed}
 
 
 def _summary(
@@ -131,36 +132,44 @@ def _ours(plan: Plan, context: int, logs: Path) -> Contender:
 
 def _tries(
     plan: Plan, script: Sequence[str], last: Sequence[str], settings: Mapping[str, Mapping[str, str]]
-) -> dict[str, _Try]:
-    """Every thread setting in every dtype, by what it is called."""
+) -> dict[str, dict[str, _Try]]:
+    """Every dtype, and in it every thread setting by what it is called."""
     return {
-        f"{dtype}, {label}": ([*script, dtype, *last], environ)
+        dtype: {label: ([*script, dtype, *last], environ) for label, environ in settings.items()}
         for dtype in plan.peer_dtypes
-        for label, environ in settings.items()
     }
 
 
 def _fastest(
-    name: str, tries: Mapping[str, _Try], plan: Plan, logs: Path, say: Callable[[str], None]
+    name: str, tries: Mapping[str, Mapping[str, _Try]], plan: Plan, logs: Path, say: Callable[[str], None]
 ) -> Contender:
-    """The peer as it is fastest at the largest batch (two runs each after a warm-up). What cannot run is
-    named and left out; raises ContenderFailed where nothing can."""
-    speeds: dict[str, float] = {}
-    for label, (command, environ) in tries.items():
+    """The peer in its fastest dtype, and in that under its fastest threads, by short runs. What cannot run is
+    named and left out; raises ContenderFailed where nothing can. ``tries``: by dtype, then by threads."""
+    speeds: dict[tuple[str, str], float] = {}
+
+    def probe(dtype: str, label: str) -> None:
+        command, environ = tries[dtype][label]
         try:
             with Contender(name, command, logs / f"{name}.log", environ=environ) as contender:
-                answers = [contender.ask(**_task(plan, max(plan.batches), 90 + i)) for i in range(3)]
+                answers = [
+                    contender.ask(**_task(plan, min(plan.batches), 90 + i, probe=True)) for i in range(3)
+                ]
         except ContenderFailed as error:
-            say(f"{name}, {label}: {error}")
-            continue
-        speeds[label] = max(answer["tokens"] / answer["seconds"] for answer in answers[1:])
-        say(f"{name}, {label}: {speeds[label]:.0f} tokens/s at batch {max(plan.batches)}")
+            return say(f"{name}, {dtype}, {label}: {error}")
+        speeds[dtype, label] = max(answer["tokens"] / answer["seconds"] for answer in answers[1:])
+        say(f"{name}, {dtype}, {label}: {speeds[dtype, label]:.0f} tokens/s in a short run")
+
+    for dtype, by_threads in tries.items():
+        probe(dtype, next(iter(by_threads)))
     if not speeds:
-        raise ContenderFailed(f"{name} failed in every setting, see above")
-    best = max(speeds, key=speeds.__getitem__)
-    command, environ = tries[best]
+        raise ContenderFailed(f"{name} failed in every dtype, see above")
+    dtype = max(speeds, key=speeds.__getitem__)[0]
+    for label in list(tries[dtype])[1:]:
+        probe(dtype, label)
+    dtype, label = max(speeds, key=speeds.__getitem__)
+    command, environ = tries[dtype][label]
     contender = Contender(name, command, logs / f"{name}.log", environ=environ)
-    contender.label += f", {best}"
+    contender.label += f", {dtype}, {label}"
     return contender
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,36 +98,35 @@ def _median_step(run: Mapping[str, Any]) -> float:
 
 
 def _best_trl(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
-    """TRL's fastest dtype, then in it its fastest batch and threads, from two-step probes; a setting that
-    fails is named and left out."""
+    """TRL's fastest dtype, then in it its fastest batch and threads, from two steps each with fewer tokens; a
+    setting that fails is named and left out."""
     threads = torch_threads()
-    first = next(iter(threads))
-    by_dtype = [(dtype, 32, first) for dtype in plan.peer_dtypes]
-    found = _probed(plan, by_dtype, say)
+    small = replace(plan, new_tokens=max(1, plan.new_tokens // 4))
+    found = _probed(small, [(dtype, 8, next(iter(threads))) for dtype in plan.peer_dtypes], say, prompts=1)
+    if found:
+        dtype = min(found, key=found.__getitem__)[0]
+        found = _probed(small, [(dtype, batch, label) for label in threads for batch in (8, 32)], say)
     if not found:
-        raise ContenderFailed("trl failed in every dtype, see above")
-    dtype = min(found, key=found.__getitem__)[0]
-    others = [
-        (dtype, batch, label) for label in threads for batch in (8, 32) if (batch, label) != (32, first)
-    ]
-    found |= _probed(plan, others, say)
-    dtype, batch, label = min(found, key=found.__getitem__)
-    return _setting(dtype, batch, label)
+        raise ContenderFailed("trl failed in every setting, see above")
+    return _setting(*min(found, key=found.__getitem__))
 
 
 def _probed(
-    plan: Plan, settings: Sequence[tuple[str, int, str]], say: Callable[[str], None]
+    plan: Plan,
+    settings: Sequence[tuple[str, int, str]],
+    say: Callable[[str], None],
+    prompts: int = len(PROMPTS),
 ) -> dict[tuple[str, int, str], float]:
     """Seconds per step by (dtype, batch, threads)."""
     found = {}
     for place in settings:
         setting = _setting(*place)
         try:
-            found[place] = _median_step(_trl(plan, **setting, steps=2))
+            found[place] = _median_step(_trl(plan, **setting, steps=2, prompts=prompts))
         except ContenderFailed as error:
             say(f"trl, {setting['label']}: {error}")
             continue
-        say(f"trl, {setting['label']}: {found[place]:.2f} s per step")
+        say(f"trl, {setting['label']}: {found[place]:.2f} s for {prompts} prompts, {plan.new_tokens} tokens")
     return found
 
 
@@ -145,12 +144,19 @@ def _ours(plan: Plan) -> dict[str, Any]:
 
 
 def _trl(
-    plan: Plan, *, dtype: str, batch: int, environ: Mapping[str, str], label: str, steps: int | None = None
+    plan: Plan,
+    *,
+    dtype: str,
+    batch: int,
+    environ: Mapping[str, str],
+    label: str,
+    steps: int | None = None,
+    prompts: int = len(PROMPTS),
 ) -> dict[str, Any]:
     assert plan.trl_python is not None
     with tempfile.TemporaryDirectory() as output:
         task = _task(plan) | {"batch": batch, "output": output, "gradient_checkpointing": False}
-        task |= {"steps": steps or plan.steps, "dtype": dtype}
+        task |= {"steps": steps or plan.steps, "dtype": dtype, "prompts": PROMPTS[:prompts]}
         return _run("trl", [plan.trl_python, str(_PEERS / "trl_train.py"), json.dumps(task)], environ)
 
 
