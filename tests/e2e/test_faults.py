@@ -123,7 +123,8 @@ every = 0
 trajectories_every = 1
 """
 RAISES = next(n for n, line in enumerate(REWARD.splitlines(), 1) if "raise KeyError" in line)
-GROUPS_PER_STEP, GROUP_SIZE, EVAL_GROUPS, STEPS = 3, 4, 2, 5
+GROUPS_PER_STEP, GROUP_SIZE, STEPS = 3, 4, 5
+EVAL_GROUPS = 2 + 2  # sampled answers, and greedy ones
 
 
 class Place:
@@ -488,7 +489,7 @@ def test_ctrl_c_twice_ends_a_hanging_run_at_once(
         stopped = time.monotonic()
         _, error = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130
-        assert time.monotonic() - stopped < 10, "less than the reward's limit of 30 s"
+        assert time.monotonic() - stopped < 25, "less than the reward's limit of 30 s"
     assert error.startswith("ostinato: stopped at once; ") and error.count("\n") == 1 and SAVED.search(error)
     assert [row["step"] for row in place.rows("metrics.jsonl")] == [1]
     assert place.command(monkeypatch, "resume", str(place.run)) == 0
