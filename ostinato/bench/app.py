@@ -11,6 +11,9 @@ import typer
 from ostinato.bench.output import say as _say
 from ostinato.bench.output import tell as _tell
 from ostinato.bench.settings import Clock, faster_dtype, with_dtype
+from ostinato.bench.settings import folder_of as _folder
+from ostinato.bench.settings import seeds as _range
+from ostinato.bench.settings import sizes as _sizes
 from ostinato.engine import threads
 
 app = typer.Typer(
@@ -570,22 +573,26 @@ def plan(
     _tell(lambda: bench.run(asked.shortened() if quick else asked, _say), bench.table, json_file)
 
 
-def _range(text: str) -> range:
-    first, _, end = text.rpartition(":")
-    try:
-        return range(int(first or 0), int(end))
-    except ValueError:
-        raise ValueError(f"--seeds is {text!r}; give how many, or FIRST:END, e.g. 10:15") from None
+@app.command()
+def repeat(
+    quick: Quick = False,
+    json_file: JsonFile = None,
+    model: Model = "asset:seed-moe",
+    runs: Annotated[int, typer.Option(help="Runs of each dtype with each set of kernels.", min=1)] = 50,
+    steps: Annotated[int, typer.Option(help="Steps of a run.", min=1)] = 3,
+    thread_count: Annotated[int, typer.Option("--threads", min=1)] = 2,
+    load: Annotated[int, typer.Option(help="Busy processes beside the runs.", min=0)] = 1,
+) -> None:
+    """Whether rollouts and training repeat to the bit: digests of many runs; exit 1 where any differ."""
+    from ostinato.bench import repeat as bench
 
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise ValueError(f"--batch is {text!r}; give whole numbers with commas, e.g. 64,16") from None
-
-
-def _folder(model: str) -> Path:
-    from ostinato.model.named import model_folder
-
-    return Path(model_folder(model))
+    plan = bench.Plan(
+        folder=_folder(model),
+        model=model,
+        runs=min(runs, 5) if quick else runs,
+        steps=steps,
+        threads=thread_count,
+        load=load,
+    )
+    result = _tell(lambda: bench.run(plan, _say), bench.table, json_file)
+    raise typer.Exit(0 if result["repeats"] else 1)

@@ -17,7 +17,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def tell(measure: Callable[[], dict[str, Any]], table: Any, json_file: Path | None) -> None:
+def tell(measure: Callable[[], dict[str, Any]], table: Any, json_file: Path | None) -> dict[str, Any]:
     from ostinato.bench.contender import ContenderFailed
     from ostinato.run import to_json
 
@@ -30,11 +30,12 @@ def tell(measure: Callable[[], dict[str, Any]], table: Any, json_file: Path | No
     text = json.dumps(json.loads(to_json(result)), indent=1)  # no NaN, which JSON lacks
     if json_file is not None and str(json_file) == "-":
         print(text)
-        return
+        return result
     show(table(result))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(f"{text}\n")
+    return result
 
 
 def show(table: Any) -> None:

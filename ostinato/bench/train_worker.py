@@ -62,7 +62,7 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
     split = {"rollout": 0.0, "train": 0.0, "publish": 0.0}
     for step in range(task["steps"]):
         start = time.perf_counter()
-        groups = asyncio.run(_rollouts(engine, renderer, prompts, task, step))
+        groups = asyncio.run(rollouts(engine, renderer, prompts, task, step))
         sampled = time.perf_counter()
         credit = assign(groups, grpo, min_verdicts=2, answer_tokens=task["new_tokens"])
         batch = pack(
@@ -83,7 +83,7 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
     return {"ready": label, "step_s": step_s, "split": shares, "peak_mb": peak_mb}
 
 
-async def _rollouts(
+async def rollouts(
     engine: LocalEngine, renderer: Renderer, prompts: Sequence[Prompt], task: Mapping[str, Any], step: int
 ) -> list[Group]:
     """Siblings of every prompt, ``new_tokens`` each, with the reward that the TRL script gives too."""

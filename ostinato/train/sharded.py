@@ -171,7 +171,8 @@ class ShardedPasses:
         """
         assert one.source is not None or not len(one.predictors)
         decoder = self._decoders[-1]
-        hidden = self._links.all_gather(hidden, "t")[one.predictors]
+        # rows come twice, see ``PolicyTrainer._forward``: indexing would not sum their gradients in order
+        hidden = self._links.all_gather(hidden, "t").index_select(0, one.predictors)
         if one.source is None:
             empty = hidden.sum(-1)
             return empty, empty.detach()

@@ -344,7 +344,9 @@ class PolicyTrainer:
             ops=ops or self._ops,
             recompute=self._recompute and torch.is_grad_enabled(),
         )
-        return hidden[part.rows], native
+        # not hidden[rows]: the first tokens of siblings share a row, and the backward of indexing sums such
+        # rows by atomics, in the order in which threads come; that of index_select in the order of rows
+        return hidden.index_select(0, part.rows), native
 
     def _logprobs(self, hidden: Tensor, part: Inputs, *, want_entropy: bool) -> tuple[Tensor, Tensor]:
         """Log-probabilities [R] of the targets and the entropy [R] (NaN where it is not wanted)."""

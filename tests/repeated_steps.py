@@ -1,0 +1,146 @@
+"""One training step again and again from one state: digests of what it leaves behind.
+
+    trainer, batch = prepare("dense", torch.float32, TORCH_OPS)
+    digest(trainer, batch)     # of parameters and moments after a step from the first state
+
+As a program (``python repeated_steps.py TIMES THREADS ...``) it prints one JSON object: for each number of
+threads, case, dtype and set of kernels how many times each digest came. Tensors are large enough for torch to
+cut its work over threads, and one prompt has thousands of answers: their first tokens are predicted by one
+row, whose gradient is a sum over all of them, long enough for threads to meet in it on a busy machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from ostinato.algo.algorithms import algorithm
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.model.config import MoEConfig, parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.native import BuildError, load
+from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.parallel.layout import Layout
+from ostinato.parallel.mesh import Mesh
+from ostinato.train.layouts import sharded_trainer
+from ostinato.train.optimizer import OptimizerSettings
+from ostinato.train.trainer import PolicyTrainer
+from ostinato.types import Batch, Sample
+
+VOCAB = 61
+DENSE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+MOE = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+CASES = ("dense", "moe", "full", "sharded")
+
+
+def samples(moe: MoEConfig | None, siblings: int) -> list[Sample]:
+    """Answers to one prompt: most of one token, which has no row of its own, the last 150 of 5."""
+    rng = np.random.default_rng(0)
+    prompt, found = rng.integers(0, VOCAB, 8), []
+    for sibling in range(siblings):
+        length = 1 if sibling < siblings - 150 else 5
+        tokens = np.concatenate([prompt, rng.integers(0, VOCAB, length)]).astype(np.int32)
+        mask = np.arange(len(tokens)) >= len(prompt)
+        experts = None
+        if moe is not None:
+            shape = len(tokens), len(moe.layers), moe.num_experts
+            drawn = np.random.default_rng(1).random(shape)
+            experts = drawn.argsort(axis=-1)[..., : moe.top_k].astype(np.int16)
+        found.append(
+            Sample(
+                tokens=tokens,
+                loss_mask=mask,
+                logprobs=np.where(mask, -np.log(VOCAB), 0).astype("f4"),
+                advantages=np.where(mask, rng.standard_normal(), 0).astype("f4"),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                group=0,
+                prompt_len=len(prompt),
+                uid=str(sibling),
+                experts=experts,
+            )
+        )
+    return found
+
+
+def prepare(case: str, dtype: torch.dtype, ops: Ops, siblings: int = 2000) -> tuple[PolicyTrainer, Batch]:
+    """A trainer in its first state, and a batch for it."""
+    decoder = Decoder(parse_config(MOE if case == "moe" else DENSE), dtype=dtype).init_weights(seed=0)
+    adapters = None
+    if case == "full":
+        decoder.trainable(True)
+    else:
+        targets = ("attn", "experts") if case == "moe" else ("attn", "mlp")
+        adapters = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8, targets=targets), seed=1)
+        for _, b in adapters.tensors.values():  # zeros would leave the A without gradients
+            b.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
+    given = samples(decoder.config.moe, siblings)
+    weights = aggregation_weights(given, Aggregation.TOKEN)
+    batch = pack(given, weights, tokens_per_microbatch=4096, version=0)
+    settings: dict[str, Any] = {"optimizer": OptimizerSettings(lr=1e-2), "ops": ops, "replay_threshold": 0.0}
+    if case == "sharded":
+        mesh = Mesh(Layout.parse("1"))
+        return sharded_trainer(mesh, [decoder], adapters, algorithm("grpo"), **settings), batch
+    recompute = case == "full"
+    return PolicyTrainer(decoder, adapters, algorithm("grpo"), recompute=recompute, **settings), batch
+
+
+def digest(trainer: PolicyTrainer, batch: Batch) -> str:
+    """Of parameters, moments and metrics after one step; the trainer is then in its first state again."""
+    first = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+    counters = dict(trainer.counters())
+    metrics = trainer.step(batch).metrics
+    after = hashlib.sha256(repr(sorted((k, v) for k, v in metrics.items() if "seconds" not in k)).encode())
+    for name, tensor in sorted(trainer.tensors().items()):
+        after.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    trainer.restore(first, counters)
+    return after.hexdigest()[:12]
+
+
+def kernel_sets() -> dict[str, Ops]:
+    """The native kernels where they can be built."""
+    try:
+        return {"torch": TORCH_OPS, "native": load().training}
+    except BuildError:
+        return {"torch": TORCH_OPS}
+
+
+def main(times: int, threads: list[int]) -> None:
+    found: dict[str, Counter[str]] = {}
+    for count, (name, ops), case in itertools.product(threads, kernel_sets().items(), CASES):
+        torch.set_num_threads(count)
+        # all parameters are trained in fp32 only
+        for dtype in (torch.float32,) if case == "full" else (torch.float32, torch.bfloat16):
+            trainer, batch = prepare(case, dtype, ops)
+            key = f"{case}, {dtype}, {name} kernels, {count} threads"
+            found[key] = Counter(digest(trainer, batch) for _ in range(times))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), [int(count) for count in sys.argv[2:]])
