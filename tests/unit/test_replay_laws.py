@@ -374,8 +374,8 @@ def test_the_last_row_may_be_unknown(kind: str) -> None:
     recorded = whole.clone()
     recorded[-1] = NO_EXPERT
     one, other = run(decoder, whole)[0], run(decoder, recorded)[0]
-    # an expert that has one row more adds in another order (1.07e-6 apart on AVX2): in 3 layers sums of 16 to 24
-    # terms in four products, each term rounded at 2^-24 of the largest hidden state
+    # an expert that has one row more adds in another order (1.07e-6 apart on AVX2): in 3 layers, sums of
+    # at most 24 terms in four products, each term rounded at 2^-24 of the largest hidden state
     bound = 3 * 4 * 24 * 2**-24 * float(one.abs().max())
     torch.testing.assert_close(one[:-1], other[:-1], rtol=0, atol=bound)
     assert (one[-1] - other[-1]).abs().max() > 1e-3
