@@ -311,18 +311,26 @@ def test_overlap_without_staleness_is_the_synchronous_loop(tmp_path: Path) -> No
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
 
 
-class Deliberate(TwoTurns):
-    """Takes its time before it asks again, so that most answers are of two policies."""
+def deliberate(engine: LocalEngine) -> type[TwoTurns]:
+    """Episodes that ask again under the next policy, so that answers are of two policies however long a step
+    takes; after a second in any case, for that policy may wait for them."""
 
-    async def step(self, completion: Completion) -> np.ndarray | None:
-        await asyncio.sleep(0.05)
-        return await super().step(completion)
+    class Deliberate(TwoTurns):
+        async def step(self, completion: Completion) -> np.ndarray | None:
+            for _ in range(100):
+                if engine.served[0] > completion.versions[-1]:
+                    break
+                await asyncio.sleep(0.01)
+            return await super().step(completion)
+
+    return Deliberate
 
 
 def test_with_overlap_it_learns_from_tokens_of_several_policies(tmp_path: Path) -> None:
     """What began under one policy goes on under the next, and no token is too old."""
     loop, _ = build(tmp_path, steps=24, epoch=1000, overlap=True, staleness=2)
-    loop.stage = replace(loop.stage, env=Deliberate)
+    assert isinstance(loop.stage.engine, LocalEngine)
+    loop.stage = replace(loop.stage, env=deliberate(loop.stage.engine))
     assert asyncio.run(loop.run()).why is Finish.DONE
     rows = list(loop.folder.metrics.rows())
     rewards = [row["reward"] for row in rows]
