@@ -3,8 +3,8 @@
 A library is named by a fingerprint of all that decides its code, so it is never stale. It is on the disk
 before it appears, by a rename, and ends with a digest of itself, behind what a loader reads: a file that was
 cut off or changed is compiled again, since a process that runs into the missing part ends with SIGBUS. What
-another user could have written is never loaded. Without a compiler, or off Linux, there is a ``BuildError``
-and the caller uses the plain twin.
+another user could have written is never loaded. Without a compiler, or off Linux and macOS, there is a
+``BuildError`` and the caller uses the plain twin.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.files import cache_folder, distrusted, sync
+from ostinato.isa import processor
 
 BUILD_LIMIT_S = 180.0  # of one call of the compiler
+SYSTEMS = ("Linux", "Darwin")
+# what OpenMP needs is found when the library is loaded, in the runtime that torch has loaded
+_LINK = {"Darwin": ("-Wl,-undefined,dynamic_lookup",)}
 _POLL_S = 0.1
 _SEAL = b"\0ostinato sha256"  # behind a library; then the digest of all that is before it
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -51,11 +55,11 @@ class NativeCode:
 def build(code: NativeCode, warn: Callable[[str], None] = warnings.warn) -> Path:
     """The compiled library, built if this machine has not built this source before, or (one line to ``warn``)
     if its file is damaged. Raises BuildError."""
-    if platform.system() != "Linux":
-        raise BuildError(f"native {code.name} are built on Linux only, this is {platform.system()}")
-    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if platform.system() not in SYSTEMS:
+        raise BuildError(f"native {code.name} are built on Linux and macOS, this is {platform.system()}")
+    compiler = find()
     if compiler is None:
-        raise BuildError("no C++ compiler (c++, g++ or clang++) was found; install one for faster sampling")
+        raise BuildError("no C++ compiler (g++, c++ or clang++) was found; install one for faster sampling")
     library = _cache_folder() / f"{code.name}-{_fingerprint(code, compiler)}.so"
     if _flaw(library) is None:
         return library
@@ -72,6 +76,11 @@ def build(code: NativeCode, warn: Callable[[str], None] = warnings.warn) -> Path
             "folder that can"
         ) from error
     return library
+
+
+def find() -> str | None:
+    """The compiler: g++ first, since on Linux clang's OpenMP is not the one that torch brings."""
+    return next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
 
 
 def load(
@@ -156,8 +165,7 @@ def _fingerprint(code: NativeCode, compiler: str) -> str:
         digest.update(file.read_bytes())
     digest.update(" ".join(code.flags).encode())
     digest.update(_run([compiler, "--version"]).encode())
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = processor().splitlines()
     digest.update(
         "".join(line for line in lines if line.startswith(("flags", "model name", "Features"))).encode()
     )
@@ -175,7 +183,7 @@ def _compile(code: NativeCode, compiler: str, library: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # a user's first start waits for it
             list(pool.map(_run, commands))
         built = Path(folder) / library.name
-        _run([compiler, "-shared", *objects, "-o", str(built)])
+        _run([compiler, "-shared", *_LINK.get(platform.system(), ()), *objects, "-o", str(built)])
         linked = built.read_bytes()
         built.write_bytes(linked + _SEAL + hashlib.sha256(linked).digest())
         built.chmod(0o700)  # whatever the umask: others' to write is nobody's to load

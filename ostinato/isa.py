@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
@@ -61,7 +62,9 @@ def flags(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -
     """Options of gcc and clang that choose the instruction set of the kernels."""
     cap = capped(environ, cpuinfo)
     if cap == NATIVE:
-        return ("-march=native",)
+        return (
+            "-mcpu=native" if _is_arm(_features(cpuinfo)) else "-march=native",
+        )  # clang on Arm: no -march
     if cap == "avx2":
         return ("-march=x86-64-v3",)
     found = _features(cpuinfo)
@@ -72,7 +75,7 @@ def flags(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -
 def instruction_set(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> str:
     """The name of what the kernels are built for, e.g. "AVX2 + FMA" or "NEON with bf16"."""
     found = _features(cpuinfo)
-    if "asimd" in found or platform.machine() in ("arm64", "aarch64"):
+    if _is_arm(found):
         return "NEON with bf16" if "bf16" in found else "NEON"
     cap = capped(environ, cpuinfo)
     best = _best(found) if cap == NATIVE else cap
@@ -89,15 +92,44 @@ def _best(features: set[str]) -> str:
     return best
 
 
+def _is_arm(features: set[str]) -> bool:
+    return "asimd" in features or (not features and platform.machine() in ("arm64", "aarch64"))
+
+
 def _features(cpuinfo: str | None) -> set[str]:
-    """Names of the features in the text of /proc/cpuinfo (None: of this machine); none without the file."""
-    if cpuinfo is None:
-        try:
-            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return set()
-    for line in cpuinfo.splitlines():
+    """Names of the features in the text of /proc/cpuinfo (None: of this machine); none without it."""
+    for line in (processor() if cpuinfo is None else cpuinfo).splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
             return set(value.split())
     return set()
+
+
+def processor() -> str:
+    """The text of /proc/cpuinfo; on macOS lines "model name" and "flags" made of sysctl's; else none."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return of_sysctl(_sysctl()) if platform.system() == "Darwin" else ""
+
+
+def _sysctl() -> str:
+    command = ["/usr/sbin/sysctl", "machdep.cpu", "hw.optional"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def of_sysctl(text: str) -> str:
+    """Two lines as /proc/cpuinfo has them, from those of macOS: hw.optional.arm.FEAT_BF16 is "bf16"."""
+    lines = (line.partition(":") for line in text.splitlines())
+    values = {key.strip(): value.strip() for key, _, value in lines}
+    found = [values.get(f"machdep.cpu.{key}", "").lower() for key in ("features", "leaf7_features")]
+    arm = "hw.optional.arm.FEAT_"
+    found += [
+        key.removeprefix(arm).lower() for key, on in values.items() if key.startswith(arm) and on == "1"
+    ]
+    if "hw.optional.neon" in values:
+        found.append("asimd")
+    return f"model name : {values.get('machdep.cpu.brand_string', '')}\nflags : {' '.join(found)}\n"

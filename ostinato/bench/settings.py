@@ -57,11 +57,8 @@ def our_threads() -> int:
 def machine() -> dict[str, Any]:
     """What a figure is of: processor, instruction set, cores, threads, versions, commit and day, and how busy
     others kept the machine."""
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        cpuinfo = []
-    known = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in cpuinfo)}
+    lines = (line.partition(":") for line in isa.processor().splitlines())
+    known = {name.strip(): value.strip() for name, _, value in lines}
     own = set((known.get("flags") or known.get("Features") or "").split())
     return {
         "processor": known.get("model name") or platform.processor() or platform.machine(),

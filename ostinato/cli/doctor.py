@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from importlib.util import find_spec
 from rich.console import Console
 from rich.table import Table
 
-from ostinato import __version__
+from ostinato import __version__, compiler
 from ostinato.bench import pipeline as bench
 from ostinato.bench.contender import ContenderFailed
 from ostinato.bench.whole_runs import allowed_cores
@@ -73,10 +72,9 @@ def machine() -> Iterator[Finding]:
     cores = f"{threads.logical_cores()} usable, {threads.physical_cores()} physical"
     yield Finding(name="cores", value=cores)
     yield Finding(name="memory", value=memory())
-    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     yield Finding(name="reward isolation", value=isolation.summary())
     yield Finding(
-        name="C++ compiler", value=compiler or "none: the torch kernels are used, slower; install g++"
+        name="C++ compiler", value=compiler.find() or "none: the torch kernels are used, slower; install g++"
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ostinato.isa import apply, capped, flags, instruction_set
+from ostinato.isa import apply, capped, flags, instruction_set, of_sysctl
 
 AVX2 = "flags : fpu sse2 avx avx2 fma f16c bmi2"
 AVX512 = f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
 BF16 = f"{AVX512} avx512_vnni avx512_bf16"
+APPLE = "machdep.cpu.brand_string: Apple M2\nhw.optional.neon: 1\n"
 AMX = f"{BF16} avx512vbmi amx_tile amx_bf16"
 
 
@@ -28,8 +29,8 @@ AMX = f"{BF16} avx512vbmi amx_tile amx_bf16"
             ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni"),
         ),
         ("flags : fpu sse2", "avx2", None, ("-march=native",)),
-        ("Features : fp asimd bf16", "avx2", "NEON with bf16", ("-march=native",)),
-        ("Features : fp asimd", "", "NEON", ("-march=native",)),
+        ("Features : fp asimd bf16", "avx2", "NEON with bf16", ("-mcpu=native",)),
+        ("Features : fp asimd", "", "NEON", ("-mcpu=native",)),
     ],
 )
 def test_the_kernels_are_built_for_the_cap_or_for_what_there_is(
@@ -53,3 +54,24 @@ def test_torch_is_capped_too_but_never_against_the_user() -> None:
 def test_a_cap_that_does_not_exist_is_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"OSTINATO_MAX_ISA is 'avx3'; use one of avx2, avx512"):
         capped({"OSTINATO_MAX_ISA": "avx3"}, AVX2)
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        (
+            "machdep.cpu.brand_string: Apple M2\nhw.optional.neon: 1\nhw.optional.arm.FEAT_BF16: 1\n",
+            "NEON with bf16",
+        ),
+        ("machdep.cpu.brand_string: Apple M1\nhw.optional.neon: 1\nhw.optional.arm.FEAT_BF16: 0\n", "NEON"),
+        (
+            "machdep.cpu.brand_string: Intel(R) Core(TM) i7\nmachdep.cpu.features: FPU SSE2 FMA AVX1.0 F16C\n"
+            "machdep.cpu.leaf7_features: BMI1 AVX2 BMI2\n",
+            "AVX2 + FMA",
+        ),
+    ],
+)
+def test_a_mac_names_its_processor_by_sysctl(said: str, name: str) -> None:
+    """Written after Apple's documentation; nobody has run it on a Mac."""
+    assert instruction_set({}, of_sysctl(said)) == name
+    assert of_sysctl(said).splitlines()[0].split(" : ")[1] in said

@@ -40,7 +40,7 @@ ARROWS: dict[str, set[str]] = {
     | {"isa", "parallel"},
     "parallel": {"axis", "types", "run", "model"},  # every collective of torch.distributed is here
     "plan": {"axis", "toml", "types", "run", "model", "parallel"},  # of the last two what knows no torch
-    "compiler": set(),
+    "compiler": {"isa"},
     "history": {"types", "protocols", "run", "compiler", "isa", "algo"},
     "env": {"types", "protocols", "render"},
     "reward": {"types", "protocols", "render"},
@@ -58,7 +58,7 @@ ARROWS: dict[str, set[str]] = {
     | {"cluster", "isa", "parallel", "plan"},
     "cli": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "cluster"}
-    | {"report", "board", "bench", "interop", "scaling", "energy", "isa", "parallel", "plan", ""},
+    | {"report", "board", "bench", "interop", "scaling", "energy", "compiler", "isa", "parallel", "plan", ""},
     "": {"config", "cli"},  # the lazy names of __init__, and __main__
 }
 
