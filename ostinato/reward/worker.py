@@ -323,5 +323,7 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
     finally:
+        with contextlib.suppress(OSError):  # where the parent was killed before there was a keeper
+            os.rmdir(sys.argv[2])
         sys.stderr.flush()
         os._exit(status)  # a thread left behind by a reward function must not keep the process

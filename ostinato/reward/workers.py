@@ -96,7 +96,7 @@ class Worker:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", child.__file__, str(theirs.fileno())],
+                [sys.executable, "-P", child.__file__, str(theirs.fileno()), self._own_folder],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward function prints goes to stderr

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ostinato.reward import isolation
+from ostinato.reward import isolation, worker
 from ostinato.reward.isolation import Mode, clean
 from ostinato.reward.workers import WorkerGrader
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
@@ -222,6 +222,18 @@ os._exit(5)
     assert (found["reads"], found["works"]) == (7, 0)
     assert found["leaves"]
     wait_for_lock(file.with_name("place"))
+
+
+def test_no_folder_is_left_where_the_trainer_was_killed_at_once(tmp_path: Path) -> None:
+    """A worker that had not yet heard what to do had no keeper, and its folder stayed in /tmp."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    ours, theirs = socket.socketpair()
+    ours.close()
+    command = [sys.executable, "-P", worker.__file__, str(theirs.fileno()), str(folder)]
+    with theirs:
+        assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=120, check=False).returncode == 0
+    assert not folder.exists()
 
 
 def test_what_cannot_be_prevented_is_named_and_refused_by_strict() -> None:
