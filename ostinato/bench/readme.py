@@ -223,6 +223,16 @@ def _weights(data: Data) -> str:
     )
 
 
+def _scaling(data: Data) -> str:
+    fraction = data["settings"]["headline"]
+    found = next(row["all"] for row in data["by_fraction"] if row["fraction"] == fraction)
+    return _prose(
+        f"Published curves (`bench scaling`): the forecast from the first {100 * fraction:.0f} % of "
+        f"{found['curves']} runs had the end inside its 90 % interval in {100 * found['coverage']:.0f} %, "
+        f"median width {found['median_width']:.3f}, median error {found['median_error']:.4f}."
+    )
+
+
 def _prose(text: str) -> str:
     return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
@@ -236,4 +246,5 @@ BLOCKS: dict[str, Callable[[Data], str]] = {
     "never-slower": _never_slower,
     "replay": _replay,
     "weights": _weights,
+    "scaling": _scaling,
 }
