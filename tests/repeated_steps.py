@@ -11,6 +11,7 @@ row, whose gradient is a sum over all of them, long enough for threads to meet i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -88,6 +89,14 @@ def samples(moe: MoEConfig | None, siblings: int) -> list[Sample]:
     return found
 
 
+@functools.cache
+def batch_of(case: str, siblings: int) -> Batch:
+    """One microbatch of all samples."""
+    given = samples(parse_config(MOE if case == "moe" else DENSE).moe, siblings)
+    weights = aggregation_weights(given, Aggregation.TOKEN)
+    return pack(given, weights, tokens_per_microbatch=4096, version=0)
+
+
 def prepare(case: str, dtype: torch.dtype, ops: Ops, siblings: int = 2000) -> tuple[PolicyTrainer, Batch]:
     """A trainer in its first state, and a batch for it."""
     decoder = Decoder(parse_config(MOE if case == "moe" else DENSE), dtype=dtype).init_weights(seed=0)
@@ -99,9 +108,7 @@ def prepare(case: str, dtype: torch.dtype, ops: Ops, siblings: int = 2000) -> tu
         adapters = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8, targets=targets), seed=1)
         for _, b in adapters.tensors.values():  # zeros would leave the A without gradients
             b.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
-    given = samples(decoder.config.moe, siblings)
-    weights = aggregation_weights(given, Aggregation.TOKEN)
-    batch = pack(given, weights, tokens_per_microbatch=4096, version=0)
+    batch = batch_of(case, siblings)
     settings: dict[str, Any] = {"optimizer": OptimizerSettings(lr=1e-2), "ops": ops, "replay_threshold": 0.0}
     if case == "sharded":
         mesh = Mesh(Layout.parse("1"))
