@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -23,6 +24,16 @@ settings.register_profile(
     "ostinato", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 settings.load_profile("ostinato")
+
+# Under nohup, or in the background of a shell, signals are ignored, by the processes of tests too, and a test
+# that raised one waited for ever.
+for _number, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 REPOSITORY = Path(__file__).parent.parent
 BUDGET_S = 1.0  # of the processor, for a unit test that is not marked slow
