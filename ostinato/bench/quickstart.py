@@ -11,21 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.bench.whole_runs import trained
-from ostinato.run import MAIN_SET
+from ostinato.run import GREEDY_SET, MAIN_SET
 
 Say = Callable[[str], None]
 
 
 def run(recipe: str, seeds: Sequence[int], say: Say = print) -> dict[str, Any]:
     """{"recipe", "runs"}, of each seed: seconds of the process, dtype, steps and their median seconds, and
-    the first and the last row of eval.jsonl. Raises ContenderFailed."""
+    the first and the last row of eval.jsonl, sampled and greedy. Raises ContenderFailed."""
     runs = []
     for seed in seeds:
         with tempfile.TemporaryDirectory() as logs:
             start = time.perf_counter()
             folder = trained(recipe, [f"seed={seed}"], Path(logs), f"of seed {seed}")
             seconds = time.perf_counter() - start
-            scores = [row for row in folder.eval.rows() if row.get("set", MAIN_SET) == MAIN_SET]
+            evals = list(folder.eval.rows())
+            scores, greedy = (
+                [row for row in evals if row.get("set", MAIN_SET) == name] for name in (MAIN_SET, GREEDY_SET)
+            )
             steps = list(folder.metrics.rows())
             dtype = tomllib.loads(folder.recipe.read_text(encoding="utf-8"))["model"]["dtype"]
         runs.append(
@@ -37,6 +40,8 @@ def run(recipe: str, seeds: Sequence[int], say: Say = print) -> dict[str, Any]:
                 "step_s": round(statistics.median(row["step_time"] for row in steps), 3),
                 "before": scores[0],
                 "after": scores[-1],
+                "greedy_before": greedy[0],
+                "greedy_after": greedy[-1],
             }
         )
         say(_line(runs[-1]))

@@ -177,12 +177,12 @@ def _quickstart(data: Data) -> str:
             run["seed"],
             f"{run['seconds']:.0f}",
             run["dtype"],
-            f"{run['before']['pass@1']:.3f}",
-            f"{run['after']['pass@1']:.3f}",
+            *(f"{run[when]['pass@1']:.3f}" for when in ("before", "after", "greedy_before", "greedy_after")),
         ]
         for run in data["runs"]
     ]
     head = ["seed", "seconds, from start to report", "dtype", "held-out pass@1 before", "after"]
+    head += ["greedy, before", "after"]
     return _table(head, rows)
 
 
