@@ -33,8 +33,7 @@ from ostinato.bench.paired import Paired
 from ostinato.bench.pipeline_work import SMOLLM2, Window, Work, figures, write_prompts
 from ostinato.bench.settings import machine
 from ostinato.bench.whole_runs import allowed_cores, trained
-from ostinato.engine import threads
-from ostinato.files import read_cached
+from ostinato.engine.cores import Kept, kept, kept_file
 from ostinato.run import atomic_write
 from ostinato.scaling.normal import student_90
 from ostinato.timeline import pool_of
@@ -290,24 +289,6 @@ def best(plan: Plan, arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 # ---- kept for ``ostinato doctor``
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What this machine was measured to do best, when, and how busy others kept it then."""
-
-    arm: str
-    overrides: tuple[str, ...]
-    at: float  # Unix seconds
-    speeds: Mapping[str, float] = field(default_factory=dict)  # steps per second by arm
-    busy: bool = False
-    rounds: int = 1
-    train_s: tuple[float, ...] = ()  # of the trainer's steps, for a replay
-
-
-def kept_file() -> Path:
-    """Beside the measured threads, and of the same machine."""
-    return threads.cache_file().with_name(f"pipeline-{threads.fingerprint()}.json")
-
-
 def keep(result: Mapping[str, Any], path: Path) -> None:
     """Write what ``kept`` reads, unless more rounds than these are kept. A cache is a convenience: a
     read-only home keeps nothing."""
@@ -328,30 +309,6 @@ def keep(result: Mapping[str, Any], path: Path) -> None:
         atomic_write(path, json.dumps(asdict(found)))
     except OSError:
         return
-
-
-def kept(path: Path) -> Kept | None:
-    """The last result on this machine; None where there is none that can be read."""
-    return read_cached(path, _parsed)
-
-
-def _parsed(read: Any) -> Kept:
-    """Raises ValueError, TypeError, LookupError or AttributeError for what ``keep`` never wrote."""
-    return Kept(
-        arm=str(read["arm"]),
-        overrides=tuple(map(str, read["overrides"])),
-        at=_finite(read["at"]),
-        speeds={str(name): _finite(speed) for name, speed in read["speeds"].items()},
-        busy=bool(read["busy"]),
-        rounds=int(read["rounds"]),
-        train_s=tuple(map(_finite, read["train_s"])),
-    )
-
-
-def _finite(value: Any) -> float:
-    if not math.isfinite(number := float(value)):
-        raise ValueError(f"{value!r} is no finite number")
-    return number
 
 
 # ---- for people

@@ -282,6 +282,7 @@ def rank() -> None:
 
 @app.command()
 def doctor(
+    model: Annotated[str, typer.Argument(help="Products are timed in its shapes.")] = "asset:seed-moe",
     measure: Annotated[
         bool, typer.Option("--measure", help="Time thread settings and the pipeline again.")
     ] = False,
@@ -289,7 +290,7 @@ def doctor(
     """What this machine has, what is missing, and a short self-test."""
     from ostinato.cli.doctor import doctor as command
 
-    raise typer.Exit(command(measure=measure))
+    raise typer.Exit(command(model, measure=measure))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato import __version__, compiler
-from ostinato.bench import pipeline as bench
-from ostinato.bench.contender import ContenderFailed
-from ostinato.bench.whole_runs import allowed_cores
 from ostinato.engine import threads
+from ostinato.engine.cores import Kept, kept, kept_file
 from ostinato.reward import isolation
 
 EXTRAS = {
@@ -42,8 +42,9 @@ class Finding:
     ok: bool = True
 
 
-def doctor(*, measure: bool) -> int:
-    """Print the table; return the exit code, 1 when something that every run needs is at fault."""
+def doctor(model: str, *, measure: bool) -> int:
+    """Print the table, with products of the shapes of ``model``; return the exit code, 1 when something that
+    every run needs is at fault. Raises ValueError for a model that is none."""
     console = Console()
     choice = threads.measure(say=console.print) if measure else None
     choice = (
@@ -54,7 +55,9 @@ def doctor(*, measure: bool) -> int:
         Finding(name="threads", value=str(choice)),
         *torch_findings(),
         *extras(),
+        *arithmetic(model, choice),
         self_test(),
+        *quickstart(),
         pipeline(console, measure=measure),
     ]
     table = Table("", "", show_header=False, box=None)
@@ -120,6 +123,29 @@ def extras() -> Iterator[Finding]:
         yield Finding(name=f"extra {extra}", value=value.replace("[", r"\["))
 
 
+def arithmetic(model: str, choice: threads.Threads) -> Iterator[Finding]:
+    """Which instruction set the kernels use, how fast products are, and what is far slower than it should."""
+    from ostinato.cli import speed
+
+    yield Finding(name="instruction set", value=speed.instruction_set())
+    measured = speed.speeds(model)
+    for kernels, dtypes in measured.items():
+        yield Finding(name=f"products, {kernels}", value=speed.line(dtypes))
+    cores = threads.logical_cores(), threads.physical_cores()
+    for warning in speed.warnings(measured, choice, *cores, os.environ):
+        yield Finding(name="warning", value=f"[yellow]{warning}[/yellow]")
+
+
+def quickstart() -> Iterator[Finding]:
+    """What the packaged recipe would take here."""
+    from ostinato.cli import speed
+
+    try:
+        yield Finding(name="quickstart", value=speed.quickstart())
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
+        yield Finding(name="quickstart", value=f"cannot be run: {error}", ok=False)
+
+
 def self_test() -> Finding:
     """Sample from the packaged model for about two seconds and say how fast that went."""
     try:
@@ -131,20 +157,19 @@ def self_test() -> Finding:
 
 def pipeline(console: Console, *, measure: bool) -> Finding:
     """How two cores are used best, as ``ostinato bench pipeline`` measured on this machine; never a guess."""
-    if measure and len(allowed_cores()) > 1:
+    if measure and threads.logical_cores() > 1:
         console.print("measuring one process, workers that wait and workers that overlap, some 3 minutes")
-        try:
-            bench.run(bench.Plan().shortened(), console.print)
-        except ContenderFailed as error:
-            return Finding(name="pipeline", value=f"not measured: {error}", ok=False)
-    known = bench.kept(bench.kept_file())
+        command = [sys.executable, "-m", "ostinato", "bench", "pipeline", "--quick"]
+        if code := subprocess.run(command, check=False).returncode:
+            return Finding(name="pipeline", value=f"not measured: the bench ended with {code}", ok=False)
+    known = kept(kept_file())
     if known is None:
         mend = "ostinato bench pipeline (12 minutes, or 3 with --quick) says what is best here"
         return Finding(name="pipeline", value=f"not measured on this machine: {mend}")
     return Finding(name="pipeline", value=recommendation(known))
 
 
-def recommendation(known: bench.Kept) -> str:
+def recommendation(known: Kept) -> str:
     """What was fastest, how to ask for it, the others, and how far that can be trusted."""
     others = ", ".join(f"{arm} {speed:.2f}" for arm, speed in known.speeds.items() if arm != known.arm)
     day = time.strftime("%Y-%m-%d", time.localtime(known.at))

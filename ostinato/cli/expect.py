@@ -7,16 +7,16 @@ the recipe allows, and of the longest. Drafts, rewards and other work of the mac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ostinato.algo.pack import pack
 from ostinato.axis import Axis
 from ostinato.cli.build import Prepared, environment, longest_answer, new_evaluations, new_flops
-from ostinato.cli.crew import Crew
 from ostinato.config import Recipe
+from ostinato.engine import threads
 from ostinato.engine.local import LocalEngine
 from ostinato.every import Every
 from ostinato.model.flops import FlopModel, Work
@@ -27,6 +27,7 @@ from ostinato.types import Batch, Sample
 SHORTEST = 0.25  # of the longest answer: the mean length in the lower figure
 PROBED_ROWS = 512  # of training, at most
 REPEATS = 3
+ENOUGH_S = 0.5  # of one timed pass: it is not repeated, and no larger one is tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +72,22 @@ class Expected:
     evaluations: tuple[float, float]
     steps: int
     answers: tuple[int, int]  # tokens of an answer, on average, that the two figures are for
+    busy: bool = False  # the machine, while passes were timed
 
     def __str__(self) -> str:
         low, high = self.answers
+        beside = ", beside other work of the machine" if self.busy else ""
         return (
             f"about {span(*self.total)}: {self.steps} steps of {span(*self.step)} and evaluations of "
             f"{span(*self.evaluations)} in all, if answers have {low} to {high} tokens on average (passes of "
-            "this model, timed now)"
+            f"this model, timed now{beside})"
         )
 
 
-def forecast(prepared: Prepared, crew: Crew, done: int) -> Expected | None:
+def forecast(prepared: Prepared, engine: object, trainer: object, done: int = 0) -> Expected | None:
     """Of a run of one process from step ``done`` on; None where other processes compute. The engine then
     serves the trainer's adapters, as it will in the run."""
-    recipe, engine, trainer = prepared.recipe, crew.engine, crew.trainer
+    recipe = prepared.recipe
     if (
         recipe.parallel.sharded
         or recipe.engine.layout not in ("", "1")
@@ -98,7 +101,8 @@ def forecast(prepared: Prepared, crew: Crew, done: int) -> Expected | None:
     episode = environment(recipe, prepared.renderer)(prepared.train_prompts[0])
     length = Lengths(prompt=len(episode.start()), answer=longest_answer(recipe, prepared.renderer)[0])
     pace = paced(engine, trainer, recipe, length, flops)
-    return expected(pace, recipe, length, flops, new_evaluations(prepared), done)
+    found = expected(pace, recipe, length, flops, new_evaluations(prepared), done)
+    return replace(found, busy=threads.is_busy())
 
 
 def paced(
@@ -110,9 +114,13 @@ def paced(
     rows = sorted({1, min(8, most), max(1, most // 4), most})
     context = length.prompt + length.answer // 4
     engine.pass_seconds(1, context)  # buffers are made
-    seconds = [min(engine.pass_seconds(each, context) for _ in range(REPEATS)) for each in rows]
-    batch = _batch(length, engine.decoder.config.vocab_size)
-    forward = min(trainer.measure(batch, floor=False)["seconds"] for _ in range(REPEATS))
+    seconds = [_least(lambda rows=each: engine.pass_seconds(rows, context)) for each in rows]
+    most_answers = max(1, PROBED_ROWS // (length.prompt + length.answer))
+    for answers in sorted({1, most_answers}):  # more of them where one takes hardly any time
+        batch = _batch(length, engine.decoder.config.vocab_size, answers)
+        forward = _least(lambda batch=batch: trainer.measure(batch, floor=False)["seconds"])
+        if forward > ENOUGH_S / most_answers:
+            break
     work = Work(tokens=1, logits=length.answer / (length.prompt + length.answer))
     passes = 1 + flops.backward(work) / flops.forward(work) + (recipe.trainer.minibatches > 1)
     return Pace(
@@ -123,10 +131,19 @@ def paced(
     )
 
 
-def _batch(length: Lengths, vocab_size: int) -> Batch:
-    """Made-up answers to one prompt, as they are packed for training."""
+def _least(run: Callable[[], float]) -> float:
+    """The least of a few seconds that ``run`` says it took, of one where that is long."""
+    least = run()
+    for _ in range(REPEATS - 1):
+        if least > ENOUGH_S:
+            break
+        least = min(least, run())
+    return least
+
+
+def _batch(length: Lengths, vocab_size: int, count: int) -> Batch:
+    """``count`` made-up answers to one prompt, as they are packed for training."""
     rng, size = np.random.default_rng(0), length.prompt + length.answer
-    count = max(1, min(8, PROBED_ROWS // size))
     trained = np.arange(size) >= length.prompt
     prompt = rng.integers(0, vocab_size, length.prompt)
     samples = [
@@ -142,7 +159,7 @@ def _batch(length: Lengths, vocab_size: int) -> Batch:
         )
         for number in range(count)
     ]
-    return pack(samples, [trained / trained.sum()] * count, tokens_per_microbatch=2 * PROBED_ROWS)
+    return pack(samples, [trained / trained.sum()] * count, tokens_per_microbatch=max(PROBED_ROWS, size))
 
 
 def expected(

@@ -226,7 +226,7 @@ def _first_lines(
     yield from crew.lines
     if switched is not None:
         yield switched.told
-    if (ahead := forecast(prepared, crew, done)) is not None:
+    if (ahead := forecast(prepared, crew.engine, crew.trainer, done)) is not None:
         yield f"expected     {ahead}"
 
 
