@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import rounding
 from torch import Tensor
 
 from ostinato.model.packed import FLASH_CPU, FLASH_CUDA, MATH, PackedAttention
@@ -111,7 +112,9 @@ def test_flash_equals_its_math_twin_for_a_larger_key_set(causal: bool) -> None:
         out, lse, state = kernel.forward(q, k, v, 0.25, causal)
         results.append([out, lse, *kernel.backward(grad, q, k, v, out * 0.5, lse + 0.7, state, 0.25, causal)])
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-6)
+        # scores over 16, softmax and values over 7 keys, and back over 7 queries of 2 heads
+        bound = rounding(torch.float32, 16 + 7 + 7 + 2 * 7, other)
+        torch.testing.assert_close(one, other, atol=bound, rtol=0)
 
 
 def test_equal_siblings_share_their_calls() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rounding import rounding
 from small_world import KERNELS
 
 from ostinato.algo.algorithms import algorithm
@@ -130,8 +131,10 @@ def test_packing_and_padding_carry_the_same_supports() -> None:
         gap(decoder, batch, 1.0)
         for batch in (pack(mine, weights, tokens_per_microbatch=30), pad(mine, weights))
     )
+    # advantages of 1 and -0.5 cancel in a loss of 4e-8: what is rounded is a mean of magnitudes of 1 at most
+    apart = rounding(torch.float32, sum(int(one.loss_mask.sum()) for one in mine), 1.0)
     for name in ("entropy", "loss", "sampling/support_mean", "sampling/support_bytes"):
-        assert packed[name] == pytest.approx(padded[name], rel=1e-4, abs=1e-7)
+        assert packed[name] == pytest.approx(padded[name], rel=1e-4, abs=apart)
 
 
 def test_the_reference_policy_has_the_same_action_space() -> None:
