@@ -12,6 +12,12 @@ import os
 import sys
 import time
 
+if os.environ.get("OSTINATO_MAX_ISA") == "avx2":  # vLLM asks torch for the processor, which no variable caps
+    import torch
+
+    torch.cpu._is_avx512_supported = lambda: False
+    torch.cpu._is_avx512_bf16_supported = lambda: False
+
 
 def main() -> None:
     # vLLM prints on stdout; the answers go to a copy of it that nothing else knows
