@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ostinato.timeline import Span
+from ostinato.observe.timeline import Span
 from ostinato.types import (
     Batch,
     Collected,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ostinato.timeline import Kind, Span
+from ostinato.observe.timeline import Kind, Span
 
 SAMPLERS = ("sampler-0", "sampler-1", "sampler-2")
 STEP_S = 6.0

@@ -23,8 +23,8 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.engine.fake import FakeEngine
 from ostinato.every import Every
 from ostinato.history.rules import DraftStats, Source
-from ostinato.ledger import Ledger
 from ostinato.model.flops import FlopModel, Part, Rates
+from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finished, Loop, LoopState, Plan
 from ostinato.pipeline.remember import Drafting

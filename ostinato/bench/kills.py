@@ -27,8 +27,8 @@ from ostinato.bench.contender import ContenderFailed
 from ostinato.bench.faults import RECIPE, RUN_S, Say, differences, told, undisturbed
 from ostinato.bench.faults_child import Child, Heartbeat, Stopped, child
 from ostinato.bench.settings import machine
-from ostinato.ledger import Event, read, spells
 from ostinato.lock import LOCK
+from ostinato.observe.ledger import Event, read, spells
 from ostinato.run import RunFolder
 
 LOADING = 0.3  # share of the early kills that meet a process before its first row

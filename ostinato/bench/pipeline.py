@@ -34,9 +34,9 @@ from ostinato.bench.pipeline_work import SMOLLM2, Window, Work, figures, write_p
 from ostinato.bench.settings import machine
 from ostinato.bench.whole_runs import allowed_cores, trained
 from ostinato.engine.cores import Kept, kept, kept_file
+from ostinato.observe.timeline import pool_of
 from ostinato.run import atomic_write
 from ostinato.scaling.normal import student_90
-from ostinato.timeline import pool_of
 
 Say = Callable[[str], None]
 Trained = Callable[["Plan", Say], list[dict[str, Any]]]

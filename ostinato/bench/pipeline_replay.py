@@ -32,11 +32,11 @@ from ostinato.engine.serve import SamplerServer
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.tasks import Rows, load_tasks
 from ostinato.history.lengths import Lengths
-from ostinato.ledger import Ledger
 from ostinato.model.hf import load_model
 from ostinato.model.named import model_folder
 from ostinato.model.native import BuildError, load
 from ostinato.model.wire import unpack
+from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.loop import Finish, Loop, Plan
 from ostinato.render import Renderer
 from ostinato.rollout.play import Stage

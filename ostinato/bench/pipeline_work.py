@@ -18,9 +18,9 @@ from typing import Any
 
 from ostinato.bench.contender import ContenderFailed
 from ostinato.env.arithmetic import Family, rows
-from ostinato.ledger import read
+from ostinato.observe.ledger import read
+from ostinato.observe.timeline import Kind, Span, Usage, pool_of, usage, usages
 from ostinato.run import MAIN_SET, RunFolder
-from ostinato.timeline import Kind, Span, Usage, pool_of, usage, usages
 from ostinato.types import Prompt
 
 ONE_LONG_OF = 8  # prompts

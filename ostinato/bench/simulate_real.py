@@ -28,7 +28,8 @@ from ostinato.bench.simulate_run import beside
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.history.lengths import Lengths
-from ostinato.ledger import Ledger
+from ostinato.observe.ledger import Ledger
+from ostinato.observe.timeline import Kind, Span
 from ostinato.pipeline.loop import Loop
 from ostinato.pipeline.simulate import Setup, simulate
 from ostinato.pipeline.simulate_sampler import Cost
@@ -37,7 +38,6 @@ from ostinato.pipeline.state import Finish, Plan
 from ostinato.rollout.play import Stage
 from ostinato.rollout.schedule import Policy, placement
 from ostinato.run import RunFolder
-from ostinato.timeline import Kind, Span
 from ostinato.types import Batch, Completion, Group, Prompt, Request, Reward, Sampling, StepReport, Stop
 
 Say = Callable[[str], None]

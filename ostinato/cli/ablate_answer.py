@@ -16,9 +16,18 @@ from ostinato.axis import Axis
 from ostinato.cli.kept import ACTED, Row, series_of
 from ostinato.cli.scale_answers import Answer
 from ostinato.cli.scale_views import line, middle, span, table
-from ostinato.report.charts import Chart, Section
-from ostinato.report.facts import Line, Table
-from ostinato.report.scaling import COLORS, NONE, Course, Forest, Stretch, compute_text, curve_chart, places
+from ostinato.observe.report.charts import Chart, Section
+from ostinato.observe.report.facts import Line, Table
+from ostinato.observe.report.scaling import (
+    COLORS,
+    NONE,
+    Course,
+    Forest,
+    Stretch,
+    compute_text,
+    curve_chart,
+    places,
+)
 from ostinato.report.study_plots import (
     GREY,
     Band,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from ostinato.board import is_loopback, open_server
+from ostinato.observe.board import is_loopback, open_server
 from ostinato.run import RunFolder
 
 

@@ -10,8 +10,8 @@ import torch
 from ostinato.cli.build import device_name
 from ostinato.config import Recipe, dump_toml
 from ostinato.energy import Meter, nvml, rapl
-from ostinato.ledger import Ledger, Life, SteadyClock, Terms
 from ostinato.model.decoder import Decoder
+from ostinato.observe.ledger import Ledger, Life, SteadyClock, Terms
 from ostinato.run import RunFolder
 
 

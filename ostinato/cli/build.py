@@ -33,12 +33,12 @@ from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.env.dialogue import Dialogue, resolve_tools
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks
-from ostinato.ledger import Ledger
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Work
 from ostinato.model.lora import Adapters
 from ostinato.model.named import model_folder
+from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.account import evaluation_work
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
 from ostinato.pipeline.feed import Late

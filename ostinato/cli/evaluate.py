@@ -13,7 +13,7 @@ from ostinato.cli.models import recipe_of
 from ostinato.cli.policy import trained
 from ostinato.cli.progress import Row, interval
 from ostinato.engine import threads
-from ostinato.report.verdicts import unsolved
+from ostinato.observe.report.verdicts import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
 
 

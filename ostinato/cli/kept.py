@@ -23,9 +23,9 @@ import numpy as np
 
 from ostinato.axis import Axis
 from ostinato.inputs import parse_json
-from ostinato.ledger import read, summary
-from ostinato.report.reading import RunData, mean, number
-from ostinato.report.reading import read_run as run_rows
+from ostinato.observe.ledger import read, summary
+from ostinato.observe.report.reading import RunData, mean, number
+from ostinato.observe.report.reading import read_run as run_rows
 from ostinato.run import Jsonl, RunFolder, atomic_write, to_json
 from ostinato.scaling.ablation import REFERENCE
 from ostinato.scaling.series import Series, read_run

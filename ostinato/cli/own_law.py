@@ -17,9 +17,9 @@ from ostinato.axis import Axis
 from ostinato.cli.kept import MEASURE, Measure, Row, keep, read_kept, series_of, slug
 from ostinato.cli.scale_answers import Answer
 from ostinato.cli.scale_views import line, table
-from ostinato.report.charts import Chart, Section
-from ostinato.report.facts import Table
-from ostinato.report.scaling import Course, Forest, Stretch, compute_text, curve_chart, places
+from ostinato.observe.report.charts import Chart, Section
+from ostinato.observe.report.facts import Table
+from ostinato.observe.report.scaling import Course, Forest, Stretch, compute_text, curve_chart, places
 from ostinato.report.study_plots import Band, Panel, Points, markdown, panels_svg, write_between
 from ostinato.scaling import validate
 from ostinato.scaling.gates import TOLD, Assessment, assess

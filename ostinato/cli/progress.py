@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ostinato.inputs import escaped
-from ostinato.report.verdicts import unsolved
+from ostinato.observe.report.verdicts import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
 
 Row = Mapping[str, Any]

@@ -39,8 +39,8 @@ from ostinato.run import RunFolder, recorded_routes
 
 if TYPE_CHECKING:
     from ostinato.cli.parts import Say
-    from ostinato.ledger import SteadyClock
     from ostinato.model.config import ModelConfig
+    from ostinato.observe.ledger import SteadyClock
 
 LINK_GB_S = 1.0  # over which experts are loaded anew: of a disk
 SIZES = ("num_layers", "hidden_size", "vocab_size")  # that tell one model from another

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from ostinato import __version__
 from ostinato.model.named import model_folder
+from ostinato.observe.report.facts import Table, milestones
 from ostinato.render import Renderer
-from ostinato.report.facts import Table, milestones
 from ostinato.run import Jsonl, RunFolder, to_json
 
 
@@ -34,8 +34,8 @@ def report(run: Path, out: Path | None = None, *, show: bool = False) -> Path:
 def print_mismatch(run: Path, *, as_json: bool = False) -> None:
     """Sampler against trainer in the terminal: the section of the report in words and tables, or all of it
     as one JSON object."""
-    from ostinato.report.mismatch import facts, lead, summary, tables
-    from ostinato.report.reading import read_run
+    from ostinato.observe.report.mismatch import facts, lead, summary, tables
+    from ostinato.observe.report.reading import read_run
 
     data = read_run(RunFolder.open(run))
     if as_json:
@@ -68,7 +68,7 @@ def terminal_table(table: Table) -> rich.table.Table:
 
 def write_report(run: RunFolder, out: Path | None = None) -> Path:
     """The report with the tokenizer of the run's model, where it is on this machine."""
-    from ostinato.report import write_report as write
+    from ostinato.observe.report import write_report as write
 
     return write(run, out, renderer=local_renderer(run))
 

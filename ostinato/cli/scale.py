@@ -37,10 +37,10 @@ from ostinato.cli.scale_reading import (
     read_pair,
     reading_options,
 )
-from ostinato.ledger import Event
-from ostinato.report.reading import last_step, mean
-from ostinato.report.reading import read_run as run_rows
-from ostinato.report.scaling import Page, write_page
+from ostinato.observe.ledger import Event
+from ostinato.observe.report.reading import last_step, mean
+from ostinato.observe.report.reading import read_run as run_rows
+from ostinato.observe.report.scaling import Page, write_page
 from ostinato.run import RunFolder, atomic_write, to_json
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.decide import Terms

@@ -20,9 +20,9 @@ from ostinato.cli.scale_views import (
     standing_sentences,
     table,
 )
-from ostinato.report.charts import Section
-from ostinato.report.facts import Line, Table
-from ostinato.report.scaling import NONE, Forest, compute_text
+from ostinato.observe.report.charts import Section
+from ostinato.observe.report.facts import Line, Table
+from ostinato.observe.report.scaling import NONE, Forest, compute_text
 from ostinato.scaling import gates
 from ostinato.scaling.checks import CrossCheck, cross_check
 from ostinato.scaling.cut import Cut

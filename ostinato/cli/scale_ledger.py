@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ostinato.cli.scale_answers import Answer
-from ostinato.ledger import priced, read, summary
-from ostinato.report.charts import Section
-from ostinato.report.ledger import section, tables, torn
+from ostinato.observe.ledger import priced, read, summary
+from ostinato.observe.report.charts import Section
+from ostinato.observe.report.ledger import section, tables, torn
 from ostinato.run import RunFolder
 
 

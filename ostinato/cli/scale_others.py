@@ -13,9 +13,9 @@ from ostinato.axis import Axis
 from ostinato.cli.scale_answers import Answer, about
 from ostinato.cli.scale_reading import Side
 from ostinato.cli.scale_views import Known, course, line, middle, span, standing_sentences, table
-from ostinato.report.charts import Chart, Section
-from ostinato.report.facts import Table
-from ostinato.report.scaling import (
+from ostinato.observe.report.charts import Chart, Section
+from ostinato.observe.report.facts import Table
+from ostinato.observe.report.scaling import (
     COLORS,
     NONE,
     Course,

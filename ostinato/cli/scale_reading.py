@@ -15,7 +15,7 @@ import numpy as np
 import typer
 
 from ostinato.axis import Axis
-from ostinato.report.reading import read_run as run_rows
+from ostinato.observe.report.reading import read_run as run_rows
 from ostinato.run import RunFolder
 from ostinato.scaling.cut import Cut, auto_cut
 from ostinato.scaling.series import Series, read_csv, read_run

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ostinato.cli.scale_reading import Window
-from ostinato.report.charts import Section
-from ostinato.report.facts import Cell, Column, Line, Table
-from ostinato.report.ledger import section as ledger_section
-from ostinato.report.ledger import torn
-from ostinato.report.reading import read_run
-from ostinato.report.scaling import (
+from ostinato.observe.report.charts import Section
+from ostinato.observe.report.facts import Cell, Column, Line, Table
+from ostinato.observe.report.ledger import section as ledger_section
+from ostinato.observe.report.ledger import torn
+from ostinato.observe.report.reading import read_run
+from ostinato.observe.report.scaling import (
     NONE,
     Course,
     compute_text,

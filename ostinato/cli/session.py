@@ -28,8 +28,8 @@ from ostinato.cli.report import record_start
 from ostinato.cli.writers import check_writers, open_writers
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine import threads
-from ostinato.ledger import Ledger, SteadyClock, new_life
 from ostinato.lock import LOCK, locked
+from ostinato.observe.ledger import Ledger, SteadyClock, new_life
 from ostinato.pipeline.signals import ending
 from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder, atomic_write, new_run_path
 

@@ -15,8 +15,8 @@ from ostinato.cli.ranks import follow, followed
 from ostinato.cli.report import write_report
 from ostinato.cli.session import Outcome, learn
 from ostinato.cli.session import resume as resume_run
+from ostinato.observe.report.verdicts import failed_rewards, unsolved
 from ostinato.pipeline.signals import Ended
-from ostinato.report.verdicts import failed_rewards, unsolved
 from ostinato.run import MAIN_SET, RunFolder
 
 # signals: 128 + number, as in shells

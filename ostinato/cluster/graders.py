@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ostinato.cluster.remote import Remote, WorkerGone
+from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Grader
-from ostinato.timeline import Kind, Span
 from ostinato.types import Group, Reward, Trajectory
 
 FAULT = "grader_lost"  # the name of a verdict that could not be had

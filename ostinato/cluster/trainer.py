@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ostinato.cluster.remote import Remote, WorkerGone
+from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Trainer
-from ostinato.timeline import Kind, Span
 from ostinato.types import Batch, StepReport
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from ostinato.timeline import GAP_S, Kind, Span
+from ostinato.observe.timeline import GAP_S, Kind, Span
 
 MOST = 10_000  # spans that are kept where nobody takes them: the newest
 

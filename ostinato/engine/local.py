@@ -43,8 +43,8 @@ from ostinato.engine.taking import Taken, take_in
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
+from ostinato.observe.timeline import Span
 from ostinato.protocols import Drafter
-from ostinato.timeline import Span
 from ostinato.types import Completion, Drafts, Request, Stop
 
 NewRunner = Callable[[Decoder, Kernels | None, KVStore], Runner]

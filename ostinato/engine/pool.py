@@ -30,8 +30,8 @@ from ostinato.engine.pool_worker import Lost, Worker, bounded, close
 from ostinato.engine.serve import failed
 from ostinato.jobs import Placement, Plan, least_loaded
 from ostinato.model.wire import fingerprint, pack
+from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
-from ostinato.timeline import Kind, Span
 from ostinato.types import Collected, Completion, Past, Publication, Request, Stop
 
 HOMES = 10_000  # conversations whose worker is remembered

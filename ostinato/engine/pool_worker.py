@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from ostinato import jobs
 from ostinato.engine.pool_calls import Call
+from ostinato.observe.timeline import Kind
 from ostinato.protocols import Sampler
-from ostinato.timeline import Kind
 from ostinato.types import Collected, Publication
 
 COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life

@@ -20,8 +20,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Engine, Timed
-from ostinato.timeline import Kind, Span
 from ostinato.types import Collected, Completion, Past, Publication, Request, Stop
 
 Remember = Callable[[str, int, Sequence[Past]], None]  # (uid, step, answers)

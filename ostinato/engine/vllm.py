@@ -43,7 +43,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_io import PEFT_CONFIG, PEFT_TENSORS, write_peft
 from ostinato.model.wire import check_finite, fingerprint
-from ostinato.timeline import Kind, Span
+from ostinato.observe.timeline import Kind, Span
 from ostinato.types import Completion, Request, Sampling
 
 LORA = "ostinato"  # the name of the adapter there

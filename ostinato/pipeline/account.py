@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from ostinato.algo.pack import prompts_apart
-from ostinato.ledger import Terms
 from ostinato.model.flops import FlopModel, Work
+from ostinato.observe.ledger import Terms
+from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.credit import Credit
 from ostinato.pipeline.work import batch_work, needed_work, rollout_work, step_flops
 from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
 from ostinato.rollout.play import Played
 from ostinato.routes import route_bytes
-from ostinato.timeline import Kind, Span, pool_of
 from ostinato.types import Batch, Group, StepReport
 
 NO_WORK = Work()

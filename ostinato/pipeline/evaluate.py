@@ -90,7 +90,7 @@ def spent_in_steps(step: int, totals: Mapping[str, float]) -> dict[str, float]:
     """Training compute up to the end of ``step``, from the sums of ``pipeline.account.add_totals``.
 
     It is that of the steps which made the policy, and of nothing else: loading, what lies between steps, lost
-    and repeated work are in the ledger alone (``ostinato.ledger.spent``), and so are FLOPs that the recipe
+    and repeated work are in the ledger alone (``observe.ledger.spent``), and so are FLOPs that the recipe
     did not ask for (``Costs.compute``): flops, tokens and steps are the same whenever a recipe is run.
     ``money/CURRENCY`` is not there where a step had no price.
     """

@@ -30,7 +30,9 @@ from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import pack
 from ostinato.algo.routing import Misaligned
-from ostinato.ledger import POOL, Ledger
+from ostinato.observe.ledger import POOL, Ledger
+from ostinato.observe.stability import watch_after
+from ostinato.observe.timeline import Kind, Span, kept, pool_of
 from ostinato.pipeline.account import (
     NO_WORK,
     Clock,
@@ -57,11 +59,9 @@ from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog, in_threa
 from ostinato.pipeline.spool import Spool
 from ostinato.pipeline.state import Finish, Finished, LoopState, NoSignal, Plan, TooOld
 from ostinato.pipeline.stream import solved_for_good
-from ostinato.pipeline.watch import watch_after
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
 from ostinato.rollout.play import Played, Stage
 from ostinato.run import MAIN_SET, RunFolder, group_rows
-from ostinato.timeline import Kind, Span, kept, pool_of
 from ostinato.types import Batch, Group, Request, StepReport
 
 TRAINER = "trainer"  # the worker that the loop is where it trains itself

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.ledger import Ledger
+from ostinato.observe.ledger import Ledger
 from ostinato.rollout.play import Ask, Played, Stage
 from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.run import JsonlZst

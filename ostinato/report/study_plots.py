@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ostinato.report.facts import Table
-from ostinato.report.scaling import Forest, compute_text, ticks
+from ostinato.observe.report.facts import Table
+from ostinato.observe.report.scaling import Forest, compute_text, ticks
 from ostinato.run import atomic_write
 
 INK, GREY, PALE = "#222222", "#888888", "#bbbbbb"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.axis import Axis
-from ostinato.ledger import priced, read, spent
+from ostinato.observe.ledger import priced, read, spent
 from ostinato.run import RunFolder
 
 

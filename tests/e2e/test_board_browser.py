@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 
-from ostinato.board import Server, open_server
-from ostinato.board.server import FOLDERS, SCRIPTS
 from ostinato.config import Recipe, dump_toml
-from ostinato.report import write_report
-from ostinato.report.page.offline import digest, read
+from ostinato.observe.board import Server, open_server
+from ostinato.observe.board.server import FOLDERS, SCRIPTS
+from ostinato.observe.report import write_report
+from ostinato.observe.report.page.offline import digest, read
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ostinato.bench.same_run import same
-from ostinato.report.forecast import forecast_sections
-from ostinato.report.reading import read_run
+from ostinato.observe.report.forecast import forecast_sections
+from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder
 
 pytestmark = pytest.mark.slow

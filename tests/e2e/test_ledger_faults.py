@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.ledger import Event, Ledger, read, spent, summary
+from ostinato.observe.ledger import Event, Ledger, read, spent, summary
 from ostinato.run import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def run(folder: Path, devices: int) -> None:
     import small_loop
     from small_loop import BanditTrainer, IsRight
 
-    from ostinato.ledger import Ledger, Terms
+    from ostinato.observe.ledger import Ledger, Terms
     from ostinato.pipeline.loop import LoopState
 
     notes = os.open(folder.with_suffix(".notes"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -141,7 +141,7 @@ def test_killed_three_times_the_sums_are_what_was_really_done(tmp_path: Path, se
 SLEEPER = """
 import sys, time
 from pathlib import Path
-from ostinato.ledger import Ledger, Life, SteadyClock
+from ostinato.observe.ledger import Ledger, Life, SteadyClock
 from ostinato.run import BEAT, RunFolder
 
 folder, clock = RunFolder(Path(sys.argv[1])), SteadyClock()

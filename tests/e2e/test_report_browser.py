@@ -16,8 +16,8 @@ from mismatch_rows import mismatch_row, routing_metrics
 from small_ledger import a_step, start
 
 from ostinato.config import Recipe, dump_toml
+from ostinato.observe.report import write_report
 from ostinato.render import Renderer
-from ostinato.report import write_report
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 

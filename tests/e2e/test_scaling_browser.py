@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ostinato.report.charts import Section
-from ostinato.report.scaling import Course, Page, curve_chart, places, write_page
+from ostinato.observe.report.charts import Section
+from ostinato.observe.report.scaling import Course, Page, curve_chart, places, write_page
 
 pytestmark = pytest.mark.lab
 

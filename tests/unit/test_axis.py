@@ -7,12 +7,12 @@ from dataclasses import fields
 import pytest
 import typer
 
-from ostinato import ledger
 from ostinato.axis import Axis
 from ostinato.cli.scale_reading import Reading, axis_of
 from ostinato.config import Recipe
 from ostinato.every import Every
-from ostinato.report.ledger import AXES
+from ostinato.observe import ledger
+from ostinato.observe.report.ledger import AXES
 
 
 def test_device_hours_have_one_name_and_papers_another() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ostinato.bench.board import Page, Plan, follow, summary, table
-from ostinato.board import open_server
 from ostinato.config import Recipe, dump_toml
+from ostinato.observe.board import open_server
 from ostinato.run import RunFolder
 
 

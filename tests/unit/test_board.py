@@ -18,15 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 
-from ostinato.board import open_server
-from ostinato.board.answers import PAGE, Answers, Query, Verdict
-from ostinato.board.curves import Curves, charts
-from ostinato.board.follow import AGAIN_S, SILENT_S, Follower, workers
-from ostinato.board.server import Board
-from ostinato.board.tail import PATIENCE, Frames, Tail
 from ostinato.cli.board import board
 from ostinato.config import Recipe, dump_toml
-from ostinato.report.reading import RunData
+from ostinato.observe.board import open_server
+from ostinato.observe.board.answers import PAGE, Answers, Query, Verdict
+from ostinato.observe.board.curves import Curves, charts
+from ostinato.observe.board.follow import AGAIN_S, SILENT_S, Follower, workers
+from ostinato.observe.board.server import Board
+from ostinato.observe.board.tail import PATIENCE, Frames, Tail
+from ostinato.observe.report.reading import RunData
 from ostinato.run import Jsonl, JsonlZst, RunFolder, group_rows
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 

@@ -17,7 +17,7 @@ from ostinato.cli.ablate import Study, Telling
 from ostinato.cli.ablate_jobs import Job, State, plan
 from ostinato.cli.app import main
 from ostinato.cli.kept import Measure, acted, prompts, read_kept, write_kept
-from ostinato.report.reading import read_run
+from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder
 from ostinato.scaling.ablation import REFERENCE
 

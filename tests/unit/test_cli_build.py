@@ -24,9 +24,9 @@ from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
+from ostinato.observe.report.page import solved_at as solved_at_in_report
+from ostinato.observe.report.reading import RunData
 from ostinato.render import Renderer
-from ostinato.report.page import solved_at as solved_at_in_report
-from ostinato.report.reading import RunData
 from ostinato.types import Prompt
 
 

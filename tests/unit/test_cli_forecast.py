@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from ostinato.cli.forecast import goes_on, look, metrics, new_forecaster, outlook
 from ostinato.config import ForecastSection, Recipe
-from ostinato.ledger import Terms
+from ostinato.observe.ledger import Terms
+from ostinato.observe.report.forecast import forecast_sections
+from ostinato.observe.report.reading import read_run as read_folder
 from ostinato.pipeline.account import add_totals
 from ostinato.pipeline.evaluate import spent_in_steps
-from ostinato.report.forecast import forecast_sections
-from ostinato.report.reading import read_run as read_folder
 from ostinato.run import RunFolder, to_json
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.plan import simulated

@@ -18,9 +18,9 @@ from ostinato.cli.plan_again import weigh
 from ostinato.cli.plan_asked import asked_again
 from ostinato.cli.replanning import Replanner, Switch, check, free, overrides, plan_for, worth
 from ostinato.config import Recipe, dump_toml
-from ostinato.ledger import SteadyClock
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.named import model_folder
+from ostinato.observe.ledger import SteadyClock
 from ostinato.routes import routes_to_json
 from ostinato.run import RunFolder
 

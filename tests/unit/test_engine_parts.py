@@ -18,7 +18,7 @@ from small_world import DRAFTS_PAY, NATIVE
 from ostinato.engine.local import LocalEngine
 from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.store import History
-from ostinato.timeline import Kind
+from ostinato.observe.timeline import Kind
 from ostinato.types import Completion, Request, Sampling, Stop
 
 DECODER = tiny()

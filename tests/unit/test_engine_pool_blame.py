@@ -15,7 +15,7 @@ from ostinato.engine.pool import EnginePool, WorkersLost
 from ostinato.engine.pool_suspects import Key, Suspects
 from ostinato.engine.serve import SamplerServer
 from ostinato.jobs import least_loaded
-from ostinato.timeline import Kind
+from ostinato.observe.timeline import Kind
 from ostinato.types import Completion, Publication, Request, Stop
 
 

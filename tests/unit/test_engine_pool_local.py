@@ -20,7 +20,7 @@ from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.jobs import Job, Plan, Worker, least_loaded
 from ostinato.model.wire import NotFinite, fingerprint, unpack
-from ostinato.timeline import Kind
+from ostinato.observe.timeline import Kind
 from ostinato.types import Collected, Completion, Publication, Request, Sampling
 
 DECODER = tiny()

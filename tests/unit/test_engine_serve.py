@@ -13,8 +13,8 @@ import pytest
 from small_pool import SlowEngine, answer, expected, group, now, publication, read, run, token_at
 
 from ostinato.engine.serve import SamplerServer, failed
+from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
-from ostinato.timeline import Kind, Span
 from ostinato.types import Collected, Completion, Past, Publication, Request, Stop
 
 

@@ -34,8 +34,8 @@ from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.wire import NotFinite, fingerprint, pack, unpack
+from ostinato.observe.timeline import Kind
 from ostinato.protocols import Engine
-from ostinato.timeline import Kind
 from ostinato.types import NO_EXPERT, Completion, Publication, Request, Sampling, Stop
 
 VOCAB = 61

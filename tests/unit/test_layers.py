@@ -6,13 +6,13 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
-LEAVES = {"timeline", "types", "protocols", "axis", "config", "every", "toml", "run", "render", "routes"}
-LEAVES |= {"jobs", "ledger", "lock"}
+LEAVES = {"types", "protocols", "axis", "config", "every", "toml", "run", "render", "routes", "jobs", "lock"}
+LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability"}
 BASE = {"files", "inputs"}  # which every room may import: the standard library alone
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
@@ -25,10 +25,8 @@ ARROWS: dict[str, set[str]] = {
     "toml": set(),
     "energy": set(),
     "isa": set(),
-    "ledger": {"axis", "run"},
     "config": {"axis", "every", "toml"},
-    "protocols": {"timeline", "types"},
-    "timeline": set(),
+    "protocols": {"observe.timeline", "types"},
     "jobs": set(),
     "routes": {"types"},
     "run": {"types", "routes", "lock"},
@@ -36,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "render": {"types"},
     "algo": {"types"},
     "model": {"types", "run", "compiler", "isa"},
-    "engine": {"timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"}
+    "engine": {"observe.timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"}
     | {"isa", "parallel"},
     "parallel": {"axis", "types", "run", "model"},  # every collective of torch.distributed is here
     "plan": {"axis", "toml", "types", "run", "model", "parallel"},  # of the last two what knows no torch
@@ -46,19 +44,37 @@ ARROWS: dict[str, set[str]] = {
     "reward": {"types", "protocols", "render"},
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
     "train": {"types", "protocols", "run", "algo", "model", "parallel"},
-    "cluster": {"timeline", "types", "protocols", "run"},  # and Ray, which nothing else imports
-    "pipeline": {"timeline", "types", "protocols", "jobs", "config", "every", "run", "routes", "algo"}
-    | {"model", "history", "rollout", "train", "ledger"},
-    "report": LEAVES,
-    "board": LEAVES | {"report"},
+    "cluster": {"observe.timeline", "types", "protocols", "run"},  # and Ray, which nothing else imports
+    "pipeline": {"types", "protocols", "jobs", "config", "every", "run", "routes", "algo"}
+    | {"model", "history", "rollout", "train", "observe.timeline", "observe.ledger", "observe.stability"},
+    "observe": set(),
+    "observe.timeline": set(),
+    "observe.ledger": {"axis", "run"},
+    "observe.stability": set(),
+    "observe.report": LEAVES,
+    "observe.board": LEAVES | {"observe.report"},
+    "report": {"run", "observe.report"},
     "interop": {"types", "protocols", "routes", "algo", "history"},
-    "scaling": {"axis", "run", "ledger"},
+    "scaling": {"axis", "run", "observe.ledger"},
     "bench": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "scaling"}
     | {"cluster", "isa", "parallel", "plan"},
     "cli": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "cluster"}
-    | {"report", "board", "bench", "interop", "scaling", "energy", "compiler", "isa", "parallel", "plan", ""},
+    | {
+        "observe.report",
+        "observe.board",
+        "report",
+        "bench",
+        "interop",
+        "scaling",
+        "energy",
+        "compiler",
+        "isa",
+        "parallel",
+        "plan",
+        "",
+    },
     "": {"config", "cli"},  # the lazy names of __init__, and __main__
 }
 
@@ -73,7 +89,12 @@ def modules() -> list[Path]:
 def room(file: Path) -> str:
     """ "algo" for ostinato/algo/pack.py, "types" for ostinato/types.py, "" for the package itself."""
     parts = file.relative_to(PACKAGE).with_suffix("").parts
-    return "" if parts[0] in ("__init__", "__main__") else parts[0]
+    return "" if parts[0] in ("__init__", "__main__") else _room(parts)
+
+
+def _room(parts: Sequence[str]) -> str:
+    """The first part; of observe the second one too: its leaves lie under the core, its pages above."""
+    return ".".join(part for part in parts[:2] if part != "__init__") if parts[0] == "observe" else parts[0]
 
 
 def imported_rooms(tree: ast.AST, file: Path) -> Iterator[tuple[int, str]]:
@@ -85,7 +106,8 @@ def imported_rooms(tree: ast.AST, file: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = list(package[: len(package) - node.level + 1]) if node.level else []
             module = ".".join(base + ([node.module] if node.module else []))
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "ostinato" else [module]
+            whole = module in ("ostinato", "ostinato.observe")
+            names = [f"{module}.{alias.name}" for alias in node.names] if whole else [module]
         else:
             continue
         for name in names:
@@ -96,7 +118,7 @@ def imported_rooms(tree: ast.AST, file: Path) -> Iterator[tuple[int, str]]:
 
 def _room_of_name(parts: list[str]) -> str:
     known = len(parts) > 1 and ((PACKAGE / parts[1]).is_dir() or (PACKAGE / f"{parts[1]}.py").is_file())
-    return parts[1] if known else ""
+    return _room(parts[1:]) if known else ""
 
 
 @cache

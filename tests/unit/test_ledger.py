@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_ledger import a_step, an_eval, killed_and_resumed, start
 
-from ostinato.ledger import (
+from ostinato.observe.ledger import (
     AXES,
     Event,
     Ledger,
@@ -31,7 +31,7 @@ from ostinato.ledger import (
     spent,
     summary,
 )
-from ostinato.report.ledger import by_step
+from ostinato.observe.report.ledger import by_step
 from ostinato.run import BEAT, RunFolder
 
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_loop import TEN_A_ROW, Bench, IsRight, Killed
 
-from ostinato.ledger import read, spent, summary
+from ostinato.observe.ledger import read, spent, summary
 from ostinato.pipeline.loop import LoopState
 from ostinato.types import Group, Reward
 

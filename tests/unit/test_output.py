@@ -14,7 +14,7 @@ from rich.console import Console
 from small_loop import Bench
 
 from ostinato.cli.output import lasting
-from ostinato.ledger import read
+from ostinato.observe.ledger import read
 from ostinato.pipeline.signals import Ended, ending
 from ostinato.pipeline.state import Finish
 

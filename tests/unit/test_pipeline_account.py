@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_loop import TEN_A_ROW, Bench, FakeMemory, IsRight, Killed, send
 
-from ostinato.ledger import Ledger, SteadyClock, Summary, Terms, read, summary
 from ostinato.model.flops import FlopModel, Part, Rates, Work
+from ostinato.observe.ledger import Ledger, SteadyClock, Summary, Terms, read, summary
+from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.account import (
     MONEY,
     Clock,
@@ -34,7 +35,6 @@ from ostinato.pipeline.account import (
 from ostinato.pipeline.credit import Credit
 from ostinato.pipeline.loop import LoopState
 from ostinato.run import RunFolder
-from ostinato.timeline import Kind, Span, pool_of
 from ostinato.types import (
     Batch,
     Completion,

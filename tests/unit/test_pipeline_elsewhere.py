@@ -12,9 +12,9 @@ from small_loop import BanditTrainer, Bench, IsRight
 
 from ostinato.cluster.remote import WorkerGone
 from ostinato.cluster.trainer import TrainerLink, TrainerLost, TrainerServer
-from ostinato.ledger import Ledger, Terms
+from ostinato.observe.ledger import Ledger, Terms
+from ostinato.observe.timeline import Kind
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.timeline import Kind
 from ostinato.types import Batch, Group, Reward, StepReport
 
 

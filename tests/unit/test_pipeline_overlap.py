@@ -24,11 +24,11 @@ from small_loop import TEN_A_ROW, BanditTrainer, Bench, IsRight, Killed, determi
 
 from ostinato.cli.parts import check
 from ostinato.config import Recipe
-from ostinato.ledger import Ledger, Terms, read, summary
+from ostinato.observe.ledger import Ledger, Terms, read, summary
+from ostinato.observe.timeline import Kind, Span
 from ostinato.pipeline.feed import Late
 from ostinato.pipeline.loop import Finish, LoopState, TooOld
 from ostinato.pipeline.signals import Stalled
-from ostinato.timeline import Kind, Span
 from ostinato.types import Batch, Group, Request, Reward, StepReport
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_loop import TEN_A_ROW, Bench, IsRight, Killed
 
-from ostinato.ledger import Summary, read, spent, summary
+from ostinato.observe.ledger import Summary, read, spent, summary
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.rollout.health import sampled_tokens
 from ostinato.types import Group, Reward

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_loop import a_spool
 
-from ostinato.ledger import Ledger
+from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.spool import Spool, address, newest_version
 from ostinato.rollout.play import Ask, Stage
 from ostinato.run import JsonlZst, RunFolder

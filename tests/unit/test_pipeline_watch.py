@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.pipeline.watch import Alarm, Limits, Rule, alarms, watch_after
+from ostinato.observe.stability import Alarm, Limits, Rule, alarms, watch_after
 from ostinato.scaling.gates import Truncation, truncation
 
 NAMES = {

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from plan_world import arrangement, problem
 
+from ostinato.observe.report import plan as shown
+from ostinato.observe.report.page import html
+from ostinato.observe.report.plan import plan_sections
+from ostinato.observe.report.reading import read_run
+from ostinato.observe.report.samples import pack_samples
 from ostinato.plan.calibrate import calibrate
 from ostinato.plan.memory import memory
 from ostinato.plan.problem import Phase
 from ostinato.plan.record import FILE, IN_TURNS, OVERLAPPED, observations, record, write
 from ostinato.plan.time import Roofline
 from ostinato.plan.traffic import step_traffic, traffic
-from ostinato.report import plan as shown
-from ostinato.report.page import html
-from ostinato.report.plan import plan_sections
-from ostinato.report.reading import read_run
-from ostinato.report.samples import pack_samples
 from ostinato.run import RunFolder
 
 ONE, CHOSEN = problem(), arrangement("d8t2", "d16")

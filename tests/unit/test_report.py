@@ -23,11 +23,10 @@ from small_ledger import a_step, start
 
 from ostinato.cli.report import local_renderer, machine, record_start, report
 from ostinato.config import Recipe, dump_toml
-from ostinato.render import Renderer
-from ostinato.report import write_report
-from ostinato.report.charts import MAX_POINTS, held_out, sections
-from ostinato.report.concerns import concerns
-from ostinato.report.facts import (
+from ostinato.observe.report import write_report
+from ostinato.observe.report.charts import MAX_POINTS, held_out, sections
+from ostinato.observe.report.concerns import concerns
+from ostinato.observe.report.facts import (
     comparisons,
     difference,
     estimate,
@@ -40,9 +39,10 @@ from ostinato.report.facts import (
     waste,
     wilson,
 )
-from ostinato.report.mismatch import mismatch_section
-from ostinato.report.reading import RunData, read_run
-from ostinato.report.samples import Chunk, Pieces, choose, pack_samples, spread
+from ostinato.observe.report.mismatch import mismatch_section
+from ostinato.observe.report.reading import RunData, read_run
+from ostinato.observe.report.samples import Chunk, Pieces, choose, pack_samples, spread
+from ostinato.render import Renderer
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.report import write_report
-from ostinato.report.charts import Chart
-from ostinato.report.concerns import concerns
-from ostinato.report.drafts import draft_sections, lead
-from ostinato.report.reading import RunData, read_run
+from ostinato.observe.report import write_report
+from ostinato.observe.report.charts import Chart
+from ostinato.observe.report.concerns import concerns
+from ostinato.observe.report.drafts import draft_sections, lead
+from ostinato.observe.report.reading import RunData, read_run
 from ostinato.run import RunFolder
 
 

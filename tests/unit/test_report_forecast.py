@@ -11,11 +11,11 @@ import pytest
 
 from ostinato.cli.forecast import outlook
 from ostinato.config import ForecastSection
-from ostinato.report import write_report
-from ostinato.report.charts import Chart, to_plain
-from ostinato.report.downstream import downstream_sections
-from ostinato.report.forecast import forecast_sections
-from ostinato.report.reading import read_run
+from ostinato.observe.report import write_report
+from ostinato.observe.report.charts import Chart, to_plain
+from ostinato.observe.report.downstream import downstream_sections
+from ostinato.observe.report.forecast import forecast_sections
+from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.plan import simulated

@@ -19,12 +19,12 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.algo.mismatch import arm
 from ostinato.cli.app import app
 from ostinato.config import Recipe, dump_toml
-from ostinato.report import write_report
-from ostinato.report.charts import Chart, Section, to_plain
-from ostinato.report.concerns import Level, concerns
-from ostinato.report.facts import Line, Table, figure_text, marked_steps, milestones
-from ostinato.report.mismatch import comparison, decisions, mismatch_section, summary
-from ostinato.report.reading import RunData, read_run
+from ostinato.observe.report import write_report
+from ostinato.observe.report.charts import Chart, Section, to_plain
+from ostinato.observe.report.concerns import Level, concerns
+from ostinato.observe.report.facts import Line, Table, figure_text, marked_steps, milestones
+from ostinato.observe.report.mismatch import comparison, decisions, mismatch_section, summary
+from ostinato.observe.report.reading import RunData, read_run
 from ostinato.run import RunFolder, to_json
 
 ALARM = {

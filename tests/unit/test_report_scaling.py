@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_ledger import a_step, killed_and_resumed, start
 
-from ostinato.ledger import Summary, summary
-from ostinato.report.charts import Chart, Section, to_plain
-from ostinato.report.facts import Cell, Column, Line, Table
-from ostinato.report.ledger import by_step, section, tables
-from ostinato.report.scaling import (
+from ostinato.observe.ledger import Summary, summary
+from ostinato.observe.report.charts import Chart, Section, to_plain
+from ostinato.observe.report.facts import Cell, Column, Line, Table
+from ostinato.observe.report.ledger import by_step, section, tables
+from ostinato.observe.report.scaling import (
     Course,
     Forest,
     Page,

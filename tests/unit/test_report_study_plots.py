@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.report.facts import Cell, Column, Line, Table
-from ostinato.report.scaling import Forest, Stretch
+from ostinato.observe.report.facts import Cell, Column, Line, Table
+from ostinato.observe.report.scaling import Forest, Stretch
 from ostinato.report.study_plots import (
     HEIGHT,
     WIDTH,

@@ -13,13 +13,13 @@ from pipeline_rows import SAMPLERS, STEP_S, pipeline_metrics, step_row, step_spa
 from small_ledger import a_step
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.report import write_report
-from ostinato.report.charts import Chart
-from ostinato.report.gantt import LANES, SPANS, Step, picture, pictures, recorded, steps_of
-from ostinato.report.reading import RunData, read_run, thinned
-from ostinato.report.timeline import pipeline_sections, shares_cores
+from ostinato.observe.report import write_report
+from ostinato.observe.report.charts import Chart
+from ostinato.observe.report.gantt import LANES, SPANS, Step, picture, pictures, recorded, steps_of
+from ostinato.observe.report.reading import RunData, read_run, thinned
+from ostinato.observe.report.timeline import pipeline_sections, shares_cores
+from ostinato.observe.timeline import Kind, Span
 from ostinato.run import RunFolder
-from ostinato.timeline import Kind, Span
 
 BEGAN = 1.76e9
 

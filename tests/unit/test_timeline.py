@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.timeline import (
+from ostinato.observe.timeline import (
     DETAIL_BYTES,
     MOST_PER_STEP,
     Kind,

@@ -1,0 +1,304 @@
+"""What a run says of itself while it goes: its folder, looked at again and again, and never written to."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ostinato.inputs import parse_json, parse_toml
+from ostinato.observe.board.curves import Curves, charts
+from ostinato.observe.board.tail import Tail
+from ostinato.observe.ledger import Event
+from ostinato.observe.report.facts import estimate, seconds_text, si
+from ostinato.observe.report.gantt import picture, steps_of
+from ostinato.observe.report.reading import Row, RunData, main_scores, number
+from ostinato.observe.report.verdicts import failed_rewards, unsolved
+from ostinato.observe.timeline import Span
+from ostinato.run import RunFolder
+
+AGAIN_S = 0.5  # between two looks, whoever asks
+SILENT_S = 20.0  # without a sign of life (``ledger.BEAT_EVERY_S`` is 1), until a run counts as dead
+HORIZON_S = 900.0  # of the timeline that is kept
+SPANS = 60_000  # of it, at most
+LAST = 4 << 20  # bytes of the timeline and the ledger that are read when the board opens
+STEPS = 200  # whose times are remembered
+ALARMS = 50
+EMPTY: dict[str, Any] = {"metrics": (), "evals": (), "ledger": (), "starts": (), "damage": ()}
+
+
+class Tone(StrEnum):
+    GOOD = "good"
+    LIVE = "live"
+    OPEN = "open"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """The last sign of life of the run's process: what it says, and when we first saw it say so."""
+
+    row: Row
+    seen: float  # our monotonic clock
+    first: bool  # was it there when we began to look?
+
+
+class Follower:
+    """Reads what a run folder has gained, whenever somebody looks; nobody's look costs nothing.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = run, clock
+        self._looked = float("-inf")
+        self._logs = {
+            "metrics": Tail(run.metrics.path),
+            "eval": Tail(run.eval.path),
+            "watch": Tail(run.watch.path),
+            "failed_rewards": Tail(run.failed.path),
+            "forecast": Tail(run.forecast.path),
+            "ledger": Tail(run.ledger.path, last=LAST),
+            "timeline": Tail(run.timeline.path, last=LAST),
+        }
+        self._curves = Curves()
+        self._rows: dict[str, deque[Row]] = {
+            name: deque(maxlen=2000) for name in ("eval", "forecast", "failed_rewards")
+        }
+        self._rows |= {"watch": deque(maxlen=ALARMS), "ledger": deque(maxlen=STEPS)}
+        self._spans: deque[Span] = deque(maxlen=SPANS)
+        self._beat: Beat | None = None
+        self._began = False
+        self.revisions = dict.fromkeys(("charts", "timeline"), 0)
+        self._recipe_of: tuple[int, int] | None = None
+        self.data = RunData(name=run.path.resolve().name, recipe_text="", recipe={}, **EMPTY)
+
+    def look(self) -> None:
+        """Read what is new, unless that was done just now."""
+        now = self._clock()
+        if now - self._looked < AGAIN_S:
+            return
+        self._looked = now
+        self._read_recipe()
+        for name, log in self._logs.items():
+            anew, rows = log.read()
+            if anew and self._began:
+                self._forget(name)
+            if anew or rows:
+                self._take(name, rows)
+                self.revisions["timeline" if name in ("timeline", "ledger") else "charts"] += 1
+        beat = _json(self._run.path / "alive.json")
+        if not isinstance(beat, dict):
+            self._beat = None
+        elif self._beat is None or beat != self._beat.row:
+            self._beat = Beat(row=beat, seen=now, first=not self._began)
+        self._began = True
+
+    def _read_recipe(self) -> None:
+        """A run that is taken up again may have another one."""
+        with suppress(OSError, ValueError):
+            status = self._run.recipe.stat()
+            if (mark := (status.st_mtime_ns, status.st_size)) != self._recipe_of:
+                text = self._run.recipe.read_text(encoding="utf-8", errors="replace")
+                self.data = replace(self.data, recipe_text=text, recipe=parse_toml(text))
+                self._recipe_of = mark
+
+    def _forget(self, name: str) -> None:
+        """The log was replaced: its run has gone back to a checkpoint."""
+        if name == "metrics":
+            self._curves = Curves()
+        elif name == "timeline":
+            self._spans.clear()
+        else:
+            self._rows[name].clear()
+
+    def _take(self, name: str, rows: Sequence[Row]) -> None:
+        if name == "metrics":
+            for row in rows:
+                self._curves.add(row)
+        elif name == "timeline":
+            self._spans += _spans(rows)
+            newest = max((span.stop for span in self._spans), default=0.0)
+            while self._spans and self._spans[0].stop < newest - HORIZON_S:
+                self._spans.popleft()
+        else:
+            self._rows[name] += rows
+        if name == "eval":
+            self.data = replace(self.data, **main_scores(self._rows["eval"], self.data.recipe))
+
+    # ---- what is told
+
+    def state(self) -> dict[str, Any]:
+        """Everything but charts and timeline, which are worth asking for when ``revisions`` change."""
+        return {
+            "name": self.data.name,
+            "status": self.status(),
+            "progress": self.progress(),
+            "tiles": self.tiles(),
+            "workers": workers(self._run.path / "workers.json", live=self.status()["tone"] == Tone.LIVE),
+            "alarms": [_alarm(row) for row in reversed(self._rows["watch"])],
+            "failed": [asdict(one) for one in failed_rewards(self._rows["failed_rewards"])],
+            "forecast": next((str(row.get("sentence", "")) for row in reversed(self._rows["forecast"])), ""),
+            "metrics": self._curves.names,
+            "notes": self.notes(),
+            "revisions": self.revisions,
+        }
+
+    def status(self) -> dict[str, str]:
+        """Does the run go on? In words, and a tone."""
+        last = self._rows["ledger"][-1] if self._rows["ledger"] else {}
+        step = int(self._curves.last.get("step", 0))
+        if last.get("event") == Event.END:
+            why = str(last.get("why", ""))
+            tone = Tone.BAD if why.startswith("failed") or why == "collapsed" else Tone.GOOD
+            return {"tone": tone, "text": f"{ENDS.get(why, why)}, after step {step}"}
+        silent = self._silent()
+        if silent is None and not last:
+            return {"tone": Tone.OPEN, "text": "has not begun yet"}
+        if silent is None or silent < SILENT_S:
+            part = "evaluating" if self._beat and self._beat.row.get("part") == "eval" else "running"
+            return {"tone": Tone.LIVE, "text": part if step else f"{part}, the first step"}
+        text = f"no sign of life for {seconds_text(silent)}: it was killed, or its machine is gone"
+        return {"tone": Tone.BAD, "text": f"{text}. ostinato resume {self._run.path} goes on with it"}
+
+    def _silent(self) -> float | None:
+        """Seconds since the last sign of life; None where there is none to go by."""
+        if self._beat is None:
+            ends = (number(row, name) for row in self._rows["ledger"] for name in ("at", "ended_at"))
+            newest = max((end for end in ends if end is not None), default=None)
+            return None if newest is None else max(0.0, time.time() - newest)
+        waited = self._clock() - self._beat.seen
+        at = number(self._beat.row, "at")
+        return max(waited, time.time() - at) if self._beat.first and at is not None else waited
+
+    def progress(self) -> dict[str, Any]:
+        """Finished steps, those that are planned, and a guess at the seconds that are left."""
+        step, planned = int(self._curves.last.get("step", 0)), self.data.setting("trainer.steps")
+        lengths = [one.stop - one.start for one in steps_of(self._rows["ledger"])][-20:]
+        left = median(lengths) * max(0, planned - step) if lengths and isinstance(planned, int) else None
+        return {"step": step, "of": planned, "left": None if not left else seconds_text(left)}
+
+    def tiles(self) -> list[dict[str, str]]:
+        """The figures of now."""
+        last, found = self._curves.last, list[dict[str, str]]()
+
+        def tile(name: str, key: str, form: Callable[[float], str], note: str = "") -> None:
+            if key in last:
+                found.append({"name": name, "value": form(last[key]), "note": note})
+
+        tile("reward", "reward", "{:.3f}".format)
+        for name, rows, key in (
+            ("held-out pass@1", self.data.evals, "pass@1"),
+            ("held-out reward", self.data.evals, "reward"),
+            ("held-out pass@1, greedy", self.data.greedy, "pass@1"),
+        ):
+            if rows and (scored := estimate(rows[-1], key)):
+                span = f"[{scored.interval[0]:.3f}, {scored.interval[1]:.3f}]" if scored.interval else ""
+                note = f"{span} at step {rows[-1]['step']}".strip()
+                found.append({"name": name, "value": f"{scored.value:.3f}", "note": note})
+        tile("tokens/s", "tokens_per_s", si)
+        tile("a step", "step_time", seconds_text)
+        tile("entropy", "entropy", "{:.3g}".format, "nats")
+        if last.get("staleness/max"):
+            tile("staleness", "staleness/mean", "{:.2f}".format, f"at most {last['staleness/max']:.0f}")
+        tile("idle", "pipeline/bubble_share", "{:.0%}".format, "of all workers' time")
+        tile("sampled", "total/sampled_tokens", si, "tokens in all")
+        return found
+
+    def notes(self) -> list[str]:
+        """What a reader should know of the reading itself."""
+        why = unsolved(self.data.evals)
+        said = [f"{why[0].upper()}{why[1:]}."] if why else []
+        for name, log in self._logs.items():
+            if log.left:
+                said.append(f"{name}.jsonl is being read: {si(log.left)}B are left")
+            if log.damaged:
+                said.append(f"{log.damaged} lines of {name}.jsonl are damaged and left out")
+        return said
+
+    def charts(self, chosen: Sequence[str]) -> list[dict[str, Any]]:
+        return charts(self._curves, self.data, chosen)
+
+    def timeline(self, seconds: float) -> list[dict[str, Any]]:
+        """The last ``seconds`` that are known of; nothing without any."""
+        if not self._spans:
+            return []
+        stop = max(span.stop for span in self._spans)
+        last = [span for span in self._spans if span.stop > stop - seconds]
+        start = max(stop - seconds, min(span.start for span in last))
+        end = "latest" if self.status()["tone"] == Tone.LIVE else "end"
+        return [picture(last, start, stop, steps_of(self._rows["ledger"])) | {"end": end}]
+
+
+ENDS = {
+    "done": "finished",
+    "interrupted": "interrupted by Ctrl-C",
+    "terminated": "stopped by SIGTERM",
+    "hung_up": "stopped as its terminal, or the reader of its output, had gone",
+    "collapsed": "stopped: the policy collapsed",
+    "solved": "ended: every prompt is solved for good",
+    "replanned": "goes on under another layout",
+    "enough": "ended: the rest was not worth its compute",
+}
+
+
+def workers(path: Path, *, live: bool = True) -> list[dict[str, str]]:
+    """The rows of workers.json in words; none where there is no such file, or nothing to be made of it. Where
+    the run is not ``live``, they are what was."""
+    rows = _json(path)
+    if not isinstance(rows, list):
+        return []
+    found = [_worker(row) for row in rows if isinstance(row, dict) and "worker" in row]
+    return found if live else [{**one, "state": f"was {one['state']}", "tone": Tone.OPEN} for one in found]
+
+
+LOST = frozenset({"lost", "dead", "failed"})
+WELL = frozenset({"alive", "ready", "running", "serving", "idle", "busy"})
+
+
+def _worker(row: Row) -> dict[str, str]:
+    def ago(name: str) -> str:
+        at = number(row, name)
+        return "" if at is None else seconds_text(max(0.0, time.time() - at))
+
+    def count(name: str) -> str:
+        value = number(row, name)
+        return "" if value is None else f"{value:,.0f}"
+
+    state = str(row.get("state", ""))
+    return {
+        "worker": str(row["worker"]),
+        "state": state,
+        "tone": Tone.BAD if state in LOST else Tone.GOOD if state in WELL else Tone.OPEN,
+        "since": ago("since"),
+        "heard": ago("heard"),
+        "cause": str(row.get("cause") or ""),
+        **{name: count(name) for name in ("version", "running", "sampled")},
+    }
+
+
+def _alarm(row: Row) -> dict[str, str]:
+    step, since = row.get("step"), row.get("since")
+    text = f"step {step}: {row.get('sentence', '')}, since step {since}"
+    return {"tone": Tone.BAD if row.get("collapse") else Tone.OPEN, "text": text}
+
+
+def _spans(rows: Iterable[Row]) -> Iterator[Span]:
+    """Those that are spans."""
+    for row in rows:
+        with suppress(KeyError, ValueError, TypeError):
+            yield Span.of(row)
+
+
+def _json(path: Path) -> Any:
+    """What the file says; None where it is not there or cannot be read."""
+    try:
+        return parse_json(path.read_bytes(), surrogates=True)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,229 @@
+"""The board of a run over HTTP: one page, and what it asks for. Reads the run folder, writes nothing.
+
+    GET /            the page          GET /charts?metric=..&revision=..
+    GET /state       all that is small GET /timeline?seconds=..&revision=..
+    GET /answers?verdict=..&find=..&low=..&high=..&step=..&after=..
+
+No path of the file system can be asked for. The run is looked at when a browser asks, at most twice a second
+however many there are; without a browser the server sleeps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from pathlib import Path
+from socket import AF_INET, AF_INET6
+from socketserver import TCPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ostinato.inputs import escaped
+from ostinato.observe.board.answers import Answers, Query, Verdict
+from ostinato.observe.board.follow import Follower
+from ostinato.observe.report.page import solved_at
+from ostinato.observe.report.page.offline import FOLDER, digest, read, render
+from ostinato.run import RunFolder
+
+FOLDERS = (Path(__file__).parent / "page", FOLDER)
+SCRIPTS = ("charts.js", "gantt.js", "board.js")
+PORT, TRIES = 7321, 20  # the first to try, and how many
+MOST_SECONDS = 900.0  # of the timeline
+CHOSEN = 24  # metrics
+
+Asked = Mapping[str, list[str]]
+
+
+class Board:
+    """What the page asks for, for any number of threads."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._follower = Follower(run)
+        self._following = threading.Lock()
+        self._follower.look()
+        self._answers = Answers(run.trajectories.path, solved_at(self._follower.data))
+        self._browsing = threading.Lock()
+        self.routes: dict[str, Callable[[Asked], dict[str, Any]]] = {
+            "/state": self._state,
+            "/charts": self._charts,
+            "/timeline": self._timeline,
+            "/answers": self._browse,
+        }
+
+    @cached_property
+    def page(self) -> tuple[bytes, str]:
+        """The page, and its Content-Security-Policy: its own scripts, and no connection but to us."""
+        text = render(
+            "board.html.jinja",
+            SCRIPTS,
+            folders=FOLDERS,
+            styles=("report.css", "board.css"),
+            name=self._follower.data.name,
+        )
+        return escaped(text).encode(), policy()
+
+    def _state(self, asked: Asked) -> dict[str, Any]:
+        with self._following:
+            self._follower.look()
+            return self._follower.state()
+
+    def _charts(self, asked: Asked) -> dict[str, Any]:
+        with self._following:
+            self._follower.look()
+            now = self._follower.revisions["charts"]
+            if _number(asked, "revision", -1) == now:
+                return {"revision": now}
+            return {"revision": now, "charts": self._follower.charts(asked.get("metric", [])[:CHOSEN])}
+
+    def _timeline(self, asked: Asked) -> dict[str, Any]:
+        seconds = min(MOST_SECONDS, max(1.0, _number(asked, "seconds", 120.0)))
+        with self._following:
+            self._follower.look()
+            now = self._follower.revisions["timeline"]
+            if _number(asked, "revision", -1) == now:
+                return {"revision": now}
+            return {"revision": now, "pictures": self._follower.timeline(seconds)}
+
+    def _browse(self, asked: Asked) -> dict[str, Any]:
+        after = [int(part) for part in asked.get("after", [])]
+        query = Query(
+            verdict=Verdict(asked.get("verdict", [Verdict.ALL])[0]),
+            find=asked.get("find", [""])[0],
+            low=_number(asked, "low", -math.inf),
+            high=_number(asked, "high", math.inf),
+            step=int(asked.get("step", ["-1"])[0]),
+            after=(after[0], after[1]) if len(after) == 2 else None,
+        )
+        with self._browsing:
+            return self._answers.browse(query)
+
+
+def policy() -> str:
+    digests = " ".join(f"'{digest(read(name, FOLDERS))}'" for name in SCRIPTS)
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src {digests}; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _number(asked: Asked, name: str, default: float) -> float:
+    """Raises ValueError for what is no number."""
+    text = asked.get(name, [""])[0]
+    value = float(text) if text else default
+    if math.isnan(value):
+        raise ValueError(f"{name} is not a number")
+    return value
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one board."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, run: RunFolder, host: str, port: int) -> None:
+        self.host, self.address_family = host, AF_INET6 if ":" in host else AF_INET
+        super().__init__((host, port), Handler)
+        self.board = Board(run)
+
+    def server_bind(self) -> None:
+        """Without looking its own name up, which can take long and which nothing here needs."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.host, self.server_address[1]
+
+    @property
+    def address(self) -> str:
+        name = "localhost" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{f'[{name}]' if ':' in name else name}:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # a browser keeps its connection
+    timeout = 60  # seconds of silence on it
+    server: Server
+
+    def do_GET(self) -> None:
+        if not self._meant_for_us():
+            self._send(HTTPStatus.FORBIDDEN, b"this board is asked for under another name\n", "text/plain")
+            return
+        asked = urlsplit(self.path)
+        board = self.server.board
+        if asked.path == "/":
+            page, rules = board.page
+            self._send(HTTPStatus.OK, page, "text/html; charset=utf-8", {"Content-Security-Policy": rules})
+            return
+        if asked.path not in board.routes:
+            self._send(HTTPStatus.NOT_FOUND, b"no such page\n", "text/plain")
+            return
+        try:
+            told = board.routes[asked.path](parse_qs(asked.query, max_num_fields=64))
+            text = json.dumps(told, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        except ValueError as error:
+            self._send(HTTPStatus.BAD_REQUEST, escaped(f"{error}\n").encode(), "text/plain; charset=utf-8")
+            return
+        self._send(HTTPStatus.OK, escaped(text).encode(), "application/json")
+
+    def _meant_for_us(self) -> bool:
+        """On this machine alone, a page of somebody else's must not reach us by a name that it made point
+        here (DNS rebinding)."""
+        if not is_loopback(self.server.host):
+            return True
+        try:
+            name = urlsplit(f"//{self.headers.get('Host') or ''}").hostname
+        except ValueError:
+            return False
+        return name is not None and is_loopback(name)
+
+    def _send(
+        self, status: HTTPStatus, content: bytes, kind: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            **(headers or {}),
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A page that asks every second would fill the terminal."""
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True  # the browser has gone
+
+
+def is_loopback(host: str) -> bool:
+    """Is it a name of this machine that no other one can reach?"""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def open_server(run: RunFolder, host: str, port: int = 0) -> Server:
+    """A server of the board of ``run``; 0: the first free port from ``PORT`` on.
+
+    Raises ValueError, in one sentence, for a port that is taken and a host that is not this machine's.
+    """
+    tried = [port] if port else range(PORT, PORT + TRIES)
+    for one in tried:
+        try:
+            return Server(run, host, one)
+        except OSError as error:
+            why = error
+    what = f"port {port}" if port else f"none of the ports {PORT} to {PORT + TRIES - 1}"
+    raise ValueError(f"the board cannot listen on {what} of {host} ({why}); give --port or --host") from None

@@ -1,0 +1,42 @@
+"""What a run costs: ledger.jsonl, which is only ever appended to, and the sums over it (docs/ledger.md).
+
+    start   a process takes up the run: pools of devices, price, what tells energy, the step it goes on from
+    step    a training step: seconds, busy and idle by pool; tokens; FLOPs, useful or wasted and why; joules
+    eval    a held-out measurement: the same, told apart from training
+    save    a checkpoint
+    lost    work that was given up, by whoever gave it up; that of a killed process by the one that resumes
+    end     a process leaves the run, and why
+
+Device seconds are devices times wall seconds, whatever the devices did: what is neither busy in a row nor in
+a row at all (loading, between rows) is idle. Only seconds between a kill and the process that resumes are
+nobody's. A step that is done again has several rows: the last one counts, the others are waste ("repeated"),
+but for the sampling that the last one took over from them ("reused"). A step pays for the sampling that it
+does for later ones, and is told of it as "pending"; the step that trains on it says what became of it and has
+as much less pending. FLOPs are whole numbers, so that useful, wasted and pending add up to all of them
+exactly. Every row has its own devices and price.
+"""
+
+from ostinato.observe.ledger.life import BEAT_EVERY_S, Life
+from ostinato.observe.ledger.rows import Event, Spell, checked, read, spells
+from ostinato.observe.ledger.sums import AXES, Summary, priced, spent, summary
+from ostinato.observe.ledger.write import POOL, Ledger, SteadyClock, Terms, new_life
+
+__all__ = [
+    "AXES",
+    "BEAT_EVERY_S",
+    "POOL",
+    "Event",
+    "Ledger",
+    "Life",
+    "Spell",
+    "SteadyClock",
+    "Summary",
+    "Terms",
+    "checked",
+    "new_life",
+    "priced",
+    "read",
+    "spells",
+    "spent",
+    "summary",
+]

@@ -1,0 +1,377 @@
+"""The sums of a ledger: compute up to each step on every axis, and what became of it all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ostinato.axis import Axis
+from ostinato.observe.ledger.rows import Event, Row, Spell, devices_of, spells
+
+NO_MONEY = "give it one with --price-per-device-hour, or count in device-hours"
+
+
+# ---- compute
+
+
+def _hours(spell: Spell) -> float:
+    return spell.training / 3600
+
+
+def _device_hours(spell: Spell) -> float:
+    return spell.device_seconds(training=True) / 3600
+
+
+def _money(spell: Spell) -> float:
+    hours, price = _device_hours(spell), spell.start["price_per_device_hour"]
+    if hours and not price:
+        raise ValueError(f"session {spell.row['session']} of the run has no price: {NO_MONEY}")
+    return hours * price
+
+
+def _flops(spell: Spell) -> float:
+    return _all_flops(spell.row) - _reused(spell.row, "flops") if spell.event is Event.STEP else 0
+
+
+def _tokens(spell: Spell) -> float:
+    row = spell.row
+    return row["tokens"]["sampled"] - _reused(row, "sampled") if spell.event is Event.STEP else 0
+
+
+def _joules(spell: Spell) -> float:
+    if spell.event is Event.STEP and "joules" not in spell.row:
+        raise ValueError("the machine of the run does not tell its energy; count compute in something else")
+    return 0.0 if spell.evaluation else spell.row.get("joules", 0.0)
+
+
+AXES: Mapping[Axis, Callable[[Spell], float]] = {
+    Axis.DEVICE_HOURS: _device_hours,
+    Axis.HOURS: _hours,
+    Axis.FLOPS: _flops,
+    Axis.TOKENS: _tokens,
+    Axis.STEPS: lambda spell: 0.0,
+    Axis.MONEY: _money,
+    Axis.JOULES: _joules,
+}
+
+
+def priced(rows: Iterable[Row], price: float) -> list[Row]:
+    """The rows, with ``price`` for the sessions that have none."""
+    new = {"price_per_device_hour": price}
+    return [
+        {**row, **new} if row["event"] == Event.START and not row["price_per_device_hour"] else row
+        for row in rows
+    ]
+
+
+def spent(rows: Iterable[Row], axis: str) -> dict[int, float]:
+    """Compute up to the end of each step that counts, 0 before the first.
+
+    Everything is in it that training took: idle devices, loading, lost and repeated work; evaluation is not.
+    Raises ValueError in words where the ledger does not say.
+    """
+    found = {0: 0.0}
+    for spell, total in _running(rows, Axis(axis)):
+        if spell.event is Event.START:  # what was done beyond this step is about to be done again
+            found = {step: value for step, value in found.items() if step <= spell.row["step"]}
+        if spell.event is Event.STEP:
+            found[spell.row["step"]] = total
+    return found
+
+
+def _running(rows: Iterable[Row], axis: Axis) -> Iterator[tuple[Spell, float]]:
+    """What has been spent up to the end of each row."""
+    total: float = 0  # whole numbers stay whole
+    starts: list[Row] = []
+    for spell in spells(rows):
+        if spell.event is Event.START:
+            starts.append(spell.start)
+            if why := _uncountable(starts, axis):
+                raise ValueError(why)
+        if axis is Axis.STEPS:
+            total = float(spell.row["step"]) if spell.event in (Event.START, Event.STEP) else total
+        else:
+            total += AXES[axis](spell)
+        yield spell, total
+
+
+def _uncountable(starts: Sequence[Row], axis: Axis) -> str:
+    """Why sessions that began like this have no sum; empty where they have."""
+    first = starts[0]
+    if axis is not Axis.STEPS and first["step"]:
+        return (
+            f"the ledger of the run begins at step {first['step']}, and what was spent before is not in it; "
+            "count in steps"
+        )
+    if axis is Axis.MONEY and len(found := {row["currency"] for row in starts}) > 1:
+        return f"the run was paid in {' and '.join(sorted(found))}; count in device-hours"
+    if axis is Axis.JOULES and (why := _unlike(starts)):
+        return f"{why}; count in device-hours"
+    return ""
+
+
+def _unlike(starts: Sequence[Row]) -> str:
+    """How the sessions differ in what they have energy counters of; empty where they do not."""
+    told = [" and ".join(sorted(set(row.get("energy", ())))) or "nothing" for row in starts]
+    found = dict.fromkeys(told)
+    return f"energy was counted of {', later of '.join(found)}" if len(found) > 1 else ""
+
+
+def _all_flops(row: Row) -> int:
+    if "flops" not in row:
+        raise ValueError(
+            f"step {row['step']} of the run has no flops; use device-hours, hours, tokens or steps"
+        )
+    return sum(row["flops"].values())
+
+
+def _reused(row: Row, what: str) -> int:
+    return row.get("reused", {}).get(what, 0)
+
+
+# ---- sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Device seconds of a pool; they add up to its devices times wall seconds."""
+
+    busy: Mapping[str, float]  # by part
+    idle: float
+    lost: float  # work of killed processes that no row has
+
+    @property
+    def total(self) -> float:
+        return sum(self.busy.values()) + self.idle + self.lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """What evaluation took; all of it is in the sums of time and money, and in no compute."""
+
+    times: int = 0
+    seconds: float = 0.0
+    device_seconds: float = 0.0
+    tokens: int = 0  # sampled
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A whole ledger, added up. What no row has is None or not there."""
+
+    sessions: int
+    steps: int  # that count
+    repeated: int  # steps that were done again
+    wall: Mapping[str, float]  # seconds: steps, evaluation, saving, loading, between, lost
+    pools: Mapping[str, Pool]
+    tokens: Mapping[str, int]  # prefilled, sampled, drafted, accepted, injected, trained, trained_context
+    dropped: Mapping[str, int]  # sampled tokens that no step that counts has trained on, by reason; what may
+    # still be trained on is "pending" here and in ``wasted`` while the run goes on, and then "unused"
+    flops: Mapping[str, int]  # by part
+    useful: int | None
+    wasted: Mapping[str, int]  # by reason
+    evaluation: Evaluated
+    compute: Mapping[str, float]  # up to the last step, by axis
+    money: float | None  # of everything, evaluation too
+    currency: str
+    joules: float | None
+    notes: Sequence[str]
+
+    @property
+    def restarts(self) -> int:
+        return max(0, self.sessions - 1)
+
+
+def summary(rows: Iterable[Row]) -> Summary:
+    """The sums of a ledger. Pools add up to all device seconds, useful and wasted to all FLOPs of training,
+    trained and dropped tokens to all sampled ones."""
+    passed = list(spells(rows))
+    kept, again = _kept_and_repeated(passed)
+    every = [*kept, *again]
+    left = "unused" if passed and passed[-1].event is Event.END else "pending"
+    useful, wasted = _useful_and_wasted(kept, again, left)
+    tokens, dropped = _token_sums(kept, again, left)
+    return Summary(
+        sessions=sum(spell.event is Event.START for spell in passed),
+        steps=len(kept),
+        repeated=len(again),
+        wall=_wall(passed),
+        pools={name: _pool(passed, name) for name in _pool_names(passed)},
+        tokens=tokens,
+        dropped=dropped,
+        flops=_net(every, "flops", {"sample": "flops"}),
+        useful=useful,
+        wasted=wasted,
+        evaluation=_evaluated(passed),
+        compute=_compute(rows=[spell.row for spell in passed]),
+        money=_bill(passed),
+        currency=next((spell.start["currency"] for spell in passed), ""),
+        joules=_energy(passed),
+        notes=tuple(_notes(passed)),
+    )
+
+
+def _kept_and_repeated(passed: Sequence[Spell]) -> tuple[list[Row], list[Row]]:
+    """The step rows that count, and those whose step was, or has to be, done again."""
+    kept: dict[int, Row] = {}
+    again: list[Row] = []
+    for spell in passed:
+        step, event = spell.row.get("step", 0), spell.event
+        if event is Event.START:
+            again += [kept.pop(later) for later in [one for one in kept if one > step]]
+        elif event is Event.STEP:
+            again += [kept.pop(step)] if step in kept else []
+            kept[step] = spell.row
+    return list(kept.values()), again
+
+
+def _net(rows: Sequence[Row], key: str, reused: Mapping[str, str]) -> dict[str, int]:
+    """Sums by name below ``key``, without what a row has taken over from an earlier one of its step."""
+    sums: Counter[str] = Counter()
+    for row in rows:
+        sums.update({name: n for name, n in row.get(key, {}).items() if not isinstance(n, Mapping)})
+        sums.subtract({name: _reused(row, what) for name, what in reused.items() if name in row.get(key, {})})
+    return dict(sums)
+
+
+def _pending(kept: Sequence[Row], what: str, name: str) -> dict[str, int]:
+    """What was played ahead and not trained on, under ``name``; empty without any."""
+    count = sum(row.get("pending", {}).get(what, 0) for row in kept)
+    return {name: count} if count else {}
+
+
+def _useful_and_wasted(
+    kept: Sequence[Row], again: Sequence[Row], left: str
+) -> tuple[int | None, dict[str, int]]:
+    every = [*kept, *again]
+    if not all("flops" in row for row in every):
+        return None, {}
+    wasted = Counter[str](_pending(kept, "flops", left))
+    for row in kept:
+        wasted.update(row["wasted"])
+    if again:
+        wasted["repeated"] = sum(map(_all_flops, again)) - sum(_reused(row, "flops") for row in every)
+    return sum(row["useful"] for row in kept), dict(wasted)
+
+
+# paid for by whoever sampled first
+SAMPLED = ("prefilled", "sampled", "drafted", "accepted", "injected", "recomputed")
+
+
+def _token_sums(
+    kept: Sequence[Row], again: Sequence[Row], left: str
+) -> tuple[dict[str, int], dict[str, int]]:
+    every = [*kept, *again]
+    sums = _net(every, "tokens", {name: name for name in SAMPLED})
+    trained = _net(kept, "tokens", {})
+    sums = {name: n if name in SAMPLED else trained.get(name, 0) for name, n in sums.items()}
+    dropped = Counter[str](_pending(kept, "sampled", left))
+    for row in kept:
+        dropped.update(row["tokens"].get("dropped", {}))
+    if again:
+        spent_twice = sum(row["tokens"]["sampled"] for row in again)
+        dropped["repeated"] = spent_twice - sum(_reused(row, "sampled") for row in every)
+    return sums, dict(dropped)
+
+
+def _wall(passed: Sequence[Spell]) -> dict[str, float]:
+    own = {Event.STEP: "steps", Event.EVAL: "evaluation", Event.SAVE: "saving", Event.LOST: "lost"}
+    sums: dict[str, float] = dict.fromkeys(
+        ("steps", "evaluation", "saving", "loading", "between", "lost"), 0.0
+    )
+    for spell in passed:
+        sums[own.get(spell.event, "between")] += spell.seconds
+        sums["loading" if spell.event is Event.START else "between"] += spell.gap
+    return sums
+
+
+def _pool_names(passed: Sequence[Spell]) -> list[str]:
+    return list(
+        dict.fromkeys(name for spell in passed for name in [*devices_of(spell.start), *spell.devices])
+    )
+
+
+def _pool(passed: Sequence[Spell], name: str) -> Pool:
+    busy = Counter[str]()
+    idle = lost = 0.0
+    for spell in passed:
+        devices = spell.devices.get(name, 0)
+        told = spell.row.get("pools", {}).get(name, {}).get("busy", {})
+        parts = {part: devices * seconds for part, seconds in told.items()}
+        rest = devices * spell.seconds - sum(parts.values())
+        busy.update(parts)
+        idle += spell.gap * devices_of(spell.start).get(name, 0)
+        lost, idle = (lost + rest, idle) if spell.event is Event.LOST else (lost, idle + rest)
+    return Pool(busy=dict(busy), idle=idle, lost=lost)
+
+
+def _evaluated(passed: Sequence[Spell]) -> Evaluated:
+    found = [spell for spell in passed if spell.evaluation]
+    return Evaluated(
+        times=sum(spell.event is Event.EVAL for spell in found),
+        seconds=sum(spell.seconds for spell in found),
+        device_seconds=sum(spell.seconds * sum(spell.devices.values()) for spell in found),
+        tokens=sum(spell.row.get("tokens", {}).get("sampled", 0) for spell in found),
+        flops=sum(sum(spell.row.get("flops", {}).values()) for spell in found),
+    )
+
+
+def _compute(rows: Sequence[Row]) -> dict[str, float]:
+    """By every axis that the ledger tells; of the steps those that count, of the rest everything."""
+    found: dict[str, float] = {}
+    for axis in AXES:
+        with suppress(ValueError):
+            found[axis] = [0, *(total for _, total in _running(rows, axis))][-1]
+    return found
+
+
+def _bill(passed: Sequence[Spell]) -> float | None:
+    """The price of all device hours; None where there is none."""
+    if not passed or _no_bill(passed):
+        return None
+    return sum(spell.device_seconds() / 3600 * spell.start["price_per_device_hour"] for spell in passed)
+
+
+def _no_bill(passed: Sequence[Spell]) -> str:
+    """Why; empty where there is one."""
+    starts = [spell.start for spell in passed if spell.event is Event.START]
+    free = [str(row["session"]) for row in starts if not row["price_per_device_hour"]]
+    if len(currencies := {row["currency"] for row in starts}) > 1:
+        return f"it was paid in {' and '.join(sorted(currencies))}"
+    if not free:
+        return ""
+    whose = f"session {', '.join(free)}" if len(free) < len(starts) else "the run"
+    return f"the price of {whose} is not known (--price-per-device-hour gives one)"
+
+
+def _energy(passed: Sequence[Spell]) -> float | None:
+    """All joules that were told; None where a step has none, or not all sessions count the same."""
+    starts = [spell.start for spell in passed if spell.event is Event.START]
+    if _unlike(starts):
+        return None
+    if not all("joules" in spell.row for spell in passed if spell.event is Event.STEP):
+        return None
+    told = [spell.row["joules"] for spell in passed if "joules" in spell.row]
+    return sum(told) if told else None
+
+
+def _notes(passed: Sequence[Spell]) -> Iterator[str]:
+    starts = [spell.start for spell in passed if spell.event is Event.START]
+    if starts and starts[0]["step"]:
+        yield f"The ledger begins at step {starts[0]['step']}: what was spent before is not in these sums."
+    for row in starts:
+        if "clock_back" in row:
+            yield (
+                f"The clock of session {row['session']} was {row['clock_back']:.0f} s behind the last row "
+                "before it; no time is counted across sessions, so no sum depends on it."
+            )
+    if starts and (why := _no_bill(passed)):
+        yield f"There is no bill: {why}."
+    counted = sorted({kind for row in starts for kind in row.get("energy", ())})
+    if why := _unlike(starts):
+        yield f"There is no sum of energy: {why}."
+    elif counted:
+        yield f"Energy is that of {' and '.join(counted)}, whoever else used them."

@@ -1,0 +1,196 @@
+"""The writer of ledger.jsonl: one process, from when it takes up a run until it leaves it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ostinato.observe.ledger.life import Life, rows_of_the_killed
+from ostinato.observe.ledger.rows import Event, Row, end_of, read
+from ostinato.run import BEAT, RunFolder
+
+POOL = "local"  # of a run in one process: one pool that samples, grades and trains in turn
+SAMPLERS = "samplers"  # the pool that evaluates, where there are several
+
+
+class SteadyClock:
+    """Unix time that never goes back while the process lives, whatever is done to the machine's clock."""
+
+    def __init__(self) -> None:
+        self.started, self._zero = time.time(), time.perf_counter()
+
+    def __call__(self) -> float:
+        return self.started + time.perf_counter() - self._zero
+
+
+def new_life(folder: RunFolder, clock: SteadyClock) -> Life:
+    """The signs of life of this process, which began when ``clock`` did."""
+    return Life(folder.path / BEAT, clock, clock.started)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a process trains on, and what that costs."""
+
+    devices: int = 1
+    device: str = "cpu"  # its name
+    pools: Mapping[str, int] = field(default_factory=dict)  # devices of each; empty: all in one pool
+    price_per_device_hour: float = 0.0  # 0: not known
+    currency: str = "USD"
+    recipe: str = ""  # a hash of it
+    energy: Sequence[str] = ()  # what the meter has counters of
+
+    def __post_init__(self) -> None:
+        if self.pools and sum(self.pools.values()) != self.devices:
+            raise ValueError(
+                f"the pools {dict(self.pools)} are not the {self.devices} devices that are paid for"
+            )
+
+    @property
+    def by_pool(self) -> Mapping[str, int]:
+        return self.pools or {POOL: self.devices}
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """Writes the rows of one process. ``with ledger.session(step):`` around all of its work.
+
+    ``meter`` gives the joules that the machine has used since some moment, None where it cannot tell; a row
+    has those since the row before. ``clock`` was started when the process began; ``life`` tells of it, and
+    a ledger without one has its own.
+    """
+
+    folder: RunFolder
+    terms: Terms = Terms()
+    meter: Callable[[], float | None] = lambda: None
+    clock: SteadyClock = field(default_factory=SteadyClock)
+    life: Life | None = None
+    why: str = "done"  # what the end row will say, unless an exception ends the session
+
+    def __post_init__(self) -> None:
+        self._session, self._step, self._last = 0, 0, self.clock.started
+        self._part = "train"
+        self._joules: float | None = None
+        self._before: frozenset[tuple[int, int]] = frozenset()
+
+    @contextmanager
+    def session(self, step: int) -> Iterator[None]:
+        """From the start row, at finished step ``step``, to the end row; within a session, only itself. An
+        exception is named there by its ``why``, if it has one, or by its type.
+
+        Raises ValueError for a ledger that cannot be read to its end."""
+        if self._session:
+            yield
+            return
+        own = nullcontext(self.life) if self.life else new_life(self.folder, self.clock)
+        with own as life:
+            self._start(step, life)
+            try:
+                yield
+            except BaseException as error:
+                failed = f"failed: {type(error.__cause__ or error).__name__}"
+                with suppress(OSError):  # of a full disk the error itself tells
+                    self._end(getattr(error, "why", failed))
+                raise
+            self._end(self.why)
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """What an exception ends in the middle is lost: a row says how long it was, since the last one."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                lost = {"seconds": self.clock() - self._last, "at": self.clock(), "part": self._part}
+                self._append(Event.LOST, lost)
+            raise
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """What is lost in here is evaluation. An exception leaves it at that: ``work`` or the process that
+        resumes tells of it."""
+        self._part = "eval"
+        yield
+        self._part = "train"
+
+    def step(
+        self,
+        step: int,
+        seconds: float,
+        busy: Mapping[str, float],
+        work: Row,
+        by_pool: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        """A step took ``seconds``, of them ``busy`` by part, or ``by_pool`` and part where there are several;
+        ``work``: its tokens, FLOPs, useful, wasted."""
+        self._step = step
+        row = {"step": step, "seconds": seconds, "ended_at": self.clock()}
+        told = {POOL: busy} if by_pool is None else by_pool
+        self._append(Event.STEP, {**row, "pools": self._pools(seconds, told), **work})
+
+    def evaluation(self, step: int, set_name: str, seconds: float, work: Row) -> None:
+        """The policy of ``step`` was measured on the set."""
+        row = {"step": step, "set": set_name, "seconds": seconds, "ended_at": self.clock()}
+        busy = {SAMPLERS if self.terms.pools else POOL: {"eval": seconds}}
+        self._append(Event.EVAL, {**row, "pools": self._pools(seconds, busy), **work})
+
+    def saved(self, step: int, seconds: float) -> None:
+        self._append(Event.SAVE, {"step": step, "seconds": seconds, "ended_at": self.clock()})
+
+    @property
+    def coming(self) -> tuple[int, int]:
+        """(session, step) of the step row to come, which pays for what is sampled now."""
+        return self._session, self._step + 1
+
+    def has(self, row: tuple[int, int]) -> bool:
+        """Has an earlier process written this step row (``coming``, of that process)?"""
+        return row in self._before
+
+    def _start(self, step: int, life: Life) -> None:
+        rows, terms = read(self.folder), self.terms
+        self._before = frozenset((row["session"], row["step"]) for row in rows if row["event"] == Event.STEP)
+        start = {
+            "event": Event.START,
+            "at": self.clock(),
+            "process_started": self.clock.started,
+            "step": step,
+            "recipe": terms.recipe,
+            "pools": {
+                name: {"devices": devices, "device": terms.device} for name, devices in terms.by_pool.items()
+            },
+            "price_per_device_hour": terms.price_per_device_hour,
+            "currency": terms.currency,
+            "energy": list(terms.energy),
+        }
+        if more := list(rows_of_the_killed(rows, life.killed, start, self.clock())):
+            self.folder.ledger.append(*more)
+        back = max(map(end_of, rows), default=0.0) - self.clock.started
+        self._session = max((row["session"] for row in (*rows, *more)), default=0) + 1
+        self._step, life.killed = step, ()
+        self._append(Event.START, start | ({"clock_back": back} if back > 0 else {}))
+        life.part = lambda: self._part
+        life.beat()
+
+    def _end(self, why: str) -> None:
+        self._append(Event.END, {"at": self.clock(), "step": self._step, "why": why})
+
+    def _pools(self, seconds: float, busy: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+        """What each pool did with ``seconds``."""
+        parts = {name: dict(busy.get(name, {})) for name in self.terms.by_pool}
+        return {
+            name: {
+                "devices": devices,
+                "busy": parts[name],
+                "idle": max(0.0, seconds - sum(parts[name].values())),
+            }
+            for name, devices in self.terms.by_pool.items()
+        }
+
+    def _append(self, event: Event, row: Row) -> None:
+        now, before = self.meter(), self._joules
+        used = {} if now is None or before is None or event is Event.START else {"joules": now - before}
+        self._joules, self._last = now, self.clock()
+        self.folder.ledger.append({"event": event, "session": self._session, **row, **used})

@@ -1,0 +1,556 @@
+"""The numbers of the page that are no plots: header, held-out comparison, totals, waste, faults.
+
+Pure functions of a ``RunData``; every number leaves here as text with its unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ostinato.observe.ledger import Event
+from ostinato.observe.report.reading import Row, RunData, column, last_step, names_under, number, total
+
+Z95 = 1.959964  # two-sided 95 % of the normal distribution
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    name: str
+    note: str = ""
+    number: bool = True  # aligned to the right, never broken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    name: str
+    note: str  # unit and meaning
+    cells: tuple[Cell, ...]  # one for each column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    title: str
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean with its 95 % interval; None where there was too little data for one."""
+
+    value: float
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One line of the table: a held-out measure before (step 0) and after training."""
+
+    name: str
+    unit: str
+    before: str
+    after: str
+    change: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """The big number. ``before`` is None when step 0 was not evaluated, ``after`` when nothing later was."""
+
+    before: str | None
+    before_interval: str
+    after: str | None
+    after_interval: str
+    after_step: int
+    change: str
+    verdict: str  # one sentence
+    tone: str  # good, bad or plain
+    beside: tuple[str, ...]  # the other held-out figures, before and after
+
+
+def estimate(row: Row, name: str) -> Estimate | None:
+    """``pass@1``, ``pass@k`` or ``reward`` of a row of eval.jsonl."""
+    value = number(row, name)
+    error = number(row, "stderr" if name == "pass@1" else f"{name}_stderr")
+    if value is None or error is None:
+        return None if value is None else Estimate(value=value, interval=None)
+    if name == "reward":
+        return Estimate(value=value, interval=(value - Z95 * error, value + Z95 * error))
+    return Estimate(value=value, interval=wilson(value, error, number(row, "n") or 0))
+
+
+def wilson(value: float, error: float, n: float) -> tuple[float, float] | None:
+    """95 % score interval of a share (Wilson 1927), which holds at 0 and 1 too.
+
+    The standard error is over prompts: it is turned into the number of independent answers that would have
+    it. Where it is 0, all prompts being alike, that number is ``n``.
+    """
+    spread, variance = value * (1 - value), error**2
+    trials = max(1.0, spread / variance) if spread and variance else n
+    if trials <= 0:
+        return None
+    scale = 1 + Z95**2 / trials
+    middle = (value + Z95**2 / (2 * trials)) / scale
+    half = Z95 / scale * math.sqrt(spread / trials + (Z95 / (2 * trials)) ** 2)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def difference(before: Estimate, after: Estimate) -> Estimate:
+    """after - before; its interval from the two (Newcombe 1998, method 10) as if they were independent.
+
+    Both are measured on the same prompts with the same noise, so the true interval is usually narrower.
+    """
+    change = after.value - before.value
+    if before.interval is None or after.interval is None:
+        return Estimate(value=change, interval=None)
+    (low, high), (new_low, new_high) = before.interval, after.interval
+    down = math.hypot(after.value - new_low, high - before.value)
+    up = math.hypot(new_high - after.value, before.value - low)
+    return Estimate(value=change, interval=(change - down, change + up))
+
+
+def ends(data: RunData) -> tuple[Row | None, Row | None]:
+    """The held-out rows of step 0 and of the last step that was evaluated; None where there is none."""
+    return _ends(data.evals)
+
+
+def _ends(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
+    before = next((row for row in rows if row["step"] == 0), None)
+    after = rows[-1] if rows and rows[-1]["step"] > 0 else None
+    return before, after
+
+
+def headline(data: RunData) -> Headline:
+    """Held-out pass@1 before and after, and what to make of it."""
+    rows = ends(data)
+    before, after = (None if row is None else estimate(row, "pass@1") for row in rows)
+    change = difference(before, after) if before and after else None
+    verdict, tone = _verdict(change)
+    if change is None:
+        verdict = _missing(before, after)
+    return Headline(
+        before=None if before is None else f"{before.value:.3f}",
+        before_interval=_interval(before),
+        after=None if after is None else f"{after.value:.3f}",
+        after_interval=_interval(after),
+        after_step=last_step(data.evals),
+        change=_signed(change),
+        verdict=verdict,
+        tone=tone,
+        beside=tuple(f"{line.name} {line.before} → {line.after}" for line in _beside(data)),
+    )
+
+
+def _verdict(change: Estimate | None) -> tuple[str, str]:
+    if change is None or change.interval is None:
+        return "The change has no interval: too few prompts were judged.", "plain"
+    low, high = change.interval
+    if low > 0:
+        return "The policy improved: the 95 % interval of the change lies above 0.", "good"
+    if high < 0:
+        return "The policy got worse: the 95 % interval of the change lies below 0.", "bad"
+    return "No change can be told from chance: the 95 % interval of the change contains 0.", "plain"
+
+
+def _missing(before: Estimate | None, after: Estimate | None) -> str:
+    if before is None and after is None:
+        return "No held-out score has been measured in this run (eval.jsonl has none)."
+    if after is None:
+        return "Only the model before training has been measured so far."
+    return "There is nothing to compare with: the model before training was not measured (eval.at_start)."
+
+
+def _beside(data: RunData) -> list[Comparison]:
+    return [line for line in comparisons(data) if line.name in ("mean reward", "pass@1, greedy")]
+
+
+def comparisons(data: RunData) -> list[Comparison]:
+    """The table side by side with the baseline: the model at step 0, on the same prompts."""
+    before, after = ends(data)
+    row = after or before
+    if row is None:
+        return []
+    lines = [_compared("pass@1", "share of prompts", before, after, "pass@1")]
+    if (k := number(row, "k") or 1) > 1:
+        lines.append(_compared(f"pass@{k:.0f}", "share of prompts", before, after, "pass@k"))
+    lines.append(_compared("mean reward", "per answer", before, after, "reward"))
+    if data.greedy:
+        unit = "share of prompts, one answer at temperature 0"
+        lines.append(_compared("pass@1, greedy", unit, *_ends(data.greedy), "pass@1"))
+        unit = "per answer, at temperature 0"
+        lines.append(_compared("mean reward, greedy", unit, *_ends(data.greedy), "reward"))
+    plain = (
+        ("answer length", "tokens, mean", "completions/mean_length", "{:.1f}", 1.0),
+        ("truncated", "share of answers", "completions/clipped_ratio", "{:.3f}", 1.0),
+    )
+    lines += [_plain(*line, before, after) for line in plain]
+    return lines
+
+
+def _compared(name: str, unit: str, before: Row | None, after: Row | None, key: str) -> Comparison:
+    old, new = (None if row is None else estimate(row, key) for row in (before, after))
+    change = difference(old, new) if old and new else None
+    return Comparison(name=name, unit=unit, before=_full(old), after=_full(new), change=_signed(change))
+
+
+def _plain(
+    name: str, unit: str, key: str, form: str, scale: float, before: Row | None, after: Row | None
+) -> Comparison:
+    old, new = (None if row is None else number(row, key) for row in (before, after))
+    change = "" if old is None or new is None else form.replace("{:", "{:+").format((new - old) * scale)
+    old_text, new_text = (
+        NOT_MEASURED if value is None else form.format(value * scale) for value in (old, new)
+    )
+    return Comparison(name=name, unit=unit, before=old_text, after=new_text, change=change)
+
+
+def _full(value: Estimate | None) -> str:
+    return NOT_MEASURED if value is None else f"{value.value:.3f} {_interval(value)}".strip()
+
+
+def _interval(value: Estimate | None) -> str:
+    if value is None or value.interval is None:
+        return ""
+    low, high = value.interval
+    return f"[{low:.3f}, {high:.3f}]"
+
+
+def _signed(value: Estimate | None) -> str:
+    if value is None:
+        return ""
+    if value.interval is None:
+        return f"{value.value:+.3f}"
+    return f"{value.value:+.3f} [{value.interval[0]:+.3f}, {value.interval[1]:+.3f}]"
+
+
+def protocol(data: RunData) -> str:
+    """How the held-out score was measured, in one sentence; empty without an evaluation."""
+    if not data.evals:
+        return ""
+    row = data.evals[-1]
+    samples = number(row, "samples") or 1
+    temperature = data.setting("eval.temperature")
+    how = (
+        "" if temperature is None else " greedily" if temperature == 0 else f" at temperature {temperature:g}"
+    )
+    excluded = number(row, "excluded") or 0
+    left_out = f" {excluded:.0f} prompts without enough verdicts are left out." if excluded else ""
+    return (
+        f"{number(row, 'n') or 0:.0f} held-out prompts (split {row.get('split', '?')}), "
+        f"{samples:.0f} {'answer' if samples == 1 else 'answers'} each{how}; the same prompts and the same "
+        "noise at every step. Brackets are 95 % intervals over prompts; that of a change treats the two as "
+        f"independent, which overstates it.{left_out}{_exported(data)}"
+    )
+
+
+def _exported(data: RunData) -> str:
+    """What the policy is worth with the weights that it is exported for, where the sampler has others."""
+    if data.exported is None:
+        return ""
+    score, step = _full(estimate(data.exported, "pass@1")), data.exported.get("step")
+    return (
+        f" These are scores of the sampler, whose weights are {data.evals[-1].get('weights')}; with the "
+        f"model's own, as it is exported, the policy of step {step} has pass@1 {score}."
+    )
+
+
+def status(data: RunData, now: datetime) -> tuple[str, str]:
+    """(how far the run came, tone). Whether an unfinished run still goes cannot be known from its files."""
+    planned, done = data.setting("trainer.steps"), last_step(data.metrics)
+    if planned is not None and done >= planned:
+        return f"finished, {done} steps", "good"
+    of = f" of {planned}" if planned is not None else ""
+    ended = _ended_at(data)
+    ago = (
+        f"; the last one ended {seconds_text((now - ended).total_seconds())} before this report"
+        if ended
+        else ""
+    )
+    return (f"{done}{of} steps{ago}" if done else f"no step of {planned or '?'} done yet"), "open"
+
+
+def _ended_at(data: RunData) -> datetime | None:
+    ends = [number(row, "ended_at") for row in data.ledger if row["event"] == Event.STEP]
+    at = ends[-1] if ends else None
+    return None if at is None else datetime.fromtimestamp(at, UTC)
+
+
+def header(data: RunData) -> list[Fact]:
+    """What was run: model, algorithm, task, when, where, with which versions."""
+    adapter = data.setting("adapter.kind", "?")
+    if adapter == "lora":
+        targets = ", ".join(data.setting("adapter.targets", ()))
+        adapter = f"LoRA rank {data.setting('adapter.rank', '?')} on {targets}"
+    elif adapter == "full":
+        adapter = "all parameters"
+    sizes = (
+        f"{data.setting('rollout.prompts_per_step', '?')} prompts x {data.setting('rollout.group_size', '?')}"
+    )
+    return [
+        Fact(
+            name="Model",
+            value=str(data.setting("model.path", "?")),
+            note=str(data.setting("model.dtype", "")),
+        ),
+        Fact(name="Trained", value=adapter),
+        Fact(name="Algorithm", value=str(data.setting("algo.name", "?")), note=_overrides(data)),
+        Fact(name="Task", value=str(data.setting("task.source", "?")), note=_rewards(data)),
+        Fact(
+            name="Step",
+            value=f"{sizes} answers",
+            note=f"≤ {data.longest_answer} each",
+        ),
+        Fact(name="Seed", value=str(data.setting("seed", "?"))),
+        Fact(name="When", value=_when(data)),
+        *_machine(data),
+    ]
+
+
+def _overrides(data: RunData) -> str:
+    algo = data.setting("algo", {})
+    return ", ".join(f"{key}={value}" for key, value in algo.items() if key != "name")
+
+
+def _rewards(data: RunData) -> str:
+    names = data.setting("reward.functions", ())
+    return f"reward: {', '.join(names)}" if names else ""
+
+
+def _when(data: RunData) -> str:
+    ended = _ended_at(data)
+    first = number(data.ledger[0], "process_started") if data.ledger else None
+    if ended is None or first is None:
+        return "no step has ended yet"
+    started = datetime.fromtimestamp(first, UTC)
+    same_day = started.date() == ended.date()
+    return f"{started:%Y-%m-%d %H:%M} to {ended:{'%H:%M' if same_day else '%Y-%m-%d %H:%M'}} UTC"
+
+
+def _machine(data: RunData) -> list[Fact]:
+    if not data.starts:
+        return [Fact(name="Machine", value="not recorded by this run")]
+    last = data.starts[-1]
+    resumed = f"started {len(data.starts)} times" if len(data.starts) > 1 else ""
+    return [
+        Fact(name="Machine", value=str(last.get("machine", "?")), note=resumed),
+        Fact(name="Versions", value=str(last.get("versions", "?"))),
+    ]
+
+
+def totals(data: RunData) -> list[Fact]:
+    """What the run cost, from the totals of the last row (they outlive a resume)."""
+    if not data.metrics:
+        return []
+    last = data.metrics[-1]
+    sampled, trained = number(last, "total/sampled_tokens"), number(last, "total/trained_tokens")
+    seconds = number(last, "total/seconds")
+    facts = [Fact(name="steps", value=f"{last_step(data.metrics)}")]
+    if seconds is not None:
+        facts.append(
+            Fact(name="in steps", value=seconds_text(seconds), note="wall time, evaluations not counted")
+        )
+    if sampled is not None:
+        facts.append(Fact(name="tokens sampled", value=si(sampled)))
+    if sampled and trained is not None:
+        facts.append(Fact(name="of them trained on", value=f"{trained / sampled:.0%}"))
+    useful, wasted = number(last, "total/useful_flops"), number(last, "total/wasted_flops")
+    if useful is not None and wasted is not None and useful + wasted > 0:
+        note = f"{si(useful)}FLOP of {si(useful + wasted)}FLOP, by the model's shapes"
+        facts.append(Fact(name="of FLOPs useful", value=f"{useful / (useful + wasted):.0%}", note=note))
+    if seconds and sampled is not None:
+        facts.append(Fact(name="tokens/s", value=si(sampled / seconds), note="sampled, over whole steps"))
+    return facts
+
+
+def best_score(data: RunData) -> tuple[int, Estimate] | None:
+    """The step with the highest held-out pass@1, the first of equals."""
+    scores = [(int(row["step"]), score) for row in data.evals if (score := estimate(row, "pass@1"))]
+    return max(scores, key=lambda item: item[1].value, default=None)
+
+
+def collapse(data: RunData) -> Row | None:
+    """The first alarm of the stability watch that is a collapse."""
+    return next((alarm for alarm in data.alarms if alarm.get("collapse")), None)
+
+
+def milestones(data: RunData) -> list[Fact]:
+    """The best step, and the one in which the run collapsed, if it did."""
+    found = []
+    if (best := best_score(data)) is not None:
+        step, score = best
+        note = f"pass@1 {score.value:.3f} {_interval(score)}".strip()
+        found.append(Fact(name="best score", value=f"step {step}", note=note))
+    if (alarm := collapse(data)) is not None:
+        note = f"{alarm.get('rule', '?')}, since step {alarm.get('since', '?')}"
+        found.append(Fact(name="collapse", value=f"step {alarm['step']:.0f}", note=note))
+    return found
+
+
+def marked_steps(data: RunData) -> list[tuple[int, str]]:
+    """What milestones are called in the plots over steps; a best step that is the last needs no mark."""
+    best, alarm = best_score(data), collapse(data)
+    found = [(best[0], "best")] if best is not None and 0 < best[0] < last_step(data.metrics) else []
+    return [*found, *([(int(alarm["step"]), "collapse")] if alarm else [])]
+
+
+WASTE = {
+    "zero_variance": "all siblings got the same reward, so the group was dropped",
+    "zero_advantage": "the reward equals its baseline: no gradient",
+    "truncated": "cut off at the length limit and masked by the algorithm",
+    "failed": "the episode ended in an error",
+    "no_verdict": "the reward gave no verdict",
+    "prompt_too_long": "the prompt left no room for an answer",
+    "too_few_episodes": "too many siblings ended in an error",
+    "too_few_verdicts": "too few siblings got a verdict",
+    "no_routes": "recorded no expert routes, while others did",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """A line of a table of counters."""
+
+    name: str
+    meaning: str
+    count: str
+    share: str
+    steps: str  # when it happened
+    zero: bool
+
+
+def waste(data: RunData) -> list[Count]:
+    """Sampled tokens that no step trained on, by reason; "trained on" comes first."""
+    rows = data.metrics
+    sampled = total(rows, "tokens/sampled")
+    if not sampled:
+        return []
+    used = _count(rows, "tokens/trained", "trained on", "took part in a gradient", sampled)
+    reasons = names_under(rows, "tokens/wasted/")
+    lost = [_count(rows, f"tokens/wasted/{name}", name, WASTE.get(name, ""), sampled) for name in reasons]
+    return [used, *sorted(lost, key=lambda line: -float(total(rows, f"tokens/wasted/{line.name}")))]
+
+
+EVENTS = {
+    "reward_workers": "in the processes that run rewards",
+    "rewards": "in one reward function, by answers",
+    "tools": "in the tools of episodes",
+}
+
+
+def _events(rows: Sequence[Row]) -> list[str]:
+    """The counters of graders and tools in the rows: their keys stand beside the means of rewards."""
+    keys = {key for row in rows for key in row if key.partition("/")[0] in EVENTS}
+    return sorted(key for key in keys if key.rpartition("/")[2] not in ("mean", "std", "calls"))
+
+
+def faults(data: RunData) -> list[Count]:
+    """What went wrong, by name. A count of 0 is said, not left out."""
+    rows = data.metrics
+    if not rows:
+        return []
+    trajectories, groups = total(rows, "rollout/trajectories"), total(rows, "rollout/groups")
+    lines = [
+        _count(rows, "rollout/failed", "episodes failed", "ended in an error, not trained on", trajectories)
+    ]
+    lines.append(
+        _count(rows, "rollout/no_verdict", "answers without a verdict", "never scored as 0", trajectories)
+    )
+    lines += [
+        _count(rows, f"faults/{name}", f"fault: {name}", "", trajectories)
+        for name in names_under(rows, "faults/")
+    ]
+    lines += [_count(rows, key, f"event: {key}", EVENTS[key.partition("/")[0]], 0) for key in _events(rows)]
+    lines.append(_count(rows, "groups/dropped", "groups dropped", "not trained on", groups))
+    lines += [
+        _count(rows, f"groups/dropped/{name}", f"dropped: {name}", WASTE.get(name, ""), groups)
+        for name in names_under(rows, "groups/dropped/")
+    ]
+    lines.append(
+        _count(rows, "refused_step", "steps refused", "a loss or gradient was not finite", len(rows))
+    )
+    lines.append(_count(rows, "empty_step", "steps with nothing to learn", "no sample was left", len(rows)))
+    return lines
+
+
+def _count(rows: Sequence[Row], key: str, name: str, meaning: str, of: float) -> Count:
+    count = total(rows, key)
+    when = [int(row["step"]) for row, value in zip(rows, column(rows, key), strict=True) if value]
+    return Count(
+        name=name,
+        meaning=meaning,
+        count=f"{count:,.0f}",
+        share=_share(count, of),
+        steps=steps_text(when),
+        zero=not count,
+    )
+
+
+def _share(count: float, of: float) -> str:
+    """Percent; what is not 0 does not look like 0."""
+    if not of:
+        return ""
+    return "< 0.1 %" if 0 < count / of < 0.001 else f"{100 * count / of:.1f} %"
+
+
+def steps_text(steps: Sequence[int], most: int = 3) -> str:
+    """ "3, 7, 9 to 12 and 4 more up to 61"; empty without steps."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][-1] + 1:
+            spans[-1].append(step)
+        else:
+            spans.append([step])
+    shown = ", ".join(f"{s[0]} to {s[-1]}" if len(s) > 2 else ", ".join(map(str, s)) for s in spans[:most])
+    more = sum(len(span) for span in spans[most:])
+    return f"{shown} and {more} more up to {steps[-1]}" if more else shown
+
+
+def seconds_text(seconds: float) -> str:
+    """ "8.2 s", "4 min 05 s", "3 h 20 min", "2 d 04 h"."""
+    if seconds < 59.95:
+        return f"{max(0.0, seconds):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02d} h"
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def figure_text(value: float | None) -> str:
+    """Three digits: "1.79e-5", "0.0121", "1,240"; "-" for what is not known."""
+    if value is None:
+        return "-"
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size and size < 1e-3:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    return f"{value:.3g}" if not 0.9 < size < 1 else f"{value:.5f}".rstrip("0").rstrip(".")
+
+
+def si(value: float) -> str:
+    """Three digits and an SI letter: "812", "81.2 k", "1.23 P"."""
+    for letter, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g} {letter}"
+    return f"{value:.3g}"

@@ -1,0 +1,216 @@
+"""A run folder as plain rows. What is damaged is left out and named; what is missing is empty."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ostinato.inputs import parse_json, parse_toml
+from ostinato.observe.ledger import checked
+from ostinato.observe.timeline import Span, coarse
+from ostinato.run import GREEDY_SET, MAIN_SET, Jsonl, RunFolder
+
+Row = Mapping[str, Any]
+
+ENDS = 20_000  # spans at either end of a timeline that are read as they are
+BETWEEN = 60_000  # that are left of those between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunData:
+    """All of a run but its trajectories."""
+
+    name: str
+    recipe_text: str
+    recipe: Mapping[str, Any]  # the tree of the recipe; empty when it could not be read
+    metrics: Sequence[Row]  # one per finished step, in order
+    evals: Sequence[Row]  # of the main set and the run's own sampler, one per step, in order
+    exported: Row | None = None  # the last one with the model's weights, where the sampler has others
+    greedy: Sequence[Row] = ()  # of the main set at temperature 0, one per step, in order
+    downstream: Mapping[str, Sequence[Row]] = field(default_factory=dict)  # of the other sets, each in order
+    forecasts: Sequence[Row] = ()  # one per evaluation that was looked ahead from, in order
+    ledger: Sequence[Row]  # in order, all events
+    drafts: Sequence[Row] = ()  # one per step of a run that drafted, in order
+    mismatch: Sequence[Row] = ()  # one per step in which sampler and trainer were compared in full, in order
+    alarms: Sequence[Row] = ()  # of the stability watch, in order
+    failed: Sequence[Row] = ()  # one per step or evaluation and reward function that failed there, in order
+    spans: Sequence[Span] = ()  # what workers did and when; between the ends of a long run, the less detailed
+    starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
+    plan: Row = field(default_factory=dict)  # what was planned, where the run was planned (plan.json)
+    weighed: Sequence[Row] = ()  # what the run has become against its plan, at checkpoints, in order
+    damage: Sequence[str]  # one sentence per file that could not be read to its end
+
+    def setting(self, dotted: str, default: Any = None) -> Any:
+        """A value of the recipe, e.g. "trainer.steps"."""
+        value: Any = self.recipe
+        for key in dotted.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+    @property
+    def longest_answer(self) -> str:
+        """What cuts an answer off, as the recipe says it."""
+        if after := self.setting("rollout.interrupt_after"):
+            return (
+                f"{after[1]} tokens of thinking and {self.setting('rollout.answer_tokens', '?')} behind them"
+            )
+        return f"{self.setting('rollout.max_tokens', '?')} tokens"
+
+
+def read_run(run: RunFolder) -> RunData:
+    """Read what is there. Raises nothing for a run that is going on, was killed, or has damaged logs."""
+    damage: list[str] = []
+    text = run.recipe.read_text(encoding="utf-8", errors="replace") if run.recipe.is_file() else ""
+    try:
+        recipe = parse_toml(text)
+    except ValueError as error:
+        recipe = {}
+        damage.append(f"{run.recipe.name} cannot be read: {error}.")
+    evals = _rows(run.eval, damage)
+    sets = [row.get("set", MAIN_SET) for row in evals]
+    others = {
+        name: _by_step([row for row, has in zip(evals, sets, strict=True) if has == name])
+        for name in dict.fromkeys(sets)
+        if name not in (MAIN_SET, GREEDY_SET)
+    }
+    return RunData(
+        name=run.path.resolve().name,
+        recipe_text=text,
+        recipe=recipe,
+        metrics=_by_step(_rows(run.metrics, damage)),
+        **main_scores(evals, recipe),
+        downstream={str(name): rows for name, rows in others.items() if rows},
+        forecasts=_by_step(_rows(run.forecast, damage)),
+        ledger=_rows(run.ledger, damage, checked),
+        drafts=_by_step(_rows(run.drafts, damage)),
+        mismatch=_by_step(_rows(Jsonl(run.path / "mismatch.jsonl"), damage)),
+        alarms=[row for row in _rows(run.watch, damage) if number(row, "step") is not None],
+        failed=_rows(run.failed, damage),
+        spans=thinned(_spans(run.timeline, damage)),
+        starts=_rows(Jsonl(run.path / "starts.jsonl"), damage),
+        plan=_object(run.path / "plan.json", damage),
+        weighed=_by_step(_rows(run.replan, damage)),
+        damage=damage,
+    )
+
+
+def main_scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
+    """``evals``, ``exported`` and ``greedy`` of a ``RunData``, from rows of eval.jsonl: one set, split and
+    kind of weights."""
+    greedy = _by_step([row for row in rows if row.get("set") == GREEDY_SET])
+    rows = [row for row in rows if row.get("set", MAIN_SET) == MAIN_SET]
+    splits = [row.get("split") for row in rows]
+    wanted = recipe.get("eval", {}).get("split")
+    split = wanted if wanted in splits or not splits else splits[0]
+    rows = [row for row in rows if row.get("split") == split]
+    kinds = [row.get("weights", "model") for row in rows]
+    wanted = recipe.get("engine", {}).get("weights")
+    kind = wanted if wanted in kinds else next(iter(kinds), "model")
+    sampler, exact = (
+        [row for row, has in zip(rows, kinds, strict=True) if has == one] for one in (kind, "model")
+    )
+    exported = exact[-1] if exact and kind != "model" else None
+    return {"evals": _by_step(sampler), "exported": exported, "greedy": greedy}
+
+
+def _object(path: Path, damage: list[str]) -> Row:
+    """The object in a JSON file; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = parse_json(path.read_bytes(), surrogates=True)
+    except (OSError, ValueError) as error:
+        damage.append(f"{path.name} cannot be read: {error}.")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _rows(
+    log: Jsonl, damage: list[str], read: Callable[[Jsonl], Iterator[Row]] = lambda log: log.rows()
+) -> list[Row]:
+    """The rows up to the first broken line; a torn last line is the ordinary end of a killed run."""
+    rows: list[Row] = []
+    iterator = read(log)
+    try:
+        for row in iterator:
+            if isinstance(row, dict):
+                rows.append(row)
+    except ValueError as error:
+        damage.append(f"{error}; this report ends there.")
+    return rows
+
+
+def _spans(log: Jsonl, damage: list[str]) -> Iterator[Span]:
+    """The spans up to the first row that is none."""
+    try:
+        for row in log.rows():
+            yield Span.of(row)
+    except (ValueError, KeyError, TypeError) as error:
+        damage.append(f"{log.path.name} has a row that is no span ({error!r}); the timeline ends there.")
+
+
+def thinned(spans: Iterable[Span], ends: int = ENDS, between: int = BETWEEN) -> list[Span]:
+    """All spans where they are few; else those at both ends as they are, and ``between`` them fewer that come
+    to the same seconds (``timeline.coarse``)."""
+    rest = iter(spans)
+    head, tail = list(islice(rest, ends)), deque[Span]()
+    middle, grain = list[Span](), 0.05
+    for span in rest:
+        tail.append(span)
+        if len(tail) > ends:
+            middle.append(tail.popleft())
+        while len(middle) > 2 * between:
+            middle, grain = coarse(middle, grain), 2 * grain
+    return [*head, *middle, *tail]
+
+
+def _by_step(rows: Sequence[Row]) -> list[Row]:
+    """In order of steps; of rows for the same step the last one."""
+    numbered = {int(step): row for row in rows if (step := number(row, "step")) is not None}
+    return [numbered[step] for step in sorted(numbered)]
+
+
+def number(row: Row, name: str) -> float | None:
+    """A finite value of a row; None for what is missing, null or no number."""
+    value = row.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """The finite values of a row, by name."""
+    return {name: value for name in row if (value := number(row, name)) is not None}
+
+
+def column(rows: Sequence[Row], name: str) -> list[float | None]:
+    return [number(row, name) for row in rows]
+
+
+def total(rows: Sequence[Row], name: str) -> float:
+    return sum(value for value in column(rows, name) if value is not None)
+
+
+def mean(rows: Sequence[Row], name: str) -> float | None:
+    """Over the rows that have a value; None when none has."""
+    values = [value for value in column(rows, name) if value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def names_under(rows: Sequence[Row], prefix: str) -> list[str]:
+    """What follows ``prefix`` in the keys of any row, sorted."""
+    return sorted({key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix)})
+
+
+def first_step(rows: Sequence[Row]) -> int:
+    return int(rows[0]["step"])
+
+
+def last_step(rows: Sequence[Row]) -> int:
+    """Of the last row; 0 without rows."""
+    return int(rows[-1]["step"]) if rows else 0

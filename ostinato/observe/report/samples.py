@@ -1,0 +1,249 @@
+"""The trajectories that go into the page: one deflated chunk per group, opened only when it is looked at.
+
+A page has a budget of bytes. Each recorded step gets its first group before any gets its second, the first
+and the last step before those between; what is left out is counted and said, and stays in the run folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.observe.report.reading import Row
+from ostinato.render import Renderer
+from ostinato.routes import routes_from_json
+from ostinato.run import JsonlZst, to_json
+
+BUDGET_BYTES = 6_000_000  # of all chunks, as base64
+GROUPS_PER_STEP = 32
+TOKENS_PER_ANSWER = 2048  # shown one by one
+CHARACTERS = 20_000  # of a prompt, a tool's reply or a column
+PREVIEW = 72  # characters of a prompt in the list
+
+_BROKEN = "\ufffd"  # what a part of a UTF-8 character decodes to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A group: what the list shows of it, and base64 of the deflated JSON of the rest."""
+
+    step: int
+    uid: str
+    preview: str
+    rewards: tuple[float | None, ...]
+    cut_tokens: int  # of overlong answers, not in data
+    data: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """``recorded`` and ``shown`` count trajectories; ``damage`` is a sentence, empty for a whole log."""
+
+    chunks: tuple[Chunk, ...]
+    recorded: int
+    damage: str
+
+    @property
+    def shown(self) -> int:
+        return sum(len(chunk.rewards) for chunk in self.chunks)
+
+    @property
+    def cut_tokens(self) -> int:
+        return sum(chunk.cut_tokens for chunk in self.chunks)
+
+
+def pack_samples(log: JsonlZst, renderer: Renderer | None, *, budget: int = BUDGET_BYTES) -> Samples:
+    """Read the log once and keep what fits. Damage ends the reading and is named, not raised."""
+    pieces = Pieces(renderer) if renderer else None
+    by_step: dict[int, list[Chunk]] = {}
+    most = _groups_per_step(log, budget)
+    recorded, held = 0, 0
+    damage: list[str] = []
+    for rows in _groups(_whole(log, damage)):
+        recorded += len(rows)
+        chunks = by_step.setdefault(int(rows[0]["step"]), [])
+        if len(chunks) < most:
+            chunks.append(_chunk(rows, pieces))
+            held += len(chunks[-1].data)
+        if held > 4 * budget:  # a long run is thinned as it is read
+            by_step = choose(by_step, 2 * budget)
+            held = sum(len(chunk.data) for chunks in by_step.values() for chunk in chunks)
+    kept = choose(by_step, budget)
+    chunks = tuple(chunk for step in sorted(kept) for chunk in kept[step])
+    return Samples(chunks=chunks, recorded=recorded, damage="".join(damage))
+
+
+def _groups_per_step(log: JsonlZst, budget: int) -> int:
+    """A chunk is about as large as its group in the log: of a long log only a part has to become chunks."""
+    size = log.path.stat().st_size if log.path.exists() else 0
+    return GROUPS_PER_STEP if size <= budget else max(1, round(GROUPS_PER_STEP * 2 * budget / size))
+
+
+def choose(by_step: Mapping[int, Sequence[Chunk]], budget: int) -> dict[int, list[Chunk]]:
+    """As many chunks as fit into ``budget`` bytes, spread over the steps; one is kept in any case."""
+    order = [sorted(by_step)[index] for index in spread(len(by_step))]
+    rounds = max((len(chunks) for chunks in by_step.values()), default=0)
+    kept: dict[int, list[Chunk]] = {step: [] for step in by_step}
+    left, empty = budget, True
+    for turn in range(rounds):
+        for step in order:
+            if turn < len(by_step[step]):
+                chunk = by_step[step][turn]
+                if len(chunk.data) <= left or empty:
+                    kept[step].append(chunk)
+                    left, empty = left - len(chunk.data), False
+    return {step: chunks for step, chunks in kept.items() if chunks}
+
+
+def spread(n: int) -> list[int]:
+    """0 to n - 1: the ends, then the middle, then the middles of the halves ...
+
+    >>> spread(5)
+    [0, 4, 2, 1, 3]
+    """
+    order = list(dict.fromkeys([0, n - 1]))[:n]
+    gaps = [(0, n - 1)]
+    while gaps:
+        low, high = gaps.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return order
+
+
+def _whole(log: JsonlZst, damage: list[str]) -> Iterator[Row]:
+    """The rows up to where the log is damaged."""
+    import zstandard
+
+    try:
+        yield from log.rows()
+    except (ValueError, zstandard.ZstdError) as error:
+        damage.append(f"{log.path.name} is damaged ({error}); later samples are not shown.")
+
+
+def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Siblings stand together in the log; a new group begins with another prompt or with its sample 0."""
+    group: list[Row] = []
+    for row in rows:
+        same = group and (row["step"], row["uid"]) == (group[0]["step"], group[0]["uid"])
+        if group and (not same or row["sample"] <= group[-1]["sample"]):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+def _chunk(rows: Sequence[Row], pieces: Pieces | None) -> Chunk:
+    first = rows[0]
+    answers, cuts = zip(*(_answer(row, pieces) for row in rows), strict=True)
+    columns = {name: _clip(_text(value)) for name, value in (first.get("columns") or {}).items()}
+    prompt = first["prompt"]
+    messages = (
+        [{"role": "", "content": _clip(prompt)}]
+        if isinstance(prompt, str)
+        else [{"role": str(m.get("role", "")), "content": _clip(_text(m.get("content")))} for m in prompt]
+    )
+    content = {"messages": messages, "columns": columns, "answers": answers}
+    plain = to_json(content).encode()
+    return Chunk(
+        step=int(first["step"]),
+        uid=str(first["uid"]),
+        preview=" ".join(messages[-1]["content"].split())[:PREVIEW] if messages else "",
+        rewards=tuple(row.get("reward") for row in rows),
+        cut_tokens=sum(cuts),
+        data=base64.b64encode(zlib.compress(plain, 4)).decode(),
+    )
+
+
+def _answer(row: Row, pieces: Pieces | None) -> tuple[dict[str, Any], int]:
+    """(what the page shows of a trajectory, how many of its tokens are cut)."""
+    turns, left, cut = [], TOKENS_PER_ANSWER, 0
+    for turn in row["turns"]:
+        turns.append(_turn(turn, pieces, left))
+        cut += max(0, len(turn["tokens"]) - left)
+        left = max(0, left - len(turn["tokens"]))
+    plain = {key: row.get(key) for key in ("sample", "seed", "stop", "error", "reward", "reason", "parts")}
+    return {**plain, "turns": turns}, cut
+
+
+def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str, Any]:
+    """Arrays of the first ``most`` tokens. Log-probabilities with three decimals, equal versions once,
+    experts as one flat list of layers x top_k per token; ``injected`` are the places of tokens that were put
+    in and not sampled, which have no log-probability and the version of the token before."""
+    tokens, injected = turn["tokens"], turn.get("injected") or []
+    put_in, versions = set(injected), _of_sampled(turn["versions"])
+    packed = turn.get("experts")  # a list in runs of before routes were packed: not shown
+    experts = routes_from_json(packed) if isinstance(packed, Mapping) else None
+    return {
+        "num_tokens": len(tokens),
+        "num_context": len(turn["context"]),
+        "context": _clip(pieces.text(turn["context"])) if pieces else None,
+        "tokens": tokens[:most],
+        "pieces": pieces.split(tokens[:most]) if pieces else None,
+        "logprobs": [
+            None if value is None or place in put_in else round(value, 3)
+            for place, value in enumerate(turn["logprobs"][:most])
+        ],
+        "injected": [place for place in injected if place < most],
+        "versions": versions[:1] if len(set(versions)) == 1 else versions[:most],
+        "experts": experts[:most].ravel().tolist() if experts is not None else None,
+        "routing": list(experts.shape[1:]) if experts is not None else None,  # [moe_layers, top_k]
+        "text": _clip(turn["text"]),
+        "stop": turn["stop"],
+    }
+
+
+def _of_sampled(versions: Sequence[int]) -> list[int]:
+    """-1, which stands at tokens that no policy sampled, becomes the version before it."""
+    told: list[int] = []
+    for version in versions:
+        told.append(told[-1] if version < 0 and told else version)
+    return told
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _clip(text: str) -> str:
+    more = len(text) - CHARACTERS
+    return text if more <= 0 else f"{text[:CHARACTERS]} … ({more:,} more characters in the run folder)"
+
+
+class Pieces:
+    """The text of each token of a sequence, so that the pieces join to the text of the whole."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._decode = renderer.decode
+        self._anchor = [int(token) for token in renderer.encode("a")]  # decoders trim what stands first
+        self._known: dict[int, str] = {}
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self._decode(tokens, skip_special=False)
+
+    def split(self, tokens: Sequence[int]) -> list[str]:
+        """One string per token. A character of several tokens stands at the first; the others are empty."""
+        pieces = [self._alone(token) for token in tokens]
+        start = 0
+        while start < len(tokens):
+            stop = start
+            while stop < len(tokens) and _BROKEN in pieces[stop]:
+                stop += 1
+            if stop - start > 1:
+                pieces[start:stop] = [self._behind_anchor(tokens[start:stop]), *[""] * (stop - start - 1)]
+            start = max(stop, start + 1)
+        return pieces
+
+    def _alone(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._behind_anchor([token])
+        return self._known[token]
+
+    def _behind_anchor(self, tokens: Sequence[int]) -> str:
+        return self.text([*self._anchor, *tokens])[len(self.text(self._anchor)) :]

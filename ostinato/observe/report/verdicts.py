@@ -1,0 +1,56 @@
+"""What the verdicts of a run come to in words, alike in terminal, report and board: nothing was ever solved,
+or reward functions failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ostinato.observe.report.reading import Row, number
+
+
+def unsolved(evals: Sequence[Row]) -> str:
+    """Why pass@1 says nothing, in one sentence, where no answer of these evaluations of one set was solved;
+    empty where one was, and without a score."""
+    scored = [row for row in evals if number(row, "pass@1") is not None]
+    if not scored or any(row["pass@1"] > 0 for row in scored):
+        return ""
+    rewards = [reward for row in scored if (reward := number(row, "reward")) is not None]
+    highest = max((most for row in scored if (most := number(row, "reward_max")) is not None), default=None)
+    asked = number(scored[-1], "solved_at")
+    if not rewards or highest is None or asked is None or highest <= 0:
+        return "no held-out answer was ever solved, and none had a reward above 0"
+    return (
+        f"no held-out answer was ever solved, so pass@1 shows nothing: the highest reward was {highest:.3g}, "
+        f"and an answer is solved from {asked:.3g} on (reward.solved_at); look at the mean reward, now "
+        f"{rewards[-1]:.3f}, or set reward.solved_at to a reward that answers reach"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A reward function that failed in a run."""
+
+    sentence: str  # how often, and the last time: step, cause, line
+    trace: str  # of the last time that it raised; empty where it never did
+    answer: str  # the step, the prompt and the completion of that time
+
+
+def failed_rewards(rows: Iterable[Row]) -> list[Failed]:
+    """From rows of failed_rewards.jsonl, in the order in which the functions first failed."""
+    by_function: dict[str, list[Row]] = {}
+    for row in rows:
+        by_function.setdefault(str(row.get("function")), []).append(row)
+    return [_failed(name, some) for name, some in by_function.items()]
+
+
+def _failed(name: str, rows: Sequence[Row]) -> Failed:
+    last, count = rows[-1], sum(number(row, "count") or 0 for row in rows)
+    shown = next((row for row in reversed(rows) if row.get("trace")), last)
+    part = "" if last.get("part") == "train" else f" in the evaluation of the set {last.get('part')}"
+    return Failed(
+        sentence=f"Reward {name} gave no verdict to {count:,.0f} answers, the last time at step "
+        f"{last.get('step')}{part}: {last.get('detail')}",
+        trace=str(shown.get("trace") or ""),
+        answer=f"step {shown.get('step')}, prompt {shown.get('uid')}, completion {shown.get('completion')!r}",
+    )
