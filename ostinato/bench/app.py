@@ -539,27 +539,6 @@ def layouts(
 
 
 @app.command()
-def shards(
-    quick: Quick = False,
-    json_file: JsonFile = None,
-    write: Annotated[Path | None, typer.Option(help="A page with marks for the table.")] = None,
-) -> None:
-    """A pass of the engine over several ranks of this host: what it takes and sends, against one rank."""
-    threads.configure_early("auto", say=_say)
-    from ostinato.bench import shards as bench
-
-    plan = bench.Plan()
-
-    def measure() -> dict[str, Any]:
-        result = bench.run(plan.shortened() if quick else plan, _say)
-        if write is not None:
-            bench.write(result, write)
-        return result
-
-    _tell(measure, bench.table, json_file)
-
-
-@app.command()
 def plan(
     quick: Quick = False,
     json_file: JsonFile = None,

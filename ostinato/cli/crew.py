@@ -17,7 +17,6 @@ from typing import Any
 from ostinato.cli import parts
 from ostinato.cli.build import Prepared, environment, new_drafting
 from ostinato.cli.drafts import Memory
-from ostinato.cli.engine_layout import same_shares
 from ostinato.cli.ranks import new_trainer
 from ostinato.cli.vllm import vllm_engine
 from ostinato.engine.vllm_proof import Verdict
@@ -84,17 +83,12 @@ def hired(
         return
     recipe, decoder = prepared.recipe, prepared.decoder
     with contextlib.ExitStack() as held:
-        if same_shares(recipe):
-            from ostinato.model.shared import sweep  # Linux only
-
-            held.callback(sweep)  # what ranks have mapped, when they have ended
         trainer = held.enter_context(new_trainer(prepared, folder, say))
         if recipe.engine.backend == "vllm":
             vllm = held.enter_context(_sampling_by_vllm(prepared, folder, say))
             yield prepared, Crew(trainer=trainer, **vllm)
             return
         engine = parts.new_engine(recipe, decoder, prepared.renderer, say, memory)
-        held.callback(engine.close)
         yield (
             prepared,
             Crew(

@@ -90,7 +90,6 @@ def forecast(prepared: Prepared, engine: object, trainer: object, done: int = 0)
     recipe = prepared.recipe
     if (
         recipe.parallel.sharded
-        or recipe.engine.layout not in ("", "1")
         or not isinstance(engine, LocalEngine)
         or not isinstance(trainer, PolicyTrainer)
     ):

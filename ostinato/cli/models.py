@@ -24,8 +24,8 @@ def load_decoder(
 ) -> Decoder:
     """The model in ``folder`` as the recipe wants it: dtype, device, precision of the head; frozen.
 
-    ``shared``: over the one copy that all processes of a host map, where the device is the CPU. ``share``:
-    only this part of it.
+    ``shared``: over the one copy of the whole that all processes of a host map, where the device is the CPU.
+    ``share``: only this part of it.
     """
     import torch
 
@@ -35,9 +35,10 @@ def load_decoder(
     device, dtype = device_of(section), getattr(torch, section.dtype)
     storage = None if section.storage == "same" else getattr(torch, section.storage)
     if shared and device == "cpu":
+        assert share is None
         from ostinato.model.shared import shared_model  # Linux only
 
-        return shared_model(folder, dtype, storage=storage, fp32_head=section.fp32_head, share=share)
+        return shared_model(folder, dtype, storage=storage, fp32_head=section.fp32_head)
     return load_model(
         folder, dtype=dtype, device=device, storage=storage, fp32_head=section.fp32_head, share=share
     )

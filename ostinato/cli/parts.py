@@ -13,14 +13,12 @@ import numpy as np
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.cli.drafts import Memory
-from ostinato.cli.engine_layout import check_engine_layout, same_shares, start_shards
 from ostinato.cli.models import adapter_spec, load_decoder
 from ostinato.cli.place import read_placement
 from ostinato.cli.ranks import check_ranks
 from ostinato.cli.vllm import check_vllm
 from ostinato.config import Recipe
-from ostinato.engine.local import LocalEngine, NewRunner
-from ostinato.engine.runner import Runner
+from ostinato.engine.local import LocalEngine
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
@@ -54,7 +52,6 @@ def check(recipe: Recipe) -> Algorithm:
     except ValueError as error:
         raise ValueError(f"rollout.group_size: {error}") from error
     check_ranks(recipe)
-    check_engine_layout(recipe)
     if recipe.cluster.samplers:
         check_cluster(recipe)
     if recipe.engine.backend == "vllm":
@@ -144,8 +141,7 @@ def new_sharded_trainer(
     if decoder is not None:
         parts = own_decoders(decoder, kept)
     else:
-        mapped = same_shares(recipe)
-        parts = [load_decoder(recipe.model, folder, shared=mapped, share=share) for share in kept]
+        parts = [load_decoder(recipe.model, folder, share=share) for share in kept]
     saved = read_peft(Path(recipe.adapter.path).expanduser()) if recipe.adapter.path else None
     adapters = _own_adapters(recipe, config, kept, saved)
     if adapters is None:
@@ -217,12 +213,10 @@ def new_engine(
     name: str = "sampler-0",
 ) -> LocalEngine:
     """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
-    with drafts from ``memory``. ``name`` is the worker's in the timeline. With ``engine.layout`` over several
-    ranks, each with its own part of the model, which end with this process."""
+    with drafts from ``memory``. ``name`` is the worker's in the timeline."""
     found = kernels(recipe, decoder, say)
-    part, runner = sampler_part(recipe, decoder, found, say)
     return LocalEngine(
-        part,
+        sampler_decoder(recipe, decoder, found, say),
         kernels=found,
         decode=renderer.decode,
         kv_memory_mb=recipe.engine.kv_memory_mb,
@@ -232,26 +226,7 @@ def new_engine(
         leaves=recipe.draft.leaves,
         expect=memory.expect if memory else None,
         name=name,
-        runner=runner,
     )
-
-
-def sampler_part(
-    recipe: Recipe, decoder: Decoder, kernels: Kernels | None, say: Say
-) -> tuple[Decoder, NewRunner]:
-    """What the engine computes with here, and what runs its passes; ``say`` hears of other ranks."""
-    check_engine_layout(recipe)
-    if recipe.engine.backend == "vllm" or Layout.parse(recipe.engine.layout).world == 1:
-        return sampler_decoder(recipe, decoder, kernels, say), Runner
-    if decoder.device.type != "cpu":
-        raise ValueError(
-            f"engine.layout is {recipe.engine.layout!r}, and ranks of this engine compute on the CPU, not on "
-            f'{decoder.device}; set engine.backend to "vllm", or drop it'
-        )
-    shards = start_shards(recipe, native=kernels is not None, shared=shares(recipe))
-    own = own_bytes(shards.decoder) / 1e6
-    say(f"sampler      {shards.layout.world} ranks ({shards.layout}), {own:,.0f} MB of the model in each")
-    return shards.decoder, shards.runner
 
 
 def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None, say: Say) -> Decoder:

@@ -24,8 +24,9 @@ from typing import Any
 from ostinato.cli.plan_asked import Asked
 from ostinato.inputs import parse_json, parse_toml
 from ostinato.parallel.layout import Layout
+from ostinato.plan.engines import LOCAL, engine_layout
 from ostinato.plan.imbalance import sigma_of
-from ostinato.plan.launch import lacking, sections
+from ostinato.plan.launch import lacking
 from ostinato.plan.problem import Imbalance, Placement, Problem
 from ostinato.plan.record import FILE, record
 from ostinato.plan.replan import Advice, Hysteresis, World, advise, moved
@@ -97,14 +98,13 @@ def weigh(asked: Asked, run: RunFolder, switch_s: float, can: Can = lambda plan:
 
 def recorded(asked: Asked, plan: Plan, said: Mapping[str, Any]) -> dict[str, Any]:
     """plan.json of a run that is to go by ``plan``; ``said``: the question (``asked_json``). Beside it the
-    layout of one sampler, in the words of a recipe, and what Ostinato has not."""
+    backend and layout of one sampler, and what Ostinato has not."""
     problem, chosen = asked.problem, plan.arrangement
     beside: dict[str, Any] = {"asked": said, "calibration": asked.calibration}
     found = record(problem, chosen, plan.times, plan.memory, step_traffic(problem, chosen), **beside)
-    sampler = {
-        "backend": problem.sampler.name,
-        "layout": sections(problem, chosen)["engine"].get("layout", ""),
-    }
+    layout, local = chosen.rollout.layout, problem.sampler.name == LOCAL
+    one = layout if local else engine_layout(problem.config, layout)[0]
+    sampler = {"backend": problem.sampler.name, "layout": str(one) if one.world > 1 else ""}
     return found | {"sampler": sampler, "lacking": lacking(problem, chosen)}
 
 

@@ -64,7 +64,7 @@ def _lesson(run: RunFolder) -> Lesson:
         raise ValueError(f"{file} is no JSON; plan the run anew, with --record {run.path}") from error
     recipe = parse_toml(run.recipe.read_text(encoding="utf-8"))
     layout, engine = str(recipe.get("parallel", {}).get("layout", "")), recipe.get("engine")
-    sampler = (str(engine.get("backend", "")), str(engine.get("layout", ""))) if engine else None
+    sampler = (str(engine.get("backend", "")), engine.get("server_args", ())) if engine else None
     return lesson(str(run.path), plan, list(run.metrics.rows()), layout, sampler)
 
 

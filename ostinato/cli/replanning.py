@@ -131,12 +131,12 @@ class Replanner:
 
     def _can(self, asked: Asked, plan: Mapping[str, Any], found: Plan) -> bool:
         """Could the run go on by ``found``? Of ranks that torchrun has started there are no more and no
-        fewer; the sampler stays as it is where the recipe has no layout for it; and nothing may be asked of
+        fewer; the sampler stays as it is; and nothing may be asked of
         Ostinato that it has not, but for what the plan of the run had asked already."""
         chosen, ranks = found.arrangement, world_of_torchrun()
         if ranks not in (None, chosen.train.layout.world):
             return False
-        if not self.recipe.engine.layout and str(chosen.rollout.layout) != plan["layouts"]["rollout"]:
+        if str(chosen.rollout.layout) != plan["layouts"]["rollout"]:
             return False
         if not set(lacking(asked.problem, chosen)) <= set(plan["lacking"]):
             return False
@@ -201,8 +201,6 @@ def overrides(recipe: Recipe, asked: Asked, plan: Plan) -> tuple[str, ...]:
     }
     if Layout.parse(chosen).expert != Layout.parse(recipe.parallel.layout).expert:
         found["parallel.placement"] = ""
-    if recipe.engine.layout:
-        found["engine.layout"] = said["engine"].get("layout", "")
     return tuple(f"{name}={_toml(value)}" for name, value in found.items())
 
 
@@ -297,13 +295,6 @@ def _check_plan(recipe: Recipe, config: ModelConfig, plan: Mapping[str, Any]) ->
         raise ValueError(
             f'parallel.layout is "{running}" and the plan of the run says "{planned}"; set '
             f"parallel.layout={planned}, or plan this one with --train-layout {running}"
-        )
-    sampler = plan["sampler"]
-    if recipe.engine.layout and (recipe.engine.backend, recipe.engine.layout) != tuple(sampler.values()):
-        raise ValueError(
-            f'engine.layout is "{recipe.engine.layout}" of {recipe.engine.backend} and the plan of the run '
-            f'says "{sampler["layout"]}" of {sampler["backend"]}; set it to that, or plan with --engine and '
-            "--rollout-layout"
         )
     if plan["placement"] != Placement.COLOCATED:
         raise ValueError(

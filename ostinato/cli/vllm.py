@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ostinato.cli.engine_layout import vllm_layout
 from ostinato.cli.failure import RunFailed
 from ostinato.config import Recipe
 from ostinato.engine.vllm import COLDEST, VllmEngine
@@ -131,7 +130,7 @@ def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path) -> Serv
         max_batch=settings.max_batch,
         kv_memory_mb=settings.kv_memory_mb,
         rank=recipe.adapter.rank,
-        args=(*vllm_layout(recipe), *settings.server_args),
+        args=settings.server_args,
     )
     return VllmChild(serve, folder / "server.log", start_s=start_s, key=key)
 

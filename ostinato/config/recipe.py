@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from ostinato.config.explain import explain
+from ostinato.config.gone import without_gone
 from ostinato.config.sections import (
     AblateSection,
     AdapterSection,
@@ -120,15 +121,11 @@ class Recipe(Section):
                 f'{kept} with adapter.kind "full", whose steps are smaller than bfloat16 can hold; use '
                 'model.storage="same" or adapter.kind="lora"'
             )
-        for name, layout in (
-            ("parallel.layout", self.parallel.layout),
-            ("engine.layout", self.engine.layout),
-        ):
-            if layout not in ("", "1"):
-                raise ValueError(
-                    f"{kept} with {name} {layout!r}, and shares of a model are stored as they are computed; "
-                    'use model.storage="same", or one rank'
-                )
+        if (layout := self.parallel.layout) not in ("", "1"):
+            raise ValueError(
+                f"{kept} with parallel.layout {layout!r}, and shares of a model are stored as they are "
+                'computed; use model.storage="same", or one rank'
+            )
 
     def _check_bounds(self) -> None:
         """Nothing that has a bound of its own may take longer than what ends the whole run."""
@@ -176,7 +173,7 @@ class Recipe(Section):
                     name = f"{section}.{key}".rstrip(".")
                     raise ValueError(f"{name!r} is {value!r}, which is not UTF-8; give it another name")
         try:
-            return cls.model_validate(tree)
+            return cls.model_validate(without_gone(tree))
         except ValidationError as error:
             raise ValueError(explain(error, dict(_all_keys()))) from None
 

@@ -360,7 +360,6 @@ class EngineSection(Section):
     """
 
     backend: Literal["local", "vllm"] = "local"
-    layout: str = ""  # ranks of one sampler, e.g. "t2" (docs/sharded_sampling.md); empty: one
     address: str = ""  # of a running vLLM server, "http://host:8000"; empty: the run starts one
     python: str = ""  # interpreter of the environment that has vLLM; empty: this one
     server_args: Names = ()  # further arguments of the vLLM server

@@ -47,8 +47,6 @@ from ostinato.observe.timeline import Span
 from ostinato.protocols import Drafter
 from ostinato.types import Completion, Drafts, Request, Stop
 
-NewRunner = Callable[[Decoder, Kernels | None, KVStore], Runner]
-
 
 class LocalEngine:
     """Implements ``protocols.Engine`` on a ``Decoder``; the base weights are the decoder's own tensors.
@@ -58,8 +56,7 @@ class LocalEngine:
     leaves where few sequences run. ``expect`` predicts how many tokens a request will be answered with (0:
     unknown): the longest are begun first. ``cost`` is what passes take, measured here unless given.
     ``record_routing`` and ``record_support``: completions carry experts, and what their filters had kept.
-    ``name`` is the worker's in the timeline. ``runner`` makes what runs passes; ``sharded.Shards`` has one
-    for a ``decoder`` that is rank 0's part of several.
+    ``name`` is the worker's in the timeline.
     Raises ValueError for requests that can never fit.
     """
 
@@ -80,7 +77,6 @@ class LocalEngine:
         expect: Callable[[Request], float] | None = None,
         cost: CostTable | None = None,
         name: str = "engine",
-        runner: NewRunner = Runner,
     ) -> None:
         if max_batch < 1 or step_tokens < 1:
             raise ValueError(f"engine.max_batch {max_batch} and step_tokens {step_tokens} must be at least 1")
@@ -96,7 +92,7 @@ class LocalEngine:
         self._cache = KVCache(blocks)
         self._busy = Busy(name)
         store = KVStore.allocate(layers, blocks, shape, decoder.dtype, decoder.device)
-        self._runner = runner(decoder, kernels, store)
+        self._runner = Runner(decoder, kernels, store)
         moe = decoder.config.moe
         self._routes = RouteStore(blocks, moe) if moe is not None and record_routing else None
         self._seats = Seats(max_batch, context_limit)
@@ -194,10 +190,6 @@ class LocalEngine:
         running = [(seats.at(seat), int(seats.length[seat])) for seat in seats.wanted.tolist()]
         waiting = [(sequence, len(sequence.text)) for sequence in self._waiting]
         return [(one.request, length - one.prompt_len) for one, length in (*running, *waiting)]
-
-    def close(self) -> None:
-        """End its other ranks, where it has any; it is of no use then."""
-        self._runner.close()
 
     def take_spans(self) -> list[Span]:
         """What it was busy with since it was last asked."""

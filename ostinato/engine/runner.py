@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from ostinato.engine.sampler import Drawn, Settings, sample
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
-from ostinato.model.ops import TORCH_OPS, Ops, same
+from ostinato.model.ops import TORCH_OPS
 from ostinato.model.wire import check_finite, fingerprint, fingerprint_weights, load_weights
 from ostinato.types import Sampling
 
@@ -32,19 +32,12 @@ class Runner:
         store: KVStore,
         *,
         fused: bool = True,
-        ops: Ops | None = None,
-        join: Callable[[torch.Tensor], torch.Tensor] = same,
     ) -> None:
-        """``fused``: all layers in one call, where the kernels know the model; otherwise op by op.
-
-        Of one of several ranks, ``ops`` are the kernels' own with what it does besides, and ``join`` makes
-        logits of all ids of those that it has.
-        """
+        """``fused``: all layers in one call, where the kernels know the model; otherwise op by op."""
         self.decoder, self.store = decoder, store
         self._want_fused = fused and kernels is not None
         self._kernels = kernels
-        self._ops = ops or (kernels.ops if kernels else TORCH_OPS)
-        self._join = join
+        self._ops = kernels.ops if kernels else TORCH_OPS
         self._has_loaded = False  # all weights, into the decoder
         self.serve(None)
 
@@ -77,9 +70,6 @@ class Runner:
     @property
     def is_fused(self) -> bool:
         return self._fused is not None
-
-    def close(self) -> None:
-        """End what else it has started."""
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copy keys and values of whole blocks, before the next pass."""
@@ -146,7 +136,7 @@ class Runner:
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._fused is not None:  # into memory that is mapped already
             return self._fused.logits(hidden).float()
-        return self._join(self.decoder.logits(hidden, adapters=self._prepared, ops=self._ops)).float()
+        return self.decoder.logits(hidden, adapters=self._prepared, ops=self._ops).float()
 
     def on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.decoder.device)

@@ -42,7 +42,6 @@ from ostinato.files import cache_folder
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import check_sizes, fill, weight_files
-from ostinato.model.share import Share
 from ostinato.model.tensor_file import Layout, layout, shapes_of
 
 _SHM = Path("/dev/shm")
@@ -64,10 +63,9 @@ def shared_model(
     fp32_head: bool = False,
     folder: Path | None = None,
     wait_s: float = 600.0,
-    share: Share | None = None,
 ) -> Decoder:
-    """The decoder that ``hf.load_model(source, dtype, storage=storage, share=share)`` gives, on the CPU, over
-    the copy that all processes of a host share which keep the same of it, trainers and samplers alike.
+    """The decoder that ``hf.load_model(source, dtype, storage=storage)`` gives, on the CPU, over the copy
+    that all processes of a host share, trainers and samplers alike.
 
     The copy is in ``folder``; None: in memory (/dev/shm), or where that is too small in the user's cache,
     which the system keeps in memory as far as it can.
@@ -82,27 +80,22 @@ def shared_model(
             f"cluster.share_weights is true, which needs Linux, not {sys.platform}; set it to false"
         )
     source, config = Path(source), read_config(source)
-    empty = Decoder(config, dtype=dtype, storage=storage, device="meta", share=share)
+    empty = Decoder(config, dtype=dtype, storage=storage, device="meta")
     check_sizes(empty, source)
     shapes = shapes_of(dict(empty.named_parameters()))
     plan = layout(shapes, {"ostinato": json.dumps({"kind": "base"})})
-    name = _name(source, dtype, share, storage)
+    name = _name(source, dtype, storage)
 
     def write(tensors: Mapping[str, Tensor]) -> None:
-        fill(_over(tensors, config, dtype, share=share), source)
+        fill(_over(tensors, config, dtype), source)
 
     content = _mapped([folder] if folder else _folders(), name, plan, write, time.monotonic() + wait_s)
-    return _over(plan.views(content), config, dtype, fp32_head=fp32_head, share=share)
+    return _over(plan.views(content), config, dtype, fp32_head=fp32_head)
 
 
-def shared_file(
-    source: str | Path,
-    dtype: torch.dtype = torch.float32,
-    folder: Path | None = None,
-    share: Share | None = None,
-) -> Path:
+def shared_file(source: str | Path, dtype: torch.dtype = torch.float32, folder: Path | None = None) -> Path:
     """Where the copy is, or would be first."""
-    name = _name(Path(source), dtype, share)
+    name = _name(Path(source), dtype)
     paths = [each / name for each in ([folder] if folder else _folders())]
     return next(filter(Path.exists, paths), paths[0])
 
@@ -166,11 +159,10 @@ def _over(
     dtype: torch.dtype,
     *,
     fp32_head: bool = False,
-    share: Share | None = None,
 ) -> Decoder:
     """A decoder whose weights are ``tensors``."""
     stored = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
-    return Decoder(config, dtype=dtype, fp32_head=fp32_head, stored=stored, share=share)
+    return Decoder(config, dtype=dtype, fp32_head=fp32_head, stored=stored)
 
 
 # ---- where
@@ -181,10 +173,9 @@ def _folders() -> list[Path]:
     return [_SHM, cache] if _SHM.is_dir() else [cache]
 
 
-def _name(source: Path, dtype: torch.dtype, share: Share | None, storage: torch.dtype | None = None) -> str:
-    """Of the copy: changes with config, dtypes, share, and size, time and samples of the weight files."""
-    kept = "" if share is None else f" {share}"
-    kept += "" if storage is None else f" {storage}"
+def _name(source: Path, dtype: torch.dtype, storage: torch.dtype | None = None) -> str:
+    """Of the copy: changes with config, dtypes, and size, time and samples of the weight files."""
+    kept = "" if storage is None else f" {storage}"
     digest = blake2b(f"{_FORMAT} {dtype}{kept}".encode(), digest_size=8)
     digest.update((source / "config.json").read_bytes())
     for path in weight_files(source):

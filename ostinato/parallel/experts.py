@@ -36,8 +36,7 @@ class ExpertParallel:
 
     A slot is the place of an expert when all that ranks keep stands in a row (``placement.slots``); where
     they are contiguous, it is the expert's number. ``tensor``: ranks of axis "t" that each keep a part of an
-    expert's width; rows of all of them are gathered first. A sampler, all of whose ranks have the same rows,
-    has ``replicated.OwnExperts``.
+    expert's width; rows of all of them are gathered first.
 
     Its twin on one rank is ``model.moe.experts``. Factors that all ranks have (those of shared_outer) get the
     gradient of the rows that passed here; the sum over ranks is the trainer's.

@@ -196,18 +196,6 @@ class Links:
         work = dist.irecv(x, self._mesh.peer(axis, source), group=self._mesh.group(axis))
         return Pending(x, work, self.traffic, axis)
 
-    def collected(self, x: Tensor, axis: str, to: int) -> Tensor | None:
-        """[n, ...] of each rank -> [size, n, ...] on the rank at place ``to``, None on the others."""
-        n = self.size(axis)
-        if n == 1:
-            return x.unsqueeze(0)
-        x, here = x.contiguous(), self.place(axis) == to
-        out = x.new_empty(n, *x.shape) if here else None
-        parts = None if out is None else list(out.unbind())
-        sent = 0 if here else x.nbytes
-        self._run("gather", axis, sent, lambda g: dist.gather(x, parts, group=g, group_dst=to))
-        return out
-
     def _reduce(self, x: Tensor, axis: str, op: Any) -> Tensor:
         n = self.size(axis)
         if n > 1:

@@ -322,4 +322,4 @@ def last_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
-__all__ = ["Doing", "Judge", "Member", "RankLost", "Sign", "Store", "Watch", "clock", "last_line", "position"]
+__all__ = ["Doing", "Judge", "Member", "RankLost", "Sign", "Store", "Watch", "last_line", "position"]

@@ -3,7 +3,8 @@
     vllm    tensor ranks, and data ranks that are replicas. Experts are cut by width over t (e1), or spread
             over all ranks of d and t of one engine: e = t k is k data ranks an engine; the layout then has
             d / k engines. No context, no pieces, no virtual stages, and x is not to be chosen
-    local   one replica: all ranks see all rows, so e and x cut weights, and d without them buys nothing
+    local   one replica: all ranks see all rows, so e and x cut weights, and d without them buys nothing.
+            Ostinato's own engine runs in one process: more of them are a price, not something to start
 
 What a layout means to the other rooms of ``plan`` is asked here: bytes, seconds and launch files agree.
 """
@@ -38,6 +39,14 @@ def engine_layout(config: ModelConfig, layout: Layout) -> tuple[Layout, int]:
         return layout, 1
     here = max(1, layout.expert // layout.tensor)
     return replace(layout, data=here), layout.data // here
+
+
+def vllm_flags(layout: Layout) -> list[str]:
+    """Of a server with this layout."""
+    sizes = {"tensor": layout.tensor, "data": layout.data, "pipeline": layout.pipeline}
+    found = [(f"--{name}-parallel-size", str(size)) for name, size in sizes.items() if size > 1]
+    words = [word for pair in found for word in pair]
+    return words + (["--enable-expert-parallel"] if layout.expert > 1 else [])
 
 
 def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
@@ -76,4 +85,4 @@ def _refuse_local(layout: Layout) -> None:
         )
 
 
-__all__ = ["LOCAL", "as_kept", "engine_layout", "refuse", "replicas"]
+__all__ = ["LOCAL", "as_kept", "engine_layout", "refuse", "replicas", "vllm_flags"]

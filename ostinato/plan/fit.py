@@ -21,6 +21,7 @@ from typing import Any
 
 from ostinato.parallel.layout import Layout
 from ostinato.plan.calibrate import Calibration, Observation, calibrate, errors, parsed
+from ostinato.plan.engines import LOCAL, vllm_flags
 from ostinato.plan.problem import Placement
 from ostinato.plan.record import FILE, observations, overlaps
 from ostinato.plan.roofline import Efficiency
@@ -65,12 +66,12 @@ def lesson(
     plan: Any,
     metrics: Iterable[Mapping[str, Any]],
     layout: str = "",
-    sampler: tuple[str, str] | None = None,
+    sampler: tuple[str, Sequence[str]] | None = None,
 ) -> Lesson:
     """Of the run called ``name``, with its plan.json, its rows of metrics, the layout that it trained under
-    ("": one rank), and the backend and layout of its sampler, where they are known. Of a plan that a run went
-    on by after a "step", later rows count. Raises ValueError, in one sentence, for a run that teaches
-    nothing.
+    ("": one rank), and the backend and server arguments of its sampler, where they are known. Of a plan that
+    a run went on by after a "step", later rows count. Raises ValueError, in one sentence, for a run that
+    teaches nothing.
     """
     if not isinstance(plan, Mapping) or "device" not in plan:
         raise ValueError(f"{FILE} of {name} does not name its kind of device; {_anew(name)}")
@@ -99,10 +100,17 @@ def lesson(
                 "are those of one part; fit runs without pipeline.overlap"
             )
         note = f"rollouts of {name} teach nothing: with pipeline.overlap nobody measures them alone"
-    elif sampler is not None and plan.get("sampler") and sampler != tuple(plan["sampler"].values()):
+    elif sampler is not None and plan.get("sampler") and not _as_planned(plan["sampler"], *sampler):
         parts = [part for part in parts if not part.name.endswith(" rollout")]
         note = f"rollouts of {name} teach nothing: its sampler is not the one that was planned"
     return Lesson(name=name, device=device, calibration=calibration, parts=parts, note=note)
+
+
+def _as_planned(said: Mapping[str, Any], backend: str, server_args: Sequence[str]) -> bool:
+    """Is a run's sampler that of its plan?"""
+    layout = Layout.parse(str(said.get("layout", "")))
+    runs = layout.world == 1 if backend == LOCAL else {*vllm_flags(layout)} <= {*server_args}
+    return said.get("backend") == backend and runs
 
 
 def _anew(name: str) -> str:

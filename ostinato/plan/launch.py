@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ostinato.model.config import ModelConfig
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.parallel.layout import Layout
-from ostinato.plan.engines import LOCAL, engine_layout
+from ostinato.plan.engines import LOCAL, engine_layout, vllm_flags
 from ostinato.plan.memory import cache_bytes, mapped
 from ostinato.plan.problem import Arrangement, Base, DType, Placement, Problem, Recompute, Setup
 from ostinato.toml import dumps
@@ -75,13 +75,11 @@ def _engine(problem: Problem, arrangement: Arrangement) -> dict[str, object]:
         "max_batch": max(1, rollout.sequences),
         "kv_memory_mb": math.ceil(cache_bytes(problem, rollout) / 2**20),
     }
-    layout = rollout.layout if local else engine_layout(problem.config, rollout.layout)[0]
-    if layout.world > 1 and (not local or problem.cluster.gpu.name == "cpu"):
-        found["layout"] = str(layout)
     if local:
         copy = _copy(problem)
-        return found | ({"weights": copy} if copy and layout.world == 1 and problem.adapter else {})
-    flags = [ROUTES] if problem.config.moe is not None else []
+        return found | ({"weights": copy} if copy and problem.adapter else {})
+    flags = vllm_flags(engine_layout(problem.config, rollout.layout)[0])
+    flags += [ROUTES] if problem.config.moe is not None else []
     flags += ["--quantization", "fp8"] if problem.precision.sampler == DType.FP8 else []
     return found | ({"server_args": flags} if flags else {})
 
@@ -103,11 +101,13 @@ def _lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
         slept = " and ".join(sorted(arrangement.slept))
         found.append(f"a trainer whose {slept} wait in host memory while the sampler runs: they stay on GPUs")
     if arrangement.placement == Placement.APART:
-        flags = " ".join(_vllm(engine_layout(problem.config, arrangement.rollout.layout)[0])) or "one rank"
+        flags = (
+            " ".join(vllm_flags(engine_layout(problem.config, arrangement.rollout.layout)[0])) or "one rank"
+        )
         where = (
             "cluster.samplers and cluster.gpus_per_sampler give samplers their own"
             if problem.sampler.name == LOCAL
-            else f"start vLLM there by hand ({flags}) and name it in engine.address, without engine.layout"
+            else f"start vLLM there by hand ({flags}) and name it in engine.address alone"
         )
         ranks = arrangement.rollout.layout.world
         found.append(f"one command for trainer and sampler apart (the sampler has {ranks} GPUs): {where}")
@@ -123,15 +123,15 @@ def _engine_lacks(problem: Problem, arrangement: Arrangement) -> list[str]:
     spec, layout, found = problem.adapter, arrangement.rollout.layout, list[str]()
     sampler = problem.precision.sampler
     if problem.sampler.name == LOCAL:
-        if layout.world > 1 and problem.cluster.gpu.name != "cpu":
-            found.append(f"ranks of the local engine on GPUs: engine.layout {layout} is left out")
+        if layout.world > 1:
+            found.append(f"a sampler of our own over {layout.world} ranks ({layout}): one process samples")
         copy = _copy(problem)
-        if sampler == DType.INT4 or (copy and (layout.world > 1 or spec is None)):
+        if sampler == DType.INT4 or (copy and spec is None):
             found.append(f"sampler weights in {sampler} beside this trainer: they are the trainer's own")
         return found
     one, servers = engine_layout(problem.config, layout)
     if servers > 1:
-        found.append(f"{servers} vLLM servers for one trainer: engine.layout is that of one of them")
+        found.append(f"{servers} vLLM servers for one trainer: engine.server_args are those of one of them")
     if one.world > problem.cluster.per_node:
         found.append(f"a vLLM server over hosts: start its {one.world} ranks by hand, name engine.address")
     if spec is None:
@@ -255,13 +255,6 @@ def _engine_replicas(layout: Layout) -> int:
     """Data ranks of one engine: those whose rows meet at the same experts. Others are engines of their
     own."""
     return max(1, layout.expert // layout.tensor)
-
-
-def _vllm(layout: Layout) -> list[str]:
-    """Flags of a server with this layout."""
-    sizes = {"tensor": layout.tensor, "data": layout.data, "pipeline": layout.pipeline}
-    found = [f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1]
-    return found + (["--enable-expert-parallel"] if layout.expert > 1 else [])
 
 
 def _sizes(layout: Layout) -> dict[str, int | None]:

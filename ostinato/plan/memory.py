@@ -333,12 +333,10 @@ def shares_base(problem: Problem, train: Setup, rollout: Setup) -> str:
 
 
 def mapped(problem: Problem, train: Setup, rollout: Setup) -> bool:
-    """Does Ostinato hold one copy for both? Its own engine does, on CPUs: ranks of trainer and sampler on
-    one host whose shares are equal map one file (``model.shared``). vLLM keeps its own weights."""
-    a, b = train.layout, rollout.layout
-    alike = (a.tensor, a.expert, a.expert_tensor) == (b.tensor, b.expert, b.expert_tensor)
-    here = problem.sampler.name == LOCAL and problem.cluster.gpu.name == "cpu"
-    return here and alike and not shares_base(problem, train, rollout)
+    """Does Ostinato hold one copy for both? Its own engine does, in the process that trains; vLLM keeps its
+    own weights."""
+    one_process = train.layout.world == rollout.layout.world == 1
+    return problem.sampler.name == LOCAL and one_process and not shares_base(problem, train, rollout)
 
 
 def memory(problem: Problem, arrangement: Arrangement, phase: Phase, trained: Memory | None = None) -> Memory:

@@ -8,7 +8,7 @@ from ostinato.plan.problem import GB, Arrangement, Base, Placement, Problem
 
 UNMAPPED = (
     "A shared base needs an engine that maps the tensors of the trainer: vLLM does not; Ostinato's own does, "
-    "on CPUs, between ranks of one host with equal shares"
+    "where one process trains and samples"
 )
 
 

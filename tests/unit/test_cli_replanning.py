@@ -160,7 +160,6 @@ def test_moving_has_to_pay_twice() -> None:
         (("parallel.layout=d2",), {}, 'parallel.layout is "d2" and the plan of the run says "d2f2"'),
         (("parallel.layout=d2f2",), {"asked": {}}, "does not say what was asked"),
         (("parallel.layout=d2f2",), {"placement": "apart"}, "trainer and sampler apart"),
-        (("parallel.layout=d2f2", "engine.layout=t2"), {}, 'engine.layout is "t2" of local and the plan'),
         (("parallel.layout=d2f2", "rollout.group_size=4"), {}, "is of group 8, and the run has 4"),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.config import Recipe, dump_toml, find_recipe, override
+from ostinato.config.gone import GONE
 
 
 def refusal(tree: dict[str, Any]) -> str:
@@ -160,11 +161,23 @@ def test_override_below_a_value() -> None:
         ({"task": {"params": 3}}, "task.params is 3; use a table"),
         ({"draft": {"memory_mb": 0}}, "draft.memory_mb is 0; use 1 or more"),
         ({"draft": {"leafs": 2}}, "draft.leafs is not a key of a recipe; did you mean draft.leaves?"),
+        (
+            {"engine": {"layout": "t2"}},
+            "engine.layout is 't2', but this key is gone: the local engine samples in one process, and vLLM "
+            'takes its own flags in engine.server_args, e.g. ["--tensor-parallel-size", "2"]; drop it',
+        ),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature is 0.0; use a number above 0.0"),
     ],
 )  # fmt: skip
 def test_a_fault_is_one_sentence_with_field_value_and_mend(tree: dict[str, Any], sentence: str) -> None:
     assert refusal(tree) == sentence
+
+
+def test_a_recipe_of_an_older_run_folder_may_name_a_key_that_is_gone_and_was_off() -> None:
+    for name, (off, _) in GONE.items():
+        section, key = name.split(".")
+        for value in off:
+            assert Recipe.parse({section: {key: value}}) == Recipe()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "algo": {"types"},
     "model": {"types", "run", "compiler", "isa"},
     "engine": {"observe.timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"}
-    | {"isa", "parallel"},
+    | {"isa"},
     "parallel": {"axis", "types", "run", "model"},  # every collective of torch.distributed is here
     "plan": {"axis", "toml", "types", "run", "model", "parallel"},  # of the last two what knows no torch
     "compiler": {"isa"},

@@ -22,7 +22,6 @@ from ostinato.model.hf import fill, load_model, save_model
 from ostinato.model.hf_names import stored
 from ostinato.model.pieces import blocks
 from ostinato.model.share import Share, placed, size_of
-from ostinato.model.shared import shared_file, shared_model
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.pieces import put
 from ostinato.parallel.shares import shares_of
@@ -213,17 +212,3 @@ def test_missing_is_told_by_whoever_keeps_it(tmp_path: Path) -> None:
         load_model(folder, share=next(all_shares("qwen3_moe", "t2")))
     with pytest.raises(ValueError, match="a share of a model is no model"):
         save_model(Decoder(config_of("qwen3_moe"), share=first), tmp_path / "again")
-
-
-def test_equal_shares_of_a_host_are_one_file(tmp_path: Path) -> None:
-    """Ranks that keep the same map the same copy, of trainer or sampler; other shares have their own."""
-    folder, own = saved(model_of("llama"), tmp_path / "model"), tmp_path / "shared"
-    shares = [*all_shares("llama", "t2"), None]
-    for share in shares:
-        kept = [shared_model(folder, folder=own, share=share) for _ in range(2)]
-        expected = dict(load_model(folder, share=share).named_parameters())
-        for decoder in kept:
-            for name, weight in decoder.named_parameters():
-                assert torch.equal(weight, expected[name]), name
-    files = {shared_file(folder, folder=own, share=share) for share in shares}
-    assert len(files) == 3 == len([*own.iterdir()])

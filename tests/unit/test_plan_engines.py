@@ -125,11 +125,8 @@ def test_a_step_of_decoding_reads_what_is_kept() -> None:
 # ---- one base
 
 
-def test_one_copy_is_mapped_by_the_local_engine_on_cpus_between_equal_shares() -> None:
-    cpu = local(problem(gpus="4xcpu"))
-    plan = arrangement("d4e4", "d4e4")
-    assert mapped(cpu, plan.train, plan.rollout)
-    assert not mapped(problem(gpus="4xcpu"), plan.train, plan.rollout)
-    assert not mapped(local(problem(gpus="4xH100-80")), plan.train, plan.rollout)
-    other = arrangement("d4e4", "d2t2e4")
-    assert not mapped(cpu, other.train, other.rollout)
+def test_one_copy_is_mapped_by_the_local_engine_in_the_process_that_trains() -> None:
+    cpu, one, four = problem(gpus="1xcpu"), arrangement("1", "1"), arrangement("d4e4", "d4e4")
+    assert mapped(local(cpu), one.train, one.rollout)
+    assert not mapped(cpu, one.train, one.rollout)
+    assert not mapped(local(problem(gpus="4xcpu")), four.train, four.rollout)

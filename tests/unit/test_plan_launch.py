@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from plan_world import arrangement, problem
 
-from ostinato.cli.engine_layout import check_engine_layout
 from ostinato.config import Recipe
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.plan import launch
@@ -128,16 +127,14 @@ def recipe_of(text: str) -> Recipe:
 def test_ours_starts_the_engine_that_was_planned() -> None:
     text = launch.ostinato(KIMI, PLAN)
     engine = recipe_of(text).engine
-    assert (engine.backend, engine.layout, engine.max_batch) == ("vllm", "d8t8e64", 32)
-    assert engine.server_args == (launch.ROUTES,)
+    assert (engine.backend, engine.max_batch) == ("vllm", 32)
+    sizes = "--tensor-parallel-size 8 --data-parallel-size 8 --enable-expert-parallel"
+    assert engine.server_args == (*sizes.split(), launch.ROUTES)
     assert 0 <= (engine.kv_memory_mb << 20) - cache_bytes(KIMI, PLAN.rollout) < 1 << 20
-    check_engine_layout(recipe_of(text))
-    cpu = replace(problem(gpus="4xcpu"), sampler=Sampler(name="local", latent_kv=False))
-    text = launch.ostinato(cpu, arrangement("d4e4", "d4e4"))
-    recipe = recipe_of(text)
-    assert (recipe.engine.backend, recipe.engine.layout) == ("local", "d4e4")
-    check_engine_layout(recipe)
-    assert "not in Ostinato yet" not in text  # equal shares: one base is mapped
+    one = replace(problem(gpus="1xcpu"), sampler=Sampler(name="local", latent_kv=False))
+    text = launch.ostinato(one, arrangement("1", "1"))
+    assert recipe_of(text).engine.backend == "local"
+    assert "not in Ostinato yet" not in text  # one process: one base is mapped
 
 
 def test_ours_says_what_ostinato_has_not() -> None:
@@ -153,7 +150,7 @@ def test_ours_says_what_ostinato_has_not() -> None:
     assert "an optimizer in host memory" in lacking(text)
     assert "one copy of the base on GPUs for trainer and sampler" in lacking(text)
     assert recipe_of(text).model.dtype == "bfloat16"
-    assert recipe_of(text).engine.server_args[1:] == ("--quantization", "fp8")
+    assert recipe_of(text).engine.server_args[-2:] == ("--quantization", "fp8")
     int4 = replace(KIMI, precision=Precision(sampler=DType.INT4))
     assert "words for vLLM's weights in int4" in lacking(launch.ostinato(int4, PLAN))
 
@@ -161,21 +158,21 @@ def test_ours_says_what_ostinato_has_not() -> None:
 def test_ours_is_one_server_and_apart_is_by_hand() -> None:
     apart = arrangement("d8", "d4t2e4", placement=Placement.APART, base=Base.TWO)
     text = launch.ostinato(replace(KIMI, adapter=None), apart)
-    assert recipe_of(text).engine.layout == "d2t2e4"
     assert "2 vLLM servers for one trainer" in lacking(text)
     flags = "--tensor-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel"
+    assert recipe_of(text).engine.server_args == (*flags.split(), launch.ROUTES)
     assert f"start vLLM there by hand ({flags})" in lacking(text)
     assert "all weights for vLLM" in lacking(text)
 
 
-def test_the_local_engine_on_gpus_is_one_rank_and_may_have_a_copy() -> None:
+def test_the_local_engine_is_one_process_and_may_have_a_copy() -> None:
     ours = replace(problem(gpus="4xH100-80"), sampler=Sampler(name="local", latent_kv=False))
     text = launch.ostinato(ours, arrangement("d4e4", "d4e4"))
-    assert recipe_of(text).engine.layout == ""
-    assert "ranks of the local engine on GPUs: engine.layout d4e4 is left out" in lacking(text)
+    assert "a sampler of our own over 4 ranks (d4e4): one process samples" in lacking(text)
     eight = replace(ours, precision=Precision(sampler=DType.INT8))
     assert recipe_of(launch.ostinato(eight, arrangement("1", "1"))).engine.weights == "int8"
-    assert "sampler weights in int8" in lacking(launch.ostinato(eight, arrangement("d4e4", "d4e4")))
+    full = replace(eight, adapter=None)
+    assert "sampler weights in int8" in lacking(launch.ostinato(full, arrangement("1", "1")))
 
 
 def test_stages_that_are_not_alike_are_written_out() -> None:

@@ -1,0 +1,35 @@
+"""Keys that recipes used to have.
+
+Run folders of older versions name every key, so the value that meant "off" is dropped; any other is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# section.key -> (values that meant "off", what to do instead)
+GONE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "engine.layout": (
+        ("", "1"),
+        "the local engine samples in one process, and vLLM takes its own flags in engine.server_args, e.g. "
+        '["--tensor-parallel-size", "2"]; drop it',
+    ),
+}
+
+
+def without_gone(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree`` without keys that are gone. Raises ValueError for one that asks for something."""
+    kept = dict(tree)
+    for name, (off, mend) in GONE.items():
+        section, _, key = name.partition(".")
+        keys = kept.get(section)
+        if not isinstance(keys, Mapping) or key not in keys:
+            continue
+        if keys[key] not in off:
+            raise ValueError(f"{name} is {keys[key]!r}, but this key is gone: {mend}")
+        kept[section] = {other: value for other, value in keys.items() if other != key}
+    return kept
+
+
+__all__ = ["GONE", "without_gone"]
