@@ -18,7 +18,6 @@ from ostinato.model.shapes import AdapterSpec, ExpertScheme, adapter_shapes
 from ostinato.model.share import Share, is_cut, is_expert, local_config, placed, size_of
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import Mesh
-from ostinato.parallel.reshard import factor_shapes
 from ostinato.parallel.shares import shares_of
 from ostinato.plan.named import find_model
 
@@ -135,7 +134,8 @@ def alike(share: Share) -> Share:
 )
 def test_adapters_are_cut_as_their_layers(text: str, spec: AdapterSpec, published: float) -> None:
     """The local shapes, from which a rank makes room, are those that ``placed`` cuts out of the whole."""
-    layout, shapes = Layout.parse(text), factor_shapes(kimi(), spec)
+    layout, pairs = Layout.parse(text), adapter_shapes(kimi(), spec)
+    shapes = {f"{name}.{part}": pair[i] for name, pair in pairs.items() for i, part in enumerate("AB")}
     seen: dict[Share, float] = {}
     for _, share in shares(layout):
         if share not in seen:
