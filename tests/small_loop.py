@@ -129,9 +129,6 @@ class TellingEngine(FakeEngine):
 class Counted:
     seconds: float = 0.0
     seconds_without: float = 0.0
-    ahead: int = 0
-    ahead_rows: int = 0
-    ahead_pairs: int = 0
 
 
 class FakeMemory:

@@ -334,7 +334,6 @@ def new_loop(prepared: Prepared, crew: Crew, run: RunFolder, state: LoopState, *
         worker=crew.loop_worker,
         sampled=lambda: crew.sampled() + trainer.progress,
         drafting=crew.drafting,
-        run_ahead=crew.run_ahead,
         save=save,
         whole=crew.whole,
         **callbacks,

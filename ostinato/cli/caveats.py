@@ -77,8 +77,6 @@ def _of_workers(recipe: Recipe) -> Iterator[str]:
             "pipeline.overlap with pipeline.staleness 0 is the synchronous loop: nothing overlaps; set "
             "pipeline.staleness to 1 or 2"
         )
-    if recipe.draft.run_ahead and recipe.pipeline.overlap:
-        yield "draft.run_ahead changes nothing with pipeline.overlap: later rounds are under way anyway"
 
 
 def uncorrected(chosen: Algorithm) -> bool:

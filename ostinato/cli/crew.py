@@ -24,7 +24,6 @@ from ostinato.pipeline.loop import Finish, Finished, Loop
 from ostinato.pipeline.remember import Drafting
 from ostinato.pipeline.signals import Abandoned, StopSignals
 from ostinato.protocols import Engine, Timed
-from ostinato.types import Request
 
 STATUS_S = 1.0  # between two writings of workers.json
 
@@ -38,7 +37,6 @@ class Crew:
     engine: Engine
     memory: Memory | None = None
     drafting: Drafting | None = None
-    run_ahead: Callable[[Sequence[Request]], None] | None = None
     counters: Sequence[Counter[str]] = ()  # beside those of the grader and the tools
     figures: Callable[[], Mapping[str, float]] = dict  # more for each row of metrics
     sampled: Callable[[], float] = lambda: 0.0  # grows while the engine gets on
@@ -96,7 +94,6 @@ def hired(
                 engine=engine,
                 memory=memory,
                 drafting=new_drafting(memory, engine) if memory else None,
-                run_ahead=engine.run_ahead if memory and recipe.draft.run_ahead else None,
                 sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
                 timed=(engine,),
             ),

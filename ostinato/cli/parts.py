@@ -77,11 +77,6 @@ def check_cluster(recipe: Recipe) -> None:
             f'engine.backend is "vllm" with cluster.samplers {section.samplers}, but vLLM places workers of '
             "its own (engine.server_args); set cluster.samplers to 0"
         )
-    if recipe.draft.run_ahead:
-        raise ValueError(
-            "draft.run_ahead is true with cluster.samplers, whose samplers are not told what comes next; set "
-            "it to false"
-        )
     if recipe.adapter.kind == "full" and (section.remote_trainer or section.address):
         key = "remote_trainer" if section.remote_trainer else "address"
         raise ValueError(

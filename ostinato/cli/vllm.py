@@ -46,10 +46,6 @@ def check_vllm(recipe: Recipe) -> None:
             raise ValueError(
                 f"{name}.temperature is {temperature}; vLLM takes 0 (greedy) or {COLDEST} and more"
             )
-    if recipe.draft.run_ahead:
-        raise ValueError(
-            'draft.run_ahead is true with engine.backend "vllm", which drafts by itself; drop it'
-        )
 
 
 def check_model(recipe: Recipe, decoder: Decoder) -> None:

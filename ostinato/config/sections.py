@@ -393,16 +393,6 @@ class DraftSection(Section):
     memory_mb: Positive = 256  # of past answers, over all prompts
     epochs: Positive = 3  # kept of each prompt
     leaves: Positive = 4  # most leaves of a draft while few sequences run; 1: chains only
-    run_ahead: bool = False  # idle slots sample the next step's prompts, for drafts
-
-    @model_validator(mode="after")
-    def _check(self) -> DraftSection:
-        if self.run_ahead and not self.enabled:
-            raise ValueError(
-                "draft.run_ahead is true with draft.enabled false, so nothing would use what it samples; "
-                "drop one of them"
-            )
-        return self
 
 
 class LedgerSection(Section):

@@ -34,7 +34,7 @@ def new_sequence(
     limits: Limits,
     *,
     index: int = 0,
-    results: Results | None = None,
+    results: Results,
     on_token: Callable[[int, int], None] | None = None,
 ) -> Sequence:
     """The request as a sequence that waits. Raises ValueError where it can never fit.

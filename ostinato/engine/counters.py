@@ -17,9 +17,6 @@ class Counters:
     errors: int = 0
     drafted: int = 0  # draft tokens run
     accepted: int = 0  # of them, those that were what was sampled
-    ahead: int = 0  # tokens sampled in idle rows for requests to come: drafts and nothing else
-    ahead_rows: int = 0  # rows run for them, prompts included
-    ahead_pairs: int = 0  # positions that these rows saw
     cut_drafts: int = 0  # draft tokens given up for want of KV blocks
     passes: int = 0  # sums over the steps the sequences that were given tokens
     seconds: float = 0.0  # in steps, drafting included

@@ -20,7 +20,6 @@ from ostinato.engine.seats import NO_HANDLE, Seats, Sequence
 from ostinato.protocols import Drafter
 from ostinato.types import Drafts, Emitted, Running
 
-IDLE = 0.03  # of a pass: what rows may add to it and still count as idle
 MAX_ROWS = 512  # draft tokens in one pass
 MAX_DEPTH = 32  # draft tokens of one sequence, about: it bounds the table of costs that is handed over
 TREES_UP_TO = 8  # sequences: beyond, a chain with the noise in hand gets nearly all of a tree's gain
@@ -145,9 +144,9 @@ class Speculation:
 
     def tell_end(self, seats: np.ndarray) -> None:
         """The same of sequences that have ended, and whose handles are closed by it. Those that it has never
-        been asked about need no introduction, but for what was run ahead."""
+        been asked about need no introduction."""
         start, state = time.perf_counter(), self._seats
-        self.tell(seats[(state.handle[seats] != NO_HANDLE) | state.ahead[seats]], ended=True)
+        self.tell(seats[state.handle[seats] != NO_HANDLE], ended=True)
         self._farewells += time.perf_counter() - start
 
     def tell(self, seats: np.ndarray, ended: bool = False) -> None:
@@ -251,10 +250,3 @@ def afford(
     kept = np.repeat(~dropped, drafts.counts)
     counts = np.where(dropped, 0, drafts.counts).astype(np.int32)
     return Drafts(counts=counts, tokens=drafts.tokens[kept], parents=drafts.parents[kept]), int((~kept).sum())
-
-
-def idle_rows(cost: CostTable, rows: int, attended: float, context: int) -> int:
-    """How many more rows, each seeing ``context`` positions, leave the pass nearly as short as it is."""
-    more = np.arange(1, 65)
-    seconds = cost.seconds(rows + more, attended + more * context)
-    return int((seconds <= (1 + IDLE) * float(cost.seconds(rows, attended))).sum())

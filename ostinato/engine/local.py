@@ -33,9 +33,9 @@ from ostinato.engine.busy import Busy
 from ostinato.engine.cache import BLOCK, KVCache, OutOfBlocks
 from ostinato.engine.cost import CostTable
 from ostinato.engine.counters import Counters
-from ostinato.engine.drafting import Speculation, afford, idle_rows
+from ostinato.engine.drafting import Speculation, afford
 from ostinato.engine.paged import KVStore, Rows, block_bytes
-from ostinato.engine.passes import NO_DRAFTS, Pass, are_chains, draft_counts, plan_pass
+from ostinato.engine.passes import NO_DRAFTS, Pass, draft_counts, plan_pass
 from ostinato.engine.routes import RouteStore
 from ostinato.engine.runner import Runner
 from ostinato.engine.seats import Seats, Sequence
@@ -97,7 +97,6 @@ class LocalEngine:
         self._routes = RouteStore(blocks, moe) if moe is not None and record_routing else None
         self._seats = Seats(max_batch, context_limit)
         self._waiting: deque[Sequence] = deque()
-        self._ahead: deque[Sequence] = deque()
         self._driver: asyncio.Task[None] | None = None
         measure = drafter is not None and cost is None
         self.cost = CostTable.measured(self._runner.seconds) if measure else cost
@@ -158,22 +157,11 @@ class LocalEngine:
         finally:
             self._abandon(mine)
 
-    def run_ahead(self, requests: Seq[Request]) -> None:
-        """Requests that are expected next, under a policy to come. While others run, idle rows answer them as
-        drafts for the drafter: with the noise that they will have, so what comes will mostly be the same.
-
-        That is exact, as every draft is: nothing that training sees depends on it. What was asked before is
-        dropped, and all of it when the last request that somebody waits for has ended.
-        """
-        self._drop_ahead()
-        if self.speculation is not None:
-            self._ahead.extend(new_sequence(request, self._limits) for request in requests)
-
     def cut(self, requests: Collection[Request]) -> None:
         """End these now, between two passes: they come back as ABORT with what they have, and go on wherever
         that is given as ``Request.said``, to the same answer bit for bit (as far as passes are)."""
         wanted, seats = set(map(id, requests)), self._seats
-        seated = [seat for seat in seats.wanted.tolist() if id(seats.at(seat).request) in wanted]
+        seated = [seat for seat in seats.order if id(seats.at(seat).request) in wanted]
         waiting = [sequence for sequence in self._waiting if id(sequence.request) in wanted]
         given_up = [*map(seats.at, seated), *waiting]
         for seat in seated:
@@ -187,19 +175,13 @@ class LocalEngine:
     def under_way(self) -> list[tuple[Request, int]]:
         """Requests that have not ended, and how many tokens of the answer each has."""
         seats = self._seats
-        running = [(seats.at(seat), int(seats.length[seat])) for seat in seats.wanted.tolist()]
+        running = [(seats.at(seat), int(seats.length[seat])) for seat in seats.order]
         waiting = [(sequence, len(sequence.text)) for sequence in self._waiting]
         return [(one.request, length - one.prompt_len) for one, length in (*running, *waiting)]
 
     def take_spans(self) -> list[Span]:
         """What it was busy with since it was last asked."""
         return self._busy.take()
-
-    def _drop_ahead(self) -> None:
-        seats = [seat for seat in self._seats.order if self._seats.ahead[seat]]
-        if self.speculation is not None and seats:
-            self.speculation.tell(np.array(seats))
-        self._abandon([*self._ahead, *map(self._seats.at, seats)])
 
     def _leave_other_loops(self) -> None:
         """Drop what was asked for in an event loop that has been closed; refuse to be shared by two."""
@@ -227,14 +209,12 @@ class LocalEngine:
     async def _drive(self) -> None:
         """Step while there is work; an error of a step reaches every caller."""
         try:
-            while self._waiting or len(self._seats.wanted):
+            while self._waiting or len(self._seats):
                 await asyncio.sleep(0)  # callers submit and consume between steps
                 self.step()
-            self._drop_ahead()
         except BaseException as error:
             for sequence in (*self._waiting, *map(self._seats.at, self._seats.order)):
-                if sequence.results is not None:
-                    sequence.results.put_nowait(error)
+                sequence.results.put_nowait(error)
             if not isinstance(error, Exception):
                 raise  # a cancelled loop or Ctrl-C is not ours to swallow; the callers have the rest
 
@@ -245,7 +225,6 @@ class LocalEngine:
         for seat in [seat for seat in self._seats.order if id(self._seats.at(seat)) in dropped]:
             given_up.append(self._unseat(seat))
         self._waiting = deque(s for s in self._waiting if id(s) not in dropped)
-        self._ahead = deque(s for s in self._ahead if id(s) not in dropped)
         if self.speculation is not None:
             self.speculation.close(given_up)
 
@@ -268,8 +247,6 @@ class LocalEngine:
             return
         version = self.version  # a callback that publishes changes it for the next step
         drafts = self._draft(chosen, counts)
-        if self._ahead or self._seats.ahead[self._seats.order].any():
-            chosen, counts, drafts = self._fill_idle_rows(chosen, counts, drafts)
         plan = plan_pass(self._seats, chosen, counts, drafts, self._cache)
         try:
             self._pass(plan, drafts, chosen, counts, version, start)
@@ -294,9 +271,6 @@ class LocalEngine:
         self.counters.steps += 1
         self.counters.prefilled += int(counts.sum()) - len(ready)
         self.counters.drafted += len(drafts.tokens)
-        if (ahead := seats.ahead[plan.seats]).any():
-            self.counters.ahead_rows += int((rows := ahead[plan.owner]).sum())
-            self.counters.ahead_pairs += int((plan.positions[rows] + 1).sum())
         if len(ready):
             taken = self._sample(hidden, plan, drafts, ready, version)
             seconds = time.perf_counter() - start
@@ -309,16 +283,13 @@ class LocalEngine:
 
     def _admit(self) -> None:
         """Seat waiting sequences while there is room."""
-        if self._waiting:
-            self._make_way()
-        queue = self._waiting or self._ahead
-        if not queue or self._seats.full:
+        if not self._waiting or self._seats.full:
             return
         copies: list[tuple[int, int]] = []
         later: deque[Sequence] = deque()
         room = self._cache.available - len(self._seats)  # one spare block for each that runs
-        while queue and not self._seats.full:
-            sequence = queue.popleft()
+        while self._waiting and not self._seats.full:
+            sequence = self._waiting.popleft()
             tokens = sequence.text.tolist()
             match = self._cache.match(tokens)
             if match.pending:  # a sibling is computing this prefix right now
@@ -326,8 +297,7 @@ class LocalEngine:
                 continue
             # a matched block that only the tree holds was counted as room
             needed = len(tokens) // BLOCK + 1 - sum(self._cache.refs[b] > 1 for b in match.blocks)
-            ahead = sequence.results is None
-            if needed > (self._cache.free if ahead else room) and (ahead or len(self._seats)):
+            if needed > room and len(self._seats):
                 later.append(sequence)
                 break
             self._cache.share(match.blocks)
@@ -345,17 +315,11 @@ class LocalEngine:
                 self.counters.cached += sequence.cached
             else:
                 sequence.again.append((min(match.tokens, sequence.computed), sequence.computed))
-            if not ahead:  # nobody may have to wait for what is run ahead
-                sequence.nodes = self._cache.insert(tokens, sequence.blocks, ready=False)
+            sequence.nodes = self._cache.insert(tokens, sequence.blocks, ready=False)
             room -= needed
             self._seats.take(sequence, match.tokens)
-        queue.extendleft(reversed(later))
+        self._waiting.extendleft(reversed(later))
         self._copy_blocks(copies)
-
-    def _make_way(self) -> None:
-        """Somebody waits for a seat: what was run ahead gives its own up, and goes on when there is room."""
-        for seat in [seat for seat in self._seats.order if self._seats.ahead[seat]]:
-            self._ahead.append(self._unseat(seat))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Keys, values and routes of (source, target) blocks."""
@@ -369,7 +333,7 @@ class LocalEngine:
     def _schedule(self) -> tuple[np.ndarray, np.ndarray]:
         """(seats, rows of known text) of this step: decoding first, then prompts within the budget."""
         seats = self._seats
-        order = seats.wanted
+        order = np.array(seats.order, np.int64)
         need = seats.length[order] - seats.computed[order]
         order = order[np.argsort(need > 1, kind="stable")]
         need = seats.length[order] - seats.computed[order]
@@ -395,13 +359,12 @@ class LocalEngine:
             except OutOfBlocks:
                 if self._trim():
                     continue
-                ahead = [seat for seat in self._seats.order if self._seats.ahead[seat]]
-                youngest = (ahead or self._seats.order)[-1]  # it has the least to lose
+                youngest = self._seats.order[-1]  # it has the least to lose
                 self._keep_routes(youngest)
                 victim = self._unseat(youngest)
                 preempted.add(youngest)
-                (self._waiting if victim.results is not None else self._ahead).appendleft(victim)
-                self.counters.preempted += victim.results is not None
+                self._waiting.appendleft(victim)
+                self.counters.preempted += 1
                 if victim is sequence:
                     return
         self._seats.show_blocks(seat)
@@ -427,29 +390,6 @@ class LocalEngine:
             drafts, cut = afford(self._seats, self._cache, chosen, drafts, self._leaves)
             self.counters.cut_drafts += cut
         return drafts
-
-    def _fill_idle_rows(
-        self, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts
-    ) -> tuple[np.ndarray, np.ndarray, Drafts]:
-        """Add rows of sequences run ahead, as many as cost next to nothing; they get free blocks or none."""
-        seats, rows = self._seats, int(counts.sum()) + len(drafts.tokens)
-        ahead = np.array([seat for seat in seats.order if seats.ahead[seat]], np.int64)
-        if self._waiting or self.cost is None or len(ahead) == 0 or not are_chains(drafts):
-            return chosen, counts, drafts
-        context = int(seats.length[ahead].max())
-        idle = idle_rows(self.cost, rows, float(seats.length[chosen] @ counts), context)
-        more: list[int] = []
-        taken: list[int] = []
-        for seat in ahead.tolist():
-            need = min(int(seats.length[seat] - seats.computed[seat]), idle - sum(taken))
-            if need > 0 and (self._cache.free or seats.num_blocks[seat] * BLOCK >= seats.length[seat]):
-                self._grow(seat, set())
-                more.append(seat)
-                taken.append(need)
-        padded = np.concatenate([draft_counts(drafts, len(chosen)), np.zeros(len(more), np.int64)])
-        drafts = Drafts(counts=padded.astype(np.int32), tokens=drafts.tokens, parents=drafts.parents)
-        extra = np.array([more, taken], np.int64)
-        return np.concatenate([chosen, extra[0]]), np.concatenate([counts, extra[1]]), drafts
 
     # ---- the pass
 
@@ -496,11 +436,9 @@ class LocalEngine:
         drawn = self._runner.draw(hidden, settings, u, banned, rows=some, want_support=want_support)
         taken = take_in(seats, plan, drafts, ready, drawn, version, self._decode)
         self._settle_trees(plan, ready, taken)
-        wanted = ~seats.ahead[plan.seats[ready]]
-        self.counters.decoded += int(taken.counts[wanted].sum())
-        self.counters.ahead += int(taken.counts[~wanted].sum())
+        self.counters.decoded += int(taken.counts.sum())
         self.counters.accepted += int(taken.accepted.sum())
-        self.counters.passes += int(wanted.sum())
+        self.counters.passes += len(ready)
         if self.speculation is not None and taken.stops:
             self.speculation.tell_end(plan.seats[ready[list(taken.stops)]])
         for r, stop in taken.stops.items():
@@ -528,14 +466,14 @@ class LocalEngine:
     def _report(self, plan: Pass, drafts: Drafts, ready: np.ndarray, taken: Taken, seconds: float) -> None:
         """What the pass was good for; the cost table and the drafter's account learn from it."""
         seats, counters = plan.seats[ready], self.counters
-        wanted, ended = ~self._seats.ahead[seats], np.zeros(len(ready), bool)
+        ended = np.zeros(len(ready), bool)
         ended[list(taken.stops)] = True
-        nodes, running, emitted = len(drafts.tokens), int(wanted.sum()), int(taken.counts[wanted].sum())
+        nodes = len(drafts.tokens)
         counters.seconds += seconds
-        self.trace.append((running, nodes, emitted))
+        self.trace.append((len(ready), nodes, int(taken.counts.sum())))
         speculation, cost = self.speculation, self.cost
         watched = speculation is not None and (speculation.awake or counters.steps % 8 == 0)
-        if speculation is None or cost is None or not (watched and running):
+        if speculation is None or cost is None or not watched:
             counters.seconds_without += seconds
             return
         rows, attended = len(plan.tokens), plan.attended
@@ -544,7 +482,7 @@ class LocalEngine:
         if speculation.awake:
             plain_s = float(cost.seconds(rows - nodes, attended * (rows - nodes) / rows))
             pass_s = float(cost.seconds(rows, attended))
-            without_s = speculation.judge(seats[wanted], taken.counts[wanted], ended[wanted], plain_s, pass_s)
+            without_s = speculation.judge(seats, taken.counts, ended, plain_s, pass_s)
             counters.seconds_without += without_s if nodes else seconds - speculation.spent
         else:
             counters.seconds_without += seconds
@@ -552,9 +490,6 @@ class LocalEngine:
     def _finish(self, seat: int, stop: Stop) -> None:
         """Hand out the completion and leave its blocks to the prefix tree."""
         seats, sequence = self._seats, self._seats.at(seat)
-        if sequence.results is None:
-            self._unseat(seat)
-            return
         computed = int(seats.computed[seat])
         whole = seats.text[seat, : int(seats.length[seat])].copy()
         routes = None if self._routes is None else self._routes.of(sequence, computed, len(whole))
@@ -567,7 +502,6 @@ class LocalEngine:
         self._hand_out(sequence, whole, routes, stop)
 
     def _hand_out(self, sequence: Sequence, whole: np.ndarray, routes: np.ndarray | None, stop: Stop) -> None:
-        assert sequence.results is not None
         completion = completion_of(sequence, whole, routes, stop, self._decode)
         sequence.results.put_nowait((sequence.index, completion))
 

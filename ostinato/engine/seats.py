@@ -26,7 +26,7 @@ class Sequence:
 
     index: int  # of the request in its call
     request: Request
-    results: asyncio.Queue[tuple[int, Completion] | BaseException] | None  # None: run ahead, nobody waits
+    results: asyncio.Queue[tuple[int, Completion] | BaseException]
     on_token: Callable[[int, int], None] | None
     address: int  # key of its noise
     limit: int  # length at which it is truncated
@@ -75,9 +75,8 @@ class Seats:
         self.top_k = np.zeros(size, np.int32)
         self.top_p = np.zeros(size, np.float32)
         self.min_p = np.zeros(size, np.float32)
-        self.filtered = np.zeros(size, bool)  # somebody waits for what its filters keep
+        self.filtered = np.zeros(size, bool)  # what its filters keep is recorded
         self.unstoppable = np.zeros(size, np.int64)  # length before which stop tokens are not sampled
-        self.ahead = np.zeros(size, bool)  # nobody waits for it
         self.drafted = np.zeros(size, np.int64)
         self.accepted = np.zeros(size, np.int64)
         self.passes = np.zeros(size, np.int64)
@@ -111,10 +110,10 @@ class Seats:
         self.told[seat] = sequence.told
         self.temperature[seat], self.top_k[seat] = sampling.temperature, sampling.top_k
         self.top_p[seat], self.min_p[seat] = sampling.top_p, sampling.min_p
-        self.filtered[seat] = sampling.filtered and sequence.results is not None
+        self.filtered[seat] = sampling.filtered
         self.unstoppable[seat] = prompt + sampling.min_tokens if sampling.stop_tokens else 0
         self.drafted[seat], self.accepted[seat] = sequence.drafted, sequence.accepted
-        self.passes[seat], self.ahead[seat] = sequence.passes, sequence.results is None
+        self.passes[seat] = sequence.passes
         self.special[seat] = bool(sampling.stop_strings) or sequence.on_token is not None
         self._stop_tokens[sampling.stop_tokens] = self._stop_tokens.get(sampling.stop_tokens, 0) + 1
         self.sequences[seat] = sequence
@@ -122,12 +121,6 @@ class Seats:
         self.show_blocks(seat)
         self.order.append(seat)
         return seat
-
-    @property
-    def wanted(self) -> np.ndarray:
-        """Seats of those that somebody waits for, the youngest last."""
-        order = np.array(self.order, np.int64)
-        return order[~self.ahead[order]]
 
     def show_blocks(self, seat: int) -> None:
         """Copy the blocks that were added to its sequence into the table."""

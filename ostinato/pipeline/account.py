@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.algo.pack import prompts_apart
-from ostinato.model.flops import FlopModel, Work
+from ostinato.model.flops import FlopModel
 from ostinato.observe.ledger import Terms
 from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.credit import Credit
@@ -22,7 +22,6 @@ from ostinato.rollout.play import Played
 from ostinato.routes import route_bytes
 from ostinato.types import Batch, Group, StepReport
 
-NO_WORK = Work()
 BUSY = {"rollout": "sample", "reward": "grade", "train": "train", "measure": "measure"}  # in the ledger
 UNEVEN = ("routing/straggler", "routing/straggler_ranks", "routing/capacity_factor")  # in the ledger too
 OF_KIND = {  # parts of the ledger; to publish and to save is to be held and not busy, as in one process
@@ -256,21 +255,19 @@ def step_costs(
     batch: Batch | None = None,
     report: StepReport | None = None,
     fresh: Sequence[Group] | None = None,
-    ahead: Work = NO_WORK,
     counted: Sequence[Group] | None = None,
 ) -> Costs:
     """What a step has computed, and what of it was in vain.
 
     A step pays for what it has played (``fresh``; None: ``groups``), the step that trains on it says what
     became of it, and in between it is pending. Sampling is useful as the share of its tokens that was trained
-    on, and each reason of ``wasted_tokens`` has its share; drafts that failed or were only made for drafts
-    (``ahead``), what ran again after a preemption and passes that only measure are wasted, and so is
-    everything that led to an optimizer step that was refused. The compute is that of ``counted`` (None: of
-    what was played) and of training: where the clock says what has ended by now, of those that have left.
+    on, and each reason of ``wasted_tokens`` has its share; drafts that failed, what ran again after a
+    preemption and passes that only measure are wasted, and so is everything that led to an optimizer step
+    that was refused. The compute is that of ``counted`` (None: of what was played) and of training: where the
+    clock says what has ended by now, of those that have left.
     """
     played = groups if fresh is None else fresh
     paid, vain = sampling_flops(model, played)
-    vain += Counter(run_ahead=round(model.forward(ahead)))
     sampling = paid if fresh is None or fresh == groups else sampling_flops(model, groups)[0]
     sampled = sum(sampled_tokens(trajectory) for group in groups for trajectory in group.trajectories)
     wasted = Counter({name: sampling * n // sampled for name, n in credit.wasted_tokens.items() if sampled})

@@ -304,16 +304,11 @@ class Feed:
         if new:
             self.cursor = new[-1].place + 1
             self._num_admitted += len(new)
-        if new and self.rounds.run_ahead is not None and new[-1].round < self.rule.steps:
-            coming = self.rounds.places(self.cursor, self._left)
-            self.rounds.foretell(self._following(coming, finished, version, len(new)))
         return new
 
-    def _following(
-        self, places: Sequence[int], finished: int, version: int, behind: int = 0
-    ) -> list[Admission]:
-        """Admissions of these places, ``behind`` others that are not among those on their way yet."""
-        first = len(self._held) + len(self._training) + len(self._lost) + behind
+    def _following(self, places: Sequence[int], finished: int, version: int) -> list[Admission]:
+        """Admissions of these places."""
+        first = len(self._held) + len(self._training) + len(self._lost)
         return [
             Admission(self.rule.round(first + i, finished), place, finished, version)
             for i, place in enumerate(places)

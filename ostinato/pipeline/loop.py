@@ -34,7 +34,6 @@ from ostinato.observe.ledger import POOL, Ledger
 from ostinato.observe.stability import watch_after
 from ostinato.observe.timeline import Kind, Span, kept, pool_of
 from ostinato.pipeline.account import (
-    NO_WORK,
     Clock,
     add_totals,
     ages,
@@ -62,7 +61,7 @@ from ostinato.pipeline.stream import solved_for_good
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
 from ostinato.rollout.play import Played, Stage
 from ostinato.run import MAIN_SET, RunFolder, group_rows
-from ostinato.types import Batch, Group, Request, StepReport
+from ostinato.types import Batch, Group, StepReport
 
 TRAINER = "trainer"  # the worker that the loop is where it trains itself
 
@@ -106,7 +105,6 @@ class Loop:
     worker: str = TRAINER  # another name: the trainer is elsewhere, and tells its own
     sampled: Callable[[], float] = lambda: 0.0  # grows with every token sampled, every microbatch trained on
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
-    run_ahead: Callable[[Sequence[Request]], None] | None = None  # the next step's, to an engine that can
     save: Callable[[LoopState], int] = lambda state: state.step
     whole: Callable[[], bool] = lambda: False  # does ``save`` have the last state though a step has failed?
     on_step: Callable[[Mapping[str, float]], None] = lambda row: None
@@ -300,10 +298,10 @@ class Loop:
         """The row of the step, but for sums over the run; the ledger and the timeline have theirs then.
         ``groups`` are those that have left: trained on or dropped. ``ended`` is what the row pays for."""
         fresh = [item.group for item in ended]
-        model, ahead = self.plan.flops, drafted.ahead if drafted else NO_WORK
         credit, batch, report = learned.credit, learned.batch, learned.report
+        model = self.plan.flops
         counted = groups if self.plan.overlap else None
-        costs = model and step_costs(model, groups, credit, batch, report, fresh, ahead, counted)
+        costs = model and step_costs(model, groups, credit, batch, report, fresh, counted)
         row = step_row(
             groups,
             credit,
@@ -398,7 +396,6 @@ class Loop:
             group_size=plan.group_size,
             seed=plan.seed,
             staleness=plan.staleness,
-            run_ahead=None if plan.overlap else self.run_ahead,
         )
         return Feed(
             rule=Rule(

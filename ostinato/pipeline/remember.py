@@ -22,7 +22,6 @@ import numpy as np
 from ostinato.history.blocks import CONTEXT
 from ostinato.history.rules import DraftStats
 from ostinato.history.similarity import length_rank_correlation, rank_shift, token_reuse
-from ostinato.model.flops import Work
 from ostinato.types import Completion, Group, Past, Prompt, Stop
 
 REUSE_PROMPTS = 4  # of a step, whose tokens are compared with their past: an observation must cost nothing
@@ -60,17 +59,7 @@ class Drafter(Protocol):
 
 
 class Counters(Protocol):
-    """Seconds that the engine's passes took, and that plain decoding would have taken by its cost table; what
-    was run ahead, as tokens sampled, rows, and positions that the rows saw."""
-
-    @property
-    def ahead(self) -> int: ...
-
-    @property
-    def ahead_rows(self) -> int: ...
-
-    @property
-    def ahead_pairs(self) -> int: ...
+    """Seconds that the engine's passes took, and that plain decoding would have taken by its cost table."""
 
     @property
     def seconds(self) -> float: ...
@@ -95,7 +84,6 @@ class Drafted:
 
     row: Mapping[str, float]
     detail: Mapping[str, Any]
-    ahead: Work  # of answers that were run ahead to be drafts
 
 
 @dataclass(kw_only=True)
@@ -112,7 +100,6 @@ class Drafting:
     def begin(self) -> None:
         """What is drafted from here on belongs to the step."""
         self._stats, self._saved_s = self.drafter.stats(), _saved_s(self.meter.counters)
-        self._ahead = _ahead(self.meter.counters)
         self.meter.trace.clear()
 
     def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> Drafted:
@@ -132,8 +119,7 @@ class Drafting:
         }
         row |= self.likeness.compare(groups, self.past)
         row |= self._remember(groups, step)
-        amounts = zip(_ahead(self.meter.counters), self._ahead, strict=True)
-        return Drafted(row=row, detail=detail, ahead=Work(*(now - before for now, before in amounts)))
+        return Drafted(row=row, detail=detail)
 
     def forget(self, prompts: Iterable[Prompt]) -> None:
         """Drop the live text of prompts that are done with and not remembered (an evaluation's)."""
@@ -244,10 +230,6 @@ def _without_zeros(by_depth: Sequence[int]) -> list[int]:
     """Up to the greatest depth that was drafted."""
     last = max((depth for depth, count in enumerate(by_depth, start=1) if count), default=0)
     return list(by_depth[:last])
-
-
-def _ahead(counters: Counters) -> tuple[int, int, int]:
-    return counters.ahead_rows, counters.ahead_pairs, counters.ahead
 
 
 def _saved_s(counters: Counters) -> float:

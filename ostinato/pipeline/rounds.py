@@ -16,15 +16,14 @@ noise is addressed by its admission.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ostinato.pipeline.spool import Spool, address
 from ostinato.pipeline.stream import places
 from ostinato.protocols import Tasks
-from ostinato.rollout.play import Ask, Played, Stage, first_request, play_group
-from ostinato.types import Request
+from ostinato.rollout.play import Ask, Played, Stage, play_group
 
 
 class Admission(NamedTuple):
@@ -39,8 +38,7 @@ class Admission(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Plays groups of ``group_size``, ``prompts`` in a round; ``run_ahead`` hears what a round to come will
-    ask."""
+    """Plays groups of ``group_size``, ``prompts`` in a round."""
 
     tasks: Tasks
     stage: Stage
@@ -49,7 +47,6 @@ class Rounds:
     group_size: int
     seed: int
     staleness: int = 0
-    run_ahead: Callable[[Sequence[Request]], None] | None = None
 
     def places(self, cursor: int, retired: Iterable[str], count: int = 0) -> list[int]:
         """Indices in the stream of the next ``count`` prompts (0: a round of them), which ``retired`` have
@@ -80,17 +77,6 @@ class Rounds:
 
     def address(self, one: Admission) -> str:
         return address(self._ask(one), self.stage, one.version)
-
-    def foretell(self, coming: Sequence[Admission]) -> None:
-        """What the first turns of ``coming`` will ask of the engine; later ones are not known."""
-        assert self.run_ahead is not None
-        asks = [self._ask(one) for one in coming]
-        made = (
-            first_request(self.stage, ask.prompt, (*ask.seed, member))
-            for ask in asks
-            for member in range(ask.group_size)
-        )
-        self.run_ahead([request for request in made if request is not None])
 
     def _ask(self, one: Admission) -> Ask:
         return Ask(

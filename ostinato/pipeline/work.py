@@ -1,7 +1,6 @@
 """What a step had to compute, read off its data: the ``Work`` of rollouts, of a batch, of a training step.
 
-A token at position p of its sequence is one row, which sees p + 1 positions. What an engine runs ahead for
-its drafter is in no record, so it is not here (``pipeline.remember``).
+A token at position p of its sequence is one row, which sees p + 1 positions.
 """
 
 from __future__ import annotations

@@ -127,11 +127,6 @@ async def play_episode(stage: Stage, prompt: Prompt, seed: tuple[int, ...]) -> T
     return episode.trajectory()
 
 
-def first_request(stage: Stage, prompt: Prompt, seed: tuple[int, ...]) -> Request | None:
-    """What an episode would ask of the engine first; None where it fails before."""
-    return _Episode(stage, prompt, seed).request
-
-
 async def grade(grader: Grader, group: Group) -> Group:
     """The group with a Reward for every member whose episode did not fail; the others keep None."""
     played = [k for k, trajectory in enumerate(group.trajectories) if trajectory.stop not in FAILED]

@@ -35,7 +35,6 @@ def recipe(**sections: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"draft": {"run_ahead": True}}, "draft.run_ahead is true with cluster.samplers"),
         ({"adapter": {"kind": "full"}, "cluster": {"remote_trainer": True}}, "with cluster.remote_trainer"),
         ({"adapter": {"kind": "full"}, "cluster": {"address": "auto"}}, "with cluster.address"),
         ({"model": {"device": "cuda"}}, "cluster.gpus_per_sampler 0"),

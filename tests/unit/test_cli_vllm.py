@@ -32,7 +32,6 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
         ({"rollout": {"top_p": 0.9}}, "rollout.top_p cuts what is sampled from"),
         ({"rollout": {"temperature": 0.001}}, "rollout.temperature is 0.001"),
         ({"eval": {"temperature": 0.001}}, "eval.temperature is 0.001"),
-        ({"draft": {"run_ahead": True}}, "draft.run_ahead is true"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused(sections: dict[str, Any], sentence: str) -> None:

@@ -200,7 +200,6 @@ def test_a_recipe_of_an_older_run_folder_may_name_a_key_that_is_gone_and_was_off
         ({"task": {"max_turns": 3}}, ["task.max_turns", "task.tools"]),
         ({"task": {"tools": ["calculator"]}}, ["task.tools", "task.max_turns"]),
         ({"eval": {"k": 4, "temperature": 0.0}}, ["eval.k", "eval.temperature"]),
-        ({"draft": {"run_ahead": True, "enabled": False}}, ["draft.run_ahead", "draft.enabled"]),
     ],
 )
 def test_cross_field_faults_name_both_fields(tree: dict[str, Any], fields: list[str]) -> None:

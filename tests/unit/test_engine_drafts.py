@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,7 @@ from small_world import DRAFTS_PAY, NATIVE
 from ostinato.engine.asked import new_sequence
 from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
-from ostinato.engine.passes import Pass
 from ostinato.history.scripted import ScriptedDrafter
-from ostinato.pipeline.work import completion_work
 from ostinato.types import Completion, Drafts, Emitted, Request, Running, Sampling, Stop
 
 VOCAB = 31
@@ -221,70 +218,6 @@ def test_the_cost_of_passes_is_learnt() -> None:
     run(ours, requests)
     assert ours.cost is not None and 1e-5 < float(ours.cost.seconds(4, 0.0)) < 1.0
     assert ours.counters.seconds_without > 0 and len(ours.trace) == ours.counters.steps
-
-
-@pytest.mark.parametrize("blocks", [None, 12])
-def test_running_ahead_costs_nobody_a_token_and_foretells_what_comes(blocks: int | None) -> None:
-    """Idle rows answer the next step's requests with the noise that they will have: under the same policy
-    what is foretold is what comes. Nothing of it is handed out, and nothing is left behind."""
-    requests = asked(2)
-    later = [Request(tokens=r.tokens, sampling=r.sampling, seed=(4, i)) for i, r in enumerate(asked(3))]
-    plain, to_come = run(engine(), requests), run(engine(), later)
-    answer = {r.seed: c for r, c in zip([*requests, *later], [*plain, *to_come], strict=True)}
-    drafter = Listener()
-    ours = engine(drafter)  # type: ignore[arg-type]
-    if blocks is not None:
-        ours._cache = type(ours._cache)(blocks)
-    forward, ran = ours._forward, Counter[str]()
-
-    def counted(plan: Pass) -> torch.Tensor:
-        ran.update(tokens=len(plan.tokens), pairs=plan.attended)
-        return forward(plan)
-
-    ours._forward = counted
-    ours.run_ahead(later)
-    said = run(ours, requests)
-    for a, b in zip(plain, said, strict=True):
-        same(a, b)
-    foretold = 0
-    for handle, request in drafter.requests.items():
-        text = drafter.texts[handle]
-        expected = answer[request.seed]
-        assert text == expected.tokens.tolist()[: len(text)]
-        foretold += len(text) * (request.seed[0] == 4)
-    assert ours.counters.ahead == foretold > 0 and ours.counters.decoded == 48
-    # the passes ran what the answers tell of, and what was run ahead; nobody had that in his books
-    works = [completion_work(len(r.tokens), c).total for r, c in zip(requests, said, strict=True)]
-    ahead = {"tokens": ours.counters.ahead_rows, "pairs": ours.counters.ahead_pairs}
-    told = {"tokens": sum(one.tokens for one in works), "pairs": sum(one.pairs for one in works)}
-    assert ran == Counter(ahead) + Counter(told) and ahead["tokens"] > ours.counters.ahead
-    assert drafter.closed == set(drafter.requests) and not ours._seats.order and not ours._ahead
-
-
-def test_what_runs_ahead_makes_way_for_who_waits() -> None:
-    """Sequences that nobody waits for had taken the last blocks, and the prefix that a newcomer shares: the
-    newcomer was never admitted, and the engine stepped for ever without doing anything."""
-    requests, others = asked(2), asked(4)
-    later = [Request(tokens=r.tokens, sampling=r.sampling, seed=(4, i)) for i, r in enumerate(others)]
-    plain = run(engine(), requests)
-    ours = engine(Listener(), max_batch=3)  # type: ignore[arg-type]
-    ours._cache = type(ours._cache)(6)
-
-    async def one_after_the_other() -> list[Completion]:
-        ours.run_ahead(later)
-        first = ours.generate(requests[:1])
-        task = asyncio.ensure_future(anext(first))
-        for _ in range(6):
-            await asyncio.sleep(0)
-        second = [c async for _, c in ours.generate(requests[1:])]
-        done = [(await task)[1]]
-        async for _ in first:
-            pass
-        return [*done, *second]
-
-    for a, b in zip(plain, asyncio.run(asyncio.wait_for(one_after_the_other(), 20)), strict=True):
-        same(a, b)
-    ours._cache.check([])
 
 
 def test_an_error_leaves_no_block_of_a_leaf_behind() -> None:

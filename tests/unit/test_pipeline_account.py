@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_loop import TEN_A_ROW, Bench, FakeMemory, IsRight, Killed, send
+from small_loop import TEN_A_ROW, Bench, IsRight, Killed, send
 
-from ostinato.model.flops import FlopModel, Part, Rates, Work
+from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.observe.ledger import Ledger, SteadyClock, Summary, Terms, read, summary
 from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.account import (
@@ -41,7 +41,6 @@ from ostinato.types import (
     Group,
     Microbatch,
     Prompt,
-    Request,
     Reward,
     Segment,
     StepReport,
@@ -118,34 +117,15 @@ def test_a_step_by_hand() -> None:
     assert figures["flops/rollout"] == 260 and figures["flops/wasted"] == 380
 
 
-def test_what_the_engine_ran_again_or_ahead_is_wasted() -> None:
-    """Preempted after 9 of its rows, of which 5 were still cached; and 7 rows of drafts for the next step."""
+def test_what_the_engine_ran_again_is_wasted() -> None:
+    """Preempted after 9 of its rows, of which 5 were still cached."""
     one = answer(8)
     said = replace(one.turns[0].completion, recomputed=np.array([[5, 9]], np.int32))
     groups = [group(replace(one, turns=(replace(one.turns[0], completion=said),)))]
-    costs = step_costs(TEN, groups, credit(), batch(12, 8), report(), ahead=Work(7, 40, 2))
-    assert costs.flops["sample"] == 120 + 40 + 70 and everything(costs) == 590
-    assert costs.wasted == {"recomputed": 40, "run_ahead": 70} and costs.useful == 120 + 360
+    costs = step_costs(TEN, groups, credit(), batch(12, 8), report())
+    assert costs.flops["sample"] == 120 + 40 and everything(costs) == 520
+    assert costs.wasted == {"recomputed": 40} and costs.useful == 120 + 360
     assert token_counts(groups)["recomputed"] == 4
-
-
-def test_a_row_has_what_was_run_ahead_in_its_step(tmp_path: Path) -> None:
-    memory = FakeMemory()
-
-    def runs_ahead(requests: Sequence[Request]) -> None:
-        memory.counters.ahead_rows += len(requests)
-
-    bench = Bench(tmp_path, steps=3, flops=TEN_A_ROW, drafting=memory)
-    bench.loop.run_ahead = runs_ahead
-    bench.run()
-    rows = [row for row in read(bench.folder) if row["event"] == "step"]
-    assert [row["wasted"].get("run_ahead", 0) for row in rows] == [
-        320,
-        320,
-        0,
-    ]  # nothing comes after the last
-    everything_of(summary(read(bench.folder)))
-    assert [row["rollout/preempted"] for row in bench.rows] == [0, 0, 0]
 
 
 def test_further_passes_are_training_and_what_a_refused_step_cost_is_wasted() -> None:
