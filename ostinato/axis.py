@@ -14,7 +14,6 @@ class Axis(StrEnum):
     TOKENS = "tokens"  # sampled
     STEPS = "steps"
     MONEY = "money"  # the price of these device-hours
-    JOULES = "joules"
 
     @classmethod
     def _missing_(cls, value: object) -> Axis | None:
@@ -31,4 +30,4 @@ class Axis(StrEnum):
     @property
     def unit(self) -> str:
         """As it stands behind a number."""
-        return {Axis.FLOPS: "FLOP", Axis.JOULES: "J"}.get(self, str(self))
+        return "FLOP" if self is Axis.FLOPS else str(self)

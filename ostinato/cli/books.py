@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-import torch
-
 from ostinato.cli.build import device_name
 from ostinato.config import Recipe, dump_toml
-from ostinato.energy import Meter, nvml, rapl
 from ostinato.model.decoder import Decoder
 from ostinato.observe.ledger import Ledger, Life, SteadyClock, Terms
 from ostinato.run import RunFolder
@@ -23,11 +20,9 @@ def new_ledger(
     life: Life,
     pools: Mapping[str, int] | None = None,
 ) -> Ledger:
-    """The books of one process, which began when ``clock`` did and shows ``life``, with the energy of all
-    that is counted. ``pools``: devices by pool where workers have them; otherwise it has the recipe's."""
+    """The books of one process, which began when ``clock`` did and shows ``life``. ``pools``: devices by
+    pool where workers have them; otherwise it has the recipe's."""
     section = recipe.ledger
-    gpus = [torch.cuda.get_device_properties(decoder.device).uuid] if decoder.device.type == "cuda" else []
-    meter = Meter({**rapl(), "GPU": nvml([f"GPU-{uuid}" for uuid in gpus])})
     terms = Terms(
         devices=sum(pools.values()) if pools else section.devices,
         pools=pools or {},
@@ -35,6 +30,5 @@ def new_ledger(
         price_per_device_hour=section.price_per_device_hour,
         currency=section.currency,
         recipe=hashlib.sha256(dump_toml(recipe).encode()).hexdigest()[:12],
-        energy=meter.kinds,
     )
-    return Ledger(folder=run, terms=terms, meter=meter, clock=clock, life=life)
+    return Ledger(folder=run, terms=terms, clock=clock, life=life)

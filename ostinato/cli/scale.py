@@ -382,7 +382,7 @@ def ledger(
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
-    """What runs have cost: time, tokens, FLOPs useful and wasted, money, energy, compute on every axis."""
+    """What runs have cost: time, tokens, FLOPs useful and wasted, money, compute on every axis."""
     tell(books([RunFolder.open(run) for run in runs], price_per_device_hour), json_file, html_file)
 
 

@@ -340,10 +340,6 @@ class ForecastSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ForecastSection:
-        if self.axis is Axis.JOULES:
-            raise ValueError(
-                'forecast.axis is "joules", which few machines count by steps; use "device-hours"'
-            )
         if self.stop and not self.enabled:
             raise ValueError(
                 "forecast.stop is true with forecast.enabled false, so nothing would stop the run; "

@@ -176,8 +176,6 @@ def test_nothing_that_was_spent_vanishes_when_the_run_is_killed_again(rows: list
 def test_compute_grows_from_step_to_step_and_no_row_changes_what_was_before(
     rows: list[Row], axis: str
 ) -> None:
-    if axis == "joules":
-        rows = [row | {"joules": 3.0} for row in rows]
     whole = spent(rows, axis)
     steps = sorted(whole)
     assert steps == list(range(len(steps))) and whole[0] == 0
@@ -251,7 +249,6 @@ def test_the_rows_of_a_session(tmp_path: Path) -> None:
         price_per_device_hour=2.5,
         currency="EUR",
         recipe="ab",
-        energy=["gpu"],
     )
     with books.session(0), books.session(0):  # the loop's is that of the one around it
         clock.now = 110.0
@@ -261,7 +258,6 @@ def test_the_rows_of_a_session(tmp_path: Path) -> None:
         books.why = "interrupted"
     first, step, scored, saved, end = read(books.folder)
     assert (first["session"], first["process_started"], first["recipe"]) == (1, 100.0, "ab")
-    assert first["energy"] == ["gpu"]
     assert step["pools"]["local"] == {"devices": 8, "busy": {"sample": 3.0, "train": 2.0}, "idle": 1.0}
     assert (scored["set"], scored["pools"]["local"]["busy"]) == ("eval", {"eval": 2.0})
     assert (saved["seconds"], end["why"], end["step"]) == (0.5, "interrupted", 1)
@@ -451,24 +447,6 @@ def test_the_ledger_forgets_nothing_when_a_run_goes_back(tmp_path: Path) -> None
     assert len(read(run)) == 3
 
 
-def test_energy_is_that_since_the_row_before_and_is_not_told_once_it_is_not_known(tmp_path: Path) -> None:
-    told = iter([100.0, 103.0, 110.0, None, 200.0, 300.0])
-    books = replace(ledger(folder(tmp_path)), meter=lambda: next(told))
-    with books.session(0):
-        books.step(1, 1.0, {}, work())
-        books.evaluation(1, "eval", 1.0, {})
-        books.step(2, 1.0, {}, work())
-        books.step(3, 1.0, {}, work())
-    rows = read(books.folder)
-    assert [row.get("joules") for row in rows] == [None, 3.0, 7.0, None, None, 100.0]
-    assert spent(rows[:2], "joules") == {0: 0.0, 1: 3.0}
-    assert summary(rows[:3]).joules == 10.0 and summary(rows).joules is None
-    lost = {"event": "lost", "session": 1, "seconds": 2.0, "at": 0.0, "joules": 5.0}
-    assert spent([rows[0], lost, rows[1]], "joules")[1] == 8.0  # what was given up was used all the same
-    with pytest.raises(ValueError, match="does not tell its energy; count compute in something else"):
-        spent(rows, "joules")
-
-
 # ---- what is refused
 
 
@@ -513,25 +491,6 @@ def test_a_ledger_that_was_begun_anew_does_not_look_whole() -> None:
     found = summary(rows)
     assert spent(rows, "steps")[42] == 42 and found.compute == {"steps": 42}
     assert found.notes == ("The ledger begins at step 40: what was spent before is not in these sums.",)
-
-
-def test_energy_of_unlike_counters_is_not_added_up() -> None:
-    """RAPL is for root alone: the first session counted its GPU, the second the processor too."""
-
-    def told(*counted: list[str]) -> list[Row]:
-        kinds = iter(counted)
-        rows = [row | {"joules": 5.0} for row in killed_and_resumed()]
-        return [row | {"energy": next(kinds)} if row["event"] == "start" else row for row in rows]
-
-    alike, unlike = told(["gpu"], ["gpu", "gpu"]), told(["gpu"], ["package", "gpu"])
-    assert spent(alike, "joules")[3] > 0 and summary(alike).joules == 55.0
-    assert summary(alike).notes == ("Energy is that of gpu, whoever else used them.",)
-    with pytest.raises(ValueError, match="counted of gpu, later of gpu and package; count in device-hours"):
-        spent(unlike, "joules")
-    found = summary(unlike)
-    assert found.joules is None and "joules" not in found.compute
-    assert found.notes == ("There is no sum of energy: energy was counted of gpu, later of gpu and package.",)
-    assert summary(told([], ["gpu"])).joules is None
 
 
 def test_a_ledger_without_flops_says_so() -> None:

@@ -161,8 +161,6 @@ def test_what_a_run_does_not_have_is_said(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     with pytest.raises(ValueError, match="no evaluation of split 'test'"):
         read_run(run.path, split="test")
-    with pytest.raises(ValueError, match="run run: the machine of the run does not tell its energy"):
-        read_run(run.path, Axis.JOULES)
     with pytest.raises(ValueError, match="has no pass@9 at step 0"):
         read_run(run.path, metric="pass@9")
     run.eval.append({"step": 50, "split": "eval", "n": 90, "samples": 4, "pass@1": 0.7})

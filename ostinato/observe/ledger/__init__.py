@@ -1,7 +1,7 @@
 """What a run costs: ledger.jsonl, which is only ever appended to, and the sums over it (docs/ledger.md).
 
-    start   a process takes up the run: pools of devices, price, what tells energy, the step it goes on from
-    step    a training step: seconds, busy and idle by pool; tokens; FLOPs, useful or wasted and why; joules
+    start   a process takes up the run: pools of devices, price, the step it goes on from
+    step    a training step: seconds, busy and idle by pool; tokens; FLOPs, useful or wasted and why
     eval    a held-out measurement: the same, told apart from training
     save    a checkpoint
     lost    work that was given up, by whoever gave it up; that of a killed process by the one that resumes

@@ -52,15 +52,11 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_text, value))
-
-
 FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("session", "step", "at", "process_started", "seconds", "ended_at"), is_number),
-    **dict.fromkeys(("price_per_device_hour", "useful", "joules", "clock_back"), is_number),
+    **dict.fromkeys(("price_per_device_hour", "useful", "clock_back"), is_number),
     **dict.fromkeys(("flops", "wasted", "reused", "pending", "routing"), _counts),
-    **{"tokens": _tokens, "pools": _pools, "currency": _text, "why": _text, "energy": _texts},
+    **{"tokens": _tokens, "pools": _pools, "currency": _text, "why": _text},
 }
 NEEDS: Mapping[Event, tuple[str, ...]] = {  # by every reader
     Event.START: ("session", "at", "process_started", "step", "pools", "price_per_device_hour", "currency"),

@@ -40,12 +40,6 @@ def _tokens(spell: Spell) -> float:
     return row["tokens"]["sampled"] - _reused(row, "sampled") if spell.event is Event.STEP else 0
 
 
-def _joules(spell: Spell) -> float:
-    if spell.event is Event.STEP and "joules" not in spell.row:
-        raise ValueError("the machine of the run does not tell its energy; count compute in something else")
-    return 0.0 if spell.evaluation else spell.row.get("joules", 0.0)
-
-
 AXES: Mapping[Axis, Callable[[Spell], float]] = {
     Axis.DEVICE_HOURS: _device_hours,
     Axis.HOURS: _hours,
@@ -53,7 +47,6 @@ AXES: Mapping[Axis, Callable[[Spell], float]] = {
     Axis.TOKENS: _tokens,
     Axis.STEPS: lambda spell: 0.0,
     Axis.MONEY: _money,
-    Axis.JOULES: _joules,
 }
 
 
@@ -107,16 +100,7 @@ def _uncountable(starts: Sequence[Row], axis: Axis) -> str:
         )
     if axis is Axis.MONEY and len(found := {row["currency"] for row in starts}) > 1:
         return f"the run was paid in {' and '.join(sorted(found))}; count in device-hours"
-    if axis is Axis.JOULES and (why := _unlike(starts)):
-        return f"{why}; count in device-hours"
     return ""
-
-
-def _unlike(starts: Sequence[Row]) -> str:
-    """How the sessions differ in what they have energy counters of; empty where they do not."""
-    told = [" and ".join(sorted(set(row.get("energy", ())))) or "nothing" for row in starts]
-    found = dict.fromkeys(told)
-    return f"energy was counted of {', later of '.join(found)}" if len(found) > 1 else ""
 
 
 def _all_flops(row: Row) -> int:
@@ -177,7 +161,6 @@ class Summary:
     compute: Mapping[str, float]  # up to the last step, by axis
     money: float | None  # of everything, evaluation too
     currency: str
-    joules: float | None
     notes: Sequence[str]
 
     @property
@@ -209,7 +192,6 @@ def summary(rows: Iterable[Row]) -> Summary:
         compute=_compute(rows=[spell.row for spell in passed]),
         money=_bill(passed),
         currency=next((spell.start["currency"] for spell in passed), ""),
-        joules=_energy(passed),
         notes=tuple(_notes(passed)),
     )
 
@@ -347,17 +329,6 @@ def _no_bill(passed: Sequence[Spell]) -> str:
     return f"the price of {whose} is not known (--price-per-device-hour gives one)"
 
 
-def _energy(passed: Sequence[Spell]) -> float | None:
-    """All joules that were told; None where a step has none, or not all sessions count the same."""
-    starts = [spell.start for spell in passed if spell.event is Event.START]
-    if _unlike(starts):
-        return None
-    if not all("joules" in spell.row for spell in passed if spell.event is Event.STEP):
-        return None
-    told = [spell.row["joules"] for spell in passed if "joules" in spell.row]
-    return sum(told) if told else None
-
-
 def _notes(passed: Sequence[Spell]) -> Iterator[str]:
     starts = [spell.start for spell in passed if spell.event is Event.START]
     if starts and starts[0]["step"]:
@@ -370,8 +341,3 @@ def _notes(passed: Sequence[Spell]) -> Iterator[str]:
             )
     if starts and (why := _no_bill(passed)):
         yield f"There is no bill: {why}."
-    counted = sorted({kind for row in starts for kind in row.get("energy", ())})
-    if why := _unlike(starts):
-        yield f"There is no sum of energy: {why}."
-    elif counted:
-        yield f"Energy is that of {' and '.join(counted)}, whoever else used them."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +41,6 @@ class Terms:
     price_per_device_hour: float = 0.0  # 0: not known
     currency: str = "USD"
     recipe: str = ""  # a hash of it
-    energy: Sequence[str] = ()  # what the meter has counters of
 
     def __post_init__(self) -> None:
         if self.pools and sum(self.pools.values()) != self.devices:
@@ -58,14 +57,11 @@ class Terms:
 class Ledger:
     """Writes the rows of one process. ``with ledger.session(step):`` around all of its work.
 
-    ``meter`` gives the joules that the machine has used since some moment, None where it cannot tell; a row
-    has those since the row before. ``clock`` was started when the process began; ``life`` tells of it, and
-    a ledger without one has its own.
+    ``clock`` was started when the process began; ``life`` tells of it, and a ledger without one has its own.
     """
 
     folder: RunFolder
     terms: Terms = Terms()
-    meter: Callable[[], float | None] = lambda: None
     clock: SteadyClock = field(default_factory=SteadyClock)
     life: Life | None = None
     why: str = "done"  # what the end row will say, unless an exception ends the session
@@ -73,7 +69,6 @@ class Ledger:
     def __post_init__(self) -> None:
         self._session, self._step, self._last = 0, 0, self.clock.started
         self._part = "train"
-        self._joules: float | None = None
         self._before: frozenset[tuple[int, int]] = frozenset()
 
     @contextmanager
@@ -163,7 +158,6 @@ class Ledger:
             },
             "price_per_device_hour": terms.price_per_device_hour,
             "currency": terms.currency,
-            "energy": list(terms.energy),
         }
         if more := list(rows_of_the_killed(rows, life.killed, start, self.clock())):
             self.folder.ledger.append(*more)
@@ -190,7 +184,5 @@ class Ledger:
         }
 
     def _append(self, event: Event, row: Row) -> None:
-        now, before = self.meter(), self._joules
-        used = {} if now is None or before is None or event is Event.START else {"joules": now - before}
-        self._joules, self._last = now, self.clock()
-        self.folder.ledger.append({"event": event, "session": self._session, **row, **used})
+        self._last = self.clock()
+        self.folder.ledger.append({"event": event, "session": self._session, **row})

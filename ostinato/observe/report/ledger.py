@@ -1,4 +1,4 @@
-"""What runs have cost, as far as their ledgers say: time, tokens, FLOPs, money and energy, side by side."""
+"""What runs have cost, as far as their ledgers say: time, tokens, FLOPs and money, side by side."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ AXES: Mapping[Axis, tuple[str, Form]] = {
     Axis.TOKENS: ("sampled", si),
     Axis.STEPS: ("that count", "{:.0f}".format),
     Axis.MONEY: ("price x device-hours", "{:,.4g}".format),
-    Axis.JOULES: ("J", si),
 }
 
 
@@ -73,7 +72,6 @@ def _compute(books: Books) -> Table:
     lines += [
         _line(books, "speed", "FLOP/s over all of these hours", _speed, si),
         _line(books, "bill", "of all device hours, evaluation too", lambda one: one.money, "{:,.4g}".format),
-        _line(books, "energy", "J, of all that was counted", lambda one: one.joules, si),
         _line(books, "restarts", "", lambda one: float(one.restarts), "{:.0f}".format),
         _line(books, "repeated steps", "", lambda one: float(one.repeated), "{:.0f}".format),
     ]
