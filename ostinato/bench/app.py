@@ -112,9 +112,8 @@ def decode(
     kind = dtype or ("bfloat16" if weights else faster_dtype(_folder(model)))
     plan = by_part.Plan(folder=_folder(model), model=model, dtype=kind, batches=_sizes(batch), rounds=rounds)
     if weights:
-        known = [kind for kind in Weights if kind is not Weights.INT4]
-        if wrong := set(weights.split(",")) - set(known):
-            raise ValueError(f"--weights has {', '.join(sorted(wrong))}; give some of {', '.join(known)}")
+        if wrong := set(weights.split(",")) - set(Weights):
+            raise ValueError(f"--weights has {', '.join(sorted(wrong))}; give some of {', '.join(Weights)}")
         kinds = tuple(Weights(kind) for kind in weights.split(","))
         _tell(lambda: side_by_side.run(plan, kinds, clock, _say), side_by_side.table, json_file)
     else:

@@ -6,7 +6,7 @@ about it. Runs are drawn from their seed alone, and each ends as one JSON line o
 study that was stopped goes on where it was. ``collapse_page`` makes tables and plots of the file.
 
     dose    bf16      sampler and trainer have the same weights: what is left is rounding
-            int8, int4   linear weights rounded (``model.quantise``)
+            int8, int4   linear weights rounded
             noise:S   S times a Gaussian on every router logit of the sampler, fixed by the token's own logits
 """
 
@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ostinato.algo import noise
 from ostinato.algo.algorithms import Algorithm, algorithm
@@ -39,7 +40,7 @@ from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
 from ostinato.model.named import model_folder
 from ostinato.model.native import Kernels, load
-from ostinato.model.quantise import Weights, rounded
+from ostinato.model.quantise import Weights, codes, is_quantised
 from ostinato.pipeline.evaluate import Evaluation, evaluate
 from ostinato.pipeline.loop import Finish, Loop, Plan
 from ostinato.protocols import Trainer
@@ -170,7 +171,31 @@ def damaged(decoder: Decoder, kernels: Kernels, dose: str) -> tuple[Decoder, Ker
     if kind == "noise":
         ops = replace(kernels.ops, route=noisy_route(kernels.ops.route, sigma))
         return decoder, replace(kernels, ops=ops, fused=lambda decoder, adapters: None)
-    return (decoder if kind == "bf16" else rounded(decoder, Weights(kind))), kernels
+    return (decoder if kind == "bf16" else rounded(decoder, int4 if kind == "int4" else int8)), kernels
+
+
+def rounded(decoder: Decoder, nearest: Callable[[Tensor], Tensor]) -> Decoder:
+    """The decoder with the nearest values of what the sampler quantises; the rest is shared."""
+    stored = {
+        name: nn.Parameter(nearest(weight.detach()), requires_grad=False)
+        if is_quantised(name, weight)
+        else weight
+        for name, weight in decoder.named_parameters()
+    }
+    return Decoder(decoder.config, dtype=decoder.dtype, fp32_head=decoder.fp32_head, stored=stored)
+
+
+def int8(weight: Tensor) -> Tensor:
+    return codes(weight, Weights.INT8).dequantised().to(weight.dtype)
+
+
+def int4(weight: Tensor) -> Tensor:
+    """weight [..., N, K] as whole numbers up to 7, with a scale for each output channel and 32 inputs."""
+    inputs = weight.shape[-1]
+    groups = F.pad(weight.float(), (0, -inputs % 32)).unflatten(-1, (-1, 32))
+    scale = groups.abs().amax(dim=-1, keepdim=True) / 7
+    scale = torch.where(scale > 0, scale, 1.0)
+    return ((groups / scale).round().clamp(-7, 7) * scale).flatten(-2)[..., :inputs].to(weight.dtype)
 
 
 def parsed(dose: str) -> tuple[str, float]:

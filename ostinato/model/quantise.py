@@ -6,22 +6,17 @@ router are not (the usual ignore list), nor are adapters, which are added on top
 
     int8   whole numbers up to 127, one scale per output channel (of every expert)
     fp8    e4m3fn (arXiv 2209.05433), one scale per output channel
-    int4   whole numbers up to 7, one scale per output channel and 32 inputs: for studies, not to run with
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ostinato.model.decoder import Decoder
 from ostinato.model.weights import Quantised
-
-_INT4_GROUP = 32  # inputs that share a scale
 
 
 class Weights(StrEnum):
@@ -31,7 +26,6 @@ class Weights(StrEnum):
     BF16 = "bf16"
     INT8 = "int8"
     FP8 = "fp8"
-    INT4 = "int4"
 
 
 def quantise(decoder: Decoder, kind: Weights) -> Decoder:
@@ -39,34 +33,23 @@ def quantise(decoder: Decoder, kind: Weights) -> Decoder:
 
     MODEL, and BF16 of a bf16 model, is ``decoder`` itself. Otherwise it has weights of its own, but shares
     with ``decoder`` what is bf16 already and is not quantised. Later changes of ``decoder`` are not seen.
-    Raises ValueError for INT4, which no kernel computes with.
     """
     if kind is Weights.MODEL or (kind is Weights.BF16 and decoder.dtype == torch.bfloat16):
         return decoder
-    if kind is Weights.INT4:
-        raise ValueError("weights 'int4' are for measurements only; use int8, fp8, bf16 or model")
 
     def change(name: str, weight: nn.Parameter) -> nn.Parameter | Quantised:
-        if kind is not Weights.BF16 and _is_quantised(name, weight):
+        if kind is not Weights.BF16 and is_quantised(name, weight):
             return codes(weight.detach(), kind)
         return weight if name.endswith("correction_bias") else _frozen(weight.detach().to(torch.bfloat16))
 
-    return _with(decoder, change, torch.bfloat16)
-
-
-def rounded(decoder: Decoder, kind: Weights) -> Decoder:
-    """A decoder of ordinary tensors, in the dtype of ``decoder``, that holds the values of ``kind``.
-
-    The error of quantised weights and nothing else, for measurements. MODEL is ``decoder`` itself; BF16 is
-    the bf16 decoder. What is not quantised is shared with ``decoder``.
-    """
-    if kind in (Weights.MODEL, Weights.BF16):
-        return quantise(decoder, kind)
-
-    def change(name: str, weight: nn.Parameter) -> nn.Parameter | Quantised:
-        return _frozen(nearest(weight.detach(), kind)) if _is_quantised(name, weight) else weight
-
-    return _with(decoder, change, decoder.dtype)
+    stored = {name: change(name, weight) for name, weight in decoder.named_parameters()}
+    return Decoder(
+        decoder.config,
+        dtype=torch.bfloat16,
+        device=decoder.device,
+        fp32_head=decoder.fp32_head,
+        stored=stored,
+    )
 
 
 def own_bytes(decoder: Decoder, beside: Decoder | None = None) -> int:
@@ -88,35 +71,16 @@ def codes(weight: Tensor, kind: Weights) -> Quantised:
     return Quantised.of(ratio.to(torch.float8_e4m3fn), scale.squeeze(-1))
 
 
-def nearest(weight: Tensor, kind: Weights) -> Tensor:
-    """The values that ``weight`` [..., N, K] has once quantised, in its own dtype."""
-    if kind is not Weights.INT4:
-        return codes(weight, kind).dequantised().to(weight.dtype)
-    inputs = weight.shape[-1]
-    groups = F.pad(weight.float(), (0, -inputs % _INT4_GROUP)).unflatten(-1, (-1, _INT4_GROUP))
-    scale = _scale(groups, 7.0)
-    return ((groups / scale).round().clamp(-7, 7) * scale).flatten(-2)[..., :inputs].to(weight.dtype)
-
-
 def _scale(weight: Tensor, largest: float) -> Tensor:
     """What maps the largest magnitude of each row to ``largest``: [..., N, 1]; 1 for a row of zeros."""
     scale = weight.abs().amax(dim=-1, keepdim=True) / largest
     return torch.where(scale > 0, scale, 1.0)
 
 
-def _is_quantised(name: str, weight: Tensor) -> bool:
+def is_quantised(name: str, weight: Tensor) -> bool:
     """Of stored weights by name: the linear maps, without the router and the head."""
     return weight.dim() >= 2 and name.rpartition(".")[2] not in ("embed", "head", "router")
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
-
-
-def _with(
-    decoder: Decoder, change: Callable[[str, nn.Parameter], nn.Parameter | Quantised], dtype: torch.dtype
-) -> Decoder:
-    stored = {name: change(name, weight) for name, weight in decoder.named_parameters()}
-    return Decoder(
-        decoder.config, dtype=dtype, device=decoder.device, fp32_head=decoder.fp32_head, stored=stored
-    )

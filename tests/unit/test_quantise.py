@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from ostinato.bench.decode import Plan
 from ostinato.bench.settings import Clock
@@ -29,7 +29,7 @@ from ostinato.model.moe import ExpertLora, experts_loop
 from ostinato.model.named import model_folder
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.ops import TORCH_OPS
-from ostinato.model.quantise import Weights, codes, nearest, own_bytes, quantise, rounded
+from ostinato.model.quantise import Weights, codes, own_bytes, quantise
 from ostinato.model.weights import Moe, Quantised
 from ostinato.types import Completion, Request, Sampling
 
@@ -91,14 +91,6 @@ def test_rounding_is_to_the_nearest_code(shape: tuple[int, ...], size: float, se
     fp8 = codes(weight, Weights.FP8)  # 3 bits of mantissa, or half a step of the subnormals
     step = torch.maximum(weight.abs() / 16, 2**-10 * fp8.scale.unsqueeze(-1))
     assert ((fp8.dequantised() - weight).abs() <= 1.0001 * step).all()
-    int4 = nearest(weight, Weights.INT4)
-    most = weight.abs().amax(-1, keepdim=True)  # of a row: no group has a larger scale
-    assert ((int4 - weight).abs() <= 0.5001 * most / 7).all()
-
-
-def test_int4_has_a_scale_for_every_32_inputs() -> None:
-    weight = torch.cat((1e-3 * draw(2, 32), draw(2, 10, seed=1)), dim=1)
-    assert ((nearest(weight, Weights.INT4) - weight)[:, :32].abs().max()) < 1e-3 * 4 / 14
 
 
 @pytest.mark.parametrize("kind", CODED)
@@ -189,10 +181,14 @@ def expert_lora(scheme: ExpertScheme, E: int, D: int, width: int) -> ExpertLora:
 @pytest.mark.parametrize("kind", CODED)
 def test_a_quantised_decoder_is_the_decoder_of_its_values(kind: Weights) -> None:
     decoder, tokens = tiny(), torch.arange(20)
-    values = rounded(decoder, kind)
-    exact, _ = values(tokens, torch.arange(20), CausalAttention())
+    coded = quantise(decoder, kind).quantised
+    stored = {
+        name: nn.Parameter(coded[name].dequantised(), requires_grad=False) if name in coded else weight
+        for name, weight in decoder.named_parameters()
+    }
+    exact, _ = Decoder(decoder.config, stored=stored)(tokens, torch.arange(20), CausalAttention())
     ours, _ = quantise(decoder, kind)(tokens, torch.arange(20), CausalAttention())
-    plain, _ = rounded(decoder, Weights.BF16)(tokens, torch.arange(20), CausalAttention())
+    plain, _ = quantise(decoder, Weights.BF16)(tokens, torch.arange(20), CausalAttention())
     native, _ = decoder(tokens, torch.arange(20), CausalAttention())
     error = (ours.float() - exact).norm() / exact.norm()
     assert error < 3 * (plain.float() - native).norm() / native.norm()  # the error of bf16 activations
@@ -224,12 +220,6 @@ def test_what_a_sampler_holds(dtype: torch.dtype, kind: Weights) -> None:
     assert isinstance(mlp, Moe) and isinstance(mlp.gate_up, Quantised) and isinstance(mlp.router, Tensor)
     with pytest.raises(ValueError, match="quantised weights have no views"):
         sampler.named_linears()
-
-
-def test_int4_is_for_studies() -> None:
-    with pytest.raises(ValueError, match="int4"):
-        quantise(tiny(), Weights.INT4)
-    assert rounded(tiny(), Weights.INT4).dtype == torch.float32
 
 
 # ---- the engine
