@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -23,9 +23,9 @@ from ostinato.bench.arms import Oracle, Pair, Rollout, nothing_known
 from ostinato.bench.epochs import Model, Step, record
 from ostinato.bench.settings import Clock, machine
 from ostinato.config import Recipe
-from ostinato.history.drafter import make_drafter
+from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.lengths import Lengths
-from ostinato.history.rules import Rules
+from ostinato.history.rules import Rules, Source, Window
 from ostinato.history.store import History
 from ostinato.model.named import model_folder
 from ostinato.protocols import Drafter
@@ -44,6 +44,42 @@ class Arm(StrEnum):
     SIBLINGS = "siblings"  # the running group alone, without epochs (as Seer, arXiv 2511.14617)
     OURS = "ours"  # all of these, the noise, and the forecast of lengths
     ORACLE = "oracle"  # knows the answer: what is left is the price of the passes
+
+
+LADDER = (24, 16, 12, 8, 6, 4, 3)
+RULES = {
+    # four tokens, as after the last 4, 3 or 2 tokens before
+    Arm.NGRAM: Rules(
+        sources=frozenset({Source.OWN}),
+        use_noise=False,
+        window=Window.FIXED,
+        length=4,
+        live=(4, 3, 2),
+        walk=1,
+    ),
+    # matches of 7 tokens backing off to 3, the branch with the most reward
+    Arm.RHYME: Rules(
+        sources=frozenset({Source.HISTORY}),
+        use_noise=False,
+        window=Window.ADD,
+        most=7,
+        epochs=1,
+        fresh=True,
+        by_reward=True,
+    ),
+    # its suffix trees approximated by the last 512 occurrences of three tokens; the longest context counts
+    Arm.SUFFIX: Rules(
+        sources=frozenset({Source.OWN, Source.OTHER}),
+        use_noise=False,
+        window=Window.SUFFIX,
+        live=LADDER,
+        shared=LADDER,
+        walk=512,
+        ring=1 << 20,
+    ),
+    Arm.SIBLINGS: Rules(sources=frozenset({Source.SIBLING, Source.OWN})),
+    Arm.OURS: Rules(),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +137,6 @@ class _Seated:
 def run(plan: Plan, say: Say = print) -> dict[str, Any]:
     """Measure, and return the JSON of the command. Raises ValueError for a recipe that cannot be replayed."""
     recipe = plan.recipe
-    if History().native is None:
-        plan = replace(plan, arms=(Arm.OFF, Arm.OURS, Arm.ORACLE))
-        say("the other baselines are left out: they need a C++ compiler, and none was found")
     model = Model.load(
         str(model_folder(recipe.model.path)),
         dtype=recipe.model.dtype,
@@ -148,19 +181,12 @@ def _replay(plan: Plan, pair: Pair, steps: Sequence[Step], batch: int, round_: i
 
 
 def _seat(arm: Arm, truth: Mapping[tuple[int, ...], np.ndarray]) -> _Seated:
-    rules = {
-        Arm.NGRAM: Rules.ngram,
-        Arm.RHYME: Rules.rhyme,
-        Arm.SUFFIX: Rules.suffix,
-        Arm.SIBLINGS: Rules.siblings,
-        Arm.OURS: Rules.ours,
-    }
     if arm is Arm.OFF:
         return _Seated(arm=arm, drafter=None)
     if arm is Arm.ORACLE:
         return _Seated(arm=arm, drafter=Oracle(truth))
     history = History() if arm in (Arm.RHYME, Arm.OURS) else None
-    drafter = make_drafter(history, rules[arm]())
+    drafter = HistoryDrafter(history, RULES[arm])
     seat = _Seated(arm=arm, drafter=drafter, history=history, forget=drafter.forget)
     if arm is Arm.OURS and history is not None:
         seat.expect = partial(expected_length, history.lengths)

@@ -25,7 +25,7 @@ from ostinato.bench.epochs import Model, answers_of
 from ostinato.bench.settings import machine
 from ostinato.engine.local import LocalEngine
 from ostinato.history.blocks import CONTEXT
-from ostinato.history.drafter import make_drafter
+from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.native.library import Span, load_library
 from ostinato.history.store import History, prompt_key
 from ostinato.model.named import model_folder
@@ -112,11 +112,9 @@ def _store(plan: Plan, say: Say) -> tuple[History, dict[str, float | None]]:
     return history, store
 
 
-def find_us(plan: Plan, history: History, finds: int = 2000, context: int = 32) -> float | None:
+def find_us(plan: Plan, history: History, finds: int = 2000, context: int = 32) -> float:
     """Microseconds to find the longest match of the last ``context`` tokens of an answer that is not stored,
-    without what a call from Python costs; None without compiled code."""
-    if history.native is None:
-        return None
+    without what a call from Python costs."""
     library, span = load_library(), Span()
     rng, seconds = np.random.default_rng(3), 0.0
     for index in range(finds):
@@ -204,7 +202,7 @@ class Follower:
 def drafting_us(plan: Plan, history: History, batch: int) -> float:
     """Microseconds of CPU per (sequence, pass) inside the drafter: opening, proposing and observing, with
     ``batch`` sequences of as many prompts running; a sequence that ends is followed by another."""
-    drafter = Holder(make_drafter(history), clock=time.thread_time)
+    drafter = Holder(HistoryDrafter(history), clock=time.thread_time)
     table = 1e-3 + 1e-5 * (batch + np.arange(8 * batch + 1))  # seconds of a pass of a small model
     running: list[Follower] = []
     opened = 0

@@ -26,7 +26,7 @@ from ostinato.bench.epochs import Model
 from ostinato.bench.settings import Clock, machine
 from ostinato.env.tasks import load_tasks
 from ostinato.history.blocks import CONTEXT
-from ostinato.history.drafter import make_drafter
+from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.store import History
 from ostinato.model.named import model_folder
 from ostinato.render import Renderer
@@ -152,7 +152,7 @@ def _measure(
     batch: int,
 ) -> dict[str, Any]:
     """The figures of one cell: who begins alternates, so that neither always follows the other's waste."""
-    drafter = make_drafter(history)
+    drafter = HistoryDrafter(history)
     pairs, wrong, last = Pairs(), 0, None
     deadline = time.perf_counter() + plan.cell_s
     turn = 0

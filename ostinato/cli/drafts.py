@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ostinato.compiler import BuildError
 from ostinato.config import DraftSection
 from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.rules import Rules
@@ -49,16 +50,17 @@ class Memory:
 
 def new_memory(section: DraftSection, saved: Path | None, say: Say) -> Memory | None:
     """The memory of a run, with what is ``saved``; None where the recipe wants no drafts, or where there is
-    no compiler: the plain drafter finds the same drafts, but not in the time that they are worth."""
+    no compiler."""
     if not section.enabled:
         return None
-    history = load_history(section, saved, say) if saved else None
-    if history is None:
-        history = History(memory_mb=section.memory_mb, epochs=section.epochs)
-    if history.native is None:
-        say(f"nothing is drafted: {history.plain_because}")
+    try:
+        history = load_history(section, saved, say) if saved else None
+        if history is None:
+            history = History(memory_mb=section.memory_mb, epochs=section.epochs)
+    except BuildError as error:
+        say(f"nothing is drafted: {error}")
         return None
-    rules = replace(Rules.ours(), epochs=min(section.epochs, LOOKED_AT))
+    rules = replace(Rules(), epochs=min(section.epochs, LOOKED_AT))
     return Memory(history=history, drafter=HistoryDrafter(history, rules))
 
 

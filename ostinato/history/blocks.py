@@ -1,19 +1,16 @@
-"""One block of history: the responses to one prompt in one step, as they lie in memory and are searched.
+"""One block of history: the responses to one prompt in one step, as they lie in memory.
 
-The functions are the slow and obvious twins of native/blocks.cpp, which searches the same memory; they serve
-where there is no compiler.
+native/blocks.cpp sorts and searches it; the slow and obvious twin of that is tests/reference/plain_blocks.py.
 
     text      documents one after another: the last tokens before a response, the response, END
     order     the suffix array of text, without its ENDs: suffixes end with their document, are compared up to
-              DEPTH tokens, and among equals the earlier one comes first
-    a span    (low, high): the places [low, high) of ``order``, whose suffixes begin with the same tokens
+              64 tokens, and among equals the earlier one comes first
 
 Per token of text: 4 bytes of order, 2 of token (4 in a large vocabulary), 2 of edge, 1 of probability.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,13 +19,10 @@ import numpy as np
 from ostinato.types import Past
 
 END = -1  # as a token id
-DEPTH = 64  # tokens after which two suffixes count as equal
 CONTEXT = 8  # tokens kept before a response, so that its first token can be drafted
 NARROW = np.iinfo(np.uint16).max  # END among 16-bit tokens; every id lies below
 EDGE_STEP = 2.0**-16
 REWARD_TOLERANCE = 1e-6  # rewards this near to the mean of their prompt count as the mean
-
-Span = tuple[int, int]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,7 +43,7 @@ class Block:
 
     @property
     def order(self) -> np.ndarray:
-        """[size] int32, positions in text; meaningless before ``sort``."""
+        """[size] int32, positions in text; meaningless before it is sorted."""
         return self._array(0, np.int32, self.size)
 
     @property
@@ -94,16 +88,6 @@ class Block:
 
     def _array(self, offset: int, dtype: type, count: int) -> np.ndarray:
         return np.frombuffer(self.memory, dtype, count, offset)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Next:
-    """One occurrence of a next token."""
-
-    token: int  # END at the end of a document
-    edge: float  # its interval [edge, edge + prob) when it was sampled;
-    prob: float  # 0 where it was context, which nobody sampled
-    reward: int  # of its document, -1, 0 or 1
 
 
 def bytes_needed(length: int, documents: int, wide: bool) -> int:
@@ -186,57 +170,3 @@ def prob_codes(probs: np.ndarray) -> np.ndarray:
 def edge_codes(edges: np.ndarray) -> np.ndarray:
     """[T] uint16, the nearest multiple of EDGE_STEP below 1."""
     return np.clip(np.rint(np.nan_to_num(edges) / EDGE_STEP), 0, np.iinfo(np.uint16).max).astype(np.uint16)
-
-
-# ---- the plain search; twins of native/blocks.cpp ----
-
-
-def sort(block: Block) -> None:
-    """Fill in ``order``."""
-    codes = (block.text + 1).astype(">u4").tobytes()  # big-endian: bytes compare as numbers, and END is least
-    ends = np.repeat(block.starts[1:], np.diff(block.starts)).tolist()
-    inside = np.flatnonzero(block.text != END).tolist()
-    block.order[:] = sorted(inside, key=lambda start: codes[4 * start : 4 * min(start + DEPTH, ends[start])])
-    block.is_sorted = True
-
-
-def find(block: Block, context: Sequence[int]) -> Span:
-    """The places that begin with ``context``, at most DEPTH tokens."""
-    order, tokens, n = block.order, block.tokens, len(context)
-
-    def head(place: int) -> list[int]:
-        position = order[place]
-        return (tokens[position : position + n] + tokens.dtype.type(1)).tolist()
-
-    wanted = [int(token) + 1 for token in context]
-    low = bisect_left(range(block.size), wanted, key=head)
-    return low, bisect_right(range(block.size), wanted, lo=low, key=head)
-
-
-def narrow(block: Block, span: Span, depth: int, token: int) -> Span:
-    """The places of ``span`` whose token at ``depth`` is ``token``; ``depth`` is below DEPTH, or the span is
-    one place, since deeper tokens are in no order."""
-    tokens = [next_at(block, place, depth).token for place in range(*span)]
-    return span[0] + bisect_left(tokens, token), span[0] + bisect_right(tokens, token)
-
-
-def longest(block: Block, context: Sequence[int], least: int) -> tuple[int, Span]:
-    """Length and places of the longest suffix of ``context``, of ``least`` to DEPTH - 1 tokens, that occurs
-    with a token (not END) after it; 0 and no place where there is none."""
-    for length in range(min(len(context), DEPTH - 1), least - 1, -1):
-        span = find(block, context[len(context) - length :])
-        if any(next_at(block, place, length).token != END for place in range(*span)):
-            return length, span
-    return 0, (0, 0)
-
-
-def next_at(block: Block, place: int, depth: int) -> Next:
-    """The token ``depth`` after the one at ``place``; it must not lie behind the END of its document."""
-    position = int(block.order[place]) + depth
-    token = int(block.tokens[position])
-    return Next(
-        token=END if token == NARROW and not block.wide else token,
-        edge=float(block.edges[position]) * EDGE_STEP,
-        prob=float(PROBS[block.probs[position]]),
-        reward=int(block.rewards[np.searchsorted(block.starts[1:], position, side="right")]),
-    )

@@ -1,7 +1,7 @@
 """The drafter: continues running sequences with what was said after the same words, as far as it pays.
 
-Drafts only ever cost or save time: what is sampled never depends on them. Here is the compiled drafter (one
-call into C++ per pass and method, see native/drafter.cpp); plain.py is its twin.
+Drafts only ever cost or save time: what is sampled never depends on them. The drafter is compiled (one call
+into C++ per pass and method, see native/drafter.cpp); its twin is tests/reference/plain_drafter.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import weakref
 
 import numpy as np
 
-from ostinato.compiler import BuildError
-from ostinato.history.estimate import FEATURES, INITIAL_WEIGHTS
 from ostinato.history.native.library import load_library
-from ostinato.history.plain import PlainDrafter
 from ostinato.history.rules import BINS, MOST_DEPTH, DraftStats, Rules, Source, Window
 from ostinato.history.store import History, prompt_key
 from ostinato.types import Drafts, Emitted, Request, Running
+
+FEATURES = 16  # of a candidate, by which its chance is estimated (native/estimate.h)
+INITIAL_WEIGHTS = (-2.6, 0.8, -0.8, -2.6, 1.9, 2.0, 0.1, 0.0, -1.1, -0.7, 0.7, 0.2, 0.4, 3.6, 0.7, 3.9)
+"""Of these features, fitted to recorded rollouts, so that the first drafts of a run are sensible."""
 
 _MOST_LEVELS = 7
 _P, _L, _I64, _I32, _U64 = ctypes.c_void_p, ctypes.c_long, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint64
@@ -76,16 +77,11 @@ class _Shelf:
 class HistoryDrafter:
     """Implements ``protocols.Drafter`` over a ``History`` (None: live text only) by the given ``Rules``.
 
-    Raises BuildError where there is no compiler (``make_drafter`` then gives the plain twin), and ValueError
-    for a history that is not compiled.
+    Raises BuildError where there is no compiler.
     """
 
     def __init__(self, history: History | None = None, rules: Rules | None = None) -> None:
-        if history is not None and history.native is None:
-            raise ValueError(
-                "the history is a plain one; use make_drafter, which takes the plain drafter then"
-            )
-        self.rules = rules or Rules.ours()
+        self.rules = rules or Rules()
         self._history = history  # its store is read as long as we are here
         self._library = _bind(load_library())
         store = history.native if history is not None else None
@@ -188,23 +184,10 @@ class HistoryDrafter:
         return DraftStats(**values, open_s=opened, propose_s=proposed, observe_s=observed)
 
     def weights(self) -> np.ndarray:
-        """[FEATURES] float64: what the estimator has learnt, see plain.features."""
+        """[FEATURES] float64: what the estimator has learnt, see native/estimate.h."""
         weights = np.zeros(FEATURES)
         self._library.drafter_weights(self._drafter, weights.ctypes.data)
         return weights
-
-
-def make_drafter(history: History | None = None, rules: Rules | None = None) -> HistoryDrafter | PlainDrafter:
-    """The compiled drafter, or its plain twin where there is no compiler or the history is a plain one.
-
-    Raises ValueError for published rules where only the twin is left, which does not know them.
-    """
-    if history is not None and history.native is None:
-        return PlainDrafter(history, rules)
-    try:
-        return HistoryDrafter(history, rules)
-    except BuildError:
-        return PlainDrafter(history, rules)
 
 
 def _c_rules(rules: Rules) -> _Rules:
@@ -242,4 +225,4 @@ def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-__all__ = ["DraftStats", "HistoryDrafter", "Rules", "Source", "Window", "make_drafter"]
+__all__ = ["DraftStats", "HistoryDrafter", "Rules", "Source", "Window"]

@@ -1,4 +1,4 @@
-"""What a drafter may look at and how far it goes: ours, and published methods on the same machinery."""
+"""What a drafter may look at and how far it goes, and what it has done."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 MOST_DEPTH = 32  # of a draft
 BINS = 10  # of the table of reliability
@@ -32,7 +32,7 @@ class Window(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The settings of a drafter.
+    """The settings of a drafter: by default every source, the noise, and one budget for the batch.
 
     Memory is bounded: the ring over all prompts by ``ring`` observations, the live text of one prompt by
     ``group`` and of all by ``total`` of them, of at most 64 bytes each (half of that is usual).
@@ -76,56 +76,6 @@ class Rules:
                 raise ValueError(
                     f"rules.{name} is {lengths}; use up to 7 context lengths of 1 to 32, longest first"
                 )
-
-    @classmethod
-    def ours(cls) -> Self:
-        """Every source, the noise, and one budget for the batch."""
-        return cls()
-
-    @classmethod
-    def siblings(cls) -> Self:
-        """Ours without a past: siblings and own text only, as in Seer (arXiv 2511.14617)."""
-        return cls(sources=frozenset({Source.SIBLING, Source.OWN}))
-
-    @classmethod
-    def ngram(cls) -> Self:
-        """Prompt look-up: four tokens, as after the last 4, 3 or 2 tokens before, in prompt and own text."""
-        return cls(
-            sources=frozenset({Source.OWN}),
-            use_noise=False,
-            window=Window.FIXED,
-            length=4,
-            live=(4, 3, 2),
-            walk=1,
-        )
-
-    @classmethod
-    def rhyme(cls) -> Self:
-        """RhymeRL (arXiv 2508.18588) as described: the newest epoch, matches of 7 tokens backing off to 3,
-        the branch with the most reward, a window of 2 that grows by 2."""
-        return cls(
-            sources=frozenset({Source.HISTORY}),
-            use_noise=False,
-            window=Window.ADD,
-            most=7,
-            epochs=1,
-            fresh=True,
-            by_reward=True,
-        )
-
-    @classmethod
-    def suffix(cls) -> Self:
-        """SuffixDecoding (arXiv 2411.04975): own text, and one index over all prompts. Its suffix trees are
-        approximated by the last 512 occurrences of three tokens; those with the longest context count."""
-        return cls(
-            sources=frozenset({Source.OWN, Source.OTHER}),
-            use_noise=False,
-            window=Window.SUFFIX,
-            live=(24, 16, 12, 8, 6, 4, 3),
-            shared=(24, 16, 12, 8, 6, 4, 3),
-            walk=512,
-            ring=1 << 20,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

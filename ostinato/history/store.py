@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
-from ostinato.compiler import BuildError
-from ostinato.history.blocks import Block, bytes_needed, lay_out, sort
+from ostinato.history.blocks import Block, bytes_needed, lay_out
 from ostinato.history.lengths import Lengths
 from ostinato.history.native.library import NativeStore, load_library
 from ostinato.inputs import parse_json
@@ -34,12 +33,17 @@ def prompt_key(uid: str) -> int:
     return int.from_bytes(blake2b(uid.encode(), digest_size=8).digest(), "little")
 
 
-def _native_store() -> tuple[NativeStore | None, str]:
-    """A store, or why there is none."""
-    try:
-        return NativeStore(load_library()), ""
-    except BuildError as error:
-        return None, str(error)
+class Store(Protocol):
+    """Where blocks are sorted and searched: ``native.library.NativeStore``."""
+
+    @property
+    def pointer(self) -> int: ...
+
+    def add(self, key: int, block: Block) -> None: ...
+
+    def drop(self, key: int, step: int) -> None: ...
+
+    def sort(self, key: int, step: int) -> None: ...
 
 
 class History:
@@ -55,8 +59,8 @@ class History:
     it ahead of time.
     """
 
-    def __init__(self, *, memory_mb: float = 256, epochs: int = 3, compiled: bool = True) -> None:
-        """``compiled=False``: the plain search, as where there is no compiler. Raises ValueError."""
+    def __init__(self, *, memory_mb: float = 256, epochs: int = 3, store: Store | None = None) -> None:
+        """``store``: None: the compiled one. Raises BuildError where there is no compiler, and ValueError."""
         if not memory_mb > 0:
             raise ValueError(f"memory_mb is {memory_mb}; use a positive number of MiB")
         if epochs < 1:
@@ -68,12 +72,12 @@ class History:
         self._limit = memory_mb * 2**20
         self._epochs = epochs
         self._blocks: dict[int, list[Block]] = {}
-        self._native, self.plain_because = _native_store() if compiled else (None, "it was asked for")
+        self._store = store or NativeStore(load_library())
 
     @property
-    def native(self) -> int | None:
-        """Pointer to the ``Store`` of native/blocks.h, alive as long as this object is; None for the twin."""
-        return self._native.pointer if self._native else None
+    def native(self) -> int:
+        """Pointer to the ``Store`` of native/blocks.h, alive as long as this object is."""
+        return self._store.pointer
 
     @property
     def num_prompts(self) -> int:
@@ -110,14 +114,14 @@ class History:
         key = prompt_key(uid)
         kept = list(self._blocks.get(key, []))
         for block in kept:
-            self._sort(key, block)
+            self._store.sort(key, block.step)
         return kept
 
     def build_now(self) -> None:
         """Sort all blocks that wait for it."""
         for key, kept in self._blocks.items():
             for block in kept:
-                self._sort(key, block)
+                self._store.sort(key, block.step)
 
     def save(self, path: Path) -> None:
         """Write all but the suffix arrays: they would be nearly half of every checkpoint, and sorting again
@@ -125,10 +129,10 @@ class History:
         atomic_write(path, self._write)
 
     @classmethod
-    def load(cls, path: Path, *, memory_mb: float = 256, epochs: int = 3, compiled: bool = True) -> Self:
-        """What ``save`` wrote, cut to these limits. Raises OSError where it cannot be read, and ValueError
-        for a file that is damaged or of another kind."""
-        history = cls(memory_mb=memory_mb, epochs=epochs, compiled=compiled)
+    def load(cls, path: Path, *, memory_mb: float = 256, epochs: int = 3, store: Store | None = None) -> Self:
+        """What ``save`` wrote, cut to these limits. Raises OSError where it cannot be read, BuildError where
+        there is no compiler, and ValueError for a file that is damaged or of another kind."""
+        history = cls(memory_mb=memory_mb, epochs=epochs, store=store)
         with path.open("rb") as file:
             for key, block in _read(file, path, history.lengths):
                 history._keep(key, block)
@@ -136,18 +140,11 @@ class History:
         history.counters.clear()
         return history
 
-    def _sort(self, key: int, block: Block) -> None:
-        if self._native:
-            self._native.sort(key, block.step)
-        elif not block.is_sorted:
-            sort(block)
-
     def _keep(self, key: int, block: Block) -> None:
         kept = self._blocks.setdefault(key, [])
         kept.append(block)
         kept.sort(key=lambda block: -block.step)
-        if self._native:
-            self._native.add(key, block)
+        self._store.add(key, block)
         self.num_bytes += block.memory.nbytes + OVERHEAD
         self.num_tokens += block.num_sampled
         self.counters["added_blocks"] += 1
@@ -156,8 +153,7 @@ class History:
             self._drop(key, old, "outdated")
 
     def _drop(self, key: int, block: Block, why: str) -> None:
-        if self._native:
-            self._native.drop(key, block.step)  # before its memory goes
+        self._store.drop(key, block.step)  # before its memory goes
         self._blocks[key].remove(block)
         if not self._blocks[key]:
             del self._blocks[key]

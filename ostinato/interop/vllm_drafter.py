@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.compiler import BuildError
 from ostinato.history.drafter import HistoryDrafter, Rules
 from ostinato.history.store import History
 from ostinato.interop.vllm_cpu import cure
@@ -342,13 +343,13 @@ class HistoryProposer:
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         """``vllm_config`` is vLLM's ``VllmConfig``; ``clock`` gives seconds, by which passes are timed.
 
-        Raises ValueError for settings that do not exist, and without a C++ compiler: drafted in Python, every
-        pass would wait.
+        Raises ValueError for settings that do not exist, and without a C++ compiler.
         """
-        self._history = _begin_with(Settings.read(vllm_config.additional_config))
-        if self._history.native is None:
-            raise ValueError(f"drafts inside vLLM need a C++ compiler: {self._history.plain_because}")
-        self._drafter = HistoryDrafter(self._history, replace(Rules.ours(), use_noise=False))
+        try:
+            self._history = _begin_with(Settings.read(vllm_config.additional_config))
+        except BuildError as error:
+            raise ValueError(f"drafts inside vLLM need a C++ compiler: {error}") from error
+        self._drafter = HistoryDrafter(self._history, replace(Rules(), use_noise=False))
         model = vllm_config.model_config
         self._rows = RowDrafter(
             self._drafter,

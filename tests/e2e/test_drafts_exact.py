@@ -16,12 +16,12 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from reference.scripted import ScriptedDrafter
 from small_world import DRAFTS_PAY, chi_square, counted, greedy_by_count_ratio, ratio_against_the_old
 
 from ostinato.algo.noise import key, uniform
 from ostinato.engine.local import LocalEngine
-from ostinato.history.drafter import make_drafter
-from ostinato.history.scripted import ScriptedDrafter
+from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.store import History
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
@@ -137,8 +137,8 @@ def drafter_of(kind: str, asked: Sequence[Request], done: Sequence[Completion], 
     if kind in ("random", "adversarial", "oracle"):
         return scripted(kind, asked, done, tree)
     if kind == "live":
-        return make_drafter(None)
-    return make_drafter(history_of(pasts(asked, done), rotate=kind != "history"))
+        return HistoryDrafter(None)
+    return HistoryDrafter(history_of(pasts(asked, done), rotate=kind != "history"))
 
 
 def same(plain: Sequence[Completion], drafted: Sequence[Completion]) -> None:
@@ -315,7 +315,7 @@ def test_chi_square_at_30000_draws_passes_and_two_published_rules_fail() -> None
     ]
     history = History()
     history.add("w", 0, past)
-    drafted = make_drafter(history)
+    drafted = HistoryDrafter(history)
     statistic, point = chi_square(counted(answers(decoder, drafted, n, 1)), exact)
     assert statistic < point
     assert sum(drafted.stats().drafted.values()) > n / 10, "the history was not drafted from"
@@ -361,7 +361,7 @@ def test_freshness_after_a_training_step_on_an_answer() -> None:
     assert new_p < 0.9
     history = History()
     history.add("w", 0, [past] * 8)
-    share = sum(a == y for a in answers(decoder, make_drafter(history), n, 7, adapters)) / n
+    share = sum(a == y for a in answers(decoder, HistoryDrafter(history), n, 7, adapters)) / n
     assert abs(share - new_p) < 4 * (new_p * (1 - new_p) / n) ** 0.5
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference.scripted import ScriptedDrafter
 from small_moe import KINDS, SIZES, VOCAB
 from small_world import DRAFTS_PAY
 from torch import Tensor
@@ -23,7 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.engine.local import LocalEngine
-from ostinato.history.scripted import ScriptedDrafter
 from ostinato.model import packed
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder

@@ -36,6 +36,13 @@ def test_a_recipe_without_drafts_has_no_memory() -> None:
     assert new_memory(DraftSection(enabled=False), None, print) is None
 
 
+def test_without_a_compiler_drafts_are_off_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    notes: list[str] = []
+    assert new_memory(SECTION, None, notes.append) is None
+    assert len(notes) == 1 and notes[0].startswith("nothing is drafted: ")
+
+
 def test_the_past_of_a_prompt_is_its_newest_answers_without_their_context() -> None:
     mine = memory()
     mine.history.add("a", 1, [past(1, 2)])

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.scripted import ScriptedDrafter
 from small_engine import tiny
 from small_world import DRAFTS_PAY, NATIVE
 
 from ostinato.engine.asked import new_sequence
 from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
-from ostinato.history.scripted import ScriptedDrafter
 from ostinato.types import Completion, Drafts, Emitted, Request, Running, Sampling, Stop
 
 VOCAB = 31

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.scripted import ScriptedDrafter
 from small_world import DRAFTS_PAY, KERNELS, NATIVE
 
 from ostinato.engine.cache import BLOCK, KVCache
 from ostinato.engine.fake import FakeEngine
 from ostinato.engine.local import LocalEngine
-from ostinato.history.scripted import ScriptedDrafter
 from ostinato.model.attention import NaiveCache
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder

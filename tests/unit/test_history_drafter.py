@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,80 +12,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.plain_blocks import PlainStore
+from reference.plain_drafter import LEAST_GAIN, Node, PlainDrafter
+from reference.plain_estimate import Estimator, margin
+from reference.plain_lookup import Candidate
+from small_drafts import FREE, compiled, emitted, past, request, running
 
 from ostinato.algo.noise import key, uniform
-from ostinato.compiler import BuildError
-from ostinato.history.drafter import HistoryDrafter, Rules, Source, make_drafter
-from ostinato.history.estimate import FEATURES, Estimator, margin
-from ostinato.history.native.library import load_library
-from ostinato.history.plain import LEAST_GAIN, PlainDrafter
+from ostinato.history.drafter import FEATURES, HistoryDrafter, Rules, Source
 from ostinato.history.store import History
-from ostinato.types import Emitted, Past, Request, Running, Sampling
-
-
-def compiled() -> bool:
-    try:
-        load_library()
-    except BuildError:
-        return False
-    return True
-
 
 pytestmark = pytest.mark.skipif(not compiled(), reason="there is no C++ compiler here")
-VOCAB, STOP = 6, 0
-FREE = 1e-3 + 1e-9 * np.arange(65)  # seconds of a pass in which draft tokens cost next to nothing
-
-
-def request(
-    tokens: Sequence[int], *, seed: Sequence[int] = (1,), uid: str = "p", temperature: float = 1.0
-) -> Request:
-    return Request(
-        tokens=np.array(tokens, np.int32),
-        sampling=Sampling(temperature=temperature),
-        seed=tuple(seed),
-        uid=uid,
-    )
-
-
-def running(*handles: int, room: int = 40, seconds: np.ndarray = FREE, leaves: int = 1) -> Running:
-    return Running(
-        handles=np.array(handles, np.int64),
-        room=np.full(len(handles), room, np.int32),
-        weights=np.ones(len(handles), np.float32),
-        seconds=seconds,
-        leaves=leaves,
-    )
-
-
-def emitted(
-    handle: int, tokens: Sequence[int], *, ended: bool = False, prob: float = 1.0, edge: float = 0.0
-) -> Emitted:
-    n = len(tokens)
-    return Emitted(
-        handles=np.array([handle], np.int64),
-        counts=np.array([n], np.int32),
-        tokens=np.array(tokens, np.int32),
-        probs=np.full(n, prob, np.float32),
-        edges=np.full(n, edge, np.float32),
-        ended=np.array([ended]),
-    )
-
-
-def past(
-    context: Sequence[int], tokens: Sequence[int], *, probs: Any = 1.0, edges: Any = 0.0, reward: float = 0.0
-) -> Past:
-    n = len(tokens)
-    return Past(
-        context=np.array(context, np.int32),
-        tokens=np.array(tokens, np.int32),
-        probs=np.broadcast_to(np.float32(probs), n),
-        edges=np.broadcast_to(np.float32(edges), n),
-        reward=reward,
-    )
 
 
 def only(*sources: Source, **rules: Any) -> Rules:
-    return replace(Rules.ours(), sources=frozenset(sources), **rules)
+    return replace(Rules(), sources=frozenset(sources), **rules)
 
 
 # ---- what is proposed
@@ -245,8 +185,7 @@ def test_the_budget_is_where_tokens_per_second_are_the_most(
     seconds = [1.0]
     for step in steps[:most]:
         seconds.append(seconds[-1] + (step if step > 0.1 else 0.0))
-    history = History(compiled=False)
-    drafter = PlainDrafter(history)
+    drafter = PlainDrafter(History(store=PlainStore()))
     handle = drafter.open(request(CONTEXT))
     sequence = drafter._at(handle)
     sequence.deepest = 1  # no look-ups behind these
@@ -261,9 +200,6 @@ def test_the_budget_is_where_tokens_per_second_are_the_most(
 
 
 def root(sequence: Any, survival: float) -> Any:
-    from ostinato.history.lookup import Candidate
-    from ostinato.history.plain import Node
-
     candidate = Candidate(token=1, source=Source.OWN, estimate=survival, x=[0.0] * FEATURES)
     return Node(sequence=sequence, parent=None, depth=1, survival=survival, candidate=candidate)
 
@@ -369,7 +305,7 @@ def test_the_difference_of_two_stats_is_what_was_done_in_between() -> None:
 
 
 def test_live_text_is_bounded() -> None:
-    drafter = HistoryDrafter(None, replace(Rules.ours(), ring=256, group=256, total=512))
+    drafter = HistoryDrafter(None, replace(Rules(), ring=256, group=256, total=512))
     rng = np.random.default_rng(0)
     sizes = []
     for uid in range(30):
@@ -394,62 +330,9 @@ def test_handles_that_are_not_open_are_refused() -> None:
 def test_rules_are_checked() -> None:
     for wrong in ({"length": 33}, {"least": 0}, {"epochs": 5}, {"live": (3, 6)}, {"walk": 0}, {"ring": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            replace(Rules.ours(), **wrong)
-
-
-def test_without_a_compiler_the_plain_twin_drafts() -> None:
-    history = History(compiled=False)
-    history.add("p", 1, [past(CONTEXT, [20, 21])])
-    drafter = make_drafter(history)
-    assert isinstance(drafter, PlainDrafter)
-    assert drafter.propose(running(drafter.open(request(CONTEXT)))).tokens.tolist() == [20, 21]
-    with pytest.raises(ValueError, match="compiler"):
-        make_drafter(history, Rules.rhyme())
-    assert isinstance(make_drafter(History()), HistoryDrafter)
+            replace(Rules(), **wrong)
 
 
 def test_the_drafter_loads_no_torch() -> None:
     code = "import sys, ostinato.history.drafter; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=400).returncode == 0
-
-
-# ---- published methods
-
-
-def test_prompt_look_up_repeats_four_tokens_after_the_last_occurrence() -> None:
-    drafter = HistoryDrafter(None, Rules.ngram())
-    handle = drafter.open(request([1, 2, 30, 31, 32, 33, 34, 9, 1, 2, 40, 41, 42, 43, 44, 9, 1, 2]))
-    assert drafter.propose(running(handle)).tokens.tolist() == [40, 41, 42, 43]
-
-
-def test_rhyme_takes_the_rewarded_branch_and_adds_two_to_its_window() -> None:
-    """The frequent branch was not rewarded. The window is 2, then 4, and 2 again after a rejection."""
-    history = History()
-    good = past(CONTEXT, [20, *range(30, 50)], reward=1.0)
-    history.add("p", 1, [good, past(CONTEXT, [20, 60]), past(CONTEXT, [20, 60])])
-    drafter = HistoryDrafter(history, Rules.rhyme())
-    handle = drafter.open(request(CONTEXT))
-    assert drafter.propose(running(handle)).tokens.tolist() == [20, 30]
-    drafter.observe(emitted(handle, [20, 30, 31]))
-    assert drafter.propose(running(handle)).tokens.tolist() == [32, 33, 34, 35]
-    drafter.observe(emitted(handle, [32, 99]))
-    drafter.propose(running(handle))
-    drafter.observe(emitted(handle, [40, 41, 42]))
-    assert drafter.propose(running(handle)).tokens.tolist() == [43, 44]
-
-
-def test_rhyme_looks_at_the_newest_epoch_only() -> None:
-    history = History()
-    history.add("p", 1, [past(CONTEXT, [20, 21])])
-    history.add("p", 2, [past(CONTEXT, [30, 31])])
-    drafter = HistoryDrafter(history, Rules.rhyme())
-    assert drafter.propose(running(drafter.open(request(CONTEXT)))).tokens.tolist() == [30, 31]
-
-
-def test_suffix_drafts_as_many_tokens_as_agree_over_all_prompts() -> None:
-    drafter = HistoryDrafter(None, Rules.suffix())
-    teller = drafter.open(request([1], uid="a"))
-    drafter.observe(emitted(teller, list(range(20, 60)), ended=True))
-    short, long = (drafter.open(request(text, uid="b")) for text in ([5, 20, 21, 22], list(range(20, 30))))
-    assert drafter.propose(running(short)).tokens.tolist() == [23, 24, 25]
-    assert len(drafter.propose(running(long)).tokens) == 8  # the longest context length of ten that agree

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import plain_blocks as plain
+from reference.plain_blocks import DEPTH, PlainStore, Span
+from small_drafts import compiled as has_compiler
 
+from ostinato.compiler import BuildError
 from ostinato.history import blocks
-from ostinato.history.blocks import CONTEXT, DEPTH, END, PROBS, Block, Span
+from ostinato.history.blocks import CONTEXT, END, PROBS, Block
 from ostinato.history.native import library as native
-from ostinato.history.store import OVERHEAD, History, prompt_key
+from ostinato.history.store import OVERHEAD, History, Store, prompt_key
 from ostinato.types import Past
 
 EXAMPLES = settings(max_examples=40, deadline=None)
@@ -61,7 +65,6 @@ class Native:
     """The search of native/blocks.cpp in the words of its twin."""
 
     def __init__(self, history: History, uid: str, step: int) -> None:
-        assert history.native
         self.library = native.load_library()
         self.block = self.library.history_block(history.native, prompt_key(uid), step)
         assert self.block
@@ -77,10 +80,10 @@ class Native:
         length = self.library.history_longest(self.block, _int32(context), len(context), least, span)
         return length, (span.low, span.high)
 
-    def next_at(self, place: int, depth: int) -> blocks.Next:
+    def next_at(self, place: int, depth: int) -> plain.Next:
         out = native.Next()
         self.library.history_next(self.block, place, depth, out)
-        return blocks.Next(token=out.token, edge=out.edge, prob=out.prob, reward=out.reward)
+        return plain.Next(token=out.token, edge=out.edge, prob=out.prob, reward=out.reward)
 
     def _span(self, name: str, *given: object, span: Span = (0, 0)) -> Span:
         """``find`` takes its span last, ``narrow`` first."""
@@ -96,18 +99,17 @@ def _int32(tokens: Sequence[int]) -> ctypes.Array[ctypes.c_int32]:
 
 @pytest.fixture(scope="module")
 def compiled() -> History:
-    history = History()
-    if history.native is None:
-        pytest.skip(history.plain_because)
-    return history
+    if not has_compiler():
+        pytest.skip("there is no C++ compiler here")
+    return History()
 
 
 @pytest.fixture(scope="module", params=["plain", "native"])
-def history_of(request: pytest.FixtureRequest) -> Callable[..., History]:
-    """Makes histories, with the native search and without."""
-    if request.param == "native" and History().native is None:
-        pytest.skip(History().plain_because)
-    return lambda **limits: History(compiled=request.param == "native", **limits)
+def store_of(request: pytest.FixtureRequest) -> Callable[[], Store | None]:
+    """Makes the stores of histories: of the native search (None) and of its twin."""
+    if request.param == "native" and not has_compiler():
+        pytest.skip("there is no C++ compiler here")
+    return PlainStore if request.param == "plain" else lambda: None
 
 
 # ---- one block ----
@@ -132,7 +134,7 @@ def test_documents_are_context_response_end(said: list[Past]) -> None:
 @given(pasts())
 def test_order_is_sorted_to_the_depth_and_then_by_position(said: list[Past]) -> None:
     block = blocks.lay_out(0, said)
-    blocks.sort(block)
+    plain.sort(block)
     keys = [(suffix(block, place)[:DEPTH], int(block.order[place])) for place in range(block.size)]
     assert keys == sorted(keys)
     assert sorted(block.order.tolist()) == np.flatnonzero(block.text != END).tolist()
@@ -142,14 +144,14 @@ def test_order_is_sorted_to_the_depth_and_then_by_position(said: list[Past]) -> 
 @given(pasts(), st.lists(st.integers(0, 2), min_size=1, max_size=6))
 def test_find_and_narrow_give_all_places_and_no_other(said: list[Past], context: list[int]) -> None:
     block = blocks.lay_out(0, said)
-    blocks.sort(block)
+    plain.sort(block)
     context = [token + 70_000 * block.wide for token in context]
     expected = [place for place in range(block.size) if suffix(block, place)[: len(context)] == context]
-    span = blocks.find(block, context)
+    span = plain.find(block, context)
     assert list(range(*span)) == expected
     step_by_step = (0, block.size)
     for depth, token in enumerate(context):
-        step_by_step = blocks.narrow(block, step_by_step, depth, token)
+        step_by_step = plain.narrow(block, step_by_step, depth, token)
     assert list(range(*step_by_step)) == expected
 
 
@@ -157,7 +159,7 @@ def test_find_and_narrow_give_all_places_and_no_other(said: list[Past], context:
 @given(pasts(), st.lists(st.integers(0, 2), min_size=1, max_size=90), st.integers(1, 4))
 def test_longest_is_the_longest_that_goes_on(said: list[Past], context: list[int], least: int) -> None:
     block = blocks.lay_out(0, said)
-    blocks.sort(block)
+    plain.sort(block)
     context = [token + 70_000 * block.wide for token in context]
     texts = [document[:-1] for document in documents(block)]
     lengths = [
@@ -167,9 +169,9 @@ def test_longest_is_the_longest_that_goes_on(said: list[Past], context: list[int
             context[-length:] == text[at : at + length] for text in texts for at in range(len(text) - length)
         )
     ]
-    length, span = blocks.longest(block, context, least)
+    length, span = plain.longest(block, context, least)
     assert length == max(lengths, default=0)
-    assert span == (blocks.find(block, context[len(context) - length :]) if length else (0, 0))
+    assert span == (plain.find(block, context[len(context) - length :]) if length else (0, 0))
 
 
 @pytest.mark.slow
@@ -183,7 +185,7 @@ def test_native_is_its_twin(
     compiled.add(uid, 1, said)
     ours, [twin] = Native(compiled, uid, 1), compiled.blocks(uid)
     order = twin.order.copy()
-    blocks.sort(twin)
+    plain.sort(twin)
     assert (order == twin.order).all()
 
     text = said[0].tokens.tolist()
@@ -191,32 +193,32 @@ def test_native_is_its_twin(
         st.sampled_from([text, [token + 70_000 * twin.wide for token in context if token >= 0]])
     )
     context = context[data.draw(st.integers(0, max(0, len(context) - 1))) :]
-    assert ours.find(context[:DEPTH]) == blocks.find(twin, context[:DEPTH])
+    assert ours.find(context[:DEPTH]) == plain.find(twin, context[:DEPTH])
     for least in (1, 3):
-        assert ours.longest(context, least) == blocks.longest(twin, context, least)
+        assert ours.longest(context, least) == plain.longest(twin, context, least)
     span = (0, twin.size)
     for depth, token in enumerate(context[: DEPTH - 1]):
         for place in {span[0], span[1] - 1} if span[0] < span[1] else ():
-            assert ours.next_at(place, depth) == blocks.next_at(twin, place, depth)
-        before, span = span, blocks.narrow(twin, span, depth, token)
+            assert ours.next_at(place, depth) == plain.next_at(twin, place, depth)
+        before, span = span, plain.narrow(twin, span, depth, token)
         assert ours.narrow(before, depth, token) == span
 
 
 def test_the_end_of_a_document_ends_a_match() -> None:
     """A context that runs over the border of two responses was never written."""
     block = blocks.lay_out(0, [past([1, 2]), past([3, 4])])
-    blocks.sort(block)
-    assert blocks.find(block, [2, 3]) == blocks.find(block, [2, 9]) == (2, 2)
-    low, high = blocks.find(block, [2])
-    assert high - low == 1 and blocks.next_at(block, low, 1).token == END
-    assert blocks.longest(block, [1, 2], 1) == (0, (0, 0))  # nothing follows it
+    plain.sort(block)
+    assert plain.find(block, [2, 3]) == plain.find(block, [2, 9]) == (2, 2)
+    low, high = plain.find(block, [2])
+    assert high - low == 1 and plain.next_at(block, low, 1).token == END
+    assert plain.longest(block, [1, 2], 1) == (0, (0, 0))  # nothing follows it
 
 
 def test_a_response_can_be_drafted_from_its_first_token() -> None:
     block = blocks.lay_out(0, [past([7], context=range(20))])
-    blocks.sort(block)
-    length, (place, _) = blocks.longest(block, list(range(30, 40)) + list(range(12, 20)), 1)
-    assert length == CONTEXT and blocks.next_at(block, place, length).token == 7
+    plain.sort(block)
+    length, (place, _) = plain.longest(block, list(range(30, 40)) + list(range(12, 20)), 1)
+    assert length == CONTEXT and plain.next_at(block, place, length).token == 7
 
 
 # ---- quantisation ----
@@ -256,9 +258,9 @@ def test_what_is_no_number_counts_as_the_least_probability() -> None:
 def test_rewards_are_kept_against_their_mean(rewards: list[float | None], signs: list[int]) -> None:
     block = blocks.lay_out(0, [past([1, 2], reward=reward) for reward in rewards])
     assert block.rewards.tolist() == signs
-    blocks.sort(block)
+    plain.sort(block)
     positions = [int(np.flatnonzero(block.order == start)[0]) for start in block.starts[:-1]]
-    assert [blocks.next_at(block, place, 1).reward for place in positions] == signs
+    assert [plain.next_at(block, place, 1).reward for place in positions] == signs
 
 
 @pytest.mark.parametrize("missing", ["probs", "edges"])
@@ -266,7 +268,7 @@ def test_a_response_without_its_intervals_is_refused(missing: str) -> None:
     whole = past([1, 2, 3])
     parts = {name: getattr(whole, name) for name in ("context", "tokens", "probs", "edges")}
     with pytest.raises(ValueError, match="engine reports both"):
-        History(compiled=False).add("p", 1, [Past(**{**parts, missing: np.zeros(0, np.float32)})])
+        History(store=PlainStore()).add("p", 1, [Past(**{**parts, missing: np.zeros(0, np.float32)})])
 
 
 def test_negative_tokens_are_refused() -> None:
@@ -277,8 +279,8 @@ def test_negative_tokens_are_refused() -> None:
 # ---- the store ----
 
 
-def test_a_prompt_keeps_its_newest_epochs(history_of: Callable[..., History]) -> None:
-    history = history_of(epochs=2)
+def test_a_prompt_keeps_its_newest_epochs(store_of: Callable[[], Store | None]) -> None:
+    history = History(store=store_of(), epochs=2)
     for step in (1, 5, 9, 7):
         history.add("p", step, [past([step, 2, 3])])
     assert [block.step for block in history.blocks("p")] == [9, 7]
@@ -287,9 +289,9 @@ def test_a_prompt_keeps_its_newest_epochs(history_of: Callable[..., History]) ->
     assert history.blocks("another") == []
 
 
-def test_a_step_that_is_told_again_replaces_what_was_there(history_of: Callable[..., History]) -> None:
+def test_a_step_that_is_told_again_replaces_what_was_there(store_of: Callable[[], Store | None]) -> None:
     """A resumed run plays its last steps again."""
-    history = history_of()
+    history = History(store=store_of())
     history.add("p", 1, [past([1, 2])])
     history.add("p", 2, [past([3, 4]), past([5])])
     history.add("p", 2, [past([6])])
@@ -300,7 +302,7 @@ def test_a_step_that_is_told_again_replaces_what_was_there(history_of: Callable[
 
 
 def test_empty_responses_are_left_out() -> None:
-    history = History(compiled=False)
+    history = History(store=PlainStore())
     history.add("p", 1, [past([]), past([1], context=[5])])
     history.add("q", 1, [past([])])
     assert documents(history.blocks("p")[0]) == [[5, 1, END]] and history.num_prompts == 1
@@ -308,9 +310,9 @@ def test_empty_responses_are_left_out() -> None:
 
 @EXAMPLES
 @given(data=st.data())
-def test_bytes_are_counted_and_bounded(history_of: Callable[..., History], data: st.DataObject) -> None:
+def test_bytes_are_counted_and_bounded(store_of: Callable[[], Store | None], data: st.DataObject) -> None:
     limit = data.draw(st.integers(1, 6000))
-    history = history_of(memory_mb=limit / 2**20, epochs=2)
+    history = History(store=store_of(), memory_mb=limit / 2**20, epochs=2)
     additions = st.tuples(st.sampled_from("abcde"), st.integers(1, 4), st.integers(0, 300))
     for uid, step, length in data.draw(st.lists(additions, max_size=12)):
         history.add(uid, step, [past([1] * length)])
@@ -323,7 +325,7 @@ def test_bytes_are_counted_and_bounded(history_of: Callable[..., History], data:
 
 def test_what_a_prompt_has_newer_goes_first_and_the_oldest_of_that() -> None:
     room = 4 * (blocks.bytes_needed(101, 1, False) + OVERHEAD)
-    history = History(memory_mb=room / 2**20, compiled=False)
+    history = History(memory_mb=room / 2**20, store=PlainStore())
     for uid, step in (("a", 1), ("b", 2), ("a", 3), ("b", 4), ("c", 5), ("d", 6)):
         history.add(uid, step, [past([1] * 100)])
     assert [[block.step for block in history.blocks(uid)] for uid in "abcd"] == [[3], [4], [5], [6]]
@@ -333,7 +335,7 @@ def test_what_a_prompt_has_newer_goes_first_and_the_oldest_of_that() -> None:
 def test_a_round_larger_than_the_memory_keeps_its_share() -> None:
     """Least recently used would have dropped every block just before its prompt came round again."""
     each = blocks.bytes_needed(101, 1, False) + OVERHEAD
-    history = History(memory_mb=20 * each / 2**20, compiled=False)
+    history = History(memory_mb=20 * each / 2**20, store=PlainStore())
     found = []
     for step in range(120):
         uid = str(step % 40)
@@ -343,7 +345,7 @@ def test_a_round_larger_than_the_memory_keeps_its_share() -> None:
 
 
 def test_bytes_per_token_are_few() -> None:
-    history = History(compiled=False)
+    history = History(store=PlainStore())
     for vocabulary, most in ((0, 9.5), (100_000, 11.5)):
         history.add("p", 1, [past([vocabulary] * 1220, context=range(8)) for _ in range(16)])
         assert history.bytes_per_token <= most
@@ -370,44 +372,42 @@ def test_adding_moves_nothing_that_is_kept(compiled: History) -> None:
     assert not library.history_block(compiled.native, prompt_key(uid), 1)
 
 
-def test_without_a_compiler_the_plain_search_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_there_is_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    history = History()
-    assert history.native is None and "compiler" in history.plain_because
-    history.add("p", 1, [past([3, 1, 2])])
-    assert history.blocks("p")[0].order.tolist() == [1, 2, 0]
+    with pytest.raises(BuildError, match="compiler"):
+        History()
 
 
 # ---- the file ----
 
 
-def test_a_saved_history_comes_back(history_of: Callable[..., History], tmp_path: Path) -> None:
-    history = history_of()
+def test_a_saved_history_comes_back(store_of: Callable[[], Store | None], tmp_path: Path) -> None:
+    history = History(store=store_of())
     history.add("p", 1, [past([1, 2, 3], context=[4], reward=1.0), past([1, 2], reward=0.0)])
     history.add("p", 2, [past([70_000, 2])])
     history.add("q", 2, [past([9])])
     history.lengths.observe("p", [3, 2], [False, True])
     history.build_now()
     history.save(tmp_path / "history")
-    again = History.load(tmp_path / "history", compiled=history.native is not None)
+    again = History.load(tmp_path / "history", store=store_of())
     for uid in ("p", "q"):
         for old, new in zip(history.blocks(uid), again.blocks(uid), strict=True):
             assert (old.step, old.wide, old.memory.tobytes()) == (new.step, new.wide, new.memory.tobytes())
     assert (again.num_bytes, again.num_tokens) == (history.num_bytes, history.num_tokens)
     assert again.lengths.state() == history.lengths.state() and not again.counters
-    smaller = History.load(tmp_path / "history", epochs=1, compiled=False)
+    smaller = History.load(tmp_path / "history", epochs=1, store=PlainStore())
     assert [block.step for block in smaller.blocks("p")] == [2]
 
 
 def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(
-    history_of: Callable[..., History], tmp_path: Path
+    store_of: Callable[[], Store | None], tmp_path: Path
 ) -> None:
     """The history is in no checkpoint: where the newest one was damaged, the run went on from an older one
     with drafts from answers that it had yet to sample, and its ``draft/reuse`` was not that of a run that
     nobody had killed."""
 
     def after(steps: int) -> History:
-        history = history_of(epochs=4)
+        history = History(store=store_of(), epochs=4)
         for step in range(1, steps + 1):
             for uid in ("p", "q" if step < 3 else "r"):
                 history.add(uid, step, [past([step, 2, 3])])
@@ -416,7 +416,7 @@ def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(
 
     after(4).save(tmp_path / "history")
     straight = after(2)
-    back = History.load(tmp_path / "history", epochs=4, compiled=straight.native is not None)
+    back = History.load(tmp_path / "history", epochs=4, store=store_of())
     back.forget_after(2)
     for uid in "pqr":
         old, new = straight.blocks(uid), back.blocks(uid)
@@ -431,7 +431,7 @@ def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(
 @given(data=st.data())
 def test_a_damaged_file_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged"
-    history = History(compiled=False)
+    history = History(store=PlainStore())
     history.add("p", 1, [past([1, 2, 3])])
     history.save(path)
     content = bytearray(path.read_bytes())
@@ -441,7 +441,7 @@ def test_a_damaged_file_is_refused(tmp_path_factory: pytest.TempPathFactory, dat
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
     with pytest.raises(ValueError, match="delete it to begin an empty one"):
-        History.load(path, compiled=False)
+        History.load(path, store=PlainStore())
 
 
 def test_a_key_is_the_same_everywhere() -> None:

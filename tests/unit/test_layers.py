@@ -53,7 +53,7 @@ ARROWS: dict[str, set[str]] = {
     "observe.report": LEAVES,
     "observe.board": LEAVES | {"observe.report"},
     "report": {"run", "observe.report"},
-    "interop": {"types", "protocols", "routes", "algo", "history"},
+    "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger"},
     "bench": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "scaling"}

@@ -5,7 +5,7 @@
 //           the cut is where expected tokens per second are the most
 // observe   appends what was really sampled, and teaches the estimator with every candidate whose place was reached
 //
-// The plain twin is plain.py: same candidates, same arithmetic, same decisions.
+// The twin is tests/reference/plain_drafter.py: same candidates, same arithmetic, same decisions.
 #include <algorithm>
 #include <memory>
 #include <unordered_map>

@@ -6,8 +6,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ostinato.history.blocks import DEPTH, END, Block, Span, longest, narrow, next_at
-from ostinato.history.estimate import Estimator, Evidence, features, log_odds
+from reference.plain_blocks import DEPTH, Span, longest, narrow, next_at
+from reference.plain_estimate import Estimator, Evidence, features, log_odds
+
+from ostinato.history.blocks import END, Block
 from ostinato.history.rules import Rules, Source
 
 FOLLOWED = 16  # more new tokens than this are searched for, not followed

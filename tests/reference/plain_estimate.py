@@ -1,4 +1,4 @@
-"""P(a draft token is accepted): the plain twin of native/estimate.h, bit for bit.
+"""P(a draft token is accepted): the twin of native/estimate.h, bit for bit.
 
 A logistic model of what is known about a candidate, learnt online from all those whose place was reached.
 """
@@ -9,15 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ostinato.history.drafter import FEATURES, INITIAL_WEIGHTS
 from ostinato.history.rules import Source
 
-FEATURES = 16
 LABELS_PER_STEP = 64  # of the Newton method
 DAMPING = 8.0  # added to the curvature
 MEMORY = 0.98  # of the curvature, from step to step: about 3000 labels
-
-INITIAL_WEIGHTS = (-2.6, 0.8, -0.8, -2.6, 1.9, 2.0, 0.1, 0.0, -1.1, -0.7, 0.7, 0.2, 0.4, 3.6, 0.7, 3.9)
-"""Of ``features``, fitted to recorded rollouts, so that the first drafts of a run are sensible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

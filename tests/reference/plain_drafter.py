@@ -1,7 +1,6 @@
-"""The plain twin of native/drafter.cpp: same candidates, same arithmetic, same decisions, slowly.
+"""The twin of native/drafter.cpp: same candidates, same arithmetic, same decisions, slowly.
 
-It serves where there is no compiler, and says in a page what the compiled drafter computes. Only a budgeted
-drafter (``Window.BUDGET``) has a twin; the published methods are measured with the compiled one.
+Only a budgeted drafter (``Window.BUDGET``) has a twin.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
-from ostinato.algo.noise import key, uniform
-from ostinato.history.blocks import Block, Span, find, next_at
-from ostinato.history.estimate import Estimator
-from ostinato.history.lookup import (
+from reference.plain_blocks import Span, find, next_at
+from reference.plain_estimate import Estimator
+from reference.plain_lookup import (
     MOST_OCCURRENCES,
     Candidate,
     Live,
@@ -27,6 +24,9 @@ from ostinato.history.lookup import (
     update,
     window,
 )
+
+from ostinato.algo.noise import key, uniform
+from ostinato.history.blocks import Block
 from ostinato.history.rules import BINS, MOST_DEPTH, DraftStats, Rules, Source, Window
 from ostinato.history.store import History
 from ostinato.types import Drafts, Emitted, Request, Running
@@ -97,12 +97,8 @@ class PlainDrafter:
     """Implements ``protocols.Drafter`` in plain Python; see drafter.HistoryDrafter."""
 
     def __init__(self, history: History | None = None, rules: Rules | None = None) -> None:
-        self.rules = rules or Rules.ours()
-        if self.rules.window is not Window.BUDGET:
-            raise ValueError(
-                f"rules.window is {self.rules.window}, which only the compiled drafter knows; install a C++ "
-                "compiler or use Rules.ours()"
-            )
+        self.rules = rules or Rules()
+        assert self.rules.window is Window.BUDGET
         self._history = history
         self._estimator = Estimator()
         self._others = Live(levels=self.rules.shared, most=self.rules.ring)

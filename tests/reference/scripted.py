@@ -1,6 +1,6 @@
 """A drafter that proposes what a script says, whatever it costs: oracle, random and adversarial drafts.
 
-It stands where ``HistoryDrafter`` stands, for tests of exactness and for the oracle of the benches.
+It stands where ``HistoryDrafter`` stands, for tests of exactness.
 """
 
 from __future__ import annotations
