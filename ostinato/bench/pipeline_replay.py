@@ -45,7 +45,7 @@ from ostinato.run import RunFolder
 from ostinato.types import Batch, Group, Request, Reward, Sampling, StepReport, Stop
 
 Say = Callable[[str], None]
-PLACEMENTS = ("static", "least-loaded", "longest-first", "histopipe")
+PLACEMENTS = ("least-loaded", "longest-first", "histopipe")
 SAMPLERS = 2
 AHEAD = 2  # calls for each seat of a sampler, as in a recipe's run: the next one is there when an answer ends
 START_S, SILENCE_S = 120.0, 60.0

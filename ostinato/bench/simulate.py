@@ -18,10 +18,10 @@ import numpy as np
 from rich.table import Table
 
 from ostinato.bench.settings import machine
-from ostinato.pipeline.simulate import Mode, Outcome, Setup, simulate
-from ostinato.pipeline.simulate_sampler import Cost
-from ostinato.pipeline.simulate_traces import H100_7B, Stream, Trace, log_normal, read_cost
-from ostinato.rollout.schedule import Policy
+from ostinato.bench.simulator.events import Mode, Outcome, Setup, simulate
+from ostinato.bench.simulator.policies import Policy
+from ostinato.bench.simulator.sampler import Cost
+from ostinato.bench.simulator.traces import H100_7B, Stream, Trace, log_normal, read_cost
 
 Say = Callable[[str], None]
 DATA = Path(__file__).parents[2] / "docs" / "data"

@@ -25,18 +25,18 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.bench.contender import ContenderFailed
 from ostinato.bench.pipeline_work import Window, figures
 from ostinato.bench.simulate_run import beside
+from ostinato.bench.simulator.events import Setup, simulate
+from ostinato.bench.simulator.policies import Policy, placement
+from ostinato.bench.simulator.sampler import Cost
+from ostinato.bench.simulator.traces import Stream, Trace, log_normal
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.history.lengths import Lengths
 from ostinato.observe.ledger import Ledger
 from ostinato.observe.timeline import Kind, Span
 from ostinato.pipeline.loop import Loop
-from ostinato.pipeline.simulate import Setup, simulate
-from ostinato.pipeline.simulate_sampler import Cost
-from ostinato.pipeline.simulate_traces import Stream, Trace, log_normal
 from ostinato.pipeline.state import Finish, Plan
 from ostinato.rollout.play import Stage
-from ostinato.rollout.schedule import Policy, placement
 from ostinato.run import RunFolder
 from ostinato.types import Batch, Completion, Group, Prompt, Request, Reward, Sampling, StepReport, Stop
 

@@ -21,12 +21,12 @@ from rich.table import Table
 
 from ostinato.bench.pipeline_work import Window, figures
 from ostinato.bench.simulate import DATA
+from ostinato.bench.simulator.events import Outcome, Setup, simulate
+from ostinato.bench.simulator.policies import Policy
+from ostinato.bench.simulator.sampler import Cost
+from ostinato.bench.simulator.traces import Stream, read_cost
 from ostinato.config import Recipe
 from ostinato.observe.timeline import Kind, Span, pool_of
-from ostinato.pipeline.simulate import Outcome, Setup, simulate
-from ostinato.pipeline.simulate_sampler import Cost
-from ostinato.pipeline.simulate_traces import Stream, read_cost
-from ostinato.rollout.schedule import Policy
 from ostinato.run import RunFolder
 
 FITS = 4  # rounds of fitting the height of the cost table

@@ -1,14 +1,13 @@
 """Where and in which order answers are sampled: pure functions from what waits and who works to a plan.
 
-    static          prompt i to worker i mod W in the order of the stream, whatever its length (as verl deals)
     least-loaded    one queue in the order of the stream; who has the fewest takes the next group
     longest-first   one queue, in each round the longest prediction first; who has the least predicted to do
                     takes the next group
     histopipe       prompts ranked by predicted length and laid along the line of workers, short to long in
                     odd rounds and long to short in even ones, more workers to the long (RhymeRL, 2508.18588)
 
-The first and the last deal everything at once, and the workers queue; the others leave what has no room yet
-where it can still be given to anybody. A round goes before the next one: with a bounded staleness it is due
+The last deals everything at once, and the workers queue; the others leave what has no room yet where it can
+still be given to anybody. A round goes before the next one: with a bounded staleness it is due
 earlier. Predictions are of ``history.lengths``; the mean of the known ones stands for one that is inf.
 docs/histopipe.md has what each is worth.
 """
@@ -37,7 +36,6 @@ PREFILL = 64  # tokens that are computed again in the time of a pass
 class Policy(StrEnum):
     """Names in a recipe: ``pipeline.placement``."""
 
-    STATIC = "static"
     LEAST_LOADED = "least-loaded"
     LONGEST_FIRST = "longest-first"
     HISTOPIPE = "histopipe"
@@ -46,7 +44,6 @@ class Policy(StrEnum):
 def placement(name: str) -> Placement:
     """The policy of this name. Raises ValueError for an unknown one."""
     known: dict[str, Placement] = {
-        Policy.STATIC: static,
         Policy.LEAST_LOADED: least_loaded,
         Policy.LONGEST_FIRST: longest_first,
         Policy.HISTOPIPE: histopipe,
@@ -54,13 +51,6 @@ def placement(name: str) -> Placement:
     if name not in known:
         raise ValueError(f"pipeline.placement is {name!r}; use one of {', '.join(known)}")
     return known[name]
-
-
-def static(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
-    """All at once, round robin by place."""
-    ids = sorted(worker.id for worker in workers)
-    ordered = sorted(waiting, key=_in_stream)
-    return Plan(starts=tuple((job.id, ids[job.place % len(ids)]) for job in ordered) if ids else ())
 
 
 def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
@@ -364,6 +354,5 @@ __all__ = [
     "piece",
     "placement",
     "remaining",
-    "static",
     "tiers",
 ]

@@ -10,11 +10,11 @@ import pytest
 
 from ostinato.bench.simulate_real import played
 from ostinato.bench.simulate_run import fitted, recorded, token_seconds, train_seconds
+from ostinato.bench.simulator.events import Setup, simulate
+from ostinato.bench.simulator.policies import Policy
+from ostinato.bench.simulator.sampler import Cost
+from ostinato.bench.simulator.traces import Stream
 from ostinato.observe.timeline import Span
-from ostinato.pipeline.simulate import Setup, simulate
-from ostinato.pipeline.simulate_sampler import Cost
-from ostinato.pipeline.simulate_traces import Stream
-from ostinato.rollout.schedule import Policy
 from ostinato.run import RunFolder
 
 pytestmark = pytest.mark.lab

@@ -22,8 +22,8 @@ from ostinato.bench.simulate import (
     world,
     worlds,
 )
-from ostinato.pipeline.simulate import Mode, simulate
-from ostinato.pipeline.simulate_traces import Trace, read_cost
+from ostinato.bench.simulator.events import Mode, simulate
+from ostinato.bench.simulator.traces import Trace, read_cost
 
 
 @pytest.mark.parametrize("name", RECORDED)

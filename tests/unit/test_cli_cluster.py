@@ -50,7 +50,7 @@ def test_what_workers_elsewhere_cannot_do_is_refused(sections: dict[str, Any], w
     ("sections", "words"),
     [
         ({"pipeline": {"placement": "histopipe"}, "draft": {"enabled": False}}, "knows no lengths"),
-        ({"pipeline": {"placement": "static"}, "cluster": {"samplers": 0}}, "changes nothing with no"),
+        ({"pipeline": {"placement": "histopipe"}, "cluster": {"samplers": 0}}, "changes nothing with no"),
     ],
 )
 def test_what_does_nothing_is_told(sections: dict[str, Any], words: str) -> None:

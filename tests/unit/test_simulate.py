@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.plain_simulator import PlainGate, simulate_plain
 
-from ostinato.pipeline.simulate import Gate, Mode, Setup, simulate
-from ostinato.pipeline.simulate_plain import PlainGate, simulate_plain
-from ostinato.pipeline.simulate_sampler import Cost
-from ostinato.pipeline.simulate_traces import H100_7B, Stream, log_normal, stability
-from ostinato.rollout.schedule import Policy
+from ostinato.bench.simulator.events import Gate, Mode, Setup, simulate
+from ostinato.bench.simulator.policies import Policy
+from ostinato.bench.simulator.sampler import Cost
+from ostinato.bench.simulator.traces import H100_7B, Stream, log_normal, stability
 
 
 def stream(lengths: np.ndarray, prompts: int | np.ndarray = 3) -> Stream:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.bench.simulator.sampler import Cost
 from ostinato.inputs import parse_json
-from ostinato.pipeline.simulate_sampler import Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

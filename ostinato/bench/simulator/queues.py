@@ -15,10 +15,11 @@ from typing import Protocol
 
 import numpy as np
 
+from ostinato.bench.simulator.policies import Policy
+from ostinato.bench.simulator.sampler import Sampler
+from ostinato.bench.simulator.traces import Stream
 from ostinato.history.lengths import Lengths
-from ostinato.pipeline.simulate_sampler import Sampler
-from ostinato.pipeline.simulate_traces import Stream
-from ostinato.rollout.schedule import Policy, lanes, piece
+from ostinato.rollout.schedule import lanes, piece
 
 
 class Answers:

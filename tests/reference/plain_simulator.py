@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ostinato.bench.simulator.events import Gate, Outcome, Setup, Simulation
+from ostinato.bench.simulator.policies import Policy, placement
+from ostinato.bench.simulator.queues import Answers
+from ostinato.bench.simulator.sampler import Cost, Sampler
+from ostinato.bench.simulator.traces import Stream
 from ostinato.jobs import Job, Worker
 from ostinato.pipeline.feed import Rule
 from ostinato.pipeline.rounds import Admission
-from ostinato.pipeline.simulate import Gate, Outcome, Setup, Simulation
-from ostinato.pipeline.simulate_queues import Answers
-from ostinato.pipeline.simulate_sampler import Cost, Sampler
-from ostinato.pipeline.simulate_traces import Stream
-from ostinato.rollout.schedule import Policy, placement
 
 
 def simulate_plain(setup: Setup, stream: Stream) -> Outcome:

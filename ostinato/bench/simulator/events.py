@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from enum import StrEnum
 
-from ostinato.pipeline.simulate_queues import Answers, Queue, queue
-from ostinato.pipeline.simulate_sampler import Cost, Sampler
-from ostinato.pipeline.simulate_traces import Stream
-from ostinato.rollout.schedule import Policy
+from ostinato.bench.simulator.policies import Policy
+from ostinato.bench.simulator.queues import Answers, Queue, queue
+from ostinato.bench.simulator.sampler import Cost, Sampler
+from ostinato.bench.simulator.traces import Stream
 
 
 class Mode(StrEnum):
