@@ -16,8 +16,8 @@ import numpy as np
 
 from ostinato.bench.epochs import Model, answers_of
 from ostinato.bench.settings import Clock
-from ostinato.engine.drafting import Speculation
 from ostinato.engine.local import LocalEngine
+from ostinato.engine.speculation import Speculation
 from ostinato.model.lora import Adapters
 from ostinato.protocols import Drafter
 from ostinato.types import Completion, Drafts, Emitted, Request, Running

@@ -17,7 +17,8 @@ import torch
 
 from ostinato.bench.contender import serve
 from ostinato.engine.local import LocalEngine
-from ostinato.engine.sampler import Settings, sample
+from ostinato.engine.sampler import sample
+from ostinato.engine.sequences import Settings
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.native import BuildError, Kernels, load

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ostinato.engine.cache import BLOCK
-from ostinato.engine.seats import Sequence
+from ostinato.engine.sequences import Sequence
 from ostinato.model.config import MoEConfig
 from ostinato.routes import route_dtype
 from ostinato.types import NO_EXPERT

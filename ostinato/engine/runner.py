@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 from ostinato.engine.cache import BLOCK
+from ostinato.engine.model_input import ModelInput
 from ostinato.engine.paged import KVStore, NativePaged, Rows, TorchPaged
-from ostinato.engine.sampler import Drawn, Settings, sample
+from ostinato.engine.sampler import Drawn, sample
+from ostinato.engine.sequences import Settings
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
@@ -94,6 +96,17 @@ class Runner:
                     ids, places, attend, adapters=self._prepared, ops=self._ops
                 )
         return hidden, None if routing is None else routing.to(torch.int16).cpu().numpy()
+
+    def run(self, plan: ModelInput) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Of the rows of a plan: as ``forward``."""
+        rows = Rows(
+            slots=self.on_device(plan.slots),
+            tables=self.on_device(np.ascontiguousarray(plan.tables)),
+            sequence=self.on_device(plan.table),
+            lengths=self.on_device((plan.positions + 1).astype(np.int32)),
+            write=None if plan.write is None else self.on_device(plan.write),
+        )
+        return self.forward(plan.tokens, plan.positions, rows)
 
     def draw(
         self,

@@ -14,42 +14,15 @@ distribution that was sampled from, not another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.engine.sequences import Settings
 from ostinato.model.native import Kernels
-from ostinato.types import Sampling, Support
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Settings:
-    """The sampling settings of B rows, as arrays [B]."""
-
-    temperature: np.ndarray  # float32
-    top_k: np.ndarray  # int32
-    top_p: np.ndarray  # float32
-    min_p: np.ndarray  # float32
-
-    @classmethod
-    def of(cls, rows: Sequence[Sampling]) -> Settings:
-        return cls(
-            np.array([s.temperature for s in rows], np.float32),
-            np.array([s.top_k for s in rows], np.int32),
-            np.array([s.top_p for s in rows], np.float32),
-            np.array([s.min_p for s in rows], np.float32),
-        )
-
-    def filtered(self, vocab_size: int) -> np.ndarray:
-        """[B] bool: rows that a filter may cut. Greedy rows draw nothing that could be cut."""
-        top_k = (self.top_k > 0) & (self.top_k < vocab_size)
-        return (self.temperature > 0) & (top_k | (self.top_p < 1) | (self.min_p > 0))
-
-    def take(self, index: np.ndarray | slice) -> Settings:
-        return Settings(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
+from ostinato.types import Support
 
 
 class Drawn(NamedTuple):

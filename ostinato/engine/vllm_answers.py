@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.algo.noise import key
-from ostinato.engine.taking import text_before
+from ostinato.engine.postprocess import text_before
 from ostinato.routes import route_dtype
 from ostinato.types import NO_EXPERT, Completion, Request, Stop, Support
 

@@ -77,7 +77,7 @@ def run(ours: LocalEngine, asked: Sequence[Request]) -> list[Completion]:
         return [found[i] for i in range(len(asked))]
 
     done = asyncio.run(collect())
-    ours._cache.check([])
+    ours._scheduler.cache.check([])
     return done
 
 
@@ -180,7 +180,7 @@ def test_tokens_do_not_depend_on_drafts(temperature: float, filters: str) -> Non
             if tree and kind != "adversarial":
                 continue
             tight = engine("asset:seed-moe", torch.float32, drafter_of(kind, asked, plain, tree), max_batch=6)
-            tight._cache = type(tight._cache)(11)
+            tight._scheduler.cache = type(tight._scheduler.cache)(11)
             same(plain, run(tight, asked))
             if kind == "oracle" and not stop:
                 assert tight.counters.preempted > 0

@@ -79,7 +79,7 @@ class Parity:
 def played(engine: LocalEngine, env: Callable[[Prompt], Agent] = Agent) -> list[Group]:
     stage = Stage(engine=engine, env=env, grader=Parity(), sampling=SAMPLING, context_limit=900)
     groups = [item.group for item in asyncio.run(play(stage, ASKS, lambda index, item: None))]
-    engine._cache.check([])
+    engine._scheduler.cache.check([])
     assert all(len(one.turns) == TURNS for group in groups for one in group.trajectories)
     return groups
 
@@ -136,12 +136,12 @@ def test_in_too_little_memory_the_same_routes_are_recorded(dtype: torch.dtype) -
     roomy = engine(dtype=dtype)
     undisturbed = made(played(roomy))
     tight = engine(dtype=dtype)
-    tight._cache = KVCache(40)  # six episodes want some 80 blocks
+    tight._scheduler.cache = KVCache(40)  # six episodes want some 80 blocks
     for a, b in zip(undisturbed, made(played(tight)), strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
         np.testing.assert_array_equal(a.experts, b.experts)  # type: ignore[arg-type]
-    assert tight._cache.evicted > 0 and tight.counters.prefilled > 1.5 * roomy.counters.prefilled
+    assert tight._scheduler.cache.evicted > 0 and tight.counters.prefilled > 1.5 * roomy.counters.prefilled
 
 
 def test_in_bf16_the_trainer_chooses_nearly_the_same() -> None:

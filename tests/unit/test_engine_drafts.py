@@ -15,9 +15,10 @@ from reference.scripted import ScriptedDrafter
 from small_engine import tiny
 from small_world import DRAFTS_PAY, NATIVE
 
-from ostinato.engine.asked import new_sequence
+from ostinato.engine.cache import KVCache
 from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
+from ostinato.engine.requests import new_sequence
 from ostinato.types import Completion, Drafts, Emitted, Request, Running, Sampling, Stop
 
 VOCAB = 31
@@ -49,7 +50,7 @@ def run(ours: LocalEngine, requests: Sequence[Request]) -> list[Completion]:
         return [found[i] for i in range(len(requests))]
 
     done = asyncio.run(collect())
-    ours._cache.check([])
+    ours._scheduler.cache.check([])
     return done
 
 
@@ -111,7 +112,7 @@ def test_whatever_is_drafted_the_tokens_are_the_same(data: st.DataObject) -> Non
     }
     ours = engine(drafter, **options)
     if data.draw(st.booleans()):
-        ours._cache = type(ours._cache)(data.draw(st.integers(4, 9)))
+        ours._scheduler.cache = KVCache(data.draw(st.integers(4, 9)))
     for a, b in zip(plain, run(ours, requests), strict=True):
         same(a, b)
     assert not drafter._open, "every handle was closed"
@@ -154,14 +155,14 @@ def test_a_caller_that_goes_away_closes_its_handles() -> None:
             break
 
     asyncio.run(leave())
-    assert not drafter._open and not ours._seats.order
+    assert not drafter._open and not ours._scheduler.table.order
 
 
 def test_drafts_never_preempt_anybody() -> None:
     requests = asked(3)
     plain = run(engine(), requests)
     ours = engine(oracle(requests, plain, length=9))
-    ours._cache = type(ours._cache)(9)  # exactly what the three need in the end: 29, 33 and 37 tokens
+    ours._scheduler.cache = KVCache(9)  # exactly what the three need in the end: 29, 33 and 37 tokens
     for a, b in zip(plain, run(ours, requests), strict=True):
         same(a, b)
     assert ours.counters.preempted == 0
@@ -238,7 +239,7 @@ def test_an_error_leaves_no_block_of_a_leaf_behind() -> None:
 
     with pytest.raises(RuntimeError, match="the listener broke"):
         asyncio.run(listen())
-    ours._cache.check([])
+    ours._scheduler.cache.check([])
 
 
 def test_blocks_that_failed_drafts_have_taken_are_given_back_before_anybody_is_preempted() -> None:
@@ -246,7 +247,7 @@ def test_blocks_that_failed_drafts_have_taken_are_given_back_before_anybody_is_p
     plain = run(engine(), requests)
     wrong = ScriptedDrafter(lambda request, tokens: (tokens[-1:].repeat(30) + 1) % VOCAB, length=30)
     ours = engine(wrong)
-    ours._cache = type(ours._cache)(10)
+    ours._scheduler.cache = KVCache(10)
     for a, b in zip(plain, run(ours, requests), strict=True):
         same(a, b)
     assert ours.counters.drafted > 0 and ours.counters.preempted == 0
@@ -256,18 +257,22 @@ def test_a_block_added_before_others_are_given_back_is_in_the_table() -> None:
     """Giving back surplus blocks noted all of a sequence's blocks as shown, the one just added too: its place
     in the table kept what a former occupant of the seat had there."""
     ours = engine()
-    ours._cache = type(ours._cache)(5)
+    ours._scheduler.cache = KVCache(5)
+    scheduler = ours._scheduler
+    table, cache = scheduler.table, scheduler.cache
     first, second = asked(2)
     for request in (first, second):
-        ours._waiting.append(new_sequence(request, ours._limits, results=asyncio.Queue()))
-    ours._admit()
-    growing, other = ours._seats.order
-    ours._seats.tables[growing, 1:] = 99
-    ours._seats.at(other).blocks += [ours._cache.allocate(), ours._cache.allocate()]  # a failed draft's
-    ours._seats.show_blocks(other)
-    ours._seats.length[growing] = 40  # wants two more blocks: one is free, one is given back
-    preempted: set[int] = set()
-    ours._grow(growing, preempted)
-    blocks = ours._seats.at(growing).blocks
+        scheduler.waiting.append(new_sequence(request, ours._limits, results=asyncio.Queue()))
+    ours._copy_blocks(scheduler.admit())
+    growing, other = table.order
+    table.tables[growing, 1:] = 99
+    table.at(other).blocks += [
+        cache.allocate(),
+        cache.allocate(),
+    ]  # a failed draft's
+    table.show_blocks(other)
+    table.length[growing] = 40  # wants two more blocks: one is free, one is given back
+    preempted = scheduler.append_blocks(growing)
+    blocks = table.at(growing).blocks
     assert len(blocks) == 3 and not preempted
-    assert ours._seats.tables[growing, :3].tolist() == blocks
+    assert table.tables[growing, :3].tolist() == blocks

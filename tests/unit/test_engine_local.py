@@ -15,9 +15,11 @@ from small_engine import VOCAB, adapters_of, tiny
 from small_world import KERNELS
 
 from ostinato.algo.noise import key, uniform
+from ostinato.engine.cache import KVCache
 from ostinato.engine.local import LocalEngine
-from ostinato.engine.passes import Pass
-from ostinato.engine.sampler import Drawn, Settings, sample_torch
+from ostinato.engine.model_input import ModelInput
+from ostinato.engine.sampler import Drawn, sample_torch
+from ostinato.engine.sequences import Settings
 from ostinato.model.attention import CausalAttention
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
@@ -133,11 +135,11 @@ def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels, dtyp
     growing = [request(5 + i, i, max_tokens=60, top_p=(1.0, 0.8, 0.9)[i]) for i in range(3)]
     alone = [run(fresh(), [asked])[0] for asked in growing]
     tight = fresh()
-    tight._cache = type(tight._cache)(9)  # 144 positions for three sequences that want 198
+    tight._scheduler.cache = KVCache(9)  # 144 positions for three sequences that want 198
     for a, b in zip(alone, run(tight, growing), strict=True):
         same(a, b)
     assert tight.counters.preempted > 0
-    tight._cache.check([])
+    tight._scheduler.cache.check([])
 
 
 @pytest.mark.slow
@@ -146,10 +148,10 @@ def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens
     """It stood in no book: 64 answers in a pool for a third of them were preempted 47 times, and the passes
     computed 1.27 times what the answers told of. Here against the passes themselves, row by row."""
     ours = engine(None, step_tokens=step_tokens)
-    ours._cache = type(ours._cache)(blocks)
+    ours._scheduler.cache = KVCache(blocks)
     forward, ran = ours._forward, Counter[str]()
 
-    def counted(plan: Pass) -> torch.Tensor:
+    def counted(plan: ModelInput) -> torch.Tensor:
         ran.update(tokens=len(plan.tokens), pairs=plan.attended)
         return forward(plan)
 
@@ -246,8 +248,10 @@ def test_a_publish_in_flight_keeps_running_sequences_and_marks_their_tokens(kern
     done = asyncio.run(go())
     assert done.versions.tolist() == [0] * 6 + [1] * 14
     assert done.tokens.tolist()[:6] == naive(asked[0])[0][:6]
-    assert ours._cache.match([int(t) for t in asked[0].tokens]).tokens == 0  # its cache mixes two policies
-    ours._cache.check([])
+    assert (
+        ours._scheduler.cache.match([int(t) for t in asked[0].tokens]).tokens == 0
+    )  # its cache mixes two policies
+    ours._scheduler.cache.check([])
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -319,7 +323,7 @@ def test_requests_that_cannot_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="prompt has 9 tokens and the context 9"):
         run(engine(None, context_limit=9), [request(9)])
     small = engine(None, context_limit=4096)
-    small._cache = type(small._cache)(2)
+    small._scheduler.cache = KVCache(2)
     with pytest.raises(ValueError, match="kv_memory_mb"):
         run(small, [request(20, max_tokens=100)])
     with pytest.raises(ValueError, match="stop_strings"):
@@ -340,12 +344,12 @@ def test_a_partial_block_may_be_the_only_one_left() -> None:
     freed, admission failed with OutOfBlocks, and the request, in no queue at that moment, was waited for for
     ever."""
     ours = engine(None)
-    ours._cache = type(ours._cache)(2)
+    ours._scheduler.cache = KVCache(2)
     asked = request(20)  # 32 tokens in the end: both blocks
     first, again = run(ours, [asked]), run(ours, [asked])
     assert first[0].tokens.tolist() == again[0].tokens.tolist() == naive(asked)[0]
     assert again[0].cached_tokens == 19
-    ours._cache.check([])
+    ours._scheduler.cache.check([])
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -363,7 +367,7 @@ def test_broken_numbers_stay_with_their_request(kernels: Kernels | None) -> None
     assert stops == [Stop.ERROR, Stop.LENGTH]
     assert run(ours, [of(*[5] * 20, 6)])[0].stop == Stop.LENGTH  # not from the broken one's prefix
     assert run(ours, [of(*[5] * 60)])[0].stop == Stop.LENGTH  # in its blocks
-    ours._cache.check([])
+    ours._scheduler.cache.check([])
 
 
 def test_tokens_carry_the_version_that_sampled_them_even_if_a_callback_publishes() -> None:
@@ -394,7 +398,7 @@ def test_an_engine_outlives_a_closed_event_loop() -> None:
         run(ours, [request(9)])
     loop.close()
     assert len(run(ours, [request(9)])[0].tokens) == 12
-    ours._cache.check([])
+    ours._scheduler.cache.check([])
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_by_name() -> None:
@@ -412,8 +416,8 @@ def test_a_caller_that_goes_away_frees_its_blocks() -> None:
             break
 
     asyncio.run(leave())
-    ours._cache.check([])
-    assert not ours._seats.order and not ours._waiting
+    ours._scheduler.cache.check([])
+    assert not ours._scheduler.table.order and not ours._scheduler.waiting
 
 
 def test_an_error_in_a_step_reaches_every_caller() -> None:

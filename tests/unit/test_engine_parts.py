@@ -158,8 +158,8 @@ def test_a_cut_frees_what_the_request_had() -> None:
     ours = engine(kernels=None, max_batch=2, step_tokens=8)
     found = run(ours, ASKED, cut_after=2)
     assert all(one.stop is Stop.ABORT for one in found)
-    assert not ours._waiting and not len(ours._seats)
-    ours._cache.check([])
+    assert not ours._scheduler.waiting and not len(ours._scheduler.table)
+    ours._scheduler.cache.check([])
     again = run(ours, ASKED)
     assert [one.tokens.tolist() for one in again] == [
         one.tokens.tolist() for one in run(engine(kernels=None), ASKED)

@@ -66,7 +66,7 @@ POLICIES = [None, policy(1), policy(2)]
 def engine(kernels: Kernels | None = NATIVE, *, blocks: int = 0, **options: Any) -> LocalEngine:
     ours = LocalEngine(DECODER, kernels=kernels, **{"kv_memory_mb": 4, "context_limit": 400, **options})
     if blocks:
-        ours._cache = KVCache(blocks)
+        ours._scheduler.cache = KVCache(blocks)
     return ours
 
 
@@ -85,7 +85,7 @@ def run(engine: LocalEngine, *requests: Request, on_token: Any = None) -> list[C
         return [found[i] for i in range(len(requests))]
 
     done = asyncio.run(collect())
-    engine._cache.check([])
+    engine._scheduler.cache.check([])
     return done
 
 
@@ -246,7 +246,7 @@ def test_routes_that_were_evicted_are_recorded_again() -> None:
         known = max(0, len(talk.history) - 1)
         assert talk.say(10, 9).cached_tokens < max(1, known)
         run(ours, request(text(100, 50 + turn)))  # takes all but one of the blocks
-    assert ours._cache.evicted > 0
+    assert ours._scheduler.cache.evicted > 0
     np.testing.assert_array_equal(talk.routes(), ran(talk.history, (len(talk.history) - 1, None)))
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from rounding import rounding
 
-from ostinato.engine.sampler import Settings, sample, sample_torch
+from ostinato.engine.sampler import sample, sample_torch
+from ostinato.engine.sequences import Settings
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.types import Sampling
 

@@ -15,8 +15,10 @@ import numpy as np
 
 from ostinato.engine.cache import BLOCK, KVCache
 from ostinato.engine.cost import CostTable
-from ostinato.engine.passes import NO_DRAFTS, are_chains
-from ostinato.engine.seats import NO_HANDLE, Seats, Sequence
+from ostinato.engine.model_input import NO_DRAFTS, ModelInput
+from ostinato.engine.postprocess import StepOutput
+from ostinato.engine.sequences import NO_HANDLE, Sequence, SequenceTable
+from ostinato.engine.trees import are_chains
 from ostinato.protocols import Drafter
 from ostinato.types import Drafts, Emitted, Running
 
@@ -35,7 +37,7 @@ class Speculation:
     """What is drafted for the sequences in ``seats``."""
 
     def __init__(
-        self, drafter: Drafter, cost: CostTable, seats: Seats, leaves: int, *, always: bool = False
+        self, drafter: Drafter, cost: CostTable, seats: SequenceTable, leaves: int, *, always: bool = False
     ) -> None:
         """``always``: ask before every pass, whatever the account says (for baselines that have none)."""
         self._drafter, self._cost, self._seats, self._leaves = drafter, cost, seats, leaves
@@ -142,6 +144,25 @@ class Speculation:
             self._nap = min(int(-self._profit / (TRIALS * plain_s)), LONGEST_NAP)
         return without_s
 
+    def account(
+        self, plan: ModelInput, nodes: int, ready: np.ndarray, output: StepOutput, seconds: float, step: int
+    ) -> float:
+        """What a pass with ``nodes`` of drafts was good for: the cost table and the account learn from it.
+        Returns the seconds that plain decoding would have taken for the same progress."""
+        if not (self.awake or step % 8 == 0):
+            return seconds
+        rows, attended = len(plan.tokens), plan.attended
+        if rows - nodes == len(ready) and not output.stops:  # prefills and ends are not what a row costs
+            self._cost.observe(rows, attended, seconds - self.spent)
+        if not self.awake:
+            return seconds
+        ended = np.zeros(len(ready), bool)
+        ended[list(output.stops)] = True
+        plain_s = float(self._cost.seconds(rows - nodes, attended * (rows - nodes) / rows))
+        pass_s = float(self._cost.seconds(rows, attended))
+        without_s = self.judge(plan.seats[ready], output.counts, ended, plain_s, pass_s)
+        return without_s if nodes else seconds - self.spent
+
     def tell_end(self, seats: np.ndarray) -> None:
         """The same of sequences that have ended, and whose handles are closed by it. Those that it has never
         been asked about need no introduction."""
@@ -224,7 +245,7 @@ def _soft_max(left: np.ndarray) -> float:
 
 
 def afford(
-    seats: Seats, cache: KVCache, chosen: np.ndarray, drafts: Drafts, leaves: int
+    seats: SequenceTable, cache: KVCache, chosen: np.ndarray, drafts: Drafts, leaves: int
 ) -> tuple[Drafts, int]:
     """Allocate the blocks of the main paths from what is free; nobody is preempted or forgotten for a guess.
 

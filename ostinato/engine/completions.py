@@ -7,14 +7,14 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from ostinato.engine.seats import Sequence
-from ostinato.engine.taking import text_before
+from ostinato.engine.postprocess import text_before
+from ostinato.engine.sequences import Sequence
 from ostinato.types import NO_EXPERT, Completion, Stop, Support
 
 Decode = Callable[[Seq[int]], str]
 
 
-def completion_of(
+def new_completion(
     sequence: Sequence, whole: np.ndarray, routes: np.ndarray | None, stop: Stop, decode: Decode | None
 ) -> Completion:
     """The answer of a sequence that has left its seat, or never had one.
@@ -56,4 +56,4 @@ def _text(tokens: np.ndarray, strings: Seq[str], stop: Stop, decode: Decode | No
 _NOTHING = (np.zeros(0, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int32))
 
 
-__all__ = ["Decode", "completion_of"]
+__all__ = ["Decode", "new_completion"]

@@ -1,18 +1,16 @@
-"""What is asked of the engine: requests, checked, as sequences; and the order in which they begin."""
+"""Requests, checked, as sequences."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from ostinato.algo.noise import key
 from ostinato.engine.cache import BLOCK
-from ostinato.engine.seats import Sequence
+from ostinato.engine.sequences import Sequence
 from ostinato.types import Completion, Request, Support
 
 Results = asyncio.Queue[tuple[int, Completion] | BaseException]
@@ -110,19 +108,4 @@ def kept_ids(support: Support) -> list[np.ndarray]:
     return np.split(support.ids, np.cumsum(support.counts)[:-1]) if len(support) else []
 
 
-def longest_first(
-    waiting: Iterable[Sequence], new: Seq[Sequence], expect: Callable[[Request], float]
-) -> deque[Sequence]:
-    """Begin with those that are predicted to be long: one that begins late is what all wait for."""
-    known: dict[str, float] = {}  # siblings are predicted alike
-    for sequence in new:
-        request = sequence.request
-        if request.uid not in known:
-            known[request.uid] = expect(request)
-        if known[request.uid] > 0:
-            sequence.expected = sequence.prompt_len + known[request.uid]
-    # those that were preempted first: they hold their callers up already
-    return deque(sorted(waiting, key=lambda one: (one.sampled is None, len(one.text) - one.expected)))
-
-
-__all__ = ["Limits", "Results", "check", "kept_ids", "longest_first", "new_sequence"]
+__all__ = ["Limits", "Results", "check", "kept_ids", "new_sequence"]

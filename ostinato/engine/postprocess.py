@@ -1,4 +1,4 @@
-"""After a pass: what was sampled goes into the seats, up to a stop token, a stop string or the limit."""
+"""After a pass: which rows are sampled, and how tokens are appended, up to a stop or the limit."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.algo.speculate import accepted_chains, accepted_path
-from ostinato.engine.passes import Pass, are_chains
+from ostinato.algo.noise import uniform
+from ostinato.algo.speculate import accepted_chains
+from ostinato.engine.model_input import ModelInput, draft_counts
 from ostinato.engine.sampler import Drawn
-from ostinato.engine.seats import Seats
+from ostinato.engine.sequences import SequenceTable, Settings
+from ostinato.engine.trees import are_chains, tree_paths
 from ostinato.types import Drafts, Stop, Support
 
 Decode = Callable[[Seq[int]], str] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Taken:
+class StepOutput:
     """What R sequences were given by a pass; arrays of tokens go on from sequence to sequence."""
 
     counts: np.ndarray  # [R] tokens
@@ -30,9 +32,47 @@ class Taken:
     paths: dict[int, list[int]]  # accepted nodes, of the sequences whose draft is a tree
 
 
-def take_in(
-    seats: Seats, plan: Pass, drafts: Drafts, ready: np.ndarray, drawn: Drawn, version: int, decode: Decode
-) -> Taken:
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingRows:
+    """What the sampler draws for the R rows that may emit a token."""
+
+    rows: np.ndarray | None  # [R] of the pass; None: all
+    settings: Settings
+    u: np.ndarray  # [R] uniforms, addressed by sequence and position
+    banned: list[tuple[int, list[int]]]  # (which of the R, ids that it must not draw)
+    filtered: bool  # the ids that filters keep are recorded
+
+
+def sampling_rows(seats: SequenceTable, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> SamplingRows:
+    """Of every ready sequence the row of its last token and those of its draft, in their order."""
+    lengths = draft_counts(drafts, len(plan.seats))[ready] + 1
+    heads = plan.firsts[ready] + plan.counts[ready] - lengths  # the row of the last token
+    starts = np.cumsum(lengths) - lengths
+    owner = np.repeat(np.arange(len(ready)), lengths)
+    rows = np.arange(len(owner)) - starts[owner] + heads[owner]
+    by_row = plan.seats[ready][owner]
+    banned = [
+        (row, list(seats.at(int(by_row[row])).request.sampling.stop_tokens))
+        for row in np.flatnonzero(plan.positions[rows] + 1 < seats.unstoppable[by_row]).tolist()
+    ]
+    return SamplingRows(
+        rows=None if len(rows) == len(plan.tokens) else rows,
+        settings=seats.settings(by_row),
+        u=uniform(seats.address[by_row], plan.positions[rows] + 1),
+        banned=banned,
+        filtered=bool(seats.filtered[by_row].any()),
+    )
+
+
+def postprocess(
+    seats: SequenceTable,
+    plan: ModelInput,
+    drafts: Drafts,
+    ready: np.ndarray,
+    drawn: Drawn,
+    version: int,
+    decode: Decode,
+) -> StepOutput:
     """Verify the drafts of the ``ready`` sequences of the pass, and append what they were given.
 
     ``drawn`` has a token for the last token and each draft node of every ready sequence, in their order.
@@ -64,10 +104,10 @@ def take_in(
     seats.passes[chosen] += 1
     seats.drafted[chosen] += nodes
     seats.accepted[chosen] += accepted
-    return Taken(counts, accepted, tokens, logprobs, edges, stops, paths)
+    return StepOutput(counts, accepted, tokens, logprobs, edges, stops, paths)
 
 
-def _keep(seats: Seats, by_token: np.ndarray, rows: np.ndarray, support: Support) -> None:
+def _keep(seats: SequenceTable, by_token: np.ndarray, rows: np.ndarray, support: Support) -> None:
     """Give every sequence that has filters the ids that its new tokens, ``rows`` of the draw, came from."""
     ends = np.cumsum(support.counts, dtype=np.int64)[rows]
     wanted = seats.filtered[by_token]
@@ -84,25 +124,10 @@ def _verify(
         accepted = accepted_chains(nodes, drafts.tokens, drawn)
         return accepted, np.flatnonzero(_leading(nodes + 1, accepted + 1)), {}
     starts = np.cumsum(nodes + 1) - (nodes + 1)
-    paths = _tree_paths(drafts, nodes, starts, drawn)
+    paths = tree_paths(drafts, nodes, starts, drawn)
     accepted = np.array([len(paths.get(r, ())) for r in range(len(nodes))], np.int64)
     walks = [np.array([-1, *paths.get(r, ())]) + 1 + start for r, start in enumerate(starts.tolist())]
     return accepted, np.concatenate(walks), paths
-
-
-def _tree_paths(
-    drafts: Drafts, nodes: np.ndarray, starts: np.ndarray, drawn: np.ndarray
-) -> dict[int, list[int]]:
-    """Accepted nodes of every sequence that has a draft."""
-    paths, first = {}, 0
-    for r, (count, start) in enumerate(zip(nodes.tolist(), starts.tolist(), strict=True)):
-        some = slice(first, first + count)
-        first += count
-        if count:
-            paths[r] = accepted_path(
-                drafts.tokens[some], drafts.parents[some], drawn[start : start + count + 1]
-            )
-    return paths
 
 
 def _leading(counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -112,7 +137,7 @@ def _leading(counts: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 
 def _cut_off(
-    seats: Seats, chosen: np.ndarray, counts: np.ndarray, tokens: np.ndarray, decode: Decode
+    seats: SequenceTable, chosen: np.ndarray, counts: np.ndarray, tokens: np.ndarray, decode: Decode
 ) -> tuple[np.ndarray, dict[int, Stop]]:
     """How many of the tokens each sequence keeps, and why those end that do."""
     room = seats.limit[chosen] - seats.length[chosen]
@@ -135,7 +160,7 @@ def _cut_off(
     return counts, stops
 
 
-def _listen(seats: Seats, seat: int, given: np.ndarray, decode: Decode) -> tuple[int, Stop | None]:
+def _listen(seats: SequenceTable, seat: int, given: np.ndarray, decode: Decode) -> tuple[int, Stop | None]:
     """One sequence, token by token, as plain decoding would."""
     sequence = seats.at(seat)
     sampling, length, prompt = sequence.request.sampling, int(seats.length[seat]), int(seats.prompt[seat])

@@ -9,15 +9,42 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ostinato.engine.cache import BLOCK, Node
-from ostinato.engine.sampler import Settings
-from ostinato.types import Completion, Request
+from ostinato.types import Completion, Request, Sampling
 
 NO_HANDLE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settings:
+    """The sampling settings of B rows, as arrays [B]."""
+
+    temperature: np.ndarray  # float32
+    top_k: np.ndarray  # int32
+    top_p: np.ndarray  # float32
+    min_p: np.ndarray  # float32
+
+    @classmethod
+    def of(cls, rows: Seq[Sampling]) -> Settings:
+        return cls(
+            np.array([s.temperature for s in rows], np.float32),
+            np.array([s.top_k for s in rows], np.int32),
+            np.array([s.top_p for s in rows], np.float32),
+            np.array([s.min_p for s in rows], np.float32),
+        )
+
+    def filtered(self, vocab_size: int) -> np.ndarray:
+        """[B] bool: rows that a filter may cut. Greedy rows draw nothing that could be cut."""
+        top_k = (self.top_k > 0) & (self.top_k < vocab_size)
+        return (self.temperature > 0) & (top_k | (self.top_p < 1) | (self.min_p > 0))
+
+    def take(self, index: np.ndarray | slice) -> Settings:
+        return Settings(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +79,7 @@ class Sequence:
         return len(self.request.tokens)
 
 
-class Seats:
+class SequenceTable:
     """State of up to ``size`` running sequences of up to ``width`` tokens."""
 
     def __init__(self, size: int, width: int) -> None:
@@ -93,7 +120,7 @@ class Seats:
     def full(self) -> bool:
         return not self._free
 
-    def take(self, sequence: Sequence, computed: int) -> int:
+    def add(self, sequence: Sequence, computed: int) -> int:
         """Seat a sequence, of which ``computed`` positions are in its blocks."""
         seat = self._free.pop()
         length, prompt, sampling = len(sequence.text), sequence.prompt_len, sequence.request.sampling
@@ -129,7 +156,7 @@ class Seats:
         self.tables[seat, have:want] = sequence.blocks[have:]
         self.num_blocks[seat] = want
 
-    def leave(self, seat: int) -> Sequence:
+    def remove(self, seat: int) -> Sequence:
         """Free the seat; its sequence takes its text along."""
         sequence, length, prompt = self.at(seat), int(self.length[seat]), int(self.prompt[seat])
         sequence.text = self.text[seat, :length].copy()

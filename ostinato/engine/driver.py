@@ -1,0 +1,50 @@
+"""Steps an engine in the event loop of those who wait for its results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Driver:
+    """One task that calls ``step`` while ``has_work``; ``fail`` gets the error of a step. ``drop_all`` ends
+    what was begun in an event loop that has been closed since."""
+
+    def __init__(
+        self,
+        step: Callable[[], None],
+        has_work: Callable[[], bool],
+        fail: Callable[[BaseException], None],
+        drop_all: Callable[[], None],
+    ) -> None:
+        self._step, self._has_work, self._fail, self._drop_all = step, has_work, fail, drop_all
+        self._task: asyncio.Task[None] | None = None
+
+    def enter(self) -> None:
+        """Before work is added. Raises RuntimeError where another event loop is at work."""
+        if self._task is None or self._task.done():
+            return
+        loop = self._task.get_loop()
+        if loop.is_closed():
+            self._drop_all()
+            self._task = None
+        elif loop is not asyncio.get_running_loop():
+            raise RuntimeError("the engine is at work in another event loop; make one engine for each loop")
+
+    def start(self) -> None:
+        """After work is added: step until there is none."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._drive())
+
+    async def _drive(self) -> None:
+        try:
+            while self._has_work():
+                await asyncio.sleep(0)  # callers submit and consume between steps
+                self._step()
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise  # a cancelled loop or Ctrl-C is not ours to swallow; the callers have the rest
+
+
+__all__ = ["Driver"]

@@ -1,0 +1,82 @@
+"""One pass over the model: which rows it has, where their keys and values go, what they see.
+
+A sequence that decodes has 1 + k rows: its last token and the k nodes of its draft. A chain continues the
+sequence's own blocks; trees are run leaf by leaf (``engine.trees``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ostinato.engine.cache import BLOCK, KVCache
+from ostinato.engine.sequences import SequenceTable
+from ostinato.engine.trees import Leaf, are_chains, branch, grow_trees
+from ostinato.types import Drafts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelInput:
+    """S sequences, T rows; rows of a sequence are consecutive, row 0 before its draft."""
+
+    seats: np.ndarray  # [S]
+    counts: np.ndarray  # [S] rows
+    firsts: np.ndarray  # [S] first row
+    owner: np.ndarray  # [T] int32: which sequence
+    tokens: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64
+    tables: np.ndarray  # [S + further leaves, blocks] int32
+    table: np.ndarray  # [T] int32: row of ``tables``
+    write: np.ndarray | None  # [W] int32: the row that is written to slot w; None: row w
+    slots: np.ndarray  # [W] int64
+    further: list[Leaf]  # of drafts that are trees
+
+    @property
+    def attended(self) -> int:
+        """Positions that the rows see, in all."""
+        return int(self.positions.sum()) + len(self.positions)
+
+
+NO_DRAFTS = Drafts(counts=np.zeros(0, np.int32), tokens=np.zeros(0, np.int32), parents=np.zeros(0, np.int32))
+
+
+def draft_counts(drafts: Drafts, sequences: int) -> np.ndarray:
+    """[S] int64, also where nothing is drafted."""
+    return drafts.counts.astype(np.int64) if len(drafts.counts) else np.zeros(sequences, np.int64)
+
+
+def build_model_input(
+    seats: SequenceTable, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts, cache: KVCache
+) -> ModelInput:
+    """The pass of ``chosen`` seats, of which ``counts`` rows of known text and then ``drafts`` are run.
+
+    ``drafts.counts`` is aligned with ``chosen``, or empty where nothing is drafted. The blocks of the main
+    paths are there already, those of further leaves come from ``cache``.
+    """
+    rows = counts + draft_counts(drafts, len(chosen))
+    ends = np.cumsum(rows)
+    firsts, T = ends - rows, int(ends[-1])
+    owner = np.repeat(np.arange(len(chosen), dtype=np.int32), rows)
+    offset = np.arange(T) - firsts[owner]
+    positions = seats.computed[chosen][owner] + offset
+    tokens = np.empty(T, np.int64)
+    if len(drafts.tokens):
+        known = offset < counts[owner]
+        tokens[known] = seats.text[chosen[owner[known]], positions[known]]
+        tokens[~known] = drafts.tokens
+    else:
+        tokens[:] = seats.text[chosen[owner], positions]
+    further: list[Leaf] = []
+    if len(drafts.tokens) and not are_chains(drafts):
+        further = grow_trees(seats, chosen, drafts, firsts + counts, positions, cache)
+    width = int(seats.num_blocks[chosen].max(initial=1))
+    tables = seats.tables[chosen, : max([width, *(leaf.first + len(leaf.blocks) for leaf in further)])]
+    table = owner
+    write: np.ndarray | None = None
+    slots = tables[owner, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    if further:
+        tables, table, write, slots = branch(tables, owner, positions, slots, further, firsts, counts)
+    return ModelInput(
+        chosen, rows, firsts, owner, tokens, positions, tables, table.astype(np.int32), write, slots, further
+    )

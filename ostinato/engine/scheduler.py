@@ -1,0 +1,207 @@
+"""Which sequences run in the next pass, and in which KV blocks: on ints and arrays, without torch.
+
+    waiting --admit--> running --schedule--> rows of the next pass
+       ^                  |
+       +---- preempt -----+        (out of blocks: recomputed later, same tokens)
+
+Sequences with a known prefix begin after it. A group's siblings wait one step for the first of them, then
+share its prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from ostinato.engine.cache import BLOCK, KVCache, OutOfBlocks
+from ostinato.engine.counters import Counters
+from ostinato.engine.sequences import Sequence, SequenceTable
+from ostinato.types import Request
+
+
+class Scheduler:
+    """Owns the queue, the running ``table`` and the ``cache`` of blocks.
+
+    ``step_tokens``: rows of known text in a pass. ``expect`` predicts how many tokens a request will be
+    answered with (0: unknown): the longest are begun first. ``before_preemption`` gets the seat of a sequence
+    that is about to lose its blocks.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        cache: KVCache,
+        counters: Counters,
+        *,
+        step_tokens: int,
+        expect: Callable[[Request], float] | None = None,
+        before_preemption: Callable[[int], None] = lambda seat: None,
+    ) -> None:
+        self.table, self.cache, self.waiting = table, cache, deque[Sequence]()
+        self._counters, self._step_tokens, self._expect = counters, step_tokens, expect
+        self._before_preemption = before_preemption
+
+    def __len__(self) -> int:
+        """Sequences that have not ended."""
+        return len(self.waiting) + len(self.table)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [*map(self.table.at, self.table.order), *self.waiting]
+
+    def add(self, new: Seq[Sequence]) -> None:
+        self.waiting.extend(new)
+        if self._expect is not None:
+            self.waiting = longest_first(self.waiting, new, self._expect)
+
+    def remove(self, seat: int) -> Sequence:
+        """Take a sequence from its seat, and its blocks from it."""
+        sequence = self.table.remove(seat)
+        self.cache.discard(sequence.nodes)
+        self.cache.release(sequence.blocks)
+        sequence.nodes, sequence.blocks = [], []
+        return sequence
+
+    def drop(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Remove those of ``sequences`` that have not ended, and return them."""
+        dropped = set(map(id, sequences))
+        found = [sequence for sequence in self.waiting if id(sequence) in dropped]
+        self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in dropped)
+        seats = [seat for seat in self.table.order if id(self.table.at(seat)) in dropped]
+        return [*found, *map(self.remove, seats)]
+
+    def of(self, requests: Collection[Request]) -> tuple[list[int], list[Sequence]]:
+        """(seats, waiting sequences) of the requests that have not ended."""
+        wanted = set(map(id, requests))
+        seats = [seat for seat in self.table.order if id(self.table.at(seat).request) in wanted]
+        return seats, [sequence for sequence in self.waiting if id(sequence.request) in wanted]
+
+    def admit(self) -> list[tuple[int, int]]:
+        """Seat waiting sequences while there is room: (source, target) of blocks to copy before the pass."""
+        copies: list[tuple[int, int]] = []
+        later: deque[Sequence] = deque()
+        room = self.cache.available - len(self.table)  # one spare block for each that runs
+        while self.waiting and not self.table.full:
+            sequence = self.waiting.popleft()
+            tokens = sequence.text.tolist()
+            match = self.cache.match(tokens)
+            if match.pending:  # a sibling is computing this prefix right now
+                later.append(sequence)
+                continue
+            # a matched block that only the tree holds was counted as room
+            needed = len(tokens) // BLOCK + 1 - sum(self.cache.refs[b] > 1 for b in match.blocks)
+            if needed > room and len(self.table):
+                later.append(sequence)
+                break
+            self.cache.share(match.blocks)
+            sequence.blocks = list(match.blocks)
+            # The source may be evicted here, even to be the target: it keeps its content until the copies are
+            # made, before any forward.
+            if match.copied:
+                sequence.blocks.append(self.cache.allocate())
+                copies.append((match.source, sequence.blocks[-1]))
+            while len(sequence.blocks) * BLOCK < len(tokens):
+                sequence.blocks.append(self.cache.allocate())
+            sequence.generation = self.cache.generation
+            if sequence.sampled is None:
+                sequence.cached = min(match.tokens, sequence.prompt_len)
+                self._counters.cached += sequence.cached
+            else:
+                sequence.again.append((min(match.tokens, sequence.computed), sequence.computed))
+            sequence.nodes = self.cache.insert(tokens, sequence.blocks, ready=False)
+            room -= needed
+            self.table.add(sequence, match.tokens)
+        self.waiting.extendleft(reversed(later))
+        return copies
+
+    def schedule(self) -> tuple[np.ndarray, np.ndarray]:
+        """(seats, rows of known text) of the next pass: decoding first, then prompts within the budget."""
+        table = self.table
+        order = np.array(table.order, np.int64)
+        need = table.length[order] - table.computed[order]
+        order = order[np.argsort(need > 1, kind="stable")]
+        need = table.length[order] - table.computed[order]
+        before = np.cumsum(need) - need
+        counts = np.minimum(need, self._step_tokens - before)
+        order, counts = order[counts > 0], counts[counts > 0]
+        short = table.num_blocks[order] * BLOCK < table.length[order]
+        preempted: set[int] = set()
+        for seat in order[short].tolist():
+            if seat not in preempted:
+                preempted |= self.append_blocks(seat)
+        if preempted:
+            kept = ~np.isin(order, list(preempted))
+            order, counts = order[kept], counts[kept]
+        return order, counts
+
+    def append_blocks(self, seat: int) -> set[int]:
+        """Give a sequence the blocks of its next token; others, or itself, are preempted where nothing is
+        free. The seats of those that were."""
+        sequence, length, preempted = self.table.at(seat), int(self.table.length[seat]), set[int]()
+        while len(sequence.blocks) * BLOCK < length:
+            try:
+                sequence.blocks.append(self.cache.allocate())
+            except OutOfBlocks:
+                if self._free_surplus_blocks():
+                    continue
+                youngest = self.table.order[-1]  # it has the least to lose
+                self._before_preemption(youngest)
+                victim = self.remove(youngest)
+                preempted.add(youngest)
+                self.waiting.appendleft(victim)
+                self._counters.preempted += 1
+                if victim is sequence:
+                    return preempted
+        self.table.show_blocks(seat)
+        return preempted
+
+    def computed(self, chosen: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The pass has run. Which of ``chosen`` have all their text computed, and are sampled now."""
+        table = self.table
+        table.computed[chosen] += counts
+        ready = np.flatnonzero(table.computed[chosen] == table.length[chosen])
+        for seat in chosen[ready].tolist():
+            sequence = table.at(seat)
+            for node in sequence.nodes:
+                node.ready = True
+            sequence.nodes = []
+        return ready
+
+    def keep_prefix(self, seat: int) -> None:
+        """Make the blocks of a sequence that ends findable, if they are of one policy."""
+        sequence, computed = self.table.at(seat), int(self.table.computed[seat])
+        if sequence.generation == self.cache.generation and not sequence.nodes:
+            self.cache.insert(self.table.text[seat, :computed].tolist(), sequence.blocks)
+
+    def _free_surplus_blocks(self) -> int:
+        """Give back the blocks that drafts have left behind the ends of sequences; how many."""
+        table, freed = self.table, 0
+        for seat in table.order:
+            sequence, keep = table.at(seat), -(-int(table.length[seat]) // BLOCK)
+            surplus, sequence.blocks[keep:] = sequence.blocks[keep:], []
+            self.cache.release(surplus)
+            # a block that has just been added is not in the table yet, and has to be shown
+            table.num_blocks[seat] = min(int(table.num_blocks[seat]), len(sequence.blocks))
+            freed += len(surplus)
+        return freed
+
+
+def longest_first(
+    waiting: Iterable[Sequence], new: Seq[Sequence], expect: Callable[[Request], float]
+) -> deque[Sequence]:
+    """Begin with those that are predicted to be long: one that begins late is what all wait for."""
+    known: dict[str, float] = {}  # siblings are predicted alike
+    for sequence in new:
+        request = sequence.request
+        if request.uid not in known:
+            known[request.uid] = expect(request)
+        if known[request.uid] > 0:
+            sequence.expected = sequence.prompt_len + known[request.uid]
+    # those that were preempted first: they hold their callers up already
+    return deque(sorted(waiting, key=lambda one: (one.sampled is None, len(one.text) - one.expected)))
+
+
+__all__ = ["Scheduler", "longest_first"]

@@ -1,0 +1,130 @@
+"""The scheduler by itself: no model, no torch; a "pass" computes what was scheduled and samples one token."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.engine.cache import BLOCK, KVCache
+from ostinato.engine.counters import Counters
+from ostinato.engine.requests import Limits, new_sequence
+from ostinato.engine.scheduler import Scheduler
+from ostinato.engine.sequences import Sequence, SequenceTable
+from ostinato.types import Request, Sampling
+
+CONTEXT = 256
+PROMPT = st.tuples(st.integers(1, 60), st.integers(1, 40), st.integers(0, 2))  # tokens, answer, kind
+
+
+def sequence(prompt: int, *, tokens: int = 8, uid: str = "p", first: int = 1) -> Sequence:
+    limits = Limits(context=CONTEXT, vocab_size=1000, blocks=1000, has_text=False, records_support=False)
+    ids = np.arange(first, first + prompt, dtype=np.int32)
+    sampling = Sampling(max_tokens=tokens)
+    return new_sequence(
+        Request(tokens=ids, sampling=sampling, seed=(0,), uid=uid), limits, results=asyncio.Queue()
+    )
+
+
+def new_scheduler(*, blocks: int = 100, batch: int = 8, step_tokens: int = 64) -> Scheduler:
+    return Scheduler(SequenceTable(batch, CONTEXT), KVCache(blocks), Counters(), step_tokens=step_tokens)
+
+
+def one_pass(scheduler: Scheduler) -> list[Sequence]:
+    """Admit, schedule, "compute", sample a token for each that is ready; those that have ended."""
+    scheduler.admit()
+    chosen, counts = scheduler.schedule()
+    table, ended = scheduler.table, []
+    for seat in chosen[scheduler.computed(chosen, counts)].tolist():
+        table.text[seat, table.length[seat]] = 7
+        table.length[seat] += 1
+        if table.length[seat] == table.limit[seat]:
+            scheduler.keep_prefix(seat)
+            ended.append(scheduler.remove(seat))
+    return ended
+
+
+def owned(scheduler: Scheduler) -> list[list[int]]:
+    return [scheduler.table.at(seat).blocks for seat in scheduler.table.order]
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, ostinato.engine.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_decoding_comes_before_prompts_and_prompts_are_cut_to_the_budget() -> None:
+    scheduler = new_scheduler(step_tokens=10)
+    scheduler.add([sequence(4), sequence(30, first=100)])
+    scheduler.admit()
+    chosen, counts = scheduler.schedule()
+    assert counts.tolist() == [4, 6]
+    ready = scheduler.computed(chosen, counts)
+    assert ready.tolist() == [0]
+    scheduler.table.length[chosen[0]] += 1
+    again, counts = scheduler.schedule()
+    assert again.tolist() == chosen.tolist() and counts.tolist() == [1, 9]
+
+
+def test_siblings_wait_for_the_first_of_them_and_share_its_prompt() -> None:
+    scheduler = new_scheduler()
+    scheduler.add([sequence(33), sequence(33), sequence(33)])
+    scheduler.admit()
+    assert len(scheduler.table) == 1 and len(scheduler.waiting) == 2
+    one_pass(scheduler)
+    one_pass(scheduler)
+    first, *others = owned(scheduler)
+    assert len(others) == 2 and all(blocks[:2] == first[:2] for blocks in others)
+
+
+def test_out_of_blocks_the_youngest_is_preempted_and_first_in_the_queue() -> None:
+    scheduler = new_scheduler(blocks=5)
+    old, young = sequence(2 * BLOCK, tokens=2 * BLOCK), sequence(BLOCK, tokens=40, first=500)
+    scheduler.add([old, young, sequence(BLOCK, first=700)])
+    seen: list[int] = []
+    scheduler._before_preemption = seen.append
+    while scheduler.waiting or len(scheduler.table) > 1:
+        one_pass(scheduler)
+        if seen:
+            break
+    assert seen and scheduler.waiting[0] in (young, old) and not scheduler.waiting[0].blocks
+
+
+@given(
+    prompts=st.lists(PROMPT, min_size=1, max_size=12),
+    blocks=st.integers(7, 30),
+    batch=st.integers(1, 6),
+    step_tokens=st.integers(1, 80),
+)
+def test_everything_ends_and_every_block_comes_back(
+    prompts: list[tuple[int, int, int]], blocks: int, batch: int, step_tokens: int
+) -> None:
+    scheduler = new_scheduler(blocks=blocks, batch=batch, step_tokens=step_tokens)
+    scheduler.add([sequence(n, tokens=m, first=1 + 100 * kind) for n, m, kind in prompts])
+    ended, passes = [], 0
+    while len(scheduler):
+        ended += one_pass(scheduler)
+        scheduler.cache.check(owned(scheduler))
+        passes += 1
+        assert passes < 20_000, "sequences preempt each other for ever"
+    assert sorted(len(one.text) for one in ended) == sorted(n + m for n, m, _ in prompts)
+    scheduler.cache.forget()
+    scheduler.cache.check([])
+    assert scheduler.cache.free == blocks
+
+
+def test_the_longest_are_begun_first_and_the_preempted_before_all() -> None:
+    scheduler = Scheduler(
+        SequenceTable(1, CONTEXT), KVCache(50), Counters(), step_tokens=64,
+        expect=lambda request: float(request.uid),
+    )  # fmt: skip
+    scheduler.add([sequence(5, uid="3"), sequence(6, uid="30"), sequence(7, uid="10")])
+    assert [one.request.uid for one in scheduler.waiting] == ["30", "10", "3"]
+    scheduler.waiting[2].sampled = (np.empty(0), np.empty(0), np.empty(0))
+    scheduler.add([sequence(8, uid="90")])
+    assert [one.request.uid for one in scheduler.waiting] == ["3", "90", "30", "10"]
