@@ -13,39 +13,18 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ostinato.parallel.mesh import Mesh
+
 # torch 2.13 has new names for these, and warns of the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Groups(Protocol):
-    """Who is on an axis: ``mesh.Mesh``."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors are."""
-        ...
-
-    def group(self, axis: str) -> Any:
-        """The process group of this rank's axis; None where it is alone on it."""
-        ...
-
-    def size(self, axis: str) -> int: ...
-
-    def place(self, axis: str) -> int:
-        """Where this rank stands on its axis."""
-        ...
-
-    def peer(self, axis: str, place: int) -> int:
-        """The global rank at a place of this rank's axis."""
-        ...
 
 
 @dataclass(slots=True)
@@ -93,7 +72,7 @@ class Pending:
 class Links:
     """The collectives of one rank, over the groups of its mesh."""
 
-    def __init__(self, mesh: Groups) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self.traffic = Traffic()
 
@@ -262,4 +241,4 @@ class _Exchange(torch.autograd.Function):
         return ctx.links.exchanged(grad, ctx.received, ctx.sent, ctx.axis), None, None, None, None
 
 
-__all__ = ["Groups", "Links", "Pending", "Traffic"]
+__all__ = ["Links", "Pending", "Traffic"]

@@ -44,7 +44,7 @@ ARROWS: dict[str, set[str]] = {
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
     "train": {"types", "protocols", "run", "algo", "model", "parallel"},
     "cluster": {"observe.timeline", "types", "protocols", "run"},  # and Ray, which nothing else imports
-    "pipeline": {"types", "protocols", "jobs", "config", "every", "run", "routes", "algo"}
+    "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo"}
     | {"model", "history", "rollout", "train", "observe.timeline", "observe.ledger", "observe.stability"},
     "observe": set(),
     "observe.timeline": set(),
