@@ -42,6 +42,29 @@ class Inputs:
         return Work.packed(self.segments, len(self.rows))
 
 
+def as_inputs(microbatch: Microbatch, device: torch.device, *, moe: bool, replay: bool) -> Inputs:
+    """On ``device``. Only a mixture of experts carries the sampler's choice, and replays it if it is to."""
+
+    def tensor(array: np.ndarray, dtype: type) -> Tensor:
+        return torch.from_numpy(array.astype(dtype)).to(device)
+
+    carried = tensor(microbatch.experts, np.int16) if moe and microbatch.experts is not None else None
+    return Inputs(
+        source=microbatch,
+        tokens=tensor(microbatch.tokens, np.int64),
+        positions=tensor(microbatch.positions, np.int64),
+        segments=microbatch.segments,
+        rows=tensor(microbatch.rows, np.int64),
+        targets=tensor(microbatch.targets, np.int64),
+        behaviour=tensor(microbatch.logprobs, np.float32),
+        advantages=tensor(microbatch.advantages, np.float32),
+        weights=tensor(microbatch.weights, np.float32),
+        sample_idx=tensor(microbatch.sample_idx, np.int64),
+        carried=carried,
+        routing=carried if replay else None,
+    )
+
+
 def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
     """The same sequences in the same order, no prompt shared, in passes of about half as many rows.
 
@@ -78,4 +101,4 @@ def _place(rows: np.ndarray, span: np.ndarray) -> np.ndarray:
     return np.where(rows < start, rows - first, rows - start + last - first)
 
 
-__all__ = ["Inputs", "otherwise_packed"]
+__all__ = ["Inputs", "as_inputs", "otherwise_packed"]

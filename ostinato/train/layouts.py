@@ -24,7 +24,7 @@ from ostinato.parallel.placement import contiguous, owner_of, slots
 from ostinato.parallel.rows import number_experts, sequence_ops
 from ostinato.parallel.shares import Placement
 from ostinato.train.leaves import trained_parameters
-from ostinato.train.passes import Ranks
+from ostinato.train.passes import Backend
 from ostinato.train.sharded import ShardedPasses
 from ostinato.train.trainer import PolicyTrainer
 
@@ -47,7 +47,7 @@ def sharded_trainer(
     decoders: the chunks that this rank keeps (``shares.shares_of``), whole over f: with f in the layout they
     are cut here, and recompute is on. adapters: of all their layers (``pieces.own_adapters``), or None to
     train the decoders' parameters. placement: which rank keeps which experts, None for neighbours together.
-    mirror: see ``passes.Ranks``; on the first rank. settings: those of ``PolicyTrainer``.
+    mirror: see ``passes.Backend``; on the first rank. settings: those of ``PolicyTrainer``.
 
     Raises ValueError for a rank that would have nothing to train, and as ``PolicyTrainer`` does.
     """
@@ -73,7 +73,7 @@ def sharded_trainer(
         base = sharded_fingerprint(mesh, links, decoders, pieces=pieces, placement=placement)
     links.traffic.taken()  # the first step reports its own
     owner = _owner(layout.expert, config, placement)
-    ranks = Ranks(passes=passes, leaves=leaves, fingerprint=lambda: base, owner=owner, mirror=mirror)
+    backend = Backend(passes=passes, leaves=leaves, fingerprint=lambda: base, owner=owner, mirror=mirror)
     return PolicyTrainer(
         decoders[0],
         adapters,
@@ -81,7 +81,7 @@ def sharded_trainer(
         temperature=temperature,
         recompute=recompute,
         ops=ops,
-        ranks=ranks,
+        backend=backend,
         **settings,
     )
 

@@ -21,7 +21,7 @@ from ostinato.algo.routing import sequence_spans
 from ostinato.model.flops import Work
 from ostinato.train.gate import coverage
 from ostinato.train.inputs import Inputs, otherwise_packed
-from ostinato.train.passes import How, Passes, Scores
+from ostinato.train.passes import Passes, ScoreOptions, Scores
 from ostinato.types import Microbatch
 
 
@@ -39,13 +39,13 @@ class Scored:
 
 
 def scored(passes: Passes, parts: Sequence[Inputs], *, floor: bool, replay: bool) -> list[Scored]:
-    """Microbatches in up to three ways, by the very forward that training runs (see ``passes.How``)."""
+    """Microbatches in up to three ways, by the very forward that training runs (``ScoreOptions``)."""
     free = [replace(part, routing=None) for part in parts]
-    native = passes.score(free, How(native=True, margins=True))
+    native = passes.score(free, ScoreOptions(native=True, margins=True))
     carrying = [replace(part, routing=part.carried) for part in parts if replay and part.carried is not None]
-    replayed = iter(passes.score(carrying, How()))
+    replayed = iter(passes.score(carrying, ScoreOptions()))
     packed = [[*otherwise_packed(part)] if floor else [] for part in parts]
-    again = iter(passes.score([*chain(*packed)], How()))
+    again = iter(passes.score([*chain(*packed)], ScoreOptions()))
     found = []
     for part, one, pieces in zip(parts, native, packed, strict=True):
         taken = next(replayed) if replay and part.carried is not None else None

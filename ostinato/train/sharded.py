@@ -31,7 +31,7 @@ from ostinato.parallel.stages import Forward, Stages
 from ostinato.train.gate import row_counts
 from ostinato.train.heads import head_products
 from ostinato.train.inputs import Inputs
-from ostinato.train.passes import How, Objective, Outcome, Scores, watching
+from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, watching
 from ostinato.train.slices import Slice, idle, padding, sliced
 
 
@@ -83,7 +83,7 @@ class ShardedPasses:
             told[one.index] = torch.stack((logprobs, entropy)).detach()
             return objective(one.source, Scores(logprobs=logprobs, entropy=entropy)).loss * scale
 
-        extras = self._stages.train(mine, self._forward(How()), loss)
+        extras = self._stages.train(mine, self._forward(ScoreOptions()), loss)
         pairs = self._everywhere([(2, len(part.rows)) for part in parts], told if self._tells else {})
         counts = self._counts(parts, mine, extras)
         outcomes = []
@@ -93,23 +93,23 @@ class ShardedPasses:
             outcomes.append(objective(part, scores).detached())
         return outcomes
 
-    def score(self, parts: Sequence[Inputs], how: How) -> list[Scores]:
+    def score(self, parts: Sequence[Inputs], options: ScoreOptions) -> list[Scores]:
         mine = self._mine(parts)
         told: dict[int, Tensor] = {}
 
         @torch.no_grad()
         def use(one: Slice, hidden: Tensor, _: Any) -> None:
-            if how.logprobs and one.source is not None:
+            if options.logprobs and one.source is not None:
                 told[one.index] = self._head(hidden.detach(), one, want_entropy=False)[0]
 
-        with torch.set_grad_enabled(how.as_trained):
-            extras = self._stages.score(mine, self._forward(how), use)
+        with torch.set_grad_enabled(options.as_trained):
+            extras = self._stages.score(mine, self._forward(options), use)
         logprobs = native = margins = [None] * len(parts)
-        if how.logprobs:
+        if options.logprobs:
             logprobs = self._everywhere([(len(part.rows),) for part in parts], told if self._tells else {})
-        if self._moe_layers and how.native:
+        if self._moe_layers and options.native:
             native = self._choices(parts, mine, extras)
-        if self._moe_layers and how.margins:
+        if self._moe_layers and options.margins:
             margins = self._margins(parts, mine, extras)
         columns = zip(logprobs, self._counts(parts, mine, extras), native, margins, strict=True)
         return [Scores(logprobs=a, counts=b, native=c, margins=d) for a, b, c, d in columns]
@@ -137,15 +137,15 @@ class ShardedPasses:
             mine += [idle(mesh, self._links)] * (-(-len(parts) // layout.data) - len(mine))
         return mine
 
-    def _forward(self, how: How) -> Forward[Slice]:
+    def _forward(self, options: ScoreOptions) -> Forward[Slice]:
         """What ``parallel.stages`` runs: beside the stream each chunk tells its own choice of experts for own
         rows, and the margins."""
         gaps: list[Tensor] = []
         run = decoder_chunks(
             dict(zip(self._stages.chunks, self._decoders, strict=True)),
-            self._adapters if how.adapted else None,
+            self._adapters if options.adapted else None,
             _rows,
-            ops=watching(self._ops, gaps) if how.margins else self._ops,
+            ops=watching(self._ops, gaps) if options.margins else self._ops,
             recompute=self._recompute,
         )
 
@@ -171,7 +171,7 @@ class ShardedPasses:
         """
         assert one.source is not None or not len(one.predictors)
         decoder = self._decoders[-1]
-        # rows come twice, see ``PolicyTrainer._forward``: indexing would not sum their gradients in order
+        # rows come twice, see ``LocalPasses.forward``: indexing would not sum their gradients in order
         hidden = self._links.all_gather(hidden, "t").index_select(0, one.predictors)
         if one.source is None:
             empty = hidden.sum(-1)

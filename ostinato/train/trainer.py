@@ -17,52 +17,37 @@ for old / behaviour, the sampler-trainer mismatch, with a weight. Others anchor 
 
 With replay (R3, arXiv 2510.11370) old and new take the experts that the batch carries, in every minibatch and
 in what a checkpointed layer recomputes; the reference policy chooses its own. Carried experts are compared
-with the trainer's before anything is learned from them (``train.gate``): of all minibatches before the first
-optimizer step where old is computed ahead, otherwise of each before its own. Now and then a whole batch is
-scored both ways (``train.measure``).
+with the trainer's before anything is learned from them (``train.replay_guard``): of all minibatches before
+the first optimizer step where old is computed ahead, otherwise of each before its own.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.algo.algorithms import Algorithm, policy_loss
-from ostinato.algo.logprobs import chunked_logprobs, linear_logprobs
-from ostinato.algo.mismatch import Decision, decide
-from ostinato.algo.offpolicy import importance_weights, mismatch
+from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.routing import THRESHOLD
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Work
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.model.packed import PackedAttention
 from ostinato.model.peft_io import base_fingerprint
-from ostinato.train.gate import agreement, coverage, refusal, unreplayable, without_routes
-from ostinato.train.heads import head_products
 from ostinato.train.inputs import Inputs
 from ostinato.train.leaves import WholeLeaves, trained_parameters
-from ostinato.train.measure import mismatch_row, scored
-from ostinato.train.optimizer import (
-    MOMENTS,
-    OptimizerSettings,
-    build_optimizer,
-    clip_gradients,
-    load_optimizer_tensors,
-    lr_factor,
-    optimizer_tensors,
-    set_lr,
-)
-from ostinato.train.passes import How, InTurn, Objective, Outcome, Ranks, Scores
-from ostinato.train.totals import Totals, balance, staleness, support
+from ostinato.train.local import LocalPasses
+from ostinato.train.objective import batch_objective
+from ostinato.train.optimizer import OptimizerSettings, build_optimizer, clip_gradients, lr_factor, set_lr
+from ostinato.train.passes import Backend, ScoreOptions
+from ostinato.train.replay_guard import ReplayGuard
+from ostinato.train.state import load_state_tensors, state_tensors
+from ostinato.train.totals import Totals, staleness, support
 from ostinato.types import Batch, Microbatch, StepReport
 
 
@@ -77,16 +62,12 @@ class PolicyTrainer:
     ``recompute``: keep one activation per layer, recompute the rest in backward. ``ops``: arithmetic that has
     gradients, such as ``model.native.Kernels.training``.
 
-    ``replay``: MoE layers use the experts that the batch carries; "auto": where the mismatch calls for it
-    (``algo.mismatch.decide``). Unless it is False, a sequence whose experts agree with the trainer's own in
-    less than ``replay_threshold``, beyond chance, refuses the batch; 0 refuses none. ``measure_every`` steps,
-    from the first on, a row of mismatch.jsonl is measured and reported; 0 is never, but for the first step
-    with "auto".
+    ``replay``, ``replay_threshold`` and ``measure_every``: see ``ReplayGuard``.
 
     An optimizer step whose loss or gradient is not finite is refused: nothing is updated, the report names
     the samples of the microbatches at fault, ``on_refused`` gets each of these, and training goes on.
 
-    ``ranks``: of a model that lies on several (``train.sharded.sharded_trainer``); decoder and adapters are
+    ``backend``: of a model that lies on several (``train.sharded.sharded_trainer``); decoder and adapters are
     then the first of the parts that this one has. All ranks make the same calls with the same batches at the
     same time, decide the same and report the same; adapters and tensors are complete on the first.
 
@@ -108,33 +89,32 @@ class PolicyTrainer:
         max_refused: int = 3,
         on_refused: Callable[[Microbatch], None] | None = None,
         ops: Ops = TORCH_OPS,
-        ranks: Ranks | None = None,
+        backend: Backend | None = None,
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"rollout.temperature is {temperature}; training needs a positive temperature")
         if max_refused < 1:
             raise ValueError(f"trainer.max_refused_in_a_row is {max_refused}; use at least 1")
-        if not 0 <= replay_threshold <= 1:
-            raise ValueError(f"trainer.replay_threshold is {replay_threshold}; use a share of ids, 0 to 1")
-        if measure_every < 0:
-            raise ValueError(f"log.mismatch_every is {measure_every}; use a number of steps, or 0 for never")
         if adapters is None and algorithm.needs_reference:
             raise ValueError(
                 f"algo.kl_coef is {algorithm.kl_coef}, but full-parameter training keeps no reference policy "
                 "to measure from; set it to 0 or train an adapter"
             )
         self._decoder, self._adapters, self._algorithm = decoder, adapters, algorithm
-        self._settings, self._temperature = optimizer, temperature
-        self._replay, self._threshold, self._measure_every = replay, replay_threshold, measure_every
-        self._replaying = replay is True  # now; "auto" is decided before anything is trained
-        self._recompute, self._ops = recompute, ops
-        self._max_refused, self._on_refused = max_refused, on_refused
-        self._ranks = ranks or Ranks(
-            passes=InTurn(self._forward, self._logprobs, adapters, ops),
+        self._settings, self._max_refused, self._on_refused = optimizer, max_refused, on_refused
+        self._backend = backend or Backend(
+            passes=LocalPasses(
+                decoder,
+                adapters,
+                ops=ops,
+                temperature=temperature,
+                recompute=recompute,
+                entropy_grad=algorithm.needs_entropy,
+            ),
             leaves=WholeLeaves(trained_parameters(decoder, adapters)),
             fingerprint=lambda: base_fingerprint(decoder),
         )
-        self._passes, self._leaves = self._ranks.passes, self._ranks.leaves
+        self._passes, self._leaves = self._backend.passes, self._backend.leaves
         self._named = self._leaves.named
         for leaf in self._named.values():
             leaf.requires_grad_()  # adapters read from a file come without
@@ -144,7 +124,16 @@ class PolicyTrainer:
         self._refused_in_a_row = 0
         self._num_rows = 0
         self._flops = FlopModel.of(decoder.config, adapters.spec if adapters else None)
-        self._missing = ""  # what was said last of experts that a batch should have carried
+        self._guard = ReplayGuard(
+            decoder.config,
+            self._passes,
+            self._flops,
+            device=decoder.device,
+            replay=replay,
+            threshold=replay_threshold,
+            measure_every=measure_every,
+            owner=self._backend.owner,
+        )
 
     @property
     def progress(self) -> float:
@@ -161,8 +150,8 @@ class PolicyTrainer:
             pairs = {name: (whole[f"{name}.A"].clone(), whole[f"{name}.B"].clone()) for name in names}
             # what came from other ranks came through host memory
             return Adapters(self._adapters.spec, pairs, self._decoder.config).to(self._decoder.device)
-        if self._ranks.mirror is not None:
-            for name, parameter in self._ranks.mirror.named_parameters():
+        if self._backend.mirror is not None:
+            for name, parameter in self._backend.mirror.named_parameters():
                 if name in whole:
                     parameter.copy_(whole[name])
         return None
@@ -186,19 +175,19 @@ class PolicyTrainer:
         """
         if not batch.microbatches:
             raise ValueError("the batch has no microbatch; skip the step when no sample is left to train on")
-        batch, missing = self._replayable(batch)
-        row, decided = self._measured(batch)
+        admitted = self._guard.admit(batch, self._steps)
+        batch, row = admitted.batch, admitted.mismatch
         lr = self._settings.lr * lr_factor(self._settings, self._steps)
         set_lr(self._optimizer, lr)
-        minibatches = [[self._inputs(one) for one in minibatch] for minibatch in batch.minibatches]
-        deals, inputs = len(minibatches), [*chain(*minibatches)]
+        minibatches = [[self._guard.inputs(one) for one in minibatch] for minibatch in batch.minibatches]
+        num_minibatches, inputs = len(minibatches), [*chain(*minibatches)]
         if self._algorithm.decoupled:  # the first minibatch is its own old policy: nothing has changed yet
             minibatches[1:] = [self._with_old(minibatch) for minibatch in minibatches[1:]]
         ahead = [(part, part.counts) for part in chain(*minibatches) if part.counts is not None]
         totals, norms, refused = Totals(unjudged=ahead), [], []
         totals.extra_flops = self._price(part for part in chain(*minibatches) if part.old is not None)
         for minibatch in minibatches:
-            norm, at_fault = self._update(minibatch, batch.num_samples, deals, totals)
+            norm, at_fault = self._update(minibatch, batch.num_samples, num_minibatches, totals)
             norms.append(norm)
             refused += [at_fault] if at_fault else []
             self._refused_in_a_row = self._refused_in_a_row + 1 if at_fault else 0
@@ -206,46 +195,24 @@ class PolicyTrainer:
         self._num_rows += batch.num_tokens + batch.num_context_tokens
         metrics = totals.metrics(batch.num_tokens) | staleness(batch) | support(batch)
         metrics |= {
-            "grad_norm": sum(norms) / deals,
+            "grad_norm": sum(norms) / num_minibatches,
             "learning_rate": lr,
             "num_rows": float(self._num_rows),
-            "optimizer_steps": float(deals - len(refused)),
+            "optimizer_steps": float(num_minibatches - len(refused)),
             "refused_steps": float(len(refused)),
         }
         metrics |= {"passes/measure": row["passes"] if row else 0.0, **totals.passes(self._price(inputs))}
-        metrics |= self._routing(batch, totals) | self._passes.metrics()
+        metrics |= self._guard.metrics(batch, totals) | self._passes.metrics()
         report = self._report(metrics, [microbatch for at_fault in refused for microbatch in at_fault])
-        return replace(report, mismatch=row, note=" ".join(filter(None, (missing, decided))))
+        return replace(report, mismatch=row, note=admitted.note)
 
     def measure(self, batch: Batch, *, floor: bool = True) -> dict[str, Any]:
-        """A row of mismatch.jsonl but for its step: the batch scored natively and, where it carries experts,
-        with these; with ``floor`` also natively once more, packed otherwise (see ``train.measure``).
-
-        With temperature, head and forward of training, so the arm that is in use is what the step's own
-        ``sampling/*`` says while no weight has moved. Changes nothing.
-        """
-        started = time.perf_counter()
-        parts = [self._inputs(microbatch) for microbatch in batch.microbatches]
-        moe = self._decoder.config.moe
-        usable = moe is not None and not unreplayable(batch.microbatches, moe)
-        found = scored(self._passes, parts, floor=floor, replay=usable)
-        row = mismatch_row(found, moe.layers if moe else ())
-        decision = self._decision(row["arms"], len(batch.minibatches))
-        row |= {"replay": decision.on, "decision": decision.reason}
-        work = sum((one.work for one in found), Work())
-        row["passes"] = self._flops.forward(work) / self._price(parts)
-        return row | {"seconds": time.perf_counter() - started}
+        """See ``ReplayGuard.measure``."""
+        return self._guard.measure(batch, floor=floor)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and optimizer moments by name, of the whole model: what a checkpoint holds. Not copied
-        where they are here; on other ranks than the one that drives the run, none."""
-        parameters = self._leaves.whole({name: leaf.detach() for name, leaf in self._named.items()})
-        found = {f"parameters.{name}": tensor for name, tensor in parameters.items()}
-        state = optimizer_tensors(self._optimizer, self._named)
-        for moment in MOMENTS:
-            own = {name: state[key] for name in self._named if (key := f"{name}.{moment}") in state}
-            found |= {f"optimizer.{name}.{moment}": one for name, one in self._leaves.whole(own).items()}
-        return found
+        """Parameters and optimizer moments: what a checkpoint holds (``train.state``)."""
+        return state_tensors(self._leaves, self._optimizer)
 
     def counters(self) -> dict[str, int]:
         """The rest of a checkpoint of this trainer."""
@@ -253,34 +220,18 @@ class PolicyTrainer:
             "steps": self._steps,
             "refused_in_a_row": self._refused_in_a_row,
             "num_rows": self._num_rows,
-            "replaying": int(self._replaying),
+            "replaying": int(self._guard.replaying),
         }
 
-    @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
-        """Go back, bit for bit, to where `tensors` and `counters` were taken, by whichever ranks.
+        """Go back, bit for bit, to where `tensors` and `counters` were taken, under any layout.
 
         Raises ValueError naming the first parameter that is missing, unknown or of another shape.
         """
-        saved, shapes = _under("parameters.", tensors), self._leaves.shapes
-        for name in sorted(saved.keys() | shapes.keys()):
-            have = tuple(saved[name].shape) if name in saved else "nothing"
-            want = shapes.get(name, "nothing")
-            if have != want:
-                raise ValueError(
-                    f"the checkpoint has {have} for parameter {name}, this run trains {want}; "
-                    "resume with the recipe that it was made with"
-                )
-        moments, own = _under("optimizer.", tensors), {}
-        for name, parameter in self._named.items():
-            parameter.copy_(self._leaves.own(name, saved[name]))
-            keys = {f"{name}.{moment}" for moment in MOMENTS} & moments.keys()
-            own |= {key: self._leaves.own(name, moments[key]) for key in keys}
-        load_optimizer_tensors(self._optimizer, self._named, own)
+        load_state_tensors(self._leaves, self._optimizer, tensors)
         self._steps, self._num_rows = counters["steps"], counters["num_rows"]
         self._refused_in_a_row = counters["refused_in_a_row"]
-        if self._replay == "auto":  # decided in a step that measured, which may not come again soon
-            self._replaying = bool(counters.get("replaying", True))
+        self._guard.restore(bool(counters.get("replaying", True)))
 
     def identity(self) -> dict[str, str]:
         """What must be the same to resume from a checkpoint: the model, its frozen weights, the adapter."""
@@ -289,28 +240,7 @@ class PolicyTrainer:
         model = f"{config.model_type} in {self._decoder.dtype}, {shape}"
         if self._adapters is None:
             return {"model": model, "adapter": "none, all parameters are trained"}
-        return {"model": model, "base": self._ranks.fingerprint(), "adapter": str(self._adapters.spec)}
-
-    def _inputs(self, microbatch: Microbatch) -> Inputs:
-        def tensor(array: np.ndarray, dtype: type) -> Tensor:
-            return torch.from_numpy(array.astype(dtype)).to(self._decoder.device)
-
-        experts = microbatch.experts if self._decoder.config.moe else None
-        carried = None if experts is None else tensor(experts, np.int16)
-        return Inputs(
-            source=microbatch,
-            tokens=tensor(microbatch.tokens, np.int64),
-            positions=tensor(microbatch.positions, np.int64),
-            segments=microbatch.segments,
-            rows=tensor(microbatch.rows, np.int64),
-            targets=tensor(microbatch.targets, np.int64),
-            behaviour=tensor(microbatch.logprobs, np.float32),
-            advantages=tensor(microbatch.advantages, np.float32),
-            weights=tensor(microbatch.weights, np.float32),
-            sample_idx=tensor(microbatch.sample_idx, np.int64),
-            carried=carried,
-            routing=carried if self._replaying else None,
-        )
+        return {"model": model, "base": self._backend.fingerprint(), "adapter": str(self._adapters.spec)}
 
     def _price(self, parts: Iterable[Inputs]) -> float:
         """FLOPs of one forward of ``parts``."""
@@ -318,7 +248,7 @@ class PolicyTrainer:
 
     def _with_old(self, parts: Sequence[Inputs]) -> list[Inputs]:
         """With ``old``. The same passes show the trainer's own experts before any weight has moved."""
-        found = self._passes.score(parts, How())
+        found = self._passes.score(parts, ScoreOptions())
         return [
             replace(part, old=one.logprobs, counts=one.counts) for part, one in zip(parts, found, strict=True)
         ]
@@ -326,80 +256,8 @@ class PolicyTrainer:
     def _with_reference(self, parts: Sequence[Inputs]) -> list[Inputs]:
         """With those of the base policy: the same model without adapters, choosing its own experts."""
         free = [replace(part, routing=None, carried=None) for part in parts]
-        found = self._passes.score(free, How(adapted=False, as_trained=False))
+        found = self._passes.score(free, ScoreOptions(adapted=False, as_trained=False))
         return [replace(part, reference=one.logprobs) for part, one in zip(parts, found, strict=True)]
-
-    def _forward(
-        self, part: Inputs, adapters: Adapters | None, routing: Tensor | None, ops: Ops | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [R, D] of the rows that predict a target, and the experts that the model would choose
-        for all rows, [T, moe_layers, top_k]."""
-        hidden, native = self._decoder(
-            part.tokens,
-            part.positions,
-            PackedAttention(part.segments),
-            adapters=adapters,
-            routing=routing,
-            routing_checked=True,  # once for the batch: ``_replayable``
-            ops=ops or self._ops,
-            recompute=self._recompute and torch.is_grad_enabled(),
-        )
-        # not hidden[rows]: the first tokens of siblings share a row, and the backward of indexing sums such
-        # rows by atomics, in the order in which threads come; that of index_select in the order of rows
-        return hidden.index_select(0, part.rows), native
-
-    def _logprobs(self, hidden: Tensor, part: Inputs, *, want_entropy: bool) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [R] of the targets and the entropy [R] (NaN where it is not wanted)."""
-        head = self._decoder.head_weight
-        options: dict[str, Any] = {
-            "support": part.source.support,  # what was sampled from, whichever policy is scored
-            "temperature": self._temperature,
-            "want_entropy": want_entropy,
-        }
-        if head.requires_grad:
-            return chunked_logprobs(hidden, part.targets, self._decoder.logits, **options)
-        options["entropy_grad"] = want_entropy and self._algorithm.needs_entropy
-        matmul_nt, matmul_nn = head_products(self._decoder, self._ops)
-        options |= {"matmul_nt": matmul_nt, "matmul_nn": matmul_nn}
-        return linear_logprobs(hidden, head, part.targets, **options)
-
-    def _objective(self, num_samples: int) -> Objective:
-        """The loss of a microbatch, and what it says of itself, as a function of its scores."""
-        algorithm = self._algorithm
-
-        def objective(part: Inputs, scores: Scores) -> Outcome:
-            logprobs, entropy, weights = scores.logprobs, scores.entropy, None
-            assert logprobs is not None and entropy is not None
-            old = logprobs.detach() if part.old is None else part.old
-            if algorithm.decoupled:
-                weights = importance_weights(
-                    old - part.behaviour,
-                    part.sample_idx,
-                    num_samples,
-                    algorithm.correction,
-                    low=algorithm.correction_low,
-                    high=algorithm.correction_high,
-                )
-            terms = policy_loss(
-                algorithm,
-                logprobs,
-                old if algorithm.decoupled else part.behaviour,
-                part.advantages,
-                part.weights,
-                part.sample_idx,
-                num_samples=num_samples,
-                correction=weights,
-                ref_logprobs=part.reference,
-                entropy=entropy if algorithm.needs_entropy else None,
-            )
-            return Outcome(
-                loss=terms.total,
-                stats={"entropy": entropy.detach().sum(), **terms.stats},
-                mismatch=mismatch(old, part.behaviour, correction=weights),
-                counts=scores.counts,
-            )
-
-        return objective
 
     def _update(
         self, minibatch: Sequence[Inputs], num_samples: int, scale: int, totals: Totals
@@ -408,7 +266,9 @@ class PolicyTrainer:
         norm, finite = self._accumulate(minibatch, num_samples, scale, totals)
         at_fault = []
         if finite:
-            self._gate(totals, scale)
+            if (misaligned := self._guard.judge(totals, scale)) is not None:
+                self._optimizer.zero_grad()
+                raise misaligned
             clip_gradients(self._gradients(), norm, self._settings.max_grad_norm)
             self._optimizer.step()
             totals.steps_taken += 1
@@ -431,89 +291,12 @@ class PolicyTrainer:
         if self._algorithm.needs_reference:
             parts = self._with_reference(minibatch)
             totals.extra_flops += sum(self._flops.base(part.work) for part in minibatch)
-        outcomes = self._passes.train(parts, self._objective(num_samples), scale)
+        outcomes = self._passes.train(parts, batch_objective(self._algorithm, num_samples), scale)
         for part, outcome in zip(minibatch, outcomes, strict=True):
             totals.add(part, outcome)
         loss = torch.stack([outcome.loss for outcome in outcomes]).sum()
         norm, loss = torch.stack([self._leaves.reduce().double(), loss.double()]).tolist()
         return norm, math.isfinite(norm) and math.isfinite(loss)
-
-    def _gate(self, totals: Totals, deals: int) -> None:
-        """Before an optimizer step: are the carried experts that nobody has judged those of their tokens?
-
-        Once weights have moved since they were chosen, on this batch or on those before an older one, another
-        choice may be their doing. Then only routes are refused that would agree if they were put right: those
-        of a neighbour, of other layers, of another sequence.
-        """
-        fresh, totals.unjudged = totals.unjudged, []
-        totals.judged += fresh
-        moe = self._decoder.config.moe
-        if not fresh or moe is None or self._replay is False:
-            return
-        seen = agreement([(part.source, counts) for part, counts in fresh], moe.top_k)
-        at_fault = seen.at_fault(self._threshold)
-        if not at_fault.any():
-            return
-        totals.extra_flops += sum(self._flops.forward(replace(part.work, logits=0)) for part, _ in fresh)
-        # natively: below a layer that was misled, choices are not the model's own any more
-        alone = [replace(part, routing=None) for part, _ in fresh]
-        natives = self._passes.score(alone, How(as_trained=False, logprobs=False, native=True))
-        chosen = [
-            (part.source, one.native.cpu().numpy())
-            for (part, _), one in zip(fresh, natives, strict=True)
-            if one.native is not None
-        ]
-        found = refusal(seen, chosen, self._threshold, steps=(totals.steps_taken, deals))
-        moved = totals.steps_taken or seen.ages[at_fault].min() > 0
-        if not moved or found.diagnosis.best >= self._threshold:
-            self._optimizer.zero_grad()
-            raise found
-
-    def _routing(self, batch: Batch, totals: Totals) -> dict[str, float]:
-        """Metrics of a mixture of experts."""
-        moe = self._decoder.config.moe
-        if moe is None:
-            return {}
-        share, counted = coverage(batch.microbatches), [(one.source, counts) for one, counts in totals.judged]
-        found = {"routing/coverage": share, "routing/replay": float(self._replaying and share > 0)}
-        found |= balance(batch, moe, self._ranks.owner)
-        return found | agreement(counted, moe.top_k).metrics if counted else found
-
-    def _replayable(self, batch: Batch) -> tuple[Batch, str]:
-        """The batch, and what is new about the experts that it carries, in one sentence. Those that no model
-        could replay refuse it; where none are to be replayed, they are left out."""
-        moe, sentence = self._decoder.config.moe, ""
-        if moe is None:
-            return batch, ""
-        if (found := unreplayable(batch.microbatches, moe)) is not None:
-            if self._replay is not False:
-                raise found
-            batch = without_routes(batch)
-            sentence = f"the batch carries routes that cannot be replayed: {found.diagnosis.detail}"
-        elif self._replaying and not coverage(batch.microbatches):
-            sentence = "replay is on, but the batch carries no experts: the trainer chooses its own"
-        news, self._missing = sentence if sentence != self._missing else "", sentence
-        return batch, news
-
-    def _measured(self, batch: Batch) -> tuple[dict[str, Any] | None, str]:
-        """The row of a step that measures, and what a person should know: that replay was switched."""
-        every, auto = self._measure_every, self._replay == "auto"
-        due = self._steps % every == 0 if every else auto and self._steps == 0
-        if not due:
-            return None, ""
-        row = self.measure(batch, floor=self._steps == 0)  # the floor of a run hardly moves, and costs most
-        news = auto and (self._steps == 0 or row["replay"] != self._replaying)
-        self._replaying = row["replay"] if auto else self._replaying
-        return row, row["decision"] if news else ""
-
-    def _decision(self, arms: Mapping[str, Any], minibatches: int) -> Decision:
-        if self._replay == "auto" and "replay" in arms:
-            native, replay = arms["native"], arms["replay"]
-            return decide(native, replay, minibatches=minibatches, on=self._replaying)
-        if "replay" not in arms:
-            return Decision(on=False, reason="replay is off: the batch carries no experts to replay")
-        word = "on" if self._replaying else "off"
-        return Decision(on=self._replaying, reason=f"replay is {word}, as trainer.replay says")
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
@@ -538,9 +321,4 @@ class PolicyTrainer:
         return StepReport(metrics=metrics, skipped=skipped, uids=uids)
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose name starts with ``prefix``, without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-__all__ = ["PolicyTrainer", "TrainingStopped", "head_products", "trained_parameters"]
+__all__ = ["PolicyTrainer", "TrainingStopped"]

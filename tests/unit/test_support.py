@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rounding import rounding
+from small_replay import local_passes
 from small_world import KERNELS
 
 from ostinato.algo.algorithms import algorithm
@@ -148,7 +149,7 @@ def test_the_reference_policy_has_the_same_action_space() -> None:
         algorithm("grpo", kl_coef=0.1),
         optimizer=OptimizerSettings(lr=1e-12),
     )
-    (part, *_) = [trainer._inputs(one) for one in batch.microbatches]
+    (part, *_) = [trainer._guard.inputs(one) for one in batch.microbatches]
     (scored,) = trainer._with_reference([part])
     assert scored.reference is not None
     np.testing.assert_allclose(scored.reference.numpy(), part.source.logprobs, atol=2e-5)
@@ -173,7 +174,7 @@ def test_gradients_are_those_of_a_masked_softmax() -> None:
     batch = pack(mine, aggregation_weights(mine, Aggregation.TOKEN), tokens_per_microbatch=400)
     adapters = init_adapters(decoder.config, AdapterSpec(rank=2), 0)
     trainer = PolicyTrainer(decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=1e-3))
-    (part,) = [trainer._inputs(one) for one in batch.microbatches]
+    (part,) = [trainer._guard.inputs(one) for one in batch.microbatches]
     assert part.source.support is not None
     hidden = torch.randn(len(part.rows), 32, requires_grad=True)
     mask = torch.zeros(len(part.rows), 61, dtype=torch.bool)
@@ -181,7 +182,7 @@ def test_gradients_are_those_of_a_masked_softmax() -> None:
         mask[row, torch.from_numpy(kept.ids).long()] = True
     masked = torch.log_softmax((hidden @ decoder.head_weight.T).masked_fill(~mask, -torch.inf), dim=-1)
     expected = masked[torch.arange(len(mask)), part.targets]
-    got, _ = trainer._logprobs(hidden, part, want_entropy=True)
+    got, _ = local_passes(trainer).logprobs(hidden, part, want_entropy=True)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     probe = torch.randn(len(mask))
     grads = [torch.autograd.grad((x * probe).sum(), hidden)[0] for x in (got, expected)]

@@ -16,6 +16,7 @@ from small_replay import (
     batch_of,
     bytes_of,
     decoder_of,
+    local_passes,
     random_experts,
     samples_of,
     trainer_of,
@@ -78,12 +79,16 @@ def test_the_floor_is_of_the_same_sequences_packed_otherwise() -> None:
     adapters = adapters_of(decoder)
     trainer, batch = trainer_of(decoder, adapters), batch_of(samples_of(decoder, adapters, siblings=4))
     for microbatch in batch.microbatches:
-        part = trainer._inputs(microbatch)
+        part = trainer._guard.inputs(microbatch)
         passes = list(otherwise_packed(part))
         assert len(passes) > 1
         assert all(segment.prefix_start == segment.prefix_stop for one in passes for segment in one.segments)
-        again = torch.cat([trainer._forward(one, adapters, None)[0] for one in passes])
-        torch.testing.assert_close(again, trainer._forward(part, adapters, None)[0], rtol=0, atol=1e-4)
+        again = torch.cat(
+            [local_passes(trainer).forward(replace(one, routing=None), adapters)[0] for one in passes]
+        )
+        torch.testing.assert_close(
+            again, local_passes(trainer).forward(replace(part, routing=None), adapters)[0], rtol=0, atol=1e-4
+        )
 
 
 @pytest.mark.slow

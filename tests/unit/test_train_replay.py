@@ -22,6 +22,7 @@ from small_replay import (
     bytes_of,
     decoder_of,
     gradients_of,
+    local_passes,
     logprobs_of,
     random_experts,
     samples_of,
@@ -170,8 +171,8 @@ def test_the_gate_looks_before_weights_move() -> None:
     batch = batch_of(samples_of(decoder, adapters, groups=3), budget=40, minibatches=3)
     trainer = trainer_of(decoder, adapters, optimizer=OptimizerSettings(lr=0.5))
     assert trainer.step(batch).metrics["routing/overlap"] == 1
-    parts = [trainer._inputs(microbatch) for microbatch in batch.microbatches]
-    natives = [trainer._forward(part, adapters, part.routing)[1] for part in parts]
+    parts = [trainer._guard.inputs(microbatch) for microbatch in batch.microbatches]
+    natives = [local_passes(trainer).forward(part, adapters)[1] for part in parts]
     now = agreement(
         [
             (part.source, row_counts(native, part.carried))
@@ -380,13 +381,13 @@ def test_every_pass_but_the_reference_takes_the_carried_experts() -> None:
     plain = batch_of([replace(sample, experts=None) for sample in samples])
     trainer = trainer_of(decoder, adapters)
     for microbatch, native in zip(forced.microbatches, plain.microbatches, strict=True):
-        part, free = trainer._inputs(microbatch), trainer._inputs(native)
+        part, free = trainer._guard.inputs(microbatch), trainer._inputs(native)
         one, other = (made.reference for made in trainer._with_reference([part, free]))
         assert one is not None and other is not None and torch.equal(one, other)
         old, natively = (made.old for made in trainer._with_old([part, free]))
         assert old is not None and natively is not None and not torch.equal(old, natively)
-        hidden, _ = trainer._forward(part, adapters, part.carried)
-        assert torch.equal(old, trainer._logprobs(hidden, part, want_entropy=False)[0])
+        hidden, _ = local_passes(trainer).forward(replace(part, routing=part.carried), adapters)
+        assert torch.equal(old, local_passes(trainer).logprobs(hidden, part, want_entropy=False)[0])
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

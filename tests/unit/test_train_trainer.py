@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rounding import rounding
+from small_replay import local_passes
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -19,14 +20,11 @@ from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import base_fingerprint
+from ostinato.train.inputs import Inputs
+from ostinato.train.leaves import trained_parameters
 from ostinato.train.optimizer import OptimizerSettings
-from ostinato.train.trainer import (
-    Inputs,
-    PolicyTrainer,
-    Totals,
-    TrainingStopped,
-    trained_parameters,
-)
+from ostinato.train.totals import Totals
+from ostinato.train.trainer import PolicyTrainer, TrainingStopped
 from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample
 
 VOCAB = 61
@@ -154,7 +152,7 @@ def naive_gradients(
 def trainer_gradients(trainer: PolicyTrainer, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
     """What one optimizer step would be given, read out of the trainer before it applies it."""
     totals = Totals()
-    trainer._accumulate([trainer._inputs(m) for m in batch.microbatches], batch.num_samples, 1, totals)
+    trainer._accumulate([trainer._guard.inputs(m) for m in batch.microbatches], batch.num_samples, 1, totals)
     gradients = {name: leaf.grad for name, leaf in trainer._named.items() if leaf.grad is not None}
     return float(torch.stack(totals.loss).sum()), gradients
 
@@ -218,8 +216,8 @@ def kernels_or_skip() -> Kernels:
 
 def logprobs_of(trainer: PolicyTrainer, part: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        hidden, _ = trainer._forward(part, trainer._adapters, part.routing)
-        return trainer._logprobs(hidden, part, want_entropy=True)
+        hidden, _ = local_passes(trainer).forward(part, trainer._adapters)
+        return local_passes(trainer).logprobs(hidden, part, want_entropy=True)
 
 
 def poisoned(batch: Batch, index: int, value: float) -> Batch:
@@ -250,9 +248,9 @@ def test_old_logprobs_are_bitwise_those_of_the_training_forward(
     decoder = decoder_of(raw, dtype)
     trainer = trainer_of(decoder, ops=kernels_or_skip().training if native else TORCH_OPS)
     for microbatch in batch_of(samples_of(decoder)).microbatches:
-        part = trainer._inputs(microbatch)
-        hidden, _ = trainer._forward(part, trainer._adapters, part.routing)
-        logprobs, _ = trainer._logprobs(hidden, part, want_entropy=True)
+        part = trainer._guard.inputs(microbatch)
+        hidden, _ = local_passes(trainer).forward(part, trainer._adapters)
+        logprobs, _ = local_passes(trainer).logprobs(hidden, part, want_entropy=True)
         old = trainer._with_old([part])[0].old
         assert logprobs.requires_grad
         assert old is not None
@@ -266,7 +264,7 @@ def test_logprobs_are_those_of_the_decoders_head(dtype: torch.dtype, fp32_head: 
     """The trainer's fast head must be the engine's: same precision, same temperature."""
     decoder = decoder_of(DENSE, dtype, fp32_head)
     trainer = trainer_of(decoder, temperature=0.8)
-    part = trainer._inputs(batch_of(samples_of(decoder), budget=1000).microbatches[0])
+    part = trainer._guard.inputs(batch_of(samples_of(decoder), budget=1000).microbatches[0])
     with torch.no_grad():
         logprobs, entropy = logprobs_of(trainer, part)
         attend = DenseMaskAttention(part.source.segments)
@@ -285,9 +283,9 @@ def test_native_head_products_agree_with_torch() -> None:
     plain, native = trainer_of(decoder), trainer_of(decoder, ops=kernels.training)
     batch = batch_of(samples_of(decoder), budget=1000)
     part = plain._inputs(batch.microbatches[0])
-    hidden, _ = plain._forward(part, plain._adapters, part.routing)
-    ours, _ = native._logprobs(hidden, part, want_entropy=True)
-    theirs, _ = plain._logprobs(hidden, part, want_entropy=True)
+    hidden, _ = local_passes(plain).forward(part, plain._adapters)
+    ours, _ = local_passes(native).logprobs(hidden, part, want_entropy=True)
+    theirs, _ = local_passes(plain).logprobs(hidden, part, want_entropy=True)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     _, expected = trainer_gradients(plain, batch)
     _, gradients = trainer_gradients(native, batch)
@@ -301,7 +299,7 @@ def test_agreeing_sampler_has_no_mismatch() -> None:
     decoder = decoder_of(MOE)
     trainer = trainer_of(decoder)
     batch = batch_of(samples_of(decoder))
-    parts = [trainer._inputs(microbatch) for microbatch in batch.microbatches]
+    parts = [trainer._guard.inputs(microbatch) for microbatch in batch.microbatches]
     own = [part.old for part in trainer._with_old(parts)]
     agreed = [
         replace(microbatch, logprobs=old.numpy())
@@ -472,7 +470,7 @@ def test_a_positive_advantage_makes_its_sample_likelier() -> None:
         replace(s, advantages=s.loss_mask.astype("f4")) for s in samples_of(decoder, groups=1, siblings=1)
     ]
     batch = batch_of(liked)
-    part = trainer._inputs(batch.microbatches[0])
+    part = trainer._guard.inputs(batch.microbatches[0])
 
     def likelihood() -> float:
         return logprobs_of(trainer, part)[0].sum().item()
