@@ -31,6 +31,7 @@ from ostinato.model.weights import (
     Moe,
     Quantised,
     Weight,
+    fill_initial,
     named_linears,
     new_block,
 )
@@ -144,19 +145,9 @@ class Decoder(nn.Module):
         """Every linear map by logical name (see ``lora.linear_shapes``), as views into the stored weights."""
         return dict(named_linears(self.local, self.blocks, self.share.layers))
 
-    @torch.no_grad()
     def init_weights(self, seed: int) -> Decoder:
-        """Values to train from: normal(0, initializer_range), norms 1, biases 0; the same on any device."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            leaf = name.rpartition(".")[2]
-            if leaf.endswith("norm"):
-                parameter.fill_(1.0)
-            elif leaf.endswith("bias"):
-                parameter.zero_()
-            else:
-                values = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(values * self.config.initializer_range)
+        """Values to train from (``weights.fill_initial``)."""
+        fill_initial(self.named_parameters(), self.config.initializer_range, seed)
         return self
 
     def forward(

@@ -8,7 +8,7 @@ D hidden size, H query heads, G key-value heads, F width of an MLP, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -263,3 +263,17 @@ def _plain(weight: Weight) -> Tensor:
     if isinstance(weight, Quantised):
         raise ValueError("quantised weights have no views; merge and save the decoder that they were made of")
     return weight
+
+
+@torch.no_grad()
+def fill_initial(named: Iterable[tuple[str, Tensor]], std: float, seed: int) -> None:
+    """Initial values of parameters: normal(0, std), norms 1, biases 0; the same on any device."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in named:
+        leaf = name.rpartition(".")[2]
+        if leaf.endswith("norm"):
+            parameter.fill_(1.0)
+        elif leaf.endswith("bias"):
+            parameter.zero_()
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
