@@ -381,7 +381,7 @@ def test_every_pass_but_the_reference_takes_the_carried_experts() -> None:
     plain = batch_of([replace(sample, experts=None) for sample in samples])
     trainer = trainer_of(decoder, adapters)
     for microbatch, native in zip(forced.microbatches, plain.microbatches, strict=True):
-        part, free = trainer._guard.inputs(microbatch), trainer._inputs(native)
+        part, free = trainer._guard.inputs(microbatch), trainer._guard.inputs(native)
         one, other = (made.reference for made in trainer._with_reference([part, free]))
         assert one is not None and other is not None and torch.equal(one, other)
         old, natively = (made.old for made in trainer._with_old([part, free]))

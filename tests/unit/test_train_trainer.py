@@ -282,7 +282,7 @@ def test_native_head_products_agree_with_torch() -> None:
     decoder = decoder_of(DENSE, torch.bfloat16, fp32_head=True)
     plain, native = trainer_of(decoder), trainer_of(decoder, ops=kernels.training)
     batch = batch_of(samples_of(decoder), budget=1000)
-    part = plain._inputs(batch.microbatches[0])
+    part = plain._guard.inputs(batch.microbatches[0])
     hidden, _ = local_passes(plain).forward(part, plain._adapters)
     ours, _ = local_passes(native).logprobs(hidden, part, want_entropy=True)
     theirs, _ = local_passes(plain).logprobs(hidden, part, want_entropy=True)
