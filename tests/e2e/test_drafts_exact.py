@@ -19,7 +19,6 @@ import torch
 from reference.scripted import ScriptedDrafter
 from small_world import DRAFTS_PAY, chi_square, counted, greedy_by_count_ratio, ratio_against_the_old
 
-from ostinato.algo.noise import key, uniform
 from ostinato.engine.local import LocalEngine
 from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.store import History
@@ -213,33 +212,6 @@ def test_a_pretrained_model(dtype: torch.dtype) -> None:
         same(plain, run(engine("smollm2-135m", dtype, drafter_of(kind, asked, plain, tree)), asked))
 
 
-def test_numbers_of_the_torch_kernels_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
-    """There a row's rounding depends on the rows beside it. What that does is measured and printed; the
-    recorded log-probabilities are those of the pass that verified the token, so they stay a fair account."""
-    asked = requests("asset:seed-moe", Sampling(max_tokens=40), siblings=8)
-    for native in (False, True):
-        if native and kernels() is None:
-            continue
-        plain = run(engine("asset:seed-moe", torch.bfloat16, None, native), asked)
-        drafter = drafter_of("oracle", asked, plain, False)
-        drafted = run(engine("asset:seed-moe", torch.bfloat16, drafter, native), asked)
-        tokens = differ = 0
-        gaps: list[np.ndarray] = []
-        for a, b in zip(plain, drafted, strict=True):
-            n = min(len(a.tokens), len(b.tokens))
-            equal = np.cumprod(a.tokens[:n] == b.tokens[:n]).astype(bool)
-            tokens, differ = tokens + int(equal.sum()), differ + int(not equal.all())
-            gaps.append(np.abs(a.logprobs[:n] - b.logprobs[:n])[equal])
-        gap = np.concatenate(gaps)
-        with capsys.disabled():
-            print(
-                f"\nbf16, {'native' if native else 'torch'} kernels, drafts against none: "
-                f"{1000 * differ / tokens:.1f} first differences per 1000 tokens, "
-                f"|delta log p| mean {gap.mean():.1e}, largest {gap.max():.1e}"
-            )
-        assert differ == 0 if native else gap.mean() < 0.05
-
-
 # ---- the law, on a real engine
 
 
@@ -328,46 +300,3 @@ def test_chi_square_at_30000_draws_passes_and_two_published_rules_fail() -> None
     ):
         statistic, point = chi_square(counted(wrong), exact)
         assert statistic > point
-
-
-def test_freshness_after_a_training_step_on_an_answer() -> None:
-    """History holds y, and training has just made y likelier. With new noise y has to come as often as the
-    new policy says, neither as often as it did nor always."""
-    decoder, y, n = tiny_world(), (2, 0, 3), 8000
-    adapters = init_adapters(decoder.config, AdapterSpec(rank=4), 0)
-    row, first = torch.tensor([*PROMPT, *y]), len(PROMPT)
-
-    def log_p() -> torch.Tensor:
-        hidden, _ = decoder(row, torch.arange(len(row)), CausalAttention(), adapters=adapters)
-        logits = decoder.logits(hidden)[first - 1 : -1].log_softmax(-1)
-        return logits.gather(1, row[first:, None]).sum()
-
-    old_p, old = float(log_p().detach().exp()), table(decoder)
-    past = Past(
-        context=np.array(PROMPT, np.int32),
-        tokens=np.array(y, np.int32),
-        probs=np.array([old(y[:d])[y[d]] for d in range(3)], np.float32),
-        edges=np.array([old(y[:d])[: y[d]].sum() for d in range(3)], np.float32),
-        reward=1.0,
-    )
-    tensors = [t for pair in adapters.tensors.values() for t in pair]
-    optimizer = torch.optim.Adam(tensors, lr=0.02)
-    new_p = old_p
-    while new_p < 2.5 * old_p:
-        optimizer.zero_grad()
-        (-log_p()).backward()
-        optimizer.step()
-        new_p = float(log_p().detach().exp())
-    assert new_p < 0.9
-    history = History()
-    history.add("w", 0, [past] * 8)
-    share = sum(a == y for a in answers(decoder, HistoryDrafter(history), n, 7, adapters)) / n
-    assert abs(share - new_p) < 4 * (new_p * (1 - new_p) / n) ** 0.5
-
-
-def test_the_noise_of_a_request_is_what_the_drafter_is_shown() -> None:
-    """Drafts may look at the noise of the tokens to come. It is a function of the request's seed alone, so a
-    step of its own for every epoch keeps it fresh: no two epochs of a prompt share a uniform."""
-    seeds = [(0, step, 5, k) for step in range(50) for k in range(16)]
-    noise = np.stack([uniform(key(seed), np.arange(32)) for seed in seeds])
-    assert len(np.unique(noise)) == noise.size

@@ -28,9 +28,7 @@ from ostinato.model import packed
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Work
-from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
-from ostinato.model.named import model_folder
 from ostinato.pipeline.work import batch_work, rollout_work, step_flops
 from ostinato.rollout.interrupt import merged
 from ostinato.train.optimizer import OptimizerSettings
@@ -269,36 +267,6 @@ def test_a_refused_step_is_run_again_to_name_its_samples(spec: str) -> None:
     assert report.skipped and 0 < report.metrics["passes/repeated"] < 1
     # of what is run again only the forward is told; what backward has besides may differ in pairs and logits
     assert counted == pytest.approx(ours.train, rel=0.02)
-
-
-def test_old_log_probabilities_cost_one_forward_of_the_head() -> None:
-    """A head computes the slopes of its log-probabilities wherever hidden states need a gradient, even where
-    gradients are off: passes for old log-probabilities and for measurement multiplied twice with it, for
-    nothing. What they cost here is what their metric says."""
-    decoder = Decoder(parse_config({**FAMILIES["llama"], "vocab_size": 4096})).init_weights(0)
-    for how in ({"minibatches": 3, "anchor": "trainer"}, {"measure": True}):
-        assert step_ratio(decoder, SPECS["lora"], **how) == pytest.approx(1, abs=1e-9)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_real_models(spec: str) -> None:
-    """The mixture of experts of the package, and two layers of SmolLM2-135M with its vocabulary."""
-    smol = {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100000,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    }
-    seed_moe = load_model(model_folder("asset:seed-moe"), dtype=torch.float32)
-    for decoder in (seed_moe, Decoder(parse_config(smol)).init_weights(0)):
-        assert step_ratio(decoder, SPECS[spec], minibatches=2, anchor="trainer") == pytest.approx(1, abs=1e-9)
 
 
 # ---- rollouts

@@ -36,6 +36,12 @@ CASES = [Case(model=model, way=way) for model in MODELS for way in WAYS]
 SHORT = [replace(case, steps=1, dtype=torch.float64) for case in CASES]
 
 
+MORE = (
+    *("d2f2", "t2p2", "t2c2", "t2x2", "d2p2v2", "d2c2e4", "d2t2e2x2", "d2t2f2"),
+    *("d4e2f2", "c2t2e4", "d2t2c2e4", "d2t2p2e2v2"),
+)
+
+
 @pytest.fixture(scope="module")
 def alone() -> list[Run]:
     return trained_all(0, 1, "1", CASES)
@@ -46,7 +52,7 @@ def exact() -> list[Run]:
     return trained_all(0, 1, "1", SHORT)
 
 
-@pytest.mark.parametrize("layout", ["p2", "d2t2"])
+@pytest.mark.parametrize("layout", ["p2", pytest.param("d2t2", marks=pytest.mark.slow)])
 def test_twenty_steps_are_those_of_one_process(layout: str, alone: list[Run]) -> None:
     found = on_ranks(Layout.parse(layout).world, trained_all, layout, CASES, timeout_s=280)[0]
     for case, one, other in zip(CASES, found, alone, strict=True):
@@ -61,9 +67,8 @@ def test_twenty_steps_are_those_of_one_process(layout: str, alone: list[Run]) ->
 @pytest.mark.parametrize(
     "layout",
     [
-        *("t2", "c2", "d2e2", "d2f2"),
-        *("t2p2", "t2c2", "d2p2v2", "d2c2e4", "d2t2e2x2", "d4e2f2"),
-        *("d2t2c2e4", "d2t2p2e2v2"),
+        *("t2", "c2", "d2e2"),
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in MORE),
     ],
 )
 def test_in_double_precision_nothing_is_left(layout: str, exact: list[Run]) -> None:
@@ -98,6 +103,7 @@ def hard_cases() -> list[Case]:
     return [replace(short, **changed) for changed in HARD.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["t2c2", "d2p2", "d2t2e4"])
 def test_objectives_and_options(layout: str) -> None:
     found = on_ranks(4, trained_all, layout, hard_cases(), timeout_s=200)[0]
@@ -110,6 +116,7 @@ def resumed(rank: int, world: int, layout: str, case: Case) -> Run:
     return trained_all(rank, world, layout, [case])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_of_one_layout_goes_on_under_another(way: str) -> None:
     """Written by one process, by d2t2, by p2c2, and gone on with by one process again."""
@@ -153,6 +160,7 @@ def supported_losses(rank: int, world: int, layout: str, cases: list[Case]) -> l
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["t2c2", "t4p2"])
 def test_supports_of_the_sampler(layout: str) -> None:
     cases = [Case(model="mla", dtype=torch.float64), Case(model="mla", way="full", dtype=torch.float64)]
@@ -166,6 +174,7 @@ def measured(rank: int, world: int, layout: str, case: Case) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "seconds"}
 
 
+@pytest.mark.slow
 def test_the_mismatch_is_measured_alike_on_every_rank() -> None:
     case = Case(dtype=torch.float64)
     alone = measured(0, 1, "1", case)
@@ -202,6 +211,7 @@ def poisoned(rank: int, world: int, layout: str, case: Case) -> tuple[tuple[str,
     return report.uids, report.skipped, same, dict(report.metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2t2", "d4e2", "p2t2"])
 def test_a_step_that_is_not_finite_is_refused_by_all(layout: str) -> None:
     """All ranks name the same samples, and no rank has moved."""
@@ -223,6 +233,7 @@ def refused_routes(rank: int, world: int, layout: str, case: Case) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2t2", "c2p2"])
 def test_wrong_routes_are_refused_by_all_in_the_same_words(layout: str) -> None:
     case = Case(dtype=torch.float64, options={"replay_threshold": 0.9})
@@ -239,6 +250,7 @@ def mirrored(rank: int, world: int, layout: str, case: Case) -> dict[str, Any]:
     return dict(whole.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_mirror_has_all_parameters_as_they_were_trained() -> None:
     case = Case(way="full", dtype=torch.float64, steps=1)
     alone = trained_all(0, 1, "1", [case])[0].tensors
@@ -254,6 +266,7 @@ def odd() -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2t2e4", "d2c2e4", "d2f2"])
 def test_data_ranks_that_do_not_come_out_even_train_the_same(layout: str) -> None:
     """One of them runs padding alone, or the other would wait for its rows or weights."""
@@ -265,6 +278,7 @@ def test_data_ranks_that_do_not_come_out_even_train_the_same(layout: str) -> Non
             torch.testing.assert_close(found[0].tensors[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
+@pytest.mark.slow
 def test_idle_passes_and_padding_are_counted() -> None:
     case = Case(steps=1, minibatches=1, microbatch=odd())
     microbatches = batch_of(case, 0).microbatches

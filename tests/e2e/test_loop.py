@@ -1,18 +1,10 @@
-"""The loop on real parts: a tiny random mixture-of-experts, the in-process engine, the trainer, checkpoints.
-
-Run as a script it is the process that the tests kill: ``python test_loop.py FOLDER STEPS KILL_STEP``.
-"""
+"""The loop on real parts: a tiny random mixture-of-experts, the in-process engine, the trainer, history."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,15 +29,12 @@ from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finish, Loop, LoopState, Plan
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
-from ostinato.train.checkpoint import Checkpoint, load_checkpoint, oldest_step, save_checkpoint
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Completion, Group, Prompt, Reward, Sampling
 
 pytestmark = pytest.mark.slow
 
-# this file is also a script: its processes find the package, and what tests share
-PYTHONPATH = os.pathsep.join(str(Path(__file__).parents[up]) for up in (2, 1))
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -97,17 +86,9 @@ class TwoTurns:
 
 
 class Even:
-    """The share of even tokens. At ``kill_step``, with half of the groups judged, the process dies."""
-
-    def __init__(self, kill_step: int = -1) -> None:
-        self._kill_step, self._num_judged = kill_step, 0
+    """The share of even tokens."""
 
     async def grade(self, group: Group) -> list[Reward]:
-        if group.step == self._kill_step:
-            await asyncio.sleep(0)
-            self._num_judged += 1
-            if self._num_judged == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
         said = [np.concatenate([turn.completion.tokens for turn in t.turns]) for t in group.trajectories]
         return [Reward(value=float((tokens % 2 == 0).mean())) for tokens in said]
 
@@ -119,24 +100,11 @@ def kernels() -> Kernels | None:
         return None
 
 
-def remembered(folder: RunFolder) -> Memory | None:
-    """The memory that a run in ``folder`` goes on with; None without a compiler."""
-    saved = folder.history if folder.history.exists() else None
-    return new_memory(DraftSection(memory_mb=4), saved, print)
-
-
-def trained(folder: RunFolder) -> tuple[Decoder, PolicyTrainer, Checkpoint | None]:
-    """Model and trainer as the newest checkpoint of ``folder`` left them; new ones without."""
+def trained() -> tuple[Decoder, PolicyTrainer]:
     decoder = Decoder(parse_config(CONFIG)).init_weights(seed=0)
     adapters = init_adapters(decoder.config, ADAPTER, 0)
-    trainer = PolicyTrainer(
-        decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=5e-2), max_refused=2
-    )
-    folder.checkpoints.mkdir(parents=True, exist_ok=True)
-    checkpoint = load_checkpoint(folder.checkpoints, identity=trainer.identity())
-    if checkpoint is not None:
-        trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
-    return decoder, trainer, checkpoint
+    trainer = PolicyTrainer(decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=5e-2))
+    return decoder, trainer
 
 
 def sampler(decoder: Decoder, memory: Memory | None) -> LocalEngine:
@@ -153,38 +121,19 @@ def sampler(decoder: Decoder, memory: Memory | None) -> LocalEngine:
     )
 
 
-def saving(folder: RunFolder, trainer: PolicyTrainer, memory: Memory | None) -> Callable[[LoopState], int]:
-    """A checkpoint, and what drafts are made of."""
+def build(
+    path: Path, *, steps: int, epoch: int = 12, drafts: bool = True, **plan: Any
+) -> tuple[Loop, PolicyTrainer]:
+    """A run in ``path``; ``plan`` is more of the plan."""
+    folder, (decoder, trainer) = RunFolder(path), trained()
+    folder.path.mkdir(exist_ok=True)
+    memory = new_memory(DraftSection(memory_mb=4), None, print) if drafts else None
+    engine = sampler(decoder, memory)
 
     def save(state: LoopState) -> int:
-        made = Checkpoint(
-            step=state.step,
-            tensors=trainer.tensors(),
-            state={"trainer": trainer.counters(), "loop": state.to_json()},
-            identity=trainer.identity(),
-        )
-        save_checkpoint(folder.checkpoints, made)
         if memory is not None:
             save_history(memory.history, folder.history, print)
-        return oldest_step(folder.checkpoints)
-
-    return save
-
-
-def build(
-    path: Path,
-    *,
-    steps: int,
-    kill_step: int = -1,
-    epoch: int = 12,
-    drafts: bool = True,
-    **plan: Any,
-) -> tuple[Loop, PolicyTrainer]:
-    """A run in ``path``, resumed from the checkpoint that is there; ``plan`` is more of the plan."""
-    folder = RunFolder(path)
-    decoder, trainer, checkpoint = trained(folder)
-    memory = remembered(folder) if drafts else None
-    engine = sampler(decoder, memory)
+        return state.step
 
     loop = Loop(
         plan=Plan(
@@ -201,7 +150,7 @@ def build(
         stage=Stage(
             engine=engine,
             env=TwoTurns,
-            grader=Even(kill_step),
+            grader=Even(),
             sampling=SAMPLING,
             context_limit=64,
         ),
@@ -209,14 +158,14 @@ def build(
         trainer=trainer,
         algorithm=algorithm("grpo"),
         folder=folder,
-        state=LoopState(**checkpoint.state["loop"]) if checkpoint else LoopState(),
+        state=LoopState(),
         evaluations=[
             Evaluation(
                 split="eval", prompts=[Prompt(uid=f"e{i}", text=str(i)) for i in range(8)], sampling=SAMPLING
             )
         ],
         drafting=new_drafting(memory, engine) if memory else None,
-        save=saving(folder, trainer, memory),
+        save=save,
     )
     return loop, trainer
 
@@ -265,15 +214,6 @@ def test_it_learns_and_every_part_reports(tmp_path: Path) -> None:
     assert shown["turns"][0]["experts"] is not None and shown["reward"] is not None
 
 
-def test_siblings_share_their_prompt(tmp_path: Path) -> None:
-    """3 prompt tokens, 4 siblings: the first computes them, the others find what whole blocks allow and redo
-    at least the last one; a second turn computes its reply and the token before it, not the history."""
-    loop, _ = build(tmp_path, steps=1)
-    asyncio.run(loop.run())
-    (row,) = loop.folder.metrics.rows()
-    assert row["tokens/prefilled"] < row["tokens/context"] + 16
-
-
 def test_drafts_change_no_byte_of_a_run(tmp_path: Path) -> None:
     """Two epochs and a half of drafts from history and siblings against plain decoding: the same parameters,
     optimizer moments and metrics."""
@@ -292,19 +232,6 @@ def test_drafts_change_no_byte_of_a_run(tmp_path: Path) -> None:
     assert all("draft/reuse" in row for row in rows[3:]) and "draft/reuse" not in rows[2]
     assert sum(row["tokens/accepted"] for row in rows) > 0
     assert drafting.folder.history.exists() and len(list(drafting.folder.drafts.rows())) == 8
-
-
-def test_overlap_without_staleness_is_the_synchronous_loop(tmp_path: Path) -> None:
-    """In a thread, with the engine in the event loop, and published to in flight: the same bytes."""
-    (plain, trainer), (overlap, again) = (
-        build(tmp_path / name, steps=6, overlap=name == "overlap") for name in ("plain", "overlap")
-    )
-    for loop in (plain, overlap):
-        asyncio.run(loop.run())
-    assert digest(again) == digest(trainer)
-    rows = [list(loop.folder.metrics.rows()) for loop in (plain, overlap)]
-    assert [row["reward"] for row in rows[0]] == [row["reward"] for row in rows[1]]
-    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
 
 
 def deliberate(engine: LocalEngine) -> type[TwoTurns]:
@@ -339,56 +266,3 @@ def test_with_overlap_it_learns_from_tokens_of_several_policies(tmp_path: Path) 
         for shown in loop.folder.trajectories.rows()
     ]
     assert max(map(len, policies)) > 1
-
-
-@pytest.mark.parametrize("kill_step", [4, 7])
-def test_kill_9_and_resume_is_bitwise(tmp_path: Path, kill_step: int) -> None:
-    """Eight steps at once, against eight with a kill -9 among the rollouts of one of them: the same bytes in
-    every parameter and optimizer moment, the same logs, and no finished group sampled twice. The groups that
-    are played again have other company than before, so this needs kernels that work row by row."""
-    if kernels() is None:
-        pytest.skip("no compiler: torch's kernels round a row differently in a batch of another size")
-    whole, trainer = build(tmp_path / "whole", steps=8)
-    asyncio.run(whole.run())
-
-    torn = tmp_path / "torn"
-    command = [sys.executable, __file__, str(torn), "8", str(kill_step)]
-    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    died = subprocess.run(command, capture_output=True, timeout=400, env=environment)
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
-
-    resumed, again = build(torn, steps=8)
-    covered = (kill_step - 1) // 2 * 2
-    assert resumed.state.step == covered
-    asyncio.run(resumed.run())
-    assert digest(again) == digest(trainer)
-    logs = [[steady(row) for row in loop.folder.metrics.rows()] for loop in (whole, resumed)]
-    assert logs[0] == logs[1]
-    spooled = {row["step"]: row["rollout/from_spool"] for row in resumed.folder.metrics.rows()}
-    assert spooled[kill_step] == 2
-    assert all(spooled[step] == 4 for step in range(covered + 1, kill_step))
-    assert sum(row["step"] == 8 for row in resumed.folder.eval.rows()) == 1
-
-
-def test_sigterm_saves_and_the_process_ends_by_itself(tmp_path: Path) -> None:
-    command = [sys.executable, __file__, str(tmp_path), "100000", "-1"]
-    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-    try:
-        metrics = tmp_path / "metrics.jsonl"
-        deadline = time.monotonic() + 240
-        while not metrics.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == 0 and b"terminated" in output
-    loop, _ = build(tmp_path, steps=100000)
-    assert loop.state.step == max(row["step"] for row in loop.folder.metrics.rows())
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run, _ = build(Path(sys.argv[1]), steps=int(sys.argv[2]), kill_step=int(sys.argv[3]))
-    print(asyncio.run(run.run()).why)

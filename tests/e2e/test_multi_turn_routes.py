@@ -6,28 +6,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from small_loop import a_spool
 from small_world import KERNELS, NATIVE
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import alignment
-from ostinato.engine.cache import KVCache
 from ostinato.engine.local import LocalEngine
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.lora import Adapters
 from ostinato.model.named import model_folder
 from ostinato.model.native import Kernels
 from ostinato.model.packed import PackedAttention
 from ostinato.rollout.convert import samples
 from ostinato.rollout.play import Ask, Stage, play
-from ostinato.routes import route_bytes
 from ostinato.types import Completion, Group, Prompt, Reward, Sample, Sampling
 
 pytestmark = pytest.mark.slow
@@ -43,15 +39,6 @@ ASKS = [
 @cache
 def model(dtype: torch.dtype = torch.float32) -> Decoder:
     return load_model(model_folder("asset:seed-moe"), dtype=dtype)
-
-
-def policy() -> Adapters:
-    adapters = init_adapters(model().config, AdapterSpec(rank=4), 0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for _, b in adapters.tensors.values():
-            b.normal_(0, 0.05, generator=generator)
-    return adapters
 
 
 class Agent:
@@ -129,56 +116,8 @@ def test_the_trainers_rows_choose_what_was_recorded(kernels: Kernels | None) -> 
         np.testing.assert_array_equal(part.experts, routing.numpy())
 
 
-@pytest.mark.skipif(NATIVE is None, reason="only row-wise kernels give the same bits in any batch")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_too_little_memory_the_same_routes_are_recorded(dtype: torch.dtype) -> None:
-    """Turns lose their prefix to others, and it is computed again, to the bit."""
-    roomy = engine(dtype=dtype)
-    undisturbed = made(played(roomy))
-    tight = engine(dtype=dtype)
-    tight._scheduler.cache = KVCache(40)  # six episodes want some 80 blocks
-    for a, b in zip(undisturbed, made(played(tight)), strict=True):
-        np.testing.assert_array_equal(a.tokens, b.tokens)
-        np.testing.assert_array_equal(a.logprobs, b.logprobs)
-        np.testing.assert_array_equal(a.experts, b.experts)  # type: ignore[arg-type]
-    assert tight._scheduler.cache.evicted > 0 and tight.counters.prefilled > 1.5 * roomy.counters.prefilled
-
-
 def test_in_bf16_the_trainer_chooses_nearly_the_same() -> None:
     """Flips of near-ties only: what the gate of the trainer lets pass."""
     for sample in made(played(engine(dtype=torch.bfloat16))):
         assert sample.experts is not None
         assert alignment([chosen(sample.tokens)], [sample.experts[:-1]]).min() > 0.95
-
-
-def test_a_publish_amid_the_episodes_leaves_what_has_been_sampled() -> None:
-    ours, calls = engine(), 0
-
-    def publish_once() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 20:
-            ours.publish(policy(), 1)
-
-    mixed = 0
-    for sample in made(played(ours, lambda prompt: Agent(prompt, publish_once))):
-        assert sample.experts is not None  # no gap
-        old = np.flatnonzero(sample.versions == 0)[-1]  # rows before it gave the tokens of the old policy
-        np.testing.assert_array_equal(sample.experts[:old], chosen(sample.tokens)[:old])
-        new = chosen(sample.tokens, policy())
-        mixed += not np.array_equal(sample.experts[:old], new[:old])
-        last = sample.versions == 1
-        assert alignment([new[last[1:]]], [sample.experts[:-1][last[1:]]])[0] > 0.95
-    assert mixed == 2 * SIBLINGS
-
-
-def test_on_disk_a_token_takes_a_few_bytes(tmp_path: Path) -> None:
-    groups = played(engine())
-    for i, group in enumerate(groups):
-        a_spool(tmp_path / "spool").put(str(i), group)
-    found = [a_spool(tmp_path / "spool").take(str(i), ask, 0.0) for i, ask in enumerate(ASKS)]
-    assert all(found)
-    for a, b in zip(made(groups), made([item.group for item in found if item]), strict=True):
-        assert a.experts is not None and b.experts is not None and a.experts.dtype == b.experts.dtype
-        np.testing.assert_array_equal(a.experts, b.experts)
-        assert a.experts.nbytes == len(a.tokens) * route_bytes(3, 2, 16)[0] == len(a.tokens) * 6

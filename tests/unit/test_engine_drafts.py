@@ -118,19 +118,6 @@ def test_whatever_is_drafted_the_tokens_are_the_same(data: st.DataObject) -> Non
     assert not drafter._open, "every handle was closed"
 
 
-def test_a_stop_inside_a_draft_ends_the_answer_there() -> None:
-    requests = asked(2)
-    free = run(engine(), requests)
-    stop = int(free[0].tokens[5])
-    stopped = asked(2, stop_tokens=(stop,))
-    plain = run(engine(), stopped)
-    assert plain[0].stop is Stop.EOS
-    # the drafter goes on as if nothing had happened
-    for a, b in zip(plain, run(engine(oracle(requests, free)), stopped), strict=True):
-        same(a, b)
-        assert b.accepted <= len(b.tokens)
-
-
 def test_a_listener_hears_every_token_once_and_in_order() -> None:
     requests = asked(2)
     plain = run(engine(), requests)

@@ -254,18 +254,6 @@ def test_a_publish_in_flight_keeps_running_sequences_and_marks_their_tokens(kern
     ours._scheduler.cache.check([])
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_a_publish_is_seen_by_the_next_request(kernels: Kernels | None) -> None:
-    ours = engine(kernels)
-    adapters = adapters_of(DECODER, 4)
-    asked = request(30)
-    base = run(ours, [asked])[0]
-    ours.publish(adapters, 1)
-    assert run(ours, [asked])[0].tokens.tolist() == naive(asked, adapters)[0]
-    ours.publish(None, 2)
-    assert run(ours, [asked])[0].tokens.tolist() == base.tokens.tolist()
-
-
 def test_the_engine_samples_from_the_trainers_own_tensors() -> None:
     """No second copy of the base: a change of a base weight in place is what the engine samples from next."""
     decoder = tiny(seed=1)

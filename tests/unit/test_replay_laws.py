@@ -322,6 +322,7 @@ def first_row(routing: Tensor, *ids: int) -> Tensor:
         (lambda r: first_row(r, 0, 0, 0), "same expert twice"),  # a buffer that was never written
         (lambda r: first_row(r, 4, 1, 4), "same expert twice"),
         (lambda r: first_row(r, 1, 2, 8), "experts are 0 to 7"),
+        (lambda r: first_row(r, 1, 2, -2), "ids from -2"),
         (lambda r: first_row(r, 1, 2, NO_EXPERT), "whole or not at all"),
     ],
 )
