@@ -11,16 +11,16 @@ from typing import Any, Protocol
 from ostinato.observe.timeline import Span
 from ostinato.types import (
     Batch,
-    Collected,
     Completion,
+    DraftQuery,
     Drafts,
-    Emitted,
     Group,
+    PollResult,
     Prompt,
     Publication,
     Request,
     Reward,
-    Running,
+    SampledTokens,
     StepReport,
 )
 
@@ -48,7 +48,7 @@ class Sampler(Protocol):
         back with what they had."""
         ...
 
-    async def collect(self, wait_s: float) -> Collected:
+    async def collect(self, wait_s: float) -> PollResult:
         """What has ended since the last time; at once when something has, else after ``wait_s`` at most."""
         ...
 
@@ -72,11 +72,11 @@ class Drafter(Protocol):
         """A sequence begins; the handle under which it is continued."""
         ...
 
-    def propose(self, running: Running) -> Drafts:
+    def propose(self, running: DraftQuery) -> Drafts:
         """The draft tokens that are worth their time in the coming pass; often none."""
         ...
 
-    def observe(self, emitted: Emitted) -> None:
+    def observe(self, emitted: SampledTokens) -> None:
         """What the pass gave, drafted or not."""
         ...
 

@@ -164,7 +164,7 @@ class Request:
     seed: tuple[int, ...]
     uid: str = ""  # of the Prompt: whose history may be drafted from; empty: nobody's
     routes_from: int = 0  # the caller has the routes of the tokens before it: they are not returned again
-    said: Completion | None = None  # by an engine that gave it up: go on behind it, return both
+    partial: Completion | None = None  # by an engine that gave it up: go on behind it, return both
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -227,11 +227,13 @@ class Publication:
     fingerprint: str
     payload: bytes  # ``model.wire``: safetensors; empty: the base, without adapters
     path: str = ""  # a file that holds the payload instead, where it is large and the host is the same
-    answers: tuple[tuple[str, int, tuple[Past, ...]], ...] = ()  # (uid, step, answers): drafts for what comes
+    answers: tuple[
+        tuple[str, int, tuple[HistoryEntry, ...]], ...
+    ] = ()  # (uid, step, answers): drafts for what comes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Collected:
+class PollResult:
     """What a sampler tells when it is asked: answers that ended, and proof of what it serves."""
 
     done: tuple[tuple[int, Completion], ...]  # (id of the call, answer); dropped calls end as ABORT, in part
@@ -416,7 +418,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Running:
+class DraftQuery:
     """What a drafter is asked to continue: S sequences that are about to run their last token.
 
     Depth d of a draft stands for the token at position (length of the sequence) + d of its request.
@@ -440,7 +442,7 @@ class Drafts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Emitted:
+class SampledTokens:
     """What a pass gave: the tokens really sampled, whatever was drafted, sequence after sequence."""
 
     handles: np.ndarray  # [S] int64
@@ -452,7 +454,7 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Past:
+class HistoryEntry:
     """A finished response as history keeps it."""
 
     context: np.ndarray  # [C] int32, the last tokens before it (a few are enough)

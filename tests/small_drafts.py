@@ -13,7 +13,7 @@ from ostinato.algo.noise import key, uniform
 from ostinato.compiler import BuildError
 from ostinato.history.native.library import load_library
 from ostinato.history.store import History
-from ostinato.types import Drafts, Emitted, Past, Request, Running, Sampling
+from ostinato.types import DraftQuery, Drafts, HistoryEntry, Request, SampledTokens, Sampling
 
 VOCAB, STOP = 6, 0
 FREE = 1e-3 + 1e-9 * np.arange(65)  # seconds of a pass in which draft tokens cost next to nothing
@@ -30,8 +30,8 @@ def request(
     )
 
 
-def running(*handles: int, room: int = 40, seconds: np.ndarray = FREE, leaves: int = 1) -> Running:
-    return Running(
+def running(*handles: int, room: int = 40, seconds: np.ndarray = FREE, leaves: int = 1) -> DraftQuery:
+    return DraftQuery(
         handles=np.array(handles, np.int64),
         room=np.full(len(handles), room, np.int32),
         weights=np.ones(len(handles), np.float32),
@@ -42,9 +42,9 @@ def running(*handles: int, room: int = 40, seconds: np.ndarray = FREE, leaves: i
 
 def emitted(
     handle: int, tokens: Sequence[int], *, ended: bool = False, prob: float = 1.0, edge: float = 0.0
-) -> Emitted:
+) -> SampledTokens:
     n = len(tokens)
-    return Emitted(
+    return SampledTokens(
         handles=np.array([handle], np.int64),
         counts=np.array([n], np.int32),
         tokens=np.array(tokens, np.int32),
@@ -56,9 +56,9 @@ def emitted(
 
 def past(
     context: Sequence[int], tokens: Sequence[int], *, probs: Any = 1.0, edges: Any = 0.0, reward: float = 0.0
-) -> Past:
+) -> HistoryEntry:
     n = len(tokens)
-    return Past(
+    return HistoryEntry(
         context=np.array(context, np.int32),
         tokens=np.array(tokens, np.int32),
         probs=np.broadcast_to(np.float32(probs), n),
@@ -167,7 +167,7 @@ def play(
             drafter.forget(what)
 
 
-def remembered(speaker: Speaker) -> Past:
+def remembered(speaker: Speaker) -> HistoryEntry:
     return past(
         speaker.request.tokens.tolist(),
         speaker.tokens,
@@ -188,7 +188,7 @@ def one_pass(
     handles = [np.array([speaker.handles[d] for speaker in speakers]) for d in range(len(drafters))]
     first, *others = (
         drafter.propose(
-            Running(
+            DraftQuery(
                 handles=mine,
                 room=np.array(room, np.int32),
                 weights=weights,
@@ -213,7 +213,7 @@ def one_pass(
     pairs = list(zip(speakers, counts, strict=True))
     for drafter, mine in zip(drafters, handles, strict=True):
         drafter.observe(
-            Emitted(
+            SampledTokens(
                 handles=mine,
                 counts=np.array(counts, np.int32),
                 tokens=np.concatenate([speaker.tokens[-n:] for speaker, n in pairs]).astype(np.int32),

@@ -31,7 +31,17 @@ from ostinato.pipeline.remember import Drafting
 from ostinato.pipeline.spool import Spool
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
-from ostinato.types import Batch, Completion, Group, Past, Prompt, Request, Reward, Sampling, StepReport
+from ostinato.types import (
+    Batch,
+    Completion,
+    Group,
+    HistoryEntry,
+    Prompt,
+    Request,
+    Reward,
+    Sampling,
+    StepReport,
+)
 
 RIGHT = 3
 TEN_A_ROW = FlopModel(parts={Part.MLP: Rates(tokens=10.0)}, backward_rates=Rates(tokens=20.0))
@@ -147,7 +157,7 @@ class FakeMemory:
     def past(self, uid: str) -> list[np.ndarray]:
         return [np.array([RIGHT, RIGHT])] if (1, uid) in self.added else []
 
-    def add(self, uid: str, step: int, pasts: Sequence[Past]) -> None:
+    def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
         assert len(pasts) == 8 and pasts[0].context.tolist() == [7, 8, 9]
         self.added.append((step, uid))
 

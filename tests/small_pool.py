@@ -15,7 +15,7 @@ import numpy as np
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.jobs import Job, Placement, Plan, Worker
-from ostinato.types import Collected, Completion, Publication, Request, Sampling, Stop
+from ostinato.types import Completion, PollResult, Publication, Request, Sampling, Stop
 
 T = TypeVar("T")
 WORDS = 50
@@ -112,7 +112,7 @@ class SlowEngine:
             raise ValueError(f"a prompt of {len(requests[0].tokens)} tokens is refused")
         results: asyncio.Queue[tuple[int, Completion] | Exception] = asyncio.Queue()
         for request in requests:
-            said = [] if request.said is None else request.said.tokens.tolist()
+            said = [] if request.partial is None else request.partial.tokens.tolist()
             self.running[id(request)] = (request, said)
         self.most = max(self.most, len(self.running))
         tasks = [asyncio.create_task(self._one(i, r, results)) for i, r in enumerate(requests)]
@@ -130,7 +130,7 @@ class SlowEngine:
 
     async def _one(self, index: int, request: Request, results: asyncio.Queue[Any]) -> None:
         tokens = self.running[id(request)][1]
-        versions = [] if request.said is None else request.said.versions.tolist()
+        versions = [] if request.partial is None else request.partial.versions.tolist()
         stop = Stop.LENGTH
         try:
             while len(tokens) < request.sampling.max_tokens:
@@ -225,7 +225,7 @@ class Link:
         await self._suffer()
         await self.server.start([] if self.is_now("forget") else calls, drop)
 
-    async def collect(self, wait_s: float) -> Collected:
+    async def collect(self, wait_s: float) -> PollResult:
         await self._suffer()
         told = await self.server.collect(wait_s)
         if self.is_now("old"):

@@ -20,7 +20,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.engine.speculation import Speculation
 from ostinato.model.lora import Adapters
 from ostinato.protocols import Drafter
-from ostinato.types import Completion, Drafts, Emitted, Request, Running
+from ostinato.types import Completion, DraftQuery, Drafts, Request, SampledTokens
 
 ORACLE_DEPTH = 32
 
@@ -39,13 +39,13 @@ class Holder:
         self.seconds += self.clock() - start
         return handle
 
-    def propose(self, running: Running) -> Drafts:
+    def propose(self, running: DraftQuery) -> Drafts:
         start = self.clock()
         drafts = self.drafter.propose(running)
         self.seconds += self.clock() - start
         return drafts
 
-    def observe(self, emitted: Emitted) -> None:
+    def observe(self, emitted: SampledTokens) -> None:
         start = self.clock()
         self.drafter.observe(emitted)
         self.seconds += self.clock() - start
@@ -58,11 +58,11 @@ class Nothing:
     def open(self, request: Request) -> int:
         return 0
 
-    def propose(self, running: Running) -> Drafts:
+    def propose(self, running: DraftQuery) -> Drafts:
         none = np.zeros(0, np.int32)
         return Drafts(counts=np.zeros(len(running.handles), np.int32), tokens=none, parents=none)
 
-    def observe(self, emitted: Emitted) -> None:
+    def observe(self, emitted: SampledTokens) -> None:
         pass
 
 
@@ -80,7 +80,7 @@ class Oracle:
         self._answers[handle], self._said[handle] = self.truth[tuple(request.seed)], 0
         return handle
 
-    def propose(self, running: Running) -> Drafts:
+    def propose(self, running: DraftQuery) -> Drafts:
         handles = running.handles.tolist()
         left = np.array([len(self._answers[h]) - self._said[h] - 1 for h in handles])
         counts = best_depth(np.minimum(left, running.room), running.seconds)
@@ -92,7 +92,7 @@ class Oracle:
             parents=(np.arange(len(firsts)) - firsts - 1).astype(np.int32),
         )
 
-    def observe(self, emitted: Emitted) -> None:
+    def observe(self, emitted: SampledTokens) -> None:
         for handle, count in zip(emitted.handles.tolist(), emitted.counts.tolist(), strict=True):
             self._said[handle] += count
 

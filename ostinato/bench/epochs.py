@@ -31,7 +31,7 @@ from ostinato.reward.workers import WorkerGrader
 from ostinato.rollout.play import grade
 from ostinato.train.optimizer import OptimizerSettings, Schedule
 from ostinato.train.trainer import PolicyTrainer
-from ostinato.types import Completion, Group, Past, Prompt, Request, Sampling, Stop, Trajectory, Turn
+from ostinato.types import Completion, Group, HistoryEntry, Prompt, Request, Sampling, Stop, Trajectory, Turn
 
 Say = Callable[[str], None]
 
@@ -63,7 +63,7 @@ class Step:
     adapters: Adapters
     requests: tuple[Request, ...]  # groups one after another
     answers: tuple[Completion, ...]  # in the order of the requests
-    pasts: Mapping[str, Sequence[Past]]  # by prompt, as history keeps them
+    pasts: Mapping[str, Sequence[HistoryEntry]]  # by prompt, as history keeps them
     reward: float  # mean over the step
 
     @property

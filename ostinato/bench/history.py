@@ -30,7 +30,7 @@ from ostinato.history.native.library import Span, load_library
 from ostinato.history.store import History, prompt_key
 from ostinato.model.named import model_folder
 from ostinato.protocols import Drafter
-from ostinato.types import Drafts, Emitted, Past, Request, Running, Sampling
+from ostinato.types import DraftQuery, Drafts, HistoryEntry, Request, SampledTokens, Sampling
 
 Say = Callable[[str], None]
 COMMON = 0.97  # probability of the next token of the common answer
@@ -149,7 +149,7 @@ class World:
         tokens = (rng.zipf(1.3, plan.length) % plan.vocab).astype(np.int32)
         return cls(tokens=tokens, edges=rng.random(plan.length) * (1 - COMMON))
 
-    def answer(self, u: np.ndarray, rng: np.random.Generator) -> Past:
+    def answer(self, u: np.ndarray, rng: np.random.Generator) -> HistoryEntry:
         """What the uniforms u [length] draw: where one leaves the common answer, up to AWAY tokens of
         anything follow, and then the common answer again."""
         tokens, edges, probs = self.tokens.copy(), self.edges.copy(), np.full(len(u), COMMON)
@@ -160,7 +160,7 @@ class World:
                 away = slice(place, back)
                 tokens[away] = rng.permutation(self.tokens)[: back - place]
                 probs[away], edges[away] = 0.1, np.clip(u[away] - 0.05, 0.0, 0.9)
-        return Past(
+        return HistoryEntry(
             context=self.tokens[:CONTEXT],
             tokens=tokens,
             probs=probs.astype(np.float32),
@@ -169,7 +169,7 @@ class World:
         )
 
 
-def answers(plan: Plan, prompt: int) -> list[Past]:
+def answers(plan: Plan, prompt: int) -> list[HistoryEntry]:
     """A group of answers to one prompt."""
     world, rng = World.of(plan, prompt), np.random.default_rng((prompt, 1))
     return [world.answer(rng.random(plan.length), rng) for _ in range(plan.group)]
@@ -191,7 +191,7 @@ class Follower:
     """A running sequence of the synthetic world: what it will say is settled by its noise."""
 
     handle: int
-    will_say: Past
+    will_say: HistoryEntry
     said: int = 0
 
     @property
@@ -210,7 +210,7 @@ def drafting_us(plan: Plan, history: History, batch: int) -> float:
         while len(running) < batch:
             running.append(_follower(plan, drafter, opened))
             opened += 1
-        asked = Running(
+        asked = DraftQuery(
             handles=np.array([one.handle for one in running], np.int64),
             room=np.array([one.left - 1 for one in running], np.int32),
             weights=np.ones(batch, np.float32),
@@ -233,7 +233,7 @@ def _follower(plan: Plan, drafter: Drafter, index: int) -> Follower:
     return Follower(drafter.open(request), world.answer(u, np.random.default_rng((index, 2))))
 
 
-def verified(running: Sequence[Follower], drafts: Drafts) -> Emitted:
+def verified(running: Sequence[Follower], drafts: Drafts) -> SampledTokens:
     """Sample, then match: what each says next, up to one token beyond the drafts that it agrees with."""
     counts: list[int] = []
     parts: list[tuple[np.ndarray, ...]] = []
@@ -249,7 +249,7 @@ def verified(running: Sequence[Follower], drafts: Drafts) -> Emitted:
         one.said += count
         first += drafted
     tokens, probs, edges = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Emitted(
+    return SampledTokens(
         handles=np.array([one.handle for one in running], np.int64),
         counts=np.array(counts, np.int32),
         tokens=tokens,

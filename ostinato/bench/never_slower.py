@@ -30,7 +30,7 @@ from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.store import History
 from ostinato.model.named import model_folder
 from ostinato.render import Renderer
-from ostinato.types import Completion, Past, Request, Sampling
+from ostinato.types import Completion, HistoryEntry, Request, Sampling
 
 Say = Callable[[str], None]
 GROUP = 16  # siblings of a prompt, in the history and in a batch of 16 or more
@@ -201,30 +201,32 @@ def _requests(plan: Plan, work: Work, temperature: float, batch: int, seed: int)
     ]
 
 
-def _past_answers(plan: Plan, pair: Pair, work: Work, temperature: float) -> dict[str, tuple[Past, ...]]:
+def _past_answers(
+    plan: Plan, pair: Pair, work: Work, temperature: float
+) -> dict[str, tuple[HistoryEntry, ...]]:
     """A group of answers to every prompt by the policy itself, of other noise than any turn's."""
     requests = _requests(plan, work, temperature, GROUP * len(work.prompts), seed=-2)
     answers = pair.rollout(None, requests).answers
-    by_uid: dict[str, list[Past]] = {uid: [] for uid in work.prompts}
+    by_uid: dict[str, list[HistoryEntry]] = {uid: [] for uid in work.prompts}
     for request, answer in zip(requests, answers, strict=True):
         by_uid[request.uid].append(past(request.tokens, answer))
     return {uid: tuple(pasts) for uid, pasts in by_uid.items()}
 
 
-def past(context: np.ndarray, answer: Completion) -> Past:
+def past(context: np.ndarray, answer: Completion) -> HistoryEntry:
     """An answer as history keeps it."""
     assert answer.edges is not None  # our engine's completions have them
-    return Past(
+    return HistoryEntry(
         context=context[-CONTEXT:], tokens=answer.tokens, probs=np.exp(answer.logprobs), edges=answer.edges
     )
 
 
-def misleading(answers: Mapping[str, Sequence[Past]]) -> dict[str, tuple[Past, ...]]:
+def misleading(answers: Mapping[str, Sequence[HistoryEntry]]) -> dict[str, tuple[HistoryEntry, ...]]:
     """The answers of every prompt under the next prompt's uid, their intervals put at random places."""
     rng = np.random.default_rng(0)
     uids = list(answers)
 
-    def moved(one: Past) -> Past:
+    def moved(one: HistoryEntry) -> HistoryEntry:
         edges = (rng.random(len(one.tokens)) * (1.0 - one.probs)).astype(np.float32)
         return replace(one, edges=edges)
 

@@ -38,7 +38,7 @@ from ostinato.model.wire import fingerprint_weights, pack_weights
 from ostinato.pipeline.remember import Drafting
 from ostinato.protocols import Sampler
 from ostinato.rollout.schedule import placement
-from ostinato.types import Past, Publication
+from ostinato.types import HistoryEntry, Publication
 
 AHEAD = 2  # calls that a sampler has for each that it decodes: none of its seats waits for a message
 KEPT_WEIGHTS = 3  # files of all weights
@@ -288,7 +288,7 @@ class Told:
     def num_bytes(self) -> int:
         return self._history.num_bytes
 
-    def add(self, uid: str, step: int, pasts: Sequence[Past]) -> None:
+    def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
         self._history.add(uid, step, pasts)
         self._pool.remember(uid, step, pasts)
 

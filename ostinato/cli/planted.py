@@ -19,7 +19,7 @@ from ostinato.cli.failure import RunFailed
 from ostinato.cli.session import learn
 from ostinato.cluster.trainer import Snapshot, Stepped, TrainerServer
 from ostinato.engine.serve import SamplerServer
-from ostinato.types import Batch, Collected, Publication, Request
+from ostinato.types import Batch, PollResult, Publication, Request
 
 
 def sampler(recipe: str, name: str, history: str = "") -> SamplerServer | Poisoned:
@@ -52,7 +52,7 @@ class Poisoned:
         """Of (run, step, place, sample); an evaluation has step 0."""
         return seed[1] > 0 and seed[2] == self._place
 
-    async def collect(self, wait_s: float) -> Collected:
+    async def collect(self, wait_s: float) -> PollResult:
         return await self._sampler.collect(wait_s)
 
     async def publish(self, publication: Publication) -> str:

@@ -20,7 +20,7 @@ from ostinato.model.named import model_folder
 from ostinato.model.shared import sweep
 from ostinato.model.wire import unpack
 from ostinato.render import Renderer
-from ostinato.types import Past
+from ostinato.types import HistoryEntry
 
 
 def sampler(recipe: str, name: str, history: str = "") -> SamplerServer:
@@ -48,7 +48,7 @@ class Remembering:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def __call__(self, uid: str, step: int, answers: Sequence[Past]) -> None:
+    def __call__(self, uid: str, step: int, answers: Sequence[HistoryEntry]) -> None:
         self._memory.history.add(uid, step, answers)
         self._memory.drafter.forget()  # the live text of what has ended: it is history now, or never will be
 

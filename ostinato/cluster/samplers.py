@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ostinato.cluster.remote import Remote
-from ostinato.types import Collected, Publication, Request
+from ostinato.types import PollResult, Publication, Request
 
 
 class SamplerLink:
@@ -31,7 +31,7 @@ class SamplerLink:
     async def start(self, calls: Sequence[tuple[int, Request]], drop: Sequence[int] = ()) -> None:
         await self._remote.call("start", calls, drop, within_s=self._silence_s)
 
-    async def collect(self, wait_s: float) -> Collected:
+    async def collect(self, wait_s: float) -> PollResult:
         return await self._remote.call("collect", wait_s, within_s=wait_s + self._silence_s)
 
     async def publish(self, publication: Publication) -> str:

@@ -150,7 +150,7 @@ class LocalEngine:
 
     def cut(self, requests: Collection[Request]) -> None:
         """End these now, between two passes: they come back as ABORT with what they have, and go on wherever
-        that is given as ``Request.said``, to the same answer bit for bit (as far as passes are)."""
+        that is given as ``Request.partial``, to the same answer bit for bit (as far as passes are)."""
         seats, waiting = self._scheduler.of(requests)
         ended = [*map(self._scheduler.table.at, seats), *waiting]
         for seat in seats:

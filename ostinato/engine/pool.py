@@ -32,7 +32,7 @@ from ostinato.jobs import Placement, Plan, least_loaded
 from ostinato.model.wire import fingerprint, pack
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
-from ostinato.types import Collected, Completion, Past, Publication, Request, Stop
+from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
 
 HOMES = 10_000  # conversations whose worker is remembered
 MOST_SPANS = 100_000  # kept where nobody takes them: the newest
@@ -147,7 +147,7 @@ class EnginePool:
         self._current = Publication(version=0, fingerprint="", payload=b"")
         self._sending: deque[_Sending] = deque()
         self._published: list[Published] = []
-        self._answers: tuple[tuple[str, int, tuple[Past, ...]], ...] = ()
+        self._answers: tuple[tuple[str, int, tuple[HistoryEntry, ...]], ...] = ()
         names = ("restarts", "redispatched", "quarantined", "migrated")
         self.counters: Counter[str] = Counter({f"workers/{name}": 0 for name in names})
         self.work: dict[str, float] = {}  # the workers' own counters, summed over all lives
@@ -219,7 +219,7 @@ class EnginePool:
             workers = [place.worker for place in self._places if place.worker is not None]
             self._place_waiting({worker.id: worker for worker in workers if worker.serving})
 
-    def remember(self, uid: str, step: int, answers: Sequence[Past]) -> None:
+    def remember(self, uid: str, step: int, answers: Sequence[HistoryEntry]) -> None:
         """Answers that workers may draft from; they go with the next publication."""
         self._answers += ((uid, step, tuple(answers)),)
 
@@ -348,7 +348,7 @@ class EnginePool:
 
     # ---- what workers tell
 
-    def _hear(self, worker: Worker, told: Collected) -> None:
+    def _hear(self, worker: Worker, told: PollResult) -> None:
         """Take in a reply. Raises Lost where an answer cannot be right."""
         self._spans += told.spans
         known = worker.told_before.counters if worker.told_before is not None else {}

@@ -43,14 +43,16 @@ class Call:
         return name(self.key)
 
     @property
-    def said(self) -> int:
+    def partial_len(self) -> int:
         """Tokens of its answer that it brings along."""
-        return 0 if self.request.said is None else len(self.request.said.tokens)
+        return 0 if self.request.partial is None else len(self.request.partial.tokens)
 
     @property
     def may_move(self) -> bool:
         """Not while it is on its way, and not before it has got on where it is: it could move for ever."""
-        return self.wanted and self.going_to is None and (not self.handed or self.generated > self.said)
+        return (
+            self.wanted and self.going_to is None and (not self.handed or self.generated > self.partial_len)
+        )
 
     def job(self) -> Job:
         """As placements see it. A seed path is (run, round, ..., place in the stream, sample); where it is
@@ -63,19 +65,19 @@ class Call:
             place=place,
             predicted=self.expected or math.inf,
             prompt=len(self.request.tokens),
-            generated=max(self.generated, self.said),
+            generated=max(self.generated, self.partial_len),
             home=self.home,
         )
 
     def go_on(self, part: Completion) -> None:
         """Keep what was sampled so far for whoever gets the call next."""
         if len(part.tokens):
-            self.request = replace(self.request, said=part)
+            self.request = replace(self.request, partial=part)
 
 
 def fault(call: Call, answer: Completion, versions: Collection[int]) -> str:
     """What is wrong with an answer of a worker that was sent these versions for it; "" if nothing is."""
-    before, brought = call.said, call.request.said
+    before, brought = call.partial_len, call.request.partial
     if brought is not None and not np.array_equal(answer.tokens[:before], brought.tokens):
         return f"did not continue what it was given of prompt {call.prompt}"
     if unknown := set(answer.versions[before:].tolist()) - set(versions):

@@ -19,7 +19,7 @@ from ostinato import jobs
 from ostinato.engine.pool_calls import Call
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Sampler
-from ostinato.types import Collected, Publication
+from ostinato.types import PollResult, Publication
 
 COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life
 HEAR_S = 0.02  # from one collect to the next: what ends meanwhile is heard of together
@@ -105,14 +105,14 @@ class Worker:
         *,
         slots: int,
         silence_s: float,
-        hear: Callable[[Worker, Collected], None],
+        hear: Callable[[Worker, PollResult], None],
         acknowledged: Callable[[Worker, Publication], None],
     ) -> None:
         self.id, self.slots = id, slots
         self.calls: dict[int, Call] = {}  # handed over, and not ended
         self.dealt: deque[Call] = deque()  # to be handed over as there is room
-        self.told: Collected | None = None  # its latest reply, and the one before
-        self.told_before: Collected | None = None
+        self.told: PollResult | None = None  # its latest reply, and the one before
+        self.told_before: PollResult | None = None
         self.heard = time.time()
         self.serving = False
         self._sampler, self._silence_s = sampler, silence_s
@@ -246,7 +246,7 @@ class Worker:
             self._hear(self, told)
             await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - asked))
 
-    def _check(self, told: Collected, floor: int, waited_s: float) -> None:
+    def _check(self, told: PollResult, floor: int, waited_s: float) -> None:
         """Does it serve what it was sent, and get on with what it has?"""
         sent = [policy for n, policy in self._policies.items() if floor <= n <= self._sent]
         if (told.version, told.fingerprint) not in sent:

@@ -37,7 +37,7 @@ def new_sequence(
 ) -> Sequence:
     """The request as a sequence that waits. Raises ValueError where it can never fit.
 
-    What another engine has sampled of it (``request.said``) is where it stands, as after a preemption: its
+    What another engine has sampled of it (``request.partial``) is where it stands, as after a preemption: its
     keys and values will be computed again, its tokens and all that was recorded with them stay.
     """
     check(request, limits)
@@ -50,8 +50,8 @@ def new_sequence(
         limit=min(len(request.tokens) + request.sampling.max_tokens, limits.context),
         text=np.array(request.tokens, np.int32),
     )
-    if request.said is not None and len(request.said.tokens):
-        _take_up(sequence, request.said, limits)
+    if request.partial is not None and len(request.partial.tokens):
+        _take_up(sequence, request.partial, limits)
     return sequence
 
 

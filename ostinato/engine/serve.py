@@ -22,9 +22,9 @@ import numpy as np
 
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Engine, Timed
-from ostinato.types import Collected, Completion, Past, Publication, Request, Stop
+from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
 
-Remember = Callable[[str, int, Sequence[Past]], None]  # (uid, step, answers)
+Remember = Callable[[str, int, Sequence[HistoryEntry]], None]  # (uid, step, answers)
 CLOSE_S = 5.0  # for calls that were cancelled to end
 
 
@@ -39,7 +39,7 @@ class Serving(Engine, Protocol):
 
 @runtime_checkable
 class Interruptible(Protocol):
-    """An engine whose running requests can be given up and continued elsewhere (``Request.said``)."""
+    """An engine whose running requests can be given up and continued elsewhere (``Request.partial``)."""
 
     def cut(self, requests: Collection[Request]) -> None:
         """End these now: ``generate`` yields them as ABORT, with what they have."""
@@ -108,7 +108,7 @@ class SamplerServer:
             await asyncio.sleep(0)  # what was begun just before reaches the engine first
             self._give_up([id for id in drop if id in self._running])
 
-    async def collect(self, wait_s: float) -> Collected:
+    async def collect(self, wait_s: float) -> PollResult:
         """What has ended since the last time; waits ``wait_s`` at most. Raises what the engine has raised,
         once all answers have been given out."""
         if not self._done and self._broken is None:
@@ -189,10 +189,10 @@ class SamplerServer:
 
     # ---- what is told
 
-    def _report(self) -> Collected:
+    def _report(self) -> PollResult:
         (version, fingerprint), counters = self._engine.served, self._counters()
         done, self._done = tuple(self._done), []
-        return Collected(
+        return PollResult(
             done=done,
             version=version,
             fingerprint=fingerprint,

@@ -20,7 +20,7 @@ from ostinato.engine.postprocess import StepOutput
 from ostinato.engine.sequences import NO_HANDLE, Sequence, SequenceTable
 from ostinato.engine.trees import are_chains
 from ostinato.protocols import Drafter
-from ostinato.types import Drafts, Emitted, Running
+from ostinato.types import DraftQuery, Drafts, SampledTokens
 
 MAX_ROWS = 512  # draft tokens in one pass
 MAX_DEPTH = 32  # draft tokens of one sequence, about: it bounds the table of costs that is handed over
@@ -115,7 +115,7 @@ class Speculation:
             return NO_DRAFTS
         extra, longer = np.arange(most + 1), float(state.length[ready].mean())
         return self._drafter.propose(
-            Running(
+            DraftQuery(
                 handles=state.handle[ready],
                 room=room.astype(np.int32),
                 weights=self._weights(ready).astype(np.float32),
@@ -182,7 +182,7 @@ class Speculation:
         place = state.told[row] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         state.told[seats] = state.length[seats]
         self._drafter.observe(
-            Emitted(
+            SampledTokens(
                 handles=state.handle[seats],
                 counts=counts.astype(np.int32),
                 tokens=state.text[row, place],
@@ -208,7 +208,7 @@ class Speculation:
         nothing, none = np.zeros(len(handles), np.int32), np.zeros(0, np.float32)
         if len(handles):
             self._drafter.observe(
-                Emitted(
+                SampledTokens(
                     handles=handles,
                     counts=nothing,
                     tokens=np.zeros(0, np.int32),

@@ -201,7 +201,7 @@ class VllmEngine:
         for token in (int(request.tokens.min()), int(request.tokens.max())):
             if not 0 <= token < vocab:
                 raise ValueError(f"a prompt has the token {token}, but the model's are 0 to {vocab - 1}")
-        if request.said is not None:
+        if request.partial is not None:
             raise ValueError("a request brings a part of its answer, which vLLM cannot go on with")
         if length >= self.context_limit:
             raise ValueError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.types import Past
+from ostinato.types import HistoryEntry
 
 END = -1  # as a token id
 CONTEXT = 8  # tokens kept before a response, so that its first token can be drafted
@@ -95,7 +95,7 @@ def bytes_needed(length: int, documents: int, wide: bool) -> int:
     return 4 * (length - documents) + 4 * (documents + 1) + (7 if wide else 5) * length + documents
 
 
-def lay_out(step: int, pasts: Sequence[Past]) -> Block:
+def lay_out(step: int, pasts: Sequence[HistoryEntry]) -> Block:
     """The block of these responses, not yet sorted. Raises ValueError for a response without its intervals or
     with a negative token."""
     for past in pasts:

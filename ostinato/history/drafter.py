@@ -15,7 +15,7 @@ import numpy as np
 from ostinato.history.native.library import load_library
 from ostinato.history.rules import BINS, MOST_DEPTH, DraftStats, Rules, Source, Window
 from ostinato.history.store import History, prompt_key
-from ostinato.types import Drafts, Emitted, Request, Running
+from ostinato.types import DraftQuery, Drafts, Request, SampledTokens
 
 FEATURES = 16  # of a candidate, by which its chance is estimated (native/estimate.h)
 INITIAL_WEIGHTS = (-2.6, 0.8, -0.8, -2.6, 1.9, 2.0, 0.1, 0.0, -1.1, -0.7, 0.7, 0.2, 0.4, 3.6, 0.7, 3.9)
@@ -116,7 +116,7 @@ class HistoryDrafter:
         self._seconds[0] += time.perf_counter() - start
         return handle
 
-    def propose(self, running: Running) -> Drafts:
+    def propose(self, running: DraftQuery) -> Drafts:
         """The draft tokens that are worth their time in the coming pass; often none."""
         start = time.perf_counter()
         count, most = len(running.handles), len(running.seconds) - 1
@@ -142,7 +142,7 @@ class HistoryDrafter:
         self._seconds[1] += time.perf_counter() - start
         return drafts
 
-    def observe(self, emitted: Emitted) -> None:
+    def observe(self, emitted: SampledTokens) -> None:
         """What the pass gave, drafted or not."""
         start = time.perf_counter()
         count, tokens = len(emitted.handles), len(emitted.tokens)

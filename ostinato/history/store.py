@@ -22,7 +22,7 @@ from ostinato.history.lengths import Lengths
 from ostinato.history.native.library import NativeStore, load_library
 from ostinato.inputs import parse_json
 from ostinato.run import atomic_write
-from ostinato.types import Past
+from ostinato.types import HistoryEntry
 
 MAGIC = b"ostinato history 2\n"
 OVERHEAD = 640  # bytes that a block takes besides its arrays, in Python and C++
@@ -88,7 +88,7 @@ class History:
         """All that the history takes, per token that was sampled; 0 when it is empty."""
         return self.num_bytes / self.num_tokens if self.num_tokens else 0.0
 
-    def add(self, uid: str, step: int, pasts: Sequence[Past]) -> None:
+    def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
         """Remember what prompt ``uid`` was answered in ``step``, instead of what was there for that step.
 
         Empty responses are left out. Raises ValueError for a response whose intervals are not all there.

@@ -30,7 +30,7 @@ from ostinato.history.drafter import HistoryDrafter, Rules
 from ostinato.history.store import History
 from ostinato.interop.vllm_cpu import cure
 from ostinato.protocols import Drafter
-from ostinato.types import Emitted, Past, Request, Running, Sampling
+from ostinato.types import DraftQuery, HistoryEntry, Request, SampledTokens, Sampling
 
 CONTEXT = 8  # tokens before a response that its history keeps
 TAIL = 32  # tokens at its end by which a text is found, with its length
@@ -45,10 +45,12 @@ def prompt_uid(prompt: Sequence[int] | np.ndarray) -> str:
     return blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=12).hexdigest()
 
 
-def past(prompt: Sequence[int] | np.ndarray, answer: Sequence[int], reward: float | None = None) -> Past:
+def past(
+    prompt: Sequence[int] | np.ndarray, answer: Sequence[int], reward: float | None = None
+) -> HistoryEntry:
     """A response of another engine, which recorded no intervals, as history keeps it."""
     tokens = np.asarray(answer, np.int32)
-    return Past(
+    return HistoryEntry(
         context=np.asarray(prompt, np.int32)[-CONTEXT:],
         tokens=tokens,
         probs=np.ones(len(tokens), np.float32),
@@ -146,7 +148,7 @@ class RowDrafter:
     def __init__(
         self,
         drafter: Drafter,
-        learn: Callable[[str, Sequence[Past]], None],
+        learn: Callable[[str, Sequence[HistoryEntry]], None],
         *,
         max_drafts: int,
         max_len: int,
@@ -283,7 +285,7 @@ class RowDrafter:
     ) -> None:
         tokens = np.array([token for some in given for token in some], np.int32)
         self._drafter.observe(
-            Emitted(
+            SampledTokens(
                 handles=np.array([sequence.handle for sequence in batch], np.int64),
                 counts=np.array([len(some) for some in given], np.int32),
                 tokens=tokens,
@@ -296,7 +298,7 @@ class RowDrafter:
     def _ask(self, batch: Sequence[_Sequence], room: np.ndarray) -> list[list[int]]:
         """The drafter's chain for each sequence, cut before a token that the model does not have."""
         drafts = self._drafter.propose(
-            Running(
+            DraftQuery(
                 handles=np.array([sequence.handle for sequence in batch], np.int64),
                 room=room,
                 weights=np.ones(len(batch), np.float32),
@@ -380,7 +382,7 @@ class HistoryProposer:
         if self._on_cpu:
             cure()
 
-    def _learn(self, uid: str, answers: Sequence[Past]) -> None:
+    def _learn(self, uid: str, answers: Sequence[HistoryEntry]) -> None:
         """One round of a prompt is over; rounds are counted from what the file says."""
         rounds = [block.step for block in self._history.blocks(uid)]
         self._history.add(uid, max(rounds, default=-1) + 1, answers)

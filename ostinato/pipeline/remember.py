@@ -22,7 +22,7 @@ import numpy as np
 from ostinato.history.blocks import CONTEXT
 from ostinato.history.rules import DraftStats
 from ostinato.history.similarity import length_rank_correlation, rank_shift, token_reuse
-from ostinato.types import Completion, Group, Past, Prompt, Stop
+from ostinato.types import Completion, Group, HistoryEntry, Prompt, Stop
 
 REUSE_PROMPTS = 4  # of a step, whose tokens are compared with their past: an observation must cost nothing
 MOST_POINTS = 400  # of a step's course
@@ -41,7 +41,7 @@ class Store(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def add(self, uid: str, step: int, pasts: Sequence[Past]) -> None: ...
+    def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None: ...
 
 
 class Lengths(Protocol):
@@ -141,7 +141,7 @@ class Drafting:
         }
 
 
-def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[Past]], int]:
+def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[HistoryEntry]], int]:
     """(every answer of the groups as history keeps it, by prompt; how many could not be kept).
 
     Each turn is an answer of its own, behind the last tokens of all that came before it, with the reward of
@@ -149,7 +149,7 @@ def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[Past]], int]:
     whose sampler told where each uniform fell (``Completion.edges``), but for failed ones, whose numbers may
     be broken.
     """
-    kept: dict[str, list[Past]] = {}
+    kept: dict[str, list[HistoryEntry]] = {}
     num_skipped = 0
     for group in groups:
         for trajectory in group.trajectories:
@@ -165,13 +165,13 @@ def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[Past]], int]:
     return kept, num_skipped
 
 
-def _pasts(context: np.ndarray, completion: Completion, reward: float | None) -> list[Past]:
+def _pasts(context: np.ndarray, completion: Completion, reward: float | None) -> list[HistoryEntry]:
     """Each stretch of the answer that was sampled in one go."""
     edges = completion.edges
     if edges is None or completion.stop is Stop.ERROR:
         return []
     return [
-        Past(
+        HistoryEntry(
             context=_tail(context, completion.tokens[: part.start]),
             tokens=completion.tokens[part],
             probs=np.exp(completion.logprobs[part]),

@@ -31,7 +31,7 @@ from ostinato.model.named import model_folder
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.protocols import Drafter
 from ostinato.render import Renderer
-from ostinato.types import Completion, Past, Request, Sampling, Stop
+from ostinato.types import Completion, HistoryEntry, Request, Sampling, Stop
 
 QUESTIONS = ("What is 716 + 471?", "What is 23 * 7?", "12 + 8 - 5 + 30 = ?")
 
@@ -80,11 +80,11 @@ def run(ours: LocalEngine, asked: Sequence[Request]) -> list[Completion]:
     return done
 
 
-def pasts(asked: Sequence[Request], done: Sequence[Completion]) -> dict[str, list[Past]]:
-    by_uid: dict[str, list[Past]] = {}
+def pasts(asked: Sequence[Request], done: Sequence[Completion]) -> dict[str, list[HistoryEntry]]:
+    by_uid: dict[str, list[HistoryEntry]] = {}
     for request, completion in zip(asked, done, strict=True):
         assert completion.edges is not None
-        past = Past(
+        past = HistoryEntry(
             context=request.tokens[-8:],
             tokens=completion.tokens,
             probs=np.exp(completion.logprobs),
@@ -95,7 +95,7 @@ def pasts(asked: Sequence[Request], done: Sequence[Completion]) -> dict[str, lis
     return by_uid
 
 
-def history_of(past: dict[str, list[Past]], rotate: int = 0) -> History:
+def history_of(past: dict[str, list[HistoryEntry]], rotate: int = 0) -> History:
     """``rotate``: every prompt gets another one's answers."""
     history, uids = History(), sorted(past)
     for n, uid in enumerate(uids):
@@ -276,7 +276,7 @@ def test_chi_square_at_30000_draws_passes_and_two_published_rules_fail() -> None
     exact = np.array([np.prod([p[a[:d]][a[d]] for d in range(3)]) for a in everything])
     rare = sorted(everything, key=lambda a: exact[everything.index(a)])[:40]
     past = [
-        Past(
+        HistoryEntry(
             context=np.array(PROMPT, np.int32),
             tokens=np.array(a, np.int32),
             probs=np.array([q[a[:d]][a[d]] for d in range(3)], np.float32),

@@ -29,7 +29,7 @@ from ostinato.algo.noise import key, uniform
 from ostinato.history.blocks import Block
 from ostinato.history.rules import BINS, MOST_DEPTH, DraftStats, Rules, Source, Window
 from ostinato.history.store import History
-from ostinato.types import Drafts, Emitted, Request, Running
+from ostinato.types import DraftQuery, Drafts, Request, SampledTokens
 
 LEAST_GAIN = 1.01  # a draft that promises less than 1 % is noise of the cost table
 FAINT = 0.05  # a path that survives less often is not followed
@@ -140,7 +140,7 @@ class PlainDrafter:
         self._seconds[0] += time.perf_counter() - start
         return self._handles
 
-    def propose(self, running: Running) -> Drafts:
+    def propose(self, running: DraftQuery) -> Drafts:
         """The draft tokens that are worth their time in the coming pass; often none."""
         start = time.perf_counter()
         self._pass += 1
@@ -165,7 +165,7 @@ class PlainDrafter:
         self._seconds[1] += time.perf_counter() - start
         return drafts
 
-    def observe(self, emitted: Emitted) -> None:
+    def observe(self, emitted: SampledTokens) -> None:
         """What the pass gave, drafted or not."""
         start = time.perf_counter()
         batch = [self._at(handle) for handle in emitted.handles.tolist()]
@@ -217,7 +217,7 @@ class PlainDrafter:
     # ---- choosing
 
     def _choose(
-        self, batch: list[Sequence], awake: list[bool], running: Running, seconds: list[float]
+        self, batch: list[Sequence], awake: list[bool], running: DraftQuery, seconds: list[float]
     ) -> list[list[Node]]:
         """The kept nodes of every sequence, parents before their children and the best first."""
         for sequence in batch:

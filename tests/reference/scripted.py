@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ostinato.types import Drafts, Emitted, Request, Running
+from ostinato.types import DraftQuery, Drafts, Request, SampledTokens
 
 Script = Callable[[Request, np.ndarray], np.ndarray]
 
@@ -43,7 +43,7 @@ class ScriptedDrafter:
         self._open[self._opened] = _Open(request=request, tokens=[int(token) for token in request.tokens])
         return self._opened
 
-    def propose(self, running: Running) -> Drafts:
+    def propose(self, running: DraftQuery) -> Drafts:
         """The script's tokens for every sequence, in order, until the pass is full."""
         left, counts = len(running.seconds) - 1, []
         tokens: list[int] = []
@@ -61,7 +61,7 @@ class ScriptedDrafter:
             parents=np.array(parents, np.int32),
         )
 
-    def observe(self, emitted: Emitted) -> None:
+    def observe(self, emitted: SampledTokens) -> None:
         """Appends what was really sampled."""
         start = 0
         for handle, count, ended in zip(

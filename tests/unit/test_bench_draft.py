@@ -19,7 +19,16 @@ from ostinato.bench.never_slower import Pairs, past
 from ostinato.bench.settings import machine
 from ostinato.config import Recipe
 from ostinato.history.lengths import Lengths
-from ostinato.types import Completion, Drafts, Emitted, Past, Request, Running, Sampling, Stop
+from ostinato.types import (
+    Completion,
+    DraftQuery,
+    Drafts,
+    HistoryEntry,
+    Request,
+    SampledTokens,
+    Sampling,
+    Stop,
+)
 
 few = settings(max_examples=25, deadline=None)
 
@@ -52,9 +61,9 @@ def completion(tokens: list[int]) -> Completion:
     )
 
 
-def running(room: list[int], seconds: np.ndarray) -> Running:
+def running(room: list[int], seconds: np.ndarray) -> DraftQuery:
     n = len(room)
-    return Running(
+    return DraftQuery(
         handles=np.arange(n), room=np.array(room, np.int32), weights=np.ones(n, np.float32), seconds=seconds
     )
 
@@ -181,7 +190,7 @@ def test_the_oracle_follows_what_is_said() -> None:
     assert first.tokens.tolist() == [5, 6, 7] and first.parents.tolist() == [-1, 0, 1]
     said = np.array([5, 6, 9], np.int32)
     oracle.observe(
-        Emitted(
+        SampledTokens(
             handles=handles,
             counts=np.array([2, 1]),
             tokens=said,
@@ -240,7 +249,7 @@ def test_misleading_history_is_anothers_and_its_intervals_lie() -> None:
 
 def follower(tokens: list[int]) -> history.Follower:
     n = len(tokens)
-    said = Past(
+    said = HistoryEntry(
         context=np.zeros(0, np.int32),
         tokens=np.array(tokens, np.int32),
         probs=np.ones(n, np.float32),

@@ -21,7 +21,7 @@ from ostinato.cli.parts import check
 from ostinato.cluster.remote import WorkerFault
 from ostinato.config import Recipe, dump_toml
 from ostinato.pipeline.state import Finish, LoopState
-from ostinato.types import Past
+from ostinato.types import HistoryEntry
 
 pytest.importorskip("ray", reason="needs Ray")
 from ostinato.cli import cluster, graders, workers
@@ -85,7 +85,7 @@ class Pool:
         self.work = {"decoded": 7.0, "seconds": 1.5, "unheard_of": 3.0}
         self.told: list[tuple[str, int, int]] = []
 
-    def remember(self, uid: str, step: int, pasts: list[Past]) -> None:
+    def remember(self, uid: str, step: int, pasts: list[HistoryEntry]) -> None:
         self.told.append((uid, step, len(pasts)))
 
     def gauges(self) -> dict[str, float]:

@@ -10,14 +10,14 @@ import pytest
 from ostinato.cli.drafts import Memory, load_history, new_memory, save_history
 from ostinato.config import DraftSection
 from ostinato.history.store import History
-from ostinato.types import Past, Request, Sampling
+from ostinato.types import HistoryEntry, Request, Sampling
 
 SECTION = DraftSection(memory_mb=1)
 
 
-def past(*tokens: int) -> Past:
+def past(*tokens: int) -> HistoryEntry:
     size = len(tokens)
-    return Past(
+    return HistoryEntry(
         context=np.array([90, 91], np.int32),
         tokens=np.array(tokens, np.int32),
         probs=np.full(size, 1e-9, np.float32),  # what is nearly impossible was sampled all the same

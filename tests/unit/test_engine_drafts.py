@@ -19,7 +19,7 @@ from ostinato.engine.cache import KVCache
 from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.requests import new_sequence
-from ostinato.types import Completion, Drafts, Emitted, Request, Running, Sampling, Stop
+from ostinato.types import Completion, DraftQuery, Drafts, Request, SampledTokens, Sampling, Stop
 
 VOCAB = 31
 
@@ -183,14 +183,14 @@ class Listener:
         self.requests[handle], self.texts[handle] = request, []
         return handle
 
-    def propose(self, running: Running) -> Drafts:
+    def propose(self, running: DraftQuery) -> Drafts:
         return Drafts(
             counts=np.zeros(len(running.handles), np.int32),
             tokens=np.zeros(0, np.int32),
             parents=np.zeros(0, np.int32),
         )
 
-    def observe(self, emitted: Emitted) -> None:
+    def observe(self, emitted: SampledTokens) -> None:
         ends = np.cumsum(emitted.counts)
         for handle, end, count, ended in zip(
             emitted.handles.tolist(), ends, emitted.counts, emitted.ended, strict=True

@@ -102,7 +102,7 @@ def test_cut_anywhere_and_continued_elsewhere_it_is_the_same_answer(
                 now[index] = part
             elif len(part.tokens):
                 same_beginning(part, whole[index])
-                requests[index] = replace(ASKED[index], said=part)
+                requests[index] = replace(ASKED[index], partial=part)
     for index, one in enumerate(whole):
         same(now[index], one)
 
@@ -118,7 +118,7 @@ def same_beginning(part: Completion, whole: Completion) -> None:
 def test_what_moves_runs_its_positions_again_and_says_so() -> None:
     request = ASKED[2]
     [part] = run(engine(), [request], cut_after=9)
-    [moved] = run(engine(), [replace(request, said=part)])
+    [moved] = run(engine(), [replace(request, partial=part)])
     ran = len(request.tokens) + len(part.tokens) - 1
     assert moved.recomputed is not None and moved.recomputed.tolist() == [[0, ran]]
 
@@ -129,7 +129,7 @@ def test_a_part_goes_on_under_the_policy_of_now_and_keeps_the_versions_that_it_h
     first.publish(adapters_of(DECODER, 1), 4)
     second.publish(adapters_of(DECODER, 2), 5)
     [part] = run(first, [ASKED[0]], cut_after=6)
-    [moved] = run(second, [replace(ASKED[0], said=part)])
+    [moved] = run(second, [replace(ASKED[0], partial=part)])
     n = len(part.tokens)
     assert 0 < n < len(moved.tokens)
     assert moved.versions.tolist() == [4] * n + [5] * (len(moved.tokens) - n)
@@ -147,7 +147,7 @@ def test_drafts_know_a_part_that_moves() -> None:
     whole = run(engine(), ASKED)
     parts = run(drafting(), ASKED, cut_after=5)
     ours = drafting()
-    rest = [replace(r, said=p) if len(p.tokens) else r for r, p in zip(ASKED, parts, strict=True)]
+    rest = [replace(r, partial=p) if len(p.tokens) else r for r, p in zip(ASKED, parts, strict=True)]
     for one, request, part in zip(whole, rest, parts, strict=True):
         [moved] = [part] if part.stop is not Stop.ABORT else run(ours, [request])
         assert moved.tokens.tolist() == one.tokens.tolist()
@@ -195,8 +195,8 @@ def test_parts_that_cannot_be_continued_are_refused_by_name() -> None:
         (replace(part, support=None), "without the supports"),
     ]:
         with pytest.raises(ValueError, match=words):
-            run(engine(kernels=None), [replace(ASKED[2], said=broken)])
-    short = replace(ASKED[2], sampling=replace(ASKED[2].sampling, max_tokens=len(part.tokens)), said=part)
+            run(engine(kernels=None), [replace(ASKED[2], partial=broken)])
+    short = replace(ASKED[2], sampling=replace(ASKED[2].sampling, max_tokens=len(part.tokens)), partial=part)
     with pytest.raises(ValueError, match="nothing is left to continue"):
         run(engine(kernels=None), [short])
 

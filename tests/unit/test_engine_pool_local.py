@@ -21,7 +21,7 @@ from ostinato.engine.serve import SamplerServer
 from ostinato.jobs import Job, Plan, Worker, least_loaded
 from ostinato.model.wire import NotFinite, fingerprint, unpack
 from ostinato.observe.timeline import Kind
-from ostinato.types import Collected, Completion, Publication, Request, Sampling
+from ostinato.types import Completion, PollResult, Publication, Request, Sampling
 
 DECODER = tiny()
 
@@ -39,7 +39,7 @@ class Mortal:
         self._server, self._left = server, collects
         self.start, self.close = server.start, server.close
 
-    async def collect(self, wait_s: float) -> Collected:
+    async def collect(self, wait_s: float) -> PollResult:
         self._left -= 1
         if not self._left:
             raise ConnectionError("killed")

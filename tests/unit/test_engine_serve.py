@@ -15,14 +15,14 @@ from small_pool import SlowEngine, answer, expected, group, now, publication, re
 from ostinato.engine.serve import SamplerServer, failed
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
-from ostinato.types import Collected, Completion, Past, Publication, Request, Stop
+from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
 
 
 def server(engine: Any, **options: Any) -> SamplerServer:
     return SamplerServer(engine, "sampler-0", read, **options)
 
 
-async def all_of(sampler: Sampler, count: int) -> tuple[dict[int, Completion], list[Collected]]:
+async def all_of(sampler: Sampler, count: int) -> tuple[dict[int, Completion], list[PollResult]]:
     """The answers to ``count`` calls, and what came with them."""
     found: dict[int, Completion] = {}
     told = []
@@ -165,7 +165,7 @@ def test_answers_of_earlier_steps_and_whole_policies_reach_the_engine(tmp_path: 
         def publish_weights(self, path: Path, version: int) -> None:
             self.publish(int(path.read_text()), version)
 
-    heard: list[tuple[str, int, Sequence[Past]]] = []
+    heard: list[tuple[str, int, Sequence[HistoryEntry]]] = []
     (tmp_path / "weights").write_text("21")
 
     async def main() -> None:

@@ -19,15 +19,15 @@ from ostinato.history import blocks
 from ostinato.history.blocks import CONTEXT, END, PROBS, Block
 from ostinato.history.native import library as native
 from ostinato.history.store import OVERHEAD, History, Store, prompt_key
-from ostinato.types import Past
+from ostinato.types import HistoryEntry
 
 EXAMPLES = settings(max_examples=40, deadline=None)
 
 
-def past(tokens: Sequence[int], context: Sequence[int] = (), reward: float | None = None) -> Past:
+def past(tokens: Sequence[int], context: Sequence[int] = (), reward: float | None = None) -> HistoryEntry:
     """A response whose intervals are told by its tokens."""
     array = np.array(tokens, np.int32)
-    return Past(
+    return HistoryEntry(
         context=np.array(context, np.int32),
         tokens=array,
         probs=(1 / (1 + array % 7)).astype(np.float32),
@@ -37,7 +37,7 @@ def past(tokens: Sequence[int], context: Sequence[int] = (), reward: float | Non
 
 
 @st.composite
-def pasts(draw: st.DrawFn) -> list[Past]:
+def pasts(draw: st.DrawFn) -> list[HistoryEntry]:
     """Responses in a small alphabet, some of them loops longer than DEPTH, in 16 and in 32 bits."""
     wide = draw(st.sampled_from([0, 70_000]))
     tokens = st.lists(st.integers(0, 2), min_size=1, max_size=30)
@@ -117,7 +117,7 @@ def store_of(request: pytest.FixtureRequest) -> Callable[[], Store | None]:
 
 @EXAMPLES
 @given(pasts())
-def test_documents_are_context_response_end(said: list[Past]) -> None:
+def test_documents_are_context_response_end(said: list[HistoryEntry]) -> None:
     block = blocks.lay_out(3, said)
     assert documents(block) == [[*p.context[-CONTEXT:].tolist(), *p.tokens.tolist(), END] for p in said]
     assert block.wide == any((p.tokens >= 70_000).any() for p in said)
@@ -132,7 +132,7 @@ def test_documents_are_context_response_end(said: list[Past]) -> None:
 
 @EXAMPLES
 @given(pasts())
-def test_order_is_sorted_to_the_depth_and_then_by_position(said: list[Past]) -> None:
+def test_order_is_sorted_to_the_depth_and_then_by_position(said: list[HistoryEntry]) -> None:
     block = blocks.lay_out(0, said)
     plain.sort(block)
     keys = [(suffix(block, place)[:DEPTH], int(block.order[place])) for place in range(block.size)]
@@ -142,7 +142,7 @@ def test_order_is_sorted_to_the_depth_and_then_by_position(said: list[Past]) -> 
 
 @EXAMPLES
 @given(pasts(), st.lists(st.integers(0, 2), min_size=1, max_size=6))
-def test_find_and_narrow_give_all_places_and_no_other(said: list[Past], context: list[int]) -> None:
+def test_find_and_narrow_give_all_places_and_no_other(said: list[HistoryEntry], context: list[int]) -> None:
     block = blocks.lay_out(0, said)
     plain.sort(block)
     context = [token + 70_000 * block.wide for token in context]
@@ -157,7 +157,9 @@ def test_find_and_narrow_give_all_places_and_no_other(said: list[Past], context:
 
 @EXAMPLES
 @given(pasts(), st.lists(st.integers(0, 2), min_size=1, max_size=90), st.integers(1, 4))
-def test_longest_is_the_longest_that_goes_on(said: list[Past], context: list[int], least: int) -> None:
+def test_longest_is_the_longest_that_goes_on(
+    said: list[HistoryEntry], context: list[int], least: int
+) -> None:
     block = blocks.lay_out(0, said)
     plain.sort(block)
     context = [token + 70_000 * block.wide for token in context]
@@ -178,7 +180,7 @@ def test_longest_is_the_longest_that_goes_on(said: list[Past], context: list[int
 @EXAMPLES
 @given(said=pasts(), context=st.lists(st.integers(-1, 2), min_size=1, max_size=90), data=st.data())
 def test_native_is_its_twin(
-    compiled: History, said: list[Past], context: list[int], data: st.DataObject
+    compiled: History, said: list[HistoryEntry], context: list[int], data: st.DataObject
 ) -> None:
     """Order, find, narrow, longest and next of both, on contexts from the text and from nowhere."""
     uid = "twin"
@@ -268,7 +270,7 @@ def test_a_response_without_its_intervals_is_refused(missing: str) -> None:
     whole = past([1, 2, 3])
     parts = {name: getattr(whole, name) for name in ("context", "tokens", "probs", "edges")}
     with pytest.raises(ValueError, match="engine reports both"):
-        History(store=PlainStore()).add("p", 1, [Past(**{**parts, missing: np.zeros(0, np.float32)})])
+        History(store=PlainStore()).add("p", 1, [HistoryEntry(**{**parts, missing: np.zeros(0, np.float32)})])
 
 
 def test_negative_tokens_are_refused() -> None:

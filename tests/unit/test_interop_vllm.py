@@ -23,7 +23,7 @@ from ostinato.interop.vllm_drafter import (
     prompt_uid,
     remember,
 )
-from ostinato.types import Drafts, Emitted, Past, Request, Running
+from ostinato.types import DraftQuery, Drafts, HistoryEntry, Request, SampledTokens
 
 LONGEST = 128
 VOCAB = 50
@@ -45,7 +45,7 @@ class Notes:
         self.texts[handle], self.uids[handle] = request.tokens.tolist(), request.uid
         return handle
 
-    def propose(self, running: Running) -> Drafts:
+    def propose(self, running: DraftQuery) -> Drafts:
         self.asked = running.handles.tolist()
         rooms = running.room.tolist()
         said = [self.says(self.texts[handle])[:room] for handle, room in zip(self.asked, rooms, strict=True)]
@@ -55,7 +55,7 @@ class Notes:
             parents=np.array([at - 1 for draft in said for at in range(len(draft))], np.int32),
         )
 
-    def observe(self, emitted: Emitted) -> None:
+    def observe(self, emitted: SampledTokens) -> None:
         ends = np.cumsum(emitted.counts)
         for at, handle in enumerate(emitted.handles.tolist()):
             self.texts[handle] += emitted.tokens[ends[at] - emitted.counts[at] : ends[at]].tolist()
@@ -120,7 +120,7 @@ class Engine:
 
 
 def drafter_of_rows(notes: Notes, learnt: list[tuple[str, list[list[int]]]] | None = None) -> RowDrafter:
-    def learn(uid: str, answers: Sequence[Past]) -> None:
+    def learn(uid: str, answers: Sequence[HistoryEntry]) -> None:
         if learnt is not None:
             learnt.append((uid, [answer.tokens.tolist() for answer in answers]))
 
@@ -228,7 +228,7 @@ def test_what_a_pass_gave_after_a_stop_token_is_not_learnt() -> None:
     be drafted in the next epoch, one token longer each time. A stop token that ended nothing stays."""
     learnt: list[list[int]] = []
 
-    def learn(uid: str, answers: Sequence[Past]) -> None:
+    def learn(uid: str, answers: Sequence[HistoryEntry]) -> None:
         learnt.extend(answer.tokens.tolist() for answer in answers)
 
     def count(text: list[int]) -> int:
