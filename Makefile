@@ -9,7 +9,7 @@ ARGS   ?=
 
 # One worker per core. A file stays with one worker, since its tests share what its fixtures have run; files with
 # long tests (e2e) come first, so that the workers end together.
-PYTEST := $(BIN)/python -m pytest tests/e2e tests/unit -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest tests/e2e tests/unit lab/tests -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help quickstart test test-slow test-all test-lab lint format bench clean
 

@@ -188,8 +188,12 @@ def board(
 )
 def bench(ctx: typer.Context) -> None:
     """Measure this machine: bench rollouts | bench train (see bench --help)."""
-    from ostinato.bench import app as bench_app
-
+    try:
+        from lab import app as bench_app
+    except ModuleNotFoundError as error:
+        if error.name != "lab":
+            raise
+        raise ValueError("benches are not in the installed package; run ostinato bench in a clone") from None
     bench_app(args=ctx.args, prog_name="ostinato bench")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.bench.same_run import same
+from lab.same_run import same
 from ostinato.cli.app import main
 
 LIMIT_S = 300

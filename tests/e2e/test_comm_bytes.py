@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
-from ostinato.bench.layout_runs import MODELS, Case, batch_of, new_trainer, whole_model
+from lab.layout_runs import MODELS, Case, batch_of, new_trainer, whole_model
 from ostinato.model.config import parse_config
 from ostinato.parallel.layout import Layout
 from ostinato.plan.comm import Sent, total

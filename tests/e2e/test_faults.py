@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.bench.same_run import same
+from lab.same_run import same
 from ostinato.cli.app import main
 from ostinato.model.native import BuildError
 from ostinato.model.native import load as load_kernels

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.bench.same_run import same
+from lab.same_run import same
 from ostinato.observe.report.forecast import forecast_sections
 from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder

@@ -14,9 +14,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from ostinato.algo.algorithms import algorithm
-from ostinato.algo.routing import Misaligned
-from ostinato.bench.layout_runs import (
+from lab.layout_runs import (
     MODELS,
     WAYS,
     Case,
@@ -27,7 +25,9 @@ from ostinato.bench.layout_runs import (
     trained_all,
     whole_model,
 )
-from ostinato.bench.layouts import difference
+from lab.layouts import difference
+from ostinato.algo.algorithms import algorithm
+from ostinato.algo.routing import Misaligned
 from ostinato.parallel.layout import Layout
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.types import Support

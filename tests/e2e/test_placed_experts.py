@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from ostinato.bench.layout_runs import MODELS, Case, Run, batch_of, trained
+from lab.layout_runs import MODELS, Case, Run, batch_of, trained
 from ostinato.model.config import parse_config
 from ostinato.parallel.load import expert_loads, rank_loads
 from ostinato.parallel.placement import contiguous, placed_experts, scattered

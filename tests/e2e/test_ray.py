@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.bench.same_run import same
+from lab.same_run import same
 from ostinato.cli.session import Outcome, learn, resume
 from ostinato.config import Recipe
 from ostinato.run import RunFolder

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.bench.same_run import same
+from lab.same_run import same
 from ostinato.cli.app import main
 from ostinato.model.native import BuildError, load
 

@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from small_world import NATIVE
 
-from ostinato.bench import publish
-from ostinato.bench.memory import mapped, proportional
-from ostinato.bench.publish_worker import sampled
+from lab import publish
+from lab.memory import mapped, proportional
+from lab.publish_worker import sampled
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.paged import KVStore
 from ostinato.model.config import parse_config

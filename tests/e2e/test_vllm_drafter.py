@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ostinato.bench.contender import Contender
-from ostinato.bench.vllm_drafts import Plan, contender, prompts
+from lab.contender import Contender
+from lab.vllm_drafts import Plan, contender, prompts
 from ostinato.model.named import model_folder
 
 PYTHON = os.environ.get("OSTINATO_VLLM_PYTHON", "")

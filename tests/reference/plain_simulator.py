@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ostinato.bench.simulator.events import Gate, Outcome, Setup, Simulation
-from ostinato.bench.simulator.policies import Policy, placement
-from ostinato.bench.simulator.queues import Answers
-from ostinato.bench.simulator.sampler import Cost, Sampler
-from ostinato.bench.simulator.traces import Stream
+from lab.simulator.events import Gate, Outcome, Setup, Simulation
+from lab.simulator.policies import Policy, placement
+from lab.simulator.queues import Answers
+from lab.simulator.sampler import Cost, Sampler
+from lab.simulator.traces import Stream
 from ostinato.jobs import Job, Worker
 from ostinato.pipeline.feed import Rule
 from ostinato.pipeline.rounds import Admission

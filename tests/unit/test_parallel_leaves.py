@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.bench.layout_runs import EVERYTHING, MODELS
-from ostinato.bench.layouts import LAYOUTS
+from lab.layout_runs import EVERYTHING, MODELS
+from lab.layouts import LAYOUTS
 from ostinato.model.config import parse_config
 from ostinato.model.lora import AdapterSpec, ExpertScheme, adapter_shapes
 from ostinato.model.share import is_expert, placed

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ostinato.bench.decode import Plan
-from ostinato.bench.settings import Clock
-from ostinato.bench.weights import run as compare
-from ostinato.bench.weights import table
+from lab.decode import Plan
+from lab.settings import Clock
+from lab.weights import run as compare
+from lab.weights import table
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.model.attention import CausalAttention

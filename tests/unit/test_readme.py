@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ostinato.bench import readme
-from ostinato.bench.settings import machine
+from lab import readme
+from lab.settings import machine
 
 MACHINE = {
     "processor": "AMD EPYC",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.bench.scaling import oracles, published
+from lab.scaling import oracles, published
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.fit import by_cutoff, fit, spread
 from ostinato.scaling.forms import Form, choose, fit_form, rolling_error

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.bench.scaling import published
+from lab.scaling import published
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.decide import forecast
 from ostinato.scaling.gates import Flag, Standing, Truncation, assess, drift, runs_z, truncation, watch

@@ -1,0 +1,385 @@
+"""``ostinato bench draft``: epochs of a recipe, with training between them, under all kinds of drafts.
+
+The run is recorded once with plain decoding (``epochs``); then each arm rolls out every step of it under the
+policy of that step, interleaved, the order rotating, at several batch sizes. Tokens are compared with those
+recorded: they may never differ. After a step every arm's history gets the same answers.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from lab.arms import Oracle, Pair, Rollout, nothing_known
+from lab.epochs import Model, Step, record
+from lab.settings import Clock, machine
+from ostinato.config import Recipe
+from ostinato.history.drafter import HistoryDrafter
+from ostinato.history.lengths import Lengths
+from ostinato.history.rules import Rules, Source, Window
+from ostinato.history.store import History
+from ostinato.model.named import model_folder
+from ostinato.protocols import Drafter
+from ostinato.types import Completion, Request
+
+Say = Callable[[str], None]
+
+
+class Arm(StrEnum):
+    """Who drafts. The baselines are rules of the same drafter, as near to their publications as it allows."""
+
+    OFF = "off"
+    NGRAM = "ngram"  # prompt lookup: prompt and own text, by the longest n-gram
+    RHYME = "rhyme"  # RhymeRL (arXiv 2508.18588): the prompt's newest epoch alone, window 2 +2 / reset
+    SUFFIX = "suffix"  # SuffixDecoding (arXiv 2411.04975): one index of all prompts, by counts
+    SIBLINGS = "siblings"  # the running group alone, without epochs (as Seer, arXiv 2511.14617)
+    OURS = "ours"  # all of these, the noise, and the forecast of lengths
+    ORACLE = "oracle"  # knows the answer: what is left is the price of the passes
+
+
+LADDER = (24, 16, 12, 8, 6, 4, 3)
+RULES = {
+    # four tokens, as after the last 4, 3 or 2 tokens before
+    Arm.NGRAM: Rules(
+        sources=frozenset({Source.OWN}),
+        use_noise=False,
+        window=Window.FIXED,
+        length=4,
+        live=(4, 3, 2),
+        walk=1,
+    ),
+    # matches of 7 tokens backing off to 3, the branch with the most reward
+    Arm.RHYME: Rules(
+        sources=frozenset({Source.HISTORY}),
+        use_noise=False,
+        window=Window.ADD,
+        most=7,
+        epochs=1,
+        fresh=True,
+        by_reward=True,
+    ),
+    # its suffix trees approximated by the last 512 occurrences of three tokens; the longest context counts
+    Arm.SUFFIX: Rules(
+        sources=frozenset({Source.OWN, Source.OTHER}),
+        use_noise=False,
+        window=Window.SUFFIX,
+        live=LADDER,
+        shared=LADDER,
+        walk=512,
+        ring=1 << 20,
+    ),
+    Arm.SIBLINGS: Rules(sources=frozenset({Source.SIBLING, Source.OWN})),
+    Arm.OURS: Rules(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured. ``batches`` are sequences that run together (``engine.max_batch``) while the recipe's
+    prompts_per_step x group_size are asked for at once; the first is the headline. ``rounds`` replays."""
+
+    recipe: Recipe
+    batches: tuple[int, ...] = (8, 4, 16, 64, 256)
+    epochs: int = 3
+    rounds: int = 2
+    leaves: int = 4
+    clock: Clock = Clock.WALL
+    arms: tuple[Arm, ...] = tuple(Arm)
+
+    def __post_init__(self) -> None:
+        if not self.batches or min(self.batches) < 1:
+            raise ValueError(f"--batch is {self.batches}; give sizes of at least 1, with commas")
+        for name in ("epochs", "rounds", "leaves"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}; use at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One rollout of one step by one arm."""
+
+    batch: int
+    arm: Arm
+    round: int
+    epoch: int
+    step: int
+    seconds: float
+    drafting_s: float  # of them, inside the drafter
+    index_s: float  # before it, outside of the rollout: adding the step before to history
+    tokens: int
+    passes: int  # (sequence, pass) pairs that gave a token
+    drafted: int
+    accepted: int
+    mismatches: int  # answers that differ from plain decoding's
+
+
+@dataclass(slots=True)
+class _Seated:
+    """An arm at work: its drafter, with its own history and its own calibration."""
+
+    arm: Arm
+    drafter: Drafter | None
+    history: History | None = None
+    forget: Callable[[], None] = lambda: None  # the texts of the step that is over
+    expect: Callable[[Request], float] = nothing_known
+    index_s: float = 0.0
+
+
+def run(plan: Plan, say: Say = print) -> dict[str, Any]:
+    """Measure, and return the JSON of the command. Raises ValueError for a recipe that cannot be replayed."""
+    recipe = plan.recipe
+    model = Model.load(
+        str(model_folder(recipe.model.path)),
+        dtype=recipe.model.dtype,
+        fp32_head=recipe.model.fp32_head,
+        say=say,
+    )
+    steps = record(recipe, model, plan.epochs, say)
+    rows: list[Measured] = []
+    for batch in plan.batches:
+        pair = Pair(
+            model,
+            kv_memory_mb=recipe.engine.kv_memory_mb,
+            max_batch=batch,
+            context_limit=model.decoder.config.max_positions,
+            leaves=plan.leaves,
+            clock=plan.clock,
+        )
+        for round_ in range(plan.rounds):
+            rows += _replay(plan, pair, steps, batch, round_)
+            for line in _progress(plan, rows, batch):
+                say(line)
+    return summary(plan, rows) | {"machine": machine()}
+
+
+def _replay(plan: Plan, pair: Pair, steps: Sequence[Step], batch: int, round_: int) -> Iterator[Measured]:
+    """Every step by every arm, with fresh drafters and histories."""
+    truth = {
+        tuple(request.seed): answer.tokens
+        for step in steps
+        for request, answer in zip(step.requests, step.answers, strict=True)
+    }
+    seated = [_seat(arm, truth) for arm in plan.arms]
+    pair.warm_up(steps[0].requests[:4])
+    for step in steps:
+        shift = (step.number + round_) % len(seated)
+        for seat in seated[shift:] + seated[:shift]:
+            always = seat.arm not in (Arm.OURS, Arm.ORACLE)  # the published ones keep no account
+            rollout = pair.rollout(seat.drafter, step.requests, step.adapters, seat.expect, always)
+            yield _measured(plan, seat, step, rollout, batch, round_)
+        for seat in seated:
+            seat.index_s = _learn(seat, step)
+
+
+def _seat(arm: Arm, truth: Mapping[tuple[int, ...], np.ndarray]) -> _Seated:
+    if arm is Arm.OFF:
+        return _Seated(arm=arm, drafter=None)
+    if arm is Arm.ORACLE:
+        return _Seated(arm=arm, drafter=Oracle(truth))
+    history = History() if arm in (Arm.RHYME, Arm.OURS) else None
+    drafter = HistoryDrafter(history, RULES[arm])
+    seat = _Seated(arm=arm, drafter=drafter, history=history, forget=drafter.forget)
+    if arm is Arm.OURS and history is not None:
+        seat.expect = partial(expected_length, history.lengths)
+    return seat
+
+
+def expected_length(lengths: Lengths, request: Request) -> float:
+    """Tokens of the answer by the prompt's past; 0 while nothing is known."""
+    forecast = lengths.predict(request.uid)
+    return forecast if math.isfinite(forecast) else 0.0
+
+
+def _measured(plan: Plan, seat: _Seated, step: Step, rollout: Rollout, batch: int, round_: int) -> Measured:
+    return Measured(
+        batch=batch,
+        arm=seat.arm,
+        round=round_,
+        epoch=step.epoch,
+        step=step.number,
+        seconds=rollout.seconds,
+        drafting_s=rollout.drafting_s,
+        index_s=seat.index_s,
+        tokens=rollout.tokens,
+        passes=rollout.passes,
+        drafted=rollout.drafted,
+        accepted=rollout.accepted,
+        mismatches=mismatches(step.answers, rollout.answers),
+    )
+
+
+def mismatches(recorded: Sequence[Completion], answers: Sequence[Completion]) -> int:
+    """Answers whose tokens are not those recorded."""
+    pairs = zip(recorded, answers, strict=True)
+    return sum(not np.array_equal(one.tokens, other.tokens) for one, other in pairs)
+
+
+def _learn(seat: _Seated, step: Step) -> float:
+    """Seconds to put the answers of ``step`` into the arm's history, index included."""
+    start = time.perf_counter()
+    if seat.history is not None:
+        for uid, pasts in step.pasts.items():
+            seat.history.add(uid, step.number, pasts)
+        for uid, ended in step.lengths.items():
+            seat.history.lengths.observe(uid, [n for n, _ in ended], [cut for _, cut in ended])
+        seat.history.build_now()
+    seat.forget()
+    return time.perf_counter() - start
+
+
+# ---- what it comes to
+
+
+def summary(plan: Plan, rows: Sequence[Measured]) -> dict[str, Any]:
+    """The JSON of the command, from its rows. A step's seconds are the median over rounds."""
+    batches = [
+        {"batch": batch, "arms": [_arm_entry(rows, batch, arm) for arm in plan.arms]}
+        for batch in plan.batches
+    ]
+    headline = {entry["name"]: entry for entry in batches[0]["arms"]}
+    ours = headline.pop(Arm.OURS, {"epochs": [], "total": {}})
+    recipe = plan.recipe
+    return {
+        "epochs": ours["epochs"],
+        "total": ours["total"],
+        "baselines": list(headline.values()),
+        "batches": batches,
+        "best": best(batches),
+        "mismatches": sum(row.mismatches for row in rows),
+        "compared": recipe.rollout.prompts_per_step * recipe.rollout.group_size * len(rows),
+        "settings": {
+            "headline_batch": plan.batches[0],
+            "batch_is": "sequences that run together (engine.max_batch)",
+            "asked_at_once": recipe.rollout.prompts_per_step * recipe.rollout.group_size,
+            "prompts": recipe.task.n_train,
+            "temperature": recipe.rollout.temperature,
+            "max_tokens": recipe.rollout.max_tokens,
+            "model": recipe.model.path,
+            "dtype": recipe.model.dtype,
+            "recipe": recipe.name,
+            "rounds": plan.rounds,
+            "leaves": plan.leaves,
+            "clock": str(plan.clock),
+        },
+    }
+
+
+def _arm_entry(rows: Sequence[Measured], batch: int, arm: Arm) -> dict[str, Any]:
+    """{"name", "epochs": [figures], "total": figures} of one arm at one batch size."""
+    mine = [row for row in rows if row.batch == batch and row.arm is arm]
+    plain = [row for row in rows if row.batch == batch and row.arm is Arm.OFF]
+    epochs = sorted({row.epoch for row in mine})
+    by_epoch = [
+        {"epoch": epoch}
+        | figures([r for r in mine if r.epoch == epoch], [r for r in plain if r.epoch == epoch])
+        for epoch in epochs
+    ]
+    return {"name": str(arm), "epochs": by_epoch, "total": figures(mine, plain)}
+
+
+def figures(rows: Sequence[Measured], plain: Sequence[Measured]) -> dict[str, float | None]:
+    """Of one arm, against ``plain`` of the same steps: ``speedup`` is plain seconds over the arm's."""
+    seconds, drafted = rollout_s(rows), sum(row.drafted for row in rows)
+    passes = sum(row.passes for row in rows)
+    return {
+        "tokens_per_pass": _ratio(sum(row.tokens for row in rows), passes),
+        "acceptance": _ratio(sum(row.accepted for row in rows), drafted),
+        "drafted_per_pass": _ratio(drafted, passes),
+        "rollout_s": round(seconds, 4),
+        "speedup": _ratio(rollout_s(plain), seconds),
+        "drafting_share": _ratio(sum(row.drafting_s for row in rows), sum(row.seconds for row in rows), 5),
+        "index_s": round(statistics.median(_by_round(rows, "index_s")), 4),
+    }
+
+
+def rollout_s(rows: Iterable[Measured]) -> float:
+    """Seconds of all steps together, each the median of its rounds."""
+    steps: dict[int, list[float]] = {}
+    for row in rows:
+        steps.setdefault(row.step, []).append(row.seconds)
+    return sum(statistics.median(seconds) for seconds in steps.values())
+
+
+def _by_round(rows: Sequence[Measured], name: str) -> list[float]:
+    """The sum over steps of a field, for every round."""
+    rounds = sorted({row.round for row in rows})
+    return [sum(getattr(row, name) for row in rows if row.round == round_) for round_ in rounds]
+
+
+def best(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each arm at the batch size that suits it best, over all epochs: whoever may choose compares these."""
+    fastest: dict[str, tuple[float, int]] = {}
+    for entry in batches:
+        for arm in entry["arms"]:
+            place = (arm["total"]["rollout_s"], entry["batch"])
+            fastest[arm["name"]] = min(fastest.get(arm["name"], place), place)
+    plain = fastest.get(Arm.OFF, (float("nan"), 0))[0]
+    return {
+        name: {"batch": batch, "rollout_s": seconds, "speedup": _ratio(plain, seconds)}
+        for name, (seconds, batch) in fastest.items()
+    }
+
+
+def _ratio(above: float, below: float, digits: int = 4) -> float | None:
+    return round(above / below, digits) if below else None
+
+
+def _progress(plan: Plan, rows: Sequence[Measured], batch: int) -> Iterator[str]:
+    for arm in plan.arms:
+        if arm is not Arm.OFF:
+            total = _arm_entry(rows, batch, arm)["total"]
+            yield f"batch {batch}: {arm} {_form(total['speedup'], '.2f')}x as fast as without drafts"
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """The result for people: every arm at every batch size, by epoch."""
+    settings = result["settings"]
+    epochs = [entry["epoch"] for entry in result["batches"][0]["arms"][0]["epochs"]]
+    title = (
+        f"rollouts of {settings['recipe']} ({settings['model']}, {settings['dtype']}): "
+        f"{settings['asked_at_once']} sequences asked at once, at most 'batch' run together; "
+        f"{settings['clock']} time"
+    )
+    out = Table("batch", "drafts", title=title, caption=_caption(result))
+    for name in ("tokens per pass", "accepted of drafted", "seconds", "times as fast as off"):
+        out.add_column(f"{name}\nepoch {' / '.join(map(str, epochs))}", justify="right")
+    out.add_column("all\nepochs", justify="right")
+    out.add_column("drafting\n(share of time)", justify="right")
+    for entry in result["batches"]:
+        for index, arm in enumerate(entry["arms"]):
+            out.add_row("" if index else str(entry["batch"]), arm["name"], *_cells(arm))
+        out.add_section()
+    return out
+
+
+def _cells(arm: Mapping[str, Any]) -> list[str]:
+    """The cells of one arm, behind its name."""
+    by_epoch = (("tokens_per_pass", ".2f"), ("acceptance", ".0%"), ("rollout_s", ".2f"), ("speedup", ".2f"))
+    cells = [" / ".join(_form(epoch[name], form) for epoch in arm["epochs"]) for name, form in by_epoch]
+    total = arm["total"]
+    return [*cells, f"{_form(total['speedup'], '.2f')}x", _form(total["drafting_share"], ".1%")]
+
+
+def _caption(result: Mapping[str, Any]) -> str:
+    fastest = result["best"]
+    lines = [f"{result['mismatches']} of {result['compared']} answers differ from those without drafts"]
+    if {Arm.OFF, Arm.OURS} <= fastest.keys():
+        off, ours = fastest[Arm.OFF], fastest[Arm.OURS]
+        lines.append(
+            f"each at its best batch size: off {off['rollout_s']:.2f} s at {off['batch']}, "
+            f"ours {ours['rollout_s']:.2f} s at {ours['batch']}, {_form(ours['speedup'], '.2f')}x"
+        )
+    return "\n".join(lines)
+
+
+def _form(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,179 @@
+"""What the bench of faults makes of runs that were hurt: outcomes, what is lost, what differs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lab import faults as bench
+from lab import kills
+from lab.faults_child import Heartbeat, Stopped, alive, child, descendants
+from lab.faults_planted import graded, planned
+from lab.faults_strike import counted
+from lab.faults_vllm import Wire
+from ostinato.run import RunFolder
+
+HEAD = next(fault for fault in bench.FAULTS if fault.name == "head")
+SENTENCE = "ostinato: the head of the Ray cluster, or its daemon here, has not answered for 15 s"
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {"code": 1, "sentence": SENTENCE, "seconds": 20.0, "resumed": 0} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({}, "stopped"),
+        ({"code": 0, "sentence": "", "resumed": None}, "recovered"),
+        ({"seconds": 61.0}, "neither"),  # in the end, but later than promised
+        ({"code": 0, "resumed": None, "seconds": 61.0}, "neither"),
+        ({"sentence": "Traceback (most recent call last):"}, "neither"),
+        ({"sentence": "ostinato: something else"}, "neither"),
+        ({"resumed": "1: ostinato: no"}, "neither"),  # named, but it cannot go on
+        ({"code": -9}, "stopped"),  # Ray ended the process, and its witness spoke
+        ({"code": None}, "neither"),  # it hung
+    ],
+)
+def test_an_outcome_is_named_and_in_time_or_it_is_none(changes: dict[str, Any], outcome: str) -> None:
+    assert bench.outcome(HEAD, row(**changes)) == outcome
+
+
+@given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 20), st.integers(0, 9))
+def test_moments_of_kills_can_be_met_in_their_order(times: int, late: int, after: int, seed: int) -> None:
+    plan = kills.Plan(kills=times, late=min(late, times), after=after, steps=30, seed=seed)
+    found = kills.moments(plan)
+    steps = [moment.step for moment in found if moment.step is not None]
+    assert len(found) == times and found == kills.moments(plan)
+    assert steps == sorted(steps) and steps[-1] < plan.steps - 1
+    assert sum(step > after for step in steps) >= plan.late
+    assert found[0].step is not None, "before it has a folder there is nothing to resume"
+    assert all(0 <= moment.part < 1 for moment in found)
+
+
+EVEN: Mapping[str, float] = {}
+
+
+def a_run(
+    path: Path, *, places: range = range(24), twice: int = -1, last: Mapping[str, float] = EVEN
+) -> RunFolder:
+    folder = RunFolder.create(path, "")
+    books = {"groups/admitted_total": 24.0, "groups/trained_total": 24.0, "groups/outstanding": 0.0}
+    folder.metrics.append({"step": 6, **books, **last})
+    for place in (*places, *([twice] if twice >= 0 else [])):
+        folder.trajectories.append(*({"seed": [0, 1, place, n], "sample": n} for n in range(bench.GROUP)))
+    return folder
+
+
+def test_a_prompt_is_lost_by_the_books_or_by_what_was_sampled(tmp_path: Path) -> None:
+    assert bench.lost(a_run(tmp_path / "a")) == 0
+    assert bench.lost(a_run(tmp_path / "b", places=range(1, 24))) == 1  # nobody sampled it
+    assert bench.lost(a_run(tmp_path / "c", twice=3)) == 1  # trained on twice
+    assert bench.lost(a_run(tmp_path / "d", last={"groups/trained_total": 23.0})) == 1  # and nobody says why
+    by_rule = {"groups/trained_total": 23.0, "groups/dropped_total/too_few_verdicts": 1.0}
+    assert bench.lost(a_run(tmp_path / "e", last=by_rule)) == 0
+    assert bench.dropped(a_run(tmp_path / "f", last=by_rule)) == {"too_few_verdicts": 1}
+
+
+def test_differences_name_the_column() -> None:
+    one = {"metrics": [{"loss": 1.0}, {"loss": 2.0}], "adapter": b"a"}
+    assert bench.differences(one, one) == []
+    assert bench.differences(one, {"metrics": [{"loss": 1.0}, {"loss": 3.0}], "adapter": b"b"}) == [
+        "metrics: loss",
+        "adapter",
+    ]
+    assert bench.differences(one, {"metrics": [{"loss": 1.0}], "adapter": b"a"}) == ["metrics"]
+
+
+def test_a_row_tells_that_the_fault_was_met() -> None:
+    sign = counted("workers/restarts", "faults/timeout")
+    assert [sign(row) for row in ({}, {"workers/restarts": 0.0}, {"faults/timeout": 4.0})] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_the_table_sums_runs_by_fault() -> None:
+    common = {"bound_s": 60.0, "injected": "so", "lost": 0, "dropped": 0, "left_behind": []}
+    rows = [
+        {"fault": "head", "run": 0, "outcome": "stopped", "seconds": 20.0, "equal": True, **common},
+        {"fault": "head", "run": 1, "outcome": "neither", "seconds": 600.0, "equal": None, **common},
+    ]
+    [summed] = bench.summed(rows)
+    assert (summed["stopped"], summed["neither"], summed["equal"], summed["compared"]) == (1, 1, 1, 1)
+    assert (summed["seconds_median"], summed["seconds_max"], summed["prompts_lost"]) == (310.0, 600.0, 0)
+
+
+def test_processes_are_found_by_who_started_them() -> None:
+    """Ray's daemons and actors are grandchildren: a list of children alone would leave them behind."""
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    with subprocess.Popen([sys.executable, "-c", script]) as parent:
+        try:
+            until = time.monotonic() + 240
+            while len(found := descendants(parent.pid)) < 1 and time.monotonic() < until:
+                time.sleep(0.01)
+            assert len(found) == 1 and alive(found[0]) and found[0] in descendants(os.getpid())
+            os.kill(found[0], signal.SIGKILL)
+        finally:
+            parent.kill()
+    until = time.monotonic() + 240
+    while alive(found[0]) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not alive(found[0]) and not alive(parent.pid)
+
+
+def test_a_wire_that_is_cut_carries_nothing_and_forgets_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wire = Wire(server.getsockname()[1])
+
+        def serve() -> None:
+            with server.accept()[0] as accepted:
+                accepted.sendall(b"late")
+
+        threading.Thread(target=serve, daemon=True).start()
+        with wire.cut():
+            host, _, port = wire.address.removeprefix("http://").partition(":")
+            with socket.create_connection((host, int(port))) as near:
+                near.settimeout(0.05)
+                with pytest.raises(TimeoutError):
+                    near.recv(4)
+                wire._whole.set()
+                near.settimeout(20)
+                assert near.recv(4) == b"late"
+        wire.close()
+
+
+def test_plans_strike_at_every_place_and_nothing_is_planted_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {fault.plan(Random(n)).get("place", -1) for fault in bench.FAULTS for n in range(400)}
+    assert places == {-1, *range(bench.STEPS * bench.PROMPTS)}
+    monkeypatch.chdir(tmp_path)
+    assert planned("hang") == {} and graded([[{"content": "11"}], [{"content": "0"}]]) == [2 / 3, 0.0]
+
+
+def test_a_run_beside_a_bench_that_was_stopped_is_not_believed(tmp_path: Path) -> None:
+    """Somebody may stop the bench, and with it all that it has started, to measure something in peace: what
+    took longer than the bound was no fault of the run then."""
+    heartbeat = Heartbeat()
+    with child(["-c", "pass"], tmp_path, tmp_path, heartbeat, module="timeit") as run:
+        assert run.until(lambda: run.ended, 60.0)
+        heartbeat.woken = time.monotonic()
+        with pytest.raises(Stopped):
+            run.sleep(60.0)
+        run.forgive()
+        assert not run.sleep(60.0)  # it has ended, at once

@@ -1,0 +1,365 @@
+"""``ostinato bench pipeline``: its work, what it reads in a run, and what it makes of many."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lab.contender import ContenderFailed
+from lab.pipeline import (
+    AS_FAST,
+    Arm,
+    Kept,
+    Plan,
+    balanced,
+    keep,
+    kept,
+    overrides,
+    summary,
+    table,
+    tables,
+    turns,
+)
+from lab.pipeline_work import Window, Work, figures, write_prompts
+from lab.whole_runs import allowed_cores, confined
+from ostinato.cli.doctor import recommendation
+from ostinato.config import Recipe
+from ostinato.env.tasks import check_disjoint, load_tasks
+from ostinato.history.lengths import Lengths
+from ostinato.run import RunFolder
+from ostinato.types import Batch, Completion, Group, Prompt, Request, Sampling, Stop, Trajectory, Turn
+
+SMALL = Work(distinct=64)
+
+
+# ---- the work
+
+
+def test_prompts_are_always_the_same_and_one_of_eight_is_a_long_chain(tmp_path: Path) -> None:
+    one, other = (write_prompts(SMALL, tmp_path / name) for name in ("a.jsonl", "b.jsonl"))
+    assert one.read_bytes() == other.read_bytes()
+    halves = [load_tasks(str(one), split, 0, None, {"holdout": 0.125}) for split in ("train", "eval")]
+    check_disjoint(*halves)
+    uids = [prompt.uid for half in halves for prompt in half]
+    assert len(set(uids)) == len(uids) == 64
+    terms = Counter((uid.count("+") + uid.count("-") + 1) > 5 for uid in uids)  # the others have 5 at most
+    assert 4 <= terms[True] <= 8  # uniform in 3 to 24 terms
+
+
+@pytest.mark.parametrize("arm", Arm)
+def test_every_arm_is_a_recipe(arm: Arm, tmp_path: Path) -> None:
+    keys = (*SMALL.overrides(tmp_path / "p.jsonl"), "trainer.steps=18", *overrides(arm, 2))
+    recipe = Recipe.load("quickstart", *keys)
+    apart = arm in (Arm.SYNCHRONOUS, Arm.PIPELINED)
+    overlap = arm in (Arm.COLOCATED, Arm.PIPELINED)
+    assert (recipe.cluster.samplers, recipe.cluster.remote_trainer, recipe.cluster.pin) == (apart,) * 3
+    assert (recipe.pipeline.overlap, recipe.pipeline.staleness) == (overlap, 2 * overlap)
+    assert not recipe.draft.enabled and recipe.engine.max_batch == SMALL.slots
+
+
+def test_every_arm_runs_once_in_a_round_and_another_one_begins() -> None:
+    order = list(turns(Plan(seeds=(4, 5, 6))))
+    for seed in (4, 5, 6):
+        assert Counter(arm for s, arm in order if s == seed) == Counter(Arm)
+    assert len({next(arm for s, arm in order if s == seed) for seed in (4, 5, 6)}) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [({"staleness": 0}, "staleness is 0"), ({"drain": 2}, "drain is 2"), ({"steps": 6}, "steps is 6")],
+)
+def test_plans_that_measure_nothing_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Plan(**wrong)
+
+
+def test_seats_are_found_with_which_both_sides_are_as_busy() -> None:
+    """By short runs of a seed that no round has; what was nearest is kept where none is near."""
+    asked: list[Plan] = []
+
+    def trained(plan: Plan, say: Any) -> list[dict[str, Any]]:
+        asked.append(plan)
+        busy = min(1.0, 6 / plan.work.slots)  # as busy as the trainer with 6 seats
+        return [{"utilisation": {"sampler-0": busy, "trainer": 1.0}}]
+
+    plan = Plan().choosing("synchronous, pipelined", 0)
+    assert balanced(plan, lambda line: None, trained).work.slots == 6
+    assert [one.work.slots for one in asked] == [9, 6]
+    assert all(one.arms == (Arm.PIPELINED,) and not set(one.seeds) & set(plan.seeds) for one in asked)
+    asked.clear()
+    given = Plan().choosing("", 5)
+    assert balanced(given, lambda line: None, trained) == given and not asked
+    assert given.arms == tuple(Arm)
+
+
+def test_an_arm_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="arms has 'asynchronous'; use some of one thread"):
+        Plan().choosing("asynchronous", 0)
+
+
+def test_a_thread_is_confined_for_as_long_as_it_asks() -> None:
+    before = allowed_cores()
+    if not before:
+        pytest.skip("this system cannot confine a process")
+    with confined(before[:1]):
+        assert allowed_cores() == before[:1]
+    with confined(()):
+        assert allowed_cores() == before
+
+
+# ---- what a run says
+
+
+def a_run(path: Path, steps: int = 8, seconds: float = 2.0) -> RunFolder:
+    """Steps of equal length: the sampler works for the first half, the trainer for the second, but for a
+    quarter second at the end."""
+    folder = RunFolder.create(path, "")
+    for step in range(1, steps + 1):
+        start, stop = 100 + seconds * (step - 1), 100 + seconds * step
+        pools = {"samplers": {"devices": 1, "busy": {}}}
+        row = {"event": "step", "session": 1, "step": step, "seconds": seconds, "ended_at": stop}
+        if step == 1:
+            begun: dict[str, Any] = {"event": "start", "session": 1, "at": 100, "process_started": 99}
+            begun |= {"step": 0, "pools": pools, "price_per_device_hour": 0, "currency": "USD"}
+            folder.ledger.append(begun)
+        folder.ledger.append(row | {"pools": pools, "tokens": {"sampled": 1}})
+        half = (start + stop) / 2
+        folder.timeline.append(
+            {"worker": "sampler-0", "kind": "decode", "from": start, "to": half, "step": step},
+            {"worker": "trainer", "kind": "wait", "from": start, "to": half},
+            {"worker": "trainer", "kind": "train", "from": half, "to": stop - 0.25},  # no step: an actor
+            {"worker": "controller", "kind": "train", "from": half, "to": stop, "step": step},
+            {"worker": "grader-0", "kind": "grade", "from": start, "to": start + 0.01},
+        )
+        lengths = {"completions/max_length": 300.0, "completions/mean_length": 30.0}
+        folder.write(step, {"staleness/mean": 0.5, "staleness/max": 2.0, "reward": step / 10, **lengths})
+    folder.eval.append({"step": steps, "set": "eval", "pass@1": 0.75})
+    return folder
+
+
+def test_figures_are_of_the_window_and_rewards_of_the_run(tmp_path: Path) -> None:
+    found = figures(a_run(tmp_path / "run"), Window(steps=8, warm_up=2, drain=2))
+    assert found["steps_per_s"] == 0.5 and found["step_s"] == [2.0] * 4
+    assert found["utilisation"] == {"sampler-0": 0.5, "trainer": 0.375}  # to wait is not to work
+    assert found["bubble_share"] == pytest.approx(1 - (0.5 + 0.375) / 2, abs=1e-4)  # graders have no core
+    assert found["train_s"] == [0.75] * 4
+    assert (found["staleness_mean"], found["staleness_max"], found["tail"]) == (0.5, 2.0, 10.0)
+    assert found["reward"] == pytest.approx(0.45) and found["held_out"] == 0.75
+
+
+def test_a_run_that_ended_early_has_no_figures(tmp_path: Path) -> None:
+    with pytest.raises(ContenderFailed, match="has not finished step 9"):
+        figures(a_run(tmp_path / "run"), Window(steps=9, warm_up=2, drain=2))
+
+
+def test_a_run_without_a_timeline_has_no_utilisation(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    folder.timeline.path.unlink()
+    found = figures(folder, Window(steps=8, warm_up=2, drain=2))
+    assert found["utilisation"] == {} and found["bubble_share"] is None and found["train_s"] == []
+
+
+# ---- what many runs come to
+
+SPEEDS = {
+    Arm.ALONE: 0.50,
+    Arm.THREADS: 0.60,
+    Arm.COLOCATED: 0.80,
+    Arm.SYNCHRONOUS: 0.45,
+    Arm.PIPELINED: 0.90,
+}
+
+
+def runs(speeds: dict[Arm, float], drift: tuple[float, ...] = (1.0, 0.5, 2.0)) -> list[dict[str, Any]]:
+    """Three rounds on a machine that is slower in the second and faster in the third; rewards of the arms
+    differ by 0.01, 0.02 and 0.03 from the synchronous one's."""
+    return [
+        {
+            "arm": str(arm),
+            "seed": seed,
+            "steps_per_s": speed * factor,
+            "bubble_share": 0.05,
+            "utilisation": {"sampler-0": 0.96, "trainer": 0.94},
+            "train_s": [1.0, 1.1],
+            "staleness_mean": 0.6,
+            "staleness_max": 2.0,
+            "tokens_per_s": 9e3,
+            "tail": 9.0,
+            "reward": 0.5 + (seed + 1) / 100 * (arm is not Arm.SYNCHRONOUS),
+            "held_out": 0.7,
+        }
+        for seed, factor in enumerate(drift)
+        for arm, speed in speeds.items()
+    ]
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    """A machine that is twice as slow in one round is so for all arms: it does not touch a ratio."""
+    found = summary(Plan(), runs(SPEEDS))
+    assert found["ratio_vs_sync"] == 2.0 and found["ratio_vs_colocated"] == 1.125
+    assert found["ratios"]["ratio_vs_sync"]["low"] == found["ratios"]["ratio_vs_sync"]["high"] == 2.0
+    assert found["steps_per_s"] == 0.9 and found["bubble_share"] == 0.05
+    assert found["utilisation"] == {"sampler-0": 0.96, "trainer": 0.94} and found["staleness_mean"] == 0.6
+    assert found["train_s"] == [1.0, 1.1] * 3
+
+
+def test_rewards_are_compared_seed_by_seed_with_their_interval() -> None:
+    found = summary(Plan(), runs(SPEEDS))["reward"]
+    gap = found["pipelined"]["reward"]
+    assert gap["difference"] == pytest.approx(0.02)
+    assert gap["half_90"] == pytest.approx(
+        2.92 * 0.01 / 3**0.5, rel=1e-3
+    )  # Student's, two degrees of freedom
+    assert found["synchronous"]["reward"] == {"difference": 0.0, "half_90": 0.0}
+
+
+def test_the_simplest_of_the_fastest_is_best() -> None:
+    assert summary(Plan(), runs(SPEEDS))["best"]["arm"] == "pipelined"
+    near = SPEEDS | {Arm.THREADS: 0.9 * AS_FAST + 1e-3}
+    chosen = summary(Plan(), runs(near))["best"]
+    assert chosen["arm"] == "two threads" and chosen["overrides"] == ("engine.threads=2",)
+
+
+def test_what_is_recommended_is_what_was_measured() -> None:
+    """Workers were measured pinned, and recommended without ``cluster.pin``."""
+    found = summary(Plan(), runs(SPEEDS))["best"]
+    assert found["overrides"] == overrides(Arm.PIPELINED, 2) and "cluster.pin=true" in found["overrides"]
+
+
+def test_without_ray_there_is_no_headline_and_the_rest_is_told() -> None:
+    some = {arm: speed for arm, speed in SPEEDS.items() if arm not in (Arm.SYNCHRONOUS, Arm.PIPELINED)}
+    plan = Plan(arms=tuple(some))
+    found = summary(plan, runs(some))
+    assert found["steps_per_s"] is None and found["ratios"] == {} and found["best"]["arm"] == "colocated"
+    assert found["reward"]["colocated"]["reward"] == {"difference": None, "half_90": None}
+    assert table(found).row_count == 3
+
+
+def test_a_table_has_a_row_for_each_arm_and_placement() -> None:
+    found = summary(Plan(), runs(SPEEDS))
+    assert table(found).row_count == 5
+    row = {"seconds_per_step": 1.0, "sampler_idle": 0.04, "bubble_share": 0.05, "tail": 9.0}
+    replay = {"placements": {"static": row | {"over_histopipe": [1.2]}, "histopipe": row}}
+    replay |= {"samplers": 2, "staleness": 1, "train_s": 1.0}
+    both = tables(found | {"replay": replay})
+    assert both is not None
+
+
+# ---- kept for doctor
+
+
+def test_doctor_tells_what_was_measured_and_when(tmp_path: Path) -> None:
+    result = summary(Plan(), runs(SPEEDS)) | {"machine": {"load_average": 0.1, "cores": 2}, "at": 1.8e9}
+    keep(result, tmp_path / "kept.json")
+    found = kept(tmp_path / "kept.json")
+    assert found is not None and found.train_s == (1.0, 1.1) * 3 and found.rounds == 3
+    told = recommendation(found)
+    assert "pipelined makes most" in told and "pipeline.overlap=true" in told and "colocated 0.80" in told
+    assert "2027-01-1" in told and "measure again" not in told
+
+
+def test_one_round_does_not_replace_three(tmp_path: Path) -> None:
+    """``--quick`` and ``doctor --measure`` took the place of a result that is known better."""
+    path, facts = tmp_path / "kept.json", {"machine": {"load_average": 0.1, "cores": 2}}
+    for seeds, at in (((0, 1, 2), 1.0), ((0,), 2.0), ((0, 1, 2), 3.0)):
+        plan = Plan(seeds=seeds)
+        keep(summary(plan, runs(SPEEDS)) | facts | {"at": at}, path)
+        found = kept(path)
+        assert found is not None and found.rounds == 3 and found.at == (at if len(seeds) == 3 else 1.0)
+
+
+def test_doctor_warns_of_a_busy_machine_and_of_one_round() -> None:
+    known = Kept(
+        arm="colocated", overrides=("engine.threads=1",), at=0.0, speeds={"colocated": 1.0}, busy=True
+    )
+    assert "in one round, while others used the machine: measure again" in recommendation(known)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(None, "", "{}", '{"arm": "x"}', "[1]", '{"overrides": [], "train_s": 3}', "[" * 100_000),
+        json.dumps(asdict(Kept(arm="x", overrides=(), at=0.0)) | {"at": "today"}),
+        json.dumps(asdict(Kept(arm="x", overrides=(), at=0.0)) | {"speeds": {"x": math.inf}}),
+    ],
+)
+def test_what_cannot_be_read_was_not_measured(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    if content is not None:
+        path.write_text(content)
+    assert kept(path) is None
+
+
+def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+    result = summary(Plan(), runs(SPEEDS)) | {"machine": {"load_average": 9.0, "cores": 2}, "at": 0.0}
+    (tmp_path / "file").write_text("")
+    keep(result, tmp_path / "file" / "kept.json")
+    assert kept(tmp_path / "file" / "kept.json") is None
+
+
+# ---- placements
+
+
+def test_a_replayed_trainer_takes_its_time_and_learns_nothing() -> None:
+    pytest.importorskip("ray")
+    from lab.pipeline_replay import Sleeper
+
+    trainer = Sleeper(seconds=iter([0.01, 0.02]))
+    empty = Batch(microbatches=(), num_samples=0, num_tokens=0, num_context_tokens=0)
+    start = time.perf_counter()
+    assert [trainer.step(empty).skipped for _ in range(2)] == ["", ""]
+    assert time.perf_counter() - start >= 0.03 and trainer.adapters() is None
+
+
+def answered(uid: str, *lengths: int) -> Group:
+    """Siblings of one turn each, of these lengths."""
+    answers = (
+        Completion(
+            tokens=np.ones(n, np.int32),
+            logprobs=np.zeros(n, np.float32),
+            versions=np.zeros(n, np.int32),
+            stop=Stop.EOS,
+        )
+        for n in lengths
+    )
+    turns = (Turn(context=np.ones(3, np.int32), completion=answer) for answer in answers)
+    played = tuple(Trajectory(turns=(turn,), stop=Stop.EOS, seed=(k,)) for k, turn in enumerate(turns))
+    return Group(prompt=Prompt(uid=uid, text="?"), trajectories=played, step=1)
+
+
+def test_every_placement_knows_lengths_from_the_epochs_before() -> None:
+    pytest.importorskip("ray")
+    from lab.pipeline_replay import Ruler
+
+    ruler = Ruler(lengths=Lengths())
+    asked = Request(tokens=np.zeros(3, np.int32), sampling=Sampling(), seed=(0,), uid="p")
+    assert ruler.expect(asked) == 0.0
+    rewards = asyncio.run(ruler.grade(answered("p", 10, 20, 30, 40)))
+    assert [reward.value for reward in rewards] == [0, 1, 0, 1], "no group is without variance"
+    assert ruler.expect(asked) == 25.0
+
+
+def test_placements_go_there_and_back_and_are_compared_within_a_round() -> None:
+    pytest.importorskip("ray")
+    from lab import pipeline_replay as bench
+
+    replay = bench.Replay(work=SMALL, train_s=(1.0,), placements=("static", "histopipe"))
+    assert list(bench.turns(replay)) == [(0, "static"), (0, "histopipe"), (1, "histopipe"), (1, "static")]
+    told = [
+        {"placement": name, "round": n, "steps_per_s": speed / (n + 1), "bubble_share": 0.1, "tail": 8.0}
+        | {"utilisation": {"sampler-0": 0.8, "sampler-1": 0.9, "trainer": 0.5}}
+        for n in range(2)
+        for name, speed in (("static", 0.5), ("histopipe", 1.0))
+    ]
+    found = bench.summary(replay, told)["placements"]
+    assert found["static"]["over_histopipe"] == [2.0, 2.0] and found["histopipe"]["over_histopipe"] == [1, 1]
+    assert found["static"]["seconds_per_step"] == 3.0 and found["static"]["sampler_idle"] == 0.15

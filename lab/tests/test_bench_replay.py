@@ -1,0 +1,325 @@
+"""What the benches of replay, turns and quantised rollouts make of their measurements."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from io import StringIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from lab import planted, quantised, replay, turns
+from lab.paired import Paired, alternate
+from ostinato.algo.algorithms import algorithm
+from ostinato.algo.mismatch import arm, routers
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.algo.routing import alignment
+from ostinato.model.attention import CausalAttention
+from ostinato.model.config import parse_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.ops import TORCH_OPS
+from ostinato.types import NO_EXPERT, Batch, Completion, Sample, Stop, Trajectory, Turn
+
+few = settings(max_examples=25, deadline=None)
+
+
+def shown(table: Any) -> str:
+    console = Console(file=StringIO(), width=200)
+    console.print(table)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+# ---- two ways in turn
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=30), st.floats(0.5, 2))
+@few
+def test_a_slower_machine_changes_no_ratio(seconds: list[float], factor: float) -> None:
+    pairs = Paired(base=tuple(seconds), other=tuple(factor * s for s in seconds))
+    low, high = pairs.interval
+    assert pairs.ratio == pytest.approx(factor) and low == pytest.approx(factor) == pytest.approx(high)
+
+
+@given(st.integers(6, 40))
+@few
+def test_the_interval_of_a_median_is_the_widest_cut_that_keeps_95_percent(n: int) -> None:
+    pairs = Paired(base=(1.0,) * n, other=tuple(float(i) for i in range(n)))
+    cut = int(pairs.interval[0])  # so many ratios are below it
+    assert pairs.interval[1] == n - 1 - cut
+
+    def outside(cut: int) -> float:  # both tails of a fair coin: the median is beyond the interval
+        return 2 * sum(math.comb(n, i) for i in range(cut + 1)) / 2**n
+
+    assert outside(cut) <= 0.05 < outside(cut + 1)
+
+
+@pytest.mark.slow
+def test_who_begins_alternates_and_the_warm_up_does_not_count() -> None:
+    told: list[str] = []
+    pairs = alternate(lambda: told.append("a"), lambda: told.append("b"), rounds=2)
+    assert "".join(told) == "ab" + "abba" and len(pairs.base) == len(pairs.other) == 2
+
+
+@pytest.mark.slow
+def test_what_is_too_short_to_time_is_repeated() -> None:
+    clock = iter(np.arange(0, 1000, 0.25).tolist())  # every look at it takes a quarter of a second
+    calls: list[int] = []
+    pairs = alternate(lambda: calls.append(0), lambda: calls.append(1), 1, lambda: next(clock), least_s=1.0)
+    assert calls.count(0) == calls.count(1) == 1 + 4
+    assert pairs.base == (0.25 / 4,)
+
+
+# ---- rows of bench replay
+
+
+def measured(native: np.ndarray, replayed: np.ndarray) -> dict[str, Any]:
+    owner = np.arange(len(native)) // 10
+    routes = np.zeros((len(native), 1, 1), np.int16)
+    return {
+        "arms": {"native": arm(native, owner, bootstrap=50), "replay": arm(replayed, owner, bootstrap=50)},
+        "routers": routers(routes, routes, np.ones((len(native), 1)), np.arange(len(native))),
+        "coverage": 1.0,
+    }
+
+
+def test_a_row_has_what_the_issue_asks_for() -> None:
+    rng = np.random.default_rng(0)
+    gap = rng.laplace(0, 0.02, 20_000)
+    row = replay.figures(measured(gap, gap / 10))
+    for name in ("k3_native", "k3_replay", "F_native", "F_replay", "tau", "routers_differ", "coverage"):
+        assert name in row
+    assert row["k3_ratio"] == pytest.approx(100, rel=0.05)
+    assert row["tokens"] == 20_000 and row["sequences"] == 2000 and row["floor"] is None
+    assert set(replay.judged(row)) == {"k3_ratio", "k3_apart", "F_ratio", "F_apart"}
+    assert all(replay.judged(row).values())
+    assert replay.judged(row | {"step_time_ratio": 1.2})["step_time_ratio"] is False
+    json.dumps(row, allow_nan=False)
+
+
+def test_tau_is_fixed_by_the_native_side_alone() -> None:
+    """The rule is in the code: a tau chosen after looking at both sides can be made to say anything."""
+    rng = np.random.default_rng(1)
+    gap = rng.normal(0, 0.02, 5000)
+    taus = {replay.figures(measured(gap, gap * scale))["tau"] for scale in (0.0, 0.3, 1.0, 3.0)}
+    assert len(taus) == 1
+    (tau,) = taus
+    assert (np.abs(gap) > math.log(tau)).mean() >= replay.PAPERS_SHARE
+
+
+def test_f_falls_with_tau_and_is_that_of_the_tokens() -> None:
+    gap = np.random.default_rng(3).laplace(0, 0.05, 2000)
+    row = replay.figures(measured(gap, gap / 2))
+    taus, native, replayed = np.array(row["F_curve"]).T
+    assert (np.diff(taus) > 0).all() and (np.diff(native) <= 0).all() and (np.diff(replayed) <= 0).all()
+    for tau, share, _ in row["F_curve"]:
+        assert share == pytest.approx((np.abs(gap) > math.log(tau)).mean(), abs=1e-9)
+
+
+def test_no_token_beyond_tau_is_a_bound_and_not_an_infinite_ratio() -> None:
+    gap = np.zeros(1000)
+    gap[:3] = math.log(1.3)
+    row = replay.figures(measured(gap, np.zeros(1000)))
+    assert row["F_replay"] == 0 and row["F_ratio_is_bound"]
+    assert row["F_ratio"] == pytest.approx(0.003 / (3 / 1000))
+    assert row["k3_ratio"] is None and replay.judged(row)["k3_ratio"]
+
+
+def test_the_tables_show_every_row() -> None:
+    gap = np.random.default_rng(2).normal(0, 0.02, 500)
+    row = replay.figures(measured(gap, gap / 5)) | {"engine": "int8", "trainer": "float32", "steps": 0}
+    row |= {"step_time_ratio": 1.01, "step_time_low": 0.99, "step_time_high": 1.04}
+    bug = {"bug": "all zero", "where": "1 of 256", "caught": True, "cause": "zero", "right": True}
+    bug |= {"overlap": None, "lowest_sequence": None, "k3": None}
+    old = {"policy": "1 steps before", "distance": 1e-4, "overlap": 0.99, "lowest_sequence": 0.95, "k3": 1e-4}
+    result = {
+        "rows": [row | {"bars": replay.judged(row)}],
+        "planted": [bug],
+        "stale": [old | {"caught": False, "cause": ""}],
+        "bars": replay.BARS,
+    }
+    text = shown(replay.table(result))
+    for word in ("int8 / float32", "1.010", "all zero", "1 of 256", "1 steps before", "passes"):
+        assert word in text
+
+
+# ---- planted bugs
+
+
+def routes(seed: int = 0, sequences: int = 6) -> list[np.ndarray]:
+    """Random routes [L, 3, 2] of 8 experts, the last row of each unknown, as an engine returns them."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in rng.integers(20, 40, sequences):
+        rows = rng.random((length, 3, 8)).argsort(axis=-1)[..., :2].astype(np.int8)
+        rows[-1] = NO_EXPERT
+        made.append(rows)
+    return made
+
+
+@pytest.mark.parametrize("name", planted.bugs(8, 2))
+def test_a_bug_spoils_what_is_known_and_nothing_else(name: str) -> None:
+    spoil, _ = planted.bugs(8, 2)[name]
+    right = routes()
+    kept = [rows.copy() for rows in right]
+    wrong = spoil(right)
+    for before, now, after in zip(kept, right, wrong, strict=True):
+        assert np.array_equal(before, now), "the batch itself was changed"
+        assert after.shape == before.shape and after.dtype == before.dtype
+        assert np.array_equal(after[..., 0] == NO_EXPERT, before[..., 0] == NO_EXPERT)
+    assert alignment(right, wrong).max() < 0.7
+
+
+def test_rows_are_shifted_by_one_in_both_directions() -> None:
+    rows = routes()[0]
+    (later,), (earlier,) = planted.shifted([rows], 1), planted.shifted([rows], -1)
+    assert np.array_equal(later[1:-1], rows[:-2]) and np.array_equal(earlier[:-2], rows[1:-1])
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[planted.Trainers, Adapters, list[Sample]]:
+    """A tiny model and samples of random tokens, with the routes that it chooses for them itself."""
+    raw = {"model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48}
+    raw |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    raw |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    raw |= {"max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu"}
+    raw |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": True}
+    decoder = Decoder(parse_config(raw)).init_weights(seed=0)
+    policy = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8, targets=("attn",)), seed=0)
+    trainers = planted.Trainers(decoder=decoder, kernels=None, rules=algorithm("grpo"))
+    rng, made = np.random.default_rng(0), []
+    for index in range(4):
+        tokens = rng.integers(0, 61, 60).astype(np.int32)
+        mask = np.arange(60) >= 10
+        _, chosen = decoder(
+            torch.from_numpy(tokens), torch.arange(60), CausalAttention(), adapters=policy, ops=TORCH_OPS
+        )
+        experts = chosen.numpy().astype(np.int8)
+        experts[-1] = NO_EXPERT
+        made.append(
+            Sample(
+                tokens=tokens,
+                loss_mask=mask,
+                logprobs=np.where(mask, -math.log(61), 0).astype(np.float32),
+                advantages=np.where(mask, 1.0, 0).astype(np.float32),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                group=index,
+                prompt_len=10,
+                experts=experts,
+            )
+        )
+    return trainers, policy, made
+
+
+def packed(chosen: Sequence[Sample]) -> Batch:
+    return pack(chosen, aggregation_weights(chosen, Aggregation.TOKEN), tokens_per_microbatch=512)
+
+
+@pytest.mark.slow
+def test_every_bug_is_put_before_the_gate(small: tuple[planted.Trainers, Adapters, list[Sample]]) -> None:
+    trainers, policy, made = small
+    fine = planted.outcome(trainers, policy, packed(made))
+    assert not fine["caught"] and fine["overlap"] == 1.0
+    rows = planted.planted(trainers, policy, made, packed, say=lambda line: None)
+    everywhere = [row for row in rows if row["where"] == "all sequences"]
+    assert {row["bug"] for row in everywhere} == set(planted.bugs(8, 1))
+    for row in everywhere:
+        assert row["caught"] and row["right"], row
+        assert row["overlap"] < 0.7 and (row["k3"] is None) == (row["bug"] == "all zero")
+
+
+def test_routes_of_a_policy_are_its_own_and_age(
+    small: tuple[planted.Trainers, Adapters, list[Sample]],
+) -> None:
+    trainers, policy, made = small
+    batch = packed(made)
+    again = planted.rerouted(batch, trainers, policy)
+    for before, after in zip(batch.microbatches, again.microbatches, strict=True):
+        assert before.experts is not None and after.experts is not None
+        assert np.array_equal(np.sort(before.experts), np.sort(after.experts))
+    rows = planted.stale(trainers, {3: policy}, 3, batch, say=lambda line: None)
+    overlaps = [row["overlap"] for row in rows]
+    assert overlaps[0] == 1.0 and overlaps == sorted(overlaps, reverse=True)
+    assert rows[0]["policy"] == "the same policy" and rows[-1]["caught"]
+
+
+# ---- bench turns
+
+
+def trajectory(cached: list[int], answer: int = 4, context: int = 3) -> Trajectory:
+    def turn(found: int) -> Turn:
+        tokens = np.zeros(answer, np.int32)
+        completion = Completion(
+            tokens=tokens,
+            logprobs=tokens.astype(np.float32),
+            versions=tokens,
+            stop=Stop.EOS,
+            cached_tokens=found,
+        )
+        return Turn(context=np.zeros(context, np.int32), completion=completion)
+
+    return Trajectory(turns=tuple(turn(found) for found in cached), stop=Stop.EOS, seed=(0,))
+
+
+def test_a_history_found_whole_is_not_run_again() -> None:
+    """Of a turn's prompt the context is new, and the answer's last token, which was sampled and never run."""
+    whole = turns.prefill([trajectory([0, 3 + 3, 10 + 3])])
+    assert whole == {"sent": 10 + 17, "cached": 6 + 13, "run": 8, "new": 8, "run_again": 0}
+    assert turns.prefill([trajectory([0, 3 + 3, 5])])["run_again"] == 8
+    more = turns.prefill([trajectory([0, 9, 13])])  # a sibling said the same, so its context was there too
+    assert more["run"] < more["new"] and more["run_again"] == 0
+
+
+@pytest.mark.slow
+def test_turns_that_cannot_fit_the_context_are_refused_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match="the context of asset:seed-moe is 1024; lower"):
+        turns.run(turns.Plan(turns=400), say=lambda line: None)
+
+
+# ---- bench quantised
+
+
+def one_run(weights: str, seed: int, **changes: float) -> dict[str, Any]:
+    figures = {"rollout_s": 1.0, "train_s": 1.0, "step_s": 2.0, "reward_per_s": 10.0, "k3": 1e-4}
+    figures |= {"before": 0.2, "score": 0.5, "score_error": 0.02}
+    return {"weights": weights, "seed": seed} | figures | changes
+
+
+def test_arms_are_compared_seed_by_seed() -> None:
+    runs = [one_run("model", seed, score=0.4 + 0.1 * seed) for seed in range(3)]
+    runs += [one_run("int8", seed, score=0.41 + 0.1 * seed, reward_per_s=12.0) for seed in range(3)]
+    base, int8 = quantised.compared(runs, ("model", "int8"))
+    assert base["reward_per_s_ratio"] == 1 and base["score_difference"] == 0 and base["equal"]
+    assert int8["reward_per_s_ratio"] == pytest.approx(1.2)
+    assert int8["score_difference"] == pytest.approx(0.01)
+    # each seed says the same, so that the seeds themselves differ by 0.1 does not matter
+    assert int8["score_difference_low"] == pytest.approx(0.01) and not int8["equal"]
+
+
+def test_of_one_seed_the_held_out_prompts_say_how_much_is_known() -> None:
+    _, int8 = quantised.compared([one_run("model", 0), one_run("int8", 0, score=0.52)], ("model", "int8"))
+    half = 1.96 * math.hypot(0.02, 0.02)
+    assert int8["score_difference_low"] == pytest.approx(0.02 - half) and int8["equal"]
+
+
+def test_the_table_of_quantised_runs() -> None:
+    runs = [one_run("model", 0), one_run("int8", 0, reward_per_s=11.0)]
+    speed = {"model": "m", "weights": "int8", "batch": 4, "tokens_per_s": 120.0, "bf16_tokens_per_s": 100.0}
+    speed |= {"speedup": 1.2, "speedup_low": 1.1, "speedup_high": 1.3}
+    speed |= {"weights_mb": 140.0, "bf16_weights_mb": 270.0}
+    result = {
+        "runs": runs,
+        "arms": quantised.compared(runs, ("model", "int8")),
+        "speed": [speed],
+        "settings": {"recipe": "quickstart", "steps": 3, "seeds": [0]},
+    }
+    text = shown(quantised.table(result))
+    assert "1.100" in text and "1.20x (1.10 to 1.30)" in text

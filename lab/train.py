@@ -1,0 +1,205 @@
+"""``ostinato bench train``: seconds per GRPO step, ours and TRL's, on the same model, prompts and lengths."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lab.contender import ContenderFailed
+from lab.settings import environment, our_threads, torch_threads
+
+_PEERS = Path(__file__).parent / "peers"
+RUN_LIMIT_S = 1200.0
+PROMPTS = (
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+    "Explain to a child why the sky is blue and why sunsets are red.",
+    "List five things to consider before adopting a dog from a shelter.",
+    "What are the main differences between a hurricane and a tornado?",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """4 prompts x 8 completions x exactly ``new_tokens`` tokens, LoRA r = 16 on all linear layers."""
+
+    folder: Path
+    model: str
+    dtype: str  # of ours
+    peer_dtypes: tuple[str, ...] = ("float32", "bfloat16")  # TRL takes the one in which it is faster
+    group: int = 8
+    new_tokens: int = 64
+    rounds: int = 3  # runs of each, alternating
+    steps: int = 4  # of a run; the first warms up
+    tokens_per_microbatch: int = 576  # a group: prompt 30, 8 x 63 rows
+    trl_python: str | None = None
+
+
+def run(plan: Plan, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure, and return the JSON of the command."""
+    peer = _best_trl(plan, say) if plan.trl_python else None
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    for round_ in range(plan.rounds):
+        ours.append(_ours(plan))
+        say(f"round {round_ + 1}: ostinato {_median_step(ours[-1]):.2f} s per step")
+        if peer is not None:
+            theirs.append(_trl(plan, **peer))
+            say(f"round {round_ + 1}: trl {_median_step(theirs[-1]):.2f} s per step")
+    return _summary(plan, ours, theirs, peer)
+
+
+def _summary(
+    plan: Plan,
+    ours: Sequence[Mapping[str, Any]],
+    theirs: Sequence[Mapping[str, Any]],
+    peer: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "work": f"{len(PROMPTS)} prompts x {plan.group} completions x {plan.new_tokens} tokens, "
+        "LoRA r=16 on all linear layers",
+        "seconds_per_step": _overall(ours),
+        "split": {
+            name: round(statistics.median(run["split"][name] for run in ours), 3) for name in ours[0]["split"]
+        },
+        "peak_mb": round(max(run["peak_mb"] for run in ours)),
+        "label": ours[0]["ready"],
+        "rounds": [[round(s, 3) for s in run["step_s"][1:]] for run in ours],
+    }
+    if theirs and peer is not None:
+        result["trl"] = {
+            "seconds_per_step": _overall(theirs),
+            "peak_mb": round(max(run["peak_mb"] for run in theirs)),
+            "label": theirs[0]["ready"],
+            "setting": peer["label"],
+            "rounds": [[round(s, 3) for s in run["step_s"][1:]] for run in theirs],
+        }
+        result["ratio_vs_trl"] = round(result["trl"]["seconds_per_step"] / result["seconds_per_step"], 3)
+        # the setting of TRL's that needs least memory would not be its fastest: this compares the runs timed
+        # here
+        result["peak_memory_vs_trl"] = round(result["peak_mb"] / result["trl"]["peak_mb"], 3)
+    return result
+
+
+def _overall(runs: Sequence[Mapping[str, Any]]) -> float:
+    return round(statistics.median(_median_step(run) for run in runs), 3)
+
+
+def _median_step(run: Mapping[str, Any]) -> float:
+    return statistics.median(run["step_s"][1:])
+
+
+def _best_trl(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    """TRL's fastest dtype, then in it its fastest batch and threads, from two steps each with fewer tokens; a
+    setting that fails is named and left out."""
+    threads = torch_threads()
+    small = replace(plan, new_tokens=max(1, plan.new_tokens // 4))
+    found = _probed(small, [(dtype, 8, next(iter(threads))) for dtype in plan.peer_dtypes], say, prompts=1)
+    if found:
+        dtype = min(found, key=found.__getitem__)[0]
+        found = _probed(small, [(dtype, batch, label) for label in threads for batch in (8, 32)], say)
+    if not found:
+        raise ContenderFailed("trl failed in every setting, see above")
+    return _setting(*min(found, key=found.__getitem__))
+
+
+def _probed(
+    plan: Plan,
+    settings: Sequence[tuple[str, int, str]],
+    say: Callable[[str], None],
+    prompts: int = len(PROMPTS),
+) -> dict[tuple[str, int, str], float]:
+    """Seconds per step by (dtype, batch, threads)."""
+    found = {}
+    for place in settings:
+        setting = _setting(*place)
+        try:
+            found[place] = _median_step(_trl(plan, **setting, steps=2, prompts=prompts))
+        except ContenderFailed as error:
+            say(f"trl, {setting['label']}: {error}")
+            continue
+        say(f"trl, {setting['label']}: {found[place]:.2f} s for {prompts} prompts, {plan.new_tokens} tokens")
+    return found
+
+
+def _setting(dtype: str, batch: int, threads: str) -> dict[str, Any]:
+    label = f"{dtype}, batch {batch}, {threads}"
+    return {"dtype": dtype, "batch": batch, "environ": torch_threads()[threads], "label": label}
+
+
+def _ours(plan: Plan) -> dict[str, Any]:
+    task = _task(plan) | {
+        "tokens_per_microbatch": plan.tokens_per_microbatch,
+        "threads": our_threads(),
+    }
+    return _run("ostinato", [sys.executable, "-m", "lab.train_worker", json.dumps(task)], {})
+
+
+def _trl(
+    plan: Plan,
+    *,
+    dtype: str,
+    batch: int,
+    environ: Mapping[str, str],
+    label: str,
+    steps: int | None = None,
+    prompts: int = len(PROMPTS),
+) -> dict[str, Any]:
+    assert plan.trl_python is not None
+    with tempfile.TemporaryDirectory() as output:
+        task = _task(plan) | {"batch": batch, "output": output, "gradient_checkpointing": False}
+        task |= {"steps": steps or plan.steps, "dtype": dtype, "prompts": PROMPTS[:prompts]}
+        return _run("trl", [plan.trl_python, str(_PEERS / "trl_train.py"), json.dumps(task)], environ)
+
+
+def _task(plan: Plan) -> dict[str, Any]:
+    return {
+        "folder": str(plan.folder),
+        "dtype": plan.dtype,
+        "prompts": PROMPTS,
+        "group": plan.group,
+        "new_tokens": plan.new_tokens,
+        "steps": plan.steps,
+    }
+
+
+def _run(name: str, command: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Run one contender to its end; its only line of output is its answer."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=RUN_LIMIT_S, env=environment(environ)
+        )
+    except subprocess.TimeoutExpired:
+        raise ContenderFailed(f"{name} took longer than {RUN_LIMIT_S:.0f} s") from None
+    if done.returncode != 0 or not done.stdout.strip():
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise ContenderFailed(f"{name} failed: {last[0][:300]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The result for people."""
+    split = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in result["split"].items())
+    lines = [
+        result["work"] + f", {result['model']} {result['dtype']}",
+        f"ostinato  {result['seconds_per_step']:7.2f} s per step ({split}), peak {result['peak_mb']} MB",
+    ]
+    if "trl" in result:
+        trl = result["trl"]
+        lines.append(
+            f"trl       {trl['seconds_per_step']:7.2f} s per step, "
+            f"peak {trl['peak_mb']} MB ({trl['setting']})"
+        )
+        lines.append(
+            f"ostinato is {result['ratio_vs_trl']:.2f}x as fast as trl "
+            f"with {result['peak_memory_vs_trl']:.2f} of its peak memory"
+        )
+    return "\n".join(lines)
