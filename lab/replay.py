@@ -31,7 +31,6 @@ from lab.planted import Trainers, planted, stale
 from lab.settings import Clock, machine
 from lab.turns import FullMarks
 from ostinato.algo.algorithms import algorithm
-from ostinato.algo.mismatch import TAUS
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
@@ -41,6 +40,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.named import model_folder
 from ostinato.model.quantise import Weights, quantise
+from ostinato.observe.mismatch import TAUS
 from ostinato.render import Renderer
 from ostinato.rollout.convert import samples
 from ostinato.rollout.play import Ask, Stage, play

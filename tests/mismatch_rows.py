@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.algo.mismatch import DIRECTION, arm, routers
+from ostinato.observe.mismatch import DIRECTION, arm, routers
 from ostinato.types import NO_EXPERT
 
 LAYERS, EXPERTS, TOP_K, SEQUENCES, LENGTH = 6, 32, 4, 32, 60

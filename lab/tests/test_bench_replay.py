@@ -18,7 +18,6 @@ from rich.console import Console
 from lab import planted, quantised, replay, turns
 from lab.paired import Paired, alternate
 from ostinato.algo.algorithms import algorithm
-from ostinato.algo.mismatch import arm, routers
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import alignment
 from ostinato.model.attention import CausalAttention
@@ -26,6 +25,7 @@ from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.ops import TORCH_OPS
+from ostinato.observe.mismatch import arm, routers
 from ostinato.types import NO_EXPERT, Batch, Completion, Sample, Stop, Trajectory, Turn
 
 few = settings(max_examples=25, deadline=None)

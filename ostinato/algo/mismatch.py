@@ -1,36 +1,10 @@
-"""The report on sampler against trainer: one set of log ratios (an arm), router disagreement, and the
-decision that follows from both.
-
-``algo.offpolicy`` corrects a loss and measures every step; here a whole batch is described once in a while,
-with intervals and curves, as rows that a report can be drawn from. Everything is numpy, pure, and comes
-back as plain numbers that JSON can say.
-
-log ratio = trainer - sampler, of tokens that the sampler drew; both sides score with the same weights, so
-what remains is kernels, precision and, in a mixture of experts, routing (R3, arXiv 2510.11370 section 3).
-"""
+"""Whether replaying the sampler's experts is worth it, from the measured mismatch (``observe.mismatch``)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-
-from ostinato.algo.offpolicy import LOG_RATIO_BOUND
-from ostinato.algo.routing import lowest, overlap_of, part_sums, shared_ids
-
-DIRECTION = "KL(sampler || trainer)"  # tokens come from the sampler; the paper prints it the other way round
-TAUS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0)
-_CDF_AT = np.logspace(-7, 1, 33)  # four points per decade, the same for all arms
-_POSITION_BINS = 16
-_LEAST_CLUSTERS = 5  # of fewer, a bootstrap knows nothing: of one it gives an interval without width
-
-# What the corrections in use would touch, at their usual settings.
-_TRUNCATE_AT = 2.0  # TIS, Yao et al. 2025
-_MASK_OUTSIDE = (0.5, 5.0)  # IcePop, arXiv 2510.18855
-_SEQUENCE_MASK_AT = 3.0  # TRL's vllm_importance_sampling_cap
 
 # When adaptive replay is on. R3's appendix has native F(2) of 1.7e-5 to 2.3e-3 for mixtures of experts and,
 # with replay, mostly below 1e-4: above it there is something to gain. A batch of fewer than 10,000 tokens
@@ -48,120 +22,6 @@ class Decision:
 
     on: bool
     reason: str
-
-
-def arm(
-    log_ratio: np.ndarray,
-    sample_idx: np.ndarray,
-    *,
-    clusters: np.ndarray | None = None,
-    bootstrap: int = 1000,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Everything that is reported about the log ratios [R] of tokens; ``sample_idx`` [R]: whose they are;
-    ``clusters`` [R]: which of these are alike, such as the answers to one prompt (by default, none are).
-
-    k1 and k3 estimate KL(sampler || trainer) in nats per token (Schulman 2020), with a 95 % interval of k3 by
-    bootstrap over clusters, whose tokens are not independent; NaN, of fewer than 5 clusters. ``tails`` is
-    F(tau): the share of tokens with max(r, 1/r) > tau. ``chi2``: mean r^2 - 1. ``ess``: (sum r)^2 / (R sum
-    r^2). ``geometric_*``: over sequences, exp of the mean log ratio. ``masked``: shares of tokens that
-    truncation, IcePop and the mask of whole sequences would touch. Raises ValueError for no tokens.
-    """
-    if len(log_ratio) == 0:
-        raise ValueError("log_ratio is empty; measure at least one token")
-    log_ratio = np.asarray(log_ratio, np.float64)
-    _, owner = np.unique(sample_idx, return_inverse=True)
-    lengths = np.bincount(owner)
-    sums = np.bincount(owner, weights=log_ratio)
-    bounded = log_ratio.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    geometric = np.exp((sums / lengths).clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
-    gap, ratio = np.abs(log_ratio), np.exp(bounded)
-    k3 = np.expm1(bounded) - bounded  # expm1: r - 1 would cancel where the two almost agree
-    low, high = _interval(k3, owner if clusters is None else clusters, bootstrap, seed)
-    squares = float(np.square(ratio).mean())
-    return {
-        "tokens": len(log_ratio),
-        "sequences": len(lengths),
-        "k1": float(-log_ratio.mean()),
-        "k3": float(k3.mean()),
-        "k3_low": low,
-        "k3_high": high,
-        "abs_mean": float(gap.mean()),
-        "abs_p99": float(np.quantile(gap, 0.99)),
-        "abs_max": float(gap.max()),
-        "ratio_mean": float(ratio.mean()),
-        "chi2": squares - 1,
-        "ess": min(1.0, float(ratio.mean()) ** 2 / squares),  # but for rounding, by Cauchy and Schwarz
-        "sequence_abs_mean": float(np.abs(sums).mean()),
-        "geometric_min": float(geometric.min()),
-        "geometric_max": float(geometric.max()),
-        "tails": [[tau, float((gap > math.log(tau)).mean())] for tau in TAUS],
-        "cdf": _cdf(gap),
-        "masked": {
-            "token_truncate": float((ratio > _TRUNCATE_AT).mean()),
-            "token_mask": float(((ratio < _MASK_OUTSIDE[0]) | (ratio > _MASK_OUTSIDE[1])).mean()),
-            "sequence_mask": float((sums > math.log(_SEQUENCE_MASK_AT))[owner].mean()),
-        },
-    }
-
-
-def pearson(one: np.ndarray, other: np.ndarray) -> float:
-    """The correlation of two policies' log-probabilities [R] of the same tokens; NaN if one is constant."""
-    a, b = (np.asarray(values, np.float64) - np.mean(values, dtype=np.float64) for values in (one, other))
-    scale = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / scale if scale > 0 else math.nan
-
-
-def tail(arm: Mapping[str, Any], tau: float) -> float:
-    """F(tau) of an ARM, tau one of TAUS."""
-    return next(share for at, share in arm["tails"] if at == tau)
-
-
-def routers(
-    native: np.ndarray,
-    recorded: np.ndarray,
-    margins: np.ndarray,
-    positions: np.ndarray,
-    *,
-    spans: np.ndarray | None = None,
-    layers: Sequence[int] | None = None,
-) -> dict[str, Any]:
-    """Where the trainer's routers choose otherwise than the sampler's did.
-
-    native, recorded: [T, L, K] expert ids, recorded NO_EXPERT where unknown. margins: [T, L], by how much
-    the last expert chosen beat the first one left out (``model.moe.margins``). positions: [T] in the
-    sequence. A router is one (token, layer); two differ when their *sets* do. ``spans`` [S, 4] are the rows
-    of each sequence (``algo.routing.sequence_spans``), without which the lowest sequence (the lowest overlap
-    of an answer or a prompt of at least 32 routers) is NaN;
-    ``layers``: the decoder's numbers of the L layers. What nothing is known of is NaN.
-    """
-    share = shared_ids(native, recorded)
-    known = ~np.isnan(share)
-    differ = known & (share < 1)
-    tokens = known.any(axis=1)
-    flips = margins[differ]
-    numbers = range(share.shape[1]) if layers is None else layers
-    return {
-        "differ": _share(differ.sum(), known.sum()),
-        "tokens_differ": _share(differ.any(axis=1).sum(), tokens.sum()),
-        "per_token": _share(differ.sum(), tokens.sum()),
-        "overlap": _mean(share),
-        "lowest_sequence": math.nan if spans is None else _lowest(share, spans),
-        "layers": [
-            {
-                "layer": int(number),
-                "differ": _share(differ[:, i].sum(), known[:, i].sum()),
-                "overlap": _mean(share[:, i]),
-                "margin": _quantile(margins[:, i][known[:, i]], 0.5),
-                "margin_flip": _quantile(margins[:, i][differ[:, i]], 0.5),
-            }
-            for i, number in enumerate(numbers)
-        ],
-        "positions": _by_position(differ, known, positions),
-        "margin_median": _quantile(margins[known], 0.5),
-        "margin_flip_median": _quantile(flips, 0.5),
-        "margin_flip_p95": _quantile(flips, 0.95),
-    }
 
 
 def decide(
@@ -210,59 +70,9 @@ def decide(
     )
 
 
-def _interval(values: np.ndarray, clusters: np.ndarray, bootstrap: int, seed: int) -> tuple[float, float]:
-    """95 % of the means of ``values`` [R] when whole clusters of them are drawn anew."""
-    _, owner = np.unique(clusters, return_inverse=True)
-    sums, lengths = np.bincount(owner, weights=values), np.bincount(owner)
-    if (count := len(lengths)) < _LEAST_CLUSTERS:
-        return math.nan, math.nan
-    rng, means = np.random.default_rng(seed), np.empty(bootstrap)
-    block = max(1, (1 << 20) // count)  # a million draws at a time: memory stays small
-    for first in range(0, bootstrap, block):
-        drawn = rng.integers(count, size=(min(block, bootstrap - first), count))
-        means[first : first + block] = sums[drawn].sum(axis=1) / lengths[drawn].sum(axis=1)
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
+def tail(arm: Mapping[str, Any], tau: float) -> float:
+    """F(tau) of an ARM, tau one of TAUS."""
+    return next(share for at, share in arm["tails"] if at == tau)
 
 
-def _cdf(gap: np.ndarray) -> list[list[float]]:
-    """[abs log ratio, share of tokens at or below] at fixed points."""
-    below = np.searchsorted(np.sort(gap), _CDF_AT, side="right") / len(gap)
-    return [[float(at), float(share)] for at, share in zip(_CDF_AT, below, strict=True)]
-
-
-def _by_position(differ: np.ndarray, known: np.ndarray, positions: np.ndarray) -> list[list[float]]:
-    """[first position, last, share of routers that differ] of at most 16 equal stretches that have any."""
-    last = int(positions.max(initial=0))
-    width = last // _POSITION_BINS + 1
-    place = np.asarray(positions) // width
-    flipped = np.bincount(place, weights=differ.sum(axis=1))
-    total = np.bincount(place, weights=known.sum(axis=1))
-    return [
-        [int(i * width), int(min(i * width + width - 1, last)), float(flipped[i] / total[i])]
-        for i in np.flatnonzero(total)
-    ]
-
-
-def _lowest(share: np.ndarray, spans: np.ndarray) -> float:
-    """The lowest overlap of a sequence's answer or prompt, of those long enough to tell."""
-    known = ~np.isnan(share)
-    common, routers = part_sums(np.stack((np.where(known, share, 0).sum(axis=1), known.sum(axis=1))), spans)
-    return lowest(overlap_of(common, routers), routers)
-
-
-def _share(part: int, whole: int) -> float:
-    return float(part / whole) if whole else math.nan
-
-
-def _mean(values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean(dtype=np.float64)) if known.size else math.nan
-
-
-def _quantile(values: np.ndarray, q: float) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.quantile(known, q)) if known.size else math.nan
-
-
-__all__ = ["DIRECTION", "F2_ON", "K3_ON", "TAUS", "Decision", "arm", "decide", "pearson", "routers", "tail"]
+__all__ = ["F2_ON", "K3_ON", "Decision", "decide", "tail"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from ostinato.cli.scale_reading import Window
 from ostinato.observe.report.charts import Section
-from ostinato.observe.report.facts import Cell, Column, Line, Table
+from ostinato.observe.report.facts import Line, Table
 from ostinato.observe.report.ledger import section as ledger_section
 from ostinato.observe.report.ledger import torn
 from ostinato.observe.report.reading import read_run
@@ -97,13 +97,11 @@ def _text(value: float, form: str) -> str:
 
 
 def table(title: str, columns: Sequence[str], lines: Sequence[Line], note: str = "") -> Table:
-    return Table(
-        title=title, columns=tuple(Column(name=name) for name in columns), lines=tuple(lines), note=note
-    )
+    return Table(title=title, head=columns, rows=lines, note=note)
 
 
 def line(name: str, note: str, *cells: str) -> Line:
-    return Line(name=name, note=note, cells=tuple(Cell(value=cell) for cell in cells))
+    return f"{name}\n{note}", *cells
 
 
 def standing_sentences(known: Known) -> list[str]:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from numbers import Real
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
 
@@ -95,7 +95,7 @@ class Limits:
     least: int = 5  # values that a median is taken of, at least
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Alarm:
     """A rule that has just been met, after ``step``; its condition holds since ``since``."""
 
@@ -157,8 +157,7 @@ class Course:
         return len(self._means) > self.window and self._means[-1] > self._means[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
+class Sign(NamedTuple):
     """What a rule finds in a row: whether its condition holds, and what to say once it has for ``steps``."""
 
     rule: Rule
@@ -190,7 +189,10 @@ class Watch:
         """The rules that are met with this row of metrics.jsonl. What is missing, null or not finite is no
         value: it neither goes on with a streak nor ends it."""
         reward = _number(row, "reward")
-        self._note(reward, _number(row, "reward_std"))
+        spread = _number(row, "reward_std")
+        for course, value in ((self._reward, reward), (self._spread, spread)):
+            if value is not None:
+                course.add(value)
         signs = [
             self._tail(_number(row, "sampling/tail_2")),
             self._kl(_number(row, "sampling/kl_k3")),
@@ -212,27 +214,18 @@ class Watch:
         if len(streak) < sign.steps or sign.rule in self._told:
             return None
         self._told.add(sign.rule)
-        return Alarm(
-            step=step,
-            since=streak[0],
-            rule=sign.rule,
-            collapse=sign.rule in COLLAPSES,
-            sentence=sign.sentence,
-            figures=sign.figures,
-        )
+        return Alarm(step, streak[0], sign.rule, sign.rule in COLLAPSES, sign.sentence, sign.figures)
 
     def _tail(self, share: float | None) -> Sign | None:
         if share is None:
             return None
         limit = self._limits.tail
-        return Sign(
-            rule=Rule.TAIL,
-            steps=self._limits.tail_steps,
-            holds=share > limit,
-            sentence=f"F(2) is {share:.2g}: trainer and sampler give that share of the tokens probabilities "
-            f"more than a factor of 2 apart (limit {limit:g}), so what is learned is not what was sampled",
-            figures={"tail_2": share, "limit": limit},
+        told = (
+            f"F(2) is {share:.2g}: trainer and sampler give that share of the tokens probabilities "
+            f"more than a factor of 2 apart (limit {limit:g}), so what is learned is not what was sampled"
         )
+        figures = {"tail_2": share, "limit": limit}
+        return Sign(Rule.TAIL, self._limits.tail_steps, share > limit, told, figures)
 
     def _kl(self, k3: float | None) -> Sign | None:
         if k3 is None:
@@ -244,20 +237,12 @@ class Watch:
             return None
         start = median(early)
         limit = max(limits.kl_times * start, limits.kl_nats)
-        return Sign(
-            rule=Rule.KL,
-            steps=limits.kl_steps,
-            holds=k3 > limit,
-            sentence=f"KL(sampler || trainer) is {k3:.2g} nats per token by k3, where its first steps had a "
-            f"median of {start:.2g} (limit {limit:.2g})",
-            figures={"k3": k3, "early_median": start, "limit": limit},
+        told = (
+            f"KL(sampler || trainer) is {k3:.2g} nats per token by k3, where its first steps had a "
+            f"median of {start:.2g} (limit {limit:.2g})"
         )
-
-    def _note(self, reward: float | None, spread: float | None) -> None:
-        if reward is not None:
-            self._reward.add(reward)
-        if spread is not None:
-            self._spread.add(spread)
+        figures = {"k3": k3, "early_median": start, "limit": limit}
+        return Sign(Rule.KL, limits.kl_steps, k3 > limit, told, figures)
 
     def _lost(self) -> float:
         """How far the reward has fallen from its highest, in units of what it had gained, or of the deviation
@@ -275,14 +260,13 @@ class Watch:
         beyond_noise = course.best - course.now > limits.reward_errors * course.error
         # where no reward was below 0, 0 is their zero, and a collapse is below half of the highest as well
         halved = course.lowest < 0 or course.now < course.best / 2
-        return Sign(
-            rule=Rule.REWARD,
-            steps=limits.reward_steps,
-            holds=self._lost() > limits.reward_lost and beyond_noise and halved,
-            sentence=f"the reward is {course.now:.3g} after {course.best:.3g} at its highest and "
-            f"{course.start:.3g} at the start (means of {course.window} steps)",
-            figures={"reward": course.now, "highest": course.best, "start": course.start},
+        told = (
+            f"the reward is {course.now:.3g} after {course.best:.3g} at its highest and "
+            f"{course.start:.3g} at the start (means of {course.window} steps)"
         )
+        figures = {"reward": course.now, "highest": course.best, "start": course.start}
+        holds = self._lost() > limits.reward_lost and beyond_noise and halved
+        return Sign(Rule.REWARD, limits.reward_steps, holds, told, figures)
 
     def _gradient(self, norm: float | None) -> Sign | None:
         if norm is None or norm <= 0:  # a step without a gradient
@@ -292,12 +276,10 @@ class Watch:
         insort(self._norms, norm)
         if before < limits.gradient_before:
             return None
+        told = f"the gradient norm is {norm:.3g}, {norm / typical:.0f} times the median before it"
+        figures = {"grad_norm": norm, "median": typical}
         return Sign(
-            rule=Rule.GRADIENT,
-            steps=limits.gradient_steps,
-            holds=norm > limits.gradient_times * typical,
-            sentence=f"the gradient norm is {norm:.3g}, {norm / typical:.0f} times the median before it",
-            figures={"grad_norm": norm, "median": typical},
+            Rule.GRADIENT, limits.gradient_steps, norm > limits.gradient_times * typical, told, figures
         )
 
     def _entropies(self, entropy: float | None) -> list[Sign]:
@@ -316,7 +298,7 @@ class Watch:
         low = now < limits.entropy_left * start and not thriving
         high = now > max(limits.entropy_times * start, start + limits.entropy_nats) and course.rising
         return [
-            Sign(rule=rule, steps=limits.entropy_steps, holds=holds, sentence=told + why, figures=figures)
+            Sign(rule, limits.entropy_steps, holds, told + why, figures)
             for rule, holds, why in (
                 (Rule.ENTROPY_LOW, low, ", and the reward is not near its best: the policy has narrowed"),
                 (Rule.ENTROPY_HIGH, high, " and rising: the policy is dissolving"),
@@ -347,10 +329,7 @@ class Watch:
                 f"algo.overlong_buffer or more rollout.max_tokens end it: {rose}",
             ),
         )
-        return [
-            Sign(rule=rule, steps=limits.truncated_steps, holds=holds, sentence=said, figures=figures)
-            for rule, holds, said in rules
-        ]
+        return [Sign(rule, limits.truncated_steps, holds, said, figures) for rule, holds, said in rules]
 
 
 def alarms(rows: Iterable[Row], limits: Limits | None = None) -> list[Alarm]:
@@ -371,6 +350,3 @@ def watch_after(rows: Iterable[Row], limits: Limits | None = None) -> Watch:
 def _number(row: Row, name: str) -> float | None:
     value = row.get(name)
     return float(value) if isinstance(value, Real) and math.isfinite(value) else None
-
-
-__all__ = ["Alarm", "Limits", "Rule", "Watch", "alarms", "watch_after"]

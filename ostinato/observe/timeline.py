@@ -263,21 +263,3 @@ def in_order(workers: Iterable[str]) -> list[str]:
         return pools.index(pool) if pool in pools else len(pools), stem, int(worker[len(stem) :] or 0)
 
     return sorted(workers, key=place)
-
-
-__all__ = [
-    "DETAIL_BYTES",
-    "GAP_S",
-    "Kind",
-    "Span",
-    "Usage",
-    "coarse",
-    "fewer",
-    "in_order",
-    "kept",
-    "merged",
-    "pool_of",
-    "together",
-    "usage",
-    "usages",
-]

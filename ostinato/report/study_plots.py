@@ -223,11 +223,11 @@ def _text(x: float, y: float, text: str, size: int, color: str = INK, anchor: st
 
 def markdown(table: Table) -> str:
     """A table of the report as Markdown, its note below."""
-    head = [table.title, *(column.name for column in table.columns)]
+    head = [table.title, *table.head]
     lines = [_row(head), "|" + "---|" * len(head)]
-    for line in table.lines:
-        name = f"{line.name} ({line.note})" if line.note else line.name
-        lines.append(_row([name, *(cell.value for cell in line.cells)]))
+    for name, *cells in table.rows:
+        title, _, note = name.partition("\n")
+        lines.append(_row([f"{title} ({note})" if note else title, *cells]))
     return "\n".join(lines) + (f"\n\n{table.note}" if table.note else "")
 
 

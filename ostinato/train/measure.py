@@ -2,7 +2,7 @@
 
 Three passes score the same tokens: native (the trainer chooses its experts), replay (it takes the
 sampler's), and floor (native again, packed otherwise: what shapes and the order of sums alone change). They
-are made with the forward that the trainer trains with, and become figures here (``algo.mismatch``).
+are made with the forward that the trainer trains with, and become figures here (``observe.mismatch``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ostinato.algo.mismatch import DIRECTION, arm, pearson, routers
 from ostinato.algo.routing import sequence_spans
 from ostinato.model.flops import Work
+from ostinato.observe.mismatch import DIRECTION, arm, pearson, routers
 from ostinato.train.gate import coverage
 from ostinato.train.inputs import Inputs, otherwise_packed
 from ostinato.train.passes import Passes, ScoreOptions, Scores

@@ -126,11 +126,11 @@ def test_the_board_of_a_run_that_goes(browser: str, tmp_path: Path) -> None:
     assert "data-error" not in opening(dom) and "data-pwned" not in opening(dom)
     assert 'data-lanes="5"' in opening(dom) and 'data-workers="3"' in opening(dom)
     assert 'data-answers="24"' in opening(dom)
-    assert dom.count("<svg") > 6
+    assert dom.count('<div class="uplot') > 6
     assert 'class="state live"' in dom and "running" in dom and "step 12 of 30" in dom
     assert re.search(r"idle: samplers \d+ %, trainer \d+ %, graders \d+ %", dom)
     assert "k3 &lt;script&gt;" in dom and "&lt;b&gt;killed&lt;/b&gt;" in dom
-    assert "<img" not in dom and dom.count("<script") == 3
+    assert "<img" not in dom and dom.count("<script") == 4
 
 
 def test_the_board_of_a_run_that_has_not_begun(browser: str, tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def test_scripts_run_without_an_error(dom: str) -> None:
     assert f'data-samples="{SIBLINGS}"' in opening
     charts = json.loads(re.findall(r'id="chart-data">(.*?)</script>', dom, re.DOTALL)[0])
     assert f'data-charts="{len(charts)}"' in opening
-    assert dom.count("<svg") == len(charts) > 12
+    assert dom.count('<div class="uplot') == len(charts) > 12
 
 
 def test_the_browser_of_samples_opens_with_the_last_step(dom: str) -> None:

@@ -42,7 +42,7 @@ ARROWS: dict[str, set[str]] = {
     "env": {"types", "protocols", "render"},
     "reward": {"types", "protocols", "render"},
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
-    "train": {"types", "protocols", "run", "algo", "model", "parallel"},
+    "train": {"types", "protocols", "run", "algo", "model", "parallel", "observe.mismatch"},
     "cluster": {"observe.timeline", "types", "protocols", "run"},  # and Ray, which nothing else imports
     "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo"}
     | {"model", "history", "rollout", "train", "observe.timeline", "observe.ledger", "observe.stability"},
@@ -50,6 +50,7 @@ ARROWS: dict[str, set[str]] = {
     "observe.timeline": set(),
     "observe.ledger": {"axis", "run"},
     "observe.stability": set(),
+    "observe.mismatch": {"algo"},
     "observe.report": LEAVES,
     "observe.board": LEAVES | {"observe.report"},
     "report": {"run", "observe.report"},

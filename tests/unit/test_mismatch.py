@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.algo.mismatch import F2_ON, K3_ON, TAUS, arm, decide, pearson, routers, tail
+from ostinato.algo.mismatch import F2_ON, K3_ON, decide, tail
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
 from ostinato.algo.routing import never_written, part_sums, sequence_spans
+from ostinato.observe.mismatch import TAUS, arm, pearson, routers
 from ostinato.types import NO_EXPERT, Sample
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8

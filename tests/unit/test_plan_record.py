@@ -65,10 +65,10 @@ def test_the_report_shows_both(tmp_path: Path) -> None:
     data = read_run(run)
     (section,) = plan_sections(data)
     seconds, sent = section.tables
-    lines = {line.name: [cell.value for cell in line.cells] for line in seconds.lines}
+    lines = {name.partition("\n")[0]: cells for name, *cells in seconds.rows}
     assert lines["train"][2] == "2.00" and lines["rollout"][2] == "1.00"
     assert lines["train"][3]  # its largest term
-    assert all(line.cells[2].value == "1.000" for line in sent.lines)
+    assert all(row[3] == "1.000" for row in sent.rows)
     assert "publishes" in sent.note
     assert "train d8t2, logprobs d8t2, rollout d16" in section.lead
     page = html(data, pack_samples(run.trajectories, None))
@@ -86,12 +86,7 @@ def test_what_was_weighed_is_shown_with_a_plan_or_without(tmp_path: Path) -> Non
     data = read_run(run)
     for one in (data, replace(data, plan={})):
         (section,) = plan_sections(one)
-        (line,) = section.tables[-1].lines
-        assert [line.name, *(cell.value for cell in line.cells)] == [
-            "step 4",
-            "on under another",
-            "shorter answers",
-        ]
+        assert section.tables[-1].rows == [("step 4", "on under another", "shorter answers")]
 
 
 def test_a_run_without_a_plan_or_with_a_damaged_one_is_reported(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_what_is_not_identified_has_no_median_in_any_figure_or_cell(tmp_path: Pa
     assert len(known) == 1 and set(known[0].values) == {None}
     assert {value for one in charts["forecast-A"].series for value in one.values} == {None}
     (table,) = forecast_sections(read_run(run))[0].tables
-    assert table.lines[-1].cells[2].value.startswith("[") and table.lines[0].cells[2].value == "-"
+    assert table.rows[-1][3].startswith("[") and table.rows[0][3] == "-"
 
 
 @pytest.mark.slow
@@ -108,8 +108,8 @@ def test_downstream_sets_stand_beside_the_main_one(tmp_path: Path) -> None:
     hard, late = section.charts[0].series
     assert section.charts[0].steps == [0, 20]
     assert (hard.values, late.values) == ([0.1, 0.5], [None, 0.9])
-    cells = [[cell.value for cell in line.cells] for line in section.tables[0].lines]
-    names = [line.name for line in section.tables[0].lines]
+    cells = [row[1:] for row in section.tables[0].rows]
+    names = [row[0].partition("\n")[0] for row in section.tables[0].rows]
     assert names == ["<b>hard, pass@1", "late, pass@1", "late, mean reward"]
     assert cells[2][1] == "1.500 [1.304, 1.696]"
     assert cells[0][2].startswith("+0.400 [") and cells[1][0] == "not measured" and cells[1][2] == ""

@@ -19,7 +19,7 @@ from small_ledger import a_step, killed_and_resumed, start
 
 from ostinato.observe.ledger import Summary, summary
 from ostinato.observe.report.charts import Chart, Section, to_plain
-from ostinato.observe.report.facts import Cell, Column, Line, Table
+from ostinato.observe.report.facts import Table
 from ostinato.observe.report.ledger import by_step, section, tables
 from ostinato.observe.report.scaling import (
     Course,
@@ -190,7 +190,6 @@ class Tags(HTMLParser):
 
 
 def whole_page(name: str) -> Page:
-    line = Line(name=name, note=name, cells=(Cell(value=name),))
     charts = [
         curve_chart([course(name=name), course(name="other")], "GPU-hours", name),
         profile_chart(np.linspace(0.5, 0.7, 5), np.linspace(4, 0, 5)),
@@ -200,7 +199,7 @@ def whole_page(name: str) -> Page:
         kind="fit",
         lead=[name],
         alarms=[name],
-        tables=[Table(title=name, columns=(Column(name=name),), lines=(line,))],
+        tables=[Table(title=name, head=(name,), rows=[(f"{name}\n{name}", name)])],
         forests=[
             Forest(title=name, note=name, rows=(Stretch(name=name, low=0, high=1, middle=None, text=name),))
         ],
@@ -212,7 +211,7 @@ def test_what_others_wrote_never_becomes_markup() -> None:
     found = Tags(html(whole_page(PROBE), NOW))
     assert "img" not in {tag for tag, _ in found.tags}
     assert not [name for _, attributes in found.tags for name in attributes if name.startswith("on")]
-    assert sum(tag == "script" for tag, _ in found.tags) == 2  # data, charts.js
+    assert sum(tag == "script" for tag, _ in found.tags) == 3  # data, uplot.js, charts.js
     assert json.loads(found.scripts[0])["curve"]["series"][0]["label"].startswith(PROBE)
 
 
@@ -221,7 +220,7 @@ def test_the_page_admits_its_own_script_and_nothing_from_outside(tmp_path: Path)
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     found = Tags(page)
     policy = next(a["content"] for tag, a in found.tags if tag == "meta" and a.get("http-equiv"))
-    digest = base64.b64encode(hashlib.sha256(found.scripts[1].encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(found.scripts[-1].encode()).digest()).decode()
     assert policy is not None and "default-src 'none'" in policy and f"'sha256-{digest}'" in policy
     assert not [a for _, a in found.tags if "src" in a or "href" in a]
     assert not re.findall(r"url\(|@import", page)
@@ -243,9 +242,7 @@ def books(rows: list[dict[str, Any]]) -> dict[str, Summary]:
 def shares(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[str, ...]]:
     found = tables(books(rows))
     return {
-        (table.title, one.name): tuple(cell.value for cell in one.cells)
-        for table in found
-        for one in table.lines
+        (table.title, name.partition("\n")[0]): tuple(cells) for table in found for name, *cells in table.rows
     }
 
 
@@ -266,8 +263,8 @@ def test_runs_stand_side_by_side_and_what_none_has_is_left_out() -> None:
     short = [start(1, 0.0, price=0.0), a_step(1, 1, 15.0)]
     both = {"long": summary(killed_and_resumed()), "short": summary(short)}
     made = {table.title: table for table in tables(both)}
-    assert [column.name for column in made["Tokens"].columns] == ["long", "share", "short", "share"]
-    by_name = {one.name: [cell.value for cell in one.cells] for one in made["Compute"].lines}
+    assert made["Tokens"].head == ["long", "share", "short", "share"]
+    by_name = {name.partition("\n")[0]: cells for name, *cells in made["Compute"].rows}
     assert by_name["bill"] == ["0.12 USD", ""]  # the price of the second is not known
     assert tables({}) == []
 
@@ -277,7 +274,7 @@ def test_every_amount_has_its_currency() -> None:
         row | {"currency": "EUR"} if row["event"] == "start" else row for row in killed_and_resumed(2000.0)
     ]
     made = {table.title: table for table in tables({"a": summary(killed_and_resumed()), "b": summary(euros)})}
-    by_name = {one.name: [cell.value for cell in one.cells] for one in made["Compute"].lines}
+    by_name = {name.partition("\n")[0]: cells for name, *cells in made["Compute"].rows}
     assert by_name["money"] == ["0.1178 USD", "24.54 EUR"] and by_name["bill"] == ["0.12 USD", "26.76 EUR"]
 
 

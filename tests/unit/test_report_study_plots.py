@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.observe.report.facts import Cell, Column, Line, Table
+from ostinato.observe.report.facts import Table
 from ostinato.observe.report.scaling import Forest, Stretch
 from ostinato.report.study_plots import (
     HEIGHT,
@@ -82,8 +82,7 @@ def test_forests_stand_side_by_side_by_name() -> None:
 
 
 def test_markdown_keeps_its_columns() -> None:
-    line = Line(name="a|b", note="", cells=(Cell(value="1 | 2"), Cell(value="-")))
-    table = Table(title="Arm", columns=(Column(name="x"), Column(name="y")), lines=(line,), note="Why.")
+    table = Table(title="Arm", head=("x", "y"), rows=[("a|b", "1 | 2", "-")], note="Why.")
     head, rule, row, _, note = markdown(table).split("\n")
     assert head == "| Arm | x | y |"
     assert rule == "|---|---|---|"

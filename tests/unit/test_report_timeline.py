@@ -135,9 +135,8 @@ def test_idle_shares_are_by_pool_and_step() -> None:
     section = pipeline_sections(data())[0]
     assert section.lead.startswith("Idle from the first step to the last: samplers ")
     table = section.tables[0]
-    assert [line.name for line in table.lines] == [*SAMPLERS, "trainer", "grader-0"]
-    assert [column.name for column in table.columns][:2] == ["worked", "prefill"]
-    assert table.columns[-1].name == "idle"
+    assert [row[0] for row in table.rows] == [*SAMPLERS, "trainer", "grader-0"]
+    assert table.head[:2] == ("worked", "prefill") and table.head[-1] == "idle"
 
 
 def test_workers_that_share_the_cores_are_told_as_such() -> None:
@@ -149,7 +148,7 @@ def test_workers_that_share_the_cores_are_told_as_such() -> None:
 def test_many_workers_are_told_by_pool() -> None:
     spans = [Span(worker=f"sampler-{n}", kind=Kind.DECODE, start=BEGAN, stop=BEGAN + 3) for n in range(40)]
     (table,) = pipeline_sections(data(1, spans=spans))[0].tables
-    assert [(line.name, line.cells[0].value) for line in table.lines] == [("sampler x 40", "50.0%")]
+    assert [row[:2] for row in table.rows] == [("sampler x 40", "50.0%")]
 
 
 def test_without_a_timeline_the_loop_s_own_figure_is_drawn() -> None:

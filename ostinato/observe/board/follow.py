@@ -145,7 +145,7 @@ class Follower:
             "alarms": [_alarm(row) for row in reversed(self._rows["watch"])],
             "failed": [asdict(one) for one in failed_rewards(self._rows["failed_rewards"])],
             "forecast": next((str(row.get("sentence", "")) for row in reversed(self._rows["forecast"])), ""),
-            "metrics": self._curves.names,
+            "metrics": sorted(self._curves.names),
             "notes": self.notes(),
             "revisions": self.revisions,
         }

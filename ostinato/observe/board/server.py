@@ -32,7 +32,7 @@ from ostinato.observe.report.page.offline import FOLDER, digest, read, render
 from ostinato.run import RunFolder
 
 FOLDERS = (Path(__file__).parent / "page", FOLDER)
-SCRIPTS = ("charts.js", "gantt.js", "board.js")
+SCRIPTS = ("uplot.js", "charts.js", "gantt.js", "board.js")
 PORT, TRIES = 7321, 20  # the first to try, and how many
 MOST_SECONDS = 900.0  # of the timeline
 CHOSEN = 24  # metrics

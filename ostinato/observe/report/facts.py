@@ -6,9 +6,10 @@ Pure functions of a ``RunData``; every number leaves here as text with its unit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from ostinato.observe.ledger import Event
 from ostinato.observe.report.reading import Row, RunData, column, last_step, names_under, number, total
@@ -17,39 +18,24 @@ Z95 = 1.959964  # two-sided 95 % of the normal distribution
 NOT_MEASURED = "not measured"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
+class Fact(NamedTuple):
     name: str
     value: str
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    value: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    name: str
-    note: str = ""
-    number: bool = True  # aligned to the right, never broken
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    name: str
-    note: str  # unit and meaning
-    cells: tuple[Cell, ...]  # one for each column
+Line = Sequence[str]  # its name, then a cell for each column; what follows a line end is a note in small type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
+    """``head`` names the columns after the first one, which is named by the title."""
+
     title: str
-    columns: tuple[Column, ...]
-    lines: tuple[Line, ...]
+    head: Line
+    rows: Sequence[Line]
     note: str = ""
+    words: Sequence[str] = ()  # columns that hold no numbers: aligned to the left, and broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +44,6 @@ class Estimate:
 
     value: float
     interval: tuple[float, float] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One line of the table: a held-out measure before (step 0) and after training."""
-
-    name: str
-    unit: str
-    before: str
-    after: str
-    change: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,14 +123,14 @@ def headline(data: RunData) -> Headline:
         verdict = _missing(before, after)
     return Headline(
         before=None if before is None else f"{before.value:.3f}",
-        before_interval=_interval(before),
+        before_interval=interval_text(before),
         after=None if after is None else f"{after.value:.3f}",
-        after_interval=_interval(after),
+        after_interval=interval_text(after),
         after_step=last_step(data.evals),
-        change=_signed(change),
+        change=score_text(change, "+.3f"),
         verdict=verdict,
         tone=tone,
-        beside=tuple(f"{line.name} {line.before} → {line.after}" for line in _beside(data)),
+        beside=tuple(f"{name} {before} → {after}" for name, before, after in _beside(data)),
     )
 
 
@@ -178,67 +153,56 @@ def _missing(before: Estimate | None, after: Estimate | None) -> str:
     return "There is nothing to compare with: the model before training was not measured (eval.at_start)."
 
 
-def _beside(data: RunData) -> list[Comparison]:
-    return [line for line in comparisons(data) if line.name in ("mean reward", "pass@1, greedy")]
+def _beside(data: RunData) -> Iterator[tuple[str, str, str]]:
+    for name, before, after, _ in comparisons(data).rows:
+        if (measure := name.partition("\n")[0]) in ("mean reward", "pass@1, greedy"):
+            yield measure, before, after
 
 
-def comparisons(data: RunData) -> list[Comparison]:
-    """The table side by side with the baseline: the model at step 0, on the same prompts."""
+def comparisons(data: RunData) -> Table:
+    """Side by side with the baseline: the model at step 0, on the same prompts."""
     before, after = ends(data)
-    row = after or before
-    if row is None:
-        return []
-    lines = [_compared("pass@1", "share of prompts", before, after, "pass@1")]
+    step = f"step {last_step(data.evals)}" if after else "not yet"
+    head = ("before\nstep 0, the baseline", f"after\n{step}", "change")
+    rows = [] if (row := after or before) is None else [*_compared(data, row, before, after)]
+    return Table(title="held out", head=head, rows=rows, note=protocol(data))
+
+
+def _compared(data: RunData, row: Row, before: Row | None, after: Row | None) -> Iterator[Line]:
+    yield change_line("pass@1\nshare of prompts", before, after, "pass@1")
     if (k := number(row, "k") or 1) > 1:
-        lines.append(_compared(f"pass@{k:.0f}", "share of prompts", before, after, "pass@k"))
-    lines.append(_compared("mean reward", "per answer", before, after, "reward"))
+        yield change_line(f"pass@{k:.0f}\nshare of prompts", before, after, "pass@k")
+    yield change_line("mean reward\nper answer", before, after, "reward")
     if data.greedy:
-        unit = "share of prompts, one answer at temperature 0"
-        lines.append(_compared("pass@1, greedy", unit, *_ends(data.greedy), "pass@1"))
-        unit = "per answer, at temperature 0"
-        lines.append(_compared("mean reward, greedy", unit, *_ends(data.greedy), "reward"))
-    plain = (
-        ("answer length", "tokens, mean", "completions/mean_length", "{:.1f}", 1.0),
-        ("truncated", "share of answers", "completions/clipped_ratio", "{:.3f}", 1.0),
-    )
-    lines += [_plain(*line, before, after) for line in plain]
-    return lines
+        greedy = _ends(data.greedy)
+        yield change_line("pass@1, greedy\nshare of prompts, one answer at temperature 0", *greedy, "pass@1")
+        yield change_line("mean reward, greedy\nper answer, at temperature 0", *greedy, "reward")
+    for name, key, form in (
+        ("answer length\ntokens, mean", "completions/mean_length", ".1f"),
+        ("truncated\nshare of answers", "completions/clipped_ratio", ".3f"),
+    ):
+        old, new = (None if one is None else number(one, key) for one in (before, after))
+        change = "" if old is None or new is None else format(new - old, f"+{form}")
+        yield name, *(NOT_MEASURED if one is None else format(one, form) for one in (old, new)), change
 
 
-def _compared(name: str, unit: str, before: Row | None, after: Row | None, key: str) -> Comparison:
+def change_line(name: str, before: Row | None, after: Row | None, key: str) -> Line:
+    """A held-out figure before and after, and its change."""
     old, new = (None if row is None else estimate(row, key) for row in (before, after))
-    change = difference(old, new) if old and new else None
-    return Comparison(name=name, unit=unit, before=_full(old), after=_full(new), change=_signed(change))
+    change = score_text(difference(old, new), "+.3f") if old and new else ""
+    return name, score_text(old) or NOT_MEASURED, score_text(new) or NOT_MEASURED, change
 
 
-def _plain(
-    name: str, unit: str, key: str, form: str, scale: float, before: Row | None, after: Row | None
-) -> Comparison:
-    old, new = (None if row is None else number(row, key) for row in (before, after))
-    change = "" if old is None or new is None else form.replace("{:", "{:+").format((new - old) * scale)
-    old_text, new_text = (
-        NOT_MEASURED if value is None else form.format(value * scale) for value in (old, new)
-    )
-    return Comparison(name=name, unit=unit, before=old_text, after=new_text, change=change)
+def score_text(value: Estimate | None, form: str = ".3f") -> str:
+    """ "0.300 [0.245, 0.362]"; empty for None."""
+    return "" if value is None else f"{value.value:{form}} {interval_text(value, form)}".strip()
 
 
-def _full(value: Estimate | None) -> str:
-    return NOT_MEASURED if value is None else f"{value.value:.3f} {_interval(value)}".strip()
-
-
-def _interval(value: Estimate | None) -> str:
+def interval_text(value: Estimate | None, form: str = ".3f") -> str:
     if value is None or value.interval is None:
         return ""
     low, high = value.interval
-    return f"[{low:.3f}, {high:.3f}]"
-
-
-def _signed(value: Estimate | None) -> str:
-    if value is None:
-        return ""
-    if value.interval is None:
-        return f"{value.value:+.3f}"
-    return f"{value.value:+.3f} [{value.interval[0]:+.3f}, {value.interval[1]:+.3f}]"
+    return f"[{low:{form}}, {high:{form}}]"
 
 
 def protocol(data: RunData) -> str:
@@ -265,7 +229,7 @@ def _exported(data: RunData) -> str:
     """What the policy is worth with the weights that it is exported for, where the sampler has others."""
     if data.exported is None:
         return ""
-    score, step = _full(estimate(data.exported, "pass@1")), data.exported.get("step")
+    score, step = score_text(estimate(data.exported, "pass@1")), data.exported.get("step")
     return (
         f" These are scores of the sampler, whose weights are {data.evals[-1].get('weights')}; with the "
         f"model's own, as it is exported, the policy of step {step} has pass@1 {score}."
@@ -304,34 +268,20 @@ def header(data: RunData) -> list[Fact]:
     sizes = (
         f"{data.setting('rollout.prompts_per_step', '?')} prompts x {data.setting('rollout.group_size', '?')}"
     )
+    overrides = ", ".join(
+        f"{key}={value}" for key, value in data.setting("algo", {}).items() if key != "name"
+    )
+    rewards = ", ".join(data.setting("reward.functions", ()))
     return [
-        Fact(
-            name="Model",
-            value=str(data.setting("model.path", "?")),
-            note=str(data.setting("model.dtype", "")),
-        ),
-        Fact(name="Trained", value=adapter),
-        Fact(name="Algorithm", value=str(data.setting("algo.name", "?")), note=_overrides(data)),
-        Fact(name="Task", value=str(data.setting("task.source", "?")), note=_rewards(data)),
-        Fact(
-            name="Step",
-            value=f"{sizes} answers",
-            note=f"≤ {data.longest_answer} each",
-        ),
-        Fact(name="Seed", value=str(data.setting("seed", "?"))),
-        Fact(name="When", value=_when(data)),
+        Fact("Model", str(data.setting("model.path", "?")), str(data.setting("model.dtype", ""))),
+        Fact("Trained", adapter),
+        Fact("Algorithm", str(data.setting("algo.name", "?")), overrides),
+        Fact("Task", str(data.setting("task.source", "?")), f"reward: {rewards}" if rewards else ""),
+        Fact("Step", f"{sizes} answers", f"≤ {data.longest_answer} each"),
+        Fact("Seed", str(data.setting("seed", "?"))),
+        Fact("When", _when(data)),
         *_machine(data),
     ]
-
-
-def _overrides(data: RunData) -> str:
-    algo = data.setting("algo", {})
-    return ", ".join(f"{key}={value}" for key, value in algo.items() if key != "name")
-
-
-def _rewards(data: RunData) -> str:
-    names = data.setting("reward.functions", ())
-    return f"reward: {', '.join(names)}" if names else ""
 
 
 def _when(data: RunData) -> str:
@@ -346,12 +296,12 @@ def _when(data: RunData) -> str:
 
 def _machine(data: RunData) -> list[Fact]:
     if not data.starts:
-        return [Fact(name="Machine", value="not recorded by this run")]
+        return [Fact("Machine", "not recorded by this run")]
     last = data.starts[-1]
     resumed = f"started {len(data.starts)} times" if len(data.starts) > 1 else ""
     return [
-        Fact(name="Machine", value=str(last.get("machine", "?")), note=resumed),
-        Fact(name="Versions", value=str(last.get("versions", "?"))),
+        Fact("Machine", str(last.get("machine", "?")), resumed),
+        Fact("Versions", str(last.get("versions", "?"))),
     ]
 
 
@@ -359,24 +309,20 @@ def totals(data: RunData) -> list[Fact]:
     """What the run cost, from the totals of the last row (they outlive a resume)."""
     if not data.metrics:
         return []
-    last = data.metrics[-1]
-    sampled, trained = number(last, "total/sampled_tokens"), number(last, "total/trained_tokens")
-    seconds = number(last, "total/seconds")
-    facts = [Fact(name="steps", value=f"{last_step(data.metrics)}")]
+    names = ("sampled_tokens", "trained_tokens", "seconds", "useful_flops", "wasted_flops")
+    sampled, trained, seconds, useful, wasted = (number(data.metrics[-1], f"total/{name}") for name in names)
+    facts = [Fact("steps", f"{last_step(data.metrics)}")]
     if seconds is not None:
-        facts.append(
-            Fact(name="in steps", value=seconds_text(seconds), note="wall time, evaluations not counted")
-        )
+        facts.append(Fact("in steps", seconds_text(seconds), "wall time, evaluations not counted"))
     if sampled is not None:
-        facts.append(Fact(name="tokens sampled", value=si(sampled)))
+        facts.append(Fact("tokens sampled", si(sampled)))
     if sampled and trained is not None:
-        facts.append(Fact(name="of them trained on", value=f"{trained / sampled:.0%}"))
-    useful, wasted = number(last, "total/useful_flops"), number(last, "total/wasted_flops")
+        facts.append(Fact("of them trained on", f"{trained / sampled:.0%}"))
     if useful is not None and wasted is not None and useful + wasted > 0:
         note = f"{si(useful)}FLOP of {si(useful + wasted)}FLOP, by the model's shapes"
-        facts.append(Fact(name="of FLOPs useful", value=f"{useful / (useful + wasted):.0%}", note=note))
+        facts.append(Fact("of FLOPs useful", f"{useful / (useful + wasted):.0%}", note))
     if seconds and sampled is not None:
-        facts.append(Fact(name="tokens/s", value=si(sampled / seconds), note="sampled, over whole steps"))
+        facts.append(Fact("tokens/s", si(sampled / seconds), "sampled, over whole steps"))
     return facts
 
 
@@ -395,12 +341,10 @@ def milestones(data: RunData) -> list[Fact]:
     """The best step, and the one in which the run collapsed, if it did."""
     found = []
     if (best := best_score(data)) is not None:
-        step, score = best
-        note = f"pass@1 {score.value:.3f} {_interval(score)}".strip()
-        found.append(Fact(name="best score", value=f"step {step}", note=note))
+        found.append(Fact("best score", f"step {best[0]}", f"pass@1 {score_text(best[1])}"))
     if (alarm := collapse(data)) is not None:
         note = f"{alarm.get('rule', '?')}, since step {alarm.get('since', '?')}"
-        found.append(Fact(name="collapse", value=f"step {alarm['step']:.0f}", note=note))
+        found.append(Fact("collapse", f"step {alarm['step']:.0f}", note))
     return found
 
 
@@ -424,28 +368,20 @@ WASTE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
-    """A line of a table of counters."""
-
-    name: str
-    meaning: str
-    count: str
-    share: str
-    steps: str  # when it happened
-    zero: bool
-
-
-def waste(data: RunData) -> list[Count]:
+def waste(data: RunData) -> Table:
     """Sampled tokens that no step trained on, by reason; "trained on" comes first."""
     rows = data.metrics
     sampled = total(rows, "tokens/sampled")
-    if not sampled:
-        return []
-    used = _count(rows, "tokens/trained", "trained on", "took part in a gradient", sampled)
-    reasons = names_under(rows, "tokens/wasted/")
-    lost = [_count(rows, f"tokens/wasted/{name}", name, WASTE.get(name, ""), sampled) for name in reasons]
-    return [used, *sorted(lost, key=lambda line: -float(total(rows, f"tokens/wasted/{line.name}")))]
+    reasons = sorted(
+        names_under(rows, "tokens/wasted/"), key=lambda name: -total(rows, f"tokens/wasted/{name}")
+    )
+    lines = [_count(rows, "tokens/trained", "trained on", "took part in a gradient", sampled)]
+    lines += [_count(rows, f"tokens/wasted/{name}", name, WASTE.get(name, ""), sampled) for name in reasons]
+    return _counters("of sampled", lines if sampled else [])
+
+
+def _counters(of: str, rows: Sequence[Line]) -> Table:
+    return Table(title="what", head=("count", of, "in step"), rows=rows, words=("in step",))
 
 
 EVENTS = {
@@ -461,46 +397,30 @@ def _events(rows: Sequence[Row]) -> list[str]:
     return sorted(key for key in keys if key.rpartition("/")[2] not in ("mean", "std", "calls"))
 
 
-def faults(data: RunData) -> list[Count]:
+def faults(data: RunData) -> Table:
     """What went wrong, by name. A count of 0 is said, not left out."""
     rows = data.metrics
-    if not rows:
-        return []
-    trajectories, groups = total(rows, "rollout/trajectories"), total(rows, "rollout/groups")
-    lines = [
-        _count(rows, "rollout/failed", "episodes failed", "ended in an error, not trained on", trajectories)
+    answers, groups = total(rows, "rollout/trajectories"), total(rows, "rollout/groups")
+    counted = [
+        ("rollout/failed", "episodes failed", "ended in an error, not trained on", answers),
+        ("rollout/no_verdict", "answers without a verdict", "never scored as 0", answers),
+        *((f"faults/{name}", f"fault: {name}", "", answers) for name in names_under(rows, "faults/")),
+        *((key, f"event: {key}", EVENTS[key.partition("/")[0]], 0) for key in _events(rows)),
+        ("groups/dropped", "groups dropped", "not trained on", groups),
+        *(
+            (f"groups/dropped/{name}", f"dropped: {name}", WASTE.get(name, ""), groups)
+            for name in names_under(rows, "groups/dropped/")
+        ),
+        ("refused_step", "steps refused", "a loss or gradient was not finite", len(rows)),
+        ("empty_step", "steps with nothing to learn", "no sample was left", len(rows)),
     ]
-    lines.append(
-        _count(rows, "rollout/no_verdict", "answers without a verdict", "never scored as 0", trajectories)
-    )
-    lines += [
-        _count(rows, f"faults/{name}", f"fault: {name}", "", trajectories)
-        for name in names_under(rows, "faults/")
-    ]
-    lines += [_count(rows, key, f"event: {key}", EVENTS[key.partition("/")[0]], 0) for key in _events(rows)]
-    lines.append(_count(rows, "groups/dropped", "groups dropped", "not trained on", groups))
-    lines += [
-        _count(rows, f"groups/dropped/{name}", f"dropped: {name}", WASTE.get(name, ""), groups)
-        for name in names_under(rows, "groups/dropped/")
-    ]
-    lines.append(
-        _count(rows, "refused_step", "steps refused", "a loss or gradient was not finite", len(rows))
-    )
-    lines.append(_count(rows, "empty_step", "steps with nothing to learn", "no sample was left", len(rows)))
-    return lines
+    return _counters("share", [_count(rows, *one) for one in counted] if rows else [])
 
 
-def _count(rows: Sequence[Row], key: str, name: str, meaning: str, of: float) -> Count:
+def _count(rows: Sequence[Row], key: str, name: str, meaning: str, of: float) -> Line:
     count = total(rows, key)
     when = [int(row["step"]) for row, value in zip(rows, column(rows, key), strict=True) if value]
-    return Count(
-        name=name,
-        meaning=meaning,
-        count=f"{count:,.0f}",
-        share=_share(count, of),
-        steps=steps_text(when),
-        zero=not count,
-    )
+    return f"{name}\n{meaning}", f"{count:,.0f}", _share(count, of), steps_text(when) or "-"
 
 
 def _share(count: float, of: float) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 from ostinato.axis import Axis
 from ostinato.observe.ledger import Event, Summary, spells
-from ostinato.observe.report.charts import Section, figure, line, ready
-from ostinato.observe.report.facts import Cell, Column, Line, Table, seconds_text, si
+from ostinato.observe.report.charts import Lines, Section, Series, figure, lines
+from ostinato.observe.report.facts import Table, seconds_text, si
 from ostinato.observe.report.reading import Row
 from ostinato.run import RunFolder
 
 Books = Mapping[str, Summary]  # by the name of the run
 Form = Callable[[float], str]
+Of = Callable[[Summary], float | None]
+Measure = tuple[str, Of, Form | None]  # its name and note; None: with the currency of the run
 
 PARTS = {
     "sample": ("--blue", "sampling"),
@@ -34,13 +34,13 @@ WALL = {
     "between": "what has no row",
     "lost": "given up, or until the last sign of life of a process that was killed",
 }
-AXES: Mapping[Axis, tuple[str, Form]] = {
+AXES: Mapping[Axis, tuple[str, Form | None]] = {
     Axis.DEVICE_HOURS: ("devices x wall clock, idle ones too", "{:.4g}".format),
     Axis.HOURS: ("wall clock", "{:.4g}".format),
     Axis.FLOPS: ("FLOP", si),
     Axis.TOKENS: ("sampled", si),
     Axis.STEPS: ("that count", "{:.0f}".format),
-    Axis.MONEY: ("price x device-hours", "{:,.4g}".format),
+    Axis.MONEY: ("price x device-hours", None),
 }
 
 
@@ -55,36 +55,28 @@ def tables(books: Books) -> list[Table]:
     pools = dict.fromkeys(name for one in books.values() for name in one.pools)
     made = [
         _compute(books),
-        _time(books),
+        _table("Wall clock", books, _wall(), lambda one: sum(one.wall.values())),
         *(_pool(books, name) for name in pools),
         _tokens(books),
         _flops(books),
         _evaluation(books),
     ]
-    return [table for table in made if table.lines]
+    return [table for table in made if table.rows]
 
 
 def _compute(books: Books) -> Table:
-    lines = [
-        _line(books, axis, note, lambda one, axis=axis: one.compute.get(axis), form)
+    measures: list[Measure] = [
+        (f"{axis}\n{note}", lambda one, axis=axis: one.compute.get(axis), form)
         for axis, (note, form) in AXES.items()
     ]
-    lines += [
-        _line(books, "speed", "FLOP/s over all of these hours", _speed, si),
-        _line(books, "bill", "of all device hours, evaluation too", lambda one: one.money, "{:,.4g}".format),
-        _line(books, "restarts", "", lambda one: float(one.restarts), "{:.0f}".format),
-        _line(books, "repeated steps", "", lambda one: float(one.repeated), "{:.0f}".format),
+    measures += [
+        ("speed\nFLOP/s over all of these hours", _speed, si),
+        ("bill\nof all device hours, evaluation too", lambda one: one.money, None),
+        ("restarts", lambda one: float(one.restarts), "{:.0f}".format),
+        ("repeated steps", lambda one: float(one.repeated), "{:.0f}".format),
     ]
     note = "Of training: with idle devices, restarts and repeated work, without evaluation."
-    lines = [_in_currency(one, books) if one.name in (Axis.MONEY, "bill") else one for one in lines]
-    return _table("Compute", books, lines, note)
-
-
-def _in_currency(amounts: Line, books: Books) -> Line:
-    """Every amount with the currency of its run; what has no value stays empty."""
-    named = zip(amounts.cells[::2], books.values(), strict=True)
-    told = [replace(cell, value=f"{cell.value} {one.currency}" if cell.value else "") for cell, one in named]
-    return replace(amounts, cells=tuple(cell for one in told for cell in (one, Cell(value=""))))
+    return _table("Compute", books, measures, note=note)
 
 
 def _speed(one: Summary) -> float | None:
@@ -92,15 +84,12 @@ def _speed(one: Summary) -> float | None:
     return one.compute["flops"] / seconds if seconds and "flops" in one.compute else None
 
 
-def _time(books: Books) -> Table:
-    def wall(one: Summary) -> float:
-        return sum(one.wall.values())
-
-    lines = [
-        _line(books, name, note, lambda one, name=name: one.wall[name], seconds_text, wall)
+def _wall() -> list[Measure]:
+    parts: list[Measure] = [
+        (f"{name}\n{note}", lambda one, name=name: one.wall[name], seconds_text)
         for name, note in WALL.items()
     ]
-    return _table("Wall clock", books, [*lines, _line(books, "all", "", wall, seconds_text, wall)])
+    return [*parts, ("all", lambda one: sum(one.wall.values()), seconds_text)]
 
 
 def _pool(books: Books, name: str) -> Table:
@@ -108,41 +97,36 @@ def _pool(books: Books, name: str) -> Table:
         pool = one.pools.get(name)
         return {**pool.busy, "idle": pool.idle, "lost": pool.lost, "all": pool.total} if pool else {}
 
-    def whole(one: Summary) -> float:
-        return parts(one).get("all", 0.0)
-
-    found = dict.fromkeys(part for one in books.values() for part in parts(one))
-    order = [part for part in (*PARTS, *found) if part in found]
-    lines = [
-        _line(
-            books,
-            part,
-            PARTS.get(part, ("", ""))[1],
-            lambda one, part=part: parts(one).get(part),
-            seconds_text,
-            whole,
-        )
-        for part in dict.fromkeys([*(part for part in order if part != "all"), "all"])
+    found = dict.fromkeys(part for one in books.values() for part in parts(one) if part != "all")
+    order = [
+        *(part for part in PARTS if part in found),
+        *(part for part in found if part not in PARTS),
+        "all",
     ]
-    return _table(f"Device time, pool {name}", books, lines)
+    measures: list[Measure] = [
+        (_part(part), lambda one, part=part: parts(one).get(part), seconds_text) for part in order
+    ]
+    return _table(f"Device time, pool {name}", books, measures, lambda one: parts(one).get("all"))
+
+
+def _part(name: str) -> str:
+    """The name of a part of the work, and what it is."""
+    return f"{name}\n{PARTS.get(name, ('', ''))[1]}"
 
 
 def _tokens(books: Books) -> Table:
-    def of(name: str) -> Callable[[Summary], float | None]:
+    def of(name: str) -> Of:
         return lambda one: one.tokens.get(name)
 
-    sampled = of("sampled")
-    lines = [
-        _line(books, "sampled", "", sampled, si, sampled),
-        _line(books, "trained", "of them", of("trained"), si, sampled),
-        *_reasons(books, "not trained: ", lambda one: one.dropped, sampled),
-        *(
-            _line(books, name, "", of(name), si)
-            for name in ("prefilled", "injected", "drafted", "accepted", "recomputed")
-        ),
-        _line(books, "context rows of training", "", of("trained_context"), si),
+    shared: list[Measure] = [
+        ("sampled", of("sampled"), si),
+        ("trained\nof them", of("trained"), si),
+        *_reasons(books, "not trained", lambda one: one.dropped),
     ]
-    return _table("Tokens", books, lines)
+    names = ("prefilled", "injected", "drafted", "accepted", "recomputed")
+    rest: list[Measure] = [(name, of(name), si) for name in names]
+    rest.append(("context rows of training", of("trained_context"), si))
+    return _table("Tokens", books, shared, of("sampled"), without_share=rest)
 
 
 def _flops(books: Books) -> Table:
@@ -150,86 +134,75 @@ def _flops(books: Books) -> Table:
         return sum(one.flops.values()) if one.flops else None
 
     parts = dict.fromkeys(part for one in books.values() for part in one.flops)
-    lines = [
-        _line(books, "all", "FLOP", whole, si, whole),
-        *(
-            _line(
-                books,
-                part,
-                PARTS.get(part, ("", ""))[1],
-                lambda one, part=part: one.flops.get(part),
-                si,
-                whole,
-            )
-            for part in parts
-        ),
-        _line(books, "useful", "led to an update", lambda one: one.useful, si, whole),
-        *_reasons(books, "wasted: ", lambda one: one.wasted, whole),
+    measures: list[Measure] = [
+        ("all\nFLOP", whole, si),
+        *((_part(part), lambda one, part=part: one.flops.get(part), si) for part in parts),
+        ("useful\nled to an update", lambda one: one.useful, si),
+        *_reasons(books, "wasted", lambda one: one.wasted),
     ]
     note = "From the model's shapes, products alone; those of work that was lost are not known."
-    return _table("FLOPs of training", books, lines, note)
+    return _table("FLOPs of training", books, measures, whole, note=note)
 
 
-def _reasons(
-    books: Books,
-    prefix: str,
-    of: Callable[[Summary], Mapping[str, int]],
-    whole: Callable[[Summary], float | None],
-) -> list[Line]:
+def _reasons(books: Books, what: str, of: Callable[[Summary], Mapping[str, int]]) -> list[Measure]:
     """What was in vain, the most frequent reason first."""
     sums = Counter[str]()
     for one in books.values():
         sums.update(of(one))
     return [
-        _line(books, prefix + name.replace("_", " "), "", lambda one, n=name: of(one).get(n, 0), si, whole)
+        (f"{what}: {name.replace('_', ' ')}", lambda one, name=name: of(one).get(name, 0), si)
         for name, _ in sums.most_common()
     ]
 
 
 def _evaluation(books: Books) -> Table:
-    def devices(one: Summary) -> float:
-        return sum(pool.total for pool in one.pools.values())
-
-    seconds = _line(
-        books,
-        "device time",
-        "share of all",
+    times: Measure = ("evaluations", lambda one: float(one.evaluation.times), "{:.0f}".format)
+    seconds: Measure = (
+        "device time\nshare of all",
         lambda one: one.evaluation.device_seconds,
         seconds_text,
-        devices,
     )
-    lines = [
-        _line(books, "evaluations", "", lambda one: float(one.evaluation.times), "{:.0f}".format),
-        seconds,
-        _line(books, "sampled tokens", "", lambda one: one.evaluation.tokens, si),
-        _line(books, "FLOPs", "", lambda one: one.evaluation.flops, si),
+    rest: list[Measure] = [
+        times,
+        ("sampled tokens", lambda one: one.evaluation.tokens, si),
+        ("FLOPs", lambda one: one.evaluation.flops, si),
     ]
-    return _table("Evaluation, in no compute", books, lines)
+    return _table("Evaluation, in no compute", books, [seconds], _held, without_share=rest)
 
 
-def _line(
+def _held(one: Summary) -> float:
+    """All device seconds."""
+    return sum(pool.total for pool in one.pools.values())
+
+
+def _table(
+    title: str,
     books: Books,
-    name: str,
-    note: str,
-    of: Callable[[Summary], float | None],
-    form: Form,
-    whole: Callable[[Summary], float | None] = lambda one: None,
-) -> Line:
-    cells = []
+    measures: Iterable[Measure],
+    whole: Of = lambda one: None,
+    note: str = "",
+    without_share: Iterable[Measure] = (),
+) -> Table:
+    """A value and its share of the ``whole`` for each run; without lines that no run has a value for, and
+    without shares where there are none."""
+    rows = [_row(books, one, whole) for one in measures]
+    rows += [_row(books, one, lambda one: None) for one in without_share]
+    rows = [row for row in rows if any(row[1:])]
+    if any(share for row in rows for share in row[2::2]):
+        return Table(
+            title=title, head=[name for run in books for name in (run, "share")], rows=rows, note=note
+        )
+    return Table(title=title, head=list(books), rows=[(row[0], *row[1::2]) for row in rows], note=note)
+
+
+def _row(books: Books, measure: Measure, whole: Of) -> tuple[str, ...]:
+    name, of, form = measure
+    cells = [name]
     for one in books.values():
         value, all_of_it = of(one), whole(one)
-        cells.append(Cell(value="" if value is None else form(value)))
-        cells.append(Cell(value=f"{value / all_of_it:.1%}" if value is not None and all_of_it else ""))
-    return Line(name=name, note=note, cells=tuple(cells))
-
-
-def _table(title: str, books: Books, lines: Sequence[Line], note: str = "") -> Table:
-    """Without lines that no run has a value for, and without shares where there are none."""
-    kept = [one for one in lines if any(cell.value for cell in one.cells)]
-    columns = [column for name in books for column in (Column(name=name), Column(name="share"))]
-    if not any(cell.value for one in kept for cell in one.cells[1::2]):
-        columns, kept = columns[::2], [replace(one, cells=one.cells[::2]) for one in kept]
-    return Table(title=title, columns=tuple(columns), lines=tuple(kept), note=note)
+        text = "" if value is None else form(value) if form else f"{value:,.4g} {one.currency}"
+        cells += [text, f"{value / all_of_it:.1%}" if value is not None and all_of_it else ""]
+    return tuple(cells)
 
 
 # ---- over the steps
@@ -240,41 +213,35 @@ def section(rows: Sequence[Row], name: str = "") -> Section | None:
     steps = by_step(rows)
     if not steps:
         return None
-    title = f"Ledger of {name}" if name else "Ledger"
-    times = [line(steps, f"seconds/{part}", part, color) for part, (color, _) in PARTS.items()]
+    parts: Lines = {f"seconds/{part}": (part, color) for part, (color, _) in PARTS.items()}
+    slug = "".join(char if char.isalnum() else "-" for char in f" {name}".rstrip())  # a page may have several
     charts = [
-        figure(steps, "Device time by part", "Of each step, and what followed it.", "s", times, stacked=True),
-        figure(
-            steps, "FLOPs of each step", "Wasted: by reason.", "FLOP", _stack(steps, "flops"), stacked=True
-        ),
         figure(
             steps,
-            "Tokens of each step",
-            "Trained on, or dropped and why.",
-            "tokens",
-            _stack(steps, "tokens"),
+            title,
+            note,
+            unit,
+            series,
             stacked=True,
-        ),
+            key=f"{title.lower().replace(' ', '-')}{slug}",
+        )
+        for title, note, unit, series in (
+            ("Device time by part", "Of each step, and what followed it.", "s", lines(steps, parts)),
+            ("FLOPs of each step", "Wasted: by reason.", "FLOP", _stack(steps, "flops")),
+            ("Tokens of each step", "Trained on, or dropped and why.", "tokens", _stack(steps, "tokens")),
+        )
     ]
-    slug = "".join(char if char.isalnum() else "-" for char in f" {name}".rstrip())  # a page may have several
-    return Section(title=title, charts=[replace(ready(one), key=f"{one.key}{slug}") for one in charts])
+    return Section(title=f"Ledger of {name}" if name else "Ledger", charts=charts)
 
 
-COLORS = ("--orange", "--red", "--purple", "--grey", "--teal", "--gold") * 3
-
-
-def _stack(rows: Sequence[Row], key: str) -> list[Any]:
+def _stack(rows: Sequence[Row], key: str) -> list[Series]:
     """The good part first, then the reasons."""
     sums = Counter[str]()
     for row in rows:
         sums.update({name: value for name, value in row.items() if name.startswith(f"{key}/")})
     good = f"{key}/{'useful' if key == 'flops' else 'trained'}"
-    reasons = [name for name, _ in sums.most_common() if name != good]
-    pairs = zip((good, *reasons), ("--blue", *COLORS), strict=False)
-    return [
-        line(rows, name, name.removeprefix(f"{key}/").replace("_", " "), color, missing=0.0)
-        for name, color in pairs
-    ]
+    names = [good, *(name for name, _ in sums.most_common() if name != good)]
+    return lines(rows, {name: name.removeprefix(f"{key}/").replace("_", " ") for name in names}, missing=0.0)
 
 
 def by_step(rows: Iterable[Row]) -> list[Row]:

@@ -8,21 +8,11 @@ measured in full, a row of mismatch.jsonl: up to three arms over the same tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ostinato.observe.report.arms import ARMS, DIRECTION, arm, gate, last_arm, measured, routers, tail
-from ostinato.observe.report.charts import Section, ready
-from ostinato.observe.report.facts import (
-    Cell,
-    Column,
-    Fact,
-    Line,
-    Table,
-    best_score,
-    figure_text,
-    seconds_text,
-)
+from ostinato.observe.report.charts import Section
+from ostinato.observe.report.facts import Fact, Table, best_score, figure_text, seconds_text
 from ostinato.observe.report.mismatch_plots import courses, disagreement, every_step, ratios
 from ostinato.observe.report.reading import Row, RunData, number, numbers
 
@@ -41,7 +31,7 @@ def mismatch_section(data: RunData) -> Section:
         lead=lead(data),
         facts=facts(data),
         tables=tables(data),
-        charts=[ready(chart) for chart in charts],
+        charts=charts,
     )
 
 
@@ -129,28 +119,21 @@ def facts(data: RunData) -> list[Fact]:
     last = rows[-1]
     if choice := routers(last):
         used = "the sampler's, replayed" if last.get("replay") else "the trainer's own"
-        overlap, lowest, margin, flip = (
-            number(choice, name)
-            for name in ("overlap", "lowest_sequence", "margin_median", "margin_flip_median")
-        )
+        names = ("overlap", "lowest_sequence", "margin_median", "margin_flip_median")
+        overlap, lowest, margin, flip = (number(choice, name) for name in names)
         limit = f"; the gate asks for {_percent(gate(data))}" if gate(data) else ""
         near = f"{figure_text(flip)} where the two differ"
         found += [
-            Fact(name="Experts in training", value=used),
-            Fact(
-                name="Experts in common",
-                value=_percent(overlap),
-                note=f"lowest answer {_percent(lowest)}{limit}",
-            ),
-            Fact(name="Router margin, median", value=f"{figure_text(margin)} logits", note=near),
-            Fact(name="Rows with a recorded route", value=_percent(number(last, "coverage"))),
+            Fact("Experts in training", used),
+            Fact("Experts in common", _percent(overlap), f"lowest answer {_percent(lowest)}{limit}"),
+            Fact("Router margin, median", f"{figure_text(margin)} logits", near),
+            Fact("Rows with a recorded route", _percent(number(last, "coverage"))),
             *_sizes(data, last),
         ]
     if ages := _ages(last):
-        found.append(Fact(name="Versions since the tokens were sampled", value=ages))
+        found.append(Fact("Versions since the tokens were sampled", ages))
     if (seconds := number(last, "seconds")) is not None:
-        note = f"at step {last['step']}"
-        found.append(Fact(name="This measurement took", value=seconds_text(seconds), note=note))
+        found.append(Fact("This measurement took", seconds_text(seconds), f"at step {last['step']}"))
     return found
 
 
@@ -159,10 +142,8 @@ def _sizes(data: RunData, last: Row) -> list[Fact]:
     latest = data.metrics[-1] if data.metrics else {}
     memory = number(latest, "routing/bytes_per_token") or number(last, "route_bytes_per_token")
     packed = number(latest, "routing/packed_bytes_per_token")
-    if memory is None:
-        return []
     note = f"in memory; {packed:.1f} packed" if packed is not None else "in memory"
-    return [Fact(name="Routes of a token", value=f"{memory:.0f} bytes", note=note)]
+    return [] if memory is None else [Fact("Routes of a token", f"{memory:.0f} bytes", note)]
 
 
 def _correction(data: RunData) -> list[Fact]:
@@ -176,7 +157,7 @@ def _correction(data: RunData) -> list[Fact]:
     latest = data.metrics[-1] if data.metrics else {}
     touched = number(latest, "sampling/truncated" if kind.endswith("truncate") else "sampling/masked")
     note = f"{_percent(touched)} of the tokens of the last step" if touched is not None else ""
-    return [Fact(name="Correction of the ratio", value=f"{kind}, {bounds}", note=note)]
+    return [Fact("Correction of the ratio", f"{kind}, {bounds}", note)]
 
 
 def _ages(row: Row) -> str:
@@ -194,92 +175,68 @@ def _percent(value: float | None) -> str:
 # -- tables
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantity:
-    """A line of the table. ``scales``: whether it means something to be so many times lower."""
-
-    name: str
-    unit: str
-    read: Callable[[Row], float | None]
-    scales: bool = True
+Read = Callable[[Row], float | None]
 
 
-def _field(name: str) -> Callable[[Row], float | None]:
+def _field(name: str) -> Read:
     return lambda one: number(one, name)
 
 
-def _tail(tau: float) -> Callable[[Row], float | None]:
+def _tail(tau: float) -> Read:
     return lambda one: tail(one, tau)
 
 
-def _masked(name: str) -> Callable[[Row], float | None]:
+def _masked(name: str) -> Read:
     return lambda one: number(shares, name) if isinstance(shares := one.get("masked"), Mapping) else None
 
 
-QUANTITIES = (  # r: trainer over sampler, of one sampled token
-    Quantity(name="k3", unit=f"nats per token; {DIRECTION} [95 %]", read=_field("k3")),
-    Quantity(name="mean |log r|", unit="nats; 0 is exact", read=_field("abs_mean")),
-    Quantity(name="99 % of |log r| below", unit="nats", read=_field("abs_p99")),
-    Quantity(name="largest |log r|", unit="nats", read=_field("abs_max")),
-    Quantity(name="F(1.1)", unit="share of tokens; more than 1.1x apart", read=_tail(1.1)),
-    Quantity(name="F(1.5)", unit="share of tokens", read=_tail(1.5)),
-    Quantity(name="F(2)", unit="share of tokens; before a collapse above 0.1", read=_tail(2.0)),
-    Quantity(
-        name="effective sample", unit="share of tokens; 1 is on-policy", read=_field("ess"), scales=False
-    ),
-    Quantity(name="χ²", unit="mean r² - 1; 0 is on-policy", read=_field("chi2")),
-    Quantity(name="|log r| of an answer", unit="nats; summed over it", read=_field("sequence_abs_mean")),
-    Quantity(name="TIS would cut", unit="share of tokens; r above 2", read=_masked("token_truncate")),
-    Quantity(
-        name="IcePop would mask", unit="share of tokens; r outside 0.5 to 5", read=_masked("token_mask")
-    ),
-    Quantity(
-        name="answer mask would drop",
-        unit="share of tokens; product of r above 3",
-        read=_masked("sequence_mask"),
-    ),
-    Quantity(name="Pearson", unit="of the two log-probabilities", read=_field("pearson"), scales=False),
-)
+QUANTITIES: Mapping[str, tuple[str, Read]] = {  # r: trainer over sampler, of one sampled token
+    "k3": (f"nats per token; {DIRECTION} [95 %]", _field("k3")),
+    "mean |log r|": ("nats; 0 is exact", _field("abs_mean")),
+    "99 % of |log r| below": ("nats", _field("abs_p99")),
+    "largest |log r|": ("nats", _field("abs_max")),
+    "F(1.1)": ("share of tokens; more than 1.1x apart", _tail(1.1)),
+    "F(1.5)": ("share of tokens", _tail(1.5)),
+    "F(2)": ("share of tokens; before a collapse above 0.1", _tail(2.0)),
+    "effective sample": ("share of tokens; 1 is on-policy", _field("ess")),
+    "χ²": ("mean r² - 1; 0 is on-policy", _field("chi2")),
+    "|log r| of an answer": ("nats; summed over it", _field("sequence_abs_mean")),
+    "TIS would cut": ("share of tokens; r above 2", _masked("token_truncate")),
+    "IcePop would mask": ("share of tokens; r outside 0.5 to 5", _masked("token_mask")),
+    "answer mask would drop": ("share of tokens; product of r above 3", _masked("sequence_mask")),
+    "Pearson": ("of the two log-probabilities", _field("pearson")),
+}
+UNSCALED = ("effective sample", "Pearson")  # so many times lower means nothing
 
 
 def comparison(rows: Sequence[Row], floor: Row) -> Table:
     """Measured steps side by side: their arms, what replay changed, and at last the arm of the floor."""
-    parts = [_columns(row) for row in rows]
-    if floor:
-        parts.append(
-            [(Column(name="floor", note="trainer against itself"), lambda quantity: _cell(quantity, floor))]
-        )
-    columns = [column for part in parts for column in part]
-    arms = [one for row in rows for name in ARMS if (one := arm(row, name))]
-    known = [one for one in QUANTITIES if any(one.read(values) is not None for values in arms)]
-    return Table(
-        title=f"Step {' and '.join(str(row['step']) for row in rows)}",
-        columns=tuple(column for column, _ in columns),
-        lines=tuple(
-            Line(name=one.name, note=one.unit, cells=tuple(fill(one) for _, fill in columns)) for one in known
-        ),
-    )
+    head: list[str] = []
+    for row in rows:
+        head.append(f"native\nstep {row['step']}")
+        head += [f"with replay\nstep {row['step']}", "change\nby replay"] if arm(row, "replay") else []
+    lines = [
+        (f"{name}\n{unit}", *(cell for row in rows for cell in _cells(name, read, row)))
+        + ((_value(name, read, floor),) if floor else ())
+        for name, (unit, read) in QUANTITIES.items()
+        if any(read(arm(row, one)) is not None for row in rows for one in ARMS)
+    ]
+    head += ["floor\ntrainer against itself"] if floor else []
+    return Table(title=f"Step {' and '.join(str(row['step']) for row in rows)}", head=head, rows=lines)
 
 
-def _columns(row: Row) -> list[tuple[Column, Callable[[Quantity], Cell]]]:
-    """The columns of one measured step, and how they are filled."""
-    where, native, replay = f"step {row['step']}", arm(row, "native"), arm(row, "replay")
-    columns = [(Column(name="native", note=where), lambda quantity: _cell(quantity, native))]
+def _cells(name: str, read: Read, row: Row) -> Iterator[str]:
+    """The columns of one measured step."""
+    native, replay = arm(row, "native"), arm(row, "replay")
+    yield _value(name, read, native)
     if replay:
-        columns.append((Column(name="with replay", note=where), lambda quantity: _cell(quantity, replay)))
-        columns.append(
-            (Column(name="change", note="by replay"), lambda quantity: _change(quantity, native, replay))
-        )
-    return columns
+        yield _value(name, read, replay)
+        yield "" if name in UNSCALED else _factor(read(native), read(replay))
 
 
-def _cell(quantity: Quantity, one: Row) -> Cell:
-    interval = _interval(one) if quantity.name == "k3" else ""
-    return Cell(value=figure_text(quantity.read(one)), note=interval)
-
-
-def _change(quantity: Quantity, native: Row, replay: Row) -> Cell:
-    return Cell(value=_factor(quantity.read(native), quantity.read(replay)) if quantity.scales else "")
+def _value(name: str, read: Read, one: Row) -> str:
+    interval = _interval(one) if name == "k3" else ""
+    return f"{figure_text(read(one))}\n{interval}"
 
 
 def decisions(rows: Sequence[Row]) -> list[Row]:
@@ -297,16 +254,11 @@ def decision_table(rows: Sequence[Row]) -> Table:
     shown = found if len(found) <= MOST_DECISIONS else [*found[: MOST_DECISIONS - 1], found[-1]]
     left = len(found) - len(shown)
     lines = [
-        Line(
-            name=f"step {row['step']}",
-            note="",
-            cells=(Cell(value="on" if row.get("replay") else "off"), Cell(value=str(row["decision"]))),
-        )
-        for row in shown
+        (f"step {row['step']}", "on" if row.get("replay") else "off", str(row["decision"])) for row in shown
     ]
-    columns = (Column(name="replay", number=False), Column(name="why", number=False))
     note = f"{left} more changes are in mismatch.jsonl." if left else ""
-    return Table(title="Decisions about replay", columns=columns, lines=tuple(lines), note=note)
+    words = ("replay", "why")
+    return Table(title="Decisions about replay", head=words, rows=lines, words=words, note=note)
 
 
 # -- as data
@@ -342,6 +294,3 @@ def tables(data: RunData, *, whole: bool = True) -> list[Table]:
         return []
     ends = [rows[0], rows[-1]] if whole and len(rows) > 1 else [rows[-1]]
     return [comparison(ends, last_arm(rows, "floor")), *([decision_table(rows)] if decisions(rows) else [])]
-
-
-__all__ = ["comparison", "decisions", "facts", "lead", "mismatch_section", "summary", "tables"]

@@ -16,38 +16,37 @@ from ostinato.observe.report.arms import (
     routers,
     stretches,
 )
-from ostinato.observe.report.charts import Chart, Series, banded, figure, line
+from ostinato.observe.report.charts import Chart, Series, banded, figure, lines, plotted
 from ostinato.observe.report.facts import figure_text
 from ostinato.observe.report.reading import Row, RunData, number
 
 
 def every_step(data: RunData) -> Iterator[Chart]:
     rows, gap = data.metrics, "sampling/sampling_logp_difference"
-    gaps = [
-        line(rows, f"{gap}/max", "max |Δ log p|", "--orange", join=max),
-        line(rows, f"{gap}/mean", "mean |Δ log p|", "--blue"),
-        line(rows, "sampling/kl_k3", "KL (k3)", "--purple"),
-    ]
+    gaps = {
+        f"{gap}/max": ("max |Δ log p|", "--orange"),
+        f"{gap}/mean": ("mean |Δ log p|", "--blue"),
+        "sampling/kl_k3": ("KL (k3)", "--purple"),
+    }
     note = "Trainer minus sampler, per token in nats; 0 is exact agreement."
     yield figure(rows, "Log-probability gap", note, "", gaps, log=True)
     ratio = banded(rows, "sampling/importance_sampling_ratio/{}", "mean")
     note = "Trainer over sampler; band: smallest to largest token."
     yield figure(rows, "Importance ratio", note, "", [ratio], low=0.9, high=1.1, mark=(1.0, ""))
-    ess = line(rows, "sampling/ess", "effective share", "--teal", join=min)
+    ess = {"sampling/ess": ("effective share", "--teal")}
     note = "Share of tokens that count after weighting; 100 % is on-policy."
-    yield figure(rows, "Effective sample size", note, "%", [ess], low=0.9, high=1.0)
+    yield figure(rows, "Effective sample size", note, "%", ess, low=0.9, high=1.0)
     if any("routing/overlap" in row for row in rows):
-        overlap = [
-            line(rows, "routing/overlap", "mean", "--teal"),
-            line(rows, "routing/lowest_sequence", "lowest sequence", "--orange", join=min),
-        ]
+        overlap = {
+            "routing/overlap": ("mean", "--teal"),
+            "routing/lowest_sequence": ("lowest sequence", "--orange"),
+        }
         mark = (gate(data), "gate") if gate(data) else None
         refuses = "; the gate refuses less" if gate(data) else ""
         note = f"Share of expert ids that trainer and sampler have in common{refuses}."
         yield figure(rows, "Routes in common", note, "%", overlap, high=1.0, mark=mark)
-        differ = [line(rows, "routing/differ", "differ", "--red")]
         note = "Share of routers, one for each token and layer, that chose another set of experts."
-        yield figure(rows, "Routers that differ", note, "%", differ, low=0.0)
+        yield figure(rows, "Routers that differ", note, "%", {"routing/differ": ("differ", "--red")}, low=0.0)
 
 
 def courses(rows: Sequence[Row]) -> Iterator[Chart]:
@@ -76,31 +75,23 @@ def ratios(rows: Sequence[Row]) -> Iterator[Chart]:
     where = _where(rows)
     tails = {name: points(last_arm(rows, name), "tails") for name in ARMS}
     taus = [tau for tau, _ in tails["native"]]
-    yield Chart(
+    yield plotted(
+        "Tokens far apart",
+        f"F(τ): share of tokens with a ratio beyond τ or 1/τ; 0 lies on the axis. {where}",
+        "",
+        _curves(tails, len(taus)),
         key="tails",
-        title="Tokens far apart",
-        note=f"F(τ): share of tokens with a ratio beyond τ or 1/τ; 0 lies on the axis. {where}",
-        unit="",
         steps=[math.log(tau) for tau in taus],
         labels=[f"{tau:g}" for tau in taus],
-        series=_curves(tails, len(taus)),
         log=True,
         log_x=True,
         along="τ = #",
     )
     cdf = {name: points(last_arm(rows, name), "cdf") for name in ARMS}
-    yield Chart(
-        key="gap-distribution",
-        title="Distribution of the gap",
-        note=f"Share of tokens whose |log ratio| is at most that, in nats. {where}",
-        unit="%",
-        steps=[at for at, _ in cdf["native"]],
-        series=_curves(cdf, len(cdf["native"])),
-        low=0.0,
-        high=1.0,
-        log_x=True,
-        along="≤ #",
-    )
+    note = f"Share of tokens whose |log ratio| is at most that, in nats. {where}"
+    series, steps = _curves(cdf, len(cdf["native"])), [at for at, _ in cdf["native"]]
+    options = {"key": "gap-distribution", "log_x": True, "along": "≤ #", "low": 0.0, "high": 1.0}
+    yield plotted("Distribution of the gap", note, "%", series, steps=steps, **options)
 
 
 def _curves(curves: Mapping[str, Sequence[tuple[float, float]]], size: int) -> list[Series]:
@@ -120,55 +111,30 @@ def disagreement(rows: Sequence[Row]) -> Iterator[Chart]:
         return
     where = _where(rows[-1:])
     names = [f"{one.get('layer', i)}" for i, one in enumerate(parts)]
-    places: list[float] = list(range(len(names)))
-    yield _bars(
-        "routers-by-layer",
-        "Routers by layer",
-        f"Share of tokens for which it chose another set of experts; layers of the decoder. {where}",
-        [number(one, "differ") for one in parts],
-        names,
-        "layer #",
-    )
-    yield _bars(
-        "routers-by-position",
-        "Routers by position",
-        f"Share of routers that chose another set, by place in the sequence, prompt included. {where}",
-        [share for _, _, share in bins],
-        [f"{first}-{last}" if last > first else f"{first}" for first, last, _ in bins],
-        "position #",
-    )
+    note = f"Share of tokens for which it chose another set of experts; layers of the decoder. {where}"
+    yield _bars("Routers by layer", note, [number(one, "differ") for one in parts], names, "layer #")
+    note = f"Share of routers that chose another set, by place in the sequence, prompt included. {where}"
+    ranges = [f"{first}-{last}" if last > first else f"{first}" for first, last, _ in bins]
+    yield _bars("Routers by position", note, [share for _, _, share in bins], ranges, "position #")
     median, flip, p95 = (number(choice, f"margin_{name}") for name in ("median", "flip_median", "flip_p95"))
-    yield Chart(
-        key="margins",
-        title="Margins of routers",
-        note=f"Last expert chosen minus first left out, in logits; medians, {figure_text(median)} over all, "
-        f"{figure_text(flip)} (95 %: {figure_text(p95)}) where the two differ. {where}",
-        unit="",
-        steps=places,
-        labels=names,
-        series=[
-            Series(label=label, values=[number(one, key) for one in parts], color=color)
-            for key, label, color in (
-                ("margin", "all", "--grey"),
-                ("margin_flip", "where they differ", "--red"),
-            )
-        ],
-        log=True,
-        along="layer #",
+    margins = lines(parts, {"margin": ("all", "--grey"), "margin_flip": ("where they differ", "--red")})
+    note = (
+        f"Last expert chosen minus first left out, in logits; medians, {figure_text(median)} over all, "
+        f"{figure_text(flip)} (95 %: {figure_text(p95)}) where the two differ. {where}"
     )
+    options = {"key": "margins", "labels": names, "log": True, "along": "layer #"}
+    yield plotted("Margins of routers", note, "", margins, steps=list(range(len(names))), **options)
 
 
-def _bars(key: str, title: str, note: str, values: list[float | None], names: list[str], along: str) -> Chart:
-    known = [value for value in values if value is not None]
-    most = max(known, default=0.0)
-    return Chart(
-        key=key,
-        title=title,
-        note=note,
-        unit="%",
+def _bars(title: str, note: str, values: list[float | None], names: list[str], along: str) -> Chart:
+    most = max((value for value in values if value is not None), default=0.0)
+    return plotted(
+        title,
+        note,
+        "%",
+        [Series(label="differ", values=values, color="--red")],
         steps=list(range(len(values))),
         labels=names,
-        series=[Series(label="differ", values=values, color="--red")],
         stacked=True,
         high=most or 0.01,  # no difference at all still needs an axis
         along=along,

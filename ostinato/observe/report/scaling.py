@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.observe.report.charts import Chart, Section, Series, Values, to_plain
+from ostinato.observe.report.charts import Chart, Section, Series, Values, plotted, to_plain
 from ostinato.observe.report.facts import Table
 from ostinato.observe.report.page.offline import render, script_json
 from ostinato.run import atomic_write
@@ -83,7 +83,7 @@ def html(page: Page, now: datetime) -> str:
     drawn = [chart for section in page.sections for chart in section.charts if not chart.empty]
     return render(
         "scaling.html.jinja",
-        ("charts.js",),
+        ("uplot.js", "charts.js"),
         page=page,
         forests=[drawn_forest(forest) for forest in page.forests],
         written=f"{now:%Y-%m-%d %H:%M} UTC",
@@ -178,29 +178,15 @@ def _over(
 ) -> Chart:
     """A chart over ln C. Decades stand below its axis where there are two of them, else the places do."""
     decades = math.floor(math.log10(compute[-1])) - math.ceil(math.log10(compute[0])) + 1
-    return Chart(
-        key=key,
-        title=title,
-        note=note,
-        unit="",
-        steps=[float(C) for C in compute],
-        labels=[] if decades >= 2 else [compute_text(float(f"{C:.3g}")) for C in compute],
-        series=list(lines),
-        log_x=True,
-        along=f"# {unit}",
-        **more,
-    )
+    labels = [] if decades >= 2 else [compute_text(float(f"{C:.3g}")) for C in compute]
+    places = {"steps": [float(C) for C in compute], "labels": labels, "log_x": True, "along": f"# {unit}"}
+    return Chart(key=key, title=title, note=note, unit="", series=list(lines), **places, **more)
 
 
 def residual_chart(compute: np.ndarray, residuals: np.ndarray, sd: np.ndarray, unit: str) -> Chart:
     """What the least-squares curve leaves of the fitted scores, in the noise that intervals assume."""
-    noise = Series(
-        label="noise ± 1 sd",
-        values=[0.0] * len(compute),
-        color="--grey",
-        low=[-float(s) for s in sd],
-        high=[float(s) for s in sd],
-    )
+    low, high = (Values([sign * float(s) for s in sd]) for sign in (-1, 1))
+    noise = Series(label="noise ± 1 sd", values=[0.0] * len(compute), color="--grey", low=low, high=high)
     left = Series(label="residual", values=[float(r) for r in residuals], color="--blue")
     note = "Measured less fitted score; a pattern says that the curve is no sigmoid."
     return _over(compute, unit, "residuals", "Residuals", note, [noise, left])
@@ -215,18 +201,10 @@ def cutoff_chart(first: np.ndarray, A: np.ndarray, unit: str) -> Chart:
 
 def profile_chart(A: np.ndarray, rise: np.ndarray) -> Chart:
     """How much worse the best curve with each ceiling A fits ([a] each; rise of chi-squared)."""
-    return Chart(
-        key="profile",
-        title="Profile of A",
-        note="Rise of χ² of the best curve with that ceiling; below the line, 90 % do not exclude it.",
-        unit="",
-        steps=[float(a) for a in A],
-        labels=[f"{a:.3f}" for a in A],
-        series=[Series(label="Δχ²", values=[float(r) for r in rise], color="--blue")],
-        mark=(CHI2, "90 %"),
-        low=0.0,
-        along="A = #",
-    )
+    note = "Rise of χ² of the best curve with that ceiling; below the line, 90 % do not exclude it."
+    rising = [Series(label="Δχ²", values=[float(r) for r in rise], color="--blue")]
+    places = {"steps": [float(a) for a in A], "labels": [f"{a:.3f}" for a in A], "along": "A = #"}
+    return plotted("Profile of A", note, "", rising, key="profile", mark=(CHI2, "90 %"), low=0.0, **places)
 
 
 def slope_chart(courses: Sequence[Course], logits: Sequence[np.ndarray], A: float, unit: str) -> Chart:

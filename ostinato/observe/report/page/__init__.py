@@ -23,7 +23,6 @@ from ostinato.observe.report.facts import (
     headline,
     marked_steps,
     milestones,
-    protocol,
     status,
     totals,
     waste,
@@ -50,7 +49,7 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
     state, tone = status(data, now)
     return render(
         "report.html.jinja",
-        ("charts.js", "gantt.js", "samples.js"),
+        ("uplot.js", "charts.js", "gantt.js", "samples.js"),
         data=data,
         state=state,
         tone=tone,
@@ -58,7 +57,6 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
         header=header(data),
         headline=headline(data),
         comparisons=comparisons(data),
-        protocol=protocol(data),
         concerns=concerns(data),
         totals=[*milestones(data), *totals(data)],
         held_out=score,
