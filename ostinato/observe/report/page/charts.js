@@ -77,7 +77,7 @@ const Charts = (() => {
     if (chart.log) return uPlot.rangeLog(low, high, 10, true);
     const mark = chart.mark && high > chart.mark[0] / 4 ? [chart.mark[0]] : [];
     const least = Math.min(low, chart.low ?? low, ...mark), most = Math.max(high, chart.high ?? high, ...mark);
-    const [first, last] = uPlot.rangeNum(least, most, 0.06, true);
+    const [first, last] = uPlot.rangeNum(least, most > least ? most : least + (Math.abs(least) || 1), 0.06, true);
     return [chart.low !== null && least >= chart.low ? chart.low : first, chart.high !== null && most <= chart.high ? chart.high : last];
   }
 
