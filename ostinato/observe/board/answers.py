@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -13,10 +12,10 @@ from typing import Any
 
 from ostinato.observe.board.tail import Frame, Frames
 from ostinato.observe.report.reading import Row, number, numbers
+from ostinato.observe.report.samples import clip, prompt_texts
 
 PAGE = 24  # answers in one reply
 SECONDS = 1.0  # of looking, for one reply
-CHARACTERS = 20_000  # of a prompt or an answer
 FRAMES = 16  # that are kept as they were read
 ANY = (float("-inf"), float("inf"))
 
@@ -101,32 +100,17 @@ def _told(row: Row, solved_at: float) -> dict[str, Any]:
     """What the page shows of a trajectory."""
     reward, turns = number(row, "reward"), row.get("turns") or []
     versions = [version for turn in turns for version in turn.get("versions", ()) if version >= 0]
-    columns: Mapping[str, Any] = row.get("columns") or {}
+    messages, columns = prompt_texts(row)
     solved = Verdict.SOLVED if reward is not None and reward >= solved_at else Verdict.UNSOLVED
     return {
         **{key: row.get(key) for key in ("step", "uid", "sample", "stop", "error", "reason")},
         "reward": reward,
         "parts": numbers(row.get("parts") or {}),
         "tone": Verdict.FAULT if reward is None or row.get("error") else solved,
-        "messages": _messages(row.get("prompt")),
-        "columns": {str(name): _clip(_text(value)) for name, value in columns.items()},
+        "messages": messages,
+        "columns": columns,
         "versions": [min(versions), max(versions)] if versions else [],
         "turns": [
-            {"text": _clip(str(turn.get("text", ""))), "tokens": len(turn.get("tokens", ()))}
-            for turn in turns
+            {"text": clip(str(turn.get("text", ""))), "tokens": len(turn.get("tokens", ()))} for turn in turns
         ],
     }
-
-
-def _messages(prompt: Any) -> list[dict[str, str]]:
-    chat = prompt if isinstance(prompt, list) else [{"role": "", "content": prompt}]
-    return [{"role": str(m.get("role", "")), "content": _clip(_text(m.get("content")))} for m in chat]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _clip(text: str) -> str:
-    more = len(text) - CHARACTERS
-    return text if more <= 0 else f"{text[:CHARACTERS]} … ({more:,} more characters in the run folder)"

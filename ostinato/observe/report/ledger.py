@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ostinato.axis import Axis
 from ostinato.observe.ledger import Event, Summary, spells
@@ -14,8 +14,6 @@ from ostinato.run import RunFolder
 
 Books = Mapping[str, Summary]  # by the name of the run
 Form = Callable[[float], str]
-Of = Callable[[Summary], float | None]
-Measure = tuple[str, Of, Form | None]  # its name and note; None: with the currency of the run
 
 PARTS = {
     "sample": ("--blue", "sampling"),
@@ -51,62 +49,79 @@ def torn(run: RunFolder) -> bool:
 
 
 def tables(books: Books) -> list[Table]:
-    """One column of sums, and one of shares, for each run."""
-    pools = dict.fromkeys(name for one in books.values() for name in one.pools)
-    made = [
-        _compute(books),
-        _table("Wall clock", books, _wall(), lambda one: sum(one.wall.values())),
-        *(_pool(books, name) for name in pools),
-        _tokens(books),
-        _flops(books),
-        _evaluation(books),
-    ]
+    """One column of sums, and one of shares, for each run; without lines that no run has a value for."""
+    found: dict[str, dict[str, dict[str, tuple[str, str]]]] = {}  # by title, line and run: value, share
+    for run, one in books.items():
+        for title, name, value, whole, form in _entries(one):
+            cells = found.setdefault(title, {}).setdefault(name, {})
+            if value is not None:
+                cells[run] = form(value), f"{value / whole:.1%}" if whole else ""
+    made = [_table(title, books, lines) for title, lines in found.items()]
     return [table for table in made if table.rows]
 
 
-def _compute(books: Books) -> Table:
-    measures: list[Measure] = [
-        (f"{axis}\n{note}", lambda one, axis=axis: one.compute.get(axis), form)
-        for axis, (note, form) in AXES.items()
+def _table(title: str, books: Books, lines: Mapping[str, Mapping[str, tuple[str, str]]]) -> Table:
+    """Sums come last, and shares are left out where there are none."""
+    rows = [
+        (name, *(text for run in books for text in cells.get(run, ("", ""))))
+        for name, cells in sorted(lines.items(), key=lambda line: line[0].partition("\n")[0] == "all")
+        if cells
     ]
-    measures += [
-        ("speed\nFLOP/s over all of these hours", _speed, si),
-        ("bill\nof all device hours, evaluation too", lambda one: one.money, None),
-        ("restarts", lambda one: float(one.restarts), "{:.0f}".format),
-        ("repeated steps", lambda one: float(one.repeated), "{:.0f}".format),
-    ]
-    note = "Of training: with idle devices, restarts and repeated work, without evaluation."
-    return _table("Compute", books, measures, note=note)
+    note = NOTES.get(title, "")
+    if any(share for row in rows for share in row[2::2]):
+        head = [name for run in books for name in (run, "share")]
+        return Table(title=title, head=head, rows=rows, note=note)
+    return Table(title=title, head=list(books), rows=[(row[0], *row[1::2]) for row in rows], note=note)
 
 
-def _speed(one: Summary) -> float | None:
-    seconds = 3600 * one.compute.get("hours", 0.0)
-    return one.compute["flops"] / seconds if seconds and "flops" in one.compute else None
+NOTES = {
+    "Compute": "Of training: with idle devices, restarts and repeated work, without evaluation.",
+    "FLOPs of training": "From the model's shapes, products alone; those of lost work are not known.",
+}
+Entry = tuple[str, str, float | None, float | None, Form]  # title of the table, line, value, what it is of
 
 
-def _wall() -> list[Measure]:
-    parts: list[Measure] = [
-        (f"{name}\n{note}", lambda one, name=name: one.wall[name], seconds_text)
-        for name, note in WALL.items()
-    ]
-    return [*parts, ("all", lambda one: sum(one.wall.values()), seconds_text)]
+def _entries(one: Summary) -> Iterator[Entry]:
+    yield from _compute(one)
+    wall, devices = sum(one.wall.values()), sum(pool.total for pool in one.pools.values())
+    for name, seconds in {**one.wall, "all": wall}.items():
+        yield "Wall clock", f"{name}\n{WALL.get(name, '')}", seconds, wall, seconds_text
+    for pool, held in one.pools.items():
+        parts = {**dict.fromkeys(PARTS), **held.busy, "idle": held.idle, "lost": held.lost, "all": held.total}
+        for part, seconds in parts.items():
+            yield f"Device time, pool {pool}", _part(part), seconds, held.total, seconds_text
+    sampled = one.tokens.get("sampled")
+    yield "Tokens", "sampled", sampled, sampled, si
+    yield "Tokens", "trained\nof them", one.tokens.get("trained"), sampled, si
+    yield from _reasons("Tokens", "not trained", one.dropped, sampled)
+    for name in ("prefilled", "injected", "drafted", "accepted", "recomputed"):
+        yield "Tokens", name, one.tokens.get(name), None, si
+    yield "Tokens", "context rows of training", one.tokens.get("trained_context"), None, si
+    flops = sum(one.flops.values()) if one.flops else None
+    for part, count in one.flops.items():
+        yield "FLOPs of training", _part(part), count, flops, si
+    yield "FLOPs of training", "useful\nled to an update", one.useful, flops, si
+    yield from _reasons("FLOPs of training", "wasted", one.wasted, flops)
+    yield "FLOPs of training", "all\nFLOP", flops, flops, si
+    evaluation, title = one.evaluation, "Evaluation, in no compute"
+    yield title, "evaluations", evaluation.times, None, "{:.0f}".format
+    yield title, "device time\nshare of all", evaluation.device_seconds, devices, seconds_text
+    yield title, "sampled tokens", evaluation.tokens, None, si
+    yield title, "FLOPs", evaluation.flops, None, si
 
 
-def _pool(books: Books, name: str) -> Table:
-    def parts(one: Summary) -> dict[str, float]:
-        pool = one.pools.get(name)
-        return {**pool.busy, "idle": pool.idle, "lost": pool.lost, "all": pool.total} if pool else {}
+def _compute(one: Summary) -> Iterator[Entry]:
+    def money(value: float) -> str:
+        return f"{value:,.4g} {one.currency}"
 
-    found = dict.fromkeys(part for one in books.values() for part in parts(one) if part != "all")
-    order = [
-        *(part for part in PARTS if part in found),
-        *(part for part in found if part not in PARTS),
-        "all",
-    ]
-    measures: list[Measure] = [
-        (_part(part), lambda one, part=part: parts(one).get(part), seconds_text) for part in order
-    ]
-    return _table(f"Device time, pool {name}", books, measures, lambda one: parts(one).get("all"))
+    for axis, (note, form) in AXES.items():
+        yield "Compute", f"{axis}\n{note}", one.compute.get(axis), None, form or money
+    seconds, flops = 3600 * one.compute.get("hours", 0.0), one.compute.get("flops")
+    speed = flops / seconds if seconds and flops is not None else None
+    yield "Compute", "speed\nFLOP/s over all of these hours", speed, None, si
+    yield "Compute", "bill\nof all device hours, evaluation too", one.money, None, money
+    yield "Compute", "restarts", one.restarts, None, "{:.0f}".format
+    yield "Compute", "repeated steps", one.repeated, None, "{:.0f}".format
 
 
 def _part(name: str) -> str:
@@ -114,95 +129,10 @@ def _part(name: str) -> str:
     return f"{name}\n{PARTS.get(name, ('', ''))[1]}"
 
 
-def _tokens(books: Books) -> Table:
-    def of(name: str) -> Of:
-        return lambda one: one.tokens.get(name)
-
-    shared: list[Measure] = [
-        ("sampled", of("sampled"), si),
-        ("trained\nof them", of("trained"), si),
-        *_reasons(books, "not trained", lambda one: one.dropped),
-    ]
-    names = ("prefilled", "injected", "drafted", "accepted", "recomputed")
-    rest: list[Measure] = [(name, of(name), si) for name in names]
-    rest.append(("context rows of training", of("trained_context"), si))
-    return _table("Tokens", books, shared, of("sampled"), without_share=rest)
-
-
-def _flops(books: Books) -> Table:
-    def whole(one: Summary) -> float | None:
-        return sum(one.flops.values()) if one.flops else None
-
-    parts = dict.fromkeys(part for one in books.values() for part in one.flops)
-    measures: list[Measure] = [
-        ("all\nFLOP", whole, si),
-        *((_part(part), lambda one, part=part: one.flops.get(part), si) for part in parts),
-        ("useful\nled to an update", lambda one: one.useful, si),
-        *_reasons(books, "wasted", lambda one: one.wasted),
-    ]
-    note = "From the model's shapes, products alone; those of work that was lost are not known."
-    return _table("FLOPs of training", books, measures, whole, note=note)
-
-
-def _reasons(books: Books, what: str, of: Callable[[Summary], Mapping[str, int]]) -> list[Measure]:
+def _reasons(title: str, what: str, counts: Mapping[str, int], whole: float | None) -> Iterator[Entry]:
     """What was in vain, the most frequent reason first."""
-    sums = Counter[str]()
-    for one in books.values():
-        sums.update(of(one))
-    return [
-        (f"{what}: {name.replace('_', ' ')}", lambda one, name=name: of(one).get(name, 0), si)
-        for name, _ in sums.most_common()
-    ]
-
-
-def _evaluation(books: Books) -> Table:
-    times: Measure = ("evaluations", lambda one: float(one.evaluation.times), "{:.0f}".format)
-    seconds: Measure = (
-        "device time\nshare of all",
-        lambda one: one.evaluation.device_seconds,
-        seconds_text,
-    )
-    rest: list[Measure] = [
-        times,
-        ("sampled tokens", lambda one: one.evaluation.tokens, si),
-        ("FLOPs", lambda one: one.evaluation.flops, si),
-    ]
-    return _table("Evaluation, in no compute", books, [seconds], _held, without_share=rest)
-
-
-def _held(one: Summary) -> float:
-    """All device seconds."""
-    return sum(pool.total for pool in one.pools.values())
-
-
-def _table(
-    title: str,
-    books: Books,
-    measures: Iterable[Measure],
-    whole: Of = lambda one: None,
-    note: str = "",
-    without_share: Iterable[Measure] = (),
-) -> Table:
-    """A value and its share of the ``whole`` for each run; without lines that no run has a value for, and
-    without shares where there are none."""
-    rows = [_row(books, one, whole) for one in measures]
-    rows += [_row(books, one, lambda one: None) for one in without_share]
-    rows = [row for row in rows if any(row[1:])]
-    if any(share for row in rows for share in row[2::2]):
-        return Table(
-            title=title, head=[name for run in books for name in (run, "share")], rows=rows, note=note
-        )
-    return Table(title=title, head=list(books), rows=[(row[0], *row[1::2]) for row in rows], note=note)
-
-
-def _row(books: Books, measure: Measure, whole: Of) -> tuple[str, ...]:
-    name, of, form = measure
-    cells = [name]
-    for one in books.values():
-        value, all_of_it = of(one), whole(one)
-        text = "" if value is None else form(value) if form else f"{value:,.4g} {one.currency}"
-        cells += [text, f"{value / all_of_it:.1%}" if value is not None and all_of_it else ""]
-    return tuple(cells)
+    for name, count in Counter(counts).most_common():
+        yield title, f"{what}: {name.replace('_', ' ')}", count, whole, si
 
 
 # ---- over the steps

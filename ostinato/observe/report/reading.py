@@ -66,25 +66,22 @@ def read_run(run: RunFolder) -> RunData:
     """Read what is there. Raises nothing for a run that is going on, was killed, or has damaged logs."""
     damage: list[str] = []
     text = run.recipe.read_text(encoding="utf-8", errors="replace") if run.recipe.is_file() else ""
-    try:
-        recipe = parse_toml(text)
-    except ValueError as error:
-        recipe = {}
-        damage.append(f"{run.recipe.name} cannot be read: {error}.")
-    evals = _rows(run.eval, damage)
-    sets = [row.get("set", MAIN_SET) for row in evals]
-    others = {
-        name: _by_step([row for row, has in zip(evals, sets, strict=True) if has == name])
-        for name in dict.fromkeys(sets)
-        if name not in (MAIN_SET, GREEDY_SET)
-    }
+    recipe = _whole(run.recipe, lambda: parse_toml(text), damage)
+    evals, plan = _rows(run.eval, damage), run.path / "plan.json"
+    others: dict[str, list[Row]] = {}
+    for row in evals:
+        others.setdefault(str(row.get("set", MAIN_SET)), []).append(row)
     return RunData(
         name=run.path.resolve().name,
         recipe_text=text,
         recipe=recipe,
         metrics=_by_step(_rows(run.metrics, damage)),
         **main_scores(evals, recipe),
-        downstream={str(name): rows for name, rows in others.items() if rows},
+        downstream={
+            name: kept
+            for name, rows in others.items()
+            if name not in (MAIN_SET, GREEDY_SET) and (kept := _by_step(rows))
+        },
         forecasts=_by_step(_rows(run.forecast, damage)),
         ledger=_rows(run.ledger, damage, checked),
         drafts=_by_step(_rows(run.drafts, damage)),
@@ -93,10 +90,22 @@ def read_run(run: RunFolder) -> RunData:
         failed=_rows(run.failed, damage),
         spans=thinned(_spans(run.timeline, damage)),
         starts=_rows(Jsonl(run.path / "starts.jsonl"), damage),
-        plan=_object(run.path / "plan.json", damage),
+        plan=_whole(
+            plan, lambda: parse_json(plan.read_bytes(), surrogates=True) if plan.is_file() else {}, damage
+        ),
         weighed=_by_step(_rows(run.replan, damage)),
         damage=damage,
     )
+
+
+def _whole(path: Path, parse: Callable[[], Any], damage: list[str]) -> Row:
+    """The object in a file; empty where there is none."""
+    try:
+        found = parse()
+    except (OSError, ValueError) as error:
+        damage.append(f"{path.name} cannot be read: {error}.")
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def main_scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
@@ -118,28 +127,13 @@ def main_scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
     return {"evals": _by_step(sampler), "exported": exported, "greedy": greedy}
 
 
-def _object(path: Path, damage: list[str]) -> Row:
-    """The object in a JSON file; empty where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        found = parse_json(path.read_bytes(), surrogates=True)
-    except (OSError, ValueError) as error:
-        damage.append(f"{path.name} cannot be read: {error}.")
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _rows(
     log: Jsonl, damage: list[str], read: Callable[[Jsonl], Iterator[Row]] = lambda log: log.rows()
 ) -> list[Row]:
     """The rows up to the first broken line; a torn last line is the ordinary end of a killed run."""
     rows: list[Row] = []
-    iterator = read(log)
     try:
-        for row in iterator:
-            if isinstance(row, dict):
-                rows.append(row)
+        rows.extend(row for row in read(log) if isinstance(row, dict))
     except ValueError as error:
         damage.append(f"{error}; this report ends there.")
     return rows

@@ -142,13 +142,7 @@ def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
 def _chunk(rows: Sequence[Row], pieces: Pieces | None) -> Chunk:
     first = rows[0]
     answers, cuts = zip(*(_answer(row, pieces) for row in rows), strict=True)
-    columns = {name: _clip(_text(value)) for name, value in (first.get("columns") or {}).items()}
-    prompt = first["prompt"]
-    messages = (
-        [{"role": "", "content": _clip(prompt)}]
-        if isinstance(prompt, str)
-        else [{"role": str(m.get("role", "")), "content": _clip(_text(m.get("content")))} for m in prompt]
-    )
+    messages, columns = prompt_texts(first)
     content = {"messages": messages, "columns": columns, "answers": answers}
     plain = to_json(content).encode()
     return Chunk(
@@ -183,7 +177,7 @@ def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str
     return {
         "num_tokens": len(tokens),
         "num_context": len(turn["context"]),
-        "context": _clip(pieces.text(turn["context"])) if pieces else None,
+        "context": clip(pieces.text(turn["context"])) if pieces else None,
         "tokens": tokens[:most],
         "pieces": pieces.split(tokens[:most]) if pieces else None,
         "logprobs": [
@@ -194,7 +188,7 @@ def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str
         "versions": versions[:1] if len(set(versions)) == 1 else versions[:most],
         "experts": experts[:most].ravel().tolist() if experts is not None else None,
         "routing": list(experts.shape[1:]) if experts is not None else None,  # [moe_layers, top_k]
-        "text": _clip(turn["text"]),
+        "text": clip(turn["text"]),
         "stop": turn["stop"],
     }
 
@@ -207,11 +201,19 @@ def _of_sampled(versions: Sequence[int]) -> list[int]:
     return told
 
 
+def prompt_texts(row: Row) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """The messages of a trajectory's prompt, and its columns; overlong ones are cut."""
+    prompt, columns = row.get("prompt"), row.get("columns") or {}
+    chat = prompt if isinstance(prompt, list) else [{"role": "", "content": prompt}]
+    messages = [{"role": str(m.get("role", "")), "content": clip(_text(m.get("content")))} for m in chat]
+    return messages, {str(name): clip(_text(value)) for name, value in columns.items()}
+
+
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _clip(text: str) -> str:
+def clip(text: str) -> str:
     more = len(text) - CHARACTERS
     return text if more <= 0 else f"{text[:CHARACTERS]} … ({more:,} more characters in the run folder)"
 
