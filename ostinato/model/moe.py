@@ -10,7 +10,7 @@ T tokens, D model, F width of one expert, E experts, K experts per token, S = T 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.elementwise import silu_mul
 from ostinato.model.weights import Weight
 from ostinato.types import NO_EXPERT
+
+if TYPE_CHECKING:
+    from ostinato.model.ops import Gemm
 
 
 class ExpertLora(NamedTuple):
@@ -131,12 +134,20 @@ def routing_fault(routing: Tensor, num_tokens: int, moe: MoEConfig) -> str:
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, lora: ExpertLora | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    lora: ExpertLora | None = None,
+    *,
+    gemm: Gemm | None = None,
 ) -> Tensor:
     """The mixture sum_k weights[t, k] * expert_{ids[t, k]}(x_t): x [T, D] -> [T, D].
 
     ``gate_up`` [E, 2F, D], ``down`` [E, D, F]. Tokens are sorted by expert, so each expert is one matrix
-    product over its own rows. The slow twin is ``experts_loop``.
+    product over its own rows. ``gemm``: products of frozen bf16 experts; None: torch's. The slow twin is
+    ``experts_loop``.
     """
     K = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # [S], rows grouped by expert
@@ -150,6 +161,7 @@ def experts(
         gate_up,
         down,
         lora,
+        gemm=gemm,
     )
 
 
@@ -161,6 +173,8 @@ def mixture(
     gate_up: Weight,
     down: Weight,
     lora: ExpertLora | None,
+    *,
+    gemm: Gemm | None = None,
 ) -> Tensor:
     """The arithmetic of ``experts``, whoever sorts the rows: x [T, D] -> [T, D].
 
@@ -169,20 +183,20 @@ def mixture(
     T * K, nor T above 0.
     """
     rows = spread(x)
-    hidden = grouped_linear(rows, gate_up, ends)
+    hidden = grouped_linear(rows, gate_up, ends, gemm)
     if lora is not None:
         shared = lora.gate_up_a.dim() == 2
         # a shared A sees every token once, however many experts it goes to
-        low = spread(F.linear(x, lora.gate_up_a)) if shared else grouped_linear(rows, lora.gate_up_a, ends)
-        hidden = hidden + grouped_linear(low * lora.scale, lora.gate_up_b, ends)
+        low = spread(F.linear(x, lora.gate_up_a)) if shared else _grouped_factor(rows, lora.gate_up_a, ends)
+        hidden = hidden + _grouped_factor(low * lora.scale, lora.gate_up_b, ends)
     act = silu_mul(hidden)
-    out = combine(grouped_linear(act, down, ends))
+    out = combine(grouped_linear(act, down, ends, gemm))
     if lora is None:
         return out
-    low = grouped_linear(act, lora.down_a, ends) * lora.scale
+    low = _grouped_factor(act, lora.down_a, ends) * lora.scale
     if lora.down_b.dim() == 2:  # a shared B commutes with the weighted sum
         return out + F.linear(combine(low), lora.down_b)
-    return out + combine(grouped_linear(low, lora.down_b, ends))
+    return out + combine(_grouped_factor(low, lora.down_b, ends))
 
 
 def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
@@ -193,13 +207,24 @@ def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return torch.bmm(weights.to(rows.dtype).unsqueeze(1), by_token).squeeze(1)
 
 
-def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
-    """Rows [ends[e-1], ends[e]) of x [S, K] times weight[e]^T of [E, N, K] -> [S, N]. ``ends`` [E] int32."""
+def _grouped_factor(x: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    """``grouped_linear`` with a factor of few columns. On a CPU bf16 is widened for it: the numbers of rows
+    are new in every batch, and torch's bf16 product compiles a kernel for each new one (0.5 ms)."""
+    if x.dtype != torch.bfloat16 or x.is_cuda:
+        return grouped_linear(x, factor, ends)
+    return grouped_linear(x.float(), factor.float(), ends).to(x.dtype)
+
+
+def grouped_linear(x: Tensor, weight: Weight, ends: Tensor, gemm: Gemm | None = None) -> Tensor:
+    """Rows [ends[e-1], ends[e]) of x [S, K] times weight[e]^T of [E, N, K] -> [S, N]. ``ends`` [E] int32.
+    ``gemm``: for frozen bf16 weights on a CPU."""
     if not x.shape[0]:  # a rank that got no rows: nothing, but in the graph, for its backward is awaited
         first = weight[0]
         return F.linear(x, first.to(x.dtype)) if isinstance(first, Tensor) else first.product(x).to(x.dtype)
+    if isinstance(weight, Tensor) and gemm is not None and weight.dtype == torch.bfloat16 and not x.is_cuda:
+        return _FrozenGrouped.apply(x, weight, ends, gemm.nt, gemm.nn)  # type: ignore[return-value]
     if isinstance(weight, Tensor) and weight.dtype != x.dtype:
-        return _NarrowGrouped.apply(x, weight, ends)  # type: ignore[return-value]
+        return _FrozenGrouped.apply(x, weight, ends, _widened_nt, _widened_nn)  # type: ignore[return-value]
     if isinstance(weight, Tensor) and _grouped_mm_works(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
@@ -210,19 +235,30 @@ def grouped_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     return _by_expert(x, ends, product)
 
 
-class _NarrowGrouped(torch.autograd.Function):
-    """Frozen experts stored in fewer bits than x has: one is widened at a time, and none is kept wide."""
+def _widened_nt(rows: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(rows, weight.to(rows.dtype))
+
+
+def _widened_nn(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows @ weight.to(rows.dtype)
+
+
+class _FrozenGrouped(torch.autograd.Function):
+    """Frozen experts, one product after the other: ``nt`` (rows, w) -> rows w^T, ``nn`` -> rows w. Of experts
+    stored in fewer bits than x has, no more than one is widened at a time."""
 
     @staticmethod
-    def forward(ctx, x, weight, ends):
+    def forward(ctx, x, weight, ends, nt, nn):
         ctx.save_for_backward(weight, ends)
-        return _by_expert(x, ends, lambda rows, expert: F.linear(rows, weight[expert].to(rows.dtype)))
+        ctx.nn = nn
+        return _by_expert(x, ends, lambda rows, expert: nt(rows, weight[expert]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         weight, ends = ctx.saved_tensors
-        return _by_expert(grad, ends, lambda rows, expert: rows @ weight[expert].to(rows.dtype)), None, None
+        of_x = _by_expert(grad, ends, lambda rows, expert: ctx.nn(rows, weight[expert]))
+        return of_x, None, None, None, None
 
 
 def _by_expert(x: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:

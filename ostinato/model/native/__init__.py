@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Prepared
+from ostinato.model.moe import experts as torch_experts
 from ostinato.model.native.build import BuildError, load_library
 from ostinato.model.native.experts import native_experts, native_route
 from ostinato.model.native.fused import FusedStep, supported
@@ -89,7 +91,7 @@ def load() -> Kernels:
             experts=native_experts(functions),
             gemm=gemm,
         ),
-        training=replace(TORCH_OPS, gemm=gemm),
+        training=replace(TORCH_OPS, gemm=gemm, experts=partial(torch_experts, gemm=gemm)),
         write_cache=_write_cache(functions),
         paged_attention=_paged_attention(functions),
         sample=_sample(functions),
