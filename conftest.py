@@ -8,11 +8,15 @@ import resource
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from ostinato import isa
+
+if TYPE_CHECKING:
+    from ostinato.model.native import Kernels
 
 isa.apply()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, later than this file
@@ -90,6 +94,17 @@ def _skip_without_hardware(request: pytest.FixtureRequest) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Kernels:
+    """The native kernels; a test of them is skipped where there is no compiler."""
+    from ostinato.model.native import BuildError, load
+
+    try:
+        return load()
+    except BuildError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from worlds import VOCAB, tiny_dense, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -36,27 +37,8 @@ from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Sample
 
-VOCAB = 61
-DENSE: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
-MOE = {
-    **DENSE,
-    "model_type": "qwen3_moe",
-    "head_dim": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-    "norm_topk_prob": True,
-}
+DENSE = tiny_dense(hidden_size=128, intermediate_size=192, max_position_embeddings=128)
+MOE = tiny_moe(hidden_size=128, intermediate_size=192, head_dim=32, moe_intermediate_size=96)
 CASES = ("dense", "moe", "full", "sharded")
 
 

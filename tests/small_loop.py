@@ -7,12 +7,13 @@ rollouts, credit, packing, publishing, books, evaluation, checkpoints, resume, s
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,34 @@ class IsRight:
     async def grade(self, group: Group) -> list[Reward]:
         rewards = [self.value * float(t.turns[0].completion.tokens[0] == RIGHT) for t in group.trajectories]
         return [Reward(value=value, parts={"right": value}) for value in rewards]
+
+
+class Lesson(IsRight):
+    """There is something to learn from every group."""
+
+    async def grade(self, group: Group) -> list[Reward]:
+        return [Reward(value=float(i % 2)) for i in range(len(group.trajectories))]
+
+
+class Dies:
+    """``grader``, whose process is killed at the first group that ``at`` names."""
+
+    def __init__(self, at: Callable[[Group], bool], grader: Any = None) -> None:
+        self.at, self.grader = at, grader or IsRight()
+
+    async def grade(self, group: Group) -> list[Reward]:
+        if self.at(group):
+            raise Killed
+        return await self.grader.grade(group)
+
+
+class Stuck(Dies):
+    """``grader``, which does not come back from the groups that ``at`` names."""
+
+    async def grade(self, group: Group) -> list[Reward]:
+        if self.at(group):
+            await asyncio.sleep(60)
+        return await self.grader.grade(group)
 
 
 class BanditTrainer:
@@ -258,3 +287,22 @@ def send(bench: Bench, number: signal.Signals, after_steps: int) -> None:
             os.kill(os.getpid(), number)
 
     bench.loop.on_step = on_step
+
+
+def raises_at(bench: Bench, done: int, error: Exception, learned: bool = False) -> None:
+    """The trainer raises ``error`` when ``done`` steps are done, before or after it has learned."""
+    learn = bench.trainer.step
+
+    def step(batch: Batch) -> StepReport:
+        report = learn(batch) if learned or bench.loop.state.step != done else None
+        if report is None or bench.loop.state.step == done:
+            raise error
+        return report
+
+    bench.trainer.step = step  # type: ignore[method-assign]
+
+
+def as_saved(bench: Bench, which: int = -1) -> dict[str, Any]:
+    """Where a resumed run begins: state and logits of a checkpoint, read back."""
+    saved, logits = bench.saved[which]
+    return {"state": LoopState(**json.loads(json.dumps(saved))), "logits": logits}

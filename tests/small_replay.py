@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from worlds import VOCAB, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -21,28 +22,16 @@ from ostinato.train.totals import Totals
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import NO_EXPERT, Batch, Sample
 
-VOCAB, PROMPT = 61, 10
-RAW = {
-    "model_type": "qwen3_moe",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "head_dim": 8,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [0],
-}
+PROMPT = 10
+RAW = tiny_moe(
+    num_hidden_layers=4,
+    head_dim=8,
+    num_experts=16,
+    num_experts_per_tok=4,
+    moe_intermediate_size=16,
+    mlp_only_layers=[0],
+    max_position_embeddings=128,
+)
 DENSE = {**RAW, "mlp_only_layers": [0, 1, 2, 3]}
 SLOW, FAST = OptimizerSettings(lr=1e-3), OptimizerSettings(lr=0.1)
 GRPO, BYPASS = algorithm("grpo", correction="token_truncate"), algorithm("grpo")

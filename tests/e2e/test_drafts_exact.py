@@ -8,7 +8,6 @@ log-probabilities too.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,8 +15,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from five_tokens import chi_square, counted, greedy_by_count_ratio, ratio_against_the_old
 from reference.scripted import ScriptedDrafter
-from small_world import DRAFTS_PAY, chi_square, counted, greedy_by_count_ratio, ratio_against_the_old
+from worlds import DRAFTS_PAY, NATIVE, answers
+from worlds import same as same_answer
 
 from ostinato.engine.local import LocalEngine
 from ostinato.history.drafter import HistoryDrafter
@@ -28,20 +29,11 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.lora import AdapterSpec, init_adapters
 from ostinato.model.named import model_folder
-from ostinato.model.native import BuildError, Kernels, load
 from ostinato.protocols import Drafter
 from ostinato.render import Renderer
 from ostinato.types import Completion, HistoryEntry, Request, Sampling, Stop
 
 QUESTIONS = ("What is 716 + 471?", "What is 23 * 7?", "12 + 8 - 5 + 30 = ?")
-
-
-@cache
-def kernels() -> Kernels | None:
-    try:
-        return load()
-    except BuildError:
-        return None
 
 
 @cache
@@ -56,7 +48,7 @@ def engine(
     decoder, renderer = model(name, dtype)
     given = {"kv_memory_mb": 64, "context_limit": 256, "cost": DRAFTS_PAY, **options}
     return LocalEngine(
-        decoder, kernels=kernels() if native else None, decode=renderer.decode, drafter=drafter, **given
+        decoder, kernels=NATIVE if native else None, decode=renderer.decode, drafter=drafter, **given
     )
 
 
@@ -68,16 +60,6 @@ def requests(name: str, sampling: Sampling, siblings: int = 3, seed: int = 0) ->
         for n, ids in enumerate(prompts)
         for k in range(siblings)
     ]
-
-
-def run(ours: LocalEngine, asked: Sequence[Request]) -> list[Completion]:
-    async def collect() -> list[Completion]:
-        found = {index: completion async for index, completion in ours.generate(asked)}
-        return [found[i] for i in range(len(asked))]
-
-    done = asyncio.run(collect())
-    ours._scheduler.cache.check([])
-    return done
 
 
 def pasts(asked: Sequence[Request], done: Sequence[Completion]) -> dict[str, list[HistoryEntry]]:
@@ -141,19 +123,11 @@ def drafter_of(kind: str, asked: Sequence[Request], done: Sequence[Completion], 
 
 
 def same(plain: Sequence[Completion], drafted: Sequence[Completion]) -> None:
-    for a, b in zip(plain, drafted, strict=True):
-        assert a.tokens.tolist() == b.tokens.tolist() and a.stop == b.stop and a.text == b.text
-        assert a.edges is not None and b.edges is not None and np.array_equal(a.edges, b.edges)
-        assert np.array_equal(a.logprobs, b.logprobs)
-        if a.experts is not None and b.experts is not None:
-            assert np.array_equal(a.experts, b.experts)
-        assert (a.support is None) == (b.support is None)
-        if a.support is not None and b.support is not None:
-            assert np.array_equal(a.support.counts, b.support.counts)
-            assert np.array_equal(a.support.ids, b.support.ids)
+    for one, other in zip(plain, drafted, strict=True):
+        same_answer(one, other)
 
 
-@pytest.mark.skipif(kernels() is None, reason="bit for bit needs the native kernels")
+@pytest.mark.skipif(NATIVE is None, reason="bit for bit needs the native kernels")
 @pytest.mark.parametrize(
     ("temperature", "filters"),
     [
@@ -168,11 +142,11 @@ def test_tokens_do_not_depend_on_drafts(temperature: float, filters: str) -> Non
             temperature=temperature, max_tokens=28, min_tokens=3, stop_tokens=stop, **SAMPLINGS[filters]
         )
         asked = requests("asset:seed-moe", sampling)
-        plain = run(engine("asset:seed-moe", torch.float32, None), asked)
+        plain = answers(engine("asset:seed-moe", torch.float32, None), asked)
         for kind, tree in itertools.product(KINDS, (False, True)):
             drafter = drafter_of(kind, asked, plain, tree)
             ours = engine("asset:seed-moe", torch.float32, drafter, leaves=4 if tree else 1, max_batch=4)
-            same(plain, run(ours, asked))
+            same(plain, answers(ours, asked))
             if kind == "oracle":
                 assert ours.counters.accepted > 2 * ours.counters.passes
                 assert stop or all(c.stop == Stop.LENGTH for c in plain)
@@ -180,22 +154,22 @@ def test_tokens_do_not_depend_on_drafts(temperature: float, filters: str) -> Non
                 continue
             tight = engine("asset:seed-moe", torch.float32, drafter_of(kind, asked, plain, tree), max_batch=6)
             tight._scheduler.cache = type(tight._scheduler.cache)(11)
-            same(plain, run(tight, asked))
+            same(plain, answers(tight, asked))
             if kind == "oracle" and not stop:
                 assert tight.counters.preempted > 0
 
 
-@pytest.mark.skipif(kernels() is None, reason="bit for bit needs the native kernels")
+@pytest.mark.skipif(NATIVE is None, reason="bit for bit needs the native kernels")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_string_inside_a_draft(kind: str) -> None:
     sampling = Sampling(max_tokens=40, stop_strings=("####", "= "))
     asked = requests("asset:seed-moe", sampling)
-    plain = run(engine("asset:seed-moe", torch.float32, None), asked)
+    plain = answers(engine("asset:seed-moe", torch.float32, None), asked)
     assert any(c.stop == Stop.STRING for c in plain)
-    same(plain, run(engine("asset:seed-moe", torch.float32, drafter_of(kind, asked, plain, True)), asked))
+    same(plain, answers(engine("asset:seed-moe", torch.float32, drafter_of(kind, asked, plain, True)), asked))
 
 
-@pytest.mark.skipif(kernels() is None, reason="bit for bit needs the native kernels")
+@pytest.mark.skipif(NATIVE is None, reason="bit for bit needs the native kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pretrained_model(dtype: torch.dtype) -> None:
     try:
@@ -208,8 +182,8 @@ def test_a_pretrained_model(dtype: torch.dtype) -> None:
         (0.0, "adversarial", True),
     ):
         asked = requests("smollm2-135m", Sampling(temperature=temperature, max_tokens=24), siblings=2)
-        plain = run(engine("smollm2-135m", dtype, None), asked)
-        same(plain, run(engine("smollm2-135m", dtype, drafter_of(kind, asked, plain, tree)), asked))
+        plain = answers(engine("smollm2-135m", dtype, None), asked)
+        same(plain, answers(engine("smollm2-135m", dtype, drafter_of(kind, asked, plain, tree)), asked))
 
 
 # ---- the law, on a real engine
@@ -239,12 +213,12 @@ def table(decoder: Decoder, adapters=None) -> Callable[[tuple[int, ...]], np.nda
     return cache(lambda prefix: next_token(decoder, (*PROMPT, *prefix), adapters))
 
 
-def answers(
+def drawn(
     decoder: Decoder, drafter: Drafter | None, n: int, step: int, adapters=None
 ) -> list[tuple[int, ...]]:
     ours = LocalEngine(
         decoder,
-        kernels=kernels(),
+        kernels=NATIVE,
         kv_memory_mb=8,
         context_limit=16,
         drafter=drafter,
@@ -257,7 +231,7 @@ def answers(
         Request(tokens=np.array(PROMPT, np.int32), sampling=sampling, seed=(step, k), uid="w")
         for k in range(n)
     ]
-    return [tuple(c.tokens.tolist()) for c in run(ours, asked)]
+    return [tuple(c.tokens.tolist()) for c in answers(ours, asked)]
 
 
 def test_chi_square_at_30000_draws_passes_and_two_published_rules_fail() -> None:
@@ -288,7 +262,7 @@ def test_chi_square_at_30000_draws_passes_and_two_published_rules_fail() -> None
     history = History()
     history.add("w", 0, past)
     drafted = HistoryDrafter(history)
-    statistic, point = chi_square(counted(answers(decoder, drafted, n, 1)), exact)
+    statistic, point = chi_square(counted(drawn(decoder, drafted, n, 1)), exact)
     assert statistic < point
     assert sum(drafted.stats().drafted.values()) > n / 10, "the history was not drafted from"
     rng = np.random.default_rng(2)

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nouns import sample_of
 from reference.scripted import ScriptedDrafter
-from small_moe import KINDS, SIZES, VOCAB
-from small_world import DRAFTS_PAY
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from worlds import DRAFTS_PAY, KINDS, SIZES, VOCAB
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -33,7 +33,7 @@ from ostinato.pipeline.work import batch_work, rollout_work, step_flops
 from ostinato.rollout.interrupt import merged
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
-from ostinato.types import Batch, Completion, Group, Prompt, Request, Sample, Sampling, Stop, Trajectory, Turn
+from ostinato.types import Batch, Completion, Group, Prompt, Request, Sampling, Stop, Trajectory, Turn
 
 pytestmark = pytest.mark.slow
 
@@ -121,18 +121,12 @@ def batch_of(vocab: int, seed: int = 0, budget: int = 90, minibatches: int = 1) 
             tokens = np.concatenate([prompt, rng.integers(0, vocab, 4 + 5 * sibling)]).astype(np.int32)
             mask = np.arange(len(tokens)) >= len(prompt)
             mask[len(prompt) + 5 : len(prompt) + 8] = False
-            samples.append(
-                Sample(
-                    tokens=tokens,
-                    loss_mask=mask,
-                    logprobs=np.where(mask, -np.log(vocab), 0).astype("f4"),
-                    advantages=np.where(mask, rng.standard_normal(), 0).astype("f4"),
-                    versions=np.where(mask, 0, -1).astype(np.int32),
-                    group=group,
-                    prompt_len=len(prompt),
-                    uid=f"{group}#{sibling}",
-                )
-            )
+            more: dict[str, Any] = {
+                "logprobs": np.where(mask, -np.log(vocab), 0).astype("f4"),
+                "advantages": np.where(mask, rng.standard_normal(), 0).astype("f4"),
+            }
+            uid = f"{group}#{sibling}"
+            samples.append(sample_of(tokens, len(prompt), loss_mask=mask, group=group, uid=uid, **more))
     weights = aggregation_weights(samples, Aggregation.TOKEN)
     return pack(samples, weights, tokens_per_microbatch=budget, minibatches=minibatches)
 

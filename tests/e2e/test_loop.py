@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_world import DRAFTS_PAY
+from worlds import DRAFTS_PAY, NATIVE, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.cli.build import new_drafting
@@ -23,8 +23,6 @@ from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import AdapterSpec, init_adapters
-from ostinato.model.native import Kernels, load
-from ostinato.model.native.build import BuildError
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finish, Loop, LoopState, Plan
 from ostinato.rollout.play import Stage
@@ -36,22 +34,9 @@ from ostinato.types import Completion, Group, Prompt, Reward, Sampling
 pytestmark = pytest.mark.slow
 
 
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "initializer_range": 0.3,
-}
+CONFIG = tiny_moe(
+    vocab_size=64, head_dim=8, moe_intermediate_size=32, tie_word_embeddings=False, initializer_range=0.3
+)
 ADAPTER = AdapterSpec(rank=4, alpha=8)
 # top-p, so that supports go wherever completions go: through drafts, kills and the spool
 SAMPLING = Sampling(max_tokens=6, stop_tokens=(0,), top_p=0.9)
@@ -93,13 +78,6 @@ class Even:
         return [Reward(value=float((tokens % 2 == 0).mean())) for tokens in said]
 
 
-def kernels() -> Kernels | None:
-    try:
-        return load()
-    except BuildError:
-        return None
-
-
 def trained() -> tuple[Decoder, PolicyTrainer]:
     decoder = Decoder(parse_config(CONFIG)).init_weights(seed=0)
     adapters = init_adapters(decoder.config, ADAPTER, 0)
@@ -110,10 +88,10 @@ def trained() -> tuple[Decoder, PolicyTrainer]:
 def sampler(decoder: Decoder, memory: Memory | None) -> LocalEngine:
     """An engine that drafts from ``memory`` whenever it can, or does not draft."""
     if memory is None:
-        return LocalEngine(decoder, kernels=kernels(), kv_memory_mb=8)
+        return LocalEngine(decoder, kernels=NATIVE, kv_memory_mb=8)
     return LocalEngine(
         decoder,
-        kernels=kernels(),
+        kernels=NATIVE,
         kv_memory_mb=8,
         drafter=memory.drafter,
         expect=memory.expect,
@@ -217,7 +195,7 @@ def test_it_learns_and_every_part_reports(tmp_path: Path) -> None:
 def test_drafts_change_no_byte_of_a_run(tmp_path: Path) -> None:
     """Two epochs and a half of drafts from history and siblings against plain decoding: the same parameters,
     optimizer moments and metrics."""
-    if kernels() is None:
+    if NATIVE is None:
         pytest.skip("no compiler: torch's kernels round a row differently in a batch of another size")
     (plain, trainer), (drafting, again) = (
         build(tmp_path / name, steps=8, drafts=drafts)

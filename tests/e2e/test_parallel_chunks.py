@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from small_moe import siblings, tiny
 from torch import Tensor
+from worlds import siblings, tiny
 
 from ostinato.algo.logprobs import chunked_logprobs, linear_logprobs
 from ostinato.algo.pack import pack

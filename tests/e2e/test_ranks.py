@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 from typing import Any, NamedTuple
 
 import psutil
@@ -51,14 +50,6 @@ def hanging(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def warning(rank: int, world: int) -> None:
-    warnings.warn("an error here, as in the test", UserWarning, stacklevel=1)
-
-
-def surroundings(rank: int, world: int) -> tuple[str, str | None, int, int]:
-    return os.getcwd(), os.environ.get("OF_THE_TEST"), torch.get_num_threads(), os.getpid()
-
-
 def with_children(rank: int, world: int) -> int:
     pid = os.fork()
     if pid == 0:
@@ -85,14 +76,6 @@ def test_results_by_rank() -> None:
             assert isinstance(found["pair"], Pair)
             assert found["world"] == n
     assert not leftovers()
-
-
-def test_ranks_have_the_callers_surroundings(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OF_THE_TEST", "yes")
-    results = on_ranks(2, surroundings)
-    assert [found[:3] for found in results] == [(str(tmp_path), "yes", 1)] * 2
-    assert len({pid for *_, pid in results} | {os.getpid()}) == 3
 
 
 def test_a_rank_that_raises_ends_all_and_its_traceback_is_told() -> None:
@@ -122,22 +105,9 @@ def test_a_rank_that_hangs_is_told_with_its_stack() -> None:
     assert not leftovers()
 
 
-def test_warnings_are_errors_as_in_the_test() -> None:
-    with pytest.raises(RanksFailed, match="UserWarning: an error here"):
-        on_ranks(1, warning)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert on_ranks(1, warning) == [None]
-
-
 def test_what_ranks_start_ends_with_them() -> None:
     pids = on_ranks(2, with_children)
     deadline = time.monotonic() + 120
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, pids))
-
-
-def test_closures_are_refused_before_anything_starts() -> None:
-    with pytest.raises((AttributeError, TypeError), match=r"pickle|local object"):
-        on_ranks(2, lambda rank, world: rank)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_moe import KINDS, VOCAB, random_routes, tiny
 from torch import Tensor
+from worlds import KINDS, VOCAB, random_routes, tiny
 
 from ostinato.engine.local import LocalEngine
 from ostinato.interop.replay import Routes, attach_replay

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from small_world import NATIVE
+from worlds import NATIVE
 
 from lab import publish
 from lab.memory import mapped, proportional

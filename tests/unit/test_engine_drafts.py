@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.scripted import ScriptedDrafter
-from small_engine import tiny
-from small_world import DRAFTS_PAY, NATIVE
+from worlds import DRAFTS_PAY, NATIVE, answers, same, tiny_decoder
 
 from ostinato.engine.cache import KVCache
 from ostinato.engine.cost import KNOTS, CostTable
@@ -24,7 +23,7 @@ from ostinato.types import Completion, DraftQuery, Drafts, Request, SampledToken
 VOCAB = 31
 
 
-DECODER = tiny(vocab=VOCAB)
+DECODER = tiny_decoder(vocab_size=VOCAB)
 
 
 def asked(n: int = 4, **sampling: Any) -> list[Request]:
@@ -44,41 +43,18 @@ def engine(drafter: ScriptedDrafter | None = None, **options: Any) -> LocalEngin
     return LocalEngine(DECODER, drafter=drafter, **given)
 
 
-def run(ours: LocalEngine, requests: Sequence[Request]) -> list[Completion]:
-    async def collect() -> list[Completion]:
-        found = {index: completion async for index, completion in ours.generate(requests)}
-        return [found[i] for i in range(len(requests))]
-
-    done = asyncio.run(collect())
-    ours._scheduler.cache.check([])
-    return done
-
-
 def oracle(requests: Sequence[Request], done: Sequence[Completion], **options: Any) -> ScriptedDrafter:
     whole = {r.seed: np.concatenate([r.tokens, c.tokens]) for r, c in zip(requests, done, strict=True)}
     return ScriptedDrafter(lambda request, tokens: whole[request.seed][len(tokens) :], **options)
 
 
-def same(a: Completion, b: Completion) -> None:
-    assert a.tokens.tolist() == b.tokens.tolist() and a.stop == b.stop
-    if NATIVE is not None:
-        assert np.array_equal(a.logprobs, b.logprobs)
-        assert np.array_equal(a.edges, b.edges)  # type: ignore[arg-type]
-    assert np.array_equal(a.experts, b.experts)  # type: ignore[arg-type]
-    assert (a.support is None) == (b.support is None)
-    if a.support is not None and b.support is not None:  # of every token that was kept, and of no draft
-        assert len(b.support) == len(b.tokens) and b.support.holds(b.tokens).all()
-        assert np.array_equal(a.support.counts, b.support.counts)
-        assert np.array_equal(a.support.ids, b.support.ids)
-
-
 @pytest.mark.parametrize("tree", [False, True])
 def test_right_drafts_save_passes_and_change_nothing(tree: bool) -> None:
     requests = asked()
-    plain = run(engine(), requests)
+    plain = answers(engine(), requests)
     ours = engine(oracle(requests, plain, length=7, tree=tree))
-    for a, b in zip(plain, run(ours, requests), strict=True):
-        same(a, b)
+    for a, b in zip(plain, answers(ours, requests), strict=True):
+        same(a, b, bits=NATIVE is not None)
         # the pass that runs the prompt drafts as well: 3 times 7 and one more
         assert (a.passes, b.passes) == (24, 3) and b.drafted >= b.accepted == 21
     assert ours.counters.accepted == 84 and ours.counters.decoded == 96
@@ -93,7 +69,7 @@ def test_whatever_is_drafted_the_tokens_are_the_same(data: st.DataObject) -> Non
     filters = data.draw(st.sampled_from([{}, {"top_p": 0.8}, {"top_k": 5, "min_p": 0.1, "temperature": 0.7}]))
     sampling = {"stop_tokens": stop, "min_tokens": data.draw(st.integers(0, 4)), **filters}
     requests = asked(data.draw(st.integers(1, 5)), **sampling)
-    plain = run(engine(), requests)
+    plain = answers(engine(), requests)
     whole = {r.seed: np.concatenate([r.tokens, c.tokens]) for r, c in zip(requests, plain, strict=True)}
     rng = np.random.default_rng(data.draw(st.integers(0, 9999)))
     truth, rows = data.draw(st.floats(0, 1)), data.draw(st.integers(1, 4))
@@ -113,14 +89,14 @@ def test_whatever_is_drafted_the_tokens_are_the_same(data: st.DataObject) -> Non
     ours = engine(drafter, **options)
     if data.draw(st.booleans()):
         ours._scheduler.cache = KVCache(data.draw(st.integers(4, 9)))
-    for a, b in zip(plain, run(ours, requests), strict=True):
-        same(a, b)
+    for a, b in zip(plain, answers(ours, requests), strict=True):
+        same(a, b, bits=NATIVE is not None)
     assert not drafter._open, "every handle was closed"
 
 
 def test_a_listener_hears_every_token_once_and_in_order() -> None:
     requests = asked(2)
-    plain = run(engine(), requests)
+    plain = answers(engine(), requests)
     heard: dict[int, list[int]] = {0: [], 1: []}
 
     async def listen() -> None:
@@ -134,7 +110,7 @@ def test_a_listener_hears_every_token_once_and_in_order() -> None:
 
 def test_a_caller_that_goes_away_closes_its_handles() -> None:
     requests = asked(4)
-    drafter = oracle(requests, run(engine(), requests), length=2)
+    drafter = oracle(requests, answers(engine(), requests), length=2)
     ours = engine(drafter)
 
     async def leave() -> None:
@@ -147,21 +123,21 @@ def test_a_caller_that_goes_away_closes_its_handles() -> None:
 
 def test_drafts_never_preempt_anybody() -> None:
     requests = asked(3)
-    plain = run(engine(), requests)
+    plain = answers(engine(), requests)
     ours = engine(oracle(requests, plain, length=9))
     ours._scheduler.cache = KVCache(9)  # exactly what the three need in the end: 29, 33 and 37 tokens
-    for a, b in zip(plain, run(ours, requests), strict=True):
-        same(a, b)
+    for a, b in zip(plain, answers(ours, requests), strict=True):
+        same(a, b, bits=NATIVE is not None)
     assert ours.counters.preempted == 0
 
 
 def test_logits_that_are_not_finite_end_a_request_inside_a_draft() -> None:
-    decoder = tiny(seed=2, vocab=VOCAB)
+    decoder = tiny_decoder(seed=2, vocab_size=VOCAB)
     requests = asked(2)
-    plain = run(LocalEngine(decoder, kv_memory_mb=4, context_limit=128), requests)
+    plain = answers(LocalEngine(decoder, kv_memory_mb=4, context_limit=128), requests)
     token = int(plain[0].tokens[3])
     decoder.embed.data[token] = torch.nan  # known at the head too: from the first step on
-    (done, _) = run(
+    (done, _) = answers(
         LocalEngine(
             decoder, kv_memory_mb=4, context_limit=128, drafter=oracle(requests, plain), cost=DRAFTS_PAY
         ),
@@ -203,14 +179,14 @@ class Listener:
 def test_the_cost_of_passes_is_learnt() -> None:
     requests = asked(4, max_tokens=90)
     ours = engine(Listener(), cost=CostTable([1e-9] * len(KNOTS)))  # type: ignore[arg-type]
-    run(ours, requests)
+    answers(ours, requests)
     assert ours.cost is not None and 1e-5 < float(ours.cost.seconds(4, 0.0)) < 1.0
     assert ours.counters.seconds_without > 0 and len(ours.trace) == ours.counters.steps
 
 
 def test_an_error_leaves_no_block_of_a_leaf_behind() -> None:
     requests = asked(2)
-    plain = run(engine(), requests)
+    plain = answers(engine(), requests)
     ours = engine(oracle(requests, plain, tree=True))
     heard = 0
 
@@ -231,12 +207,12 @@ def test_an_error_leaves_no_block_of_a_leaf_behind() -> None:
 
 def test_blocks_that_failed_drafts_have_taken_are_given_back_before_anybody_is_preempted() -> None:
     requests = asked(3)
-    plain = run(engine(), requests)
+    plain = answers(engine(), requests)
     wrong = ScriptedDrafter(lambda request, tokens: (tokens[-1:].repeat(30) + 1) % VOCAB, length=30)
     ours = engine(wrong)
     ours._scheduler.cache = KVCache(10)
-    for a, b in zip(plain, run(ours, requests), strict=True):
-        same(a, b)
+    for a, b in zip(plain, answers(ours, requests), strict=True):
+        same(a, b, bits=NATIVE is not None)
     assert ours.counters.drafted > 0 and ours.counters.preempted == 0
 
 

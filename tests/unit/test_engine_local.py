@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_engine import VOCAB, adapters_of, tiny
-from small_world import KERNELS
+from worlds import KERNELS, VOCAB, adapters_of, answers, same, tiny_decoder
 
 from ostinato.algo.noise import key, uniform
 from ostinato.engine.cache import KVCache
@@ -26,7 +25,7 @@ from ostinato.model.native import Kernels
 from ostinato.pipeline.work import completion_work
 from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
 
-DECODER = tiny()
+DECODER = tiny_decoder()
 
 
 def engine(kernels: Kernels | None, **options: Any) -> LocalEngine:
@@ -36,16 +35,6 @@ def engine(kernels: Kernels | None, **options: Any) -> LocalEngine:
 def request(length: int, index: int = 0, **sampling: Any) -> Request:
     tokens = np.random.default_rng(length).integers(0, VOCAB, length).astype(np.int32)
     return Request(tokens=tokens, sampling=Sampling(**{"max_tokens": 12, **sampling}), seed=(7, index))
-
-
-def run(engine: LocalEngine, requests: Sequence[Request]) -> list[Completion]:
-    async def collect() -> list[Completion]:
-        found: dict[int, Completion] = {}
-        async for index, completion in engine.generate(requests):
-            found[index] = completion
-        return [found[i] for i in range(len(requests))]
-
-    return asyncio.run(collect())
 
 
 def naive(request: Request, adapters: Adapters | None = None) -> tuple[list[int], list[float]]:
@@ -61,22 +50,6 @@ def naive(request: Request, adapters: Adapters | None = None) -> tuple[list[int]
         tokens.append(int(token[0]))
         logprobs.append(float(logprob[0]))
     return tokens[len(request.tokens) :], logprobs
-
-
-def same(a: Completion, b: Completion) -> None:
-    """Bit for bit, routes included."""
-    assert a.tokens.tolist() == b.tokens.tolist() and a.stop == b.stop
-    assert np.array_equal(a.logprobs, b.logprobs)
-    assert a.experts is not None and b.experts is not None and np.array_equal(a.experts, b.experts)
-    assert np.array_equal(a.prompt_experts, b.prompt_experts)  # type: ignore[arg-type]
-    same_support(a, b)
-
-
-def same_support(a: Completion, b: Completion) -> None:
-    assert (a.support is None) == (b.support is None)
-    if a.support is not None and b.support is not None:
-        assert np.array_equal(a.support.counts, b.support.counts)
-        assert np.array_equal(a.support.ids, b.support.ids)
 
 
 REQUESTS = [
@@ -97,7 +70,7 @@ def test_the_engine_is_the_naive_generator(kernels: Kernels | None, adapted: boo
     adapters = adapters_of(DECODER, 3) if adapted else None
     ours = engine(kernels)
     ours.publish(adapters, 5)
-    for asked, done in zip(REQUESTS, run(ours, REQUESTS), strict=True):
+    for asked, done in zip(REQUESTS, answers(ours, REQUESTS), strict=True):
         tokens, logprobs = naive(asked, adapters)
         assert done.tokens.tolist() == tokens and done.stop == Stop.LENGTH
         assert done.logprobs == pytest.approx(logprobs, abs=1e-4)
@@ -106,7 +79,7 @@ def test_the_engine_is_the_naive_generator(kernels: Kernels | None, adapted: boo
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_routes_are_those_of_a_forward_over_the_finished_sequence(kernels: Kernels | None) -> None:
-    for asked, done in zip(REQUESTS, run(engine(kernels), REQUESTS), strict=True):
+    for asked, done in zip(REQUESTS, answers(engine(kernels), REQUESTS), strict=True):
         row = torch.from_numpy(np.concatenate([asked.tokens, done.tokens])).long()
         _, routing = DECODER(row, torch.arange(len(row)), CausalAttention())
         assert routing is not None and done.experts is not None and done.prompt_experts is not None
@@ -118,25 +91,25 @@ def test_routes_are_those_of_a_forward_over_the_finished_sequence(kernels: Kerne
 @pytest.mark.parametrize("kernels", [p for p in KERNELS if p.id == "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_order_chunks_and_preemption_change_nothing(kernels: Kernels, dtype: torch.dtype) -> None:
-    decoder = DECODER if dtype == torch.float32 else tiny(dtype=dtype)
+    decoder = DECODER if dtype == torch.float32 else tiny_decoder(dtype=dtype)
 
     def fresh(**options: Any) -> LocalEngine:
         return LocalEngine(decoder, kernels=kernels, **{"kv_memory_mb": 4, "context_limit": 256, **options})
 
     requests = [*REQUESTS, *FILTERED]
-    alone = [run(fresh(), [asked])[0] for asked in requests]
+    alone = [answers(fresh(), [asked])[0] for asked in requests]
     assert [done.support is not None for done in alone] == [False] * 5 + [True] * 3 + [False]
-    for a, b in zip(alone, run(fresh(), requests), strict=True):
+    for a, b in zip(alone, answers(fresh(), requests), strict=True):
         same(a, b)
-    for a, b in zip(alone, reversed(run(fresh(), requests[::-1])), strict=True):
+    for a, b in zip(alone, reversed(answers(fresh(), requests[::-1])), strict=True):
         same(a, b)
-    for a, b in zip(alone, run(fresh(step_tokens=7, max_batch=3), requests), strict=True):
+    for a, b in zip(alone, answers(fresh(step_tokens=7, max_batch=3), requests), strict=True):
         same(a, b)
     growing = [request(5 + i, i, max_tokens=60, top_p=(1.0, 0.8, 0.9)[i]) for i in range(3)]
-    alone = [run(fresh(), [asked])[0] for asked in growing]
+    alone = [answers(fresh(), [asked])[0] for asked in growing]
     tight = fresh()
     tight._scheduler.cache = KVCache(9)  # 144 positions for three sequences that want 198
-    for a, b in zip(alone, run(tight, growing), strict=True):
+    for a, b in zip(alone, answers(tight, growing), strict=True):
         same(a, b)
     assert tight.counters.preempted > 0
     tight._scheduler.cache.check([])
@@ -157,7 +130,7 @@ def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens
 
     ours._forward = counted
     asks = [request(5 + i, i, max_tokens=60) for i in range(4)]
-    said = run(ours, asks)
+    said = answers(ours, asks)
     parts = [completion_work(len(one.tokens), done) for one, done in zip(asks, said, strict=True)]
     works = [part.total for part in parts]
     assert ran == {"tokens": sum(one.tokens for one in works), "pairs": sum(one.pairs for one in works)}
@@ -165,7 +138,7 @@ def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens
     assert (
         sum(len(done.recomputed) for done in said if done.recomputed is not None) == ours.counters.preempted
     )
-    assert all(done.recomputed is None for done in run(engine(None), asks))
+    assert all(done.recomputed is None for done in answers(engine(None), asks))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -174,7 +147,7 @@ def test_supports_are_what_the_filters_keep_of_a_forward_over_the_finished_seque
 ) -> None:
     """The ids by definition, in fp64 from the whole sequence: min-p, then banned stop tokens beside top-k."""
     asked = [request(20, 0, min_p=0.3), request(21, 1, top_k=4, stop_tokens=(3,), min_tokens=12)]
-    for wish, done in zip(asked, run(engine(kernels), asked), strict=True):
+    for wish, done in zip(asked, answers(engine(kernels), asked), strict=True):
         row = torch.from_numpy(np.concatenate([wish.tokens, done.tokens])).long()
         hidden, _ = DECODER(row, torch.arange(len(row)), CausalAttention())
         p = DECODER.logits(hidden)[len(wish.tokens) - 1 : -1].double().softmax(-1).detach().numpy()
@@ -191,7 +164,7 @@ def test_supports_are_what_the_filters_keep_of_a_forward_over_the_finished_seque
 
 def test_supports_are_recorded_where_they_are_wanted() -> None:
     asked = [request(9, 0, top_p=0.7), request(9, 1)]
-    with_, without = run(engine(None), asked), run(engine(None, record_support=False), asked)
+    with_, without = answers(engine(None), asked), answers(engine(None, record_support=False), asked)
     assert [done.support is None for done in (*with_, *without)] == [False, True, True, True]
     assert [d.tokens.tolist() for d in with_] == [d.tokens.tolist() for d in without]
 
@@ -200,11 +173,11 @@ def test_supports_are_recorded_where_they_are_wanted() -> None:
 def test_siblings_prefill_their_prompt_once(kernels: Kernels | None) -> None:
     siblings = [request(37, i) for i in range(6)]
     ours = engine(kernels)
-    together = run(ours, siblings)
+    together = answers(ours, siblings)
     assert ours.counters.prefilled == 37 - 1  # the last prompt token of each is its first decode row
     assert [c.cached_tokens for c in together] == [0, 36, 36, 36, 36, 36]
     for asked, done in zip(siblings, together, strict=True):
-        (apart,) = run(engine(kernels), [asked])
+        (apart,) = answers(engine(kernels), [asked])
         assert apart.tokens.tolist() == done.tokens.tolist()
         if kernels is not None:
             same(apart, done)
@@ -215,11 +188,11 @@ def test_siblings_prefill_their_prompt_once(kernels: Kernels | None) -> None:
 def test_the_next_turn_prefills_only_what_is_new(kernels: Kernels | None) -> None:
     ours = engine(kernels)
     first = request(20)
-    (answer,) = run(ours, [first])
+    (answer,) = answers(ours, [first])
     before = ours.counters.prefilled
     context = np.concatenate([first.tokens, answer.tokens, np.array([1, 2, 3], np.int32)])
     second = Request(tokens=context, sampling=Sampling(max_tokens=8), seed=(7, 1))
-    (reply,) = run(ours, [second])
+    (reply,) = answers(ours, [second])
     # the last answer token was never run, so it and the three new ones are; the very last gives the logits
     assert ours.counters.prefilled - before == 3
     assert reply.cached_tokens == 20 + 12 - 1
@@ -256,11 +229,11 @@ def test_a_publish_in_flight_keeps_running_sequences_and_marks_their_tokens(kern
 
 def test_the_engine_samples_from_the_trainers_own_tensors() -> None:
     """No second copy of the base: a change of a base weight in place is what the engine samples from next."""
-    decoder = tiny(seed=1)
+    decoder = tiny_decoder(seed=1)
     pointers = {name: p.data_ptr() for name, p in decoder.named_parameters()}
     ours = LocalEngine(decoder, kv_memory_mb=4)
     ours.publish(adapters_of(decoder, 1), 1)
-    run(ours, [request(5)])
+    answers(ours, [request(5)])
     assert {name: p.data_ptr() for name, p in ours.decoder.named_parameters()} == pointers
 
 
@@ -269,20 +242,20 @@ def words(tokens: Sequence[int]) -> str:
 
 
 def test_stops() -> None:
-    free = run(engine(None), [request(5, max_tokens=30)])[0].tokens.tolist()
+    free = answers(engine(None), [request(5, max_tokens=30)])[0].tokens.tolist()
     stop = free[4]
-    (eos,) = run(engine(None, decode=words), [request(5, max_tokens=30, stop_tokens=(stop,))])
+    (eos,) = answers(engine(None, decode=words), [request(5, max_tokens=30, stop_tokens=(stop,))])
     assert eos.stop == Stop.EOS and eos.tokens.tolist() == free[: free.index(stop) + 1]
     assert eos.text == words(free[: free.index(stop)])
     string = words(free)[6:9]
-    (cut,) = run(engine(None, decode=words), [request(5, max_tokens=30, stop_strings=(string,))])
+    (cut,) = answers(engine(None, decode=words), [request(5, max_tokens=30, stop_strings=(string,))])
     assert cut.stop == Stop.STRING and cut.text == words(free).split(string)[0]
-    (late,) = run(
+    (late,) = answers(
         engine(None), [request(5, max_tokens=30, min_tokens=10, stop_tokens=tuple(range(VOCAB - 1)))]
     )
     assert len(late.tokens) == 11 and set(late.tokens[:10].tolist()) == {VOCAB - 1}
     assert late.logprobs[:10].tolist() == [0.0] * 10  # the only token that was allowed
-    (end,) = run(engine(None, context_limit=9), [request(5, max_tokens=30)])
+    (end,) = answers(engine(None, context_limit=9), [request(5, max_tokens=30)])
     assert end.stop == Stop.LENGTH and len(end.tokens) == 4
 
 
@@ -303,27 +276,27 @@ def test_a_stop_string_whose_characters_take_several_tokens_each() -> None:
         return drawn._replace(tokens=np.full_like(drawn.tokens, answer[ours.counters.decoded]))
 
     draw, ours._runner.draw = ours._runner.draw, scripted  # type: ignore[method-assign]
-    (done,) = run(ours, [request(5, max_tokens=15, stop_strings=(word,))])
+    (done,) = answers(ours, [request(5, max_tokens=15, stop_strings=(word,))])
     assert done.stop == Stop.STRING and done.text == "-" and len(done.tokens) == 1 + len(spelt)
 
 
 def test_requests_that_cannot_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="prompt has 9 tokens and the context 9"):
-        run(engine(None, context_limit=9), [request(9)])
+        answers(engine(None, context_limit=9), [request(9)])
     small = engine(None, context_limit=4096)
     small._scheduler.cache = KVCache(2)
     with pytest.raises(ValueError, match="kv_memory_mb"):
-        run(small, [request(20, max_tokens=100)])
+        answers(small, [request(20, max_tokens=100)])
     with pytest.raises(ValueError, match="stop_strings"):
-        run(engine(None), [request(5, stop_strings=("a",))])
+        answers(engine(None), [request(5, stop_strings=("a",))])
 
 
 def test_logits_that_are_not_finite_end_one_request_by_name() -> None:
-    decoder = tiny(seed=2)
+    decoder = tiny_decoder(seed=2)
     decoder.embed.data[3] = torch.nan
     ours = LocalEngine(decoder, kv_memory_mb=4)
     broken = Request(tokens=np.array([3], np.int32), sampling=Sampling(max_tokens=4), seed=(0,))
-    (done,) = run(ours, [broken])
+    (done,) = answers(ours, [broken])
     assert done.stop == Stop.ERROR and "finite" in done.error and ours.counters.errors == 1
 
 
@@ -334,7 +307,7 @@ def test_a_partial_block_may_be_the_only_one_left() -> None:
     ours = engine(None)
     ours._scheduler.cache = KVCache(2)
     asked = request(20)  # 32 tokens in the end: both blocks
-    first, again = run(ours, [asked]), run(ours, [asked])
+    first, again = answers(ours, [asked]), answers(ours, [asked])
     assert first[0].tokens.tolist() == again[0].tokens.tolist() == naive(asked)[0]
     assert again[0].cached_tokens == 19
     ours._scheduler.cache.check([])
@@ -344,17 +317,17 @@ def test_a_partial_block_may_be_the_only_one_left() -> None:
 def test_broken_numbers_stay_with_their_request(kernels: Kernels | None) -> None:
     """In the torch twin a masked NaN was still NaN: one broken request broke every shorter one of its batch,
     whose block tables are filled up with block 0, and whoever got its blocks later."""
-    decoder = tiny(tied=False)
+    decoder = tiny_decoder(tie_word_embeddings=False)
     decoder.embed.data[3] = torch.nan
 
     def of(*tokens: int) -> Request:
         return Request(tokens=np.array(tokens, np.int32), sampling=Sampling(max_tokens=4, top_k=1), seed=(0,))
 
     ours = LocalEngine(decoder, kernels=kernels, kv_memory_mb=4, context_limit=256)
-    stops = [done.stop for done in run(ours, [of(*[5] * 20, *[3] * 20), of(6, 7, 8)])]
+    stops = [done.stop for done in answers(ours, [of(*[5] * 20, *[3] * 20), of(6, 7, 8)])]
     assert stops == [Stop.ERROR, Stop.LENGTH]
-    assert run(ours, [of(*[5] * 20, 6)])[0].stop == Stop.LENGTH  # not from the broken one's prefix
-    assert run(ours, [of(*[5] * 60)])[0].stop == Stop.LENGTH  # in its blocks
+    assert answers(ours, [of(*[5] * 20, 6)])[0].stop == Stop.LENGTH  # not from the broken one's prefix
+    assert answers(ours, [of(*[5] * 60)])[0].stop == Stop.LENGTH  # in its blocks
     ours._scheduler.cache.check([])
 
 
@@ -383,9 +356,9 @@ def test_an_engine_outlives_a_closed_event_loop() -> None:
     stream = ours.generate([request(5, i, max_tokens=4 + 60 * i) for i in range(2)])
     loop.run_until_complete(anext(stream))
     with pytest.raises(RuntimeError, match="another event loop"):
-        run(ours, [request(9)])
+        answers(ours, [request(9)])
     loop.close()
-    assert len(run(ours, [request(9)])[0].tokens) == 12
+    assert len(answers(ours, [request(9)])[0].tokens) == 12
     ours._scheduler.cache.check([])
 
 
@@ -393,7 +366,7 @@ def test_a_token_outside_of_the_vocabulary_is_refused_by_name() -> None:
     """It reached the embedding, whose IndexError named nobody and ended every other request too."""
     bad = Request(tokens=np.array([1, VOCAB], np.int32), sampling=Sampling(max_tokens=3), seed=(0,))
     with pytest.raises(ValueError, match=f"token {VOCAB}, but the model's are 0 to {VOCAB - 1}"):
-        run(engine(None), [bad])
+        answers(engine(None), [bad])
 
 
 def test_a_caller_that_goes_away_frees_its_blocks() -> None:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_contract import CONTRACT, Subject, what_can_never_be_answered_is_refused
-from small_engine import VOCAB, adapters_of, decode, tiny
-from small_world import NATIVE
+from worlds import NATIVE, VOCAB, adapters_of, decode, tiny_decoder
 
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.pool import EnginePool
@@ -23,7 +22,7 @@ from ostinato.model.wire import NotFinite, fingerprint, unpack
 from ostinato.observe.timeline import Kind
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling
 
-DECODER = tiny()
+DECODER = tiny_decoder()
 
 
 def engine(name: str = "engine") -> LocalEngine:

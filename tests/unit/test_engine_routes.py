@@ -12,55 +12,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.scripted import ScriptedDrafter
-from small_world import DRAFTS_PAY, KERNELS, NATIVE
+from worlds import DRAFTS_PAY, KERNELS, NATIVE, VOCAB, adapters_of, answers, tiny_decoder
 
 from ostinato.engine.cache import BLOCK, KVCache
 from ostinato.engine.fake import FakeEngine
 from ostinato.engine.local import LocalEngine
 from ostinato.model.attention import NaiveCache
-from ostinato.model.config import parse_config
-from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.rollout.convert import samples
 from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Request, Sampling, Stop, Trajectory, Turn
 
-VOCAB = 61
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [0],  # dense first: routes have 2 layers where the model has 3
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "initializer_range": 0.3,
-}
-DECODER = Decoder(parse_config(CONFIG)).init_weights(0)
+# dense first: routes have 2 layers where the model has 3
+DECODER = tiny_decoder(
+    num_hidden_layers=3, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=3, mlp_only_layers=[0]
+)
 
 
-def policy(seed: int) -> Adapters:
-    adapters = init_adapters(DECODER.config, AdapterSpec(rank=4), seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, b in adapters.tensors.values():
-            b.normal_(0, 0.3, generator=generator)
-    return adapters
-
-
-POLICIES = [None, policy(1), policy(2)]
+POLICIES = [None, *(adapters_of(DECODER, seed, 0.3) for seed in (1, 2))]
 
 
 def engine(kernels: Kernels | None = NATIVE, *, blocks: int = 0, **options: Any) -> LocalEngine:
@@ -80,13 +49,7 @@ def request(tokens: np.ndarray, answer: int = 8, index: int = 0, routes_from: in
 
 
 def run(engine: LocalEngine, *requests: Request, on_token: Any = None) -> list[Completion]:
-    async def collect() -> list[Completion]:
-        found = {index: done async for index, done in engine.generate(requests, on_token)}
-        return [found[i] for i in range(len(requests))]
-
-    done = asyncio.run(collect())
-    engine._scheduler.cache.check([])
-    return done
+    return answers(engine, requests, *([on_token] if on_token else []))
 
 
 def ran(tokens: np.ndarray, *pieces: tuple[int, Adapters | None]) -> np.ndarray:

@@ -11,16 +11,8 @@ from rounding import rounding
 
 from ostinato.engine.sampler import sample, sample_torch
 from ostinato.engine.sequences import Settings
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.types import Sampling
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def settings(rows: int, **values: float) -> Settings:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import completion
 
 from ostinato.env.dialogue import Dialogue, calculator, parse_calls, resolve_tools
 from ostinato.types import Completion, Prompt, Stop
@@ -38,14 +39,7 @@ class Letters:
 
 
 def says(text: str, stop: Stop = Stop.EOS) -> Completion:
-    count = len(text)
-    return Completion(
-        tokens=np.array([ord(letter) for letter in text], np.int32),
-        logprobs=np.zeros(count, np.float32),
-        versions=np.zeros(count, np.int32),
-        stop=stop,
-        text=text,
-    )
+    return completion([ord(letter) for letter in text], stop=stop, text=text)
 
 
 def call(expression: str = "2*3", name: str = "calculator") -> str:

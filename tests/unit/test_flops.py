@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_moe import KINDS, SIZES
+from nouns import completion as said
+from nouns import sample_of
 from torch.utils.flop_counter import FlopCounterMode
+from worlds import KINDS, SIZES
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
 from ostinato.model.attention import segment_mask
@@ -216,15 +218,7 @@ def samples() -> st.SearchStrategy[list[Sample]]:
 
     def built(groups: list[tuple[int, list[int]]]) -> list[Sample]:
         return [
-            Sample(
-                tokens=np.arange(prompt + answer, dtype=np.int32),
-                loss_mask=np.arange(prompt + answer) >= prompt,
-                logprobs=np.zeros(prompt + answer, np.float32),
-                advantages=np.ones(prompt + answer, np.float32),
-                versions=np.zeros(prompt + answer, np.int32),
-                group=group,
-                prompt_len=prompt,
-            )
+            sample_of(np.arange(prompt + answer), prompt, group=group)
             for group, (prompt, answers) in enumerate(groups)
             for answer in answers
         ]
@@ -245,16 +239,6 @@ def test_a_batch_counts_the_pairs_of_its_mask(found: list[Sample], budget: int) 
 
 
 # ---- rollouts
-
-
-def said(tokens: int, **more: Any) -> Completion:
-    return Completion(
-        tokens=np.zeros(tokens, np.int32),
-        logprobs=np.zeros(tokens, np.float32),
-        versions=np.zeros(tokens, np.int32),
-        stop=Stop.EOS,
-        **more,
-    )
 
 
 def row_by_row(prompt: int, completion: Completion) -> RolloutWork:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from nouns import sample_of
+from worlds import KERNELS, answers, tiny_dense
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -15,25 +16,12 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import AdapterSpec, init_adapters
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
-from ostinato.types import Completion, Request, Sample, Sampling
+from ostinato.types import Completion, Request, Sampling
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
 # one token in, one token out: attention over a single key rounds nothing, so only the heads can differ
 REQUESTS = [
     Request(tokens=np.array([n + 1], np.int32), sampling=Sampling(max_tokens=1), seed=(0, n))
@@ -43,34 +31,37 @@ REQUESTS = [
 
 def decoder_of(fp32_head: bool) -> Decoder:
     """With logits of some tens, which are multiples of 1/8 or 1/4 in bfloat16."""
-    decoder = Decoder(parse_config(CONFIG), dtype=torch.bfloat16, fp32_head=fp32_head).init_weights(seed=0)
+    decoder = Decoder(
+        parse_config(
+            tiny_dense(
+                vocab_size=64,
+                hidden_size=64,
+                intermediate_size=64,
+                tie_word_embeddings=False,
+                initializer_range=0.3,
+            )
+        ),
+        dtype=torch.bfloat16,
+        fp32_head=fp32_head,
+    ).init_weights(seed=0)
     decoder.head_weight.data.mul_(8)
     return decoder
 
 
 def sampled(fp32_head: bool, kernels: Kernels | None) -> list[Completion]:
-    engine = LocalEngine(decoder_of(fp32_head), kernels=kernels, kv_memory_mb=1)
-
-    async def collect() -> dict[int, Completion]:
-        return {index: completion async for index, completion in engine.generate(REQUESTS)}
-
-    found = asyncio.run(collect())
-    return [found[index] for index in range(len(REQUESTS))]
+    return answers(LocalEngine(decoder_of(fp32_head), kernels=kernels, kv_memory_mb=1), REQUESTS)
 
 
 def furthest(said: Sequence[Completion], fp32_head: bool, kernels: Kernels | None) -> float:
     """The largest |log p| between sampler and trainer, whose head is in fp32 or not."""
     samples = [
-        Sample(
-            tokens=np.append(request.tokens, completion.tokens),
-            loss_mask=np.array([False, True]),
-            logprobs=np.append(np.float32(0), completion.logprobs),
-            advantages=np.array([0, 1], np.float32),
-            versions=np.array([-1, 0], np.int32),
+        sample_of(
+            np.append(request.tokens, done.tokens),
+            1,
+            logprobs=np.append(np.float32(0), done.logprobs),
             group=number,
-            prompt_len=1,
         )
-        for number, (request, completion) in enumerate(zip(REQUESTS, said, strict=True))
+        for number, (request, done) in enumerate(zip(REQUESTS, said, strict=True))
     ]
     decoder = decoder_of(fp32_head)
     adapters = init_adapters(decoder.config, AdapterSpec(rank=2, targets=("attn",)), seed=0)
@@ -86,14 +77,10 @@ def furthest(said: Sequence[Completion], fp32_head: bool, kernels: Kernels | Non
     return trainer.measure(batch, floor=False)["arms"]["native"]["abs_max"]
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_with_the_flag_both_sides_score_alike_and_one_without_it_does_not(native: bool) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_with_the_flag_both_sides_score_alike_and_one_without_it_does_not(kernels: Kernels | None) -> None:
     """Logits of 8 bits are off by more than a tenth of a nat here, so one switch is for both sides. The test
     before this one compared a softmax with another, and never set the flag."""
-    try:
-        kernels = load() if native else None
-    except BuildError as error:
-        pytest.skip(str(error))
     said = sampled(True, kernels)
     assert furthest(said, True, kernels) < 1e-4
     assert furthest(said, False, kernels) > 0.1

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import completion
 
 from ostinato.algo.routing import Cause, Misaligned, alignment, diagnose, require_aligned, shared_ids
 from ostinato.interop.routes import Routes, id_dtype
-from ostinato.types import NO_EXPERT, Completion, Stop
+from ostinato.types import NO_EXPERT
 
 LAYERS, TOP_K, EXPERTS = 4, 3, 16
 
@@ -54,12 +55,6 @@ def test_bytes_are_few(tmp_path: Path) -> None:
     size = (tmp_path / "routes").stat().st_size
     assert size < many.ids.size * 7 / 8 * 1.02 + 100
     np.testing.assert_array_equal(Routes.load(tmp_path / "routes").ids, many.ids)
-
-
-def test_an_expert_of_256_is_no_sentinel() -> None:
-    ids = np.full((2, 1, 1), 255)
-    assert Routes.of(ids, 256).dense().max() == 255
-    assert Routes.of(ids, 256).known.all()
 
 
 @pytest.mark.parametrize(
@@ -170,15 +165,12 @@ def test_vllm_outputs_that_do_not_fit_are_refused(
 def test_a_completion_of_our_engine() -> None:
     answer = some(3, 1).astype(np.int16)
     answer[-1] = NO_EXPERT
-    completion = Completion(
-        tokens=np.arange(3, dtype=np.int32),
-        logprobs=np.zeros(3, np.float32),
-        versions=np.zeros(3, np.int32),
-        stop=Stop.EOS,
+    done = completion(
+        np.arange(3),
         experts=answer,
         prompt_experts=some(4).astype(np.int16),
     )
-    found = Routes.from_completion(completion, EXPERTS)
+    found = Routes.from_completion(done, EXPERTS)
     assert found.known.tolist() == [True] * 6 + [False]
     np.testing.assert_array_equal(found.dense()[4:], answer)
 

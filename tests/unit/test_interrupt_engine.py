@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_world import DRAFTS_PAY, KERNELS, NATIVE
+from worlds import DRAFTS_PAY, KERNELS, NATIVE
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.engine.local import LocalEngine

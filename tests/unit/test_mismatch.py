@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import sample_of
 
 from ostinato.algo.mismatch import F2_ON, K3_ON, decide, tail
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
@@ -211,19 +212,8 @@ def samples_of(rng: np.random.Generator, groups: int) -> list[Sample]:
             mask = np.arange(len(tokens)) >= len(prompt)
             if len(answer) > 4:
                 mask[len(prompt) + 1 : len(prompt) + 3] = False
-            zeros = np.zeros(len(tokens), np.float32)
-            samples.append(
-                Sample(
-                    tokens=tokens,
-                    loss_mask=mask,
-                    logprobs=zeros,
-                    advantages=zeros,
-                    versions=np.where(mask, 0, -1).astype(np.int32),
-                    group=group,
-                    prompt_len=len(prompt),
-                    uid=f"{group}#{sibling}",
-                )
-            )
+            uid = f"{group}#{sibling}"
+            samples.append(sample_of(tokens, len(prompt), loss_mask=mask, group=group, uid=uid))
     return samples
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import hidden_rounding
 from torch import Tensor
+from worlds import adapters_of, tiny_dense
 
 from ostinato.model.attention import CausalAttention, DenseMaskAttention, NaiveCache
 from ostinato.model.config import parse_config
@@ -19,16 +20,6 @@ from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters, merge
 from ostinato.model.weights import Moe
 from ostinato.types import Segment
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2}
 RAW: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -53,21 +44,15 @@ RAW: dict[str, dict[str, Any]] = {
 }
 FAMILIES = list(RAW)
 SPARSE = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"]
+BASE = {"tie_word_embeddings": False, "max_position_embeddings": 64, "initializer_range": 0.2}
 TOKENS = torch.tensor([3, 17, 5, 42, 60, 8, 8, 51, 2])
 POSITIONS = torch.arange(len(TOKENS))
 
 
 def tiny(family: str, **options: Any) -> Decoder:
-    return Decoder(parse_config({**SMALL, **RAW[family], "model_type": family}), **options).init_weights(1)
-
-
-def shaken(decoder: Decoder, **spec: Any) -> Any:
-    """Adapters with B away from zero."""
-    adapters = init_adapters(decoder.config, AdapterSpec(**{"rank": 3, "alpha": 5.0, **spec}), seed=2)
-    with torch.no_grad():
-        for _, b in adapters.tensors.values():
-            b.normal_(0, 0.1, generator=torch.Generator().manual_seed(b.numel()))
-    return adapters
+    return Decoder(
+        parse_config(tiny_dense(**{**BASE, **RAW[family], "model_type": family})), **options
+    ).init_weights(1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,7 +111,7 @@ def test_fresh_adapters_are_the_base_bit_for_bit(family: str, dtype: torch.dtype
 @torch.no_grad()
 def test_merged_equals_unmerged(family: str, scheme: ExpertScheme) -> None:
     decoder = tiny(family)
-    adapters = shaken(
+    adapters = adapters_of(
         decoder, expert_scheme=scheme, expert_rank=2, targets=("attn", "mlp", "shared", "experts", "router")
     )
     base, routing = decoder(TOKENS, POSITIONS, CausalAttention())
@@ -141,7 +126,7 @@ def test_merged_equals_unmerged(family: str, scheme: ExpertScheme) -> None:
 def test_training_forward_is_the_sampling_forward(family: str) -> None:
     """Under autograd and without it, with trained adapters, in fp32: not one bit apart."""
     decoder = tiny(family)
-    adapters = shaken(decoder)
+    adapters = adapters_of(decoder)
     with torch.no_grad():
         sampled, _ = decoder(TOKENS, POSITIONS, CausalAttention(), adapters=adapters.prepared(torch.float32))
     trained, _ = decoder(TOKENS, POSITIONS, CausalAttention(), adapters=adapters)
@@ -158,7 +143,7 @@ def gradients(decoder: Decoder, adapters: Any, **options: Any) -> list[Tensor]:
 def test_adapter_gradients_are_those_through_merged_weights(family: str) -> None:
     """Chain rule by hand: dL/dA = s B^T dL/dW and dL/dB = s dL/dW A^T, with dL/dW of the merged model."""
     decoder = tiny(family)
-    adapters = shaken(decoder, targets=("attn", "mlp", "shared", "experts"))
+    adapters = adapters_of(decoder, targets=("attn", "mlp", "shared", "experts"))
     merged = merge(decoder, adapters).trainable(True)
     with torch.no_grad():
         _, routing = decoder(TOKENS, POSITIONS, CausalAttention(), adapters=adapters)
@@ -181,7 +166,7 @@ def test_adapter_gradients_are_those_through_merged_weights(family: str) -> None
 
 def test_gradients_reach_fp32_factors_through_bf16() -> None:
     decoder = tiny("qwen3_moe", dtype=torch.bfloat16)
-    adapters = shaken(decoder)
+    adapters = adapters_of(decoder)
     for gradient, parameter in zip(gradients(decoder, adapters), adapters.parameters(), strict=True):
         assert gradient.dtype == parameter.dtype == torch.float32
         assert gradient.isfinite().all() and gradient.abs().max() > 0

@@ -9,22 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from worlds import tiny_dense
 
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model, save_model
 
-BASE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
+BASE = tiny_dense(tie_word_embeddings=False, max_position_embeddings=64, initializer_range=0.2)
 MOE = {"num_experts": 4, "num_experts_per_tok": 2}
 DEEPSEEK = {
     "model_type": "deepseek_v3",

@@ -7,32 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import tiny_dense
 
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import AdapterSpec, ExpertScheme, adapter_shapes, init_adapters, linear_shapes
 
-BASE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+BASE = tiny_dense(tie_word_embeddings=False, max_position_embeddings=64)
 QWEN3_MOE = parse_config(
-    {
-        **BASE,
-        "model_type": "qwen3_moe",
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-        "mlp_only_layers": [0],
-    }
+    {**BASE, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 16, "mlp_only_layers": [0]}
 )
-LLAMA = parse_config({**BASE, "model_type": "llama"})
+LLAMA = parse_config(BASE)
 
 
 def count(config: ModelConfig, *targets: str, **spec: Any) -> int:

@@ -14,20 +14,12 @@ from ostinato.engine.paged import KVStore, NativePaged, Rows, TorchPaged
 from ostinato.model.config import MoEConfig
 from ostinato.model.lora import Lora, lora_linear
 from ostinato.model.moe import ExpertLora
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import BuildError, Kernels
 from ostinato.model.native.build import load_library
 from ostinato.model.ops import TORCH_OPS
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 DTYPES = list(TOLERANCE)
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -12,31 +12,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from worlds import VOCAB, adapters_of, tiny_dense
 
 from ostinato.engine.paged import BLOCK, KVStore, NativePaged, Rows
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import ROLES, AdapterSpec, ExpertScheme, Prepared, init_adapters
-from ostinato.model.native import BuildError, FusedStep, Kernels, load
+from ostinato.model.lora import ROLES, ExpertScheme, Prepared
+from ostinato.model.native import FusedStep, Kernels
 from ostinato.model.quantise import Weights, quantise
 
-VOCAB = 61
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS = [*((dtype, None) for dtype in DTYPES), (torch.float32, torch.bfloat16)]  # dtype, storage of matrices
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 56,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "initializer_range": 0.2,
-}
+COMMON = tiny_dense(
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    intermediate_size=56,
+    max_position_embeddings=2048,
+    initializer_range=0.2,
+)
 QWEN_MOE = {
     "model_type": "qwen3_moe",
     "head_dim": 32,
@@ -75,14 +69,6 @@ MLA = {
 }
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load()
-    except BuildError as error:
-        pytest.skip(str(error))
-
-
 def model(
     family: dict[str, Any],
     dtype: torch.dtype = torch.float32,
@@ -103,11 +89,7 @@ def model(
 
 
 def adapters(decoder: Decoder, scheme: ExpertScheme, targets: tuple[str, ...], rank: int) -> Prepared:
-    found = init_adapters(decoder.config, AdapterSpec(rank=rank, targets=targets, expert_scheme=scheme), 0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, b in found.tensors.values():
-            b.normal_(0, 0.3, generator=generator)
+    found = adapters_of(decoder, 1, 0.3, rank=rank, targets=targets, expert_scheme=scheme)
     return found.detach_copy().prepared(decoder.dtype)
 
 

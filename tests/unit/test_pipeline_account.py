@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_loop import TEN_A_ROW, Bench, IsRight, Killed, send
+from nouns import completion, episode
+from nouns import group_of as group
+from small_loop import TEN_A_ROW, Bench, Dies, Killed, as_saved, send
 
 from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.observe.ledger import Ledger, SteadyClock, Summary, Terms, read, summary
@@ -37,16 +39,12 @@ from ostinato.pipeline.loop import LoopState
 from ostinato.run import RunFolder
 from ostinato.types import (
     Batch,
-    Completion,
     Group,
     Microbatch,
-    Prompt,
-    Reward,
     Segment,
     StepReport,
     Stop,
     Trajectory,
-    Turn,
 )
 
 TEN = FlopModel(parts={Part.MLP: Rates(tokens=10.0)}, backward_rates=Rates(tokens=20.0))
@@ -55,20 +53,7 @@ CONTEXT = 5
 
 def answer(length: int, drafted: int = 0, accepted: int = 0) -> Trajectory:
     """``length`` sampled tokens behind a prompt of 5, of which nothing was cached."""
-    said = Completion(
-        tokens=np.zeros(length, np.int32),
-        logprobs=np.zeros(length, np.float32),
-        versions=np.zeros(length, np.int32),
-        stop=Stop.EOS,
-        drafted=drafted,
-        accepted=accepted,
-    )
-    turn = Turn(context=np.zeros(CONTEXT, np.int32), completion=said)
-    return Trajectory(turns=(turn,), stop=Stop.EOS, seed=(0,))
-
-
-def group(*answers: Trajectory) -> Group:
-    return Group(prompt=Prompt(uid="p", text="p"), trajectories=answers, step=1)
+    return episode(completion(length, drafted=drafted, accepted=accepted), CONTEXT)
 
 
 def batch(rows: int, trained: int) -> Batch:
@@ -325,18 +310,12 @@ def test_groups_that_come_back_from_the_spool_are_paid_for_once(tmp_path: Path) 
     """Killed in step 7, with the checkpoint of step 5. Step 6 is done again with groups that its first row
     has paid for; of step 7 two of four groups were finished, and no row has paid for them yet."""
 
-    class DiesLater(IsRight):
-        async def grade(self, group: Group) -> list[Reward]:
-            if group.step == 7 and group.prompt.uid in ("p26", "p27"):
-                raise Killed
-            return await super().grade(group)
-
     sizes = {"steps": 10, "checkpoint_every": 5, "flops": TEN_A_ROW}
-    killed = Bench(tmp_path, **sizes, grader=DiesLater())
+    dies = Dies(lambda group: group.step == 7 and group.prompt.uid in ("p26", "p27"))
+    killed = Bench(tmp_path, **sizes, grader=dies)
     with pytest.raises(Killed):
         killed.run()
-    saved, logits = killed.saved[-1]
-    Bench(tmp_path, **sizes, state=LoopState(**saved), logits=logits).run()
+    Bench(tmp_path, **sizes, **as_saved(killed)).run()
     whole = Bench(tmp_path.parent / f"{tmp_path.name}-whole", **sizes)
     whole.run()
 

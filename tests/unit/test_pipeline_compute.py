@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import completion
 from small_loop import TEN_A_ROW, Bench, FakeMemory
 
 from ostinato.model.flops import Work
@@ -22,15 +23,7 @@ GROUP = st.lists(st.lists(TURN, max_size=3), max_size=4)
 
 
 def said(injected: Sequence[bool], **of_the_engine: Any) -> Completion:
-    size = len(injected)
-    return Completion(
-        tokens=np.zeros(size, np.int32),
-        logprobs=np.zeros(size, np.float32),
-        versions=np.zeros(size, np.int32),
-        injected=np.array(injected, bool),
-        stop=Stop.EOS,
-        **of_the_engine,
-    )
+    return completion(len(injected), injected=np.array(injected, bool), **of_the_engine)
 
 
 def group_of(episodes: Sequence[Sequence[tuple[Sequence[int], Sequence[bool]]]]) -> Group:

@@ -8,29 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import completion, episode
+from nouns import group_of as group
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.pipeline.credit import Credit, assign
 from ostinato.rollout.health import sampled_tokens
-from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+from ostinato.types import Group, Stop, Trajectory
 
 
 def member(reward: float | None, length: int = 4, stop: Stop = Stop.EOS, routed: bool = False) -> Trajectory:
-    completion = Completion(
-        tokens=np.zeros(length, np.int32),
-        logprobs=np.zeros(length, np.float32),
-        versions=np.zeros(length, np.int32),
-        stop=stop,
-        experts=np.zeros((length, 1, 1), np.int16) if routed else None,
-        prompt_experts=np.zeros((2, 1, 1), np.int16) if routed else None,
-    )
-    turn = Turn(context=np.zeros(2, np.int32), completion=completion)
-    verdict = None if stop is Stop.ERROR else Reward(value=reward)
-    return Trajectory(turns=(turn,), stop=stop, seed=(0,), reward=verdict)
-
-
-def group(*members: Trajectory) -> Group:
-    return Group(prompt=Prompt(uid="p", text="p"), trajectories=members, step=1)
+    routes = [np.zeros((rows, 1, 1), np.int16) if routed else None for rows in (length, 2)]
+    return episode(completion(length, stop=stop, experts=routes[0], prompt_experts=routes[1]), reward=reward)
 
 
 def credit(groups: Sequence[Group], name: str, **overrides: object) -> Credit:

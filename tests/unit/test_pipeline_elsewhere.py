@@ -8,21 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_loop import BanditTrainer, Bench, IsRight
+from small_loop import BanditTrainer, Bench, Lesson
 
 from ostinato.cluster.remote import WorkerGone
 from ostinato.cluster.trainer import TrainerLink, TrainerLost, TrainerServer
 from ostinato.observe.ledger import Ledger, Terms
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.types import Batch, Group, Reward, StepReport
-
-
-class Lesson(IsRight):
-    """There is something to learn from every group."""
-
-    async def grade(self, group: Group) -> list[Reward]:
-        return [Reward(value=float(i % 2)) for i in range(len(group.trajectories))]
+from ostinato.types import Batch, StepReport
 
 
 class Restorable(BanditTrainer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -18,11 +17,14 @@ import pytest
 from small_loop import (
     TEN_A_ROW,
     Bench,
+    Dies,
     FakeMemory,
     IsRight,
     Killed,
+    as_saved,
     bandit,
     deterministic,
+    raises_at,
     send,
 )
 
@@ -33,6 +35,8 @@ from ostinato.every import Every
 from ostinato.pipeline.account import tool_rates
 from ostinato.pipeline.loop import Finish, LoopState, NoSignal
 from ostinato.types import Batch, Group, Request, Reward, StepReport
+
+SHIFTED = Diagnosis(cause=Cause.SHIFTED, overlap=0.5, best=1.0)
 
 
 def test_it_learns_and_keeps_its_books(tmp_path: Path) -> None:
@@ -84,19 +88,17 @@ def test_resumed_is_uninterrupted_and_pays_for_no_rollout_twice(tmp_path: Path) 
     whole = Bench(tmp_path / "whole", steps=10, checkpoint_every=5)
     whole.run()
 
-    class DiesLater(IsRight):
-        async def grade(self, group: Group) -> list[Reward]:
-            if group.step == 7 and group.prompt.uid in ("p26", "p27"):
-                raise Killed
-            return await super().grade(group)
-
-    killed = Bench(tmp_path / "torn", steps=10, checkpoint_every=5, grader=DiesLater())
+    dies = Dies(lambda group: group.step == 7 and group.prompt.uid in ("p26", "p27"))
+    killed = Bench(
+        tmp_path / "torn",
+        steps=10,
+        checkpoint_every=5,
+        grader=dies,
+    )
     with pytest.raises(Killed):
         killed.run()
-    (saved, logits) = killed.saved[-1]
-    state = LoopState(**json.loads(json.dumps(saved)))
-    assert state.step == 5
-    resumed = Bench(tmp_path / "torn", steps=10, checkpoint_every=5, state=state, logits=logits)
+    assert killed.saved[-1][0]["step"] == 5
+    resumed = Bench(tmp_path / "torn", steps=10, checkpoint_every=5, **as_saved(killed))
     resumed.run()
 
     assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
@@ -138,14 +140,14 @@ def test_a_run_that_drafts_is_the_same_run_with_books_of_drafts(tmp_path: Path) 
 def test_groups_that_come_back_from_the_spool_are_remembered_too(tmp_path: Path) -> None:
     """The history of a resumed run has no hole where the kill was."""
 
-    class Dies(IsRight):
-        async def grade(self, group: Group) -> list[Reward]:
-            if group.step == 2 and group.prompt.uid == "p7":
-                raise Killed
-            return await super().grade(group)
-
+    dies = Dies(lambda group: group.step == 2 and group.prompt.uid == "p7")
     with pytest.raises(Killed):
-        Bench(tmp_path, steps=2, grader=Dies(), drafting=FakeMemory()).run()
+        Bench(
+            tmp_path,
+            steps=2,
+            grader=dies,
+            drafting=FakeMemory(),
+        ).run()
     memory = FakeMemory()
     resumed = Bench(tmp_path, steps=2, drafting=memory)
     resumed.run()
@@ -164,14 +166,8 @@ def test_answers_of_an_engine_that_tells_no_edges_are_counted(tmp_path: Path) ->
 
 
 def test_a_changed_recipe_finds_nothing_in_the_spool(tmp_path: Path) -> None:
-    class Dies(IsRight):
-        async def grade(self, group: Group) -> list[Reward]:
-            if group.step == 2:
-                raise Killed
-            return await super().grade(group)
-
     with pytest.raises(Killed):
-        Bench(tmp_path, grader=Dies()).run()
+        Bench(tmp_path, grader=Dies(lambda group: group.step == 2)).run()
     for name in ("seed", "sampler"):
         shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-{name}")
     again = Bench(tmp_path.parent / f"{tmp_path.name}-seed", seed=1)
@@ -224,20 +220,11 @@ def test_a_run_goes_on_once_the_recorder_is_mended(tmp_path: Path, steps_taken: 
     refused again without a single call of the engine. Where a part of the batch had been learned from, the
     trainer is no longer that of any step and is not saved; the steps before are in the spool still."""
     bench = Bench(tmp_path, steps=5, checkpoint_every=2)
-    honest = bench.trainer.step
-
-    def step(batch: Batch) -> StepReport:
-        if bench.loop.state.step == 3:
-            cause = Diagnosis(cause=Cause.SHIFTED, overlap=0.5, best=1.0)
-            raise Misaligned("shifted", cause, steps_taken=steps_taken)
-        return honest(batch)
-
-    bench.trainer.step = step  # type: ignore[method-assign]
+    raises_at(bench, 3, Misaligned("shifted", SHIFTED, steps_taken=steps_taken))
     with pytest.raises(Misaligned):
         bench.run()
-    saved, logits = bench.saved[-1]
-    assert saved["step"] == (2 if steps_taken else 3)
-    mended = Bench(tmp_path, steps=5, state=LoopState(**saved), logits=logits)
+    assert bench.saved[-1][0]["step"] == (2 if steps_taken else 3)
+    mended = Bench(tmp_path, steps=5, **as_saved(bench))
     assert mended.run().why is Finish.DONE
     assert [row["rollout/from_spool"] for row in mended.rows] == ([4, 0, 0] if steps_taken else [0, 0])
 
@@ -247,26 +234,19 @@ def test_a_checkpoint_that_fails_hides_no_refusal(tmp_path: Path, error: type[Ex
     """It came first, and raised instead: the groups stayed in the spool, and every resumed run took them up
     and was refused again."""
     bench = Bench(tmp_path, steps=5, checkpoint_every=2)
-    honest = bench.trainer.step
-
-    def step(batch: Batch) -> StepReport:
-        if bench.loop.state.step == 3:
-            raise Misaligned("shifted", Diagnosis(cause=Cause.SHIFTED, overlap=0.5, best=1.0))
-        return honest(batch)
+    raises_at(bench, 3, Misaligned("shifted", SHIFTED))
 
     def save(state: LoopState) -> int:
         if state.step == 3:
             raise error("no more room")
         return bench.save(state)
 
-    bench.trainer.step = step  # type: ignore[method-assign]
     bench.loop.save = save
     with pytest.raises(Misaligned):
         bench.run()
     assert bench.notes == ["step 3 could not be saved: no more room"]
-    saved, logits = bench.saved[-1]
-    assert saved["step"] == 2
-    mended = Bench(tmp_path, steps=5, state=LoopState(**saved), logits=logits)
+    assert bench.saved[-1][0]["step"] == 2
+    mended = Bench(tmp_path, steps=5, **as_saved(bench))
     assert mended.run().why is Finish.DONE
     assert [row["rollout/from_spool"] for row in mended.rows] == [4, 0, 0]
 
@@ -300,19 +280,11 @@ def test_a_failure_inside_a_training_step_is_never_checkpointed(tmp_path: Path) 
     """A trainer that breaks after the first of two optimizer steps is neither before nor after the step:
     saved under the number of the last one, it would make a resumed run different without a word."""
     bench = Bench(tmp_path, checkpoint_every=2)
-    honest = bench.trainer.step
-
-    def step(batch: Batch) -> StepReport:
-        report = honest(batch)
-        if bench.loop.state.step == 3:
-            raise RuntimeError("out of memory")
-        return report
-
-    bench.trainer.step = step  # type: ignore[method-assign]
+    raises_at(bench, 3, RuntimeError("out of memory"), learned=True)
     with pytest.raises(RuntimeError, match="out of memory"):
         bench.run()
     assert bench.saved[-1][0]["step"] == 2
-    resumed = Bench(tmp_path, state=LoopState(**bench.saved[-1][0]), logits=bench.saved[-1][1])
+    resumed = Bench(tmp_path, **as_saved(bench))
     resumed.run()
     assert [row["rollout/from_spool"] for row in resumed.rows] == [4, 4, 0, 0]  # no rollout is paid twice
 
@@ -450,8 +422,7 @@ def test_an_evaluation_that_a_signal_left_out_is_made_when_the_run_goes_on(tmp_p
     bench.loop.on_step = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 4 else None
     assert bench.run().why is Finish.TERMINATED
     assert [row["step"] for row in bench.folder.eval.rows()] == [0, 2]
-    (saved, logits) = bench.saved[-1]
-    Bench(tmp_path, steps=6, eval_every=2, state=LoopState(**saved), logits=logits).run()
+    Bench(tmp_path, steps=6, eval_every=2, **as_saved(bench)).run()
     whole = Bench(tmp_path / "whole", steps=6, eval_every=2)
     whole.run()
     evals = [list(map(deterministic, run.eval.rows())) for run in (bench.folder, whole.folder)]

@@ -20,7 +20,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_loop import TEN_A_ROW, BanditTrainer, Bench, IsRight, Killed, deterministic
+from small_loop import (
+    TEN_A_ROW,
+    BanditTrainer,
+    Bench,
+    IsRight,
+    Killed,
+    Lesson,
+    Stuck,
+    as_saved,
+    deterministic,
+)
 
 from ostinato.cli.parts import check
 from ostinato.config import Recipe
@@ -46,13 +56,6 @@ class Slow(IsRight):
                 raise Killed
         await asyncio.sleep(self.random.choice([0.0, 0.0, 0.0, 0.001, 0.004]))
         return await super().grade(group)
-
-
-class Lesson(IsRight):
-    """There is something to learn from every group."""
-
-    async def grade(self, group: Group) -> list[Reward]:
-        return [Reward(value=float(i % 2)) for i in range(len(group.trajectories))]
 
 
 def overlapped(path: Path, **changes: Any) -> Bench:
@@ -163,20 +166,13 @@ def test_what_was_on_its_way_is_found_or_played_anew(tmp_path: Path) -> None:
     """Ctrl-C after two steps: of the four groups ahead those that had ended are in the spool, and the others
     are played by the policy of then; each is trained on once."""
     first = overlapped(tmp_path, steps=9)
-
-    class Stuck(IsRight):
-        async def grade(self, group: Group) -> list[Reward]:
-            if group.prompt.uid in ("p6", "p7"):
-                await asyncio.sleep(60)
-            return await super().grade(group)
-
-    first.loop.stage = Bench(tmp_path, grader=Stuck()).loop.stage
+    stuck = Stuck(lambda group: group.prompt.uid in ("p6", "p7"))
+    first.loop.stage = Bench(tmp_path, grader=stuck).loop.stage
     first.loop.on_step = lambda row: os.kill(os.getpid(), signal.SIGINT) if row["step"] == 2 else None
     finished = first.run()
     assert finished.why is Finish.INTERRUPTED and finished.state.step == 2
     assert [one.place for one in finished.state.ahead] == [4, 5, 6, 7]
-    saved, logits = first.saved[-1]
-    again = overlapped(tmp_path, steps=9, state=LoopState(**json.loads(json.dumps(saved))), logits=logits)
+    again = overlapped(tmp_path, steps=9, **as_saved(first))
     again.run()
     assert sorted(trained_on(again)) == sorted(f"p{n}" for n in range(18))
     assert sum("does not have 2, which policy 1 sampled; policy 2 plays" in note for note in again.notes) == 1
@@ -237,8 +233,7 @@ def test_sigterm_drains_what_is_on_its_way_into_the_spool(tmp_path: Path) -> Non
     finished = bench.run()
     assert (finished.why, finished.state.step) == (Finish.TERMINATED, 3)
     assert len(finished.state.ahead) == 4
-    saved, logits = bench.saved[-1]
-    again = overlapped(tmp_path, steps=9, state=LoopState(**saved), logits=logits)
+    again = overlapped(tmp_path, steps=9, **as_saved(bench))
     again.run()
     assert sum(row["rollout/from_spool"] for row in again.rows) == 4
     assert not any("anew" in note for note in again.notes)
@@ -294,13 +289,14 @@ def test_who_is_asked_to_stop_does_not_go_on_under_another_layout(
 
 
 def test_a_drain_ends_with_the_grace_period_and_training_does_not(tmp_path: Path) -> None:
-    class Stuck(Lesson):
-        async def grade(self, group: Group) -> list[Reward]:
-            if int(group.prompt.uid[1:]) >= 4:
-                await asyncio.sleep(60)
-            return await super().grade(group)
-
-    bench = overlapped(tmp_path, steps=9, grader=Stuck(), grace_s=0.05, eval_at_start=False)
+    stuck = Stuck(lambda group: int(group.prompt.uid[1:]) >= 4, Lesson())
+    bench = overlapped(
+        tmp_path,
+        steps=9,
+        grader=stuck,
+        grace_s=0.05,
+        eval_at_start=False,
+    )
     learn = bench.trainer.step
 
     def learns(batch: Batch) -> StepReport:
@@ -336,13 +332,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_trainer(tmp_path: Path) -> None:
 
 
 def test_a_wait_without_progress_ends_and_says_who_waits_for_whom(tmp_path: Path) -> None:
-    class Stuck(IsRight):
-        async def grade(self, group: Group) -> list[Reward]:
-            if group.prompt.uid == "p3":
-                await asyncio.sleep(60)
-            return await super().grade(group)
-
-    bench = overlapped(tmp_path, steps=9, grader=Stuck(), watch_s=0.1)
+    bench = overlapped(tmp_path, steps=9, grader=Stuck(lambda group: group.prompt.uid == "p3"), watch_s=0.1)
     with pytest.raises(Stalled, match=r"waits for its groups; on the way .*: p3 \(grading for"):
         bench.run()
     assert bench.saved[-1][0]["step"] == len(bench.rows) > 0  # and can be resumed

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
+import nouns
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,25 +25,14 @@ from ostinato.types import (
 
 def completion(tokens: Sequence[int], **changes: Any) -> Completion:
     size = len(tokens)
-    usual = Completion(
-        tokens=np.array(tokens, np.int32),
-        logprobs=np.full(size, np.log(0.25), np.float32),
-        edges=np.full(size, 0.5, np.float32),
-        versions=np.zeros(size, np.int32),
-        stop=Stop.EOS,
-        passes=size,
-    )
-    return replace(usual, **changes)
+    probs = {"logprobs": np.full(size, np.log(0.25), np.float32), "edges": np.full(size, 0.5, np.float32)}
+    return nouns.completion(tokens, **{**probs, "passes": size, **changes})
 
 
-def group(uid: str, *answers: Completion, step: int = 1, context: Sequence[int] = (1, 2)) -> Group:
+def group(uid: str, *answers: Completion, step: int = 1) -> Group:
     """Siblings of one turn each, rewarded 0, 1, 2 ..."""
-    turns = [Turn(context=np.array(context, np.int32), completion=answer) for answer in answers]
-    played = tuple(
-        Trajectory(turns=(turn,), stop=Stop.EOS, seed=(k,), reward=Reward(value=float(k)))
-        for k, turn in enumerate(turns)
-    )
-    return Group(prompt=Prompt(uid=uid, text="?"), trajectories=played, step=step)
+    played = (nouns.episode(said, reward=float(k), stop=Stop.EOS) for k, said in enumerate(answers))
+    return nouns.group_of(*played, uid=uid, step=step)
 
 
 # -- what is remembered

@@ -14,9 +14,11 @@ import pytest
 from small_loop import (
     BanditTrainer,
     Bench,
+    Dies,
     IsRight,
     Killed,
     Stream,
+    as_saved,
     bandit,
     deterministic,
     send,
@@ -59,36 +61,6 @@ def test_a_solved_prompt_never_comes_again_and_the_last_one_ends_the_run(tmp_pat
     assert [row["step"] for row in bench.folder.eval.rows()] == [0, finished.state.step]  # its last word
     again = Bench(tmp_path, steps=50, state=LoopState(**json.loads(json.dumps(bench.saved[-1][0]))), **EASY)
     assert again.run().why is Finish.SOLVED and not again.rows
-
-
-def test_who_has_left_survives_a_kill(tmp_path: Path) -> None:
-    class Dies(GetsEasy):
-        async def grade(self, group: Group) -> list[Reward]:
-            if group.step == 6:
-                raise Killed
-            return await super().grade(group)
-
-    whole = Bench(tmp_path / "whole", steps=9, checkpoint_every=2, grader=GetsEasy(), **EASY)
-    whole.run()
-    killed = Bench(tmp_path / "torn", steps=9, checkpoint_every=2, grader=Dies(), **EASY)
-    with pytest.raises(Killed):
-        killed.run()
-    saved, logits = killed.saved[-1]
-    state = LoopState(**json.loads(json.dumps(saved)))
-    resumed = Bench(
-        tmp_path / "torn",
-        steps=9,
-        checkpoint_every=2,
-        grader=GetsEasy(),
-        state=state,
-        logits=logits,
-        **EASY,
-    )
-    resumed.run()
-    assert state.retired and resumed.loop.state.retired == whole.loop.state.retired
-    rows = [list(map(deterministic, bench.folder.metrics.rows())) for bench in (whole, resumed)]
-    assert rows[0] == rows[1]
-    assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
 
 
 def test_without_the_rule_nobody_leaves_and_nothing_is_told(tmp_path: Path) -> None:
@@ -139,31 +111,27 @@ def test_without_staleness_the_loop_is_what_it_was(tmp_path: Path) -> None:
     assert trainer.logits.tobytes() == bench.trainer.logits.tobytes()
 
 
-@pytest.mark.parametrize("dies_at", [1, 4, 6, 8])
-def test_a_stale_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path, dies_at: int) -> None:
+@pytest.mark.parametrize(("staleness", "dies_at"), [(0, 4), (0, 6), (2, 1), (2, 4), (2, 6), (2, 8)])
+def test_a_stale_run_that_was_killed_is_the_run_that_was_not(
+    tmp_path: Path, staleness: int, dies_at: int
+) -> None:
     """The policies that sampled the queue are gone; their groups are in the spool, their rounds in the
     checkpoint, and who had left the stream when each was asked for is known again."""
     options: dict[str, Any] = {**EASY, "steps": 12, "checkpoint_every": 3}
-
-    class Dies(GetsEasy):
-        async def grade(self, group: Group) -> list[Reward]:
-            if group.step == dies_at + 2:  # a round for two steps later
-                raise Killed
-            return await super().grade(group)
-
-    whole = stale(tmp_path / "whole", 2, grader=GetsEasy(), **options)
+    whole = stale(tmp_path / "whole", staleness, grader=GetsEasy(), **options)
     whole.run()
-    killed = stale(tmp_path / "torn", 2, grader=Dies(), **options)
+    dies = Dies(lambda group: group.step == dies_at + staleness, GetsEasy())
+    killed = stale(tmp_path / "torn", staleness, grader=dies, **options)
     with pytest.raises(Killed):
         killed.run()
-    saved, logits = killed.saved[-1] if killed.saved else (LoopState().to_json(), None)
-    state = LoopState(**json.loads(json.dumps(saved)))
-    assert len(state.ahead) == (2 * 2 if killed.saved else 0)  # two rounds of two
-    resumed = stale(tmp_path / "torn", 2, state=state, logits=logits, grader=GetsEasy(), **options)
+    saved = as_saved(killed) if killed.saved else {"state": LoopState()}
+    assert len(saved["state"].ahead) == (2 * staleness if killed.saved else 0)  # rounds of two
+    resumed = stale(tmp_path / "torn", staleness, grader=GetsEasy(), **saved, **options)
     resumed.run()
     assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
     rows = [list(map(deterministic, bench.folder.metrics.rows())) for bench in (whole, resumed)]
-    assert rows[0] == rows[1] and resumed.loop.state.retired == whole.loop.state.retired
+    assert rows[0] == rows[1]
+    assert resumed.loop.state.retired == whole.loop.state.retired and whole.loop.state.retired
     assert not any("anew" in note for note in resumed.notes)
 
 

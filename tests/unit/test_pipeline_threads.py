@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from small_moe import VOCAB, tiny
-from small_world import KERNELS
+from nouns import sample_of
+from worlds import KERNELS, VOCAB, tiny
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import pack
@@ -22,7 +22,7 @@ from ostinato.model.ops import TORCH_OPS
 from ostinato.pipeline.signals import in_thread
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
-from ostinato.types import Batch, Completion, Request, Sample, Sampling
+from ostinato.types import Batch, Completion, Request, Sampling
 
 STEPS = 3  # of the trainer while the engine samples
 
@@ -72,14 +72,12 @@ def shaken(adapters: Adapters) -> Adapters:
 
 def batch_of(answers: Sequence[Completion]) -> Batch:
     samples = [
-        Sample(
-            tokens=one.tokens,
-            loss_mask=np.arange(len(one.tokens)) >= 4,
+        sample_of(
+            one.tokens,
+            4,
             logprobs=np.where(np.arange(len(one.tokens)) >= 4, one.logprobs, 0).astype(np.float32),
             advantages=np.full(len(one.tokens), (-1.0) ** i, np.float32),
-            versions=np.zeros(len(one.tokens), np.int32),
             group=i,
-            prompt_len=4,
         )
         for i, one in enumerate(answers)
     ]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import pairwise
-from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -288,111 +286,6 @@ def test_only_the_past_counts(rows: list[dict[str, Any]], cut: int) -> None:
     later = [alarm for row in rows[cut:] for alarm in rebuilt.see(row)]
     assert later == [alarm for alarm in whole if alarm.step > cut]
     assert rebuilt.collapsed == any(alarm.collapse for alarm in whole)
-
-
-def cut_too_often(rule: Rule, course: list[float], limits: Limits) -> bool:
-    """Does ``rule`` hold at the end of these means of the share of truncated answers?"""
-    if not course:
-        return False
-    low = min(course) <= limits.truncated_warning
-    if rule is Rule.TRUNCATED_EARLY:
-        return course[0] > limits.truncated_warning
-    if rule is Rule.TRUNCATED:
-        return low and course[-1] > limits.truncated_warning
-    if low or course[0] <= limits.truncated_alarm:
-        return course[-1] > limits.truncated_alarm
-    return course[-1] > course[0] + limits.truncated_rise
-
-
-def plain(rows: list[dict[str, Any]], limits: Limits) -> set[tuple[Rule, int]]:
-    """The slow twin: every condition from whole columns again, for each row; (rule, step) of each alarm."""
-
-    def known(name: str, upto: int) -> list[tuple[int, float]]:
-        found = [(row["step"], row.get(NAMES[name])) for row in rows[:upto]]
-        return [(step, value) for step, value in found if value is not None and math.isfinite(value)]
-
-    def means(name: str, upto: int, window: int = limits.window) -> list[float]:
-        numbers = [value for _, value in known(name, upto)]
-        return [mean(numbers[i - window : i]) for i in range(window, len(numbers) + 1)]
-
-    def holds(rule: Rule, upto: int) -> bool:
-        numbers = [value for _, value in known(COLUMN[rule], upto)]
-        if rule is Rule.TAIL:
-            return numbers[-1] > limits.tail
-        if rule is Rule.KL:
-            early = numbers[:-1][: limits.kl_early]
-            enough = len(early) >= limits.least
-            return enough and numbers[-1] > max(limits.kl_nats, limits.kl_times * median(early))
-        if rule is Rule.GRADIENT:
-            before = [value for value in numbers[:-1] if value > 0]
-            return len(before) >= limits.gradient_before and numbers[-1] > limits.gradient_times * median(
-                before
-            )
-        if COLUMN[rule] == "cut":
-            return cut_too_often(rule, means("cut", upto, limits.truncated_window), limits)
-        course, reward = means(COLUMN[rule], upto), means("reward", upto)
-        if not course:
-            return False
-        if rule is Rule.REWARD:
-            changes = [(b - a) ** 2 for a, b in pairwise(numbers)]
-            error = math.sqrt(mean(changes or [0.0]) / 2 / limits.window)
-            lost = max(course) - course[-1]
-            spread = (means("spread", upto) or [0.0])[-1]
-            scale = max(max(course) - course[0], spread)
-            return lost > limits.reward_lost * scale and lost > limits.reward_errors * error
-        if rule is Rule.ENTROPY_LOW:
-            gain = (max(reward) - reward[0]) if reward else 0.0
-            thriving = bool(reward) and reward[-1] >= reward[0] + limits.thriving * gain
-            return course[-1] < limits.entropy_left * course[0] and not thriving
-        high = max(limits.entropy_times * course[0], course[0] + limits.entropy_nats)
-        return len(course) > limits.window and high < course[-1] > course[-1 - limits.window]
-
-    found: set[tuple[Rule, int]] = set()
-    for rule, needed in STEPS.items():
-        streak = 0
-        for step, value in known(COLUMN[rule], len(rows)):
-            if rule is Rule.GRADIENT and value <= 0:
-                continue
-            streak = streak + 1 if holds(rule, step) else 0
-            if streak == getattr(limits, needed):
-                found.add((rule, step))
-                break
-    return found
-
-
-COLUMN = {
-    Rule.TAIL: "tail",
-    Rule.KL: "k3",
-    Rule.REWARD: "reward",
-    Rule.GRADIENT: "norm",
-    Rule.ENTROPY_LOW: "entropy",
-    Rule.ENTROPY_HIGH: "entropy",
-    Rule.TRUNCATED: "cut",
-    Rule.TRUNCATED_MUCH: "cut",
-    Rule.TRUNCATED_EARLY: "cut",
-}
-STEPS = {
-    Rule.TAIL: "tail_steps",
-    Rule.KL: "kl_steps",
-    Rule.REWARD: "reward_steps",
-    Rule.GRADIENT: "gradient_steps",
-    Rule.ENTROPY_LOW: "entropy_steps",
-    Rule.ENTROPY_HIGH: "entropy_steps",
-    Rule.TRUNCATED: "truncated_steps",
-    Rule.TRUNCATED_MUCH: "truncated_steps",
-    Rule.TRUNCATED_EARLY: "truncated_steps",
-}
-grid = st.sampled_from([None, 0.0, 2**-10, 0.25, 0.5, 1.0, 2.0, 64.0])  # sums of these round nothing
-gridded = st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES.values(), grid)), min_size=10, max_size=40).map(
-    lambda rows: [{"step": step, **row} for step, row in enumerate(rows, start=1)]
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None)
-@given(gridded)
-def test_the_watch_is_its_twin_over_whole_columns(rows: list[dict[str, Any]]) -> None:
-    assert {(alarm.rule, alarm.step) for alarm in alarms(rows, QUICK)} == plain(rows, QUICK)
 
 
 def test_an_alarm_is_a_row() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_moe import KINDS, SIZES
+from worlds import KINDS, SIZES
 
 from ostinato.model.config import ModelConfig, MoEConfig, parse_config
 from ostinato.model.decoder import Decoder

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_moe import KINDS, SIZES
+from worlds import KINDS, SIZES
 
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder

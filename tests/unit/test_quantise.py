@@ -3,10 +3,7 @@ them. The native products sum exactly as the bf16 kernels do, so most tests ask 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from worlds import VOCAB, adapters_of, answers, tiny_decoder
 
 from lab.decode import Plan
 from lab.settings import Clock
@@ -22,27 +20,17 @@ from lab.weights import table
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.model.attention import CausalAttention
-from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.lora import Adapters, ExpertScheme
 from ostinato.model.moe import ExpertLora, experts_loop
 from ostinato.model.named import model_folder
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.quantise import Weights, codes, own_bytes, quantise
 from ostinato.model.weights import Moe, Quantised
 from ostinato.types import Completion, Request, Sampling
 
 CODED = [Weights.INT8, Weights.FP8]
-VOCAB = 61
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,28 +38,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def tiny(dtype: torch.dtype = torch.float32, *, moe: bool = True) -> Decoder:
-    config: dict[str, Any] = {
-        "model_type": "qwen3_moe",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0] if moe else [0, 1, 2],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "initializer_range": 0.3,
-    }
-    return Decoder(parse_config(config), dtype=dtype).init_weights(0)
+    return tiny_decoder(dtype, num_hidden_layers=3, mlp_only_layers=[0] if moe else [0, 1, 2])
 
 
 # ---- what the codes mean
@@ -225,15 +192,6 @@ def test_what_a_sampler_holds(dtype: torch.dtype, kind: Weights) -> None:
 # ---- the engine
 
 
-def adapters_of(decoder: Decoder) -> Adapters:
-    adapters = init_adapters(decoder.config, AdapterSpec(rank=4), 1)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for _, b in adapters.tensors.values():
-            b.normal_(0, 0.1, generator=generator)
-    return adapters
-
-
 def requests(temperature: float) -> list[Request]:
     rng = np.random.default_rng(0)
     sampling = Sampling(max_tokens=12, temperature=temperature)
@@ -241,14 +199,6 @@ def requests(temperature: float) -> list[Request]:
         Request(tokens=rng.integers(0, VOCAB, length).astype(np.int32), sampling=sampling, seed=(7, length))
         for length in (3, 9, 17, 18, 30)
     ]
-
-
-def answers(engine: LocalEngine, asked: Sequence[Request]) -> list[Completion]:
-    async def collect() -> list[Completion]:
-        found = {index: completion async for index, completion in engine.generate(asked)}
-        return [found[index] for index in range(len(asked))]
-
-    return asyncio.run(collect())
 
 
 def engine_of(decoder: Decoder, kernels: Kernels | None, adapters: Adapters | None) -> LocalEngine:
@@ -266,7 +216,7 @@ def test_the_engine_samples_from_quantised_weights(
     """Of a dense model: every token has the probability that the torch twin gives it, or wins as it does
     there up to a near-tie; and the torch twin's engine begins with the same tokens."""
     sampler = quantise(tiny(moe=False), kind)
-    adapters = adapters_of(sampler) if adapted else None
+    adapters = adapters_of(sampler, 1, 0.1) if adapted else None
     asked = requests(temperature)
     ours = answers(engine_of(sampler, kernels, adapters), asked)
     twins = answers(engine_of(sampler, None, adapters), asked)
@@ -295,7 +245,7 @@ def test_answers_of_quantised_experts_are_alike_in_any_batch(kernels: Kernels, k
     """Bit for bit. Against the twin engine only the middle is close: where rounding flips an expert, a
     log-probability may differ by more than 1, which is what routing replay is for."""
     sampler = quantise(tiny(), kind)
-    adapters, asked = adapters_of(sampler), requests(1.0)
+    adapters, asked = adapters_of(sampler, 1, 0.1), requests(1.0)
     ours = answers(engine_of(sampler, kernels, adapters), asked)
     twins = answers(engine_of(sampler, None, adapters), asked)
     for request, answer in zip(asked, ours, strict=True):

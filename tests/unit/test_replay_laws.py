@@ -19,8 +19,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import completion
 from rounding import hidden_rounding
-from small_moe import (
+from torch import Tensor
+from worlds import (
     KINDS,
     VOCAB,
     closed_form,
@@ -31,7 +33,6 @@ from small_moe import (
     siblings,
     tiny,
 )
-from torch import Tensor
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import Cause, Misaligned, require_aligned
@@ -552,15 +553,13 @@ def test_routes_survive_storage_at_any_number_of_experts(experts: int) -> None:
     recorded[0, :, 0] = experts - 1
     recorded[0, :, 1:] = torch.arange(top_k - 1)
     recorded[-1] = NO_EXPERT
-    completion = Completion(
-        tokens=TOKENS[4:].numpy().astype(np.int32),
-        logprobs=np.zeros(ROWS - 4, np.float32),
-        versions=np.zeros(ROWS - 4, np.int32),
+    done = completion(
+        TOKENS[4:].numpy(),
         stop=Stop.LENGTH,
         experts=recorded[4:].numpy(),
         prompt_experts=recorded[:4].numpy(),
     )
-    stored = Routes.from_completion(completion, experts).to_bytes()
+    stored = Routes.from_completion(done, experts).to_bytes()
     back = torch.from_numpy(Routes.from_bytes(stored).dense())
     assert torch.equal(back, recorded.int())
     assert torch.equal(run(decoder, back)[0], run(decoder, recorded)[0])

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
+from nouns import completion, episode
 
 from ostinato.reward import isolation, worker
 from ostinato.reward.isolation import Mode, clean
 from ostinato.reward.workers import WorkerGrader
-from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+from ostinato.types import Group, Prompt, Reward
 
 REWARDS = '''
 import fcntl, multiprocessing, os, socket, subprocess, sys, tempfile, time
@@ -98,13 +98,8 @@ def port() -> Iterator[int]:
 
 
 def group(port: int, place: Path, text: str = "a") -> Group:
-    one = np.ones(1, np.int32)
-    completion = Completion(
-        tokens=one, logprobs=np.zeros(1, np.float32), versions=one, stop=Stop.EOS, text=text
-    )
-    played = Trajectory(turns=(Turn(context=one, completion=completion),), stop=Stop.EOS, seed=(0,))
-    columns = {"port": port, "place": str(place)}
-    return Group(prompt=Prompt(uid="p", text="?", columns=columns), trajectories=(played,), step=0)
+    prompt = Prompt(uid="p", text="?", columns={"port": port, "place": str(place)})
+    return Group(prompt=prompt, trajectories=(episode(completion(1, text=text)),), step=0)
 
 
 def graded(grader: WorkerGrader, port: int, file: Path) -> Reward:

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nouns import completion
 
 from ostinato.reward.worker import Fault, describe, judge, probe
 from ostinato.reward.workers import WorkerGrader
-from ostinato.types import Completion, Group, Prompt, Stop, Trajectory, Turn
+from ostinato.types import Group, Prompt, Stop, Trajectory, Turn
 
 REWARDS = '''
 """Rewards as a user writes them."""
@@ -51,19 +52,8 @@ async def later(completions, **columns):
 
 def trajectory(*texts: str, stop: Stop = Stop.EOS) -> Trajectory:
     """One turn per text; context tokens are 10 each, answer tokens 1 each."""
-    turns = tuple(
-        Turn(
-            context=np.full(2, 10, np.int32),
-            completion=Completion(
-                tokens=np.ones(3, np.int32),
-                logprobs=np.zeros(3, np.float32),
-                versions=np.zeros(3, np.int32),
-                stop=stop,
-                text=text,
-            ),
-        )
-        for text in texts
-    )
+    said = [completion([1, 1, 1], stop=stop, text=text) for text in texts]
+    turns = tuple(Turn(context=np.full(2, 10, np.int32), completion=one) for one in said)
     return Trajectory(turns=turns, stop=stop, seed=(0,), error="boom" if stop is Stop.ERROR else "")
 
 

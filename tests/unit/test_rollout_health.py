@@ -5,32 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import completion, episode
+from nouns import group_of as group
 
 from ostinato.rollout.health import health, pass_at_k, prefilled_tokens
-from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+from ostinato.types import Reward, Stop, Trajectory
 
 
 def member(
     reward: float | None, length: int = 2, stop: Stop = Stop.EOS, error: str = "", reason: str = ""
 ) -> Trajectory:
-    completion = Completion(
-        tokens=np.zeros(length, np.int32),
-        logprobs=np.zeros(length, np.float32),
-        versions=np.zeros(length, np.int32),
-        stop=stop,
-        cached_tokens=1,
-    )
     verdict = None if stop is Stop.ERROR else Reward(value=reward, reason=reason, parts={"exact": reward})
-    turn = Turn(context=np.zeros(3, np.int32), completion=completion)
-    return Trajectory(turns=(turn,), stop=stop, seed=(0,), reward=verdict, error=error)
-
-
-def group(*members: Trajectory) -> Group:
-    return Group(prompt=Prompt(uid="p", text="p"), trajectories=members, step=1)
+    return episode(completion(length, stop=stop, cached_tokens=1), 3, reward=verdict, error=error)
 
 
 def test_by_hand() -> None:

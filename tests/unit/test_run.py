@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nouns import completion
 
 from ostinato.routes import routes_from_json
 from ostinato.run import (
@@ -27,7 +28,7 @@ from ostinato.run import (
     new_run_path,
     to_json,
 )
-from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+from ostinato.types import Group, Prompt, Reward, Stop, Trajectory, Turn
 
 LOGS = pytest.mark.parametrize("log_class", [Jsonl, JsonlZst])
 
@@ -155,15 +156,8 @@ def test_float32_survives_json() -> None:
 
 
 def make_group(step: int) -> Group:
-    completion = Completion(
-        tokens=np.array([5, 2], np.int32),
-        logprobs=np.array([-0.5, -0.25], np.float32),
-        versions=np.array([3, 3], np.int32),
-        stop=Stop.EOS,
-        text="7",
-        experts=np.zeros((2, 1, 2), np.int16),
-    )
-    turn = Turn(context=np.array([1, 4], np.int32), completion=completion)
+    said = completion([5, 2], text="7", experts=np.zeros((2, 1, 2), np.int16))
+    turn = Turn(context=np.array([1, 4], np.int32), completion=said)
     graded = Trajectory(turns=(turn,), stop=Stop.EOS, seed=(0, step, 0, 0), reward=Reward(value=1.0))
     failed = Trajectory(turns=(), stop=Stop.ERROR, seed=(0, step, 0, 1), error="the engine gave up")
     prompt = Prompt(uid="sum/3", text="3+4=", columns={"answer": "7"})

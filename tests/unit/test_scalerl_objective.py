@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nouns import completion, episode, group_of
 
 from ostinato.algo.algorithms import algorithm, policy_loss
 from ostinato.algo.pack import pack
 from ostinato.env.tasks import Rows
 from ostinato.pipeline.credit import assign
 from ostinato.pipeline.stream import places, solved_for_good
-from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+from ostinato.types import Group, Prompt
 
 UNIFORM = math.log(1 / 4)
 EPS = 1e-4  # beside every deviation, as TRL has it
@@ -61,17 +62,14 @@ def group(name: str, answers: Sequence[Answer], logits: Sequence[float] = LOGITS
             0.0 if rho is None else log_p(logits, y) - math.log(rho)
             for y, rho in zip(answer.tokens, answer.ratios, strict=True)
         ]
-        said = Completion(
-            tokens=np.array(answer.tokens, np.int32),
+        said = completion(
+            answer.tokens,
             logprobs=np.array(logprobs, np.float32),
             versions=np.where(sampled, 0, -1).astype(np.int32),
             injected=None if sampled.all() else ~sampled,
-            stop=Stop.EOS,
         )
-        turn = Turn(context=np.array([2, 2], np.int32), completion=said)
-        verdict = Reward(value=answer.reward)
-        members.append(Trajectory(turns=(turn,), stop=Stop.EOS, seed=(number,), reward=verdict))
-    return Group(prompt=Prompt(uid=name, text=name), trajectories=tuple(members), step=1)
+        members.append(episode(said, 2, answer.reward, seed=(number,)))
+    return group_of(*members, uid=name)
 
 
 def ours(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import nouns
 import numpy as np
 import pytest
 from small_loop import TEN_A_ROW
@@ -54,17 +55,7 @@ def test_its_length_penalty_is_a_switch() -> None:
 
 def sample_of(group: int, member: int, length: int) -> Sample:
     """An answer of ``length`` tokens to a prompt of 12."""
-    mask = np.arange(12 + length) >= 12
-    return Sample(
-        tokens=np.zeros(len(mask), np.int32),
-        loss_mask=mask,
-        logprobs=np.zeros(len(mask), np.float32),
-        advantages=mask.astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        group=group,
-        prompt_len=12,
-        uid=f"{group}#{member}",
-    )
+    return nouns.sample_of(12 + length, 12, group=group, uid=f"{group}#{member}")
 
 
 @pytest.mark.parametrize("name", ARMS)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_moe import KINDS, tiny
+from worlds import KINDS, tiny
 
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder

@@ -6,9 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from small_world import (
+from five_tokens import (
     LENGTH,
     VOCAB,
     chi_square,
@@ -19,6 +17,8 @@ from small_world import (
     ratio_against_the_old,
     sample_then_match,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ostinato.algo.speculate import accepted_chains, accepted_path, depths, leaves
 

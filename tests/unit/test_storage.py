@@ -5,53 +5,33 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_engine import VOCAB, adapters_of
 from torch import Tensor
+from worlds import KERNELS, VOCAB, adapters_of, tiny_moe
 
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.native import BuildError, load
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.train.heads import head_products
 
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 160,
-    "moe_intermediate_size": 136,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [0],
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "initializer_range": 0.2,
-}
 
-
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=KERNELS)
 def ops(request: pytest.FixtureRequest) -> Ops:
     """The arithmetic of a trainer."""
-    if request.param == "torch":
-        return TORCH_OPS
-    try:
-        return load().training
-    except BuildError as error:
-        pytest.skip(str(error))
+    return request.param.training if request.param else TORCH_OPS
 
 
 def pair() -> tuple[Decoder, Decoder]:
     """The same values, matrices stored in bf16 and in fp32."""
-    config = parse_config(CONFIG)
+    config = parse_config(
+        tiny_moe(
+            hidden_size=48,
+            intermediate_size=160,
+            moe_intermediate_size=136,
+            mlp_only_layers=[0],
+            initializer_range=0.2,
+        )
+    )
     narrow = Decoder(config, storage=torch.bfloat16).init_weights(0)
     wide = Decoder(config)
     with torch.no_grad():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import completion, episode, group_of
 
 from ostinato.env.tasks import Rows
 from ostinato.pipeline.stream import places, solved_for_good
-from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+from ostinato.types import Group, Prompt
 
 PROMPTS = 7
 NAMES = [f"p{n}" for n in range(PROMPTS)]
@@ -71,15 +71,7 @@ def test_nobody_left_is_an_empty_step() -> None:
 
 
 def group(uid: str, rewards: Sequence[float | None]) -> Group:
-    answer = Completion(
-        tokens=np.zeros(1, np.int32), logprobs=np.zeros(1), versions=np.zeros(1), stop=Stop.EOS
-    )
-    turn = Turn(context=np.zeros(1, np.int32), completion=answer)
-    members = [
-        Trajectory(turns=(turn,), stop=Stop.EOS, seed=(k,), reward=Reward(value=value))
-        for k, value in enumerate(rewards)
-    ]
-    return Group(prompt=Prompt(uid=uid, text="?"), trajectories=tuple(members), step=1)
+    return group_of(*(episode(completion(1), reward=value) for value in rewards), uid=uid)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rounding import rounding
 from small_replay import local_passes
+from worlds import KERNELS, VOCAB, tiny_dense, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -17,7 +18,7 @@ from ostinato.model.attention import CausalAttention, DenseMaskAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import base_fingerprint
 from ostinato.train.inputs import Inputs
@@ -27,39 +28,8 @@ from ostinato.train.totals import Totals
 from ostinato.train.trainer import PolicyTrainer, TrainingStopped
 from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample
 
-VOCAB = 61
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-DENSE = {"model_type": "llama", **SHAPE}
-MOE = {
-    "model_type": "qwen3_moe",
-    **SHAPE,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-WIDE = {
-    **DENSE,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-}
+DENSE, MOE = tiny_dense(max_position_embeddings=128), tiny_moe(head_dim=8, max_position_embeddings=128)
+WIDE = tiny_dense(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3)
 LR = OptimizerSettings(lr=1e-2)
 
 
@@ -207,13 +177,6 @@ def trainer_of(decoder: Decoder, **options) -> PolicyTrainer:
     return PolicyTrainer(decoder, adapters_of(decoder), options.pop("algorithm"), **options)
 
 
-def kernels_or_skip() -> Kernels:
-    try:
-        return load()
-    except BuildError as error:
-        pytest.skip(str(error))
-
-
 def logprobs_of(trainer: PolicyTrainer, part: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         hidden, _ = local_passes(trainer).forward(part, trainer._adapters)
@@ -234,11 +197,11 @@ def bytes_of(trainer: PolicyTrainer) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in trainer.tensors().items()}
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("raw", [DENSE, MOE, WIDE], ids=["dense", "moe", "wide"])
 def test_old_logprobs_are_bitwise_those_of_the_training_forward(
-    raw: dict, dtype: torch.dtype, native: bool
+    raw: dict, dtype: torch.dtype, kernels: Kernels | None
 ) -> None:
     """So the ratio of a minibatch that nothing was learned before is exactly 1, not 1 within rounding.
 
@@ -246,7 +209,7 @@ def test_old_logprobs_are_bitwise_those_of_the_training_forward(
     torch's, which at the widths of a real model round one bf16 entry in ten thousand differently.
     """
     decoder = decoder_of(raw, dtype)
-    trainer = trainer_of(decoder, ops=kernels_or_skip().training if native else TORCH_OPS)
+    trainer = trainer_of(decoder, ops=kernels.training if kernels else TORCH_OPS)
     for microbatch in batch_of(samples_of(decoder)).microbatches:
         part = trainer._guard.inputs(microbatch)
         hidden, _ = local_passes(trainer).forward(part, trainer._adapters)
@@ -276,9 +239,8 @@ def test_logprobs_are_those_of_the_decoders_head(dtype: torch.dtype, fp32_head: 
     torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1), rtol=0, atol=tolerance)
 
 
-def test_native_head_products_agree_with_torch() -> None:
+def test_native_head_products_agree_with_torch(kernels: Kernels) -> None:
     """bf16 products summed in fp32 are the FP32 head up to the order of summation."""
-    kernels = kernels_or_skip()
     decoder = decoder_of(DENSE, torch.bfloat16, fp32_head=True)
     plain, native = trainer_of(decoder), trainer_of(decoder, ops=kernels.training)
     batch = batch_of(samples_of(decoder), budget=1000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
@@ -17,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as library_load
 from safetensors.torch import save as library_save
-from small_moe import KINDS, generator, tiny
-from small_world import NATIVE
+from worlds import KINDS, NATIVE, answers, generator, tiny
 
 from ostinato.engine.local import LocalEngine
 from ostinato.model.decoder import Decoder
@@ -261,12 +259,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
 
 def sampled(engine: LocalEngine) -> list[int]:
     request = Request(tokens=np.arange(9, dtype=np.int32), sampling=Sampling(max_tokens=8), seed=(1,))
-
-    async def answer() -> list[int]:
-        ((_, done),) = [each async for each in engine.generate([request])]
-        return done.tokens.tolist()
-
-    return asyncio.run(answer())
+    return answers(engine, [request])[0].tokens.tolist()
 
 
 def engine(decoder: Decoder) -> LocalEngine:

@@ -1,4 +1,4 @@
-"""Loading a share of a model: every rank reads what it keeps, once, and nothing else."""
+"""Shares of a model: what each rank keeps, that they make up the whole, and what a rank reads."""
 
 from __future__ import annotations
 
@@ -6,25 +6,109 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_shards import FAMILIES, config_of, layouts_of, model_of, saved
 
 from ostinato.model import hf
+from ostinato.model.config import ModelConfig, QKNorm, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import fill, load_model, save_model
 from ostinato.model.hf_names import stored
+from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
 from ostinato.model.pieces import blocks
-from ostinato.model.share import Share, placed, size_of
+from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
+from ostinato.model.weights import Moe
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.pieces import put
+from ostinato.parallel.pieces import cut, fresh_adapters, own_adapters, put
 from ostinato.parallel.shares import shares_of
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 24, "n_group": 4, "topk_group": 2},
+    "deepseek_v3-plain-q": {
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+    },
+}
+DENSE = ("1", "t2", "t4", "p2", "p4", "p2v2t2", "d2t2")
+SPARSE = ("d2e2", "d2t2e4", "d2t2e2x2", "t2x2", "p2d2e2", "p2v2t2e2")
+HEADLESS = ("p2", "d2e2", "d8e8", "p2d2e2")  # cut no heads: all heads are normed at once in olmoe
+
+
+def config_of(family: str, **changed: Any) -> ModelConfig:
+    return parse_config({**SMALL, **FAMILIES[family], **changed})
+
+
+def layouts_of(family: str) -> tuple[str, ...]:
+    """That can cut this family."""
+    config = config_of(family)
+    if config.qk_norm == QKNorm.FULL:
+        return HEADLESS
+    return DENSE if config.moe is None else (*DENSE, *SPARSE)
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32, **changed: Any) -> Decoder:
+    """Random weights, every vector too: what is alike everywhere would hide what is in the wrong place."""
+    decoder = Decoder(config_of(family, **changed), dtype=dtype).init_weights(3)
+    generator = torch.Generator().manual_seed(4)
+    for name, weight in decoder.named_parameters():
+        if name.endswith("norm") or name.endswith("bias"):
+            weight.data += 0.1 * torch.randn(weight.shape, generator=generator).to(dtype)
+    for block in decoder.blocks:
+        if isinstance(block.mlp, Moe) and block.mlp.correction_bias is not None:
+            block.mlp.correction_bias.data.normal_(0, 0.3, generator=generator)
+    return decoder
+
+
+def saved(decoder: Decoder, folder: Path, shard_bytes: float = 5e9) -> Path:
+    save_model(decoder, folder, shard_bytes=shard_bytes)
+    return folder
+
 
 CASES = [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
 
@@ -212,3 +296,64 @@ def test_missing_is_told_by_whoever_keeps_it(tmp_path: Path) -> None:
         load_model(folder, share=next(all_shares("qwen3_moe", "t2")))
     with pytest.raises(ValueError, match="a share of a model is no model"):
         save_model(Decoder(config_of("qwen3_moe"), share=first), tmp_path / "again")
+
+
+# what ranks keep, in memory
+
+CUT = [case for case in CASES if case[0] in ("llama", "qwen2", "qwen3_moe", "deepseek_v3")]
+
+
+@pytest.mark.parametrize("scheme", list(ExpertScheme))
+@pytest.mark.parametrize(("family", "text"), CUT)
+def test_the_adapters_of_ranks_are_parts_of_one(family: str, text: str, scheme: ExpertScheme) -> None:
+    config, layout = config_of(family), Layout.parse(text)
+    spec = AdapterSpec(rank=2, expert_scheme=scheme, targets=("attn", "mlp", "shared", "experts", "router"))
+    one = init_adapters(config, spec, seed=5)
+    state = one.state_dict()
+    again = {name: torch.full_like(value, torch.nan) for name, value in state.items()}
+    for rank in range(layout.world):
+        shares = shares_of(layout, config, rank)
+        own, fresh = own_adapters(config, shares, spec, state), fresh_adapters(config, shares, spec, seed=5)
+        for name, part in own.state_dict().items():
+            assert torch.equal(part, fresh.state_dict()[name])
+            put(again[name], placed(config, shares[0], name, state[name].shape), part)
+        own.prepared(torch.float32)  # the shapes of a local config
+    for name, value in state.items():
+        assert torch.equal(again[name], value), name
+
+
+@pytest.mark.parametrize(("family", "text"), CUT)
+def test_what_is_cut_is_told(family: str, text: str) -> None:
+    """``is_cut`` says for every tensor whether tensor ranks keep different parts of it."""
+    config, layout = config_of(family), Layout.parse(text)
+    for share in shares_of(layout, config, 0):
+        cut_width = share.expert_tensor > 1
+        other = replace(share, tensor_rank=int(share.tensor > 1), expert_tensor_rank=int(cut_width))
+        for name, value in Decoder(config, device="meta").named_parameters():
+            differ = placed(config, share, name, value.shape) != placed(config, other, name, value.shape)
+            assert differ == (is_cut(share, name, value.shape) and share.tensor > 1), name
+
+
+def test_experts_have_a_dimension_of_their_own() -> None:
+    config = config_of("qwen3_moe")
+    adapters = init_adapters(config, AdapterSpec(rank=2)).state_dict()
+    assert is_expert("layers.0.experts.gate.B", adapters["layers.0.experts.gate.B"].shape)
+    assert not is_expert("layers.0.experts.gate.A", adapters["layers.0.experts.gate.A"].shape)  # shared outer
+
+
+@given(st.permutations(range(8)))
+def test_any_placement_of_experts_is_kept_in_its_order(order: list[int]) -> None:
+    config, layout = config_of("qwen3_moe"), Layout.parse("d4e4")
+    placement = [[order[i : i + 2] for i in range(0, 8, 2)]] * len(config.moe.layers if config.moe else ())
+    whole = torch.arange(8.0)[:, None, None].expand(8, 32, 32)
+    for rank in range(4):
+        (share,) = shares_of(layout, config, rank, placement)
+        part = cut(whole, placed(config, share, "layers.0.moe.gate_up", whole.shape))
+        assert part[:, 0, 0].tolist() == order[2 * rank : 2 * rank + 2]
+
+
+def test_a_placement_that_forgets_an_expert_is_refused() -> None:
+    config, layout = config_of("qwen3_moe"), Layout.parse("d2e2")
+    placement = [[[0, 1, 2, 3], [4, 5, 6, 6]]] * 3
+    with pytest.raises(ValueError, match="does not give each of 8 experts"):
+        shares_of(layout, config, 0, placement)

@@ -1,21 +1,127 @@
-"""Tiny mixtures of experts, one for every kind of router that our decoder knows, routes for them, and slow
-twins of what routers do."""
+"""Tiny models and what a test needs around them: configs, decoders for every kind of router, adapters,
+routes, kernels, answers of an engine, and slow twins of what routers do."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from ostinato.engine.cost import KNOTS, CostTable
+from ostinato.engine.local import LocalEngine
 from ostinato.model.config import MoEConfig, Scoring, parse_config
 from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.weights import Moe
-from ostinato.types import NO_EXPERT, Sample
+from ostinato.types import NO_EXPERT, Completion, Request, Sample
 
 VOCAB = 61
-SIZES: dict[str, Any] = {
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXY"
+
+
+def tiny_dense(**changes: Any) -> dict[str, Any]:
+    """config.json of a llama."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return {"model_type": "llama", **sizes, **heads, "max_position_embeddings": 512, **changes}
+
+
+def tiny_moe(**changes: Any) -> dict[str, Any]:
+    """config.json of a qwen3_moe."""
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    }
+    return tiny_dense(**{"model_type": "qwen3_moe", "head_dim": 16, **experts, **changes})
+
+
+def tiny_decoder(dtype: torch.dtype = torch.float32, *, seed: int = 0, **changes: Any) -> Decoder:
+    """Of ``tiny_moe``; weights are large enough that it says different things."""
+    config = parse_config(tiny_moe(**{"initializer_range": 0.3, **changes}))
+    return Decoder(config, dtype=dtype).init_weights(seed)
+
+
+def adapters_of(decoder: Decoder, seed: int = 0, size: float = 0.2, **spec: Any) -> Adapters:
+    """Adapters that change what it says: B is drawn too, so every factor has a gradient."""
+    adapters = init_adapters(decoder.config, AdapterSpec(**{"rank": 4, **spec}), seed)
+    with torch.no_grad():
+        draw = generator(seed)
+        for _, b in adapters.tensors.values():
+            b.normal_(0, size, generator=draw)
+    return adapters
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """A letter for each token."""
+    return "".join(ALPHABET[token] for token in tokens)
+
+
+# engines
+
+
+def native() -> Kernels | None:
+    """None where there is no compiler."""
+    try:
+        return load()
+    except BuildError:
+        return None
+
+
+NATIVE = native()
+KERNELS = [pytest.param(None, id="torch"), *([pytest.param(NATIVE, id="native")] if NATIVE else [])]
+
+
+class DraftsPay(CostTable):
+    """A pass is the shorter the more rows it has, whatever the clock says: drafts are always worth a try."""
+
+    def seconds(self, rows: np.ndarray | int, attended: np.ndarray | float) -> np.ndarray:
+        return 1e3 / (1.0 + np.asarray(rows, np.float64))  # beside which no drafter takes time
+
+    def observe(self, rows: int, attended: float, seconds: float) -> None:
+        pass
+
+
+DRAFTS_PAY = DraftsPay([1e-3] * len(KNOTS))
+
+
+def answers(engine: LocalEngine, requests: Sequence[Request], *on_token: Any) -> list[Completion]:
+    """In the order of the requests; nothing of them is left in the engine's cache."""
+
+    async def collect() -> list[Completion]:
+        found = {index: done async for index, done in engine.generate(requests, *on_token)}
+        return [found[index] for index in range(len(requests))]
+
+    done = asyncio.run(collect())
+    engine._scheduler.cache.check([])
+    return done
+
+
+def same(one: Completion, other: Completion, *, bits: bool = True) -> None:
+    """Bit for bit, but for what it cost; without ``bits`` but for rounding too."""
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert (one.stop, one.text, one.error) == (other.stop, other.text, other.error)
+    names = ("versions", "experts", "prompt_experts") + (("logprobs", "edges") if bits else ())
+    for name in names:
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    assert (one.support is None) == (other.support is None)
+    if one.support is not None and other.support is not None:
+        assert len(one.support) == len(one.tokens) and one.support.holds(one.tokens).all()
+        assert np.array_equal(one.support.counts, other.support.counts)
+        assert np.array_equal(one.support.ids, other.support.ids)
+
+
+# a mixture of experts for every kind of router that our decoder has
+
+
+SIZES: dict[str, Any] = {  # of KINDS
     "vocab_size": VOCAB,
     "hidden_size": 16,
     "intermediate_size": 24,

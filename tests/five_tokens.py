@@ -1,6 +1,4 @@
-"""A world of five tokens and answers of three, whose probabilities are known exactly, for tests of laws;
-a cost table under which drafts always pay, for tests that must not depend on the clock; and the kernels that
-there are, for tests of all of them."""
+"""A world of five tokens and answers of three, whose probabilities are known exactly, for tests of laws."""
 
 from __future__ import annotations
 
@@ -8,11 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import pytest
 
 from ostinato.algo.speculate import accepted_path
-from ostinato.engine.cost import KNOTS, CostTable
-from ostinato.model.native import BuildError, Kernels, load
 
 VOCAB, LENGTH = 5, 3
 Prefix = tuple[int, ...]
@@ -104,28 +99,3 @@ def greedy_by_count_ratio(p: Policy, r: Policy, rng: np.random.Generator) -> Pre
             token = inverse_transform(p[out], rng.random())
         out += (token,)
     return out
-
-
-class DraftsPay(CostTable):
-    """A pass is the shorter the more rows it has, whatever the clock says: drafts are always worth a try."""
-
-    def seconds(self, rows: np.ndarray | int, attended: np.ndarray | float) -> np.ndarray:
-        return 1e3 / (1.0 + np.asarray(rows, np.float64))  # beside which no drafter takes time
-
-    def observe(self, rows: int, attended: float, seconds: float) -> None:
-        pass
-
-
-DRAFTS_PAY = DraftsPay([1e-3] * len(KNOTS))
-
-
-def native() -> Kernels | None:
-    """None where there is no compiler."""
-    try:
-        return load()
-    except BuildError:
-        return None
-
-
-NATIVE = native()
-KERNELS = [pytest.param(None, id="torch"), *([pytest.param(NATIVE, id="native")] if NATIVE else [])]

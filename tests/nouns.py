@@ -1,0 +1,44 @@
+"""Completions, episodes, groups and samples, made up for tests; what is not given is zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ostinato.types import Completion, Group, Prompt, Reward, Sample, Stop, Trajectory, Turn
+
+
+def completion(tokens: Sequence[int] | np.ndarray | int, **changes: Any) -> Completion:
+    """Of ``tokens``, or of as many zeros."""
+    ids = np.zeros(tokens, np.int32) if isinstance(tokens, int) else np.array(tokens, np.int32)
+    zeros = {"logprobs": np.zeros(len(ids), np.float32), "versions": np.zeros(len(ids), np.int32)}
+    return Completion(**{"tokens": ids, **zeros, "stop": Stop.EOS, **changes})
+
+
+def episode(
+    said: Completion, context: int = 2, reward: Reward | float | None = None, **changes: Any
+) -> Trajectory:
+    """One turn behind a context of zeros; it has a verdict unless it failed."""
+    turn = Turn(context=np.zeros(context, np.int32), completion=said)
+    verdict = reward if isinstance(reward, Reward) else Reward(value=reward)
+    verdict = None if said.stop is Stop.ERROR else verdict
+    return Trajectory(**{"turns": (turn,), "stop": said.stop, "seed": (0,), "reward": verdict, **changes})
+
+
+def group_of(*trajectories: Trajectory, uid: str = "p", step: int = 1) -> Group:
+    return Group(prompt=Prompt(uid=uid, text=uid), trajectories=trajectories, step=step)
+
+
+def sample_of(tokens: Sequence[int] | np.ndarray | int, prompt: int, **changes: Any) -> Sample:
+    """Trained on, with advantage 1, is all behind the first ``prompt`` tokens, or what ``loss_mask`` says."""
+    ids = np.zeros(tokens, np.int32) if isinstance(tokens, int) else np.array(tokens, np.int32)
+    mask = changes.setdefault("loss_mask", np.arange(len(ids)) >= prompt)
+    usual = {
+        "logprobs": np.zeros(len(ids), np.float32),
+        "advantages": mask.astype(np.float32),
+        "versions": np.where(mask, 0, -1).astype(np.int32),
+        "group": 0,
+    }
+    return Sample(**{"tokens": ids, "prompt_len": prompt, **usual, **changes})
