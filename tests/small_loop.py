@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reference.fake_engine import FakeEngine
 
 from ostinato.algo.algorithms import algorithm
-from ostinato.engine.fake import FakeEngine
 from ostinato.every import Every
 from ostinato.history.rules import DraftStats, Source
 from ostinato.model.flops import FlopModel, Part, Rates

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.fake_engine import FakeEngine
 from reference.scripted import ScriptedDrafter
 from worlds import DRAFTS_PAY, KERNELS, NATIVE, VOCAB, adapters_of, answers, tiny_decoder
 
 from ostinato.engine.cache import BLOCK, KVCache
-from ostinato.engine.fake import FakeEngine
 from ostinato.engine.local import LocalEngine
 from ostinato.model.attention import NaiveCache
 from ostinato.model.lora import Adapters

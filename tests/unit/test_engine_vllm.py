@@ -18,10 +18,10 @@ import pytest
 import torch
 from engine_contract import CONTRACT, Subject, collected
 from fake_vllm import FakeVllm, decode
+from reference.fake_engine import FakeEngine
 
 from ostinato.cli.crew import proof_row
 from ostinato.engine import vllm as vllm_engine
-from ostinato.engine.fake import FakeEngine
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.serve import SamplerServer
 from ostinato.engine.vllm import VllmEngine

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference.fake_engine import FakeEngine, draw, scripted
 
-from ostinato.engine.fake import FakeEngine, draw, scripted
 from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
 
 PROBS = np.array([0.5, 0.25, 0.15, 0.1])

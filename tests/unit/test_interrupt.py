@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from reference.fake_engine import FakeEngine, draw, scripted
 from small_loop import a_spool
 
 from ostinato.algo.noise import key, uniform
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.engine.fake import FakeEngine, draw, scripted
 from ostinato.env.dialogue import Dialogue
 from ostinato.pipeline.remember import counts, pasts
 from ostinato.rollout.convert import samples

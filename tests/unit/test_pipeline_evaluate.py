@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.fake_engine import FakeEngine
 
 from ostinato.axis import Axis
-from ostinato.engine.fake import FakeEngine
 from ostinato.every import NEVER, Every
 from ostinato.pipeline.evaluate import (
     Evaluation,

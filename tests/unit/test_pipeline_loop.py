@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.fake_engine import FakeEngine
 from small_loop import (
     TEN_A_ROW,
     Bench,
@@ -30,7 +31,6 @@ from small_loop import (
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
-from ostinato.engine.fake import FakeEngine
 from ostinato.every import Every
 from ostinato.pipeline.account import tool_rates
 from ostinato.pipeline.loop import Finish, LoopState, NoSignal

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference.fake_engine import FakeEngine
 from small_loop import (
     BanditTrainer,
     Bench,
@@ -26,7 +27,6 @@ from small_loop import (
 
 from ostinato.algo.pack import pack
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
-from ostinato.engine.fake import FakeEngine
 from ostinato.pipeline.credit import assign
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.rollout.play import Ask, play

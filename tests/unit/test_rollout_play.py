@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference.fake_engine import FakeEngine, scripted
 
-from ostinato.engine.fake import FakeEngine, scripted
 from ostinato.rollout.play import (
     Ask,
     Drop,
