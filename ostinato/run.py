@@ -19,7 +19,6 @@ import math
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -380,34 +379,3 @@ def new_run_path(root: Path, recipe: str, now: datetime | None = None) -> Path:
 
 def _not_writable(path: Path, error: OSError) -> ValueError:
     return ValueError(f"run folder {path} cannot be written ({error}); set log.dir to a folder that can")
-
-
-class Timer:
-    """Wall seconds by part of a step: ``with timer("rollout"): ...``, then ``timer.take()``.
-
-    Blocks that overlap (concurrent rollouts and rewards) each count their own time, so parts can add up to
-    more than "total", the seconds since the last ``take``.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._seconds: dict[str, float] = {}
-        self._start = clock()
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self.add(part, self._clock() - start)
-
-    def add(self, part: str, seconds: float) -> None:
-        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
-
-    def take(self) -> dict[str, float]:
-        """The seconds of each part and "total"; starts the next step."""
-        now = self._clock()
-        seconds = {**self._seconds, "total": now - self._start}
-        self._seconds, self._start = {}, now
-        return seconds

@@ -26,7 +26,7 @@ class CausalAttention:
     """All rows are one sequence, each row sees itself and the rows before it."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return _sdpa(q, k, v, scale, is_causal=True)
+        return sdpa(q, k, v, scale, is_causal=True)
 
 
 class DenseMaskAttention:
@@ -36,24 +36,7 @@ class DenseMaskAttention:
         self.mask = segment_mask(segments).to(device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return _sdpa(q, k, v, scale, mask=self.mask)
-
-
-class NaiveCache:
-    """One sequence decoded piece by piece: earlier keys and values are kept and seen by later rows."""
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        if layer in self.keys:
-            k = torch.cat((self.keys[layer], k))
-            v = torch.cat((self.values[layer], v))
-        self.keys[layer], self.values[layer] = k, v
-        rows, total = q.shape[0], k.shape[0]
-        mask = torch.ones(rows, total, dtype=torch.bool, device=q.device).tril(total - rows)
-        return _sdpa(q, k, v, scale, mask=mask)
+        return sdpa(q, k, v, scale, mask=self.mask)
 
 
 def segment_mask(segments: Sequence[Segment]) -> Tensor:
@@ -67,7 +50,7 @@ def segment_mask(segments: Sequence[Segment]) -> Tensor:
     return mask
 
 
-def _sdpa(
+def sdpa(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))

@@ -168,19 +168,6 @@ def expert_adapter_unit(config: ModelConfig, form: ExpertForm, expert_ranks: int
     )
 
 
-def other_adapter_unit(config: ModelConfig, *, fused: bool) -> int:
-    """Parameters per unit of rank of the adapters on everything but routed experts, router and head."""
-    total = 0
-    for layer in range(config.num_layers):
-        shapes = layer_shapes(config, layer)
-        for name, (*experts, out, into) in shapes.items():
-            if experts or name == "router" or (fused and name.endswith(".up")):
-                continue
-            twice = fused and name.endswith(".gate")  # B of gate and up, one A
-            total += into + out * (2 if twice else 1)
-    return total
-
-
 __all__ = [
     "Counts",
     "ExpertForm",
@@ -192,6 +179,5 @@ __all__ = [
     "kv_values",
     "layer_tensors",
     "logical_shapes",
-    "other_adapter_unit",
     "role_of",
 ]

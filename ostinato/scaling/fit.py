@@ -33,11 +33,6 @@ class Fit:
         """Unbiased for independent noise; 0 where nothing is left to tell it from."""
         return math.sqrt(self.sse / max(1, len(self.residuals) - self.free))
 
-    @property
-    def lag_correlation(self) -> float:
-        """Of neighbouring residuals; biased to 0 and below in short series."""
-        return float(self.residuals[1:] @ self.residuals[:-1]) / (self.sse or 1.0)
-
 
 def fit(series: Series, *, rho: float = 0.0, sd: np.ndarray | float = 1.0, A: float | None = None) -> Fit:
     """The least-squares sigmoid with R0 fixed and A at most 1 (or exactly ``A``, to compare slopes).

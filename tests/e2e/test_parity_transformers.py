@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from reference.naive_cache import NaiveCache
 
-from ostinato.model.attention import CausalAttention, NaiveCache
+from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model, save_model
 

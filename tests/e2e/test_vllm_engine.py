@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 import torch
 from engine_contract import CONTRACT, Subject, collected
+from reference.naive_cache import NaiveCache
 
 from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, VllmWrong
-from ostinato.model.attention import CausalAttention, NaiveCache
+from ostinato.model.attention import CausalAttention
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.named import model_folder

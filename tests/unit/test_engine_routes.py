@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.fake_engine import FakeEngine
+from reference.naive_cache import NaiveCache
 from reference.scripted import ScriptedDrafter
 from worlds import DRAFTS_PAY, KERNELS, NATIVE, VOCAB, adapters_of, answers, tiny_decoder
 
 from ostinato.engine.cache import BLOCK, KVCache
 from ostinato.engine.local import LocalEngine
-from ostinato.model.attention import NaiveCache
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.rollout.convert import samples

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.naive_cache import NaiveCache
 from rounding import hidden_rounding
 from torch import Tensor
 from worlds import adapters_of, tiny_dense
 
-from ostinato.model.attention import CausalAttention, DenseMaskAttention, NaiveCache
+from ostinato.model.attention import CausalAttention, DenseMaskAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters, merge

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.naive_cache import NaiveCache
 from torch import Tensor
 
-from ostinato.model.attention import CausalAttention, DenseMaskAttention, NaiveCache, segment_mask
+from ostinato.model.attention import CausalAttention, DenseMaskAttention, segment_mask
 from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.lora import Lora, lora_linear
 from ostinato.model.moe import ExpertLora, experts, experts_loop, grouped_linear

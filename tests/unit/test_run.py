@@ -21,7 +21,6 @@ from ostinato.run import (
     Jsonl,
     JsonlZst,
     RunFolder,
-    Timer,
     atomic_folder,
     atomic_write,
     group_rows,
@@ -221,16 +220,6 @@ def test_half_written_files_of_a_killed_process_are_swept_and_no_others(tmp_path
         path.write_text("")
     run.sweep()
     assert [path.exists() for path in (*stale, *kept)] == [False] * 3 + [True] * 3
-
-
-def test_timer_adds_up_by_part() -> None:
-    times = iter([0.0, 1.0, 3.0, 4.0, 5.0, 10.0, 11.0])
-    timer = Timer(clock=lambda: next(times))
-    for _ in range(2):
-        with timer("rollout"):
-            pass
-    assert timer.take() == {"rollout": 3.0, "total": 10.0}
-    assert timer.take() == {"total": 1.0}
 
 
 def test_later_rows_are_read_without_the_others(tmp_path: Path) -> None:
