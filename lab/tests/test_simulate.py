@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.plain_simulator import PlainGate, simulate_plain
 
 from lab.simulator.events import Gate, Mode, Setup, simulate
 from lab.simulator.policies import Policy
 from lab.simulator.sampler import Cost
 from lab.simulator.traces import H100_7B, Stream, log_normal, stability
+from lab.tests.plain_simulator import PlainGate, simulate_plain
 
 
 def stream(lengths: np.ndarray, prompts: int | np.ndarray = 3) -> Stream:

@@ -3,8 +3,6 @@ them. The native products sum exactly as the bf16 kernels do, so most tests ask 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,17 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from worlds import VOCAB, adapters_of, answers, tiny_decoder
 
-from lab.decode import Plan
-from lab.settings import Clock
-from lab.weights import run as compare
-from lab.weights import table
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, ExpertScheme
 from ostinato.model.moe import ExpertLora, experts_loop
-from ostinato.model.named import model_folder
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.quantise import Weights, codes, own_bytes, quantise
@@ -253,16 +246,6 @@ def test_answers_of_quantised_experts_are_alike_in_any_batch(kernels: Kernels, k
         assert np.array_equal(alone.tokens, answer.tokens) and np.array_equal(alone.logprobs, answer.logprobs)
     first = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(ours, twins, strict=True)]
     assert np.median(first) < 0.1
-
-
-def test_the_benchmark_puts_them_side_by_side(kernels: Kernels) -> None:
-    folder = Path(model_folder("asset:seed-moe"))
-    plan = Plan(folder=folder, model="seed-moe", batches=(1,), new_tokens=8, prompt=8, rounds=1)
-    result = compare(plan, (Weights.BF16, Weights.INT8), Clock.CPU, lambda line: None)
-    found = result["batches"][0]["weights"]
-    assert found["bf16"]["speedup"] == 1 and found["int8"]["ms"] > 0
-    assert result["bytes"]["int8"] < 0.6 * result["bytes"]["bf16"]
-    assert table(result).row_count == 1
 
 
 def test_full_training_with_copied_weights_is_refused() -> None:
