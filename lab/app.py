@@ -371,21 +371,6 @@ def pipeline(
 
 
 @app.command()
-def board(
-    quick: Quick = False,
-    json_file: JsonFile = None,
-    rounds: Annotated[int, typer.Option(help="Pairs of runs.")] = 3,
-    steps: Annotated[int, typer.Option(help="Training steps of every run.")] = 90,
-) -> None:
-    """The same run with a board that follows it and without: seconds of a step, processor seconds."""
-    threads.configure_early("auto", say=_say)
-    from lab import board as bench
-
-    plan = bench.Plan(rounds=1 if quick else rounds, steps=steps)
-    _tell(lambda: bench.run(plan, _say), bench.table, json_file)
-
-
-@app.command()
 def publish(
     quick: Quick = False,
     json_file: JsonFile = None,
@@ -460,95 +445,13 @@ def simulate(
     workers: Annotated[str, typer.Option(help="Samplers, with commas.")] = "16,128,1024",
     staleness: Annotated[str, typer.Option(help="Of the arms that overlap, with commas.")] = "4",
     slots: Annotated[int, typer.Option(help="Sequences that a sampler decodes together.")] = 64,
-    real: Annotated[
-        bool, typer.Option("--real", help="Instead: the loop and the pool, with workers that sleep.")
-    ] = False,
-    run: Annotated[Path | None, typer.Option(help="Instead: a run folder of yours, simulated.")] = None,
-    cost: Annotated[
-        str, typer.Option(help="For --run: the recorded trace whose cost table has the shape of a pass.")
-    ] = "quickstart",
 ) -> None:
     """Placements on simulated samplers: recorded and log-normal lengths, against static and an oracle."""
     from lab import simulate as bench
-    from lab import simulate_real as sleeping
-    from lab import simulate_run as recorded
 
-    if run is not None:
-        folder = run
-        _tell(lambda: recorded.run(folder, cost), recorded.table, json_file)
-        return
-    if real:
-        cases = sleeping.CASES[::5] if quick else sleeping.CASES
-        _tell(lambda: sleeping.run(cases, _say), sleeping.table, json_file)
-        return
     sizes, ks = ("16", staleness.split(",")[0]) if quick else (workers, staleness)
     plan = bench.Plan(workers=_sizes(sizes), staleness=_sizes(ks), slots=slots)
     _tell(lambda: bench.run(plan, _say), bench.table, json_file)
-
-
-@app.command()
-def experts(
-    quick: Quick = False,
-    json_file: JsonFile = None,
-    run: Annotated[
-        str, typer.Option(help="A run folder that has trajectories of every step; empty: one is trained.")
-    ] = "",
-    steps: Annotated[int, typer.Option(help="Training steps whose routes are recorded.")] = 40,
-    rounds: Annotated[int, typer.Option(help="Of both placements, timed in turn.")] = 11,
-    clock: Annotated[Clock, typer.Option(help="cpu where others use the machine too.")] = Clock.WALL,
-    page: Annotated[
-        Path | None, typer.Option(help="Write the figures into it, between its two marks.")
-    ] = None,
-) -> None:
-    """Placement of experts on ranks: how uneven they are before and after, and what a step takes."""
-    from lab import experts as bench
-    from lab.experts_page import write_page
-
-    plan = bench.Plan(run=run, steps=steps, rounds=rounds, clock=clock)
-
-    def measure() -> dict[str, Any]:
-        result = bench.run(plan.shortened() if quick else plan, _say)
-        if page is not None:
-            write_page(result, page)
-        return result
-
-    _tell(measure, bench.table, json_file)
-
-
-@app.command()
-def layouts(
-    quick: Quick = False,
-    json_file: JsonFile = None,
-    only: Annotated[str, typer.Option(help="Layouts, with commas; empty: all of them.")] = "",
-    steps: Annotated[int, typer.Option(help="Of two optimizer steps each.")] = 10,
-    write: Annotated[Path | None, typer.Option(help="A page with marks for the table.")] = None,
-) -> None:
-    """The same training over every layout of ranks, against one process: losses and trained tensors."""
-    from lab import layouts as bench
-
-    chosen = tuple(only.split(",")) if only else bench.LAYOUTS
-
-    def measure() -> dict[str, Any]:
-        result = bench.run(chosen[:8] if quick else chosen, steps, _say)
-        if write is not None:
-            bench.write(result, write)
-        return result
-
-    _tell(measure, bench.table, json_file)
-
-
-@app.command()
-def plan(
-    quick: Quick = False,
-    json_file: JsonFile = None,
-    steps: Annotated[int, typer.Option(help="Timed steps of each configuration.")] = 5,
-    clock: Annotated[Clock, typer.Option(help="cpu where others use the machine too.")] = Clock.WALL,
-) -> None:
-    """The planner against this machine: bytes and seconds of small trainings over layouts, and its pick."""
-    from lab import plan as bench
-
-    asked = bench.Plan(steps=steps, clock=clock)
-    _tell(lambda: bench.run(asked.shortened() if quick else asked, _say), bench.table, json_file)
 
 
 @app.command()

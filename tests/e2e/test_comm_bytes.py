@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from layout_runs import MODELS, Case, batch_of, new_trainer, whole_model
 from ranks import on_ranks
 
-from lab.layout_runs import MODELS, Case, batch_of, new_trainer, whole_model
 from ostinato.model.config import parse_config
 from ostinato.parallel.layout import Layout
 from ostinato.plan.comm import Sent, total

@@ -1,8 +1,4 @@
-"""Layout independence: one training over many layouts is one training.
-
-Here fewer layouts and fewer steps; ``ostinato bench layouts`` runs them all for 20 optimizer steps and writes
-the table of docs/parallel.md.
-"""
+"""Layout independence: one training over many layouts is one training."""
 
 from __future__ import annotations
 
@@ -12,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks
-
-from lab.layout_runs import (
+from layout_runs import (
     MODELS,
     WAYS,
     Case,
     Run,
     batch_of,
+    difference,
     new_trainer,
     plain_trainer,
     trained_all,
     whole_model,
 )
-from lab.layouts import difference
+from ranks import on_ranks
+
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Misaligned
 from ostinato.parallel.layout import Layout

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from layout_runs import MODELS, Case, Run, batch_of, trained
 from ranks import on_ranks
 
-from lab.layout_runs import MODELS, Case, Run, batch_of, trained
 from ostinato.model.config import parse_config
 from ostinato.parallel.load import expert_loads, rank_loads
 from ostinato.parallel.placement import contiguous, placed_experts, scattered

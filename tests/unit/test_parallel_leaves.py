@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from layout_runs import EVERYTHING, LAYOUTS, MODELS
 
-from lab.layout_runs import EVERYTHING, MODELS
-from lab.layouts import LAYOUTS
 from ostinato.model.config import parse_config
 from ostinato.model.lora import AdapterSpec, ExpertScheme, adapter_shapes
 from ostinato.model.share import is_expert, placed

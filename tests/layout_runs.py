@@ -240,19 +240,33 @@ def _routes(rng: np.random.Generator, config: ModelConfig, length: int) -> np.nd
     return order[..., : moe.top_k].astype(np.int16)
 
 
+LAYOUTS = (
+    *("d2", "t2", "p2", "c2", "d2e2", "t2x2", "d2f2"),
+    *("d2t2", "t2p2", "t2c2", "d2p2v2", "p4", "d2c2e4", "d2t2e2x2", "d4e2f2"),
+    *("d2t2p2", "d2t2c2e4", "d4t2e8f2", "t2p2c2e4", "d2t2p2e2v2"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Of a run from another one: the largest relative differences of a loss and of a trained tensor, and that
+    of all trained tensors as one vector."""
+
+    loss: float
+    tensors: float
+    together: float
+
+
+def difference(run: Run, other: Run) -> Difference:
+    """Of the parameters that are trained."""
+    assert run.tensors.keys() == other.tensors.keys(), "runs of one case train the same tensors"
+    names = [name for name in other.tensors if name.startswith("parameters.")]
+    losses = [abs(a - b) / abs(b) for a, b in zip(run.losses, other.losses, strict=True)]
+    apart = [float((run.tensors[n] - other.tensors[n]).norm() / other.tensors[n].norm()) for n in names]
+    joined, wanted = (torch.cat([one.tensors[n].flatten() for n in names]) for one in (run, other))
+    together = float((joined - wanted).norm() / wanted.norm())
+    return Difference(loss=max(losses), tensors=max(apart), together=together)
+
+
 def _settings(case: Case) -> dict[str, Any]:
     return {"optimizer": OptimizerSettings(lr=case.lr), "replay_threshold": 0.0} | case.options
-
-
-__all__ = [
-    "GRPO",
-    "MODELS",
-    "WAYS",
-    "Case",
-    "Run",
-    "batch_of",
-    "new_trainer",
-    "plain_trainer",
-    "trained",
-    "trained_all",
-]
