@@ -123,14 +123,6 @@ def test_two_turns_and_trailing_context() -> None:
     assert mb.targets.tolist() == [1, 2, 4]
 
 
-def test_siblings_of_one_token_need_the_prompt_only() -> None:
-    samples = [make_sample([8, 9], [token], [1], uid=str(token)) for token in (1, 2)]
-    (mb,) = pack(samples, token_weights(samples), tokens_per_microbatch=10).microbatches
-    assert mb.tokens.tolist() == [8, 9]
-    assert mb.segments == (Segment(start=0, stop=2),)
-    assert (mb.rows.tolist(), mb.targets.tolist()) == ([1, 1], [1, 2])
-
-
 def test_group_beyond_the_budget_repeats_its_prompt() -> None:
     samples = [make_sample([7] * 4, [i, i, i], [1, 1, 1], uid=str(i)) for i in range(5)]
     batch = pack(samples, token_weights(samples), tokens_per_microbatch=8)  # room for 2 of 2 rows beside 4
@@ -227,12 +219,6 @@ def test_budget_economy_and_contiguity(samples: list[Sample], budget: int, share
         assert len(changes) + 1 == len(set(mb.sample_idx.tolist()))  # the rows of a sample are contiguous
     seen = [int(i) for mb in batch.microbatches for i in set(mb.sample_idx.tolist())]
     assert sorted(seen) == [i for i, s in enumerate(samples) if s.loss_mask.any()]
-
-
-def test_packing_is_deterministic() -> None:
-    samples = [make_sample([1, 2], [3] * n, [1] * n, group=n % 3, uid=str(n)) for n in range(1, 12)]
-    first, second = (pack(samples, token_weights(samples), tokens_per_microbatch=16) for _ in range(2))
-    assert [mb.uids for mb in first.microbatches] == [mb.uids for mb in second.microbatches]
 
 
 def test_siblings_with_other_prompts_do_not_share() -> None:

@@ -97,14 +97,6 @@ def test_eviction_takes_the_oldest_leaf_and_never_a_block_in_use() -> None:
     cache.check([held])
 
 
-def test_a_new_policy_version_forgets_the_tree() -> None:
-    cache = KVCache(4)
-    blocks = fill(cache, list(range(20)))
-    cache.forget()
-    assert cache.match(list(range(20))).tokens == 0
-    cache.check([blocks])
-
-
 class ScanCache:
     """The slow twin of ``match``: the longest common prefix with any known sequence, capped below the last
     token.

@@ -46,16 +46,6 @@ def test_prediction_is_its_definition(
 
 
 @EXAMPLES
-@given(LENGTHS, LENGTHS, st.integers(0, 600), QUANTILES, QUANTILES)
-def test_more_for_a_higher_quantile_and_never_less_than_generated(
-    own: list[int], others: list[int], generated: int, one: float, other: float
-) -> None:
-    lengths = known(p=own, q=others)
-    low, high = (lengths.predict("p", generated=generated, quantile=q) for q in sorted((one, other)))
-    assert generated <= low <= high
-
-
-@EXAMPLES
 @given(st.integers(1, OWN))
 def test_a_prompt_is_shrunk_towards_all_by_how_little_is_known(count: int) -> None:
     lengths = Lengths()

@@ -188,24 +188,6 @@ def test_a_fault_of_the_grader_is_no_verdict_and_never_a_zero(grader: Rewards, f
     assert drop_reason(group, 1) is Drop.TOO_FEW_VERDICTS
 
 
-def test_an_engine_error_is_counted_under_its_own_name() -> None:
-    class Broken:
-        def publish(self, adapters: Any, version: int) -> None: ...
-
-        async def generate(self, requests: Sequence[Request]):
-            none = np.zeros(0, np.int32)
-            for index in range(len(requests)):
-                yield (
-                    index,
-                    Completion(
-                        tokens=none, logprobs=none, versions=none, stop=Stop.ERROR, error="out of blocks"
-                    ),
-                )
-
-    group = play_one(stage(Broken()), 2)
-    assert group.trajectories[0].error == "engine: out of blocks"
-
-
 def test_groups_come_back_in_order_and_are_announced_as_they_finish() -> None:
     """Grading overlaps: the short group is judged while the long one is still waiting for its verdict."""
 
