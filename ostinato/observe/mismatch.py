@@ -23,7 +23,7 @@ DIRECTION = "KL(sampler || trainer)"  # tokens come from the sampler; the paper 
 TAUS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0)
 _CDF_AT = np.logspace(-7, 1, 33)  # four points per decade, the same for all arms
 _POSITION_BINS = 16
-_LEAST_CLUSTERS = 5  # of fewer, a bootstrap knows nothing: of one it gives an interval without width
+_LEAST_CLUSTERS = 5  # with fewer, a bootstrap means nothing: with one its interval has no width
 
 # What the corrections in use would touch, at their usual settings.
 _TRUNCATE_AT = 2.0  # TIS, Yao et al. 2025
@@ -175,7 +175,7 @@ def _by_position(differ: np.ndarray, known: np.ndarray, positions: np.ndarray) -
 
 
 def _lowest(share: np.ndarray, spans: np.ndarray) -> float:
-    """The lowest overlap of a sequence's answer or prompt, of those long enough to tell."""
+    """The lowest overlap of a sequence's answer or prompt, of those that are long enough."""
     known = ~np.isnan(share)
     common, routers = part_sums(np.stack((np.where(known, share, 0).sum(axis=1), known.sum(axis=1))), spans)
     return lowest(overlap_of(common, routers), routers)

@@ -3,12 +3,12 @@
 Mixtures of experts rarely break in one step. Sampler and trainer drift apart, the gradient answers for tokens
 that the sampler would not have drawn, and the reward follows some tens of steps later. ``alarms`` reads that
 from columns which every run writes. The condition of a rule has to hold for several steps in a row; a rule is
-told once, and looks only back: what was said after n steps is what is said of the first n of a longer run.
+reported once, from the past alone: the alarms after n steps are those of the first n of a longer run.
 
 Three rules call it a collapse, as the studies of collapse do: F(2), k3 and the reward. The others (gradient
 norm, entropy, truncated answers) are signs to look at, for a healthy run may show them.
 
-No rule knows what a reward is worth: neither its unit nor its zero changes anything. F(2) and truncation are
+No rule depends on the unit or the zero of a reward. F(2) and truncation are
 held against published runs, everything else against the run itself.
 """
 
@@ -59,11 +59,11 @@ class Limits:
     kl_steps: int = 5
     # The reward's moving mean has lost half of what it had gained since the start, and half of the deviation
     # between answers: that is the scale of a run which began high and gained little. 20 steps in a row, in
-    # short runs too: fewer cannot be told from a hard stretch of prompts, and a run that ends before has
+    # short runs too: fewer may be a hard stretch of prompts, and a run that ends before has
     # nothing left to stop. The fall must also exceed what noise explains, for the highest of many means lies
     # well above the truth. 40 made-up runs of 200 steps each, groups of 8 answers to prompts of unequal
-    # difficulty: of those that stay level at 0.1, 0.5 or 0.9 none was told to have collapsed; at 0.005 and
-    # 0.02, 3 to 9 with 8 or 32 answers a step, none with 256. A fall from 0.5 to 0.08 was told after 22 steps
+    # difficulty: of those that stay level at 0.1, 0.5 or 0.9 none is called collapsed; at 0.005 and
+    # 0.02, 3 to 9 with 8 or 32 answers a step, none with 256. A fall from 0.5 to 0.08 is found after 22 steps
     # with 64 answers a step, within 100 steps in 6 of 15 runs with 8; one from 0.5 to 0.45 never. Where no
     # reward was negative it must be below half of its highest, too: a run that gained a little and lost it
     # again is worse, not broken.
@@ -82,8 +82,8 @@ class Limits:
     entropy_nats: float = 0.5
     entropy_steps: int = 5
     # Truncated answers: ScaleRL's runs destabilised at 10 to 15 % and did not recover, while healthy ones
-    # stayed below 5 % (arXiv 2510.13786). A rise is told. A policy that begins so, as base models do that
-    # never learned to end, may unlearn it: it is told that it begins so, and one above the alarm is alarmed
+    # stayed below 5 % (arXiv 2510.13786). A rise is reported. A policy that begins so, as base models do that
+    # never learned to end, may unlearn it: the start is reported, and one above the alarm is alarmed
     # by a rise of 15 points more. ``scaling.gates.truncation`` has the first two limits as well.
     truncated_warning: float = 0.10
     truncated_alarm: float = 0.15
@@ -92,7 +92,7 @@ class Limits:
     truncated_steps: int = 1
     thriving: float = 0.8  # of the reward's highest gain: near its best
     window: int = 5  # steps in a moving mean
-    least: int = 5  # values that a median is taken of, at least
+    least: int = 5  # values that a median needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +178,12 @@ class Watch:
         self._early: list[float] = []  # the first values of k3
         self._norms: list[float] = []  # all so far, sorted
         self._streaks: dict[Rule, list[int]] = {rule: [] for rule in Rule}  # steps in which it held, till now
-        self._told: set[Rule] = set()
+        self._reported: set[Rule] = set()
 
     @property
     def collapsed(self) -> bool:
         """Has a rule of collapse been met? Stays so: that a run recovered is for a person to say."""
-        return not self._told.isdisjoint(COLLAPSES)
+        return not self._reported.isdisjoint(COLLAPSES)
 
     def see(self, row: Row) -> list[Alarm]:
         """The rules that are met with this row of metrics.jsonl. What is missing, null or not finite is no
@@ -211,21 +211,21 @@ class Watch:
             streak.clear()
             return None
         streak.append(step)
-        if len(streak) < sign.steps or sign.rule in self._told:
+        if len(streak) < sign.steps or sign.rule in self._reported:
             return None
-        self._told.add(sign.rule)
+        self._reported.add(sign.rule)
         return Alarm(step, streak[0], sign.rule, sign.rule in COLLAPSES, sign.sentence, sign.figures)
 
     def _tail(self, share: float | None) -> Sign | None:
         if share is None:
             return None
         limit = self._limits.tail
-        told = (
+        sentence = (
             f"F(2) is {share:.2g}: trainer and sampler give that share of the tokens probabilities "
             f"more than a factor of 2 apart (limit {limit:g}), so what is learned is not what was sampled"
         )
         figures = {"tail_2": share, "limit": limit}
-        return Sign(Rule.TAIL, self._limits.tail_steps, share > limit, told, figures)
+        return Sign(Rule.TAIL, self._limits.tail_steps, share > limit, sentence, figures)
 
     def _kl(self, k3: float | None) -> Sign | None:
         if k3 is None:
@@ -237,12 +237,12 @@ class Watch:
             return None
         start = median(early)
         limit = max(limits.kl_times * start, limits.kl_nats)
-        told = (
+        sentence = (
             f"KL(sampler || trainer) is {k3:.2g} nats per token by k3, where its first steps had a "
             f"median of {start:.2g} (limit {limit:.2g})"
         )
         figures = {"k3": k3, "early_median": start, "limit": limit}
-        return Sign(Rule.KL, limits.kl_steps, k3 > limit, told, figures)
+        return Sign(Rule.KL, limits.kl_steps, k3 > limit, sentence, figures)
 
     def _lost(self) -> float:
         """How far the reward has fallen from its highest, in units of what it had gained, or of the deviation
@@ -260,13 +260,13 @@ class Watch:
         beyond_noise = course.best - course.now > limits.reward_errors * course.error
         # where no reward was below 0, 0 is their zero, and a collapse is below half of the highest as well
         halved = course.lowest < 0 or course.now < course.best / 2
-        told = (
+        sentence = (
             f"the reward is {course.now:.3g} after {course.best:.3g} at its highest and "
             f"{course.start:.3g} at the start (means of {course.window} steps)"
         )
         figures = {"reward": course.now, "highest": course.best, "start": course.start}
         holds = self._lost() > limits.reward_lost and beyond_noise and halved
-        return Sign(Rule.REWARD, limits.reward_steps, holds, told, figures)
+        return Sign(Rule.REWARD, limits.reward_steps, holds, sentence, figures)
 
     def _gradient(self, norm: float | None) -> Sign | None:
         if norm is None or norm <= 0:  # a step without a gradient
@@ -276,10 +276,10 @@ class Watch:
         insort(self._norms, norm)
         if before < limits.gradient_before:
             return None
-        told = f"the gradient norm is {norm:.3g}, {norm / typical:.0f} times the median before it"
+        sentence = f"the gradient norm is {norm:.3g}, {norm / typical:.0f} times the median before it"
         figures = {"grad_norm": norm, "median": typical}
         return Sign(
-            Rule.GRADIENT, limits.gradient_steps, norm > limits.gradient_times * typical, told, figures
+            Rule.GRADIENT, limits.gradient_steps, norm > limits.gradient_times * typical, sentence, figures
         )
 
     def _entropies(self, entropy: float | None) -> list[Sign]:
@@ -294,11 +294,11 @@ class Watch:
         needed = reward.start + limits.thriving * (reward.best - reward.start)
         thriving = reward.now is not None and reward.now >= needed
         figures = {"entropy": now, "start": start}
-        told = f"entropy is {now:.3g} nats per token after {start:.3g} at the start"
+        sentence = f"entropy is {now:.3g} nats per token after {start:.3g} at the start"
         low = now < limits.entropy_left * start and not thriving
         high = now > max(limits.entropy_times * start, start + limits.entropy_nats) and course.rising
         return [
-            Sign(rule, limits.entropy_steps, holds, told + why, figures)
+            Sign(rule, limits.entropy_steps, holds, sentence + why, figures)
             for rule, holds, why in (
                 (Rule.ENTROPY_LOW, low, ", and the reward is not near its best: the policy has narrowed"),
                 (Rule.ENTROPY_HIGH, high, " and rising: the policy is dissolving"),
@@ -316,11 +316,11 @@ class Watch:
         warning, alarm = limits.truncated_warning, limits.truncated_alarm
         was_low = course.least <= warning  # what began high and came down may rise again
         much = alarm if was_low or start <= alarm else start + limits.truncated_rise
-        told = f"{now:.0%} of the answers were cut by length (mean of {course.window} steps)"
-        rose = f"{told} after {start:.0%} at the start"
+        sentence = f"{now:.0%} of the answers were cut by length (mean of {course.window} steps)"
+        rose = f"{sentence} after {start:.0%} at the start"
         figures = {"truncated": now, "start": start}
         rules = (
-            (Rule.TRUNCATED_EARLY, start > warning, f"the run begins with truncated answers: {told}"),
+            (Rule.TRUNCATED_EARLY, start > warning, f"the run begins with truncated answers: {sentence}"),
             (Rule.TRUNCATED, was_low and now > warning, f"truncation has risen: {rose}"),
             (
                 Rule.TRUNCATED_MUCH,
@@ -329,7 +329,7 @@ class Watch:
                 f"algo.overlong_buffer or more rollout.max_tokens end it: {rose}",
             ),
         )
-        return [Sign(rule, limits.truncated_steps, holds, said, figures) for rule, holds, said in rules]
+        return [Sign(rule, limits.truncated_steps, holds, text, figures) for rule, holds, text in rules]
 
 
 def alarms(rows: Iterable[Row], limits: Limits | None = None) -> list[Alarm]:

@@ -2,7 +2,7 @@
 
 A row is a span: {"worker": "sampler-0", "kind": "decode", "from": 1763650000.1, "to": 1763650000.4}.
 Times are Unix seconds of the host that worked. A worker does one thing at a time; its name is that of its
-place, which whoever replaces it takes over. What no span covers is idle. The file is only ever appended to,
+place, which its replacement takes over. What no span covers is idle. The file is only ever appended to,
 like the ledger: work that is done again was done twice.
 
     spans of a step -> kept -> timeline.jsonl -> coarse -> a picture
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-    WAIT = "wait"  # for somebody by name; idle, with a reason
+    WAIT = "wait"  # for another worker; idle, with a reason
     PUBLISH = "publish"
     GRADE = "grade"
     PACK = "pack"
@@ -91,7 +91,7 @@ class Span:
 
 
 def merged(spans: Iterable[Span], gap_s: float = GAP_S) -> Iterator[Span]:
-    """Neighbours of one worker, kind and step as one span, in the order of their ends. It says how long it
+    """Neighbours of one worker, kind and step as one span, in the order of their ends, with how long it
     was busy: a gap is drawn over, and not worked through."""
     last: dict[str, Span] = {}
     for span in spans:
@@ -165,7 +165,7 @@ def kept(spans: Iterable[Span], *, step: int, file_bytes: int) -> list[Span]:
     """What of a step's spans (in order, each worker's) is written to a timeline.jsonl of ``file_bytes``.
 
     Every step for the first 8 MiB of the file, every 2nd for the next 8, every 4th for the next ones: the
-    file grows with the logarithm of the run, and what it says of a step is all there is to say of it, but for
+    file grows with the logarithm of the run, and a step is there in full or not at all, but for
     ``fewer`` where a worker changed its kind of work more than ``MOST_PER_STEP`` times.
     """
     if step % 2 ** (file_bytes // DETAIL_BYTES):

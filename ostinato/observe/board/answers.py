@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
     """Which answers, and from where on: ``step`` and those before it (-1: the last), then what an earlier
-    reply said comes next."""
+    reply gave as ``next``."""
 
     verdict: Verdict = Verdict.ALL
     find: str = ""  # in prompt or answer; letters of either case
@@ -74,7 +74,7 @@ class Answers:
 
     def _of(self, frame: Frame) -> list[dict[str, Any]]:
         if frame not in self._kept:
-            self._kept[frame] = [_told(row, self._solved_at) for row in self._frames.rows(frame)]
+            self._kept[frame] = [_shown(row, self._solved_at) for row in self._frames.rows(frame)]
             while len(self._kept) > FRAMES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(frame)
@@ -91,12 +91,12 @@ def _matches(answer: Mapping[str, Any], query: Query) -> bool:
         return False
     if not query.find:
         return True
-    said = [answer["uid"], *(one["content"] for one in answer["messages"])]
-    said += [turn["text"] for turn in answer["turns"]]
-    return query.find.casefold() in "\n".join(map(str, said)).casefold()
+    texts = [answer["uid"], *(one["content"] for one in answer["messages"])]
+    texts += [turn["text"] for turn in answer["turns"]]
+    return query.find.casefold() in "\n".join(map(str, texts)).casefold()
 
 
-def _told(row: Row, solved_at: float) -> dict[str, Any]:
+def _shown(row: Row, solved_at: float) -> dict[str, Any]:
     """What the page shows of a trajectory."""
     reward, turns = number(row, "reward"), row.get("turns") or []
     versions = [version for turn in turns for version in turn.get("versions", ()) if version >= 0]

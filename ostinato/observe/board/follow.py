@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes: its folder, looked at again and again, and never written to."""
+"""The state of a run while it goes, read from its folder, which is never written to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ostinato.observe.report.verdicts import failed_rewards, unsolved
 from ostinato.observe.timeline import Span
 from ostinato.run import RunFolder
 
-AGAIN_S = 0.5  # between two looks, whoever asks
+AGAIN_S = 0.5  # between two reads of the folder, for all pages together
 SILENT_S = 20.0  # without a sign of life (``ledger.BEAT_EVERY_S`` is 1), until a run counts as dead
 HORIZON_S = 900.0  # of the timeline that is kept
 SPANS = 60_000  # of it, at most
@@ -42,7 +42,7 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """The last sign of life of the run's process: what it says, and when we first saw it say so."""
+    """The last sign of life of the run's process: its row, and when it was first seen."""
 
     row: Row
     seen: float  # our monotonic clock
@@ -50,7 +50,7 @@ class Beat:
 
 
 class Follower:
-    """Reads what a run folder has gained, whenever somebody looks; nobody's look costs nothing.
+    """Reads what a run folder has gained, at every ``look`` and never by itself.
 
     Not for several threads at once.
     """
@@ -75,7 +75,7 @@ class Follower:
         self._spans: deque[Span] = deque(maxlen=SPANS)
         self._beat: Beat | None = None
         self._began = False
-        self.revisions = dict.fromkeys(("charts", "timeline"), 0)
+        self.revisions: dict[str, int] = {"charts": 0, "timeline": 0}
         self._recipe_of: tuple[int, int] | None = None
         self.data = RunData(name=run.path.resolve().name, recipe_text="", recipe={}, **EMPTY)
 
@@ -101,7 +101,7 @@ class Follower:
         self._began = True
 
     def _read_recipe(self) -> None:
-        """A run that is taken up again may have another one."""
+        """A run that is resumed may have another one."""
         with suppress(OSError, ValueError):
             status = self._run.recipe.stat()
             if (mark := (status.st_mtime_ns, status.st_size)) != self._recipe_of:
@@ -132,7 +132,7 @@ class Follower:
         if name == "eval":
             self.data = replace(self.data, **main_scores(self._rows["eval"], self.data.recipe))
 
-    # ---- what is told
+    # ---- what the page shows
 
     def state(self) -> dict[str, Any]:
         """Everything but charts and timeline, which are worth asking for when ``revisions`` change."""
@@ -214,13 +214,13 @@ class Follower:
     def notes(self) -> list[str]:
         """What a reader should know of the reading itself."""
         why = unsolved(self.data.evals)
-        said = [f"{why[0].upper()}{why[1:]}."] if why else []
+        notes = [f"{why[0].upper()}{why[1:]}."] if why else []
         for name, log in self._logs.items():
             if log.left:
-                said.append(f"{name}.jsonl is being read: {si(log.left)}B are left")
+                notes.append(f"{name}.jsonl is being read: {si(log.left)}B are left")
             if log.damaged:
-                said.append(f"{log.damaged} lines of {name}.jsonl are damaged and left out")
-        return said
+                notes.append(f"{log.damaged} lines of {name}.jsonl are damaged and left out")
+        return notes
 
     def charts(self, chosen: Sequence[str]) -> list[dict[str, Any]]:
         return charts(self._curves, self.data, chosen)
@@ -297,7 +297,7 @@ def _spans(rows: Iterable[Row]) -> Iterator[Span]:
 
 
 def _json(path: Path) -> Any:
-    """What the file says; None where it is not there or cannot be read."""
+    """The JSON of a file; None where it is not there or cannot be read."""
     try:
         return parse_json(path.read_bytes(), surrogates=True)
     except (OSError, ValueError):

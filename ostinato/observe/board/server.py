@@ -1,11 +1,11 @@
-"""The board of a run over HTTP: one page, and what it asks for. Reads the run folder, writes nothing.
+"""The board of a run over HTTP: one page, and the data it requests. Reads the run folder, writes nothing.
 
     GET /            the page          GET /charts?metric=..&revision=..
     GET /state       all that is small GET /timeline?seconds=..&revision=..
     GET /answers?verdict=..&find=..&low=..&high=..&step=..&after=..
 
-No path of the file system can be asked for. The run is looked at when a browser asks, at most twice a second
-however many there are; without a browser the server sleeps.
+No path of the file system can be requested. The run is read on request, at most twice a second however many
+browsers there are; without one the server sleeps.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PORT, TRIES = 7321, 20  # the first to try, and how many
 MOST_SECONDS = 900.0  # of the timeline
 CHOSEN = 24  # metrics
 
-Asked = Mapping[str, list[str]]
+Params = Mapping[str, list[str]]
 
 
 class Board:
-    """What the page asks for, for any number of threads."""
+    """The replies to the page, for any number of threads."""
 
     def __init__(self, run: RunFolder) -> None:
         self._follower = Follower(run)
@@ -49,7 +49,7 @@ class Board:
         self._follower.look()
         self._answers = Answers(run.trajectories.path, solved_at(self._follower.data))
         self._browsing = threading.Lock()
-        self.routes: dict[str, Callable[[Asked], dict[str, Any]]] = {
+        self.routes: dict[str, Callable[[Params], dict[str, Any]]] = {
             "/state": self._state,
             "/charts": self._charts,
             "/timeline": self._timeline,
@@ -68,36 +68,34 @@ class Board:
         )
         return escaped(text).encode(), policy()
 
-    def _state(self, asked: Asked) -> dict[str, Any]:
+    def _state(self, params: Params) -> dict[str, Any]:
         with self._following:
             self._follower.look()
             return self._follower.state()
 
-    def _charts(self, asked: Asked) -> dict[str, Any]:
+    def _charts(self, params: Params) -> dict[str, Any]:
+        chosen = params.get("metric", [])[:CHOSEN]
+        return self._changed("charts", params, lambda: {"charts": self._follower.charts(chosen)})
+
+    def _timeline(self, params: Params) -> dict[str, Any]:
+        seconds = min(MOST_SECONDS, max(1.0, _number(params, "seconds", 120.0)))
+        return self._changed("timeline", params, lambda: {"pictures": self._follower.timeline(seconds)})
+
+    def _changed(self, what: str, params: Params, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The revision, and what it is of unless the page has it."""
         with self._following:
             self._follower.look()
-            now = self._follower.revisions["charts"]
-            if _number(asked, "revision", -1) == now:
-                return {"revision": now}
-            return {"revision": now, "charts": self._follower.charts(asked.get("metric", [])[:CHOSEN])}
+            now = self._follower.revisions[what]
+            return {"revision": now} | ({} if _number(params, "revision", -1) == now else make())
 
-    def _timeline(self, asked: Asked) -> dict[str, Any]:
-        seconds = min(MOST_SECONDS, max(1.0, _number(asked, "seconds", 120.0)))
-        with self._following:
-            self._follower.look()
-            now = self._follower.revisions["timeline"]
-            if _number(asked, "revision", -1) == now:
-                return {"revision": now}
-            return {"revision": now, "pictures": self._follower.timeline(seconds)}
-
-    def _browse(self, asked: Asked) -> dict[str, Any]:
-        after = [int(part) for part in asked.get("after", [])]
+    def _browse(self, params: Params) -> dict[str, Any]:
+        after = [int(part) for part in params.get("after", [])]
         query = Query(
-            verdict=Verdict(asked.get("verdict", [Verdict.ALL])[0]),
-            find=asked.get("find", [""])[0],
-            low=_number(asked, "low", -math.inf),
-            high=_number(asked, "high", math.inf),
-            step=int(asked.get("step", ["-1"])[0]),
+            verdict=Verdict(params.get("verdict", [Verdict.ALL])[0]),
+            find=params.get("find", [""])[0],
+            low=_number(params, "low", -math.inf),
+            high=_number(params, "high", math.inf),
+            step=int(params.get("step", ["-1"])[0]),
             after=(after[0], after[1]) if len(after) == 2 else None,
         )
         with self._browsing:
@@ -112,9 +110,9 @@ def policy() -> str:
     )
 
 
-def _number(asked: Asked, name: str, default: float) -> float:
+def _number(params: Params, name: str, default: float) -> float:
     """Raises ValueError for what is no number."""
-    text = asked.get(name, [""])[0]
+    text = params.get(name, [""])[0]
     value = float(text) if text else default
     if math.isnan(value):
         raise ValueError(f"{name} is not a number")
@@ -152,18 +150,18 @@ class Handler(BaseHTTPRequestHandler):
         if not self._meant_for_us():
             self._send(HTTPStatus.FORBIDDEN, b"this board is asked for under another name\n", "text/plain")
             return
-        asked = urlsplit(self.path)
+        url = urlsplit(self.path)
         board = self.server.board
-        if asked.path == "/":
+        if url.path == "/":
             page, rules = board.page
             self._send(HTTPStatus.OK, page, "text/html; charset=utf-8", {"Content-Security-Policy": rules})
             return
-        if asked.path not in board.routes:
+        if url.path not in board.routes:
             self._send(HTTPStatus.NOT_FOUND, b"no such page\n", "text/plain")
             return
         try:
-            told = board.routes[asked.path](parse_qs(asked.query, max_num_fields=64))
-            text = json.dumps(told, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+            reply = board.routes[url.path](parse_qs(url.query, max_num_fields=64))
+            text = json.dumps(reply, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         except ValueError as error:
             self._send(HTTPStatus.BAD_REQUEST, escaped(f"{error}\n").encode(), "text/plain; charset=utf-8")
             return
@@ -217,7 +215,7 @@ def is_loopback(host: str) -> bool:
 def open_server(run: RunFolder, host: str, port: int = 0) -> Server:
     """A server of the board of ``run``; 0: the first free port from ``PORT`` on.
 
-    Raises ValueError, in one sentence, for a port that is taken and a host that is not this machine's.
+    Raises ValueError, in one sentence, for a port that is in use and a host that is not this machine's.
     """
     tried = [port] if port else range(PORT, PORT + TRIES)
     for one in tried:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from ostinato.inputs import parse_json
 
-CHUNK = 8 << 20  # bytes in one go, so that whoever waits for the first answer does not wait long
+CHUNK = 8 << 20  # bytes read at once, so that the first answer comes soon
 WITNESS = 64  # bytes before the offset, by which a log is known again
 PATIENCE = 5  # looks at a line that is no JSON, before it is passed over: a far disk may be behind
 
@@ -35,7 +35,7 @@ class Tail:
         self.left = 0  # bytes that are there and not read yet
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """(is this another log than before: forget what it said, its next rows: all there are, or ``CHUNK``
+        """(is this another log than before: forget its rows, its next rows: all there are, or ``CHUNK``
         bytes of them; see ``left``)."""
         try:
             with self.path.open("rb") as file:
@@ -59,7 +59,7 @@ class Tail:
         return file.read(len(self._witness)) == self._witness
 
     def _beginning(self, file: BinaryIO, size: int) -> int:
-        """Where to begin: behind the first line end of the last bytes that are asked for."""
+        """Where to begin: behind the first line end of the last ``last`` bytes."""
         if self._last is None or size <= self._last:
             return 0
         file.seek(size - self._last)
@@ -70,7 +70,7 @@ class Tail:
         data = file.read(CHUNK)
         while data and b"\n" not in data and (more := file.read(CHUNK)):  # a line longer than a chunk
             data += more
-        found, taken = [], 0
+        found, consumed = [], 0
         for line in data.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break  # torn, or not all there yet
@@ -82,11 +82,11 @@ class Tail:
             else:
                 self.damaged += 1
             self._tries = 0
-            taken += len(line)
-        if taken:
-            self._offset += taken
-            self._witness = data[max(0, taken - WITNESS) : taken]
-        self.left = max(0, size - self._offset) if taken else 0
+            consumed += len(line)
+        if consumed:
+            self._offset += consumed
+            self._witness = data[max(0, consumed - WITNESS) : consumed]
+        self.left = max(0, size - self._offset) if consumed else 0
         return found
 
 
@@ -177,8 +177,8 @@ def _frame_size(file: BinaryIO, start: int) -> int:
         file.seek(start + at)
         if len(block := file.read(3)) < 3:
             return 0
-        told = int.from_bytes(block, "little")
-        last, kind, size = told & 1, told >> 1 & 3, told >> 3
+        header = int.from_bytes(block, "little")
+        last, kind, size = header & 1, header >> 1 & 3, header >> 3
         if kind == 3:
             return 0
         at += 3 + (1 if kind == 1 else size)  # 1: one byte, repeated

@@ -2,16 +2,16 @@
 
     start   a process takes up the run: pools of devices, price, the step it goes on from
     step    a training step: seconds, busy and idle by pool; tokens; FLOPs, useful or wasted and why
-    eval    a held-out measurement: the same, told apart from training
+    eval    a held-out measurement: the same, apart from training
     save    a checkpoint
-    lost    work that was given up, by whoever gave it up; that of a killed process by the one that resumes
+    lost    work that was given up; that of a killed process is recorded by the one that resumes
     end     a process leaves the run, and why
 
 Device seconds are devices times wall seconds, whatever the devices did: what is neither busy in a row nor in
-a row at all (loading, between rows) is idle. Only seconds between a kill and the process that resumes are
-nobody's. A step that is done again has several rows: the last one counts, the others are waste ("repeated"),
-but for the sampling that the last one took over from them ("reused"). A step pays for the sampling that it
-does for later ones, and is told of it as "pending"; the step that trains on it says what became of it and has
+a row at all (loading, between rows) is idle. Only seconds between a kill and the process that resumes
+are in no session. A step that is done again has several rows: the last one counts, the others are waste
+("repeated"), but for the sampling that the last one reuses ("reused"). A step pays for the sampling that it
+does for later ones, as "pending"; the row of the step that trains on it has what became of it and
 as much less pending. FLOPs are whole numbers, so that useful, wasted and pending add up to all of them
 exactly. Every row has its own devices and price.
 """

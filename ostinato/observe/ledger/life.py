@@ -18,7 +18,7 @@ from ostinato.inputs import parse_json
 from ostinato.observe.ledger.rows import Event, Row, end_of, is_number
 from ostinato.run import BEAT_PART, to_json
 
-BEAT_EVERY_S = 1.0  # so much of the work of a killed process nobody knows of
+BEAT_EVERY_S = 1.0  # up to so much of the work of a killed process is not recorded
 LOADING = "load"  # the part of a process before its ledger begins
 
 
@@ -63,7 +63,7 @@ class Life:
 
     def _write(self, row: Mapping[str, Any]) -> None:
         part = self._path.with_name(BEAT_PART)
-        with self._writing, suppress(OSError):  # of a full disk others tell
+        with self._writing, suppress(OSError):  # a full disk is reported elsewhere
             part.write_text(to_json(row), encoding="utf-8")
             part.replace(self._path)
 

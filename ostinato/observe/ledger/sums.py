@@ -211,7 +211,7 @@ def _kept_and_repeated(passed: Sequence[Spell]) -> tuple[list[Row], list[Row]]:
 
 
 def _net(rows: Sequence[Row], key: str, reused: Mapping[str, str]) -> dict[str, int]:
-    """Sums by name below ``key``, without what a row has taken over from an earlier one of its step."""
+    """Sums by name below ``key``, without what a row has from an earlier one of its step."""
     sums: Counter[str] = Counter()
     for row in rows:
         sums.update({name: n for name, n in row.get(key, {}).items() if not isinstance(n, Mapping)})
@@ -281,8 +281,8 @@ def _pool(passed: Sequence[Spell], name: str) -> Pool:
     idle = lost = 0.0
     for spell in passed:
         devices = spell.devices.get(name, 0)
-        told = spell.row.get("pools", {}).get(name, {}).get("busy", {})
-        parts = {part: devices * seconds for part, seconds in told.items()}
+        seconds_of = spell.row.get("pools", {}).get(name, {}).get("busy", {})
+        parts = {part: devices * seconds for part, seconds in seconds_of.items()}
         rest = devices * spell.seconds - sum(parts.values())
         busy.update(parts)
         idle += spell.gap * devices_of(spell.start).get(name, 0)
@@ -302,7 +302,7 @@ def _evaluated(passed: Sequence[Spell]) -> Evaluated:
 
 
 def _compute(rows: Sequence[Row]) -> dict[str, float]:
-    """By every axis that the ledger tells; of the steps those that count, of the rest everything."""
+    """By every axis that the ledger has; of the steps those that count, of the rest everything."""
     found: dict[str, float] = {}
     for axis in AXES:
         with suppress(ValueError):

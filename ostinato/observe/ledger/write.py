@@ -57,7 +57,7 @@ class Terms:
 class Ledger:
     """Writes the rows of one process. ``with ledger.session(step):`` around all of its work.
 
-    ``clock`` was started when the process began; ``life`` tells of it, and a ledger without one has its own.
+    ``clock`` was started when the process began; ``life`` are its signs of life, by default new ones.
     """
 
     folder: RunFolder
@@ -87,14 +87,14 @@ class Ledger:
                 yield
             except BaseException as error:
                 failed = f"failed: {type(error.__cause__ or error).__name__}"
-                with suppress(OSError):  # of a full disk the error itself tells
+                with suppress(OSError):  # a full disk is the error itself
                     self._end(getattr(error, "why", failed))
                 raise
             self._end(self.why)
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """What an exception ends in the middle is lost: a row says how long it was, since the last one."""
+        """What an exception ends in the middle is lost: a row has how long it was, since the last one."""
         try:
             yield
         except BaseException:
@@ -106,7 +106,7 @@ class Ledger:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """What is lost in here is evaluation. An exception leaves it at that: ``work`` or the process that
-        resumes tells of it."""
+        resumes records it."""
         self._part = "eval"
         yield
         self._part = "train"
@@ -123,8 +123,8 @@ class Ledger:
         ``work``: its tokens, FLOPs, useful, wasted."""
         self._step = step
         row = {"step": step, "seconds": seconds, "ended_at": self.clock()}
-        told = {POOL: busy} if by_pool is None else by_pool
-        self._append(Event.STEP, {**row, "pools": self._pools(seconds, told), **work})
+        parts = {POOL: busy} if by_pool is None else by_pool
+        self._append(Event.STEP, {**row, "pools": self._pools(seconds, parts), **work})
 
     def evaluation(self, step: int, set_name: str, seconds: float, work: Row) -> None:
         """The policy of ``step`` was measured on the set."""

@@ -24,7 +24,7 @@ class Series:
     color: str
     low: Values | None = None
     high: Values | None = None
-    marker: str = ""  # of its points: "dot", "ring" or "cross", to be told apart without colour
+    marker: str = ""  # of its points: "dot", "ring" or "cross", to be distinguished without colour
     dashed: bool = False
 
 

@@ -1,6 +1,6 @@
 """What a person should look at first, in words: each concern is one sentence with the step and the figure.
 
-Rules are about the run as a whole or its last tenth, so that a healthy run says nothing. The thresholds are
+Rules are about the run as a whole or its last tenth, so that a healthy run has none. The thresholds are
 judgements, kept together here.
 """
 

@@ -398,7 +398,7 @@ def _events(rows: Sequence[Row]) -> list[str]:
 
 
 def faults(data: RunData) -> Table:
-    """What went wrong, by name. A count of 0 is said, not left out."""
+    """What went wrong, by name, with the counts of 0."""
     rows = data.metrics
     answers, groups = total(rows, "rollout/trajectories"), total(rows, "rollout/groups")
     counted = [

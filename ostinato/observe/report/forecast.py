@@ -103,5 +103,5 @@ def _interval(found: Sequence[float | None] | None) -> str:
     if not found:
         return NONE
     low, middle, high = (math.nan if value is None else value for value in found)
-    told = "" if math.isnan(middle) else f"{middle:.3f} "
-    return f"{told}[{low:.3f}, {high:.3f}]"
+    median = "" if math.isnan(middle) else f"{middle:.3f} "
+    return f"{median}[{low:.3f}, {high:.3f}]"

@@ -44,7 +44,7 @@ def steps_of(ledger: Iterable[Row]) -> list[Step]:
 
 
 def recorded(spans: Sequence[Span], steps: Sequence[Step]) -> list[tuple[Step, Usage]]:
-    """What workers did in each step that the timeline tells of: of long runs it leaves most out."""
+    """What workers did in each step that the timeline has: of long runs most are left out."""
     found = usages(spans, [(one.start, one.stop) for one in steps])
     return [(step, use) for step, use in zip(steps, found, strict=True) if any(use.seconds.values())]
 
@@ -57,11 +57,11 @@ def pictures(spans: Sequence[Span], steps: Sequence[Step]) -> list[dict[str, Any
     whole = picture(spans, start, stop, steps, name="the whole run")
     if not whole["coarse"]:
         return [whole]
-    told = [(step, use.idle()) for step, use in recorded(spans, steps) if step.start >= start]
-    if not told:
+    shares = [(step, use.idle()) for step, use in recorded(spans, steps) if step.start >= start]
+    if not shares:
         return [whole]
-    most_idle = max(told, key=lambda one: one[1] or 0.0)[0]
-    few = [step for step, _ in told]
+    most_idle = max(shares, key=lambda one: one[1] or 0.0)[0]
+    few = [step for step, _ in shares]
     chosen = {"the first steps": few[:3], "the last steps": few[-3:]}
     chosen[f"step {most_idle.step}, the most idle"] = [most_idle]
     closer = [

@@ -184,8 +184,8 @@ def by_step(rows: Iterable[Row]) -> list[Row]:
     for spell in spells(rows):
         step, busy = spell.row.get("step", 0), Counter[str]()
         for name, devices in spell.devices.items():
-            told = spell.row.get("pools", {}).get(name, {}).get("busy", {})
-            busy.update({f"seconds/{part}": devices * seconds for part, seconds in told.items()})
+            parts = spell.row.get("pools", {}).get(name, {}).get("busy", {})
+            busy.update({f"seconds/{part}": devices * seconds for part, seconds in parts.items()})
         rest = "seconds/lost" if spell.event is Event.LOST else "seconds/idle"
         busy.update({rest: spell.device_seconds() - busy.total()})
         if spell.event is Event.START:

@@ -138,7 +138,7 @@ def facts(data: RunData) -> list[Fact]:
 
 
 def _sizes(data: RunData, last: Row) -> list[Fact]:
-    """Bytes of routes for each token, as far as a run tells."""
+    """Bytes of routes for each token, as far as a run has them."""
     latest = data.metrics[-1] if data.metrics else {}
     memory = number(latest, "routing/bytes_per_token") or number(last, "route_bytes_per_token")
     packed = number(latest, "routing/packed_bytes_per_token")
@@ -241,11 +241,11 @@ def _value(name: str, read: Read, one: Row) -> str:
 
 def decisions(rows: Sequence[Row]) -> list[Row]:
     """The measured steps whose decision about replay is worth a line: the first, each change, the last."""
-    told = [row for row in rows if row.get("decision") and arm(row, "replay")]
+    decided = [row for row in rows if row.get("decision") and arm(row, "replay")]
     return [
         row
-        for i, row in enumerate(told)
-        if i in (0, len(told) - 1) or row.get("replay") != told[i - 1].get("replay")
+        for i, row in enumerate(decided)
+        if i in (0, len(decided) - 1) or row.get("replay") != decided[i - 1].get("replay")
     ]
 
 

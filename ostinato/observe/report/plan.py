@@ -24,13 +24,13 @@ WARM_UP = 1  # steps that are not counted
 
 
 def plan_sections(data: RunData) -> list[Section]:
-    """Seconds and bytes that the plan said and the run took, and what was weighed since; empty for a run
+    """Seconds and bytes, planned and measured, and what was weighed since; empty for a run
     without a plan that weighed nothing."""
     weighed = [weighed_table(data)] if data.weighed else []
     if not data.plan:
         return [Section(title="Layouts", anchor="plan", tables=weighed)] if weighed else []
-    told = ", ".join(f"{phase} {layout}" for phase, layout in _mapping(data.plan.get("layouts")).items())
-    lead = f"Planned for {data.plan.get('cluster', 'an unknown cluster')}: {told}." if told else ""
+    layouts = ", ".join(f"{phase} {layout}" for phase, layout in _mapping(data.plan.get("layouts")).items())
+    lead = f"Planned for {data.plan.get('cluster', 'an unknown cluster')}: {layouts}." if layouts else ""
     tables = [table for table in (seconds_table(data), traffic_table(data), *weighed) if table.rows]
     return [Section(title="Plan against run", anchor="plan", lead=lead, tables=tables)]
 
@@ -43,12 +43,12 @@ def seconds_table(data: RunData) -> Table:
         terms = Counter[str]()
         for name in names:
             terms.update(numbers(_mapping(phases.get(name))))
-        said = sum(terms.values()) if names else number(data.plan, "total") or 0.0
-        took = _median(data, key)
-        if said or took is not None:
+        planned = sum(terms.values()) if names else number(data.plan, "total") or 0.0
+        measured = _median(data, key)
+        if planned or measured is not None:
             largest = max(terms, key=terms.__getitem__, default="")
-            share = f"{largest} {terms[largest] / said:.0%}" if largest and said else ""
-            rows.append((f"{part}\ns", *_ratio(said, took, ".3g", ".2f"), share))
+            share = f"{largest} {terms[largest] / planned:.0%}" if largest and planned else ""
+            rows.append((f"{part}\ns", *_ratio(planned, measured, ".3g", ".2f"), share))
     return Table(
         title="Seconds of a step",
         head=("planned", "measured", "measured / planned", "largest term"),
@@ -61,11 +61,11 @@ def seconds_table(data: RunData) -> Table:
 
 def traffic_table(data: RunData) -> Table:
     """Bytes that one rank sends in a training step by collective and axis, and what was counted."""
-    said, last = numbers(_mapping(data.plan.get("traffic"))), data.metrics[-1] if data.metrics else {}
+    planned, last = numbers(_mapping(data.plan.get("traffic"))), data.metrics[-1] if data.metrics else {}
     sent = "comm/bytes/"
-    names = {*said, *(key.removeprefix(sent) for key in last if key.startswith(sent))}
+    names = {*planned, *(key.removeprefix(sent) for key in last if key.startswith(sent))}
     rows = [
-        (f"{name}\nbytes", *_ratio(said.get(name, 0.0), _median(data, sent + name), ",.0f", ".3f"))
+        (f"{name}\nbytes", *_ratio(planned.get(name, 0.0), _median(data, sent + name), ",.0f", ".3f"))
         for name in sorted(names)
     ]
     return Table(
@@ -90,10 +90,10 @@ def weighed_table(data: RunData) -> Table:
     return Table(title="Layouts weighed", head=("decision", "why"), rows=rows, words=("decision", "why"))
 
 
-def _ratio(said: float, took: float | None, form: str, ratio: str) -> Sequence[str]:
+def _ratio(planned: float, measured: float | None, form: str, ratio: str) -> Sequence[str]:
     """Planned, measured, and their ratio where there is one."""
-    measured = NOT_MEASURED if took is None else format(took, form)
-    return format(said, form), measured, format(took / said, ratio) if took and said else ""
+    text = NOT_MEASURED if measured is None else format(measured, form)
+    return format(planned, form), text, format(measured / planned, ratio) if measured and planned else ""
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ class RunData:
 
     @property
     def longest_answer(self) -> str:
-        """What cuts an answer off, as the recipe says it."""
+        """What cuts an answer off, by the recipe."""
         if after := self.setting("rollout.interrupt_after"):
             return (
                 f"{after[1]} tokens of thinking and {self.setting('rollout.answer_tokens', '?')} behind them"

@@ -1,7 +1,7 @@
 """The trajectories that go into the page: one deflated chunk per group, opened only when it is looked at.
 
 A page has a budget of bytes. Each recorded step gets its first group before any gets its second, the first
-and the last step before those between; what is left out is counted and said, and stays in the run folder.
+and the last step before those between; what is left out is counted, and stays in the run folder.
 """
 
 from __future__ import annotations
@@ -195,10 +195,10 @@ def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str
 
 def _of_sampled(versions: Sequence[int]) -> list[int]:
     """-1, which stands at tokens that no policy sampled, becomes the version before it."""
-    told: list[int] = []
+    known: list[int] = []
     for version in versions:
-        told.append(told[-1] if version < 0 and told else version)
-    return told
+        known.append(known[-1] if version < 0 and known else version)
+    return known
 
 
 def prompt_texts(row: Row) -> tuple[list[dict[str, str]], dict[str, str]]:

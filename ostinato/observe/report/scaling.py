@@ -42,7 +42,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A row of a forest plot. ``middle`` is None where it may not be told; ``seen`` is what then happened."""
+    """A row of a forest plot. ``middle`` is None where not identified; ``seen`` is what then happened."""
 
     name: str
     low: float
@@ -66,7 +66,7 @@ class Page:
     """``lead`` comes first, sentence by sentence; ``alarms`` are sentences that a reader must not miss."""
 
     title: str
-    kind: str  # what is asked, e.g. "forecast"
+    kind: str  # of the answer, e.g. "forecast"
     lead: Sequence[str] = ()
     alarms: Sequence[str] = ()
     tables: Sequence[Table] = ()
@@ -75,7 +75,7 @@ class Page:
 
 
 def write_page(path: Path, page: Page, now: datetime | None = None) -> None:
-    """Write the page atomically. ``now`` is the time that it says it was written at."""
+    """Write the page atomically. ``now`` is the time of writing."""
     atomic_write(path, html(page, now or datetime.now(UTC)))
 
 
@@ -95,7 +95,7 @@ def html(page: Page, now: datetime) -> str:
 
 
 def compute_text(C: float) -> str:
-    """Four digits: "30,200", "0.125", "4.051e18"; "never" for infinity, a dash for what may not be told."""
+    """Four digits: "30,200", "0.125", "4.051e18"; "never" for infinity, a dash for what is not identified."""
     if math.isnan(C):
         return NONE
     if math.isinf(C):

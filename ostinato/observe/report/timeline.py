@@ -24,22 +24,22 @@ LOSSES = {
     "workers/quarantined": ("prompts set aside", "--purple"),
     "workers/migrated": ("answers moved", "--teal"),
 }
-LINES = 16  # of workers in the table; more are told by pool
+LINES = 16  # of workers in the table; more are joined by pool
 LOCAL = "local"  # the pool of a run in one process
 
-Told = Sequence[tuple[Step, Usage]]
+PerStep = Sequence[tuple[Step, Usage]]
 
 
 def pipeline_sections(data: RunData) -> list[Section]:
     """The section, or nothing."""
     steps = steps_of(data.ledger)
-    told = recorded(data.spans, steps)
-    charts = [_idle(data, told), *_staleness(data.metrics), *_rest(data.metrics)]
+    per_step = recorded(data.spans, steps)
+    charts = [_idle(data, per_step), *_staleness(data.metrics), *_rest(data.metrics)]
     drawn = [one for one in charts if not one.empty]
     facts = _facts(data.metrics)
     if not (drawn or data.spans or facts):
         return []
-    whole = together([use for _, use in told]) if told else None
+    whole = together([use for _, use in per_step]) if per_step else None
     return [
         Section(
             title="Pipeline",
@@ -55,8 +55,8 @@ def pipeline_sections(data: RunData) -> list[Section]:
 def lead(data: RunData, whole: Usage) -> str:
     """What it means, for people."""
     parts = {name: whole.idle(name) for name in POOLS}
-    said = [f"{name} {share:.1%}" for name, share in parts.items() if share is not None]
-    idle = f"Idle from the first step to the last: {', '.join(said)} of their time." if said else ""
+    shares = [f"{name} {share:.1%}" for name, share in parts.items() if share is not None]
+    idle = f"Idle from the first step to the last: {', '.join(shares)} of their time." if shares else ""
     if not shares_cores(data):
         return idle
     return f"{idle} They share this machine's cores, so one's idle time is mostly the other's work."
@@ -96,18 +96,18 @@ def _line(whole: Usage, name: str, workers: Sequence[str], kinds: Sequence[Kind]
 # ---- over the steps
 
 
-def _idle(data: RunData, told: Told) -> Chart:
+def _idle(data: RunData, per_step: PerStep) -> Chart:
     """By pool from the timeline; without one, what the loop itself measured."""
-    if not told:
+    if not per_step:
         note, parts = (
             "Share of all workers' time in which they did no work.",
             {"pipeline/bubble_share": ("all", "--grey")},
         )
         return figure(data.metrics, "Idle time", note, "%", parts, low=0.0)
     note = "Share of each pool's time in which it did no work."
-    if len(told) < len(data.metrics):
+    if len(per_step) < len(data.metrics):
         note += " Of a long run, the timeline keeps some steps."
-    return figure([_shares(step, use) for step, use in told], "Idle time", note, "%", POOLS, low=0.0)
+    return figure([_shares(step, use) for step, use in per_step], "Idle time", note, "%", POOLS, low=0.0)
 
 
 def _shares(step: Step, use: Usage) -> dict[str, float]:

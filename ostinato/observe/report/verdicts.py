@@ -10,19 +10,19 @@ from ostinato.observe.report.reading import Row, number
 
 
 def unsolved(evals: Sequence[Row]) -> str:
-    """Why pass@1 says nothing, in one sentence, where no answer of these evaluations of one set was solved;
+    """Why pass@1 is no information, in one sentence, where evaluations of one set have no solved answer;
     empty where one was, and without a score."""
     scored = [row for row in evals if number(row, "pass@1") is not None]
     if not scored or any(row["pass@1"] > 0 for row in scored):
         return ""
     rewards = [reward for row in scored if (reward := number(row, "reward")) is not None]
     highest = max((most for row in scored if (most := number(row, "reward_max")) is not None), default=None)
-    asked = number(scored[-1], "solved_at")
-    if not rewards or highest is None or asked is None or highest <= 0:
+    limit = number(scored[-1], "solved_at")
+    if not rewards or highest is None or limit is None or highest <= 0:
         return "no held-out answer was ever solved, and none had a reward above 0"
     return (
         f"no held-out answer was ever solved, so pass@1 shows nothing: the highest reward was {highest:.3g}, "
-        f"and an answer is solved from {asked:.3g} on (reward.solved_at); look at the mean reward, now "
+        f"and an answer is solved from {limit:.3g} on (reward.solved_at); look at the mean reward, now "
         f"{rewards[-1]:.3f}, or set reward.solved_at to a reward that answers reach"
     )
 

@@ -39,7 +39,7 @@ from ostinato.observe.report.verdicts import failed_rewards
 
 
 def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
-    """The whole page. ``now`` is the time that it says it was written at."""
+    """The whole page. ``now`` is the time of writing."""
     now = now or datetime.now(UTC)
     score = held_out(data)
     ahead = [*downstream_sections(data), *forecast_sections(data)]
@@ -81,9 +81,9 @@ def _sample_index(data: RunData, samples: Samples) -> dict[str, Any]:
 def solved_at(data: RunData) -> float:
     """The reward from which an answer counts as solved, by default full marks of every function of positive
     weight."""
-    asked = data.setting("reward.solved_at", "full")
-    if isinstance(asked, int | float):
-        return asked - 1e-6
+    limit = data.setting("reward.solved_at", "full")
+    if isinstance(limit, int | float):
+        return limit - 1e-6
     functions = data.setting("reward.functions", ("",))
     weights = data.setting("reward.weights") or [1.0] * len(functions)
     return sum(weight for weight in weights if weight > 0) - 1e-6
