@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ostinato.cli.plan_again import again, recorded
-from ostinato.cli.plan_asked import Asked, Options, ask, asked_json, plan_options
 from ostinato.cli.plan_fit import app as fit_app
 from ostinato.plan import launch
+from ostinato.plan.again import note, recorded, weigh
+from ostinato.plan.asked import Asked, Options, ask, asked_json, plan_options
 from ostinato.plan.headline import headline
 from ostinato.plan.memory import limit, margin
 from ostinato.plan.money import cost
@@ -79,7 +79,7 @@ def plan(
     least: Annotated[bool, typer.Option("--smallest", help="The fewest GPUs of the kind that fit.")] = False,
     start: Annotated[str, typer.Option("--launch", help=f"Print a file for {', '.join(LAUNCH)}.")] = "",
     run: Annotated[
-        Path | None, typer.Option("--record", help="A run folder, or a file for its parallel.plan.")
+        Path | None, typer.Option("--record", help="A run folder, or a file: keep the best plan there.")
     ] = None,
     against: Annotated[
         Path | None, typer.Option("--against", help="A run that was planned: is its layout still right?")
@@ -94,7 +94,9 @@ def plan(
         raise ValueError(f"--launch is {start!r}; use one of {', '.join(LAUNCH)}")
     _refuse_together(start=start, against=against, run=run, json_file=json_file, least=least)
     if against is not None:
-        advice = again(ask(model, gpus, options), against)
+        weighed = RunFolder.open(against)
+        advice = weigh(ask(model, gpus, options), weighed)
+        note(weighed, [*weighed.metrics.rows()][-1]["step"], advice)
         typer.echo(f"{'switch' if advice.switch else 'stay'}: {advice.reason}")
         return
     found, asked = _answer(ask(model, gpus, options), least=least)

@@ -10,7 +10,6 @@ under the same path or name on every host.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -64,8 +63,7 @@ def follow(place: Place, *, child: bool = False) -> int:
         return new_sharded_trainer(recipe, place.rank, ready=ready)
 
     try:
-        while following(place, new_local, leave, (Misaligned,)):  # another layout, of as many ranks
-            gc.collect()  # the part of before is in cycles, and would be there beside the next one
+        following(place, new_local, leave, (Misaligned,))
     except RankLost as lost:
         print(f"ostinato: {lost}", file=sys.stderr)
         return LOST
@@ -131,7 +129,6 @@ def sharded_trainer(prepared: Prepared, folder: Path, say: Say) -> Iterator[Any]
                 return new_sharded_trainer(recipe, 0, prepared.decoder, refused, ready)
 
             trainer = held.enter_context(leading(place, store, terms, new_local, ended, (Misaligned,)))
-            trainer.again = recipe.parallel.replan and place.agent  # until the session has begun
         except RankLost as error:
             raise RunFailed(f"the ranks of {layout} could not begin: {error}") from error
         yield trainer

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +34,9 @@ from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder, atomic_write, new_run_
 if TYPE_CHECKING:
     from ostinato.cli.build import Prepared
     from ostinato.cli.crew import Crew
-    from ostinato.cli.replanning import Switch
     from ostinato.model.lora import Adapters
     from ostinato.pipeline.loop import Finish, Finished, LoopState
+    from ostinato.plan.again import Replanner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +52,7 @@ class Outcome:
     after: Mapping[str, Any] | None
     exported: Mapping[str, Any] | None = None
     greedy: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)  # before and after
+    resume: str = ""  # the command that goes on, where the run has ended for a better layout
 
 
 WORKERS = "ostinato.cli.workers"  # makes the samplers and trainers of a cluster
@@ -114,27 +113,8 @@ def _say(console: Console) -> Callable[[str], None]:
 
 @ending()
 def _train(recipe: Recipe, path: Path, console: Console, *, again: bool, workers: str) -> Outcome:
-    """One session; and another one from its last checkpoint on, as often as the run finds a better layout
-    (``parallel.replan``). Where that cannot begin, the one before goes on, and weighs nothing any more."""
-    session = partial(_session, path=path, console=console, workers=workers)
     with _interrupted_before(path):
-        outcome, switch = session(recipe, resume=again)
-    while switch is not None:
-        gc.collect()  # the model of the session before is in cycles, and would be there twice
-        run, begun = RunFolder.open(path), threading.Event()
-        back = switch.back(run)
-        with _interrupted_before(path):
-            try:
-                after = Recipe.load(run.recipe, *switch.overrides)
-                outcome, switch = session(after, resume=True, switched=switch, begun=begun)
-                recipe = after
-            except Exception as error:  # whatever it is: the run was well before
-                if begun.is_set():
-                    raise
-                back = back.refused(run, error)
-                gc.collect()
-                outcome, switch = session(recipe, resume=True, switched=back)
-    return outcome
+        return _session(recipe, path=path, console=console, workers=workers, resume=again)
 
 
 @contextlib.contextmanager
@@ -155,25 +135,20 @@ def _session(
     console: Console,
     workers: str,
     resume: bool,
-    switched: Switch | None = None,
-    begun: threading.Event | None = None,
-) -> tuple[Outcome, Switch | None]:
-    """From the start or the newest checkpoint to the end, or to where the run is to go on otherwise.
-    ``begun`` is set when the loop begins."""
+) -> Outcome:
+    """From the start or the newest checkpoint to the end, or to a checkpoint from which another layout is
+    better (``parallel.replan``)."""
     clock = SteadyClock()
     with new_life(RunFolder(path), clock) as life, contextlib.ExitStack() as held:
         say = _say(console)
         chosen = threads.configure_early(recipe.engine.threads, say=say)
         recipe = resolved(recipe, say, run=path if resume else None, warn=True)
-        from ostinato.cli import build, parts, replanning
+        from ostinato.cli import build, parts
         from ostinato.cli.books import new_ledger
         from ostinato.cli.crew import hired
         from ostinato.cli.drafts import new_memory
 
         prepared = held.enter_context(build.prepare(recipe, training=True))
-        plan = replanning.plan_for(recipe, path if resume else None, switched)
-        config = prepared.decoder.config
-        weighs = replanning.check(recipe, config, plan, say if resume else None)
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None, say)
         prepared, crew = held.enter_context(hired(prepared, path, memory, say, workers))
         state = build.restore(RunFolder.open(path), crew.trainer, say) if resume else build.LoopState()
@@ -181,32 +156,29 @@ def _session(
             memory.history.forget_after(state.step)  # an older checkpoint than the history is of
         check_writers(recipe.log.writers)
         run = _folder(path, dump_toml(recipe), resume)
-        if plan is not None:
-            replanning.write_plan(run, plan)
         ledger = new_ledger(recipe, run, prepared.decoder, clock, life, crew.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         screen = Monitor(recipe.trainer.steps, done=state.step, console=console)
         with ledger.session(state.step), screen as monitor:
             algorithm, prompts = asdict(parts.check(recipe)), len(prepared.train_prompts)
             record_start(run, build.device_name(prepared.decoder), algorithm, prompts)
-            for line in _first_lines(prepared, crew, path, chosen, switched, state.step):
+            for line in _first_lines(prepared, crew, path, chosen, state.step):
                 monitor.say(line)
-            asked = weighs and (switched is None or not switched.rests)
-            replanner = replanning.Replanner(recipe, run, config, clock) if asked else None
-            on_step = monitor.step if replanner is None else replanner.watching(monitor.step)
-            callbacks = {"on_step": on_step, "on_eval": monitor.evaluated, "on_note": monitor.say}
+            replanner = _replanner(run) if recipe.parallel.replan else None
+            callbacks = {"on_step": monitor.step, "on_eval": monitor.evaluated, "on_note": monitor.say}
             books = {"writers": writers, "ledger": ledger, "replan": replanner}
             with _named_failures(path):
                 loop = build.new_loop(prepared, crew, run, state, **books, **callbacks)
-                replanning.meet_again(crew.trainer, again=False)
-                if begun is not None:
-                    begun.set()
                 finished = asyncio.run(crew.run(loop, path))
-                if replanner is not None and finished.why == "replanned":
-                    replanning.meet_again(crew.trainer, again=True)
-                    return _outcome(recipe, run, finished), replanner.switch
                 _export(prepared, crew.trainer.adapters(), run, finished, ledger, monitor)
-    return _outcome(recipe, run, finished), None
+    outcome = _outcome(recipe, run, finished)
+    return outcome if replanner is None else replace(outcome, resume=replanner.command)
+
+
+def _replanner(run: RunFolder) -> Replanner:
+    from ostinato.plan.again import Replanner
+
+    return Replanner(run)
 
 
 def _first_lines(
@@ -214,7 +186,6 @@ def _first_lines(
     crew: Crew,
     path: Path,
     chosen: threads.Threads | None,
-    switched: Switch | None,
     done: int,
 ) -> Iterator[str]:
     from ostinato.cli.build import introduction
@@ -224,8 +195,6 @@ def _first_lines(
     yield f"threads      {chosen or 'as torch was started'}"
     yield from introduction(prepared, crew.trainer.adapters())
     yield from crew.lines
-    if switched is not None:
-        yield switched.told
     if (ahead := forecast(prepared, crew.engine, crew.trainer, done)) is not None:
         yield f"expected     {ahead}"
 

@@ -63,6 +63,9 @@ def _finish(work: Callable[[], Outcome]) -> int:
         line = f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
         console.print(line, highlight=False, soft_wrap=True)
         return code
+    if outcome.why == "replanned":
+        line = f"stopped after step {outcome.step} for a better layout (replan.jsonl says why); to go on: "
+        console.print(f"{line}{outcome.resume}", highlight=False, soft_wrap=True)
     if outcome.why == "enough":
         line = f"stopped after step {outcome.step}: by its own forecast the rest is not worth its compute; "
         line += f"to go on all the same: ostinato resume {outcome.folder} forecast.stop=false"

@@ -15,6 +15,7 @@ GONE: dict[str, tuple[tuple[Any, ...], str]] = {
         "the local engine samples in one process, and vLLM takes its own flags in engine.server_args, e.g. "
         '["--tensor-parallel-size", "2"]; drop it',
     ),
+    "parallel.plan": (("",), "put it into the run folder with ostinato plan ... --record RUN; drop it"),
     "draft.run_ahead": ((False,), "idle rows of a pass stay idle; drop it"),
 }
 

@@ -214,8 +214,7 @@ class ParallelSection(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 300.0  # of one collective, and of a rank that does not get on
     silence_s: Annotated[float, Field(gt=0)] = 30.0  # without a sign of life, before a rank is lost
     placement: str = ""  # a file that says which expert rank keeps which experts (ostinato place)
-    plan: str = ""  # a file of ostinato plan --record: the report shows plan against run
-    replan: bool = False  # at checkpoints: go on under another layout or placement where that pays
+    replan: bool = False  # end at a checkpoint where another layout is better, by the plan in the run folder
 
     @property
     def sharded(self) -> bool:

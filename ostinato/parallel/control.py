@@ -19,7 +19,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
@@ -39,7 +39,7 @@ DAY_S = 86400.0
 LOOK_S = 0.05
 ALIGNED = 64  # bytes
 PIECE = 1 << 28  # bytes of one broadcast
-STOP, AGAIN = "stop", "again"  # the last call; to meet again under another layout
+STOP = "stop"  # the last call
 ALL_BUILT = "built"
 
 
@@ -77,7 +77,6 @@ class Control:
     def __init__(self, place: Place, store: Store, members: Sequence[Member], terms: Terms) -> None:
         self.place, self.members, self.terms = place, members, terms
         self.progress = 0  # pieces of arguments that have come or gone
-        self.again = False  # after the last call: do all meet again?
         self._store, self._calls = store, 0
         self._key = _meeting_key(place, members)
         bound = timedelta(seconds=terms.timeout_s)
@@ -95,8 +94,8 @@ class Control:
         self._tell(name, sizes, _head(payload, sizes))
         self._broadcast(payload)
 
-    def stop(self, *, again: bool = False) -> None:
-        self._tell(AGAIN if again else STOP, [], b"")
+    def stop(self) -> None:
+        self._tell(STOP, [], b"")
 
     def farewell(self, within_s: float) -> None:
         """Keep the store until everybody has read the end, or for ``within_s``."""
@@ -122,8 +121,7 @@ class Control:
             pass
         call = opened(self._store.get(key), self._key, f"call {self._calls}", self.place)
         self._calls += 1
-        if call["name"] in (STOP, AGAIN):
-            self.again = call["name"] == AGAIN
+        if call["name"] == STOP:
             return None
         payload, sizes = self._broadcast(_empty(call["sizes"])), call["sizes"]
         if sha256(_head(payload, sizes)).hexdigest() != call["head"]:
@@ -169,21 +167,7 @@ def own_store(place: Place, store: TCPStore, within_s: float) -> Store:
 
 
 def keyed(place: Place, store: Store) -> Store:
-    return PrefixStore(f"ostinato/{place.attempt}.{place.meeting}", store)
-
-
-def at_meeting(place: Place, store: Store) -> Place:
-    """``place`` at the meeting that is next: its processes may have met, and ended that to meet again."""
-    return replace(place, meeting=store.add(_meetings(place), 0))
-
-
-def end_meeting(place: Place, store: Store) -> None:
-    """By rank 0, before it has told the others to meet again."""
-    store.add(_meetings(place), 1)
-
-
-def _meetings(place: Place) -> str:
-    return f"ostinato/{place.attempt}/meetings"
+    return PrefixStore(f"ostinato/{place.attempt}", store)
 
 
 def arrive(
@@ -339,8 +323,6 @@ __all__ = [
     "Control",
     "Terms",
     "arrive",
-    "at_meeting",
-    "end_meeting",
     "keyed",
     "meet",
     "own_store",

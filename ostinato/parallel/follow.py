@@ -26,8 +26,6 @@ from ostinato.parallel.control import (
     Control,
     Terms,
     arrive,
-    at_meeting,
-    end_meeting,
     keyed,
     meet,
     own_store,
@@ -141,7 +139,6 @@ class ShardedTrainer:
     def __init__(self, local: Local, control: Control, lead: Lead) -> None:
         self._local, self._control, self._lead = local, control, lead
         self.failed = ""  # why, after a call that raised, and not as an answer
-        self.again = False  # are the others to meet again when this ends, instead of ending too?
 
     def step(self, batch: Batch) -> StepReport:
         return self._together("step", batch)
@@ -208,7 +205,6 @@ def leading(
     Raises RankLost where they do not come or are lost.
     """
     _alone(terms.timeout_s)
-    place = at_meeting(place, store)
     keys = keyed(place, store)
     members, terms = arrive(place, keys, terms, ended)
     doing = Doing()
@@ -236,17 +232,14 @@ def leading(
         raise
     finally:
         if trainer is not None and not trainer.failed and not lead.lost:
-            again = trainer.again
-            if again:
-                end_meeting(place, store)
             with contextlib.suppress(RankLost):
-                lead.run("the end", lambda: _end(control, again=again))
+                lead.run("the end", lambda: _end(control))
         watch.stop()
         lead.close(0.0 if lead.lost else CLOSE_S)
 
 
-def _end(control: Control, *, again: bool) -> None:
-    control.stop(again=again)
+def _end(control: Control) -> None:
+    control.stop()
     control.farewell(CLOSE_S)
     dist.destroy_process_group()
 
@@ -265,8 +258,8 @@ def following(
     new_local: Callable[[str, Ready], Local],
     leave: Callable[[str], None],
     answers: tuple[type[Exception], ...] = (),
-) -> bool:
-    """Every other rank: serve the calls of rank 0 until it has no more; is there to be another meeting?
+) -> None:
+    """Every other rank: serve the calls of rank 0 until it has no more.
     ``new_local`` gets what rank 0 told (the recipe), and what to wait for the others with (``leading``).
     ``leave`` ends the process, from any thread, with a sentence: rank 0 is lost, another rank is, or this one
     has raised and everybody knows.
@@ -274,7 +267,6 @@ def following(
     Raises RankLost where rank 0 never came.
     """
     store = meet(place)
-    place = at_meeting(place, store)
     keys = keyed(place, store)
     members, terms = arrive(place, keys, None)
     doing = Doing(call="the meeting", thread=threading.get_ident())
@@ -302,7 +294,6 @@ def following(
     watch.stop()
     control.bye()
     dist.destroy_process_group()
-    return control.again
 
 
 def _serve(local: Local, control: Control, doing: Doing, answers: tuple[type[Exception], ...] = ()) -> None:

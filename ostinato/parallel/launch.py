@@ -41,7 +41,6 @@ class Place:
     port: int
     agent: bool = False  # somebody else keeps the store at this address: torchrun's agent
     attempt: int = 0  # of that agent: keys of an earlier one may still be there
-    meeting: int = 0  # of these processes, which may meet again under another layout
     key: str = field(default="", repr=False)  # of the run (``key``); empty: the user's
 
     @property

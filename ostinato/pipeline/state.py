@@ -31,7 +31,7 @@ class Finish(StrEnum):
     HUNG_UP = "hung_up"  # SIGHUP, or the reader of the output is gone: the same
     COLLAPSED = "collapsed"  # the stability watch said so, and the plan was to stop then
     SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
-    REPLANNED = "replanned"  # at a checkpoint, to go on from it under another layout
+    REPLANNED = "replanned"  # at a checkpoint from which another layout is better
     ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
 
     @classmethod
