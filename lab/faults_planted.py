@@ -3,7 +3,7 @@
     fault.json in the working folder of the run says which, and where; the file ``struck`` tells when.
 
 The reward function here is of every run of the bench, hurt or not; workers with a defect are made by
-``cli.planted``. Without a fault.json all of it is harmless.
+``lab.planted_workers``. Without a fault.json all of it is harmless.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Workers with a planted defect, for ``ostinato bench faults``: a prompt that ends whoever is asked for it, a
-trainer that computes a NaN. The same objects as ``cli.workers`` makes, and as these where nothing is planted.
+trainer that computes a NaN. Otherwise the same objects as ``launch.workers`` makes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from lab.faults_planted import planned, struck
-from ostinato.cli import workers
-from ostinato.cli.failure import RunFailed
-from ostinato.cli.session import learn
 from ostinato.cluster.trainer import Snapshot, Stepped, TrainerServer
 from ostinato.engine.serve import SamplerServer
+from ostinato.launch import RunFailed, workers
+from ostinato.launch.session import learn
 from ostinato.types import Batch, PollResult, Publication, Request
 
 

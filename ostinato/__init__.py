@@ -17,13 +17,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ostinato.cli.session import Outcome, learn
     from ostinato.config import Recipe
+    from ostinato.launch.session import Outcome, learn
 
 __version__ = "0.1.0"
 __all__ = ["Outcome", "Recipe", "__version__", "learn"]
 
-_HOMES = {"Recipe": "ostinato.config", "learn": "ostinato.cli.session", "Outcome": "ostinato.cli.session"}
+_HOMES = {
+    "Recipe": "ostinato.config",
+    "learn": "ostinato.launch.session",
+    "Outcome": "ostinato.launch.session",
+}
 
 
 def __getattr__(name: str) -> Any:

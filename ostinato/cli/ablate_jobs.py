@@ -113,11 +113,11 @@ def _as_run(recipe: Recipe, name: str, seed: int, out: Path, threads: int | None
 
 def check(jobs: Sequence[Job]) -> None:
     """Raises ValueError for an arm whose algorithm is none, and for folders that hold other runs."""
-    from ostinato.cli import parts  # which loads torch
+    from ostinato.launch.checks import check
 
     for job in jobs:
         try:
-            parts.check(job.recipe)
+            check(job.recipe)
         except ValueError as error:
             raise ValueError(f"arm {job.arm!r}: {error}") from None
         if (job.folder / "recipe.toml").is_file() and (key := _differs(job)):

@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 from ostinato import isa
-from ostinato.cli.failure import RunFailed
-from ostinato.cli.output import lasting
+from ostinato.launch import RunFailed
+from ostinato.launch.output import lasting
 
 app = typer.Typer(
     name="ostinato",
@@ -277,7 +277,7 @@ def ablate(
 @app.command(hidden=True)
 def rank() -> None:
     """A further rank of the run that has started this process; ends with it."""
-    from ostinato.cli.ranks import follow, followed
+    from ostinato.launch.ranks import follow, followed
 
     if (place := followed()) is None:
         raise ValueError("this process was not started as a rank of a run; use ostinato train")

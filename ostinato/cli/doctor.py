@@ -125,7 +125,7 @@ def extras() -> Iterator[Finding]:
 
 def arithmetic(model: str, choice: threads.Threads) -> Iterator[Finding]:
     """Which instruction set the kernels use, how fast products are, and what is far slower than it should."""
-    from ostinato.cli import speed
+    from ostinato.launch import speed
 
     yield Finding(name="instruction set", value=speed.instruction_set())
     measured = speed.speeds(model)
@@ -138,7 +138,7 @@ def arithmetic(model: str, choice: threads.Threads) -> Iterator[Finding]:
 
 def quickstart() -> Iterator[Finding]:
     """What the packaged recipe would take here."""
-    from ostinato.cli import speed
+    from ostinato.launch import speed
 
     try:
         yield Finding(name="quickstart", value=speed.quickstart())
@@ -183,7 +183,7 @@ def recommendation(known: Kept) -> str:
 
 async def sampled_tokens_per_s(model: str, seconds: float) -> float:
     """Tokens per second over whole calls of the engine, ``BATCH`` short answers each, until time is up."""
-    from ostinato.cli.policy import load_policy, serve
+    from ostinato.launch.policy import load_policy, serve
     from ostinato.types import Prompt, Request, Sampling
 
     policy = load_policy(model)

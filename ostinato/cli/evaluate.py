@@ -8,11 +8,11 @@ from functools import partial
 
 from rich.console import Console
 
-from ostinato.cli.dtype import resolved
-from ostinato.cli.models import recipe_of
-from ostinato.cli.policy import trained
-from ostinato.cli.progress import Row, interval
 from ostinato.engine import threads
+from ostinato.launch.dtype import resolved
+from ostinato.launch.models import recipe_of
+from ostinato.launch.policy import trained
+from ostinato.launch.progress import Row, interval
 from ostinato.observe.report.verdicts import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
 
@@ -29,19 +29,21 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
     say = partial(Console().print, highlight=False, markup=False, soft_wrap=True)
     threads.configure_early(recipe.engine.threads, say=say)
     recipe = resolved(recipe, say)
-    from ostinato.cli import build, parts
+    from ostinato.launch.engine import new_engine
+    from ostinato.launch.inputs import new_stage, prepare
+    from ostinato.launch.loop import new_evaluations
     from ostinato.pipeline.evaluate import evaluate_groups as measure
     from ostinato.pipeline.failed import failures, refuse
 
-    with build.prepare(recipe, training=False) as prepared:
+    with prepare(recipe, training=False) as prepared:
         step, adapters = trained(recipe, run, prepared.decoder) if run else (0, None)
-        engine = parts.new_engine(recipe, prepared.decoder, prepared.renderer, say)
+        engine = new_engine(recipe, prepared.decoder, prepared.renderer, say)
         engine.publish(adapters, step)
-        stage = build.new_stage(prepared, engine, prepared.grader)
+        stage = new_stage(prepared, engine, prepared.grader)
         for warning in prepared.warnings:
             say(f"warning: {warning}")
         weights = "" if recipe.engine.weights == "model" else f", {recipe.engine.weights} weights"
-        for evaluation in build.new_evaluations(prepared):
+        for evaluation in new_evaluations(prepared):
             row, groups = asyncio.run(measure(stage, evaluation, step))
             refuse(failures(groups), f"the evaluation of the set {evaluation.name}")
             of = {MAIN_SET: f"{row['split']} split", GREEDY_SET: f"{row['split']} split, greedy"}

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ostinato.cli.policy import load_policy
-
-if TYPE_CHECKING:
-    from ostinato.model.decoder import Decoder
-    from ostinato.model.lora import Adapters
+from ostinato.launch.policy import load_policy, write_policy
 
 
 def export(run: Path, to: Path, *, merged: bool) -> None:
@@ -26,19 +21,3 @@ def export(run: Path, to: Path, *, merged: bool) -> None:
     else:
         write_policy(policy.decoder, policy.adapters, policy.folder, to, policy.recipe.model.path)
     print(f"wrote {to}: the policy after {policy.step} steps")
-
-
-def write_policy(decoder: Decoder, adapters: Adapters | None, base: Path, to: Path, path: str) -> None:
-    """The trained part: a PEFT adapter, or, for full-parameter training, the whole model.
-
-    ``path`` is what the recipe calls the model in ``base``. A hub name goes into the adapter as it is: the
-    cache folder behind it means nothing on another machine.
-    """
-    from ostinato.model.hf import save_model
-    from ostinato.model.named import is_hub_name
-    from ostinato.model.peft_io import save_peft
-
-    if adapters is None:
-        save_model(decoder, to, tokenizer_from=base)
-    else:
-        save_peft(adapters, decoder, to, base_name=path if is_hub_name(path) else str(base))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from ostinato.cli.models import recipe_of
-from ostinato.cli.policy import load_policy, serve
 from ostinato.engine import threads
+from ostinato.launch.models import recipe_of
+from ostinato.launch.policy import load_policy, serve
 from ostinato.render import IncrementalDecoder, Renderer
 from ostinato.types import Prompt, Request, Sampling, Stop
 

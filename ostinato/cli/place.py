@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ostinato.inputs import parse_json
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.load import expert_loads, imbalance, ranks_per_token
 from ostinato.parallel.placement import Move, contiguous, owner_of, place, placed_experts, rebalanced
+from ostinato.parallel.placement_file import read, write
 from ostinato.parallel.together import chosen_together, gathered
-from ostinato.run import RunFolder, atomic_write, recorded_routes, to_json
+from ostinato.run import RunFolder, recorded_routes
 
 if TYPE_CHECKING:
     from ostinato.config import Recipe
     from ostinato.model.config import ModelConfig
-    from ostinato.parallel.shares import Placement
 
 WARM_UP = 3  # steps whose seconds do not count
 GIGA = 1e9
@@ -85,34 +84,6 @@ def _fresh(routes: Sequence[np.ndarray], loads: np.ndarray, asked: Asked) -> np.
         return owner
     pairs = sum(chosen_together(one, loads.shape[1]) for one in routes)
     return gathered(owner, loads, np.asarray(pairs), asked.ranks)
-
-
-def write(path: Path, placement: Placement) -> None:
-    ranks = len(placement[0])
-    atomic_write(path, (to_json({"ranks": ranks, "experts": placement}) + "\n").encode())
-
-
-def read(path: Path, ranks: int) -> Placement:
-    """What ``write`` wrote. Raises ValueError where it is no such file, or for other ranks."""
-    try:
-        found = parse_json(path.expanduser().read_text())
-        written, experts = int(found["ranks"]), found["experts"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"parallel.placement is {str(path)!r}, which is no placement ({error}); "
-            "make one with ostinato place"
-        ) from None
-    if written != ranks:
-        raise ValueError(
-            f"parallel.placement is {str(path)!r}, for {written} expert ranks, and the layout has {ranks}; "
-            f"make one with ostinato place --ranks {ranks}"
-        )
-    return tuple(tuple(tuple(kept) for kept in layer) for layer in experts)
-
-
-def read_placement(path: str, layout: Layout) -> Placement | None:
-    """Of the recipe's ``parallel.placement``; None where it names none."""
-    return read(Path(path), layout.expert) if path else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,4 +172,4 @@ def _tell(judged: np.ndarray, routes: np.ndarray, owners: Mapping[str, np.ndarra
         )
 
 
-__all__ = ["Asked", "Found", "Reckoned", "command", "moved", "read", "read_placement", "write"]
+__all__ = ["Asked", "Found", "Reckoned", "command", "moved"]

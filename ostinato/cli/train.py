@@ -9,12 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ostinato.cli.output import lasting
-from ostinato.cli.progress import before_after
-from ostinato.cli.ranks import follow, followed
 from ostinato.cli.report import write_report
-from ostinato.cli.session import Outcome, learn
-from ostinato.cli.session import resume as resume_run
+from ostinato.launch.output import lasting
+from ostinato.launch.progress import before_after
+from ostinato.launch.ranks import follow, followed
+from ostinato.launch.session import Outcome, learn
+from ostinato.launch.session import resume as resume_run
 from ostinato.observe.report.verdicts import failed_rewards, unsolved
 from ostinato.pipeline.signals import Ended
 from ostinato.run import MAIN_SET, RunFolder

@@ -85,8 +85,8 @@ class Recipe(Section):
         self._check_bounds()
         if self.parallel.replan and not self.trainer.checkpoint_every:
             raise ValueError(
-                "parallel.replan is true, which ends the run at a checkpoint, and trainer.checkpoint_every is "
-                "0; set it, or parallel.replan=false"
+                "parallel.replan is true, which ends the run at a checkpoint, and trainer.checkpoint_every "
+                "is 0; set it, or parallel.replan=false"
             )
         if self.parallel.sharded and self.cluster.remote_trainer:
             raise ValueError(

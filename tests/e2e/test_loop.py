@@ -15,10 +15,10 @@ import torch
 from worlds import DRAFTS_PAY, NATIVE, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
-from ostinato.cli.build import new_drafting
-from ostinato.cli.drafts import Memory, new_memory, save_history
 from ostinato.config import DraftSection
 from ostinato.engine.local import LocalEngine
+from ostinato.launch.drafts import Memory, new_memory, save_history
+from ostinato.launch.loop import new_drafting
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel

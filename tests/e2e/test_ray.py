@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from lab.same_run import same
-from ostinato.cli.session import Outcome, learn, resume
 from ostinato.config import Recipe
+from ostinato.launch.session import Outcome, learn, resume
 from ostinato.run import RunFolder
 
 pytestmark = pytest.mark.slow

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ostinato.cli import progress
 from ostinato.cli.app import main
-from ostinato.cli.writers import open_writers
+from ostinato.launch import progress
+from ostinato.launch.writers import open_writers
 
 
 def run(*arguments: str) -> int:
@@ -179,9 +179,9 @@ def test_recipes_print_as_json_too() -> None:
 def test_a_run_that_stopped_for_a_collapse_fails_and_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ostinato.cli.session import Outcome
     from ostinato.cli.train import _finish
     from ostinato.config import Recipe, dump_toml
+    from ostinato.launch.session import Outcome
     from ostinato.pipeline.loop import Finish
     from ostinato.run import RunFolder
 

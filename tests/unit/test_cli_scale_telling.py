@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scale_files import SCALERL, answered, evaluations, new_run, scale, write_csv
 
-from ostinato.cli.report import record_start
 from ostinato.cli.scale import following, has_ended, watched
 from ostinato.cli.scale_answers import Answer
 from ostinato.cli.scale_reading import Reading, read_one
+from ostinato.launch.machine import record_start
 from ostinato.scaling.curve import Sigmoid
 
 C = np.linspace(500, 10_000, 20)

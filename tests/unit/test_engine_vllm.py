@@ -20,7 +20,6 @@ from engine_contract import CONTRACT, Subject, collected
 from fake_vllm import FakeVllm, decode
 from reference.fake_engine import FakeEngine
 
-from ostinato.cli.crew import proof_row
 from ostinato.engine import vllm as vllm_engine
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.serve import SamplerServer
@@ -29,6 +28,7 @@ from ostinato.engine.vllm_answers import answer, question
 from ostinato.engine.vllm_http import Reply
 from ostinato.engine.vllm_proof import verdict
 from ostinato.engine.vllm_server import VllmLost, VllmWrong, check
+from ostinato.launch.open_components import proof_row
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.cli.build import new_flops
-from ostinato.cli.expect import Lengths, Pace, expected, paced, span
-from ostinato.cli.parts import new_adapters, new_trainer
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.every import NEVER, Every
+from ostinato.launch.expect import Lengths, Pace, expected, paced, span
+from ostinato.launch.loop import new_flops
+from ostinato.launch.trainer import new_adapters, new_trainer
 from ostinato.model.config import read_config
 from ostinato.model.hf import load_model
 from ostinato.model.named import model_folder

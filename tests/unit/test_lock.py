@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.cli import session
-from ostinato.cli.session import learn, resume
 from ostinato.config import Recipe, dump_toml
+from ostinato.launch import session
+from ostinato.launch.session import learn, resume
 from ostinato.lock import LOCK, Locked, locked
 from ostinato.run import RunFolder
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from small_loop import Bench
 
-from ostinato.cli.output import lasting
+from ostinato.launch.output import lasting
 from ostinato.observe.ledger import read
 from ostinato.pipeline.signals import Ended, ending
 from ostinato.pipeline.state import Finish

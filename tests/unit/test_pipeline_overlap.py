@@ -32,8 +32,8 @@ from small_loop import (
     deterministic,
 )
 
-from ostinato.cli.parts import check
 from ostinato.config import Recipe
+from ostinato.launch.checks import check
 from ostinato.observe.ledger import Ledger, Terms, read, summary
 from ostinato.observe.timeline import Kind, Span
 from ostinato.pipeline.feed import Late

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ostinato.cli.dtype import resolved
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine import products
 from ostinato.engine.products import Seconds, choose, kept_file, measure, seconds_by_dtype, warning
 from ostinato.files import atomic_write, read_cached
+from ostinato.launch.dtype import resolved
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.flops import FlopModel, Work
 from ostinato.model.named import model_folder

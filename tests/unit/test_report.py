@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_ledger import a_step, start
 
-from ostinato.cli.report import local_renderer, machine, record_start, report
+from ostinato.cli.report import local_renderer, report
 from ostinato.config import Recipe, dump_toml
+from ostinato.launch.machine import machine, record_start
 from ostinato.observe.report import write_report
 from ostinato.observe.report.charts import held_out, sections
 from ostinato.observe.report.concerns import concerns

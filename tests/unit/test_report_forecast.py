@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ostinato.cli.forecast import outlook
 from ostinato.config import ForecastSection
+from ostinato.launch.forecast import outlook
 from ostinato.observe.report import write_report
 from ostinato.observe.report.charts import Chart, to_plain
 from ostinato.observe.report.downstream import downstream_sections

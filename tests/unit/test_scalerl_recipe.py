@@ -13,11 +13,11 @@ from ostinato.algo.advantages import Baseline, Pool, Scale
 from ostinato.algo.algorithms import Anchor, Loss
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.cli.build import new_plan
-from ostinato.cli.caveats import caveats
-from ostinato.cli.parts import check
-from ostinato.cli.solved import solved_at
 from ostinato.config import Recipe
+from ostinato.launch.caveats import caveats
+from ostinato.launch.checks import check
+from ostinato.launch.loop import new_plan
+from ostinato.launch.solved import solved_at
 from ostinato.types import Sample
 
 RECIPE = Recipe.load("scalerl")

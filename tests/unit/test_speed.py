@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ostinato.cli.speed import Speed, line, warnings
 from ostinato.engine.threads import Threads
+from ostinato.launch.speed import Speed, line, warnings
 
 FAST, SLOW = Speed(sampling=30.0, training=40.0), Speed(sampling=3.0, training=40.0)
 MEASURED = Threads(count=2, policy="passive", source="measured")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ostinato.cli import session
 from ostinato.config import Recipe, dump_toml
+from ostinato.launch import session
 from ostinato.run import RunFolder
 
 

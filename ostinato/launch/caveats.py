@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from ostinato.algo.algorithms import Algorithm, Anchor, Loss
 from ostinato.algo.offpolicy import Correction
-from ostinato.cli import vllm
-from ostinato.cli.solved import several_full_marks
 from ostinato.config import Recipe
+from ostinato.launch.engine import notes
+from ostinato.launch.solved import several_full_marks
 
 
 def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[str]:
@@ -23,7 +23,7 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
     yield from several_full_marks(recipe.reward)
     yield from _of_weights(recipe)
     if recipe.engine.backend == "vllm":
-        yield from vllm.notes(recipe)
+        yield from notes(recipe)
     if rollout.interrupt_after:
         yield (
             f"rollout.interrupt_after = {list(rollout.interrupt_after)} bounds answers, with "

@@ -30,8 +30,8 @@ def resolved(
         return _with(recipe, "float32")
     if section.dtype != "auto" and not warn:
         return recipe
-    from ostinato.cli.models import device_of
     from ostinato.engine import products
+    from ostinato.launch.models import device_of
     from ostinato.model.config import read_config
     from ostinato.model.named import model_folder
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.cli.forecast import goes_on, look, metrics, new_forecaster, outlook
 from ostinato.config import ForecastSection, Recipe
+from ostinato.launch.forecast import goes_on, look, metrics, new_forecaster, outlook
 from ostinato.observe.ledger import Terms
 from ostinato.observe.report.forecast import forecast_sections
 from ostinato.observe.report.reading import read_run as read_folder

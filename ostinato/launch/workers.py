@@ -10,12 +10,13 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ostinato.cli import parts
-from ostinato.cli.drafts import Memory, new_memory
-from ostinato.cli.models import load_decoder
 from ostinato.cluster.trainer import TrainerServer
 from ostinato.config import Recipe
 from ostinato.engine.serve import SamplerServer
+from ostinato.launch.drafts import Memory, new_memory
+from ostinato.launch.engine import new_engine, shares
+from ostinato.launch.models import load_decoder
+from ostinato.launch.trainer import new_adapters, new_trainer, save_refused
 from ostinato.model.named import model_folder
 from ostinato.model.shared import sweep
 from ostinato.model.wire import unpack
@@ -26,10 +27,10 @@ from ostinato.types import HistoryEntry
 def sampler(recipe: str, name: str, history: str = "") -> SamplerServer:
     """The local engine behind ``protocols.Sampler``; drafts begin with the ``history`` of the run, if any."""
     told, folder = _read(recipe)
-    decoder = load_decoder(told.model, folder, shared=parts.shares(told))
+    decoder = load_decoder(told.model, folder, shared=shares(told))
     saved = Path(history) if history and Path(history).exists() else None
     memory = new_memory(told.draft, saved, _say)
-    engine = parts.new_engine(told, decoder, Renderer(folder), _say, memory, name=name)
+    engine = new_engine(told, decoder, Renderer(folder), _say, memory, name=name)
     remember = None if memory is None else Remembering(memory)
     return SamplerServer(engine, name, lambda payload: unpack(payload, decoder.config), remember=remember)
 
@@ -37,9 +38,9 @@ def sampler(recipe: str, name: str, history: str = "") -> SamplerServer:
 def trainer(recipe: str, refused: str) -> TrainerServer:
     """The policy trainer; batches that it refuses are kept in the folder ``refused``."""
     told, folder = _read(recipe)
-    decoder = load_decoder(told.model, folder, shared=parts.shares(told))
-    adapters = parts.new_adapters(told, decoder)
-    return TrainerServer(parts.new_trainer(told, decoder, adapters, parts.save_refused(Path(refused))))
+    decoder = load_decoder(told.model, folder, shared=shares(told))
+    adapters = new_adapters(told, decoder)
+    return TrainerServer(new_trainer(told, decoder, adapters, save_refused(Path(refused))))
 
 
 class Remembering:

@@ -1,4 +1,4 @@
-"""``engine.backend = "vllm"``: what a recipe may ask of it, and the engine that it asks for."""
+"""The engine of a recipe: in this process, or on a vLLM server that is started or found."""
 
 from __future__ import annotations
 
@@ -12,57 +12,22 @@ from pathlib import Path
 
 import numpy as np
 
-from ostinato.cli.failure import RunFailed
 from ostinato.config import Recipe
-from ostinato.engine.vllm import COLDEST, VllmEngine
+from ostinato.engine.local import LocalEngine
+from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild, VllmFailed
+from ostinato.launch import RunFailed
+from ostinato.launch.checks import check_model
+from ostinato.launch.drafts import Memory
 from ostinato.model.decoder import Decoder
+from ostinato.model.native import Kernels
+from ostinato.model.native import load as load_kernels
+from ostinato.model.native.build import BuildError
+from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.render import Renderer
 
-MASKS, ROUTES = "--return-sampling-mask", "--enable-return-routed-experts"
+Say = Callable[[str], None]
 PROBE_TOKENS = 48  # of the prompt that policies are proven on
-
-
-def check_vllm(recipe: Recipe) -> None:
-    """Raises ValueError for what cannot be had with vLLM, with one sentence."""
-    engine, rollout = recipe.engine, recipe.rollout
-    if recipe.adapter.kind == "full":
-        raise ValueError(
-            'engine.backend is "vllm" with adapter.kind "full"; vLLM is sent adapters: use "lora"'
-        )
-    if engine.weights != "model":
-        raise ValueError(
-            f'engine.weights is "{engine.weights}" with engine.backend "vllm", which has weights of its own; '
-            "leave it at model, and say what vLLM is to quantise in engine.server_args"
-        )
-    filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
-    if (used := [name for name, on in filters.items() if on]) and MASKS not in engine.server_args:
-        raise ValueError(
-            f"rollout.{used[0]} cuts what is sampled from, and training has to know what was kept; add "
-            f'"{MASKS}" to engine.server_args (a GPU build of vLLM), or switch it off'
-        )
-    for name, temperature in (("rollout", rollout.temperature), ("eval", recipe.eval.temperature)):
-        if 0 < temperature < COLDEST:
-            raise ValueError(
-                f"{name}.temperature is {temperature}; vLLM takes 0 (greedy) or {COLDEST} and more"
-            )
-
-
-def check_model(recipe: Recipe, decoder: Decoder) -> None:
-    """The same, of what the model has to be known for."""
-    if decoder.num_moe_layers == 0:
-        return
-    if recipe.trainer.replay is not False and ROUTES not in recipe.engine.server_args:
-        raise ValueError(
-            f"trainer.replay is {recipe.trainer.replay!r}, but vLLM tells no experts unless it is asked to; "
-            f'add "{ROUTES}" to engine.server_args (a GPU build of vLLM), or set it to false'
-        )
-    others = [target for target in recipe.adapter.targets if not target.startswith("attn")]
-    if others:
-        raise ValueError(
-            f'adapter.targets has "{others[0]}", and vLLM reads adapters of a mixture of experts in a format '
-            'that is not written; use adapter.targets=["attn"]'
-        )
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
@@ -145,4 +110,55 @@ def _python(given: str) -> str:
     return python
 
 
-__all__ = ["check_model", "check_vllm", "notes", "vllm_engine"]
+def new_engine(
+    recipe: Recipe,
+    decoder: Decoder,
+    renderer: Renderer,
+    say: Say,
+    memory: Memory | None = None,
+    *,
+    name: str = "sampler-0",
+) -> LocalEngine:
+    """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
+    with drafts from ``memory``. ``name`` is the worker's in the timeline."""
+    found = kernels(recipe, decoder, say)
+    return LocalEngine(
+        sampler_decoder(recipe, decoder, found, say),
+        kernels=found,
+        decode=renderer.decode,
+        kv_memory_mb=recipe.engine.kv_memory_mb,
+        max_batch=recipe.engine.max_batch,
+        context_limit=decoder.config.max_positions,
+        drafter=memory.drafter if memory else None,
+        leaves=recipe.draft.leaves,
+        expect=memory.expect if memory else None,
+        name=name,
+    )
+
+
+def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None, say: Say) -> Decoder:
+    """What the engine samples from (``engine.weights``); ``say`` hears what a copy costs."""
+    weights = Weights(recipe.engine.weights)
+    sampler = quantise(decoder, weights)
+    if sampler is not decoder:
+        own, model = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
+        slow = "" if kernels and kernels.fast_codes else "; on this machine they save memory and cost time"
+        say(f"engine weights {weights}: {own:,.0f} MB beside the model's {model:,.0f} MB{slow}")
+    return sampler
+
+
+def kernels(recipe: Recipe, decoder: Decoder, say: Say) -> Kernels | None:
+    """The native kernels where they are wanted and can be had; torch does the work otherwise, and says so."""
+    if not recipe.engine.native or decoder.device.type != "cpu":
+        return None
+    try:
+        return load_kernels()
+    except BuildError as error:
+        say(f"native kernels are not used: {error}")
+        return None
+
+
+def shares(recipe: Recipe) -> bool:
+    """Do all workers of a host map one copy of the base?"""
+    cluster = recipe.cluster
+    return bool(cluster.samplers) and cluster.share_weights and recipe.adapter.kind == "lora"

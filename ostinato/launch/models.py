@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.cli.failure import RunFailed
 from ostinato.config import AdapterSection, ModelSection, Recipe, find_recipe
+from ostinato.launch import RunFailed
 from ostinato.model.named import is_model_name
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def load_decoder(
 
     from ostinato.model.hf import load_model
 
-    assert section.dtype != "auto", "cli.dtype.resolved comes before the model is loaded"
+    assert section.dtype != "auto", "launch.dtype.resolved comes before the model is loaded"
     device, dtype = device_of(section), getattr(torch, section.dtype)
     storage = None if section.storage == "same" else getattr(torch, section.storage)
     if shared and device == "cpu":

@@ -1,6 +1,6 @@
 """The crew of a cluster: samplers, and if the recipe says so graders and the trainer, as actors of Ray.
 
-    recipe -> Cluster (places) -> links -> EnginePool, GraderLink, TrainerLink -> Crew
+    recipe -> Cluster (places) -> links -> EnginePool, GraderLink, TrainerLink -> RunComponents
 
 This process keeps the loop, the books, the history, and a decoder that maps the same base as the workers of
 its host: it counts FLOPs and exports with it.
@@ -17,12 +17,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ostinato.cli import parts
-from ostinato.cli.build import Prepared
-from ostinato.cli.crew import Crew
-from ostinato.cli.drafts import Memory
-from ostinato.cli.failure import RunFailed
-from ostinato.cli.ranks import new_trainer
 from ostinato.cluster.actors import Cluster, RayRemote, Want
 from ostinato.cluster.graders import GraderLink
 from ostinato.cluster.remote import ClusterLost, WorkerFault
@@ -32,6 +26,12 @@ from ostinato.config import Recipe, dump_toml
 from ostinato.engine.counters import Counters
 from ostinato.engine.pool import EnginePool, adapters_only, unknown
 from ostinato.history.store import History
+from ostinato.launch import RunFailed
+from ostinato.launch.components import RunComponents
+from ostinato.launch.drafts import Memory
+from ostinato.launch.engine import Say, kernels
+from ostinato.launch.inputs import RunInputs
+from ostinato.launch.ranks import open_trainer
 from ostinato.model.decoder import Decoder
 from ostinato.model.shared import own_folder, sweep
 from ostinato.model.wire import fingerprint_weights, pack_weights
@@ -47,15 +47,15 @@ IMPORT_S = 60.0  # that a child of a grader may take to import the reward functi
 
 @contextlib.contextmanager
 def clustered(
-    prepared: Prepared, folder: Path, memory: Memory | None, say: parts.Say, workers: str
-) -> Iterator[tuple[Prepared, Crew]]:
+    prepared: RunInputs, folder: Path, memory: Memory | None, say: Say, workers: str
+) -> Iterator[tuple[RunInputs, RunComponents]]:
     """Start or join Ray and hire what the recipe asks for, made by the functions of the module ``workers``;
     all of it has ended when the context does.
 
     Raises ValueError where no Ray answers or the workers do not fit.
     """
     recipe, section = prepared.recipe, prepared.recipe.cluster
-    parts.kernels(recipe, prepared.decoder, say)  # compiled once, here, and not by every worker at once
+    kernels(recipe, prepared.decoder, say)  # compiled once, here, and not by every worker at once
     sweep()  # copies of the base that a killed run left behind
     with contextlib.ExitStack() as held:
         opened = Cluster.open(
@@ -67,13 +67,15 @@ def clustered(
             last_words="ostinato: the run was killed, or Ray ended it as its daemon on this host was lost; "
             f"what was saved is in {folder}, to go on: ostinato resume {folder}",
         )
-        hire = Hire(cluster=held.enter_context(opened), recipe=recipe, folder=folder, workers=workers)
+        hire = WorkerFactory(
+            cluster=held.enter_context(opened), recipe=recipe, folder=folder, workers=workers
+        )
         trainer: Any = None
         if section.remote_trainer:
             trainer = _started(hire.trainer)
             held.callback(trainer.close)
         else:
-            trainer = held.enter_context(new_trainer(prepared, folder, say))
+            trainer = held.enter_context(open_trainer(prepared, folder, say))
         publication = adapters_only
         if recipe.adapter.kind == "full":
             publication = held.enter_context(all_weights(prepared.decoder))
@@ -115,12 +117,12 @@ def all_weights(decoder: Decoder) -> Iterator[Callable[[Any, int], Publication]]
 
 
 def _crew(
-    hire: Hire, pool: EnginePool, trainer: Any, graders: GraderLink | None, memory: Memory | None
-) -> Crew:
+    hire: WorkerFactory, pool: EnginePool, trainer: Any, graders: GraderLink | None, memory: Memory | None
+) -> RunComponents:
     recipe = hire.recipe
     remote = [trainer] if isinstance(trainer, TrainerLink) else []
     told = [pool, *remote, *([graders] if graders else [])]
-    return Crew(
+    return RunComponents(
         trainer=trainer,
         engine=pool,
         memory=memory,
@@ -193,7 +195,7 @@ def figures(pool: EnginePool) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hire:
+class WorkerFactory:
     """Workers by kind, on the places of ``cluster``."""
 
     cluster: Cluster
@@ -246,7 +248,7 @@ class Hire:
         reward, section = self.recipe.reward, self.recipe.cluster
 
         def spawn(index: int) -> RayRemote:
-            return self._remote(f"grader-{index}", "ostinato.cli.graders:grader", name=f"grader-{index}")
+            return self._remote(f"grader-{index}", "ostinato.launch.graders:grader", name=f"grader-{index}")
 
         calls = 2 * len(reward.functions)  # each may hang once and die once
         return GraderLink(

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from ostinato.cli import parts
-from ostinato.cli.parts import check, new_sharded_trainer
-from ostinato.cli.ranks import backend, followed
 from ostinato.config import Recipe
+from ostinato.launch import trainer as parts
+from ostinato.launch.checks import check
+from ostinato.launch.ranks import backend, followed
+from ostinato.launch.trainer import new_sharded_trainer
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 

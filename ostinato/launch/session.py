@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ostinato.cli.dtype import resolved
-from ostinato.cli.failure import RunFailed
-from ostinato.cli.output import lasting
-from ostinato.cli.progress import Monitor
-from ostinato.cli.report import record_start
-from ostinato.cli.writers import check_writers, open_writers
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine import threads
+from ostinato.launch import RunFailed
+from ostinato.launch.dtype import resolved
+from ostinato.launch.machine import record_start
+from ostinato.launch.output import lasting
+from ostinato.launch.progress import Monitor
+from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import LOCK, locked
 from ostinato.observe.ledger import Ledger, SteadyClock, new_life
 from ostinato.pipeline.signals import ending
 from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder, atomic_write, new_run_path
 
 if TYPE_CHECKING:
-    from ostinato.cli.build import Prepared
-    from ostinato.cli.crew import Crew
+    from ostinato.launch.components import RunComponents
+    from ostinato.launch.inputs import RunInputs
     from ostinato.model.lora import Adapters
     from ostinato.pipeline.loop import Finish, Finished, LoopState
     from ostinato.plan.again import Replanner
@@ -55,14 +55,14 @@ class Outcome:
     resume: str = ""  # the command that goes on, where the run has ended for a better layout
 
 
-WORKERS = "ostinato.cli.workers"  # makes the samplers and trainers of a cluster
+WORKERS = "ostinato.launch.workers"  # makes the samplers and trainers of a cluster
 
 
 def learn(
     recipe: Recipe | str | Path, *overrides: str, quiet: bool = False, workers: str = WORKERS
 ) -> Outcome:
     """Train what ``recipe`` says, from the start, in a new run folder. The command ``train`` is this.
-    ``workers`` names the module that makes samplers and trainers of a cluster, as ``cli.workers`` does.
+    ``workers`` names the module that makes samplers and trainers of a cluster, as ``launch.workers`` does.
 
     Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
     """
@@ -143,15 +143,19 @@ def _session(
         say = _say(console)
         chosen = threads.configure_early(recipe.engine.threads, say=say)
         recipe = resolved(recipe, say, run=path if resume else None, warn=True)
-        from ostinato.cli import build, parts
-        from ostinato.cli.books import new_ledger
-        from ostinato.cli.crew import hired
-        from ostinato.cli.drafts import new_memory
+        from ostinato.launch.checks import check
+        from ostinato.launch.drafts import new_memory
+        from ostinato.launch.inputs import prepare
+        from ostinato.launch.introduction import device_name
+        from ostinato.launch.ledger import new_ledger
+        from ostinato.launch.loop import new_loop, restore
+        from ostinato.launch.open_components import open_components
+        from ostinato.pipeline.state import LoopState
 
-        prepared = held.enter_context(build.prepare(recipe, training=True))
+        prepared = held.enter_context(prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None, say)
-        prepared, crew = held.enter_context(hired(prepared, path, memory, say, workers))
-        state = build.restore(RunFolder.open(path), crew.trainer, say) if resume else build.LoopState()
+        prepared, crew = held.enter_context(open_components(prepared, path, memory, say, workers))
+        state = restore(RunFolder.open(path), crew.trainer, say) if resume else LoopState()
         if memory is not None:
             memory.history.forget_after(state.step)  # an older checkpoint than the history is of
         check_writers(recipe.log.writers)
@@ -160,15 +164,15 @@ def _session(
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         screen = Monitor(recipe.trainer.steps, done=state.step, console=console)
         with ledger.session(state.step), screen as monitor:
-            algorithm, prompts = asdict(parts.check(recipe)), len(prepared.train_prompts)
-            record_start(run, build.device_name(prepared.decoder), algorithm, prompts)
+            algorithm, prompts = asdict(check(recipe)), len(prepared.train_prompts)
+            record_start(run, device_name(prepared.decoder), algorithm, prompts)
             for line in _first_lines(prepared, crew, path, chosen, state.step):
                 monitor.say(line)
             replanner = _replanner(run) if recipe.parallel.replan else None
             callbacks = {"on_step": monitor.step, "on_eval": monitor.evaluated, "on_note": monitor.say}
             books = {"writers": writers, "ledger": ledger, "replan": replanner}
             with _named_failures(path):
-                loop = build.new_loop(prepared, crew, run, state, **books, **callbacks)
+                loop = new_loop(prepared, crew, run, state, **books, **callbacks)
                 finished = asyncio.run(crew.run(loop, path))
                 _export(prepared, crew.trainer.adapters(), run, finished, ledger, monitor)
     outcome = _outcome(recipe, run, finished)
@@ -182,14 +186,14 @@ def _replanner(run: RunFolder) -> Replanner:
 
 
 def _first_lines(
-    prepared: Prepared,
-    crew: Crew,
+    prepared: RunInputs,
+    crew: RunComponents,
     path: Path,
     chosen: threads.Threads | None,
     done: int,
 ) -> Iterator[str]:
-    from ostinato.cli.build import introduction
-    from ostinato.cli.expect import forecast
+    from ostinato.launch.expect import forecast
+    from ostinato.launch.introduction import introduction
 
     yield f"run folder   {path}"
     yield f"threads      {chosen or 'as torch was started'}"
@@ -200,7 +204,7 @@ def _first_lines(
 
 
 def _export(
-    prepared: Prepared,
+    prepared: RunInputs,
     adapters: Adapters | None,
     run: RunFolder,
     finished: Finished,
@@ -208,8 +212,8 @@ def _export(
     monitor: Monitor,
 ) -> None:
     """Write the trained policy, and score it as it is exported where the sampler has weights of its own."""
-    from ostinato.cli.caveats import own_weights
-    from ostinato.cli.export import write_policy
+    from ostinato.launch.caveats import own_weights
+    from ostinato.launch.policy import write_policy
 
     recipe = prepared.recipe
     write_policy(prepared.decoder, adapters, prepared.folder, run.adapter, recipe.model.path)
@@ -218,7 +222,7 @@ def _export(
 
 
 def _score_exported(
-    prepared: Prepared,
+    prepared: RunInputs,
     adapters: Adapters | None,
     run: RunFolder,
     state: LoopState,
@@ -226,7 +230,7 @@ def _score_exported(
     monitor: Monitor,
 ) -> None:
     """Add to eval.jsonl, unless it is there, the score with the weights that the policy is exported for."""
-    from ostinato.cli.build import score_exported
+    from ostinato.launch.loop import score_exported
 
     known = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}
     if (state.step, MAIN_SET, "model") not in known:
@@ -236,7 +240,7 @@ def _score_exported(
 
 
 def _outcome(recipe: Recipe, run: RunFolder, finished: Finished) -> Outcome:
-    from ostinato.cli.build import eval_weights
+    from ostinato.launch.loop import eval_weights
 
     every = list(run.eval.rows())
     rows = [row for row in every if row["set"] == MAIN_SET]

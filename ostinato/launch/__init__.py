@@ -1,4 +1,4 @@
-"""The error of a run, by itself: the command line must know it without loading anything heavy."""
+"""What assembles a run, from a recipe to its end; ``session`` is where it begins."""
 
 from __future__ import annotations
 

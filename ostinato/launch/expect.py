@@ -14,11 +14,12 @@ import numpy as np
 
 from ostinato.algo.pack import pack
 from ostinato.axis import Axis
-from ostinato.cli.build import Prepared, environment, longest_answer, new_evaluations, new_flops
 from ostinato.config import Recipe
 from ostinato.engine import threads
 from ostinato.engine.local import LocalEngine
 from ostinato.every import Every
+from ostinato.launch.inputs import RunInputs, environment, longest_answer
+from ostinato.launch.loop import new_evaluations, new_flops
 from ostinato.model.flops import FlopModel, Work
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.train.trainer import PolicyTrainer
@@ -84,7 +85,7 @@ class Expected:
         )
 
 
-def forecast(prepared: Prepared, engine: object, trainer: object, done: int = 0) -> Expected | None:
+def forecast(prepared: RunInputs, engine: object, trainer: object, done: int = 0) -> Expected | None:
     """Of a run of one process from step ``done`` on; None where other processes compute. The engine then
     serves the trainer's adapters, as it will in the run."""
     recipe = prepared.recipe

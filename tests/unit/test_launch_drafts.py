@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ostinato.cli.drafts import Memory, load_history, new_memory, save_history
 from ostinato.config import DraftSection
 from ostinato.history.store import History
+from ostinato.launch.drafts import Memory, load_history, new_memory, save_history
 from ostinato.types import HistoryEntry, Request, Sampling
 
 SECTION = DraftSection(memory_mb=1)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ostinato.axis import Axis
-from ostinato.cli.evaluations import downstream_prompts, evaluations, rules
 from ostinato.config import Recipe
 from ostinato.every import Every
+from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
 from ostinato.pipeline.evaluate import held_out
 from ostinato.types import Prompt
 

@@ -22,7 +22,7 @@ def new_grader(recipe: Recipe) -> WorkerGrader:
 
 
 def grader(recipe: str, name: str) -> GraderServer:
-    """A worker of a cluster (see ``cli.workers``) that grades; ``name`` is its own in the timeline.
+    """A worker of a cluster (see ``launch.workers``) that grades; ``name`` is its own in the timeline.
 
     Raises WorkerFault where the rewards cannot be imported: on its host, for the driver's has done so.
     """

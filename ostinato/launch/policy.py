@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.cli.dtype import resolved
-from ostinato.cli.models import load_decoder, newest_checkpoint, recipe_of
 from ostinato.config import Recipe
+from ostinato.launch.dtype import resolved
+from ostinato.launch.models import load_decoder, newest_checkpoint, recipe_of
 from ostinato.model.named import model_folder
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def load_policy(target: str, *overrides: str) -> Policy:
 
 def _given(recipe: Recipe, decoder: Decoder) -> Adapters | None:
     """The adapter that an untrained recipe begins with, None without adapter.path."""
-    from ostinato.cli.parts import new_adapters
+    from ostinato.launch.trainer import new_adapters
 
     return new_adapters(recipe, decoder) if recipe.adapter.path else None
 
@@ -66,7 +66,7 @@ def trained(recipe: Recipe, run: RunFolder, decoder: Decoder) -> tuple[int, Adap
 
     Full-parameter checkpoints are loaded into ``decoder`` itself, and the adapters are None.
     """
-    from ostinato.cli.parts import new_adapters, new_trainer
+    from ostinato.launch.trainer import new_adapters, new_trainer
 
     adapters = new_adapters(recipe, decoder)
     trainer = new_trainer(recipe, decoder, adapters)
@@ -82,8 +82,24 @@ def trained(recipe: Recipe, run: RunFolder, decoder: Decoder) -> tuple[int, Adap
 
 def serve(policy: Policy, say: Callable[[str], None] = lambda line: None) -> LocalEngine:
     """An engine that samples from ``policy``."""
-    from ostinato.cli.parts import new_engine
+    from ostinato.launch.engine import new_engine
 
     engine = new_engine(policy.recipe, policy.decoder, policy.renderer, say)
     engine.publish(policy.adapters, policy.step)
     return engine
+
+
+def write_policy(decoder: Decoder, adapters: Adapters | None, base: Path, to: Path, path: str) -> None:
+    """The trained part: a PEFT adapter, or, for full-parameter training, the whole model.
+
+    ``path`` is what the recipe calls the model in ``base``. A hub name goes into the adapter as it is: the
+    cache folder behind it means nothing on another machine.
+    """
+    from ostinato.model.hf import save_model
+    from ostinato.model.named import is_hub_name
+    from ostinato.model.peft_io import save_peft
+
+    if adapters is None:
+        save_model(decoder, to, tokenizer_from=base)
+    else:
+        save_peft(adapters, decoder, to, base_name=path if is_hub_name(path) else str(base))

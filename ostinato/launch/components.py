@@ -9,17 +9,12 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ostinato.cli import parts
-from ostinato.cli.build import Prepared, environment, new_drafting
-from ostinato.cli.drafts import Memory
-from ostinato.cli.ranks import new_trainer
-from ostinato.cli.vllm import vllm_engine
-from ostinato.engine.vllm_proof import Verdict
+from ostinato.launch.drafts import Memory
 from ostinato.pipeline.loop import Finish, Finished, Loop
 from ostinato.pipeline.remember import Drafting
 from ostinato.pipeline.signals import Abandoned, StopSignals
@@ -29,7 +24,7 @@ STATUS_S = 1.0  # between two writings of workers.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
+class RunComponents:
     """``trainer`` has what ``train.PolicyTrainer`` has. ``ready`` is awaited before the loop begins, ``end``
     when it has ended, both in its event loop."""
 
@@ -65,69 +60,6 @@ class Crew:
                 _write(folder / "workers.json", self.status())  # before they end: what did the work
             if self.end is not None:
                 await self.end()
-
-
-@contextlib.contextmanager
-def hired(
-    prepared: Prepared, folder: Path, memory: Memory | None, say: parts.Say, workers: str
-) -> Iterator[tuple[Prepared, Crew]]:
-    """The crew that the recipe asks for, and what it has prepared to work with, until the context ends.
-    ``folder`` is of the run, ``workers`` the module that makes those of a cluster."""
-    if prepared.recipe.cluster.samplers:
-        from ostinato.cli.cluster import clustered
-
-        with clustered(prepared, folder, memory, say, workers) as found:
-            yield found
-        return
-    recipe, decoder = prepared.recipe, prepared.decoder
-    with contextlib.ExitStack() as held:
-        trainer = held.enter_context(new_trainer(prepared, folder, say))
-        if recipe.engine.backend == "vllm":
-            vllm = held.enter_context(_sampling_by_vllm(prepared, folder, say))
-            yield prepared, Crew(trainer=trainer, **vllm)
-            return
-        engine = parts.new_engine(recipe, decoder, prepared.renderer, say, memory)
-        yield (
-            prepared,
-            Crew(
-                trainer=trainer,
-                engine=engine,
-                memory=memory,
-                drafting=new_drafting(memory, engine) if memory else None,
-                sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
-                timed=(engine,),
-            ),
-        )
-
-
-@contextlib.contextmanager
-def _sampling_by_vllm(prepared: Prepared, folder: Path, say: parts.Say) -> Iterator[dict[str, Any]]:
-    """What a crew has of it: no drafts, and what policies were proven by in each row of metrics."""
-    recipe, renderer = prepared.recipe, prepared.renderer
-    prompt = environment(recipe, renderer)(prepared.train_prompts[0]).start()
-    places = {"model": prepared.folder, "folder": folder / "vllm"}
-    with vllm_engine(recipe, prepared.decoder, renderer, **places, prompt=prompt, say=say) as engine:
-
-        async def end() -> None:
-            """A thread that waits for a server to come back would keep the event loop from ending."""
-            await asyncio.to_thread(engine.close)
-
-        yield {
-            "end": end,
-            "engine": engine,
-            "counters": (engine.counters,),
-            "figures": lambda: proof_row(engine.take_verdict()),
-            "sampled": lambda: engine.signs,
-            "timed": (engine,),
-        }
-
-
-def proof_row(verdict: Verdict | None) -> dict[str, float]:
-    """In the row of the step in which a policy was judged, and in no other one."""
-    if verdict is None:
-        return {}
-    row = {"k3": verdict.k3, "k3_version": verdict.version, "k3_tokens": verdict.tokens}
-    return {f"publish/{name}": float(value) for name, value in row.items()}
 
 
 async def _tell(path: Path, status: Callable[[], Sequence[Mapping[str, Any]]]) -> None:

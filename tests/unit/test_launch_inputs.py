@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.cli.build import (
-    check_lengths,
-    longest_answer,
-    new_interruption,
-    stage_identity,
-)
-from ostinato.cli.caveats import caveats
-from ostinato.cli.parts import check, new_adapters
-from ostinato.cli.solved import check_solvable, solved_at
 from ostinato.config import Recipe, dump_toml
+from ostinato.launch.caveats import caveats
+from ostinato.launch.checks import check
+from ostinato.launch.inputs import check_lengths, longest_answer, new_interruption, stage_identity
+from ostinato.launch.solved import check_solvable, solved_at
+from ostinato.launch.trainer import new_adapters
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder

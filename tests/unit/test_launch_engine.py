@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.cli.caveats import caveats
-from ostinato.cli.parts import check
-from ostinato.cli.vllm import MASKS, ROUTES, check_model, vllm_engine
 from ostinato.config import Recipe
 from ostinato.interop.vllm_worker import Worker, digest
+from ostinato.launch.caveats import caveats
+from ostinato.launch.checks import MASKS, ROUTES, check, check_model
+from ostinato.launch.engine import vllm_engine
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.run import RunFolder

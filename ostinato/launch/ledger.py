@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from ostinato.cli.build import device_name
 from ostinato.config import Recipe, dump_toml
+from ostinato.launch.introduction import device_name
 from ostinato.model.decoder import Decoder
 from ostinato.observe.ledger import Ledger, Life, SteadyClock, Terms
 from ostinato.run import RunFolder

@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ostinato.cli.failure import RunFailed
 from ostinato.config import Recipe, dump_toml
+from ostinato.launch import RunFailed
 from ostinato.parallel.launch import Place, Ranks, choose_interface, end_with_parent, local_place
 from ostinato.parallel.layout import Layout
 
 if TYPE_CHECKING:
-    from ostinato.cli.build import Prepared
-    from ostinato.cli.parts import Say
+    from ostinato.launch.engine import Say
+    from ostinato.launch.inputs import RunInputs
     from ostinato.parallel.follow import Local, Ready
 
 LATER_S = 5.0  # that further ranks stay after a rank was lost
@@ -51,7 +51,7 @@ def follow(place: Place, *, child: bool = False) -> int:
     leave = _leave if child else _leave_later
     choose_interface(place, os.environ)
     from ostinato.algo.routing import Misaligned
-    from ostinato.cli.parts import new_sharded_trainer
+    from ostinato.launch.trainer import new_sharded_trainer
     from ostinato.parallel.follow import following
     from ostinato.parallel.watch import RankLost
 
@@ -84,13 +84,13 @@ def _leave_later(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def sharded_trainer(prepared: Prepared, folder: Path, say: Say) -> Iterator[Any]:
+def sharded_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[Any]:
     """The trainer over all ranks of ``parallel.layout``, until the context ends. ``folder`` is of the run.
 
     Raises ValueError where other ranks were started than the layout has, RunFailed where they do not come.
     """
     from ostinato.algo.routing import Misaligned
-    from ostinato.cli.parts import new_sharded_trainer, save_refused
+    from ostinato.launch.trainer import new_sharded_trainer, save_refused
     from ostinato.parallel.control import Terms, meet
     from ostinato.parallel.follow import leading
     from ostinato.parallel.key import new_key
@@ -135,27 +135,17 @@ def sharded_trainer(prepared: Prepared, folder: Path, say: Say) -> Iterator[Any]
 
 
 @contextlib.contextmanager
-def new_trainer(prepared: Prepared, folder: Path, say: Say) -> Iterator[Any]:
+def open_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[Any]:
     """What the loop calls its trainer: in this process, or over the ranks of ``parallel.layout``."""
-    from ostinato.cli import parts
+    from ostinato.launch.trainer import new_adapters, new_trainer, save_refused
 
     recipe, decoder = prepared.recipe, prepared.decoder
     if recipe.parallel.sharded:
         with sharded_trainer(prepared, folder, say) as trainer:
             yield trainer
         return
-    adapters = parts.new_adapters(recipe, decoder)
-    yield parts.new_trainer(recipe, decoder, adapters, parts.save_refused(folder / "refused"))
-
-
-def check_ranks(recipe: Recipe) -> None:
-    """Raises ValueError where torchrun has started other ranks than the layout has."""
-    layout, place = Layout.parse(recipe.parallel.layout), Place.of(os.environ)
-    if place is not None and place.world != layout.world:
-        raise ValueError(
-            f'parallel.layout is "{recipe.parallel.layout}", of {layout.world} in all, but torchrun has '
-            f"started {place.world} ranks (WORLD_SIZE); start {layout.world}, or choose another layout"
-        )
+    adapters = new_adapters(recipe, decoder)
+    yield new_trainer(recipe, decoder, adapters, save_refused(folder / "refused"))
 
 
 def _choose_gpu(recipe: Recipe, place: Place) -> None:

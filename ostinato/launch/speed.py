@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ostinato import isa
-from ostinato.cli import build, parts
-from ostinato.cli.dtype import resolved
-from ostinato.cli.expect import forecast
 from ostinato.config import Recipe
 from ostinato.engine import products
 from ostinato.engine.threads import Threads
+from ostinato.launch.dtype import resolved
+from ostinato.launch.engine import new_engine
+from ostinato.launch.expect import forecast
+from ostinato.launch.inputs import prepare
+from ostinato.launch.trainer import new_adapters, new_trainer
 from ostinato.model.config import read_config
 from ostinato.model.named import model_folder
 from ostinato.model.native import BuildError
@@ -100,10 +102,10 @@ def quickstart() -> str:
     """What the packaged recipe takes from its first evaluation to its last, and what that assumes. Raises
     ValueError."""
     recipe = resolved(Recipe.load("quickstart"))
-    with build.prepare(recipe, training=True) as prepared:
-        engine = parts.new_engine(recipe, prepared.decoder, prepared.renderer, lambda line: None)
-        adapters = parts.new_adapters(recipe, prepared.decoder)
-        trainer = parts.new_trainer(recipe, prepared.decoder, adapters)
+    with prepare(recipe, training=True) as prepared:
+        engine = new_engine(recipe, prepared.decoder, prepared.renderer, lambda line: None)
+        adapters = new_adapters(recipe, prepared.decoder)
+        trainer = new_trainer(recipe, prepared.decoder, adapters)
         found = forecast(prepared, engine, trainer)
     assert found is not None, "the packaged recipe computes in one process"
     return f"{recipe.model.dtype}: {found}"

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from ostinato.cli.caveats import caveats
-from ostinato.cli.crew import Crew
-from ostinato.cli.parts import check
 from ostinato.cluster.remote import WorkerFault
 from ostinato.config import Recipe, dump_toml
+from ostinato.launch.caveats import caveats
+from ostinato.launch.checks import check
+from ostinato.launch.components import RunComponents
 from ostinato.pipeline.state import Finish, LoopState
 from ostinato.types import HistoryEntry
 
 pytest.importorskip("ray", reason="needs Ray")
-from ostinato.cli import cluster, graders, workers
 from ostinato.cluster import actors
+from ostinato.launch import cluster, graders, workers
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -130,7 +130,7 @@ def test_a_signal_while_the_workers_begin_ends_the_run_by_name(tmp_path: Path) -
         ended.append("end")
 
     nobody: Any = None
-    crew = Crew(trainer=nobody, engine=nobody, ready=ready, end=end)
+    crew = RunComponents(trainer=nobody, engine=nobody, ready=ready, end=end)
     loop: Any = SimpleNamespace(state=LoopState(step=3))
     number = signal.SIGTERM
     finished = asyncio.run(crew.run(loop, tmp_path))
@@ -154,7 +154,9 @@ def test_the_last_rows_of_the_workers_are_those_of_the_run(tmp_path: Path) -> No
         written.extend(json.loads((tmp_path / "workers.json").read_text()))
 
     nobody: Any = None
-    crew = Crew(trainer=nobody, engine=nobody, status=lambda: [{"worker": "sampler-0", **place}], end=end)
+    crew = RunComponents(
+        trainer=nobody, engine=nobody, status=lambda: [{"worker": "sampler-0", **place}], end=end
+    )
     loop: Any = SimpleNamespace(run=run)
     asyncio.run(crew.run(loop, tmp_path))
     assert written == [{"worker": "sampler-0", "host": "here"}]

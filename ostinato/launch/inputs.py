@@ -1,0 +1,205 @@
+"""What a run reads: model, tokenizer, prompts and rewards, loaded and checked before any work starts.
+
+Raises ValueError with one sentence for what the user can mend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ostinato.config import Recipe
+from ostinato.env.dialogue import Dialogue, resolve_tools
+from ostinato.env.tasks import check_disjoint, load_tasks
+from ostinato.launch.checks import check
+from ostinato.launch.engine import shares
+from ostinato.launch.evaluations import downstream_prompts
+from ostinato.launch.graders import new_grader
+from ostinato.launch.models import load_decoder
+from ostinato.launch.solved import check_solvable
+from ostinato.model.decoder import Decoder
+from ostinato.model.named import model_folder
+from ostinato.protocols import Engine, Grader
+from ostinato.render import Renderer
+from ostinato.rollout.interrupt import Interruption
+from ostinato.rollout.play import Stage
+from ostinato.types import Prompt, Sampling
+
+
+class ClosingGrader(Grader, Protocol):
+    """One that counts what it meets, and has processes to end."""
+
+    counters: Counter[str]
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInputs:
+    """What a run or an evaluation is played with."""
+
+    recipe: Recipe
+    folder: Path  # of the base model
+    decoder: Decoder
+    renderer: Renderer
+    grader: ClosingGrader
+    train_prompts: Sequence[Prompt]  # empty for an evaluation
+    eval_prompts: Sequence[Prompt]
+    downstream: Mapping[str, Sequence[Prompt]]  # by name of the set
+    tool_counters: Counter[str] = dataclasses.field(default_factory=Counter)
+    left_open: Sequence[str] = ()  # what reward.isolation cannot prevent on this machine, in words
+    warnings: Sequence[str] = ()  # of the dry run of rewards; a sentence, and lines under it
+
+    def __enter__(self) -> RunInputs:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.grader.close()
+
+
+def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
+    """Load what the recipe names and find what is wrong with it. A context: it ends the reward workers."""
+    check(recipe)
+    check_solvable(recipe.reward)
+    folder = model_folder(recipe.model.path)
+    renderer = Renderer(folder)
+    train_prompts = prompts(recipe, "train", recipe.task.n_train or None) if training else []
+    eval_prompts = prompts(recipe, recipe.eval.split, recipe.eval.n)
+    if training and recipe.eval.split == "eval":
+        check_disjoint(train_prompts, eval_prompts)
+    downstream = downstream_prompts(recipe, train_prompts)
+    scored = [*eval_prompts, *(prompt for each in downstream.values() for prompt in each)]
+    decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
+    check_lengths(recipe, [*train_prompts, *scored], renderer, decoder.config.max_positions)
+    grader = new_grader(recipe)
+
+    def encode(text: str) -> list[int]:
+        return renderer.encode(text).tolist()
+
+    try:
+        sets = [rows for rows in (train_prompts, eval_prompts, *downstream.values()) if rows]
+        found = [warning for rows in sets for warning in grader.check(rows[0], encode)]
+    except BaseException:
+        grader.close()
+        raise
+    return RunInputs(
+        recipe=recipe,
+        folder=folder,
+        decoder=decoder,
+        renderer=renderer,
+        grader=grader,
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        downstream=downstream,
+        left_open=grader.left_open,
+        warnings=list({warning.partition("\n")[0]: warning for warning in found}.values()),
+    )
+
+
+def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
+    task = recipe.task
+    return load_tasks(task.source, split, task.seed, n, task.params, task.system_prompt)
+
+
+def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context: int) -> None:
+    """Every prompt leaves room for an answer. A token is a byte or more, so only long texts are tokenised."""
+    longest, keys = longest_answer(recipe, renderer)
+    room = context - longest
+    if room < 1:
+        raise ValueError(
+            f"an answer has up to {longest} tokens ({keys}), but the context of {recipe.model.path} "
+            f"is {context} tokens; lower {keys}, so that a prompt fits in front"
+        )
+    episode = environment(recipe, renderer)
+    sizes = [_bytes(row) for row in rows]
+    # the longest prompt is rendered in any case: it bounds what the template adds, if there is one
+    template = len(episode(rows[int(np.argmax(sizes))]).start())
+    for row, size in zip(rows, sizes, strict=True):
+        if size + template > room and (length := len(episode(row).start())) > room:
+            raise ValueError(
+                f"prompt {row.uid} has {length} tokens; with an answer of {longest} ({keys}) it exceeds the "
+                f"context of {context}: shorten it, leave it out, or lower {keys}"
+            )
+
+
+def longest_answer(recipe: Recipe, renderer: Renderer) -> tuple[int, str]:
+    """(tokens of the longest answer of a turn, the keys that say so)."""
+    interruption = new_interruption(recipe, renderer)
+    if interruption is None:
+        return recipe.rollout.max_tokens, "rollout.max_tokens"
+    return interruption.most_tokens, "rollout.interrupt_after and rollout.answer_tokens"
+
+
+def new_interruption(recipe: Recipe, renderer: Renderer) -> Interruption | None:
+    """When thinking is interrupted; None where it never is (no rollout.interrupt_after)."""
+    rollout = recipe.rollout
+    if not rollout.interrupt_after:
+        return None
+    phrase = renderer.encode(rollout.interrupt_phrase)
+    if ends := np.intersect1d(phrase, renderer.stop_tokens).tolist():
+        raise ValueError(
+            f"rollout.interrupt_phrase has {renderer.decode(ends[:1], skip_special=False)!r}, which ends an "
+            "answer; leave it out"
+        )
+    shortest, longest = rollout.interrupt_after
+    return Interruption(
+        shortest=shortest,
+        longest=longest,
+        answer_tokens=rollout.answer_tokens,
+        phrase=phrase,
+        think_end=rollout.think_end,
+        words=renderer,
+    )
+
+
+def _bytes(prompt: Prompt) -> int:
+    texts = [prompt.text or ""] if prompt.messages is None else [m["content"] for m in prompt.messages]
+    return sum(len(text.encode()) for text in texts)
+
+
+def new_stage(prepared: RunInputs, engine: Engine, grader: Grader) -> Stage:
+    recipe = prepared.recipe
+    return Stage(
+        engine=engine,
+        env=environment(recipe, prepared.renderer, prepared.tool_counters),
+        grader=grader,
+        sampling=Sampling(
+            temperature=recipe.rollout.temperature,
+            top_k=recipe.rollout.top_k,
+            top_p=recipe.rollout.top_p,
+            min_p=recipe.rollout.min_p,
+            max_tokens=recipe.rollout.max_tokens,
+            stop_tokens=prepared.renderer.stop_tokens,
+            stop_strings=recipe.rollout.stop,
+        ),
+        context_limit=prepared.decoder.config.max_positions,
+        interruption=new_interruption(recipe, prepared.renderer),
+        identity=stage_identity(recipe),
+    )
+
+
+def stage_identity(recipe: Recipe) -> str:
+    """Twelve hex digits of everything in the recipe that decides which groups are played, and how they are
+    judged, beside the policy, the sampling and the seeds."""
+    tree = recipe.model_dump(mode="json")
+    reward, weights, rollout = tree["reward"], tree["engine"]["weights"], tree["rollout"]
+    keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
+    interruption = [rollout[key] for key in keys]
+    played = [tree["model"], tree["task"], reward["functions"], reward["weights"], weights, interruption]
+    return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def environment(
+    recipe: Recipe, renderer: Renderer, counters: Counter[str] | None = None
+) -> Callable[[Prompt], Dialogue]:
+    """A fresh episode per prompt: one turn, or a conversation with tools, whose calls ``counters`` counts."""
+    tools, turns = resolve_tools(recipe.task.tools), recipe.task.max_turns
+    return lambda prompt: Dialogue(prompt, renderer, tools=tools, max_turns=turns, counters=counters)

@@ -1,0 +1,161 @@
+"""The loop of a run, from its inputs and components; what it saves and where it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ostinato.config import Recipe
+from ostinato.engine.local import LocalEngine
+from ostinato.env.tasks import Rows
+from ostinato.launch.caveats import own_weights
+from ostinato.launch.checks import check
+from ostinato.launch.components import RunComponents
+from ostinato.launch.drafts import Memory, save_history
+from ostinato.launch.engine import Say, new_engine
+from ostinato.launch.evaluations import evaluations
+from ostinato.launch.forecast import new_forecaster
+from ostinato.launch.inputs import RunInputs, longest_answer, new_stage
+from ostinato.launch.models import newest_checkpoint
+from ostinato.launch.solved import solved_at
+from ostinato.model.config import ModelConfig
+from ostinato.model.flops import FlopModel
+from ostinato.model.lora import Adapters
+from ostinato.observe.ledger import Ledger
+from ostinato.pipeline.account import evaluation_work
+from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
+from ostinato.pipeline.feed import Late
+from ostinato.pipeline.loop import Loop, LoopState, Plan
+from ostinato.pipeline.remember import Drafting
+from ostinato.run import RunFolder
+from ostinato.train.checkpoint import Checkpoint, mend, oldest_step, save_checkpoint
+from ostinato.train.trainer import PolicyTrainer
+
+
+def new_evaluations(prepared: RunInputs) -> list[Evaluation]:
+    """The main one first."""
+    return evaluations(
+        prepared.recipe,
+        prepared.eval_prompts,
+        prepared.downstream,
+        stop_tokens=prepared.renderer.stop_tokens,
+        solved_at=solved_at(prepared.recipe.reward),
+        weights=eval_weights(prepared.recipe),
+    )
+
+
+def eval_weights(recipe: Recipe) -> str:
+    """Whose weights the run's held-out scores are of: "model", or those of a sampler with its own."""
+    return recipe.engine.weights if own_weights(recipe) else "model"
+
+
+async def score_exported(
+    prepared: RunInputs, adapters: Adapters | None, state: LoopState, ledger: Ledger
+) -> dict[str, Any]:
+    """The held-out row of the policy as it is exported: with the model's weights, whatever the run sampled
+    with."""
+    sampler = prepared.recipe.engine.model_copy(update={"weights": "model"})
+    exact = dataclasses.replace(prepared, recipe=prepared.recipe.model_copy(update={"engine": sampler}))
+    engine = new_engine(exact.recipe, exact.decoder, exact.renderer, lambda line: None)
+    engine.publish(adapters, state.step)
+    stage, main = new_stage(exact, engine, exact.grader), new_evaluations(exact)[0]
+    with ledger.work(), ledger.evaluating():
+        row, groups = await evaluate_groups(stage, main, state.step)
+    work = evaluation_work(groups, new_flops(exact.recipe, exact.decoder.config, adapters))
+    ledger.evaluation(state.step, "exported", row["seconds"], work)
+    return row | {"exported": True, "spent": spent_in_steps(state.step, state.totals)}
+
+
+def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
+    """``answer_tokens``: of the longest answer of a turn."""
+    return Plan(
+        steps=recipe.trainer.steps,
+        prompts_per_step=recipe.rollout.prompts_per_step,
+        group_size=recipe.rollout.group_size,
+        answer_tokens=answer_tokens * recipe.task.max_turns,
+        tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
+        minibatches=recipe.trainer.minibatches,
+        staleness=recipe.pipeline.staleness,
+        overlap=recipe.pipeline.overlap,
+        late=Late(recipe.pipeline.late),
+        watch_s=recipe.pipeline.watch_s,
+        seed=recipe.seed,
+        solved_at=solved_at(recipe.reward),
+        solved_for_good=recipe.rollout.solved_for_good,
+        eval_at_start=recipe.eval.at_start,
+        checkpoint_every=recipe.trainer.checkpoint_every,
+        trajectories_every=recipe.log.trajectories_every,
+        stop_on_collapse=recipe.trainer.stop_on_collapse,
+        flops=flops,
+    )
+
+
+def new_flops(recipe: Recipe, config: ModelConfig, adapters: Adapters | None) -> FlopModel:
+    """What rows of rollouts and of training cost."""
+    return FlopModel.of(
+        config,
+        adapters.spec if adapters else None,
+        recompute=recipe.trainer.recompute,
+        entropy_gradient=check(recipe).needs_entropy,
+    )
+
+
+def new_loop(
+    prepared: RunInputs, crew: RunComponents, run: RunFolder, state: LoopState, **callbacks: Any
+) -> Loop:
+    """The run, assembled; ``callbacks`` are the loop's writers, ledger, on_step, on_eval and on_note."""
+    recipe, trainer, memory = prepared.recipe, crew.trainer, crew.memory
+    flops = new_flops(recipe, prepared.decoder.config, trainer.adapters())
+
+    def save(state: LoopState) -> int:
+        checkpoint = Checkpoint(
+            step=state.step,
+            tensors=trainer.tensors(),
+            state={"trainer": trainer.counters(), "loop": state.to_json()},
+            identity=trainer.identity(),
+        )
+        save_checkpoint(run.checkpoints, checkpoint, keep=recipe.trainer.keep_checkpoints)
+        if memory is not None:
+            save_history(memory.history, run.history, callbacks.get("on_note", lambda note: None))
+        return oldest_step(run.checkpoints)
+
+    return Loop(
+        plan=new_plan(recipe, flops, longest_answer(recipe, prepared.renderer)[0]),
+        stage=new_stage(prepared, crew.engine, prepared.grader),
+        tasks=Rows(prepared.train_prompts, seed=recipe.task.seed),
+        trainer=trainer,
+        algorithm=check(recipe),
+        folder=run,
+        state=state,
+        evaluations=new_evaluations(prepared),
+        foresee=new_forecaster(recipe, run, callbacks.get("writers", ()), callbacks.get("on_note", print)),
+        counters=(prepared.grader.counters, prepared.tool_counters, *crew.counters),
+        figures=crew.figures,
+        timed=crew.timed,
+        worker=crew.loop_worker,
+        sampled=lambda: crew.sampled() + trainer.progress,
+        drafting=crew.drafting,
+        save=save,
+        whole=crew.whole,
+        **callbacks,
+    )
+
+
+def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
+    """The books of drafts, and what remembers the answers for the next ones."""
+    history = memory.history
+    return Drafting(
+        store=history, lengths=history.lengths, drafter=memory.drafter, meter=engine, past=memory.past
+    )
+
+
+def restore(run: RunFolder, trainer: PolicyTrainer, say: Say) -> LoopState:
+    """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one. What a
+    killed process left half written goes: only for whoever holds the lock of the run."""
+    mend(run.checkpoints)
+    checkpoint = newest_checkpoint(run, trainer, say)
+    if checkpoint is None:
+        say(f"{run.path} has no checkpoint, so the run begins again")
+        return LoopState()
+    trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
+    return LoopState(**checkpoint.state["loop"])
