@@ -100,6 +100,7 @@ class Replanner:
             advice = weigh(asked, self.run, lambda found: _can(asked.problem, plan, found))
         except (
             ValueError,
+            TypeError,
             OSError,
             KeyError,
         ) as error:  # a file that is gone, another layout: no reason to end
