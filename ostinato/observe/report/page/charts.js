@@ -150,7 +150,7 @@ const Charts = (() => {
     item.u?.destroy();
     item.form = form(chart);
     item.u = new uPlot({
-      width: Math.max(220, plot.clientWidth), height: HEIGHT, padding: [8, 10, 0, 0], ...series(item), axes: axes(item),
+      width: Math.max(220, plot.clientWidth), height: HEIGHT, padding: [8, 14, 0, 0], ...series(item), axes: axes(item),
       scales: { x: { time: false, distr: chart.log_x ? 3 : 1, range: () => horizontal(item) }, y: { distr: chart.log ? 3 : 1, range: (u, low, high) => vertical(item, low, high) } },
       cursor: { y: false, drag: { x: false, y: false }, points: { show: !chart.stacked, size: 6 }, sync: { key: chart.along, scales: ["x", null] } },
       legend: { markers: { width: 0, fill: (u, i) => `var(${u.series[i].tint})` }, mount: (u, legend) => plot.previousElementSibling.replaceChildren(legend) },
