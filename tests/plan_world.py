@@ -7,10 +7,22 @@ from typing import Any
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.plan.cluster import parse_cluster
+from ostinato.plan.lengths import lognormal_lengths
 from ostinato.plan.named import find_model
-from ostinato.plan.problem import Arrangement, Precision, Problem, Setup, Work
+from ostinato.plan.problem import Arrangement, DType, Precision, Problem, Setup, Work
 
 LORA = AdapterSpec(rank=16)
+KIMI_LORA = AdapterSpec(rank=32, alpha=64.0)
+KIMI_LAYOUTS = (
+    ("TP8 PP8 EP8", "t8p8e8"),
+    ("TP8 PP4 EP16", "d2t8p4e16"),
+    ("TP4 PP8 EP8", "d2t4p8e8"),
+    ("TP2 PP4 EP16", "d8t2p4e16"),
+    ("TP1 PP8 EP8", "d8p8e8"),
+    ("TP8 PP2 EP32", "d4t8p2e32"),
+    ("TP8 PP1 EP64", "d8t8e64"),
+    ("TP1 PP1 EP64", "d64e64"),
+)
 
 
 def problem(
@@ -35,3 +47,18 @@ def setup(layout: str, microbatch: int = 16384, sequences: int = 32) -> Setup:
 
 def arrangement(train: str, rollout: str, **more: Any) -> Arrangement:
     return Arrangement(train=setup(train), logprobs=setup(train), rollout=setup(rollout), **more)
+
+
+def kimi(
+    adapter: AdapterSpec | None = KIMI_LORA,
+    base: DType = DType.BF16,
+    sampler: DType | None = None,
+) -> Problem:
+    """The question of docs/kimi-k2.md."""
+    return Problem(
+        model=find_model("kimi-k2"),
+        adapter=adapter,
+        precision=Precision(base=base, sampler=sampler or base),
+        work=Work(answers=lognormal_lengths(4096, 16384)),
+        cluster=parse_cluster("64xH800-80"),
+    )

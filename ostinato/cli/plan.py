@@ -20,7 +20,6 @@ from ostinato.cli.plan_fit import app as fit_app
 from ostinato.plan import launch
 from ostinato.plan.again import note, recorded, weigh
 from ostinato.plan.asked import Asked, Options, ask, asked_json, plan_options
-from ostinato.plan.headline import headline
 from ostinato.plan.memory import limit, margin
 from ostinato.plan.money import cost
 from ostinato.plan.named import known_models
@@ -42,29 +41,14 @@ from ostinato.plan.traffic import step_traffic
 from ostinato.plan.words import UNMAPPED, needs_mapping, question
 from ostinato.run import RunFolder, atomic_write, to_json
 
-LAUNCH = {"ostinato": launch.ostinato, "verl": launch.verl, "megatron-bridge": launch.megatron_bridge}
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-document = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def command(arguments: Sequence[str]) -> None:
-    """``ostinato plan headline`` writes the Kimi K2 document, ``ostinato plan fit`` learns from runs,
-    anything else plans a model."""
-    if list(arguments[:1]) == ["headline"]:
-        document(args=list(arguments[1:]), prog_name="ostinato plan headline")
+    """``ostinato plan fit`` learns from runs, anything else plans a model."""
     if list(arguments[:1]) == ["fit"]:
         fit_app(args=list(arguments[1:]), prog_name="ostinato plan fit")
     app(args=list(arguments), prog_name="ostinato plan")
-
-
-@document.command()
-def write_headline(
-    out: Annotated[Path, typer.Option(help="The document to write.")] = Path("docs/kimi-k2.md"),
-) -> None:
-    """Kimi K2, LoRA RL on 64 x 80 GB: what fits, the smallest cluster, full parameter; always alike."""
-    atomic_write(out, headline().encode())
-    typer.echo(out)
 
 
 @app.command()
@@ -77,7 +61,7 @@ def plan(
     options: Options,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
     least: Annotated[bool, typer.Option("--smallest", help="The fewest GPUs of the kind that fit.")] = False,
-    start: Annotated[str, typer.Option("--launch", help=f"Print a file for {', '.join(LAUNCH)}.")] = "",
+    start: Annotated[bool, typer.Option("--launch", help="Print the first plan as a recipe.")] = False,
     run: Annotated[
         Path | None, typer.Option("--record", help="A run folder, or a file: keep the best plan there.")
     ] = None,
@@ -90,8 +74,6 @@ def plan(
 ) -> None:
     """Rank parallel layouts for each phase of RL by memory and time. Figures are for one RL step."""
     started = time.perf_counter()
-    if start and start not in LAUNCH:
-        raise ValueError(f"--launch is {start!r}; use one of {', '.join(LAUNCH)}")
     _refuse_together(start=start, against=against, run=run, json_file=json_file, least=least)
     if against is not None:
         weighed = RunFolder.open(against)
@@ -111,7 +93,7 @@ def plan(
             return
         atomic_write(json_file, text.encode())
     if start:
-        typer.echo(LAUNCH[start](asked.problem, found.plans[0].arrangement), nl=False)
+        typer.echo(launch.ostinato(asked.problem, found.plans[0].arrangement), nl=False)
         return
     tell(Console(), asked, found, top, seconds)
 
@@ -122,7 +104,7 @@ def _file_of(run: Path) -> Path:
 
 
 def _refuse_together(
-    *, start: str, against: Path | None, run: Path | None, json_file: Path | None, least: bool
+    *, start: bool, against: Path | None, run: Path | None, json_file: Path | None, least: bool
 ) -> None:
     """Raise ValueError, in one sentence, for options of which one would be left out."""
     given = {"--launch": start, "--record": run, "--json": json_file, "--smallest": least}

@@ -10,6 +10,7 @@ T tokens, D model, F width of one expert, E experts, K experts per token, S = T 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -212,7 +213,30 @@ def _grouped_factor(x: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
     are new in every batch, and torch's bf16 product compiles a kernel for each new one (0.5 ms)."""
     if x.dtype != torch.bfloat16 or x.is_cuda:
         return grouped_linear(x, factor, ends)
-    return grouped_linear(x.float(), factor.float(), ends).to(x.dtype)
+    return _WideGrouped.apply(x, factor, ends)  # type: ignore[return-value]
+
+
+class _WideGrouped(torch.autograd.Function):
+    """Products of bf16 rows and factors in fp32, rounded once; what is kept for the backward is bf16."""
+
+    @staticmethod
+    def forward(ctx, x, factor, ends):
+        of_x, of_factor, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_factor else None, factor if of_x else None, ends)
+        return grouped_linear(x.float(), factor.float(), ends).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, factor, ends = ctx.saved_tensors
+        dtype, grad, of_x, of_factor = grad.dtype, grad.float(), None, None
+        if factor is not None:
+            wide = factor.float()
+            of_x = _by_expert(grad, ends, lambda rows, expert: rows @ wide[expert]).to(dtype)
+        if x is not None:
+            spans = pairwise([0, *ends.tolist()])
+            of_factor = torch.stack([grad[a:z].T @ x[a:z].float() for a, z in spans]).to(dtype)
+        return of_x, of_factor, None
 
 
 def grouped_linear(x: Tensor, weight: Weight, ends: Tensor, gemm: Gemm | None = None) -> Tensor:

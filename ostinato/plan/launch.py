@@ -1,23 +1,19 @@
-"""A plan as the files that start it: ours, verl's Hydra overrides, Megatron-Bridge's fields.
+"""A plan as the recipe that starts it. What Ostinato lacks for it is a comment each, so nothing is lost.
 
-Field names are those of the programs' public releases (verl 0.7, Megatron-Bridge 0.4). What a program cannot
-express, Ostinato among them, is said in a comment of the file; nothing is left out silently. Data, rewards
-and learning rates are the user's: a plan knows nothing of them.
+Data, rewards and learning rates are the user's: a plan has none.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Sequence
 
-from ostinato.model.config import ModelConfig
-from ostinato.model.shapes import AdapterSpec, ExpertScheme
+from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.plan.engines import LOCAL, engine_layout, vllm_flags
 from ostinato.plan.memory import cache_bytes, mapped
-from ostinato.plan.problem import Arrangement, Base, DType, Placement, Problem, Recompute, Setup
+from ostinato.plan.problem import Arrangement, Base, DType, Placement, Problem, Recompute
 from ostinato.toml import dumps
 
 ROUTES = "--enable-return-routed-experts"  # without it vLLM tells no experts to replay
@@ -146,92 +142,6 @@ def _engine_lacks(problem: Problem, arrangement: Arrangement) -> list[str]:
     return found
 
 
-def verl(problem: Problem, arrangement: Arrangement) -> str:
-    """A shell script: verl's trainer on Megatron with vLLM, as overrides of its configuration."""
-    work, cluster = problem.work, problem.cluster
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    train, sample = arrangement.train, arrangement.rollout
-    offload = "adapters" in arrangement.slept or arrangement.base == Base.SWAPPED or train.optimizer_on_host
-    rows = max(1, train.microbatch // train.layout.context)  # verl multiplies by c alone
-    given: dict[str, object] = {
-        "algorithm.adv_estimator": "grpo",
-        "data.train_batch_size": work.prompts,
-        "data.max_prompt_length": work.prompt_tokens,
-        "data.max_response_length": work.max_answer,
-        "actor_rollout_ref.model.path": problem.model.name,
-        **_verl_lora(problem.adapter, latent=problem.config.mla is not None),
-        f"{actor}.strategy": "megatron",
-        f"{actor}.megatron.use_mbridge": True,
-        f"{actor}.megatron.vanilla_mbridge": False,
-        **_megatron_sizes(f"{actor}.megatron", train.layout),
-        f"{actor}.megatron.param_offload": arrangement.base == Base.SWAPPED,
-        f"{actor}.megatron.optimizer_offload": offload,
-        f"{actor}.megatron.grad_offload": offload,
-        f"{actor}.ppo_mini_batch_size": math.ceil(work.prompts / work.updates),
-        f"{actor}.use_dynamic_bsz": True,
-        f"{actor}.ppo_max_token_len_per_gpu": rows,
-        f"{rollout}.name": "vllm",
-        f"{rollout}.n": work.group,
-        f"{rollout}.tensor_model_parallel_size": sample.layout.tensor,
-        f"{rollout}.data_parallel_size": _engine_replicas(sample.layout),
-        f"{rollout}.expert_parallel_size": sample.layout.expert,
-        f"{rollout}.max_num_seqs": max(1, sample.sequences),
-        f"{rollout}.free_cache_engine": True,
-        f"{rollout}.log_prob_use_dynamic_bsz": True,
-        f"{rollout}.log_prob_max_token_len_per_gpu": rows,
-        "trainer.nnodes": cluster.nodes,
-        "trainer.n_gpus_per_node": cluster.per_node,
-    }
-    given |= _transformer(f"+{actor}.megatron.override_transformer_config", problem, train)
-    lines = [f"    {name}={_hydra(value)}" for name, value in given.items()]
-    head = ["#!/usr/bin/env bash", *_comments(_verl_caveats(problem, arrangement))]
-    return "\n".join([*head, "python3 -m verl.trainer.main_ppo \\", " \\\n".join(lines), ""])
-
-
-def megatron_bridge(problem: Problem, arrangement: Arrangement) -> str:
-    """Python that sets the trainer's fields: provider, adapter and batch."""
-    train, work = arrangement.train, problem.work
-    sizes = _sizes(train.layout) | {"sequence_parallel": train.layout.tensor > 1}
-    lines = [
-        *_comments(["The trainer alone: Megatron-Bridge samples nothing.", *_bridge_caveats(problem, train)]),
-        "from megatron.bridge import AutoBridge",
-        *(["from megatron.bridge.peft.lora import LoRA"] if problem.adapter else []),
-        "",
-        f"bridge = AutoBridge.from_hf_pretrained({json.dumps(problem.model.name)})",
-        "model = bridge.to_megatron_provider()",
-        *(f"model.{name} = {value!r}" for name, value in sizes.items()),
-        *(f"model.{name} = {json.dumps(value)}" for name, value in _transformer("", problem, train).items()),
-        f"model.seq_length = {work.longest}",
-    ]
-    if problem.adapter is not None:
-        lines += _bridge_lora(problem.adapter, latent=problem.config.mla is not None)
-    lines.append(f"# {_torchrun(problem, train.layout)} train.py")
-    return "\n".join([*lines, ""])
-
-
-def _transformer(prefix: str, problem: Problem, train: Setup) -> dict[str, object]:
-    """Fields of Megatron's TransformerConfig beside sizes: recomputing, and stages that are not alike."""
-    found: dict[str, object] = {}
-    if train.recompute == Recompute.FULL:
-        found = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    if split := _stages(problem.config, train.layout):
-        found["pipeline_model_parallel_layout"] = split
-    return {f"{prefix}.{name}".removeprefix("."): value for name, value in found.items()}
-
-
-def _stages(config: ModelConfig, layout: Layout) -> str:
-    """The layers of every chunk in Megatron's words, "Et*3|t*3|t*2L" (E embedding, L loss), where chunks are
-    not alike: without it Megatron refuses layers that stages do not divide. Empty where they are alike."""
-    if config.num_layers % layout.chunks == 0:
-        return ""
-    chunks = [f"t*{len(layers)}" for layers in layout.chunk_layers(config.num_layers)]
-    return f"E{'|'.join(chunks)}L"
-
-
 def _comments(sentences: Sequence[str]) -> list[str]:
     wrapper = textwrap.TextWrapper(width=100, subsequent_indent="#   ", break_on_hyphens=False)
     return [line for one in sentences for line in wrapper.wrap(f"# {one}")]
@@ -251,119 +161,4 @@ def _torchrun(problem: Problem, layout: Layout) -> str:
     return f"torchrun --nnodes {nodes} --nproc-per-node {per_node} {where}".rstrip()
 
 
-def _engine_replicas(layout: Layout) -> int:
-    """Data ranks of one engine: those whose rows meet at the same experts. Others are engines of their
-    own."""
-    return max(1, layout.expert // layout.tensor)
-
-
-def _sizes(layout: Layout) -> dict[str, int | None]:
-    return {
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
-    }
-
-
-def _megatron_sizes(prefix: str, layout: Layout) -> dict[str, object]:
-    return {f"{prefix}.{name}": value for name, value in _sizes(layout).items()}
-
-
-def _targets(spec: AdapterSpec, *, latent: bool) -> list[str]:
-    """Megatron's names of what is adapted. Of latent attention all five projections: the defaults there would
-    adapt the output projection alone."""
-    attention = ["linear_qkv"]
-    if latent:
-        attention = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
-    roles = {target.split(".")[0] for target in spec.targets}
-    found = [*attention, "linear_proj"] if "attn" in roles else []
-    found += ["linear_fc1", "linear_fc2"] if roles & {"mlp", "shared", "experts"} else []
-    return found + (["router"] if "router" in roles else [])
-
-
-def _verl_lora(spec: AdapterSpec | None, *, latent: bool) -> dict[str, object]:
-    if spec is None:
-        return {}
-    lora = "actor_rollout_ref.model.lora"
-    return {
-        f"{lora}.type": "lora",
-        f"{lora}.rank": spec.rank,
-        f"{lora}.alpha": round(spec.alpha),
-        f"{lora}.target_modules": _targets(spec, latent=latent),
-        f"{lora}.merge": False,
-    }
-
-
-def _megatron_caveats(problem: Problem, train: Setup) -> list[str]:
-    """What neither file says of the trainer."""
-    found, precision = list[str](), problem.precision
-    if train.layout.shard > 1:
-        found.append(f"f{train.layout.shard} of the plan has no counterpart beside Megatron's axes.")
-    if train.optimizer_on_host:
-        found.append("The plan has the optimizer in host memory while it steps; that is not set here.")
-    if precision.base != DType.BF16:
-        found.append(f"The plan has a base in {precision.base}; that is not set here, and BF16 is usual.")
-    return found
-
-
-def _verl_caveats(problem: Problem, arrangement: Arrangement) -> list[str]:
-    """What verl does otherwise than the plan, in words."""
-    found = _megatron_caveats(problem, arrangement.train)
-    if arrangement.placement == Placement.APART:
-        found.append(
-            "The plan has trainer and sampler apart; main_ppo colocates them (see verl's fully_async)."
-        )
-    if arrangement.base == Base.SHARED:
-        found.append(
-            "The plan has one copy of the base; verl keeps the trainer's and vLLM's and sleeps in turn."
-        )
-    if problem.sampler.name == LOCAL:
-        found.append("The plan samples with Ostinato's engine, whose layouts vLLM may not have.")
-    if (sampler := problem.precision.sampler) != DType.BF16:
-        found.append(f"The plan has sampler weights in {sampler}; that is not set here.")
-    if (spec := problem.adapter) is not None and problem.config.moe is not None:
-        found.append(
-            f"Experts: {spec.expert_scheme} of the plan is not a field of verl's; Megatron-Bridge's own "
-            "default before 2026-06 is one adapter per expert rank, which changes the model with the layout."
-        )
-        if spec.expert_rank not in (None, spec.rank):
-            found.append(f"Rank {spec.expert_rank} of experts is no field of verl's; all have {spec.rank}.")
-    return found
-
-
-def _bridge_caveats(problem: Problem, train: Setup) -> list[str]:
-    """What the trainer's file does not set, in words."""
-    rows = f"Microbatches of {train.microbatch:,} packed rows, as planned, are the training script's to make."
-    return [*_megatron_caveats(problem, train), rows]
-
-
-def _bridge_lora(spec: AdapterSpec, *, latent: bool) -> list[str]:
-    fields = [
-        f"target_modules={_targets(spec, latent=latent)!r}",
-        f"dim={spec.rank}",
-        f"alpha={round(spec.alpha)}",
-    ]
-    if spec.expert_scheme == ExpertScheme.SHARED_OUTER:
-        fields.append("experts_shared_outer_loras=True")
-    else:
-        fields.append("share_expert_adapters=False")
-    told = []
-    if spec.expert_rank not in (None, spec.rank):
-        told.append(
-            f"# rank {spec.expert_rank} of experts: Megatron-Bridge has normalize_moe_lora (rank / top_k)"
-        )
-    return ["", *told, f"peft = LoRA({', '.join(fields)})  # expert fields: 2026-06 or later"]
-
-
-def _hydra(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return "'[" + ",".join(map(str, value)) + "]'"
-    return f"'{value}'" if isinstance(value, str) and "*" in value else str(value)
-
-
-__all__ = ["lacking", "megatron_bridge", "ostinato", "sections", "verl"]
+__all__ = ["lacking", "ostinato", "sections"]

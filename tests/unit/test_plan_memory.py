@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_world import KIMI_LAYOUTS, kimi
 from worlds import KINDS, SIZES
 
 from ostinato.model.config import ModelConfig, parse_config
@@ -24,7 +25,6 @@ from ostinato.plan import memory
 from ostinato.plan.activations import Rows, boundary, ends, once, saved, slots_of
 from ostinato.plan.cluster import parse_cluster
 from ostinato.plan.counts import layer_tensors
-from ostinato.plan.headline import LAYOUTS, problem
 from ostinato.plan.memory import weight_bytes
 from ostinato.plan.named import find_model
 from ostinato.plan.parts import is_moe, stage_elements
@@ -144,7 +144,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize(("name", "text"), LAYOUTS)
+@pytest.mark.parametrize(("name", "text"), KIMI_LAYOUTS)
 def test_the_published_table_of_kimi_k2_layouts(name: str, text: str) -> None:
     """Section 6 of the notes: its figures by its own formula, and ours by hand, stage by stage.
 
@@ -183,19 +183,19 @@ def test_quantised_weights_take_a_half_and_a_quarter() -> None:
 
 def test_states_of_adapters_and_of_all_parameters() -> None:
     """16 bytes a factor beside the copies; 18 a parameter in BF16, 16 in fp32."""
-    case = problem()
+    case = kimi()
     setup = Setup(layout=Layout.parse("d64e64"))
     elements = stage_elements(case.config, case.adapter, setup.layout, 0)
     terms, host = memory.state_terms(case, elements, setup)
     assert sum(terms.values()) - terms["base weights"] == 16 * elements.adapters and host == 0
     for base, each in ((DType.BF16, 18), (DType.FP32, 16)):
-        full = problem(None, base=base)
+        full = kimi(None, base=base)
         terms, _ = memory.state_terms(full, elements, setup)
         assert sum(terms.values()) == each * elements.trainable + 4 * elements.untrained
 
 
 def test_an_optimizer_on_the_host_leaves_weights_and_gradients() -> None:
-    case, setup = problem(None), Setup(layout=Layout.parse("d64e64"), optimizer_on_host=True)
+    case, setup = kimi(None), Setup(layout=Layout.parse("d64e64"), optimizer_on_host=True)
     elements = stage_elements(case.config, None, setup.layout, 0)
     terms, host = memory.state_terms(case, elements, setup)
     assert set(terms) == {"base weights", "gradients"} and host == 12 * elements.trainable
@@ -332,7 +332,7 @@ def arrangement(train: str, rollout: str, base: Base, **more: Any) -> Arrangemen
 
 def test_one_base_or_two() -> None:
     """Two copies take one more, a swapped base moves it to the host, and neither touches the adapters."""
-    case = problem()
+    case = kimi()
     shared, two, swapped = (
         {phase: memory.memory(case, arrangement("d8t8e64", "d8t8e64", base), phase) for phase in Phase}
         for base in (Base.SHARED, Base.TWO, Base.SWAPPED)
@@ -346,7 +346,7 @@ def test_one_base_or_two() -> None:
 
 def test_a_reference_estimate_of_colocated_copies() -> None:
     """Section 6 of the notes: two BF16 copies do not fit (78 to 82 GB there); one does."""
-    case = problem()
+    case = kimi()
     found = memory.memory(case, arrangement("d8t8e64", "d8t8e64", Base.TWO), Phase.TRAIN)
     assert found.total > 78 * GB
     assert memory.memory(case, arrangement("d8t8e64", "d8t8e64", Base.SHARED), Phase.ROLLOUT).total < 50 * GB
@@ -367,7 +367,7 @@ def test_a_reference_estimate_of_colocated_copies() -> None:
 def test_where_one_base_serves_both(train: str, rollout: str, possible: bool) -> None:
     """By the words of ``shares_base``, and by the tensors: every index that a sampler's rank needs of what it
     shares is among those that the trainer's rank keeps."""
-    case = problem()
+    case = kimi()
     a, b = Layout.parse(train), Layout.parse(rollout)
     reason = memory.shares_base(case, Setup(layout=a), Setup(layout=b))
     assert (reason == "") == possible
@@ -388,7 +388,7 @@ def contained(config: ModelConfig, train: Layout, rollout: Layout, rank: int) ->
 
 
 def test_the_cache_of_latents_is_not_cut_by_tensor_ranks() -> None:
-    case = problem()
+    case = kimi()
     one, eight = (Setup(layout=Layout.parse(text)) for text in ("d64e64", "d8t8e64"))
     assert memory.kv_bytes(case, one) == memory.kv_bytes(case, eight) == 70_272
     dense = Problem(
@@ -402,7 +402,7 @@ def test_the_cache_of_latents_is_not_cut_by_tensor_ranks() -> None:
 
 
 def test_sequences_fill_what_is_free() -> None:
-    case, setup = problem(), Setup(layout=Layout.parse("d64e64"))
+    case, setup = kimi(), Setup(layout=Layout.parse("d64e64"))
     assert memory.sequences_for(case, setup, 0.0) == 0
     few = memory.sequences_for(case, setup, 5 * GB)
     assert 0 < few <= memory.sequences_for(case, setup, 10 * GB) <= 8  # 512 answers over 64 ranks
