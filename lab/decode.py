@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from rich.table import Table
 
+from lab.harness import ModelBench, Result, Say, option
 from lab.rollout_worker import roofline_s
-from lab.settings import machine, our_threads
+from lab.settings import our_threads
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.paged import KVStore
 from ostinato.engine.runner import Runner
@@ -29,38 +28,60 @@ from ostinato.model.hf import load_model
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.types import Request, Sampling
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    folder: Path
-    model: str
-    dtype: str = "bfloat16"
-    batches: tuple[int, ...] = (1, 8, 64)
+class Decode(ModelBench):
+    batches: tuple[int, ...] = option((1, 8, 64), "Batch sizes, with commas.", "batch")
     new_tokens: int = 64
     prompt: int = 32
     rounds: int = 5
 
+    def quick(self) -> Decode:
+        return replace(self, rounds=2)
 
-def run(plan: Plan, say: Say) -> dict[str, Any]:
-    """Medians over the rounds, in milliseconds, for every batch size."""
-    torch.set_num_threads(our_threads())
-    try:
-        kernels = load()
-    except BuildError as error:
-        say(f"without native kernels: {error}")
-        kernels = None
-    decoder = load_model(plan.folder, dtype=getattr(torch, plan.dtype), device="cpu", fp32_head=True)
-    rows = []
-    for batch in plan.batches:
-        say(f"batch {batch}: {plan.rounds} rounds of {plan.new_tokens} tokens")
-        rows.append(_batch(plan, decoder, kernels, batch))
-    return {"model": plan.model, "dtype": plan.dtype, "batches": rows, "machine": machine()}
+    def measure(self, say: Say) -> dict[str, Any]:
+        torch.set_num_threads(our_threads())
+        try:
+            kernels = load()
+        except BuildError as error:
+            say(f"without native kernels: {error}")
+            kernels = None
+        decoder = load_model(self.folder, dtype=getattr(torch, self.dtype), device="cpu", fp32_head=True)
+        rows = []
+        for batch in self.batches:
+            say(f"batch {batch}: {self.rounds} rounds of {self.new_tokens} tokens")
+            rows.append(_batch(self, decoder, kernels, batch))
+        return {"model": self.model, "dtype": self.dtype, "batches": rows}
+
+    @staticmethod
+    def table(result: Result) -> Table:
+        columns = {
+            "step": "step (ms)",
+            "roofline": "matrix products alone",
+            "fused_forward": "layers, one call",
+            "op_by_op_forward": "layers, op by op",
+            "fused_draw": "head and draw",
+        }
+        shown = Table(title=f"{result['model']} {result['dtype']}, one decode step, medians")
+        shown.add_column("batch", justify="right")
+        for title in (*columns.values(), "the engine's own", "roofline / step", "tokens/s"):
+            shown.add_column(title, justify="right")
+        for row in result["batches"]:
+            ms = row["ms"]
+            own = ms["step"] - ms["fused_forward"] - ms["fused_draw"]
+            cells = [f"{ms[name]:.2f}" if name in ms else "-" for name in columns]
+            shown.add_row(
+                str(row["batch"]),
+                *cells,
+                f"{own:.2f}",
+                f"{row['roofline_share']:.2f}",
+                f"{row['tokens_per_s']:.0f}",
+            )
+        return shown
 
 
-def _batch(plan: Plan, decoder: Decoder, kernels: Kernels | None, batch: int) -> dict[str, Any]:
-    context = plan.prompt + plan.new_tokens
+def _batch(bench: Decode, decoder: Decoder, kernels: Kernels | None, batch: int) -> dict[str, Any]:
+    context = bench.prompt + bench.new_tokens
     engine = LocalEngine(
         decoder, kernels=kernels, kv_memory_mb=512, max_batch=batch, context_limit=context + 16
     )
@@ -68,8 +89,8 @@ def _batch(plan: Plan, decoder: Decoder, kernels: Kernels | None, batch: int) ->
     if paths["fused"].runner.is_fused:
         paths["op_by_op"] = Parts(decoder, kernels, batch, context, fused=False)
     times: dict[str, list[float]] = {}
-    for number in range(plan.rounds + 1):  # the first warms up
-        found = {"step": statistics.median(_steps(engine, plan, batch, number))}
+    for number in range(bench.rounds + 1):  # the first warms up
+        found = {"step": statistics.median(_steps(engine, bench, batch, number))}
         for name, parts in paths.items():
             found[f"{name}_forward"], found[f"{name}_draw"] = parts.seconds()
         found["roofline"] = roofline_s(decoder, kernels, batch, rounds=3)
@@ -86,15 +107,17 @@ def _batch(plan: Plan, decoder: Decoder, kernels: Kernels | None, batch: int) ->
     }
 
 
-def _steps(engine: LocalEngine, plan: Plan, batch: int, number: int) -> list[float]:
+def _steps(engine: LocalEngine, bench: Decode, batch: int, number: int) -> list[float]:
     """Seconds of the steps in which all sequences decode and nothing else happens."""
     engine.publish(None, number + 1)
     rng = np.random.default_rng(number)
-    sampling = Sampling(max_tokens=plan.new_tokens)
+    sampling = Sampling(max_tokens=bench.new_tokens)
     vocab = engine.decoder.config.vocab_size
     requests = [
         Request(
-            tokens=rng.integers(0, vocab, plan.prompt).astype(np.int32), sampling=sampling, seed=(number, row)
+            tokens=rng.integers(0, vocab, bench.prompt).astype(np.int32),
+            sampling=sampling,
+            seed=(number, row),
         )
         for row in range(batch)
     ]
@@ -137,30 +160,3 @@ class Parts:
         """The same, medians."""
         timed = [self.run() for _ in range(rounds)]
         return statistics.median(f for f, _ in timed), statistics.median(d for _, d in timed)
-
-
-def table(result: dict[str, Any]) -> Table:
-    """Milliseconds of a step and its parts."""
-    columns = {
-        "step": "step (ms)",
-        "roofline": "matrix products alone",
-        "fused_forward": "layers, one call",
-        "op_by_op_forward": "layers, op by op",
-        "fused_draw": "head and draw",
-    }
-    shown = Table(title=f"{result['model']} {result['dtype']}, one decode step, medians")
-    shown.add_column("batch", justify="right")
-    for title in (*columns.values(), "the engine's own", "roofline / step", "tokens/s"):
-        shown.add_column(title, justify="right")
-    for row in result["batches"]:
-        ms = row["ms"]
-        own = ms["step"] - ms["fused_forward"] - ms["fused_draw"]
-        cells = [f"{ms[name]:.2f}" if name in ms else "-" for name in columns]
-        shown.add_row(
-            str(row["batch"]),
-            *cells,
-            f"{own:.2f}",
-            f"{row['roofline_share']:.2f}",
-            f"{row['tokens_per_s']:.0f}",
-        )
-    return shown

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ from rich.table import Table
 
 from lab.arms import Oracle, Pair, Rollout, nothing_known
 from lab.epochs import Model, Step, record
-from lab.settings import Clock, machine
+from lab.harness import Bench, Result, Say, option
+from lab.settings import Clock, with_dtype
 from ostinato.config import Recipe
 from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.lengths import Lengths
@@ -30,8 +31,6 @@ from ostinato.history.store import History
 from ostinato.model.named import model_folder
 from ostinato.protocols import Drafter
 from ostinato.types import Completion, Request
-
-Say = Callable[[str], None]
 
 
 class Arm(StrEnum):
@@ -83,17 +82,31 @@ RULES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Draft(Bench):
     """What is measured. ``batches`` are sequences that run together (``engine.max_batch``) while the recipe's
     prompts_per_step x group_size are asked for at once; the first is the headline. ``rounds`` replays."""
 
-    recipe: Recipe
-    batches: tuple[int, ...] = (8, 4, 16, 64, 256)
-    epochs: int = 3
-    rounds: int = 2
-    leaves: int = 4
-    clock: Clock = Clock.WALL
+    recipe: str = option("quickstart", "A recipe, by name or file.")
+    prompts: int = option(64, "Of an epoch.")
+    overrides: tuple[str, ...] = ()
+    batches: tuple[int, ...] = option(
+        (8, 4, 16, 64, 256),
+        "How many sequences run together, with commas; the first is the headline.",
+        "batch",
+    )
+    epochs: int = option(3, "Over all prompts.")
+    rounds: int = option(2, "Replays of the whole run; medians count.")
+    leaves: int = option(4, "Most leaves of a draft; 1 is chains.")
+    clock: Clock = option(Clock.WALL, "cpu is for one thread on a machine that others use too.")
     arms: tuple[Arm, ...] = tuple(Arm)
+
+    @property
+    def loaded(self) -> Recipe:
+        """The recipe, with the dtype of a run on this machine."""
+        return with_dtype(Recipe.load(self.recipe, f"task.n_train={self.prompts}", *self.overrides))
+
+    def quick(self) -> Draft:
+        return replace(self, prompts=32, batches=(8, 64), rounds=1)
 
     def __post_init__(self) -> None:
         if not self.batches or min(self.batches) < 1:
@@ -101,6 +114,51 @@ class Plan:
         for name in ("epochs", "rounds", "leaves"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}; use at least 1")
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        recipe = self.loaded
+        model = Model.load(
+            str(model_folder(recipe.model.path)),
+            dtype=recipe.model.dtype,
+            fp32_head=recipe.model.fp32_head,
+            say=say,
+        )
+        steps = record(recipe, model, self.epochs, say)
+        rows: list[Measured] = []
+        for batch in self.batches:
+            pair = Pair(
+                model,
+                kv_memory_mb=recipe.engine.kv_memory_mb,
+                max_batch=batch,
+                context_limit=model.decoder.config.max_positions,
+                leaves=self.leaves,
+                clock=self.clock,
+            )
+            for round_ in range(self.rounds):
+                rows += _replay(self, pair, steps, batch, round_)
+                for line in _progress(self, rows, batch):
+                    say(line)
+        return summary(self, rows)
+
+    @staticmethod
+    def table(result: Result) -> Table:
+        settings = result["settings"]
+        epochs = [entry["epoch"] for entry in result["batches"][0]["arms"][0]["epochs"]]
+        title = (
+            f"rollouts of {settings['recipe']} ({settings['model']}, {settings['dtype']}): "
+            f"{settings['asked_at_once']} sequences asked at once, at most 'batch' run together; "
+            f"{settings['clock']} time"
+        )
+        out = Table("batch", "drafts", title=title, caption=_caption(result))
+        for name in ("tokens per pass", "accepted of drafted", "seconds", "times as fast as off"):
+            out.add_column(f"{name}\nepoch {' / '.join(map(str, epochs))}", justify="right")
+        out.add_column("all\nepochs", justify="right")
+        out.add_column("drafting\n(share of time)", justify="right")
+        for entry in result["batches"]:
+            for index, arm in enumerate(entry["arms"]):
+                out.add_row("" if index else str(entry["batch"]), arm["name"], *_cells(arm))
+            out.add_section()
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,48 +192,21 @@ class _Seated:
     index_s: float = 0.0
 
 
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Measure, and return the JSON of the command. Raises ValueError for a recipe that cannot be replayed."""
-    recipe = plan.recipe
-    model = Model.load(
-        str(model_folder(recipe.model.path)),
-        dtype=recipe.model.dtype,
-        fp32_head=recipe.model.fp32_head,
-        say=say,
-    )
-    steps = record(recipe, model, plan.epochs, say)
-    rows: list[Measured] = []
-    for batch in plan.batches:
-        pair = Pair(
-            model,
-            kv_memory_mb=recipe.engine.kv_memory_mb,
-            max_batch=batch,
-            context_limit=model.decoder.config.max_positions,
-            leaves=plan.leaves,
-            clock=plan.clock,
-        )
-        for round_ in range(plan.rounds):
-            rows += _replay(plan, pair, steps, batch, round_)
-            for line in _progress(plan, rows, batch):
-                say(line)
-    return summary(plan, rows) | {"machine": machine()}
-
-
-def _replay(plan: Plan, pair: Pair, steps: Sequence[Step], batch: int, round_: int) -> Iterator[Measured]:
+def _replay(bench: Draft, pair: Pair, steps: Sequence[Step], batch: int, round_: int) -> Iterator[Measured]:
     """Every step by every arm, with fresh drafters and histories."""
     truth = {
         tuple(request.seed): answer.tokens
         for step in steps
         for request, answer in zip(step.requests, step.answers, strict=True)
     }
-    seated = [_seat(arm, truth) for arm in plan.arms]
+    seated = [_seat(arm, truth) for arm in bench.arms]
     pair.warm_up(steps[0].requests[:4])
     for step in steps:
         shift = (step.number + round_) % len(seated)
         for seat in seated[shift:] + seated[:shift]:
             always = seat.arm not in (Arm.OURS, Arm.ORACLE)  # the published ones keep no account
             rollout = pair.rollout(seat.drafter, step.requests, step.adapters, seat.expect, always)
-            yield _measured(plan, seat, step, rollout, batch, round_)
+            yield _measured(bench, seat, step, rollout, batch, round_)
         for seat in seated:
             seat.index_s = _learn(seat, step)
 
@@ -199,7 +230,7 @@ def expected_length(lengths: Lengths, request: Request) -> float:
     return forecast if math.isfinite(forecast) else 0.0
 
 
-def _measured(plan: Plan, seat: _Seated, step: Step, rollout: Rollout, batch: int, round_: int) -> Measured:
+def _measured(bench: Draft, seat: _Seated, step: Step, rollout: Rollout, batch: int, round_: int) -> Measured:
     return Measured(
         batch=batch,
         arm=seat.arm,
@@ -239,15 +270,15 @@ def _learn(seat: _Seated, step: Step) -> float:
 # ---- what it comes to
 
 
-def summary(plan: Plan, rows: Sequence[Measured]) -> dict[str, Any]:
+def summary(bench: Draft, rows: Sequence[Measured]) -> dict[str, Any]:
     """The JSON of the command, from its rows. A step's seconds are the median over rounds."""
     batches = [
-        {"batch": batch, "arms": [_arm_entry(rows, batch, arm) for arm in plan.arms]}
-        for batch in plan.batches
+        {"batch": batch, "arms": [_arm_entry(rows, batch, arm) for arm in bench.arms]}
+        for batch in bench.batches
     ]
     headline = {entry["name"]: entry for entry in batches[0]["arms"]}
     ours = headline.pop(Arm.OURS, {"epochs": [], "total": {}})
-    recipe = plan.recipe
+    recipe = bench.loaded
     return {
         "epochs": ours["epochs"],
         "total": ours["total"],
@@ -257,7 +288,7 @@ def summary(plan: Plan, rows: Sequence[Measured]) -> dict[str, Any]:
         "mismatches": sum(row.mismatches for row in rows),
         "compared": recipe.rollout.prompts_per_step * recipe.rollout.group_size * len(rows),
         "settings": {
-            "headline_batch": plan.batches[0],
+            "headline_batch": bench.batches[0],
             "batch_is": "sequences that run together (engine.max_batch)",
             "asked_at_once": recipe.rollout.prompts_per_step * recipe.rollout.group_size,
             "prompts": recipe.task.n_train,
@@ -266,9 +297,9 @@ def summary(plan: Plan, rows: Sequence[Measured]) -> dict[str, Any]:
             "model": recipe.model.path,
             "dtype": recipe.model.dtype,
             "recipe": recipe.name,
-            "rounds": plan.rounds,
-            "leaves": plan.leaves,
-            "clock": str(plan.clock),
+            "rounds": bench.rounds,
+            "leaves": bench.leaves,
+            "clock": str(bench.clock),
         },
     }
 
@@ -333,32 +364,11 @@ def _ratio(above: float, below: float, digits: int = 4) -> float | None:
     return round(above / below, digits) if below else None
 
 
-def _progress(plan: Plan, rows: Sequence[Measured], batch: int) -> Iterator[str]:
-    for arm in plan.arms:
+def _progress(bench: Draft, rows: Sequence[Measured], batch: int) -> Iterator[str]:
+    for arm in bench.arms:
         if arm is not Arm.OFF:
             total = _arm_entry(rows, batch, arm)["total"]
             yield f"batch {batch}: {arm} {_form(total['speedup'], '.2f')}x as fast as without drafts"
-
-
-def table(result: Mapping[str, Any]) -> Table:
-    """The result for people: every arm at every batch size, by epoch."""
-    settings = result["settings"]
-    epochs = [entry["epoch"] for entry in result["batches"][0]["arms"][0]["epochs"]]
-    title = (
-        f"rollouts of {settings['recipe']} ({settings['model']}, {settings['dtype']}): "
-        f"{settings['asked_at_once']} sequences asked at once, at most 'batch' run together; "
-        f"{settings['clock']} time"
-    )
-    out = Table("batch", "drafts", title=title, caption=_caption(result))
-    for name in ("tokens per pass", "accepted of drafted", "seconds", "times as fast as off"):
-        out.add_column(f"{name}\nepoch {' / '.join(map(str, epochs))}", justify="right")
-    out.add_column("all\nepochs", justify="right")
-    out.add_column("drafting\n(share of time)", justify="right")
-    for entry in result["batches"]:
-        for index, arm in enumerate(entry["arms"]):
-            out.add_row("" if index else str(entry["batch"]), arm["name"], *_cells(arm))
-        out.add_section()
-    return out
 
 
 def _cells(arm: Mapping[str, Any]) -> list[str]:

@@ -47,11 +47,9 @@ from lab.faults_strike import (
     planted,
     small_disk,
 )
+from lab.harness import Bench, Result, Say, option
 from lab.same_run import same
-from lab.settings import machine
 from ostinato.run import RunFolder
-
-Say = Callable[[str], None]
 
 STEPS, PROMPTS, GROUP = 6, 4, 4
 RUN_S = 600.0  # for a run, or a resumed one, to end: a limit that says "it hangs"
@@ -189,33 +187,80 @@ NAMES = (*(fault.name for fault in FAULTS), VLLM, NETWORK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Faults(Bench):
     """``vllm``: a Python that has it; without one, what needs it is left out."""
 
-    faults: tuple[str, ...] = NAMES
-    vllm: str = ""
-    runs: int = 20
-    at_once: int = 2
-    kept: Path | None = None  # a line for every run; what it has is not run again
+    faults: tuple[str, ...] = option(NAMES, "Some of them, with commas.", "only")
+    vllm: str = option("", "A python that has vLLM, for the faults of it.")
+    runs: int = option(20, "Of each fault.")
+    at_once: int = option(2, "Runs at once.")
+    kept: Path | None = option(
+        None, "A file with a line for each run; what it has is not run again."
+    )  # a line for every run; what it has is not run again
 
-    def shortened(self) -> Plan:
+    def __post_init__(self) -> None:
+        if odd := sorted(set(self.faults) - set(NAMES)):
+            raise ValueError(f"--only has {odd[0]!r}; use some of {', '.join(NAMES)}")
+
+    def quick(self) -> Faults:
         return replace(self, runs=1)
 
+    def measure(self, say: Say) -> dict[str, Any]:
+        heartbeat, lock = Heartbeat(), threading.Lock()
+        rows = list(_kept(self.kept))
+        known = {(row["fault"], row["run"]) for row in rows}
+        missing = {name for name in self.faults if any((name, n) not in known for n in range(self.runs))}
+        with contextlib.ExitStack() as held:
+            root = held.enter_context(tempfile.TemporaryDirectory(prefix="ostinato-bench-"))
+            wanted = [*faults(replace(self, faults=tuple(missing)), held, Path(root))]
+            todo = [(fault, n) for n in range(self.runs) for fault in wanted if (fault.name, n) not in known]
+            reference = undisturbed(Path(root) / "undisturbed", heartbeat) if todo else {}
 
-def faults(plan: Plan, held: contextlib.ExitStack, root: Path) -> Iterator[Fault]:
+            def hurt_one(fault: Fault, number: int) -> None:
+                row = hurt(fault, number, Path(root), heartbeat, reference)
+                with lock:
+                    rows.append(row)
+                    if self.kept is not None:
+                        with self.kept.open("a") as file:
+                            file.write(json.dumps(row) + "\n")
+                    say(f"{len(rows)}/{len(known) + len(todo)}  {_line(row)}")
+
+            with ThreadPoolExecutor(self.at_once) as threads:
+                for waiting in [threads.submit(hurt_one, *one) for one in todo]:
+                    waiting.result()
+        mine = [row for row in rows if row["fault"] in self.faults and row["run"] < self.runs]
+        return {"faults": summed(mine), "runs": mine, "settings": asdict(self)}
+
+    @staticmethod
+    def table(result: Result) -> Table:
+        shown = Table(title="faults at random moments of real runs", title_justify="left")
+        columns = ("fault", "runs", "recovered", "stopped", "neither", "s, median", "s, most", "bound")
+        for name in (*columns, "prompts lost", "dropped", "equal"):
+            shown.add_column(name, justify="left" if name == "fault" else "right")
+        for row in result["faults"]:
+            counts = [str(row[name]) for name in ("runs", "recovered", "stopped", "neither")]
+            seconds = [f"{row[name]:.1f}" for name in ("seconds_median", "seconds_max", "bound_s")]
+            equal = f"{row['equal']}/{row['compared']}" if row["compared"] else "-"
+            shown.add_row(
+                row["fault"], *counts, *seconds, str(row["prompts_lost"]), str(row["groups_dropped"]), equal
+            )
+        return shown
+
+
+def faults(bench: Faults, held: contextlib.ExitStack, root: Path) -> Iterator[Fault]:
     """Those that are asked for and can be had; what they need is there while ``held`` is."""
-    yield from (fault for fault in FAULTS if fault.name in plan.faults)
-    if plan.vllm and VLLM in plan.faults:
+    yield from (fault for fault in FAULTS if fault.name in bench.faults)
+    if bench.vllm and VLLM in bench.faults:
         yield Fault(
             name=VLLM,
             how="`kill -9` of vLLM's engine core or of its front",
             strike=vllm.crash,
             bound_s=300.0,
-            overrides=vllm.own_server(plan.vllm, vllm.small_model(root / "model")),
+            overrides=vllm.own_server(bench.vllm, vllm.small_model(root / "model")),
         )
-    if plan.vllm and NETWORK in plan.faults:
+    if bench.vllm and NETWORK in bench.faults:
         model = vllm.small_model(root / "model")
-        wire = held.enter_context(vllm.served(plan.vllm, model, root / "vllm.log"))
+        wire = held.enter_context(vllm.served(bench.vllm, model, root / "vllm.log"))
         yield Fault(
             name=NETWORK,
             how="the wire to a vLLM server carries nothing for 30 s, with `silence_s` 5 or 60",
@@ -225,35 +270,6 @@ def faults(plan: Plan, held: contextlib.ExitStack, root: Path) -> Iterator[Fault
             other=("cluster.silence_s=5",),
             alone=threading.Lock(),
         )
-
-
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Hurt the runs, and return the JSON of the command. Raises ContenderFailed where a run cannot be hurt,
-    or the undisturbed one fails."""
-    heartbeat, lock = Heartbeat(), threading.Lock()
-    rows = list(_kept(plan.kept))
-    known = {(row["fault"], row["run"]) for row in rows}
-    missing = {name for name in plan.faults if any((name, n) not in known for n in range(plan.runs))}
-    with contextlib.ExitStack() as held:
-        root = held.enter_context(tempfile.TemporaryDirectory(prefix="ostinato-bench-"))
-        wanted = [*faults(replace(plan, faults=tuple(missing)), held, Path(root))]
-        todo = [(fault, n) for n in range(plan.runs) for fault in wanted if (fault.name, n) not in known]
-        reference = undisturbed(Path(root) / "undisturbed", heartbeat) if todo else {}
-
-        def hurt_one(fault: Fault, number: int) -> None:
-            row = hurt(fault, number, Path(root), heartbeat, reference)
-            with lock:
-                rows.append(row)
-                if plan.kept is not None:
-                    with plan.kept.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                say(f"{len(rows)}/{len(known) + len(todo)}  {_line(row)}")
-
-        with ThreadPoolExecutor(plan.at_once) as threads:
-            for waiting in [threads.submit(hurt_one, *one) for one in todo]:
-                waiting.result()
-    mine = [row for row in rows if row["fault"] in plan.faults and row["run"] < plan.runs]
-    return {"faults": summed(mine), "runs": mine, "settings": asdict(plan), "machine": machine()}
 
 
 # ---- one run
@@ -465,21 +481,6 @@ def _summed(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(result: Mapping[str, Any]) -> Table:
-    shown = Table(title="faults at random moments of real runs", title_justify="left")
-    columns = ("fault", "runs", "recovered", "stopped", "neither", "s, median", "s, most", "bound")
-    for name in (*columns, "prompts lost", "dropped", "equal"):
-        shown.add_column(name, justify="left" if name == "fault" else "right")
-    for row in result["faults"]:
-        counts = [str(row[name]) for name in ("runs", "recovered", "stopped", "neither")]
-        seconds = [f"{row[name]:.1f}" for name in ("seconds_median", "seconds_max", "bound_s")]
-        equal = f"{row['equal']}/{row['compared']}" if row["compared"] else "-"
-        shown.add_row(
-            row["fault"], *counts, *seconds, str(row["prompts_lost"]), str(row["groups_dropped"]), equal
-        )
-    return shown
-
-
 def _line(row: Mapping[str, Any]) -> str:
     equal = {True: ", equal", False: f", DIFFERS in {row.get('differs')}", None: ""}[row.get("equal")]
     books = f"{row.get('lost', '?')} lost, {row.get('dropped', '?')} dropped{equal}"
@@ -491,6 +492,3 @@ def _line(row: Mapping[str, Any]) -> str:
 def _kept(path: Path | None) -> Iterator[dict[str, Any]]:
     if path is not None and path.exists():
         yield from (json.loads(line) for line in path.read_text().splitlines())
-
-
-__all__ = ["FAULTS", "NAMES", "Fault", "Plan", "differences", "lost", "outcome", "run", "summed", "table"]

@@ -11,8 +11,8 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lab.arms import Holder
 from lab.epochs import Model, answers_of
-from lab.settings import machine
+from lab.harness import Bench, Result, Say, option
 from ostinato.algo.noise import key, uniform
 from ostinato.engine.local import LocalEngine
 from ostinato.history.blocks import CONTEXT
@@ -32,17 +32,16 @@ from ostinato.model.named import model_folder
 from ostinato.protocols import Drafter
 from ostinato.types import DraftQuery, Drafts, HistoryEntry, Request, SampledTokens, Sampling
 
-Say = Callable[[str], None]
 COMMON = 0.97  # probability of the next token of the common answer
 AWAY = 20  # most tokens between leaving it and coming back
 ALLOWED = {"build_tokens_per_s": 1e6, "bytes_per_token": 12.0, "drafting_share": 0.05}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class HistoryCost(Bench):
     """``prompts`` x ``group`` answers of about ``length`` tokens; drafting at ``batches`` on ``models``."""
 
-    prompts: int = 512
+    prompts: int = option(512, "16 answers of some 1,220 tokens to each.")
     group: int = 16
     length: int = 1220
     vocab: int = 49152
@@ -55,40 +54,75 @@ class Plan:
     def num_tokens(self) -> int:
         return self.prompts * self.group * self.length
 
+    def quick(self) -> HistoryCost:
+        return replace(self, prompts=16, passes=100)
 
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Measure, and return the JSON of the command; a model that is not there is skipped with one sentence."""
-    history, store = _store(plan, say)
-    result: dict[str, Any] = {"store": store, "drafting": [], "skipped": []}
-    for batch in plan.batches:
-        drafting = drafting_us(plan, history, batch)
-        say(f"batch {batch}: drafting takes {drafting:.2f} us of CPU per sequence and pass")
-        result["drafting"].append({"batch": batch, "us_per_sequence_pass": round(drafting, 3), "passes": {}})
-    for name in plan.models:
-        try:
-            folder = str(model_folder(name))
-        except ValueError as error:
-            result["skipped"].append(f"{name} was skipped: {error}")
-            say(result["skipped"][-1])
-            continue
-        model = Model.load(folder, dtype=plan.dtype, fp32_head=True, say=say)
+    def measure(self, say: Say) -> dict[str, Any]:
+        history, store = _store(self, say)
+        result: dict[str, Any] = {"store": store, "drafting": [], "skipped": []}
+        for batch in self.batches:
+            drafting = drafting_us(self, history, batch)
+            say(f"batch {batch}: drafting takes {drafting:.2f} us of CPU per sequence and pass")
+            result["drafting"].append(
+                {"batch": batch, "us_per_sequence_pass": round(drafting, 3), "passes": {}}
+            )
+        for name in self.models:
+            try:
+                folder = str(model_folder(name))
+            except ValueError as error:
+                result["skipped"].append(f"{name} was skipped: {error}")
+                say(result["skipped"][-1])
+                continue
+            model = Model.load(folder, dtype=self.dtype, fp32_head=True, say=say)
+            for entry in result["drafting"]:
+                seconds = pass_s(model, entry["batch"])
+                share = entry["us_per_sequence_pass"] * 1e-6 * entry["batch"] / seconds
+                entry["passes"][name] = {
+                    "pass_ms": round(1e3 * seconds, 3),
+                    "drafting_share": round(share, 5),
+                }
+                say(f"{name}, batch {entry['batch']}: {1e3 * seconds:.2f} ms per pass, drafting {share:.1%}")
+        return result | {"settings": asdict(self) | {"allowed": ALLOWED}}
+
+    @staticmethod
+    def table(result: Result) -> Table:
+        store, allowed = result["store"], result["settings"]["allowed"]
+        out = Table("figure", title=f"history of {store['tokens'] / 1e6:.1f} M tokens, one thread")
+        out.add_column("measured", justify="right")
+        out.add_column("limit", justify="right")
+        speed, size = store["build_tokens_per_s"] / 1e6, store["bytes_per_token"]
+        out.add_row(
+            "index built", f"{speed:.2f} M tokens/s", f"at least {allowed['build_tokens_per_s'] / 1e6:g}"
+        )
+        out.add_row("memory", f"{size:.2f} B per token", f"at most {allowed['bytes_per_token']:g}")
+        out.add_row("memory, as the process grew", f"{store['resident_bytes_per_token']:.2f} B per token")
+        if store["find_us"] is not None:
+            out.add_row("longest match found", f"{store['find_us']:.2f} us")
         for entry in result["drafting"]:
-            seconds = pass_s(model, entry["batch"])
-            share = entry["us_per_sequence_pass"] * 1e-6 * entry["batch"] / seconds
-            entry["passes"][name] = {"pass_ms": round(1e3 * seconds, 3), "drafting_share": round(share, 5)}
-            say(f"{name}, batch {entry['batch']}: {1e3 * seconds:.2f} ms per pass, drafting {share:.1%}")
-    return result | {"settings": asdict(plan) | {"allowed": ALLOWED}, "machine": machine()}
+            batch = entry["batch"]
+            out.add_section()
+            out.add_row(
+                f"drafting at batch {batch}", f"{entry['us_per_sequence_pass']:.2f} us of CPU per sequence"
+            )
+            for name, one in entry["passes"].items():
+                limit = f"at most {allowed['drafting_share']:.0%}"
+                out.add_row(
+                    f"  of a pass of {name}", f"{one['drafting_share']:.2%} of {one['pass_ms']:.2f} ms", limit
+                )
+        for sentence in result["skipped"]:
+            out.add_row(sentence)
+        return out
 
 
 # ---- the store
 
 
-def _store(plan: Plan, say: Say) -> tuple[History, dict[str, float | None]]:
-    """The history of ``plan``, and what it took: seconds without those of making the text up."""
+def _store(bench: HistoryCost, say: Say) -> tuple[History, dict[str, float | None]]:
+    """The history of the bench, and what it took: seconds without those of making the text up."""
     history = History(memory_mb=4096, epochs=1)
     before, add_s, tokens = resident_bytes(), 0.0, 0
-    for prompt in range(plan.prompts):
-        pasts = answers(plan, prompt)
+    for prompt in range(bench.prompts):
+        pasts = answers(bench, prompt)
         start = time.perf_counter()
         history.add(uid(prompt), 1, pasts)
         add_s += time.perf_counter() - start
@@ -103,7 +137,7 @@ def _store(plan: Plan, say: Say) -> tuple[History, dict[str, float | None]]:
         "build_tokens_per_s": round(tokens / (add_s + build_s)),
         "bytes_per_token": round(history.bytes_per_token, 3),
         "resident_bytes_per_token": round((resident_bytes() - before) / tokens, 3),
-        "find_us": find_us(plan, history),
+        "find_us": find_us(bench, history),
     }
     say(
         f"{tokens / 1e6:.2f} M tokens added and indexed, {store['build_tokens_per_s'] / 1e6:.2f} M tokens/s, "
@@ -112,15 +146,15 @@ def _store(plan: Plan, say: Say) -> tuple[History, dict[str, float | None]]:
     return history, store
 
 
-def find_us(plan: Plan, history: History, finds: int = 2000, context: int = 32) -> float:
+def find_us(bench: HistoryCost, history: History, finds: int = 2000, context: int = 32) -> float:
     """Microseconds to find the longest match of the last ``context`` tokens of an answer that is not stored,
     without what a call from Python costs."""
     library, span = load_library(), Span()
     rng, seconds = np.random.default_rng(3), 0.0
     for index in range(finds):
-        prompt = index % plan.prompts
-        said = World.of(plan, prompt).answer(rng.random(plan.length), rng).tokens
-        end = int(rng.integers(context, plan.length))
+        prompt = index % bench.prompts
+        said = World.of(bench, prompt).answer(rng.random(bench.length), rng).tokens
+        end = int(rng.integers(context, bench.length))
         asked = np.ascontiguousarray(said[end - context : end], np.int32)
         block = library.history_block(history.native, prompt_key(uid(prompt)), 1)
         place = asked.ctypes.data
@@ -144,10 +178,10 @@ class World:
     edges: np.ndarray  # [length] float64
 
     @classmethod
-    def of(cls, plan: Plan, prompt: int) -> World:
+    def of(cls, bench: HistoryCost, prompt: int) -> World:
         rng = np.random.default_rng((prompt, 0))
-        tokens = (rng.zipf(1.3, plan.length) % plan.vocab).astype(np.int32)
-        return cls(tokens=tokens, edges=rng.random(plan.length) * (1 - COMMON))
+        tokens = (rng.zipf(1.3, bench.length) % bench.vocab).astype(np.int32)
+        return cls(tokens=tokens, edges=rng.random(bench.length) * (1 - COMMON))
 
     def answer(self, u: np.ndarray, rng: np.random.Generator) -> HistoryEntry:
         """What the uniforms u [length] draw: where one leaves the common answer, up to AWAY tokens of
@@ -169,10 +203,10 @@ class World:
         )
 
 
-def answers(plan: Plan, prompt: int) -> list[HistoryEntry]:
+def answers(bench: HistoryCost, prompt: int) -> list[HistoryEntry]:
     """A group of answers to one prompt."""
-    world, rng = World.of(plan, prompt), np.random.default_rng((prompt, 1))
-    return [world.answer(rng.random(plan.length), rng) for _ in range(plan.group)]
+    world, rng = World.of(bench, prompt), np.random.default_rng((prompt, 1))
+    return [world.answer(rng.random(bench.length), rng) for _ in range(bench.group)]
 
 
 def resident_bytes() -> int:
@@ -199,16 +233,16 @@ class Follower:
         return len(self.will_say.tokens) - self.said
 
 
-def drafting_us(plan: Plan, history: History, batch: int) -> float:
+def drafting_us(bench: HistoryCost, history: History, batch: int) -> float:
     """Microseconds of CPU per (sequence, pass) inside the drafter: opening, proposing and observing, with
     ``batch`` sequences of as many prompts running; a sequence that ends is followed by another."""
     drafter = Holder(HistoryDrafter(history), clock=time.thread_time)
     table = 1e-3 + 1e-5 * (batch + np.arange(8 * batch + 1))  # seconds of a pass of a small model
     running: list[Follower] = []
     opened = 0
-    for _ in range(plan.passes):
+    for _ in range(bench.passes):
         while len(running) < batch:
-            running.append(_follower(plan, drafter, opened))
+            running.append(_follower(bench, drafter, opened))
             opened += 1
         asked = DraftQuery(
             handles=np.array([one.handle for one in running], np.int64),
@@ -218,18 +252,18 @@ def drafting_us(plan: Plan, history: History, batch: int) -> float:
         )
         drafter.observe(verified(running, drafter.propose(asked)))
         running = [one for one in running if one.left]
-    return 1e6 * drafter.seconds / (batch * plan.passes)
+    return 1e6 * drafter.seconds / (batch * bench.passes)
 
 
-def _follower(plan: Plan, drafter: Drafter, index: int) -> Follower:
-    world = World.of(plan, index % plan.prompts)
+def _follower(bench: HistoryCost, drafter: Drafter, index: int) -> Follower:
+    world = World.of(bench, index % bench.prompts)
     request = Request(
         tokens=world.tokens[:CONTEXT],
-        sampling=Sampling(max_tokens=plan.length),
+        sampling=Sampling(max_tokens=bench.length),
         seed=(0, 2, index),
-        uid=uid(index % plan.prompts),
+        uid=uid(index % bench.prompts),
     )
-    u = uniform(key(request.seed), CONTEXT + np.arange(plan.length))
+    u = uniform(key(request.seed), CONTEXT + np.arange(bench.length))
     return Follower(drafter.open(request), world.answer(u, np.random.default_rng((index, 2))))
 
 
@@ -283,31 +317,3 @@ def pass_s(model: Model, batch: int, rounds: int = 3, new_tokens: int = 48, prom
 
 
 # ---- for people
-
-
-def table(result: Mapping[str, Any]) -> Table:
-    """Every figure beside what it may be at most, or at least."""
-    store, allowed = result["store"], result["settings"]["allowed"]
-    out = Table("figure", title=f"history of {store['tokens'] / 1e6:.1f} M tokens, one thread")
-    out.add_column("measured", justify="right")
-    out.add_column("limit", justify="right")
-    speed, size = store["build_tokens_per_s"] / 1e6, store["bytes_per_token"]
-    out.add_row("index built", f"{speed:.2f} M tokens/s", f"at least {allowed['build_tokens_per_s'] / 1e6:g}")
-    out.add_row("memory", f"{size:.2f} B per token", f"at most {allowed['bytes_per_token']:g}")
-    out.add_row("memory, as the process grew", f"{store['resident_bytes_per_token']:.2f} B per token")
-    if store["find_us"] is not None:
-        out.add_row("longest match found", f"{store['find_us']:.2f} us")
-    for entry in result["drafting"]:
-        batch = entry["batch"]
-        out.add_section()
-        out.add_row(
-            f"drafting at batch {batch}", f"{entry['us_per_sequence_pass']:.2f} us of CPU per sequence"
-        )
-        for name, one in entry["passes"].items():
-            limit = f"at most {allowed['drafting_share']:.0%}"
-            out.add_row(
-                f"  of a pass of {name}", f"{one['drafting_share']:.2%} of {one['pass_ms']:.2f} ms", limit
-            )
-    for sentence in result["skipped"]:
-        out.add_row(sentence)
-    return out

@@ -18,8 +18,8 @@ import asyncio
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from lab.epochs import Model
-from lab.settings import machine
+from lab.harness import Bench, Result, Say, option, seeds
 from lab.whole_runs import trained
 from ostinato.engine.local import LocalEngine
 from ostinato.env.dialogue import Dialogue
@@ -41,8 +41,6 @@ from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.play import Stage
 from ostinato.run import MAIN_SET, RunFolder
 from ostinato.types import Group, Reward, Sampling
-
-Say = Callable[[str], None]
 
 LONG, CUT, INTERRUPTED, ADDED = ARMS = ("long", "cut", "interrupted", "added")
 LAST = 10  # steps of a run that say where it has come to
@@ -90,40 +88,77 @@ SMOLLM = Setting(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Interrupt(Bench):
     """``base``: settings of the untrained policies; ``recipe`` is trained under the limits of the first."""
 
     base: tuple[Setting, ...] = (SEED_MOE, SMOLLM)
-    recipe: str = "quickstart"
-    steps: int = 60
-    seeds: tuple[int, ...] = (0, 1, 2)
-    held_out: int = 256  # problems, an answer each
+    recipe: str = option("quickstart", "A recipe of seed-moe, by name or file.")
+    steps: int = option(60, "Training steps of every run; 0 for none.")
+    seeds: tuple[int, ...] = option((0, 1, 2), "How many, or FIRST:END.", parse=seeds)
+    held_out: int = option(256, "Problems that every policy is scored on.")  # problems, an answer each
     overrides: tuple[str, ...] = ()
 
-    def shortened(self) -> Plan:
-        """Whether it works, not what it says."""
+    def quick(self) -> Interrupt:
         return replace(self, base=self.base[:1], steps=3, seeds=self.seeds[:1], held_out=32)
 
+    def measure(self, say: Say) -> dict[str, Any]:
+        base = [row for setting in self.base for row in untrained(setting, self.held_out, say)]
+        runs: list[dict[str, Any]] = []
+        with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
+            for seed in self.seeds if self.steps else ():
+                for arm in ARMS:
+                    keys = (f"seed={seed}", *_of_run(self), *overrides(self.base[0], arm), *self.overrides)
+                    folder = trained(self.recipe, keys, Path(root) / f"{arm}-{seed}", f"{arm}, seed {seed}")
+                    runs.append({"arm": arm, "seed": seed} | facts(folder))
+                    say(_line(runs[-1]))
+        return {
+            "base": base,
+            "runs": runs,
+            "arms": summed(runs),
+            "limits": {setting.model: setting.limit() for setting in self.base},
+        }
 
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Measure, and return the JSON of the command. Raises ContenderFailed where a run does not end well."""
-    base = [row for setting in plan.base for row in untrained(setting, plan.held_out, say)]
-    runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
-        for seed in plan.seeds if plan.steps else ():
-            for arm in ARMS:
-                keys = (f"seed={seed}", *_of_run(plan), *overrides(plan.base[0], arm), *plan.overrides)
-                folder = trained(plan.recipe, keys, Path(root) / f"{arm}-{seed}", f"{arm}, seed {seed}")
-                runs.append({"arm": arm, "seed": seed} | facts(folder))
-                say(_line(runs[-1]))
-    return {
-        "base": base,
-        "runs": runs,
-        "arms": summed(runs),
-        "settings": asdict(plan),
-        "limits": {setting.model: setting.limit() for setting in plan.base},
-        "machine": machine(),
-    }
+    @staticmethod
+    def table(result: Result) -> RenderableType:
+        settings = result["settings"]
+        limits = ", ".join(f"{model} {limit} tokens" for model, limit in result["limits"].items())
+        base = Table(
+            "model", "arm", "truncated", "interrupted", "pass@1", "tokens", "saved",
+            title=f"base policies on {settings['held_out']} problems, limit {limits}",
+        )  # fmt: skip
+        long = {row["model"]: row["tokens"] for row in result["base"] if row["arm"] == LONG}
+        for row in result["base"]:
+            base.add_row(
+                row["model"],
+                row["arm"],
+                f"{row['truncated']:.1%}",
+                f"{row['interrupted']:.1%}",
+                f"{row['score']:.3f} ± {row['score_error']:.3f}",
+                f"{row['tokens']:.1f}",
+                f"{1 - row['tokens'] / long[row['model']]:.0%}",
+            )
+        if not result["arms"]:
+            return base
+        seeds = ", ".join(map(str, settings["seeds"]))
+        runs = Table(
+            "arm", "truncated: all", f"first {LAST}", f"last {LAST}", "interrupted", "reward", f"last {LAST}",
+            "tokens", "saved", "held-out before -> after",
+            title=f"{settings['recipe']}, {settings['steps']} steps, seeds {seeds}",
+        )  # fmt: skip
+        for arm in result["arms"]:
+            runs.add_row(
+                arm["arm"],
+                f"{arm['truncated_all']:.1%}",
+                f"{arm['truncated_first']:.1%}",
+                f"{arm['truncated_last']:.1%}",
+                f"{arm['interrupted_all']:.1%}",
+                f"{arm['reward_all']:.3f}",
+                f"{arm['reward_last']:.3f}",
+                f"{arm['tokens_all']:.1f}",
+                f"{arm['tokens_saved']:.0%}",
+                f"{arm['before']:.3f} -> {arm['score']:.3f} ± {arm['score_error']:.3f}",
+            )
+        return Stack(base, runs)
 
 
 # ---- the base policy
@@ -202,9 +237,9 @@ def answered(row: Mapping[str, Any]) -> dict[str, Any]:
 # ---- whole runs
 
 
-def _of_run(plan: Plan) -> tuple[str, ...]:
+def _of_run(bench: Interrupt) -> tuple[str, ...]:
     quiet = ("trainer.checkpoint_every=0", "log.mismatch_every=0", "log.trajectories_every=0")
-    return (f"trainer.steps={plan.steps}", "eval.every=0", f"eval.n={plan.held_out}", *quiet)
+    return (f"trainer.steps={bench.steps}", "eval.every=0", f"eval.n={bench.held_out}", *quiet)
 
 
 def overrides(setting: Setting, arm: str) -> tuple[str, ...]:
@@ -277,46 +312,3 @@ def _line(one: Mapping[str, Any]) -> str:
         f"{one['arm']}, seed {one['seed']}: held-out {one['before']:.3f} -> {_told(one)}; in training "
         f"{one['truncated_all']:.1%} truncated, {one['tokens_all']:.1f} tokens an answer"
     )
-
-
-def table(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people."""
-    settings = result["settings"]
-    limits = ", ".join(f"{model} {limit} tokens" for model, limit in result["limits"].items())
-    base = Table(
-        "model", "arm", "truncated", "interrupted", "pass@1", "tokens", "saved",
-        title=f"base policies on {settings['held_out']} problems, limit {limits}",
-    )  # fmt: skip
-    long = {row["model"]: row["tokens"] for row in result["base"] if row["arm"] == LONG}
-    for row in result["base"]:
-        base.add_row(
-            row["model"],
-            row["arm"],
-            f"{row['truncated']:.1%}",
-            f"{row['interrupted']:.1%}",
-            f"{row['score']:.3f} ± {row['score_error']:.3f}",
-            f"{row['tokens']:.1f}",
-            f"{1 - row['tokens'] / long[row['model']]:.0%}",
-        )
-    if not result["arms"]:
-        return base
-    seeds = ", ".join(map(str, settings["seeds"]))
-    runs = Table(
-        "arm", "truncated: all", f"first {LAST}", f"last {LAST}", "interrupted", "reward", f"last {LAST}",
-        "tokens", "saved", "held-out before -> after",
-        title=f"{settings['recipe']}, {settings['steps']} steps, seeds {seeds}",
-    )  # fmt: skip
-    for arm in result["arms"]:
-        runs.add_row(
-            arm["arm"],
-            f"{arm['truncated_all']:.1%}",
-            f"{arm['truncated_first']:.1%}",
-            f"{arm['truncated_last']:.1%}",
-            f"{arm['interrupted_all']:.1%}",
-            f"{arm['reward_all']:.3f}",
-            f"{arm['reward_last']:.3f}",
-            f"{arm['tokens_all']:.1f}",
-            f"{arm['tokens_saved']:.0%}",
-            f"{arm['before']:.3f} -> {arm['score']:.3f} ± {arm['score_error']:.3f}",
-        )
-    return Stack(base, runs)

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -24,9 +24,9 @@ from typing import Any
 from rich.table import Table
 
 from lab.contender import ContenderFailed
-from lab.faults import RECIPE, RUN_S, Say, differences, told, undisturbed
+from lab.faults import RECIPE, RUN_S, differences, told, undisturbed
 from lab.faults_child import Child, Heartbeat, Stopped, child
-from lab.settings import machine
+from lab.harness import Bench, Result, Say, option
 from ostinato.lock import LOCK
 from ostinato.observe.ledger import Event, read, spells
 from ostinato.run import RunFolder
@@ -35,16 +35,16 @@ LOADING = 0.3  # share of the early kills that meet a process before its first r
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Kills(Bench):
     """``late`` of the kills come when more than ``after`` steps are done."""
 
-    kills: int = 20
-    late: int = 10
-    after: int = 10
-    steps: int = 40
+    kills: int = option(20, "In all.")
+    late: int = option(10, "Of the kills: when more than --after steps are done.")
+    after: int = option(10, "Steps.")
+    steps: int = option(40, "Of the run.")
     checkpoint_every: int = 3
-    threads: int = 1
-    seed: int = 0
+    threads: int = option(1, "Of the run.")
+    seed: int = option(0, "Of the run and of the moments.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.late <= self.kills:
@@ -54,8 +54,46 @@ class Plan:
                 f"--after is {self.after}; use at most --steps less 3, which is {self.steps - 3}"
             )
 
-    def shortened(self) -> Plan:
+    def quick(self) -> Kills:
         return replace(self, kills=3, late=1, after=3, steps=6, checkpoint_every=2)
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        recipe = (
+            *RECIPE,
+            *(f"trainer.steps={self.steps}", f"trainer.checkpoint_every={self.checkpoint_every}"),
+            *(f"engine.threads={self.threads}", f"seed={self.seed}", "reward.timeout_s=120"),
+        )
+        heartbeat = Heartbeat()
+        with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
+            place = Path(root) / "undisturbed"
+            wanted = undisturbed(place, heartbeat, recipe)
+            (folder,) = (place / "runs").iterdir()
+            pace = _pace(RunFolder(folder))
+            say(f"the undisturbed run: {_digest(wanted)}, {pace[0]:.1f} s to load, {pace[1]:.2f} s a step")
+            killed = _Killed(Path(root) / "killed", recipe, pace, heartbeat, say)
+            for moment in moments(self):
+                killed.kill(moment)
+            found, kills = killed.finish(), killed.rows()
+        differs = differences(found, wanted)
+        return {
+            "equal": not differs,
+            "differs": differs,
+            "digests": [_digest(wanted), _digest(found)],
+            "late": sum(row["done"] > self.after for row in kills),
+            "uncounted_s": max(row["lived_s"] - row["counted_s"] for row in kills),
+            "kills": kills,
+        }
+
+    @staticmethod
+    def table(result: Result) -> Table:
+        verdict = "equal to the undisturbed run" if result["equal"] else f"DIFFERS in {result['differs']}"
+        title = f"{len(result['kills'])} kills, {result['late']} of them late: {verdict}"
+        shown = Table(title=f"{title} (adapter {result['digests'][1]})", title_justify="left")
+        for name in ("kill", "steps done", "s lived", "s counted"):
+            shown.add_column(name, justify="left" if name == "kill" else "right")
+        for row in result["kills"]:
+            shown.add_row(row["when"], str(row["done"]), f"{row['lived_s']:.1f}", f"{row['counted_s']:.1f}")
+        return shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,48 +104,17 @@ class Moment:
     part: float
 
 
-def moments(plan: Plan) -> list[Moment]:
+def moments(bench: Kills) -> list[Moment]:
     """In the order in which one run meets them; its first process is not killed while it loads."""
-    random = Random(plan.seed)
-    early = plan.kills - plan.late
-    loading = min(math.ceil(LOADING * early), plan.kills - 1)
-    steps = [random.randrange(plan.after + 1) for _ in range(early - loading)]
-    steps += [random.randint(plan.after + 1, plan.steps - 2) for _ in range(plan.late)]
+    random = Random(bench.seed)
+    early = bench.kills - bench.late
+    loading = min(math.ceil(LOADING * early), bench.kills - 1)
+    steps = [random.randrange(bench.after + 1) for _ in range(early - loading)]
+    steps += [random.randint(bench.after + 1, bench.steps - 2) for _ in range(bench.late)]
     found = [Moment(step=step, part=random.random()) for step in sorted(steps)]
     for _ in range(loading):
         found.insert(random.randint(1, len(found)), Moment(step=None, part=random.random()))
     return found
-
-
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """The JSON of the command. Raises ContenderFailed where a run ends by itself before it should."""
-    recipe = (
-        *RECIPE,
-        *(f"trainer.steps={plan.steps}", f"trainer.checkpoint_every={plan.checkpoint_every}"),
-        *(f"engine.threads={plan.threads}", f"seed={plan.seed}", "reward.timeout_s=120"),
-    )
-    heartbeat = Heartbeat()
-    with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
-        place = Path(root) / "undisturbed"
-        wanted = undisturbed(place, heartbeat, recipe)
-        (folder,) = (place / "runs").iterdir()
-        pace = _pace(RunFolder(folder))
-        say(f"the undisturbed run: {_digest(wanted)}, {pace[0]:.1f} s to load, {pace[1]:.2f} s a step")
-        killed = _Killed(Path(root) / "killed", recipe, pace, heartbeat, say)
-        for moment in moments(plan):
-            killed.kill(moment)
-        found, kills = killed.finish(), killed.rows()
-    differs = differences(found, wanted)
-    return {
-        "equal": not differs,
-        "differs": differs,
-        "digests": [_digest(wanted), _digest(found)],
-        "late": sum(row["done"] > plan.after for row in kills),
-        "uncounted_s": max(row["lived_s"] - row["counted_s"] for row in kills),
-        "kills": kills,
-        "settings": asdict(plan),
-        "machine": machine(),
-    }
 
 
 def _digest(run: Mapping[str, Any]) -> str:
@@ -207,17 +214,3 @@ class _Killed:
                 raise ContenderFailed(f"the run ended, or hung, too early: {process.sentence()!r}")
             process.forgive()
         raise ContenderFailed(f"the run took longer than {RUN_S:g} s: {process.sentence()!r}")
-
-
-def table(result: Mapping[str, Any]) -> Table:
-    verdict = "equal to the undisturbed run" if result["equal"] else f"DIFFERS in {result['differs']}"
-    title = f"{len(result['kills'])} kills, {result['late']} of them late: {verdict}"
-    shown = Table(title=f"{title} (adapter {result['digests'][1]})", title_justify="left")
-    for name in ("kill", "steps done", "s lived", "s counted"):
-        shown.add_column(name, justify="left" if name == "kill" else "right")
-    for row in result["kills"]:
-        shown.add_row(row["when"], str(row["done"]), f"{row['lived_s']:.1f}", f"{row['counted_s']:.1f}")
-    return shown
-
-
-__all__ = ["Moment", "Plan", "moments", "run", "table"]

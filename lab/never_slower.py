@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import product
@@ -23,7 +23,8 @@ from rich.table import Table
 
 from lab.arms import Pair, Rollout
 from lab.epochs import Model
-from lab.settings import Clock, machine
+from lab.harness import Bench, Result, Say, option
+from lab.settings import Clock
 from ostinato.env.tasks import load_tasks
 from ostinato.history.blocks import CONTEXT
 from ostinato.history.drafter import HistoryDrafter
@@ -32,7 +33,6 @@ from ostinato.model.named import model_folder
 from ostinato.render import Renderer
 from ostinato.types import Completion, HistoryEntry, Request, Sampling
 
-Say = Callable[[str], None]
 GROUP = 16  # siblings of a prompt, in the history and in a batch of 16 or more
 LEAST_TURNS = 3  # of a cell, however long they are
 KNOWN_FROM = 10
@@ -47,20 +47,65 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class NeverSlower(Bench):
     """``batches`` are sequences that begin together, with nobody waiting, as a step of as many does; each has
     at most ``new_tokens`` tokens. A cell ends when the standard error of its ratio is below ``precision``, or
     after ``cell_s``."""
 
     models: tuple[str, ...] = ("asset:seed-moe", "smollm2-135m")
     dtype: str = "bfloat16"
-    batches: tuple[int, ...] = (1, 4, 16, 64, 256)
+    batches: tuple[int, ...] = option(
+        (1, 4, 16, 64, 256), "Sequences that begin together, with commas.", "batch"
+    )
     temperatures: tuple[float, ...] = (0.6, 1.0)
     new_tokens: int = 48
     precision: float = 0.005
     cell_s: float = 14.0
-    leaves: int = 4
-    clock: Clock = Clock.WALL
+    leaves: int = option(4, "Most leaves of a draft; 1 is chains.")
+    clock: Clock = option(Clock.WALL, "cpu is for one thread on a machine that others use too.")
+
+    def quick(self) -> NeverSlower:
+        return replace(self, batches=(1, 16), temperatures=(1.0,), cell_s=3.0)
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        cells: list[dict[str, Any]] = []
+        skipped: list[str] = []
+        for name in self.models:
+            try:
+                folder = str(model_folder(name))
+            except ValueError as error:
+                skipped.append(f"{name} was skipped: {error}")
+                say(skipped[-1])
+                continue
+            for cell in _cells(self, name, folder, say):
+                cells.append(cell)
+                say(_line(cell))
+        return summary(self, cells, skipped)
+
+    @staticmethod
+    def table(result: Result) -> Table:
+        settings = result["settings"]
+        worst = result["worst"]
+        caption = "no cell was measured"
+        if worst is not None:
+            caption = (
+                f"the worst is {worst['ratio']:.3f} +- {worst['error']:.3f} ({_name(worst)}); "
+                f"{result['below']} of {len(result['cells'])} are below {ALLOWED}; "
+                f"{result['mismatches']} answers differ"
+            )
+        title = f"{settings['clock']} seconds without drafts / with (1 is equally fast, more is faster)"
+        out = Table(
+            "model", "temperature", "history", title=title, caption="\n".join([caption, *result["skipped"]])
+        )
+        for batch in settings["batches"]:
+            out.add_column(f"batch {batch}", justify="right")
+        places = {(c["model"], c["temperature"], c["history"], c["batch"]): c for c in result["cells"]}
+        for model in dict.fromkeys(cell["model"] for cell in result["cells"]):
+            for temperature, kind in product(settings["temperatures"], Kind):
+                row = [places.get((model, temperature, str(kind), batch)) for batch in settings["batches"]]
+                out.add_row(model, str(temperature), str(kind), *[_ratio(cell) for cell in row])
+            out.add_section()
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,23 +131,6 @@ class Pairs:
         return 1.2533 * deviation / math.sqrt(len(ratios))  # of a median, for normal noise
 
 
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Measure, and return the JSON of the command; a model that is not there is skipped with one sentence."""
-    cells: list[dict[str, Any]] = []
-    skipped: list[str] = []
-    for name in plan.models:
-        try:
-            folder = str(model_folder(name))
-        except ValueError as error:
-            skipped.append(f"{name} was skipped: {error}")
-            say(skipped[-1])
-            continue
-        for cell in _cells(plan, name, folder, say):
-            cells.append(cell)
-            say(_line(cell))
-    return summary(plan, cells, skipped) | {"machine": machine()}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
     """What is asked of one model."""
@@ -118,33 +146,33 @@ class Work:
         return cls(prompts=prompts, stop_tokens=renderer.stop_tokens)
 
 
-def _cells(plan: Plan, name: str, folder: str, say: Say) -> Any:
+def _cells(bench: NeverSlower, name: str, folder: str, say: Say) -> Any:
     """Every cell of one model."""
-    model = Model.load(folder, dtype=plan.dtype, fp32_head=True, say=say)
-    work = Work.of(folder, -(-max(plan.batches) // GROUP))
-    context = max(len(tokens) for tokens in work.prompts.values()) + plan.new_tokens + 1
+    model = Model.load(folder, dtype=bench.dtype, fp32_head=True, say=say)
+    work = Work.of(folder, -(-max(bench.batches) // GROUP))
+    context = max(len(tokens) for tokens in work.prompts.values()) + bench.new_tokens + 1
     pair = Pair(
         model,
-        kv_memory_mb=_kv_memory_mb(model, max(plan.batches), context),
-        max_batch=max(plan.batches),
+        kv_memory_mb=_kv_memory_mb(model, max(bench.batches), context),
+        max_batch=max(bench.batches),
         context_limit=min(context, model.decoder.config.max_positions),
-        leaves=plan.leaves,
-        clock=plan.clock,
+        leaves=bench.leaves,
+        clock=bench.clock,
     )
-    pair.warm_up(_requests(plan, work, 1.0, min(4, max(plan.batches)), seed=-1))
-    for temperature in plan.temperatures:
-        answers = _past_answers(plan, pair, work, temperature)
-        for batch, kind in product(plan.batches, Kind):
+    pair.warm_up(_requests(bench, work, 1.0, min(4, max(bench.batches)), seed=-1))
+    for temperature in bench.temperatures:
+        answers = _past_answers(bench, pair, work, temperature)
+        for batch, kind in product(bench.batches, Kind):
             history = History()
             for uid, pasts in (answers if kind is Kind.USEFUL else misleading(answers)).items():
                 history.add(uid, 1, pasts)
             history.build_now()
-            turns = _measure(plan, pair, history, work, temperature, batch)
+            turns = _measure(bench, pair, history, work, temperature, batch)
             yield {"model": name, "temperature": temperature, "batch": batch, "history": str(kind)} | turns
 
 
 def _measure(
-    plan: Plan,
+    bench: NeverSlower,
     pair: Pair,
     history: History,
     work: Work,
@@ -154,10 +182,10 @@ def _measure(
     """The figures of one cell: who begins alternates, so that neither always follows the other's waste."""
     drafter = HistoryDrafter(history)
     pairs, wrong, last = Pairs(), 0, None
-    deadline = time.perf_counter() + plan.cell_s
+    deadline = time.perf_counter() + bench.cell_s
     turn = 0
-    while turn < LEAST_TURNS or (time.perf_counter() < deadline and not _known(pairs, plan.precision)):
-        requests = _requests(plan, work, temperature, batch, seed=turn)
+    while turn < LEAST_TURNS or (time.perf_counter() < deadline and not _known(pairs, bench.precision)):
+        requests = _requests(bench, work, temperature, batch, seed=turn)
         if turn % 2:
             last, plain = pair.rollout(drafter, requests), pair.rollout(None, requests)
         else:
@@ -190,9 +218,9 @@ def _differ(plain: Rollout, drafts: Rollout) -> int:
     return sum(not np.array_equal(one.tokens, other.tokens) for one, other in pairs)
 
 
-def _requests(plan: Plan, work: Work, temperature: float, batch: int, seed: int) -> list[Request]:
+def _requests(bench: NeverSlower, work: Work, temperature: float, batch: int, seed: int) -> list[Request]:
     """``batch`` of them, in groups of siblings; the next seed begins with the next prompt."""
-    sampling = Sampling(temperature=temperature, max_tokens=plan.new_tokens, stop_tokens=work.stop_tokens)
+    sampling = Sampling(temperature=temperature, max_tokens=bench.new_tokens, stop_tokens=work.stop_tokens)
     names = list(work.prompts)
     return [
         Request(tokens=work.prompts[uid], sampling=sampling, seed=(seed, batch, member), uid=uid)
@@ -202,10 +230,10 @@ def _requests(plan: Plan, work: Work, temperature: float, batch: int, seed: int)
 
 
 def _past_answers(
-    plan: Plan, pair: Pair, work: Work, temperature: float
+    bench: NeverSlower, pair: Pair, work: Work, temperature: float
 ) -> dict[str, tuple[HistoryEntry, ...]]:
     """A group of answers to every prompt by the policy itself, of other noise than any turn's."""
-    requests = _requests(plan, work, temperature, GROUP * len(work.prompts), seed=-2)
+    requests = _requests(bench, work, temperature, GROUP * len(work.prompts), seed=-2)
     answers = pair.rollout(None, requests).answers
     by_uid: dict[str, list[HistoryEntry]] = {uid: [] for uid in work.prompts}
     for request, answer in zip(requests, answers, strict=True):
@@ -247,7 +275,7 @@ def _kv_memory_mb(model: Model, batch: int, context: int) -> int:
     return max(16, math.ceil(1.33 * blocks * each / 2**20))
 
 
-def summary(plan: Plan, cells: Sequence[Mapping[str, Any]], skipped: Sequence[str]) -> dict[str, Any]:
+def summary(bench: NeverSlower, cells: Sequence[Mapping[str, Any]], skipped: Sequence[str]) -> dict[str, Any]:
     """The JSON of the command: ``worst`` is the cell with the least ratio."""
     worst = min(cells, key=lambda cell: cell["ratio"], default=None)
     return {
@@ -256,7 +284,7 @@ def summary(plan: Plan, cells: Sequence[Mapping[str, Any]], skipped: Sequence[st
         "below": sum(cell["ratio"] < ALLOWED for cell in cells),
         "mismatches": sum(cell["mismatches"] for cell in cells),
         "skipped": list(skipped),
-        "settings": asdict(plan) | {"allowed": ALLOWED},
+        "settings": asdict(bench) | {"allowed": ALLOWED},
     }
 
 
@@ -265,32 +293,6 @@ def _line(cell: Mapping[str, Any]) -> str:
         f"{cell['model']} batch {cell['batch']} temperature {cell['temperature']} {cell['history']} history: "
         f"{cell['ratio']:.3f} +- {cell['error']:.3f} ({cell['turns']} turns, {cell['plain_s']:.2f} s without)"
     )
-
-
-def table(result: Mapping[str, Any]) -> Table:
-    """The result for people: rows of batch sizes, columns of model, temperature and history."""
-    settings = result["settings"]
-    worst = result["worst"]
-    caption = "no cell was measured"
-    if worst is not None:
-        caption = (
-            f"the worst is {worst['ratio']:.3f} +- {worst['error']:.3f} ({_name(worst)}); "
-            f"{result['below']} of {len(result['cells'])} are below {ALLOWED}; "
-            f"{result['mismatches']} answers differ"
-        )
-    title = f"{settings['clock']} seconds without drafts / with (1 is equally fast, more is faster)"
-    out = Table(
-        "model", "temperature", "history", title=title, caption="\n".join([caption, *result["skipped"]])
-    )
-    for batch in settings["batches"]:
-        out.add_column(f"batch {batch}", justify="right")
-    places = {(c["model"], c["temperature"], c["history"], c["batch"]): c for c in result["cells"]}
-    for model in dict.fromkeys(cell["model"] for cell in result["cells"]):
-        for temperature, kind in product(settings["temperatures"], Kind):
-            row = [places.get((model, temperature, str(kind), batch)) for batch in settings["batches"]]
-            out.add_row(model, str(temperature), str(kind), *[_ratio(cell) for cell in row])
-        out.add_section()
-    return out
 
 
 def _ratio(cell: Mapping[str, Any] | None) -> str:

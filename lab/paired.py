@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+Z95 = 1.959964
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
@@ -83,3 +85,13 @@ def _seconds(work: Callable[[], object], repeats: int, clock: Callable[[], float
     for _ in range(repeats):
         work()
     return (clock() - start) / repeats
+
+
+def wilson(k: int, n: int) -> tuple[float, float]:
+    """95 % interval of a share, k of n (Wilson 1927); (0, 1) of nothing."""
+    if n == 0:
+        return 0.0, 1.0
+    share, z2 = k / n, Z95**2
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)

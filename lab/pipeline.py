@@ -29,6 +29,7 @@ from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
 
+from lab.harness import Bench, Result, Say, option, seeds
 from lab.paired import Paired
 from lab.pipeline_work import SMOLLM2, Window, Work, figures, write_prompts
 from lab.settings import machine
@@ -38,8 +39,7 @@ from ostinato.observe.timeline import pool_of
 from ostinato.run import atomic_write
 from ostinato.scaling.normal import student_90
 
-Say = Callable[[str], None]
-Trained = Callable[["Plan", Say], list[dict[str, Any]]]
+Trained = Callable[["Pipeline", Say], list[dict[str, Any]]]
 RUN_LIMIT_S = 1200.0  # ten steps take 150 s on one kind of core, and 450 s on another
 AS_FAST = 0.97  # of the fastest: what is simpler is preferred from here on
 BAR_RATIO, BAR_IDLE = 1.6, 0.10  # pipelined / synchronous; idle share of each worker
@@ -55,27 +55,20 @@ class Arm(StrEnum):
     PIPELINED = "pipelined"
 
 
-def _named(arms: str) -> list[str]:
-    names = [name.strip() for name in arms.split(",") if name.strip()]
-    for name in names:
-        if name not in tuple(Arm):
-            raise ValueError(f"arms has {name!r}; use some of {', '.join(Arm)}")
-    return names
-
-
 ON_RAY = (Arm.SYNCHRONOUS, Arm.PIPELINED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Pipeline(Bench):
     """``steps`` of each run, the first ``warm_up`` and the last ``drain`` of them not measured."""
 
     work: Work = SMOLLM2
     placed: Work = field(default_factory=Work)  # on two samplers: many answers, so that there is a choice
-    arms: tuple[Arm, ...] = tuple(Arm)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    staleness: int = 2
-    steps: int = 10
+    arms: tuple[Arm, ...] = option(tuple(Arm), "Some of the arms, with commas.")
+    seeds: tuple[int, ...] = option((0, 1, 2), "Rounds: how many, or FIRST:END.", parse=seeds)
+    staleness: int = option(2, "Of the arms that overlap.")
+    steps: int = option(10, "Training steps of every run.")
+    seats: int = option(0, "Of the sampler; 0: as many as keep it as busy as the trainer.")
     warm_up: int = 3
     drain: int = 3
     balance: int = 3  # at most so many short runs to find seats with which both sides have as much to do
@@ -98,16 +91,40 @@ class Plan:
     def window(self) -> Window:
         return Window(steps=self.steps, warm_up=self.warm_up, drain=self.drain)
 
-    def choosing(self, arms: str, seats: int) -> Plan:
-        """Some of the arms, by name with commas ("" is all), and so many seats (0: balanced). ValueError."""
-        chosen = tuple(Arm(name) for name in _named(arms)) or self.arms
-        if not seats:
-            return replace(self, arms=chosen)
-        return replace(self, arms=chosen, work=replace(self.work, slots=seats), balance=0)
+    def settled(self) -> Pipeline:
+        """With the seats that are asked for."""
+        if not self.seats:
+            return self
+        return replace(self, work=replace(self.work, slots=self.seats), balance=0)
 
-    def shortened(self) -> Plan:
+    def quick(self) -> Pipeline:
         """One round: the ratios, and nothing about rewards."""
         return replace(self, seeds=self.seeds[:1], steps=12, balance=0, replay_rounds=0)
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        before, started = machine(), time.time()
+        bench = balanced(as_possible(self, say), say)
+        result = summary(bench, trained_arms(bench, say)) | {"machine": before, "at": started}
+        keep(result, kept_file())
+        if bench.replay_rounds:
+            result["replay"] = replayed(bench, say)
+        return result | {"seconds": round(time.time() - started, 1)}
+
+    @staticmethod
+    def table(result: Result) -> RenderableType:
+        return Stack(table(result), *([replay_table(result["replay"])] if "replay" in result else []))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placements(Bench):
+    """The second part of ``Pipeline`` by itself."""
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        return replayed(Pipeline(), say)
+
+    @staticmethod
+    def table(result: Result) -> Table:
+        return replay_table(result)
 
 
 def overrides(arm: Arm, staleness: int) -> tuple[str, ...]:
@@ -131,91 +148,79 @@ def cores(arm: Arm) -> tuple[int, ...]:
     return allowed[: 1 if arm is Arm.ALONE else 2]
 
 
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Measure, keep what is best here, and return the JSON of the command. Raises ContenderFailed where a run
-    does not end well."""
-    before, started = machine(), time.time()
-    plan = balanced(as_possible(plan, say), say)
-    result = summary(plan, trained_arms(plan, say)) | {"machine": before, "at": started}
-    keep(result, kept_file())
-    if plan.replay_rounds:
-        result["replay"] = replayed(plan, say)
-    return result | {"seconds": round(time.time() - started, 1)}
-
-
-def as_possible(plan: Plan, say: Say) -> Plan:
+def as_possible(bench: Pipeline, say: Say) -> Pipeline:
     """Without the arms that need Ray, where there is none."""
     if find_spec("ray") is not None:
-        return plan
+        return bench
     say('workers in processes of their own are not measured: pip install "ostinato[ray]"')
-    return replace(plan, arms=tuple(arm for arm in plan.arms if arm not in ON_RAY), replay_rounds=0)
+    return replace(bench, arms=tuple(arm for arm in bench.arms if arm not in ON_RAY), replay_rounds=0)
 
 
-def balanced(plan: Plan, say: Say, trained: Trained | None = None) -> Plan:
+def balanced(bench: Pipeline, say: Say, trained: Trained | None = None) -> Pipeline:
     """With as many seats as make a sampler as busy as the trainer, within 5 %: where overlap can win most, on
     this machine too. Found by short runs of another seed, before anything is compared. ``trained``: what runs
     them; ``trained_arms`` unless a test has no time."""
     tried: dict[int, float] = {}
-    while Arm.PIPELINED in plan.arms and len(tried) < plan.balance and plan.work.slots not in tried:
-        say(f"{plan.work.slots} seats:")
-        steps = plan.warm_up + plan.drain + 2
-        short = replace(plan, arms=(Arm.PIPELINED,), seeds=(max(plan.seeds) + 1,), steps=steps)
+    while Arm.PIPELINED in bench.arms and len(tried) < bench.balance and bench.work.slots not in tried:
+        say(f"{bench.work.slots} seats:")
+        steps = bench.warm_up + bench.drain + 2
+        short = replace(bench, arms=(Arm.PIPELINED,), seeds=(max(bench.seeds) + 1,), steps=steps)
         (found,) = (trained or trained_arms)(short, say)
         busy = {pool_of(name): share for name, share in found["utilisation"].items()}
-        ratio = tried[plan.work.slots] = busy["samplers"] / busy["trainer"]
+        ratio = tried[bench.work.slots] = busy["samplers"] / busy["trainer"]
         if abs(ratio - 1) <= 0.05:
             break
-        plan = replace(plan, work=replace(plan.work, slots=max(1, round(plan.work.slots * ratio))))
+        bench = replace(bench, work=replace(bench.work, slots=max(1, round(bench.work.slots * ratio))))
     if tried:
         slots = min(tried, key=lambda slots: abs(tried[slots] - 1))
-        plan = replace(plan, work=replace(plan.work, slots=slots))
-    return plan
+        bench = replace(bench, work=replace(bench.work, slots=slots))
+    return bench
 
 
-def replayed(plan: Plan, say: Say = print) -> dict[str, Any]:
+def replayed(bench: Pipeline, say: Say = print) -> dict[str, Any]:
     """Part (b), with the seconds that the trainer takes for its batches in a run by itself."""
     from lab.pipeline_replay import Replay
     from lab.pipeline_replay import run as replay  # loads torch, for a worker of its own
 
-    alone = replace(plan, work=plan.placed, arms=(Arm.ALONE,), seeds=plan.seeds[:1], steps=10)
+    alone = replace(bench, work=bench.placed, arms=(Arm.ALONE,), seeds=bench.seeds[:1], steps=10)
     (recorded,) = trained_arms(alone, say)
     seconds = tuple(recorded["train_s"])
-    return replay(Replay(work=plan.placed, train_s=seconds, rounds=plan.replay_rounds), say)
+    return replay(Replay(work=bench.placed, train_s=seconds, rounds=bench.replay_rounds), say)
 
 
-def trained_arms(plan: Plan, say: Say) -> list[dict[str, Any]]:
+def trained_arms(bench: Pipeline, say: Say) -> list[dict[str, Any]]:
     """A row for each run."""
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
-        prompts = write_prompts(plan.work, Path(root) / "prompts.jsonl")
-        for seed, arm in turns(plan):
+        prompts = write_prompts(bench.work, Path(root) / "prompts.jsonl")
+        for seed, arm in turns(bench):
             keys = (
-                *plan.work.overrides(prompts),
+                *bench.work.overrides(prompts),
                 f"seed={seed}",
-                f"trainer.steps={plan.steps}",
-                *overrides(arm, plan.staleness),
+                f"trainer.steps={bench.steps}",
+                *overrides(arm, bench.staleness),
             )
             name = f"{arm}, seed {seed}"
             logs = Path(root) / f"{arm.name.lower()}-{seed}"
-            folder = trained(plan.work.recipe, keys, logs, name, cores=cores(arm), limit_s=RUN_LIMIT_S)
-            runs.append({"arm": str(arm), "seed": seed} | figures(folder, plan.window))
+            folder = trained(bench.work.recipe, keys, logs, name, cores=cores(arm), limit_s=RUN_LIMIT_S)
+            runs.append({"arm": str(arm), "seed": seed} | figures(folder, bench.window))
             say(_line(runs[-1]))
     return runs
 
 
-def turns(plan: Plan) -> Iterator[tuple[int, Arm]]:
+def turns(bench: Pipeline) -> Iterator[tuple[int, Arm]]:
     """Every arm once in every round; another one begins each time, so that none always follows the same."""
-    for round_, seed in enumerate(plan.seeds):
-        shift = round_ * 2 % len(plan.arms)
-        yield from ((seed, arm) for arm in (*plan.arms[shift:], *plan.arms[:shift]))
+    for round_, seed in enumerate(bench.seeds):
+        shift = round_ * 2 % len(bench.arms)
+        yield from ((seed, arm) for arm in (*bench.arms[shift:], *bench.arms[:shift]))
 
 
 # ---- what the runs come to
 
 
-def summary(plan: Plan, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(bench: Pipeline, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of the pipelined arm on top, then every arm, what it gains and what it costs."""
-    by_arm = {arm: [one for one in runs if one["arm"] == arm] for arm in plan.arms}
+    by_arm = {arm: [one for one in runs if one["arm"] == arm] for arm in bench.arms}
     arms = {str(arm): _medians(found) for arm, found in by_arm.items() if found}
     head = arms.get(Arm.PIPELINED, {})
     ratios = {
@@ -230,10 +235,10 @@ def summary(plan: Plan, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "ratios": ratios,
         "reward": {str(arm): reward_against(by_arm, arm, Arm.SYNCHRONOUS) for arm in by_arm},
         "arms": arms,
-        "best": best(plan, arms),
+        "best": best(bench, arms),
         "train_s": [second for one in by_arm.get(Arm.PIPELINED, ()) for second in one["train_s"]],
         "runs": list(runs),
-        "settings": asdict(plan),
+        "settings": asdict(bench),
     }
 
 
@@ -277,12 +282,12 @@ def reward_against(
     return found
 
 
-def best(plan: Plan, arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def best(bench: Pipeline, arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The simplest arm that is about as fast as the fastest, and how a recipe asks for it."""
     speeds = {arm: arms[arm]["steps_per_s"] for arm in Arm if arm in arms}
     fastest = max(speeds.values())
     chosen = next(arm for arm, speed in speeds.items() if speed >= AS_FAST * fastest)
-    told = overrides(chosen, plan.staleness)  # all of them: it was measured so, and pinned
+    told = overrides(chosen, bench.staleness)  # all of them: it was measured so, and pinned
     return {"arm": str(chosen), "steps_per_s": speeds[chosen], "overrides": told}
 
 
@@ -320,11 +325,6 @@ def _line(one: Mapping[str, Any]) -> str:
         f"{one['arm']}, seed {one['seed']}: {one['steps_per_s']:.3f} steps/s, "
         f"reward {one['reward']:.3f}, staleness {one['staleness_mean']:.2f}" + (f", {used}" if used else "")
     )
-
-
-def tables(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people."""
-    return Stack(table(result), *([replay_table(result["replay"])] if "replay" in result else []))
 
 
 def replay_table(result: Mapping[str, Any]) -> Table:

@@ -11,7 +11,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from lab.settings import machine, our_threads
+from lab.harness import Bench, Result, Say, option
+from lab.settings import our_threads
 from ostinato.model.native.build import load_library
-
-Say = Callable[[str], None]
 
 SHAPES = {  # [N, K]
     "576 x 576": (576, 576),
@@ -35,23 +34,36 @@ _CALLS_S = 0.02  # of one measurement, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Products(Bench):
     rows: tuple[int, ...] = (1, 4, 16, 64, 256)
-    rounds: int = 7
+    rounds: int = option(7, "Of all contenders in turn.")
 
+    def quick(self) -> Products:
+        return replace(self, rounds=2)
 
-def run(plan: Plan, say: Say) -> dict[str, Any]:
-    """GFLOP/s (medians over the rounds) and the medians of the rounds' ratios to torch's fp32.
+    def measure(self, say: Say) -> dict[str, Any]:
+        torch.set_num_threads(our_threads())
+        library, found = load_library(), []
+        for name, (columns, depth) in SHAPES.items():
+            for rows in self.rows:
+                found.append(
+                    {"shape": name, "rows": rows} | _measure(library, rows, columns, depth, self.rounds)
+                )
+            say(f"{name}: done")
+        return {"products": found}
 
-    Raises ``BuildError`` where there are no kernels.
-    """
-    torch.set_num_threads(our_threads())
-    library, found = load_library(), []
-    for name, (columns, depth) in SHAPES.items():
-        for rows in plan.rows:
-            found.append({"shape": name, "rows": rows} | _measure(library, rows, columns, depth, plan.rounds))
-        say(f"{name}: done")
-    return {"products": found, "machine": machine()}
+    @staticmethod
+    def table(result: Result) -> Table:
+        out = Table(
+            "w [N, K]", "rows", "torch fp32", "ours fp32", "ours, bf16 storage", title="products, GFLOP/s"
+        )
+        for row in result["products"]:
+            ours = (
+                f"{row[f'{name}_gflops']:.1f} ({row[f'{name}_over_torch']:.2f}x)"
+                for name in ("native", "bf16_storage")
+            )
+            out.add_row(row["shape"], str(row["rows"]), f"{row['torch_gflops']:.1f}", *ours)
+        return out
 
 
 @torch.no_grad()
@@ -100,17 +112,3 @@ def _seconds(call: Callable[[], object]) -> float:
         call()
         calls += 1
     return took / calls
-
-
-def table(result: dict[str, Any]) -> Table:
-    """GFLOP/s, and ours over torch's fp32."""
-    out = Table(
-        "w [N, K]", "rows", "torch fp32", "ours fp32", "ours, bf16 storage", title="products, GFLOP/s"
-    )
-    for row in result["products"]:
-        ours = (
-            f"{row[f'{name}_gflops']:.1f} ({row[f'{name}_over_torch']:.2f}x)"
-            for name in ("native", "bf16_storage")
-        )
-        out.add_row(row["shape"], str(row["rows"]), f"{row['torch_gflops']:.1f}", *ours)
-    return out

@@ -28,16 +28,15 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from lab.contender import Contender, ContenderFailed
+from lab.harness import ModelBench, Result, Say, option
 from lab.paired import Paired
-from lab.settings import machine, our_threads
+from lab.settings import our_threads
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters, merge
 from ostinato.model.shared import shared_file, shared_model, sweep
 from ostinato.model.wire import fingerprint, fingerprint_weights, pack, pack_weights
-
-Say = Callable[[str], None]
 
 LARGER = {
     "model_type": "llama",
@@ -55,40 +54,69 @@ _IN_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Publish(ModelBench):
     """``layers``: of the larger model, 63 million parameters each; 0: without it."""
 
-    folder: Path
-    model: str
-    dtype: str = "bfloat16"
-    rank: int = 16
-    layers: int = 24
-    rounds: int = 5
-    workers: int = 3
+    dtype: str = option("bfloat16", "Of the weights.")
+    rank: int = option(16, "Of the adapters.")
+    layers: int = option(24, "Of a larger model, made up, of 0.5 GB a layer while it runs; 0: without it.")
+    rounds: int = option(5, "Of both ways in turn.")
+    workers: int = option(3, "Samplers over one copy of the base.")
     tokens: int = 8  # that every worker samples for each prompt before its memory is read
 
-    def shortened(self) -> Plan:
-        """Whether it works, not what it says."""
+    def quick(self) -> Publish:
         return replace(self, layers=0, rounds=2)
 
+    def measure(self, say: Say) -> dict[str, Any]:
+        torch.set_num_threads(our_threads())
+        models = []
+        with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
+            for name, folder in _models(self, Path(root), say):
+                models.append({"model": name} | _of_model(self, name, folder, Path(root), say))
+        settings = {**asdict(self), "folder": str(self.folder)}
+        return {"models": models, "settings": settings}
 
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Measure, and return the JSON of the command. Raises ContenderFailed where a sampler does not serve, to
-    the bit, what was published."""
-    torch.set_num_threads(our_threads())
-    models = []
-    with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
-        for name, folder in _models(plan, Path(root), say):
-            models.append({"model": name} | _of_model(plan, name, folder, Path(root), say))
-    settings = {**asdict(plan), "folder": str(plan.folder)}
-    return {"models": models, "settings": settings, "machine": machine()}
+    @staticmethod
+    def table(result: Result) -> RenderableType:
+        settings = result["settings"]
+        publish = Table(
+            "model", "sent", "MB", *(f"{part} s" for part in PARTS), "in all s",
+            "MB ratio", "time ratio", "without merge",
+            title=f"publishing to a sampler in another process, rank {settings['rank']}, {settings['dtype']}",
+        )  # fmt: skip
+        memory = Table(
+            "model", "weights MB", "own MB of each", "written to", "1 sampler", settings["workers"], "ratio",
+            title="physical memory of samplers over one base, MB",
+        )  # fmt: skip
+        for model in result["models"]:
+            found, held = model["publish"], model["memory"]
+            ratios = [
+                f"{found['bytes_ratio']:.0f}x",
+                _ratio(found["seconds"]),
+                _ratio(found["seconds_without_merge"]),
+            ]
+            for way, told in (("adapters", "adapters"), ("weights", "merged")):
+                row = found[way]
+                publish.add_row(
+                    model["model"],
+                    told,
+                    f"{row['bytes'] / 1e6:,.1f}",
+                    *(f"{row[f'{part}_s']:.3f}" for part in PARTS),
+                    f"{row['total_s']:.3f}",
+                    *(ratios if way == "weights" else ()),
+                )
+            one, several = held["one"], held["several"]
+            megabytes = [one["base"], several["own"], several["copied"], one["total"], several["total"]]
+            told = [f"{size / 1e6:,.0f}" for size in megabytes]
+            memory.add_row(model["model"], *told, f"{held['ratio']:.3f}x")
+        return Stack(publish, memory)
 
 
-def _models(plan: Plan, root: Path, say: Say) -> Iterator[tuple[str, Path]]:
-    yield plan.model, plan.folder
-    if plan.layers:
-        config = parse_config({**LARGER, "num_hidden_layers": plan.layers})
-        decoder = Decoder(config, dtype=getattr(torch, plan.dtype)).init_weights(0)
+def _models(bench: Publish, root: Path, say: Say) -> Iterator[tuple[str, Path]]:
+    yield bench.model, bench.folder
+    if bench.layers:
+        config = parse_config({**LARGER, "num_hidden_layers": bench.layers})
+        decoder = Decoder(config, dtype=getattr(torch, bench.dtype)).init_weights(0)
         name = f"made up, {sum(p.numel() for p in decoder.parameters()) / 1e9:.1f} B"
         say(f"writing a model of random weights, {_bytes_of(decoder) / 1e9:.1f} GB")
         save_model(decoder, root / "larger")
@@ -97,15 +125,17 @@ def _models(plan: Plan, root: Path, say: Say) -> Iterator[tuple[str, Path]]:
         yield name, root / "larger"
 
 
-def _of_model(plan: Plan, name: str, folder: Path, root: Path, say: Say) -> dict[str, Any]:
+def _of_model(bench: Publish, name: str, folder: Path, root: Path, say: Say) -> dict[str, Any]:
     shared = Path(tempfile.mkdtemp(prefix="shared-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else root))
     try:
-        decoder = shared_model(folder, getattr(torch, plan.dtype), folder=shared)
+        decoder = shared_model(folder, getattr(torch, bench.dtype), folder=shared)
         row = {"parameters": sum(p.numel() for p in decoder.parameters()), "bytes": _bytes_of(decoder)}
-        row |= {"publish": _publish(plan, decoder, folder, shared, root, lambda line: say(f"{name}: {line}"))}
+        row |= {
+            "publish": _publish(bench, decoder, folder, shared, root, lambda line: say(f"{name}: {line}"))
+        }
         del decoder
         gc.collect()
-        return row | {"memory": _memory(plan, folder, shared, root, lambda line: say(f"{name}: {line}"))}
+        return row | {"memory": _memory(bench, folder, shared, root, lambda line: say(f"{name}: {line}"))}
     finally:
         gc.collect()
         sweep(shared)
@@ -117,8 +147,8 @@ def _bytes_of(decoder: Decoder) -> int:
 
 
 @contextmanager
-def _sampler(plan: Plan, folder: Path, shared: Path | None, root: Path) -> Iterator[Contender]:
-    task = {"folder": str(folder), "dtype": plan.dtype, "threads": our_threads()}
+def _sampler(bench: Publish, folder: Path, shared: Path | None, root: Path) -> Iterator[Contender]:
+    task = {"folder": str(folder), "dtype": bench.dtype, "threads": our_threads()}
     task["shared"] = str(shared) if shared else ""
     command = [sys.executable, "-m", "lab.publish_worker", json.dumps(task)]
     with Contender("a sampler", command, root / "sampler.log") as contender:
@@ -129,13 +159,16 @@ def _sampler(plan: Plan, folder: Path, shared: Path | None, root: Path) -> Itera
 
 
 def _publish(
-    plan: Plan, decoder: Decoder, folder: Path, shared: Path, root: Path, say: Say
+    bench: Publish, decoder: Decoder, folder: Path, shared: Path, root: Path, say: Say
 ) -> dict[str, Any]:
     """Both ways in turn, each round with other adapters; the first round warms up."""
     rows: dict[str, list[dict[str, float]]] = {"adapters": [], "weights": []}
-    with _sampler(plan, folder, shared, root) as with_adapters, _sampler(plan, folder, None, root) as merged:
-        for number in range(plan.rounds + 1):
-            adapters = _random_adapters(decoder, plan.rank, number)
+    with (
+        _sampler(bench, folder, shared, root) as with_adapters,
+        _sampler(bench, folder, None, root) as merged,
+    ):
+        for number in range(bench.rounds + 1):
+            adapters = _random_adapters(decoder, bench.rank, number)
             for way in sorted(rows, reverse=bool(number % 2)):
                 sampler, send = (
                     (with_adapters, _send_adapters) if way == "adapters" else (merged, _send_weights)
@@ -217,15 +250,15 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
 # ---- memory
 
 
-def _memory(plan: Plan, folder: Path, shared: Path, root: Path, say: Say) -> dict[str, Any]:
-    """Of one sampler and of ``plan.workers``, after all have sampled. The base counts as large as its file,
+def _memory(bench: Publish, folder: Path, shared: Path, root: Path, say: Say) -> dict[str, Any]:
+    """Of one sampler and of ``bench.workers``, after all have sampled. The base counts as large as its file,
     whichever pages are mapped just now."""
-    file = shared_file(folder, getattr(torch, plan.dtype), shared)
+    file = shared_file(folder, getattr(torch, bench.dtype), shared)
     rows = {}
-    for count in (1, plan.workers):
+    for count in (1, bench.workers):
         with ExitStack() as stack:
-            samplers = [stack.enter_context(_sampler(plan, folder, shared, root)) for _ in range(count)]
-            answers = [sampler.ask(sample=plan.tokens)["tokens"] for sampler in samplers]
+            samplers = [stack.enter_context(_sampler(bench, folder, shared, root)) for _ in range(count)]
+            answers = [sampler.ask(sample=bench.tokens)["tokens"] for sampler in samplers]
             found = [sampler.ask(memory=1) for sampler in samplers]
             base = file.stat().st_blocks * 512
         if any(answer != answers[0] for answer in answers):
@@ -237,11 +270,11 @@ def _memory(plan: Plan, folder: Path, shared: Path, root: Path, say: Say) -> dic
             "own": round(statistics.fmean(own)),
             "copied": sum(one["copied"] for one in found),
         }
-    one, several = rows[1], rows[plan.workers]
+    one, several = rows[1], rows[bench.workers]
     ratio = several["total"] / one["total"]
     held = [row["total"] / 1e6 for row in rows.values()]
-    say(f"{plan.workers} samplers hold {held[-1]:,.0f} MB, one {held[0]:,.0f}: {ratio:.3f}x")
-    return {"workers": plan.workers, "one": one, "several": several, "ratio": round(ratio, 4)}
+    say(f"{bench.workers} samplers hold {held[-1]:,.0f} MB, one {held[0]:,.0f}: {ratio:.3f}x")
+    return {"workers": bench.workers, "one": one, "several": several, "ratio": round(ratio, 4)}
 
 
 # ---- for people
@@ -253,39 +286,3 @@ def _told(row: Mapping[str, float]) -> str:
 
 def _ratio(paired: Mapping[str, float]) -> str:
     return f"{paired['ratio']:.0f}x ({paired['low']:.0f} to {paired['high']:.0f})"
-
-
-def table(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people."""
-    settings = result["settings"]
-    publish = Table(
-        "model", "sent", "MB", *(f"{part} s" for part in PARTS), "in all s",
-        "MB ratio", "time ratio", "without merge",
-        title=f"publishing to a sampler in another process, rank {settings['rank']}, {settings['dtype']}",
-    )  # fmt: skip
-    memory = Table(
-        "model", "weights MB", "own MB of each", "written to", "1 sampler", f"{settings['workers']}", "ratio",
-        title="physical memory of samplers over one base, MB",
-    )  # fmt: skip
-    for model in result["models"]:
-        found, held = model["publish"], model["memory"]
-        ratios = [
-            f"{found['bytes_ratio']:.0f}x",
-            _ratio(found["seconds"]),
-            _ratio(found["seconds_without_merge"]),
-        ]
-        for way, told in (("adapters", "adapters"), ("weights", "merged")):
-            row = found[way]
-            publish.add_row(
-                model["model"],
-                told,
-                f"{row['bytes'] / 1e6:,.1f}",
-                *(f"{row[f'{part}_s']:.3f}" for part in PARTS),
-                f"{row['total_s']:.3f}",
-                *(ratios if way == "weights" else ()),
-            )
-        one, several = held["one"], held["several"]
-        megabytes = [one["base"], several["own"], several["copied"], one["total"], several["total"]]
-        told = [f"{size / 1e6:,.0f}" for size in megabytes]
-        memory.add_row(model["model"], *told, f"{held['ratio']:.3f}x")
-    return Stack(publish, memory)

@@ -13,8 +13,8 @@ import asyncio
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from lab.epochs import Model, answers_of
+from lab.harness import Bench, Result, Say, option
 from lab.paired import alternate
-from lab.settings import Clock, machine
+from lab.settings import Clock
 from lab.whole_runs import trained
 from ostinato.engine.cache import BLOCK
 from ostinato.engine.local import LocalEngine
@@ -35,31 +36,30 @@ from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.run import MAIN_SET, RunFolder
 from ostinato.types import Request, Sampling
 
-Say = Callable[[str], None]
-
 HONEST = ("trainer.replay=true", "algo.correction=token_truncate")
 WARM_UP = 3  # steps of a run whose seconds do not count: kernels are compiled, tables measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Quantised(Bench):
     """``weights``: engine weights, the first is what the others are compared with. ``steps`` of every run."""
 
-    recipe: str = "quickstart"
+    recipe: str = option("quickstart", "A recipe, by name or file.")
     weights: tuple[str, ...] = ("model", "int8", "fp8")
     seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 60
+    steps: int = option(60, "Training steps of every run.")
     held_out: int = 512
     overrides: tuple[str, ...] = ()  # of the recipe, for all runs
-    model: str = "smollm2-135m"  # of the rollouts by themselves; empty: none
+    model: str = option(
+        "smollm2-135m", "Whose rollouts are timed by themselves; empty for none."
+    )  # of the rollouts by themselves; empty: none
     batches: tuple[int, ...] = (1, 4, 8, 16)
     new_tokens: int = 64
     prompt_tokens: int = 32
     rounds: int = 9
-    clock: Clock = Clock.WALL
+    clock: Clock = option(Clock.WALL, "Of the rollouts by themselves.")
 
-    def shortened(self) -> Plan:
-        """Whether it works, not what it says."""
+    def quick(self) -> Quantised:
         return replace(
             self,
             weights=self.weights[:2],
@@ -71,44 +71,82 @@ class Plan:
             rounds=2,
         )
 
+    def measure(self, say: Say) -> dict[str, Any]:
+        speed = speeds(self, say) if self.model else []
+        runs: list[dict[str, Any]] = []
+        with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
+            for seed in self.seeds:  # all weights of a seed in a row: what changes with time changes for all
+                for weights in self.weights:
+                    folder = train(self, weights, seed, Path(root) / f"{weights}-{seed}")
+                    runs.append({"weights": weights, "seed": seed} | facts(folder))
+                    say(_line(runs[-1]))
+        return {
+            "runs": runs,
+            "arms": compared(runs, self.weights),
+            "speed": speed,
+        }
 
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Measure, and return the JSON of the command. Raises ContenderFailed where a run does not end well."""
-    speed = speeds(plan, say) if plan.model else []
-    runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
-        for seed in plan.seeds:  # all weights of a seed in a row: what changes with time changes for all
-            for weights in plan.weights:
-                folder = train(plan, weights, seed, Path(root) / f"{weights}-{seed}")
-                runs.append({"weights": weights, "seed": seed} | facts(folder))
-                say(_line(runs[-1]))
-    return {
-        "runs": runs,
-        "arms": compared(runs, plan.weights),
-        "speed": speed,
-        "settings": asdict(plan),
-        "machine": machine(),
-    }
+    @staticmethod
+    def table(result: Result) -> RenderableType:
+        settings = result["settings"]
+        seeds = ", ".join(map(str, settings["seeds"]))
+        runs = Table(
+            "engine.weights",
+            "rollout s",
+            "step s",
+            "reward/s",
+            "against the first",
+            "k3",
+            "held-out before -> after",
+            "difference (95 %)",
+            title=f"{settings['recipe']}, {settings['steps']} steps, seeds {seeds}",
+        )
+        for arm in result["arms"]:
+            low, high = arm["score_difference_low"], arm["score_difference_high"]
+            runs.add_row(
+                arm["weights"],
+                f"{arm['rollout_s']:.2f} (x{arm['rollout_s_ratio']:.2f})",
+                f"{arm['step_s']:.2f} (x{arm['step_s_ratio']:.2f})",
+                f"{arm['reward_per_s']:.1f}",
+                f"{arm['reward_per_s_ratio']:.3f}",
+                f"{arm['k3']:.1e}",
+                f"{arm['before']:.3f} -> {arm['score']:.3f}",
+                f"{arm['score_difference']:+.3f} ({low:+.3f} to {high:+.3f})",
+            )
+        speed = Table(
+            "model", "weights", "batch", "tokens/s", "bf16", "faster by", "MB", title="rollouts by themselves"
+        )
+        for row in result["speed"]:
+            speed.add_row(
+                row["model"],
+                row["weights"],
+                str(row["batch"]),
+                f"{row['tokens_per_s']:.0f}",
+                f"{row['bf16_tokens_per_s']:.0f}",
+                _faster(row),
+                f"{row['weights_mb']:.0f} / {row['bf16_weights_mb']:.0f}",
+            )
+        return Stack(runs, speed) if result["speed"] else runs
 
 
 # ---- whole runs
 
 
-def train(plan: Plan, weights: str, seed: int, logs: Path) -> RunFolder:
+def train(bench: Quantised, weights: str, seed: int, logs: Path) -> RunFolder:
     """One run of ``ostinato train``, in a process of its own; its folder."""
     overrides = [
         f"seed={seed}",
         f"engine.weights={weights}",
-        f"trainer.steps={plan.steps}",
+        f"trainer.steps={bench.steps}",
         "trainer.checkpoint_every=0",
         "eval.every=0",
-        f"eval.n={plan.held_out}",
+        f"eval.n={bench.held_out}",
         "log.mismatch_every=0",
         "log.trajectories_every=0",
         *HONEST,
-        *plan.overrides,
+        *bench.overrides,
     ]
-    return trained(plan.recipe, overrides, logs, f"with engine.weights={weights}, seed {seed}")
+    return trained(bench.recipe, overrides, logs, f"with engine.weights={weights}, seed {seed}")
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:
@@ -197,27 +235,27 @@ def _t_interval(gaps: Sequence[float], errors: Sequence[float]) -> tuple[float, 
 # ---- rollouts by themselves
 
 
-def speeds(plan: Plan, say: Say) -> list[dict[str, Any]]:
-    """Tokens per second of ``plan.model`` with quantised weights beside bf16, at every batch."""
-    model = Model.load(str(model_folder(plan.model)), dtype="bfloat16", fp32_head=True, say=say)
-    plain = _Rollouts(plan, model, Weights.BF16)
+def speeds(bench: Quantised, say: Say) -> list[dict[str, Any]]:
+    """Tokens per second of ``bench.model`` with quantised weights beside bf16, at every batch."""
+    model = Model.load(str(model_folder(bench.model)), dtype="bfloat16", fp32_head=True, say=say)
+    plain = _Rollouts(bench, model, Weights.BF16)
     rows = []
-    for weights in plan.weights:
+    for weights in bench.weights:
         if weights in (Weights.MODEL, Weights.BF16):
             continue
-        quantised = _Rollouts(plan, model, Weights(weights))
-        for batch in plan.batches:
+        quantised = _Rollouts(bench, model, Weights(weights))
+        for batch in bench.batches:
             pairs = alternate(
                 lambda batch=batch: plain(batch),
                 lambda batch=batch, engine=quantised: engine(batch),
-                plan.rounds,
-                plan.clock.read,
+                bench.rounds,
+                bench.clock.read,
             )
-            tokens = batch * plan.new_tokens
+            tokens = batch * bench.new_tokens
             found = pairs.figures()
             rows.append(
                 {
-                    "model": plan.model,
+                    "model": bench.model,
                     "weights": weights,
                     "batch": batch,
                     "bf16_tokens_per_s": round(tokens / statistics.median(pairs.base), 1),
@@ -236,25 +274,25 @@ def speeds(plan: Plan, say: Say) -> list[dict[str, Any]]:
 class _Rollouts:
     """An engine of some weights, to be asked for a batch of answers that never stop early."""
 
-    def __init__(self, plan: Plan, model: Model, weights: Weights) -> None:
+    def __init__(self, bench: Quantised, model: Model, weights: Weights) -> None:
         decoder = quantise(model.decoder, weights)
         self.own_bytes = own_bytes(decoder)
-        context = plan.prompt_tokens + plan.new_tokens
+        context = bench.prompt_tokens + bench.new_tokens
         each = block_bytes(decoder.config.num_layers, decoder.kv_shape, decoder.dtype)
-        blocks = max(plan.batches) * (context // BLOCK + 2)
-        self._plan, self._vocabulary = plan, decoder.config.vocab_size
+        blocks = max(bench.batches) * (context // BLOCK + 2)
+        self._plan, self._vocabulary = bench, decoder.config.vocab_size
         self._engine = LocalEngine(
             decoder,
             kernels=model.kernels,
             kv_memory_mb=(blocks * each >> 20) + 1,
-            max_batch=max(plan.batches),
+            max_batch=max(bench.batches),
             context_limit=context,
         )
 
     def __call__(self, batch: int) -> None:
-        plan, rng = self._plan, np.random.default_rng(batch)
-        prompts = rng.integers(0, self._vocabulary, (batch, plan.prompt_tokens), dtype=np.int32)
-        sampling = Sampling(max_tokens=plan.new_tokens)
+        bench, rng = self._plan, np.random.default_rng(batch)
+        prompts = rng.integers(0, self._vocabulary, (batch, bench.prompt_tokens), dtype=np.int32)
+        sampling = Sampling(max_tokens=bench.new_tokens)
         requests = [
             Request(tokens=prompt, sampling=sampling, seed=(batch, row)) for row, prompt in enumerate(prompts)
         ]
@@ -281,46 +319,3 @@ def _speed_line(row: Mapping[str, Any]) -> str:
 
 def _faster(row: Mapping[str, Any]) -> str:
     return f"{row['speedup']:.2f}x ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
-
-
-def table(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people."""
-    settings = result["settings"]
-    seeds = ", ".join(map(str, settings["seeds"]))
-    runs = Table(
-        "engine.weights",
-        "rollout s",
-        "step s",
-        "reward/s",
-        "against the first",
-        "k3",
-        "held-out before -> after",
-        "difference (95 %)",
-        title=f"{settings['recipe']}, {settings['steps']} steps, seeds {seeds}",
-    )
-    for arm in result["arms"]:
-        low, high = arm["score_difference_low"], arm["score_difference_high"]
-        runs.add_row(
-            arm["weights"],
-            f"{arm['rollout_s']:.2f} (x{arm['rollout_s_ratio']:.2f})",
-            f"{arm['step_s']:.2f} (x{arm['step_s_ratio']:.2f})",
-            f"{arm['reward_per_s']:.1f}",
-            f"{arm['reward_per_s_ratio']:.3f}",
-            f"{arm['k3']:.1e}",
-            f"{arm['before']:.3f} -> {arm['score']:.3f}",
-            f"{arm['score_difference']:+.3f} ({low:+.3f} to {high:+.3f})",
-        )
-    speed = Table(
-        "model", "weights", "batch", "tokens/s", "bf16", "faster by", "MB", title="rollouts by themselves"
-    )
-    for row in result["speed"]:
-        speed.add_row(
-            row["model"],
-            row["weights"],
-            str(row["batch"]),
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['bf16_tokens_per_s']:.0f}",
-            _faster(row),
-            f"{row['weights_mb']:.0f} / {row['bf16_weights_mb']:.0f}",
-        )
-    return Stack(runs, speed) if result["speed"] else runs

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+
+from lab.harness import Bench, Result, Say, markdown, option
 
 Data = Mapping[str, Any]
 BLOCK = re.compile(r"(<!-- figures: (\S+) (\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -56,11 +59,6 @@ def _source(file: str, data: Data) -> str:
     return f"([{file}]({file}): {', '.join(str(fact) for fact in known if fact)})"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
-
-
 def _name(key: str) -> str:
     return NAMES.get(key, key)
 
@@ -87,7 +85,7 @@ def _rollouts(data: Data) -> str:
         f"in the dtype and threads in which it is fastest, medians of {len(ours['rounds'])} rounds in turn:"
     )
     drawn = ", ".join(f"{100 * share:.1f} % at {batch}" for batch, share in shares)
-    table = _table(
+    table = markdown(
         ["batch", *map(_name, engines)], [[batch, *(cell(e, batch) for e in engines)] for batch in batches]
     )
     after = f"{'; '.join(peers)}. " if peers else ""
@@ -105,7 +103,7 @@ def _decode(data: Data) -> str:
     ]
     head = ["batch", "step", "layers", "head and draw", "matrix products alone", "these over the step"]
     what = f"A decode step by itself ({_name(data['model'])}, {data['dtype']}), milliseconds:"
-    return f"{what}\n\n{_table(head, rows)}"
+    return f"{what}\n\n{markdown(head, rows)}"
 
 
 def _train(data: Data) -> str:
@@ -122,7 +120,7 @@ def _train(data: Data) -> str:
                 f"{_gb(trl['peak_mb'])} (ours is {data['peak_memory_vs_trl']:.2f})",
             ]
         )
-    table = _table(["", "seconds per step", "peak memory"], rows)
+    table = markdown(["", "seconds per step", "peak memory"], rows)
     what = f"A GRPO step of {_name(data['model'])}: {data['work']}, AdamW:"
     return f"{_prose(what)}\n\n{table}"
 
@@ -158,7 +156,7 @@ def _draft(data: Data) -> str:
         f"{title} {headline[arm]['total']['speedup']:.2f}" for arm, title in others.items() if arm in headline
     )
     after = f"At {settings['headline_batch']}, in the same run: {beside}." if beside else ""
-    return "\n\n".join(part for part in (_prose(text), _table(head, rows), _prose(after)) if part)
+    return "\n\n".join(part for part in (_prose(text), markdown(head, rows), _prose(after)) if part)
 
 
 def _never_slower(data: Data) -> str:
@@ -183,7 +181,7 @@ def _quickstart(data: Data) -> str:
     ]
     head = ["seed", "seconds, from start to report", "dtype", "held-out pass@1 before", "after"]
     head += ["greedy, before", "after"]
-    return _table(head, rows)
+    return markdown(head, rows)
 
 
 def _replay(data: Data) -> str:
@@ -199,7 +197,7 @@ def _replay(data: Data) -> str:
         if row["trainer"] == "float32" and row["steps"] == 0
     ]
     head = ["engine", "k3, nats per token, native -> replayed (95 %)", "F(tau), native -> replayed"]
-    return _table([*head, "a training step with replay, over without"], rows)
+    return markdown([*head, "a training step with replay, over without"], rows)
 
 
 def _span(row: Data, name: str) -> str:
@@ -248,3 +246,24 @@ BLOCKS: dict[str, Callable[[Data], str]] = {
     "weights": _weights,
     "scaling": _scaling,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readme(Bench):
+    """Write the figures of a page, or check them, from the data that each of them names."""
+
+    page: Path = option(Path("README.md"), "A page with marks.")
+    check: bool = option(False, "Change nothing; fail where it would.")
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        before = self.page.read_text(encoding="utf-8")
+        after = written(before, self.page.parent)
+        if after != before and self.check:
+            raise ValueError(f"{self.page} does not agree with its data; run ostinato bench readme")
+        if after != before:
+            self.page.write_text(after, encoding="utf-8")
+        return {"changed": after != before}
+
+    @staticmethod
+    def table(result: Result) -> str:
+        return ""

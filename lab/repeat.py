@@ -13,28 +13,28 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lab.contender import Contender
-from lab.settings import machine
+from lab.harness import Bench, Result, Say, option
+from lab.settings import folder_of, machine
 
 KERNELS = ("native", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Repeat(Bench):
     """``runs`` of each dtype with each set of kernels, ``load`` busy processes beside them."""
 
-    folder: Path
-    model: str
-    runs: int = 50
-    steps: int = 3
-    threads: int = 2
-    load: int = 1
+    model: str = option("asset:seed-moe", "A Hugging Face folder or a model name.")
+    runs: int = option(50, "Of each dtype with each set of kernels.")
+    steps: int = option(3, "Of a run.")
+    threads: int = option(2, "Of a run.")
+    load: int = option(1, "Busy processes beside the runs.")
     processes: int = 5
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     kernels: tuple[str, ...] = KERNELS
@@ -42,50 +42,56 @@ class Plan:
     group: int = 8
     new_tokens: int = 16
 
+    def quick(self) -> Repeat:
+        return replace(self, runs=min(self.runs, 5))
 
-def run(plan: Plan, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Run all, and return the JSON of the command; ``repeats`` is whether every setting has one digest."""
-    rows = []
-    with tempfile.TemporaryDirectory() as logs, _busy(plan.load):
-        for kernels, dtype in itertools.product(plan.kernels, plan.dtypes):
-            rows.append(_setting(plan, kernels, dtype, Path(logs) / "worker.log"))
-            say(_line(rows[-1]))
-    settings = asdict(plan) | {"folder": str(plan.folder)}
-    return {
-        "repeats": all(len(row["sampled"]) == len(row["trained"]) == 1 for row in rows),
-        "settings": settings,
-        "rows": rows,
-        "machine": machine() | {"threads": plan.threads},
-    }
+    def measure(self, say: Say) -> dict[str, Any]:
+        rows = []
+        with tempfile.TemporaryDirectory() as logs, _busy(self.load):
+            for kernels, dtype in itertools.product(self.kernels, self.dtypes):
+                rows.append(_setting(self, kernels, dtype, Path(logs) / "worker.log"))
+                say(_line(rows[-1]))
+        return {
+            "repeats": all(len(row["sampled"]) == len(row["trained"]) == 1 for row in rows),
+            "rows": rows,
+            "machine": machine() | {"threads": self.threads},
+        }
+
+    @property
+    def folder(self) -> Path:
+        return folder_of(self.model)
+
+    @staticmethod
+    def passed(result: Result) -> bool:
+        return result["repeats"]
+
+    @staticmethod
+    def table(result: Result) -> str:
+        settings = result["settings"]
+        verdict = "every run repeats to the bit" if result["repeats"] else "runs do NOT repeat"
+        head = (
+            f"{settings['runs']} runs of {settings['steps']} steps, {settings['model']}, "
+            f"{settings['threads']} threads, beside {settings['load']} busy processes: {verdict}"
+        )
+        return "\n".join([head, *(_line(row) for row in result["rows"])])
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """The result for people."""
-    settings = result["settings"]
-    verdict = "every run repeats to the bit" if result["repeats"] else "runs do NOT repeat"
-    head = (
-        f"{settings['runs']} runs of {settings['steps']} steps, {settings['model']}, {settings['threads']} "
-        f"threads, beside {settings['load']} busy processes: {verdict}"
-    )
-    return "\n".join([head, *(_line(row) for row in result["rows"])])
-
-
-def _setting(plan: Plan, kernels: str, dtype: str, log: Path) -> dict[str, Any]:
+def _setting(bench: Repeat, kernels: str, dtype: str, log: Path) -> dict[str, Any]:
     """Digests of all runs of a dtype with a set of kernels, and how many runs had each."""
     task = {
-        "folder": str(plan.folder),
+        "folder": str(bench.folder),
         "dtype": dtype,
         "native": kernels == "native",
-        "threads": plan.threads,
-        "prompts": plan.prompts,
-        "group": plan.group,
-        "new_tokens": plan.new_tokens,
-        "steps": plan.steps,
+        "threads": bench.threads,
+        "prompts": bench.prompts,
+        "group": bench.group,
+        "new_tokens": bench.new_tokens,
+        "steps": bench.steps,
     }
     command = [sys.executable, "-m", "lab.repeat_worker", json.dumps(task)]
     sampled, trained = Counter[str](), Counter[str]()
-    for runs in _shares(plan.runs, plan.processes):
-        environ = {"OMP_NUM_THREADS": str(plan.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    for runs in _shares(bench.runs, bench.processes):
+        environ = {"OMP_NUM_THREADS": str(bench.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         with Contender(f"{kernels} {dtype}", command, log, environ=environ) as worker:
             for _ in range(runs):
                 found = worker.ask()

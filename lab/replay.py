@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,11 @@ from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
 
-from lab.collapse_stats import wilson
 from lab.epochs import Model, record
-from lab.paired import alternate
+from lab.harness import Bench, Result, Say, option
+from lab.paired import alternate, wilson
 from lab.planted import Trainers, planted, stale
-from lab.settings import Clock, machine
+from lab.settings import Clock
 from lab.turns import FullMarks
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -46,8 +46,6 @@ from ostinato.rollout.convert import samples
 from ostinato.rollout.play import Ask, Stage, play
 from ostinato.types import Batch, Prompt, Sample, Sampling
 
-Say = Callable[[str], None]
-
 # Tau is scaled to the model: F is compared at the largest tau that is exceeded by as large a share of native
 # tokens as exceeds 2 on the R3 paper's Qwen3-30B-A3B (F(2) = 2.54e-4, arXiv 2510.11370, appendix). The native
 # side alone decides.
@@ -58,11 +56,11 @@ SAMPLE_STEP = 10_000  # far from any training step: its noise is its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Replay(Bench):
     """``pairs`` of (engine, trainer) for the policies after each of ``steps`` training steps, on ``tokens``
     sampled tokens or more; ``rounds`` of the step's time."""
 
-    recipe: Recipe
+    recipe: str = "quickstart"
     pairs: tuple[tuple[Weights, str], ...] = (
         (Weights.BF16, "float32"),
         (Weights.INT8, "float32"),
@@ -71,55 +69,61 @@ class Plan:
         (Weights.INT8, "bfloat16"),
     )
     steps: tuple[int, ...] = (0, 20)
-    tokens: int = 100_000  # of which some 25 are beyond the scaled tau
-    rounds: int = 9
+    tokens: int = option(
+        100_000, "Sampled tokens of every row, at least."
+    )  # of which some 25 are beyond the scaled tau
+    rounds: int = option(9, "Of a training step with replay and without.")
     least_s: float = 1.0
-    clock: Clock = Clock.WALL
+    clock: Clock = option(Clock.WALL, "cpu where others use the machine too.")
 
-    def shortened(self) -> Plan:
-        """Whether it works, not what it says."""
+    @property
+    def loaded(self) -> Recipe:
+        """In bf16, where sampler and trainer differ most."""
+        return Recipe.load(self.recipe, "model.dtype=bfloat16")
+
+    def quick(self) -> Replay:
         return replace(self, pairs=self.pairs[:2], steps=(0, 2), tokens=2_000, rounds=2, least_s=0.0)
 
+    def measure(self, say: Say) -> dict[str, Any]:
+        bench = Setup.of(self, say)
+        rows: list[dict[str, Any]] = []
+        first, last = self.steps[0], self.steps[-1]
+        one_step: dict[int, list[Sample]] = {}  # by steps: of the first pair's engine
+        for steps, (weights, dtype) in itertools.product(self.steps, self.pairs):
+            policy, trainers = bench.policies[steps], bench.trainers(dtype)
+            made = bench.sampled(weights, policy)
+            one_step.setdefault(steps, made[: bench.step_size])
+            row: dict[str, Any] = {"engine": str(weights), "trainer": dtype, "steps": steps}
+            row |= figures(trainers.make(policy).measure(bench.pack(made)))
+            if steps == first:
+                row |= step_time(self, trainers, policy, bench.pack(made[: bench.step_size]))
+            rows.append(row | {"bars": judged(row)})
+            say(_line(rows[-1]))
+        trainers = bench.trainers(self.pairs[0][1])
+        found = planted(trainers, bench.policies[first], one_step[first], bench.pack, say)
+        old = stale(trainers, bench.policies, last, bench.pack(one_step[last]), say)
+        return {
+            "rows": rows,
+            "planted": found,
+            "stale": old,
+            "bars": BARS,
+        }
 
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Measure, and return the JSON of the command. Raises ValueError for a model without experts."""
-    bench = Bench.of(plan, say)
-    rows: list[dict[str, Any]] = []
-    first, last = plan.steps[0], plan.steps[-1]
-    one_step: dict[int, list[Sample]] = {}  # by steps: of the first pair's engine
-    for steps, (weights, dtype) in itertools.product(plan.steps, plan.pairs):
-        policy, trainers = bench.policies[steps], bench.trainers(dtype)
-        made = bench.sampled(weights, policy)
-        one_step.setdefault(steps, made[: bench.step_size])
-        row: dict[str, Any] = {"engine": str(weights), "trainer": dtype, "steps": steps}
-        row |= figures(trainers.make(policy).measure(bench.pack(made)))
-        if steps == first:
-            row |= step_time(plan, trainers, policy, bench.pack(made[: bench.step_size]))
-        rows.append(row | {"bars": judged(row)})
-        say(_line(rows[-1]))
-    trainers = bench.trainers(plan.pairs[0][1])
-    found = planted(trainers, bench.policies[first], one_step[first], bench.pack, say)
-    old = stale(trainers, bench.policies, last, bench.pack(one_step[last]), say)
-    return {
-        "rows": rows,
-        "planted": found,
-        "stale": old,
-        "bars": BARS,
-        "settings": _settings(plan),
-        "machine": machine(),
-    }
-
-
-def _settings(plan: Plan) -> dict[str, Any]:
-    """Of the recipe its name: the rest of it is in the repository."""
-    return {item.name: getattr(plan, item.name) for item in fields(plan)} | {"recipe": plan.recipe.name}
+    @staticmethod
+    def table(result: Result) -> RenderableType:
+        return Stack(
+            _rows_table(result),
+            _tails_table(result["rows"]),
+            _planted_table(result["planted"]),
+            _stale_table(result["stale"]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bench:
+class Setup:
     """What every row is measured with."""
 
-    plan: Plan
+    bench: Replay
     renderer: Renderer
     prompts: Sequence[Prompt]
     decoders: Mapping[str, Decoder]  # of the trainers, by dtype: the same weights
@@ -127,9 +131,9 @@ class Bench:
     policies: Mapping[int, Adapters]  # by the steps that they have trained
 
     @classmethod
-    def of(cls, plan: Plan, say: Say) -> Bench:
-        recipe, folder = plan.recipe, str(model_folder(plan.recipe.model.path))
-        dtypes = {"float32", recipe.model.dtype, *(dtype for _, dtype in plan.pairs)}
+    def of(cls, bench: Replay, say: Say) -> Setup:
+        recipe, folder = bench.loaded, str(model_folder(bench.loaded.model.path))
+        dtypes = {"float32", recipe.model.dtype, *(dtype for _, dtype in bench.pairs)}
         models = {
             dtype: Model.load(folder, dtype=dtype, fp32_head=recipe.model.fp32_head, say=say)
             for dtype in dtypes
@@ -138,27 +142,27 @@ class Bench:
             raise ValueError(f"model.path is {recipe.model.path!r}, which has no experts; use asset:seed-moe")
         task = recipe.task
         return cls(
-            plan=plan,
+            bench=bench,
             renderer=Renderer(model_folder(recipe.model.path)),
             prompts=load_tasks(
                 task.source, "train", task.seed, task.n_train, task.params, task.system_prompt
             ),
             decoders={dtype: model.decoder for dtype, model in models.items()},
             model=models["float32"],
-            policies=_policies(plan, models[recipe.model.dtype], say),
+            policies=_policies(bench, models[recipe.model.dtype], say),
         )
 
     def trainers(self, dtype: str) -> Trainers:
         return Trainers(
             decoder=self.decoders[dtype],
             kernels=self.model.kernels,
-            rules=algorithm(self.plan.recipe.algo.name, **self.plan.recipe.algo.overrides),
-            temperature=self.plan.recipe.rollout.temperature,
+            rules=algorithm(self.bench.loaded.algo.name, **self.bench.loaded.algo.overrides),
+            temperature=self.bench.loaded.rollout.temperature,
         )
 
     def sampled(self, weights: Weights, policy: Adapters) -> list[Sample]:
-        """Whole steps of samples by an engine of ``weights``, until ``plan.tokens`` tokens are sampled."""
-        recipe = self.plan.recipe
+        """Whole steps of samples by an engine of ``weights``, until ``bench.tokens`` tokens are sampled."""
+        recipe = self.bench.loaded
         engine = LocalEngine(
             quantise(self.decoders["float32"], weights),
             kernels=self.model.kernels,
@@ -171,13 +175,13 @@ class Bench:
         made: list[Sample] = []
         for step in itertools.count():
             made += self._one_more(engine, step)
-            if sum(int(sample.loss_mask.sum()) for sample in made) >= self.plan.tokens:
+            if sum(int(sample.loss_mask.sum()) for sample in made) >= self.bench.tokens:
                 return made
         raise AssertionError  # count() does not end
 
     def _one_more(self, engine: LocalEngine, step: int) -> list[Sample]:
         """The samples of a step; half of each group is praised, half is blamed, and all of it trains."""
-        rollout = self.plan.recipe.rollout
+        rollout = self.bench.loaded.rollout
         rows, count = Rows(self.prompts, seed=0), rollout.prompts_per_step
         stage = Stage(
             engine=engine,
@@ -193,7 +197,7 @@ class Bench:
         asks = [
             Ask(
                 prompt=rows.prompt(index),
-                seed=(self.plan.recipe.seed, SAMPLE_STEP + step, index),
+                seed=(self.bench.loaded.seed, SAMPLE_STEP + step, index),
                 group_size=rollout.group_size,
                 step=SAMPLE_STEP + step,
             )
@@ -209,19 +213,19 @@ class Bench:
 
     def pack(self, chosen: Sequence[Sample]) -> Batch:
         weights = aggregation_weights(chosen, Aggregation.TOKEN)
-        return pack(chosen, weights, tokens_per_microbatch=self.plan.recipe.trainer.tokens_per_microbatch)
+        return pack(chosen, weights, tokens_per_microbatch=self.bench.loaded.trainer.tokens_per_microbatch)
 
     @property
     def step_size(self) -> int:
         """Samples of one training step."""
-        return self.plan.recipe.rollout.prompts_per_step * self.plan.recipe.rollout.group_size
+        return self.bench.loaded.rollout.prompts_per_step * self.bench.loaded.rollout.group_size
 
 
-def _policies(plan: Plan, model: Model, say: Say) -> dict[int, Adapters]:
+def _policies(bench: Replay, model: Model, say: Say) -> dict[int, Adapters]:
     """The recipe's adapters by the training steps behind them, all on the way to the last."""
-    per_step = plan.recipe.rollout.prompts_per_step
-    task = plan.recipe.task.model_copy(update={"n_train": (max(plan.steps) + 1) * per_step})
-    recorded = record(plan.recipe.model_copy(update={"task": task}), model, 1, say)
+    per_step = bench.loaded.rollout.prompts_per_step
+    task = bench.loaded.task.model_copy(update={"n_train": (max(bench.steps) + 1) * per_step})
+    recorded = record(bench.loaded.model_copy(update={"task": task}), model, 1, say)
     return {step.number - 1: step.adapters for step in recorded}
 
 
@@ -303,7 +307,7 @@ def judged(row: Mapping[str, Any]) -> dict[str, bool]:
     return held
 
 
-def step_time(plan: Plan, trainers: Trainers, policy: Adapters, batch: Batch) -> dict[str, Any]:
+def step_time(bench: Replay, trainers: Trainers, policy: Adapters, batch: Batch) -> dict[str, Any]:
     """``PolicyTrainer.step`` with replay and the gate over the step on the same batch without routes: all
     that replay costs is in the ratio. The policy hardly moves, so the routes stay the right ones."""
     bare = replace(batch, microbatches=tuple(replace(one, experts=None) for one in batch.microbatches))
@@ -311,9 +315,9 @@ def step_time(plan: Plan, trainers: Trainers, policy: Adapters, batch: Batch) ->
     pairs = alternate(
         lambda: without.step(bare),
         lambda: with_replay.step(batch),
-        plan.rounds,
-        plan.clock.read,
-        plan.least_s,
+        bench.rounds,
+        bench.clock.read,
+        bench.least_s,
     )
     return {f"step_time_{name}": value for name, value in pairs.figures().items()}
 
@@ -324,16 +328,6 @@ def _line(row: Mapping[str, Any]) -> str:
         f"{row['engine']} engine, {row['trainer']} trainer, {row['steps']} steps, {row['tokens']} tokens: "
         f"k3 {row['k3_native']:.2e} -> {row['k3_replay']:.2e}, F({row['tau']:.3g}) {row['F_native']:.2e} -> "
         f"{row['F_replay']:.2e}, {row['routers_differ']:.2%} of routers differ{step}"
-    )
-
-
-def table(result: Mapping[str, Any]) -> RenderableType:
-    """The result for people: the mismatch, its tails, the planted bugs, and routes of other policies."""
-    return Stack(
-        _rows_table(result),
-        _tails_table(result["rows"]),
-        _planted_table(result["planted"]),
-        _stale_table(result["stale"]),
     )
 
 

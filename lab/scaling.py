@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from lab.settings import machine
+from lab.harness import Bench, Result, Say, option
 from ostinato.axis import Axis
 from ostinato.scaling.curve import Sigmoid, crossovers
 from ostinato.scaling.fit import fit
@@ -30,8 +30,6 @@ from ostinato.scaling.paper import fit_paper
 from ostinato.scaling.posterior import posterior
 from ostinato.scaling.series import Series, read_csv, series
 from ostinato.scaling.validate import FRACTIONS, Row, backtest, calibrate, settlement, summary
-
-Say = Callable[[str], None]
 
 FIRST = 1500.0  # GPU-hours: the paper leaves out what is before (appendix A.5)
 R0 = 0.40
@@ -65,67 +63,101 @@ BARS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Scaling(Bench):
     """``points`` is a CSV with columns figure, series, gpu_hours, pass_rate; None: the published curves."""
 
-    points: Path | None = None
+    points: Path | None = option(
+        None, "A CSV with columns figure, series, gpu_hours, pass_rate; else published curves."
+    )
     fractions: tuple[float, ...] = FRACTIONS
     headline: float = 0.5
     synthetic: int = 500
     undecided: int = 60  # runs that are asked for the compute that would settle their budget
     rounds: int = 5  # of timings
 
-    def shortened(self) -> Plan:
-        """Whether it works, not what it says."""
+    def quick(self) -> Scaling:
         return replace(self, synthetic=100, undecided=15, rounds=1)
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        curves = {
+            one.name: one
+            for one in read_csv(
+                self.points or published("scalerl_points.csv"),
+                compute="gpu_hours",
+                score="pass_rate",
+                by=("figure", "series"),
+                R0=R0,
+                axis=Axis.DEVICE_HOURS,
+                held_out="figures of arXiv 2510.13786",
+            )
+        }
+        rows = backtest(list(curves.values()), self.fractions, first=FIRST)
+        headline = summary([row for row in rows if row.fraction == self.headline])
+        if not headline.curves:
+            raise ValueError(
+                f"none of the {len(curves)} curves of {self.points} has 5 evaluations between {FIRST:g} and"
+                f" {self.headline:.0%} of its compute; nothing can be tested"
+            )
+        say(f"{headline.curves} curves at {self.headline:.0%}: {headline.coverage:.1%} covered")
+        result: dict[str, Any] = {
+            "coverage": headline.coverage,
+            "median_width": headline.median_width,
+            "median_error": headline.median_error,
+            "by_fraction": [_by_fraction(rows, fraction) for fraction in self.fractions],
+            "rows": [_row(row) for row in rows],
+            "alarms": _alarms(list(curves.values())),
+            "seconds": _seconds(list(curves.values()), self.rounds),
+        }
+        say("simulated curves")
+        result["synthetic"] = synthetic(self.synthetic)
+        result["settled"] = asdict(settlement(self.undecided))
+        result["noises"] = noises(list(curves.values()), self)
+        if self.points is None:
+            result["exactness"] = exactness()
+            result["oracles"] = oracles(curves)
+        result["held"] = _held(result)
+        settings = asdict(self) | {"points": None if self.points is None else self.points.name}
+        return result | {"bars": BARS, "settings": settings}
+
+    @staticmethod
+    def table(result: Result) -> Table:
+        shown = Table(title="Forecasts of the end of published runs, 90 % intervals")
+        for name in ("fitted on", "of", "curves", "covered", "median width", "median error", "largest error"):
+            shown.add_column(name, justify="left" if name == "of" else "right")
+        for entry in result["by_fraction"]:
+            for of in ("all", "told", "distinct"):
+                one = entry[of]
+                if one["curves"]:
+                    shown.add_row(
+                        f"{entry['fraction']:.0%}",
+                        of,
+                        str(one["curves"]),
+                        f"{one['coverage']:.0%}",
+                        f"{one['median_width']:.3f}",
+                        f"{one['median_error']:.4f}",
+                        f"{one['largest_error']:.3f}",
+                    )
+        matched, of_all, default = (
+            result["synthetic"][name]["coverage"] for name in ("matched", "matched_all", "default")
+        )
+        alarms = ", ".join(f"{name} at {at:.0f}" for name, at in result["alarms"].items() if at is not None)
+        failed = [name for name, holds in result["held"].items() if not holds]
+        settled = result["settled"]
+        shown.caption = (
+            f"simulated: {matched:.1%} covered where the noise is known ({of_all:.1%} over the parameters of"
+            f" all published curves), {default:.1%} with the noise that all commands assume;"
+            f" {settled['told']} of {settled['undecided']} undecided runs were told when they would be"
+            f" decided,"
+            f" {settled['decided']:.0%} were, of these {settled['right']:.0%} rightly;"
+            f" alarms: {alarms or 'none'}; fit {1e3 * result['seconds']['fit_s']:.1f} ms, posterior"
+            f" {1e3 * result['seconds']['posterior_s']:.0f} ms; bars missed: {', '.join(failed) or 'none'}"
+        )
+        return shown
 
 
 def published(name: str) -> Path:
     """The file of that name among the data of the package."""
     return Path(str(files("ostinato.scaling").joinpath("data", name)))
-
-
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Measure, and return the JSON of the command."""
-    curves = {
-        one.name: one
-        for one in read_csv(
-            plan.points or published("scalerl_points.csv"),
-            compute="gpu_hours",
-            score="pass_rate",
-            by=("figure", "series"),
-            R0=R0,
-            axis=Axis.DEVICE_HOURS,
-            held_out="figures of arXiv 2510.13786",
-        )
-    }
-    rows = backtest(list(curves.values()), plan.fractions, first=FIRST)
-    headline = summary([row for row in rows if row.fraction == plan.headline])
-    if not headline.curves:
-        raise ValueError(
-            f"none of the {len(curves)} curves of {plan.points} has 5 evaluations between {FIRST:g} and"
-            f" {plan.headline:.0%} of its compute; nothing can be tested"
-        )
-    say(f"{headline.curves} curves at {plan.headline:.0%}: {headline.coverage:.1%} covered")
-    result: dict[str, Any] = {
-        "coverage": headline.coverage,
-        "median_width": headline.median_width,
-        "median_error": headline.median_error,
-        "by_fraction": [_by_fraction(rows, fraction) for fraction in plan.fractions],
-        "rows": [_row(row) for row in rows],
-        "alarms": _alarms(list(curves.values())),
-        "seconds": _seconds(list(curves.values()), plan.rounds),
-    }
-    say("simulated curves")
-    result["synthetic"] = synthetic(plan.synthetic)
-    result["settled"] = asdict(settlement(plan.undecided))
-    result["noises"] = noises(list(curves.values()), plan)
-    if plan.points is None:
-        result["exactness"] = exactness()
-        result["oracles"] = oracles(curves)
-    result["held"] = _held(result)
-    settings = asdict(plan) | {"points": None if plan.points is None else plan.points.name}
-    return result | {"bars": BARS, "settings": settings, "machine": machine()}
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -174,14 +206,14 @@ def synthetic(curves: int) -> dict[str, Any]:
     }
 
 
-def noises(curves: Sequence[Series], plan: Plan) -> list[dict[str, Any]]:
+def noises(curves: Sequence[Series], bench: Scaling) -> list[dict[str, Any]]:
     """Coverage of published curves (at the headline's share of the run) and of simulated ones by the noise
     that is assumed: real curves leave the sigmoid a little, simulated ones do not; no noise suits both."""
     between = Noise(rho=0.5, floor=0.005, factor=1.2, few=True)
     rows = []
     for name, noise in (("measured", MEASURED), ("between", between), ("default", CONSERVATIVE)):
-        one = summary(backtest(curves, (plan.headline,), noise=noise, first=FIRST))
-        simulated = calibrate(plan.synthetic // 2, noise=noise).coverage
+        one = summary(backtest(curves, (bench.headline,), noise=noise, first=FIRST))
+        simulated = calibrate(bench.synthetic // 2, noise=noise).coverage
         rows.append({"noise": name, **asdict(noise), "published": one.coverage, "simulated": simulated})
     return rows
 
@@ -274,38 +306,3 @@ def _held(result: dict[str, Any]) -> dict[str, bool]:
         alarmed = {name for name, at in result["alarms"].items() if at is not None}
         held["alarms"] = alarmed == {COLLAPSES} and abs(result["alarms"][COLLAPSES] - 7800) < 100
     return held
-
-
-def table(result: dict[str, Any]) -> Table:
-    """The back-test by share of the run, then the other figures."""
-    shown = Table(title="Forecasts of the end of published runs, 90 % intervals")
-    for name in ("fitted on", "of", "curves", "covered", "median width", "median error", "largest error"):
-        shown.add_column(name, justify="left" if name == "of" else "right")
-    for entry in result["by_fraction"]:
-        for of in ("all", "told", "distinct"):
-            one = entry[of]
-            if one["curves"]:
-                shown.add_row(
-                    f"{entry['fraction']:.0%}",
-                    of,
-                    str(one["curves"]),
-                    f"{one['coverage']:.0%}",
-                    f"{one['median_width']:.3f}",
-                    f"{one['median_error']:.4f}",
-                    f"{one['largest_error']:.3f}",
-                )
-    matched, of_all, default = (
-        result["synthetic"][name]["coverage"] for name in ("matched", "matched_all", "default")
-    )
-    alarms = ", ".join(f"{name} at {at:.0f}" for name, at in result["alarms"].items() if at is not None)
-    failed = [name for name, holds in result["held"].items() if not holds]
-    settled = result["settled"]
-    shown.caption = (
-        f"simulated: {matched:.1%} covered where the noise is known ({of_all:.1%} over the parameters of all"
-        f" published curves), {default:.1%} with the noise that all commands assume; {settled['told']} of"
-        f" {settled['undecided']} undecided runs were told when they would be decided,"
-        f" {settled['decided']:.0%} were, of these {settled['right']:.0%} rightly;"
-        f" alarms: {alarms or 'none'}; fit {1e3 * result['seconds']['fit_s']:.1f} ms, posterior"
-        f" {1e3 * result['seconds']['posterior_s']:.0f} ms; bars missed: {', '.join(failed) or 'none'}"
-    )
-    return shown

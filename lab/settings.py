@@ -112,23 +112,6 @@ def commit() -> str | None:
         return None
 
 
-def seeds(text: str) -> range:
-    """ "3" is 0 to 2, "10:15" 10 to 14. Raises ValueError."""
-    first, _, end = text.rpartition(":")
-    try:
-        return range(int(first or 0), int(end))
-    except ValueError:
-        raise ValueError(f"--seeds is {text!r}; give how many, or FIRST:END, e.g. 10:15") from None
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """ "64,16" as numbers. Raises ValueError."""
-    try:
-        return tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise ValueError(f"--batch is {text!r}; give whole numbers with commas, e.g. 64,16") from None
-
-
 def folder_of(model: str) -> Path:
     """Of a model by name."""
     from ostinato.model.named import model_folder

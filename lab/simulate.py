@@ -9,7 +9,7 @@ what a step waits for. The first line of a world is synchronous and static, as m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from lab.settings import machine
+from lab.harness import Bench, Result, Say, option
 from lab.simulator.events import Mode, Outcome, Setup, simulate
 from lab.simulator.policies import Policy
 from lab.simulator.sampler import Cost
 from lab.simulator.traces import H100_7B, Stream, Trace, log_normal, read_cost
 
-Say = Callable[[str], None]
 DATA = Path(__file__).parents[1] / "docs" / "data"
 TRAIN_SHARE = 0.85
 PROMPTS_PER_WORKER = 2
@@ -32,13 +31,59 @@ RECORDED = ("quickstart", "scalerl", "smollm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Simulate(Bench):
     traces: tuple[str, ...] = (*RECORDED, LOG_NORMAL)
-    workers: tuple[int, ...] = (16, 128, 1024)
-    staleness: tuple[int, ...] = (4,)
-    slots: int = 64
+    workers: tuple[int, ...] = option((16, 128, 1024), "Samplers, with commas.")
+    staleness: tuple[int, ...] = option((4,), "Of the arms that overlap, with commas.")
+    slots: int = option(64, "Sequences that a sampler decodes together.")
     counted: int = 16  # steps
     seed: int = 0
+
+    def quick(self) -> Simulate:
+        return replace(self, workers=(16,), staleness=self.staleness[:1])
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        rows, began = [], time.process_time()
+        for world in worlds(self):
+            say(f"{world['trace']}: {world['workers']} samplers, staleness {world['staleness']}")
+            rows += simulate_rows(world, ARMS)
+        return {
+            "self": asdict(self),
+            "train_share": TRAIN_SHARE,
+            "prompts_per_worker": PROMPTS_PER_WORKER,
+            "rows": rows,
+            "cpu_s": time.process_time() - began,
+        }
+
+    @staticmethod
+    def table(result: Result) -> Table:
+        shown = Table(title="simulated pipelines")
+        for name in ("lengths", "samplers", "staleness", "schedule"):
+            shown.add_column(name)
+        for name in (
+            "s per step",
+            "x synchronous",
+            "x static",
+            "above bound",
+            "samplers idle",
+            "trainer idle",
+        ):
+            shown.add_column(name, justify="right")
+        before = None
+        for row in result["rows"]:
+            world = (row["trace"], str(row["workers"]), str(row["staleness"]))
+            shown.add_row(
+                *(world if world != before else ("", "", "")),
+                row["arm"],
+                f"{row['step_s']:.3g}",
+                f"{row['gain_synchronous']:.2f}",
+                f"{row['gain_static']:.2f}",
+                f"{row['above_bound']:.0%}",
+                f"{row['bubble_share']:.1%}",
+                f"{row['trainer_idle_share']:.1%}",
+            )
+            before = world
+        return shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,28 +110,12 @@ ARMS = (
 )
 
 
-def run(plan: Plan, say: Say) -> dict[str, Any]:
-    """Every arm in every world, and how long that took."""
-    rows, began = [], time.process_time()
-    for world in worlds(plan):
-        say(f"{world['trace']}: {world['workers']} samplers, staleness {world['staleness']}")
-        rows += simulate_rows(world, ARMS)
-    return {
-        "plan": asdict(plan),
-        "train_share": TRAIN_SHARE,
-        "prompts_per_worker": PROMPTS_PER_WORKER,
-        "rows": rows,
-        "cpu_s": time.process_time() - began,
-        "machine": machine(),
-    }
-
-
-def worlds(plan: Plan) -> Iterator[dict[str, Any]]:
+def worlds(bench: Simulate) -> Iterator[dict[str, Any]]:
     """What is simulated: names, a Setup without an arm, and a Stream."""
-    for name in plan.traces:
-        for workers in plan.workers:
-            for staleness in plan.staleness:
-                setup, stream = world(name, workers, staleness, plan)
+    for name in bench.traces:
+        for workers in bench.workers:
+            for staleness in bench.staleness:
+                setup, stream = world(name, workers, staleness, bench)
                 yield {
                     "trace": name,
                     "workers": workers,
@@ -96,16 +125,16 @@ def worlds(plan: Plan) -> Iterator[dict[str, Any]]:
                 }
 
 
-def world(name: str, workers: int, staleness: int, plan: Plan) -> tuple[Setup, Stream]:
+def world(name: str, workers: int, staleness: int, bench: Simulate) -> tuple[Setup, Stream]:
     warmup = 2 * staleness + 4
-    steps, prompts = warmup + plan.counted + staleness, PROMPTS_PER_WORKER * workers
+    steps, prompts = warmup + bench.counted + staleness, PROMPTS_PER_WORKER * workers
     if name == LOG_NORMAL:
-        trace = log_normal(name, epochs=4, prompts=max(512, prompts), seed=plan.seed)
-        cost = H100_7B.cost(plan.slots)
+        trace = log_normal(name, epochs=4, prompts=max(512, prompts), seed=bench.seed)
+        cost = H100_7B.cost(bench.slots)
     else:
         path = DATA / f"simulator-{name}.json"
-        trace, cost = Trace.read(path), read_cost(path, plan.slots)
-    stream = trace.stream(steps * prompts, plan.seed)
+        trace, cost = Trace.read(path), read_cost(path, bench.slots)
+    stream = trace.stream(steps * prompts, bench.seed)
     best_s = work_s(cost, stream) / workers / steps
     setup = Setup(
         workers=workers,
@@ -172,26 +201,3 @@ def bound_s(setup: Setup, stream: Stream) -> float:
         for i, at in enumerate(rounds.argmax(axis=1))
     ]
     return max(work, setup.train_s, float(np.mean(longest)) / (setup.staleness + 1))
-
-
-def table(result: dict[str, Any]) -> Table:
-    shown = Table(title="simulated pipelines")
-    for name in ("lengths", "samplers", "staleness", "schedule"):
-        shown.add_column(name)
-    for name in ("s per step", "x synchronous", "x static", "above bound", "samplers idle", "trainer idle"):
-        shown.add_column(name, justify="right")
-    before = None
-    for row in result["rows"]:
-        world = (row["trace"], str(row["workers"]), str(row["staleness"]))
-        shown.add_row(
-            *(world if world != before else ("", "", "")),
-            row["arm"],
-            f"{row['step_s']:.3g}",
-            f"{row['gain_synchronous']:.2f}",
-            f"{row['gain_static']:.2f}",
-            f"{row['above_bound']:.0%}",
-            f"{row['bubble_share']:.1%}",
-            f"{row['trainer_idle_share']:.1%}",
-        )
-        before = world
-    return shown

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.contender import ContenderFailed
+from lab.harness import ModelBench, Result, Say, option
 from lab.settings import environment, our_threads, torch_threads
 
 _PEERS = Path(__file__).parent / "peers"
@@ -26,45 +27,62 @@ PROMPTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Train(ModelBench):
     """4 prompts x 8 completions x exactly ``new_tokens`` tokens, LoRA r = 16 on all linear layers."""
 
-    folder: Path
-    model: str
-    dtype: str  # of ours
     peer_dtypes: tuple[str, ...] = ("float32", "bfloat16")  # TRL takes the one in which it is faster
     group: int = 8
     new_tokens: int = 64
     rounds: int = 3  # runs of each, alternating
     steps: int = 4  # of a run; the first warms up
     tokens_per_microbatch: int = 576  # a group: prompt 30, 8 x 63 rows
-    trl_python: str | None = None
+    trl_python: str | None = option(None, "The python of an environment with trl.")
 
+    def quick(self) -> Train:
+        return replace(self, rounds=1)
 
-def run(plan: Plan, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure, and return the JSON of the command."""
-    peer = _best_trl(plan, say) if plan.trl_python else None
-    ours: list[dict[str, Any]] = []
-    theirs: list[dict[str, Any]] = []
-    for round_ in range(plan.rounds):
-        ours.append(_ours(plan))
-        say(f"round {round_ + 1}: ostinato {_median_step(ours[-1]):.2f} s per step")
-        if peer is not None:
-            theirs.append(_trl(plan, **peer))
-            say(f"round {round_ + 1}: trl {_median_step(theirs[-1]):.2f} s per step")
-    return _summary(plan, ours, theirs, peer)
+    def measure(self, say: Say) -> dict[str, Any]:
+        peer = _best_trl(self, say) if self.trl_python else None
+        ours: list[dict[str, Any]] = []
+        theirs: list[dict[str, Any]] = []
+        for round_ in range(self.rounds):
+            ours.append(_ours(self))
+            say(f"round {round_ + 1}: ostinato {_median_step(ours[-1]):.2f} s per step")
+            if peer is not None:
+                theirs.append(_trl(self, **peer))
+                say(f"round {round_ + 1}: trl {_median_step(theirs[-1]):.2f} s per step")
+        return _summary(self, ours, theirs, peer)
+
+    @staticmethod
+    def table(result: Result) -> str:
+        split = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in result["split"].items())
+        lines = [
+            result["work"] + f", {result['model']} {result['dtype']}",
+            f"ostinato  {result['seconds_per_step']:7.2f} s per step ({split}), peak {result['peak_mb']} MB",
+        ]
+        if "trl" in result:
+            trl = result["trl"]
+            lines.append(
+                f"trl       {trl['seconds_per_step']:7.2f} s per step, "
+                f"peak {trl['peak_mb']} MB ({trl['setting']})"
+            )
+            lines.append(
+                f"ostinato is {result['ratio_vs_trl']:.2f}x as fast as trl "
+                f"with {result['peak_memory_vs_trl']:.2f} of its peak memory"
+            )
+        return "\n".join(lines)
 
 
 def _summary(
-    plan: Plan,
+    bench: Train,
     ours: Sequence[Mapping[str, Any]],
     theirs: Sequence[Mapping[str, Any]],
     peer: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "model": plan.model,
-        "dtype": plan.dtype,
-        "work": f"{len(PROMPTS)} prompts x {plan.group} completions x {plan.new_tokens} tokens, "
+        "model": bench.model,
+        "dtype": bench.dtype,
+        "work": f"{len(PROMPTS)} prompts x {bench.group} completions x {bench.new_tokens} tokens, "
         "LoRA r=16 on all linear layers",
         "seconds_per_step": _overall(ours),
         "split": {
@@ -97,12 +115,12 @@ def _median_step(run: Mapping[str, Any]) -> float:
     return statistics.median(run["step_s"][1:])
 
 
-def _best_trl(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+def _best_trl(bench: Train, say: Callable[[str], None]) -> dict[str, Any]:
     """TRL's fastest dtype, then in it its fastest batch and threads, from two steps each with fewer tokens; a
     setting that fails is named and left out."""
     threads = torch_threads()
-    small = replace(plan, new_tokens=max(1, plan.new_tokens // 4))
-    found = _probed(small, [(dtype, 8, next(iter(threads))) for dtype in plan.peer_dtypes], say, prompts=1)
+    small = replace(bench, new_tokens=max(1, bench.new_tokens // 4))
+    found = _probed(small, [(dtype, 8, next(iter(threads))) for dtype in bench.peer_dtypes], say, prompts=1)
     if found:
         dtype = min(found, key=found.__getitem__)[0]
         found = _probed(small, [(dtype, batch, label) for label in threads for batch in (8, 32)], say)
@@ -112,7 +130,7 @@ def _best_trl(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _probed(
-    plan: Plan,
+    bench: Train,
     settings: Sequence[tuple[str, int, str]],
     say: Callable[[str], None],
     prompts: int = len(PROMPTS),
@@ -122,11 +140,11 @@ def _probed(
     for place in settings:
         setting = _setting(*place)
         try:
-            found[place] = _median_step(_trl(plan, **setting, steps=2, prompts=prompts))
+            found[place] = _median_step(_trl(bench, **setting, steps=2, prompts=prompts))
         except ContenderFailed as error:
             say(f"trl, {setting['label']}: {error}")
             continue
-        say(f"trl, {setting['label']}: {found[place]:.2f} s for {prompts} prompts, {plan.new_tokens} tokens")
+        say(f"trl, {setting['label']}: {found[place]:.2f} s for {prompts} prompts, {bench.new_tokens} tokens")
     return found
 
 
@@ -135,16 +153,16 @@ def _setting(dtype: str, batch: int, threads: str) -> dict[str, Any]:
     return {"dtype": dtype, "batch": batch, "environ": torch_threads()[threads], "label": label}
 
 
-def _ours(plan: Plan) -> dict[str, Any]:
-    task = _task(plan) | {
-        "tokens_per_microbatch": plan.tokens_per_microbatch,
+def _ours(bench: Train) -> dict[str, Any]:
+    task = _task(bench) | {
+        "tokens_per_microbatch": bench.tokens_per_microbatch,
         "threads": our_threads(),
     }
     return _run("ostinato", [sys.executable, "-m", "lab.train_worker", json.dumps(task)], {})
 
 
 def _trl(
-    plan: Plan,
+    bench: Train,
     *,
     dtype: str,
     batch: int,
@@ -153,21 +171,21 @@ def _trl(
     steps: int | None = None,
     prompts: int = len(PROMPTS),
 ) -> dict[str, Any]:
-    assert plan.trl_python is not None
+    assert bench.trl_python is not None
     with tempfile.TemporaryDirectory() as output:
-        task = _task(plan) | {"batch": batch, "output": output, "gradient_checkpointing": False}
-        task |= {"steps": steps or plan.steps, "dtype": dtype, "prompts": PROMPTS[:prompts]}
-        return _run("trl", [plan.trl_python, str(_PEERS / "trl_train.py"), json.dumps(task)], environ)
+        task = _task(bench) | {"batch": batch, "output": output, "gradient_checkpointing": False}
+        task |= {"steps": steps or bench.steps, "dtype": dtype, "prompts": PROMPTS[:prompts]}
+        return _run("trl", [bench.trl_python, str(_PEERS / "trl_train.py"), json.dumps(task)], environ)
 
 
-def _task(plan: Plan) -> dict[str, Any]:
+def _task(bench: Train) -> dict[str, Any]:
     return {
-        "folder": str(plan.folder),
-        "dtype": plan.dtype,
+        "folder": str(bench.folder),
+        "dtype": bench.dtype,
         "prompts": PROMPTS,
-        "group": plan.group,
-        "new_tokens": plan.new_tokens,
-        "steps": plan.steps,
+        "group": bench.group,
+        "new_tokens": bench.new_tokens,
+        "steps": bench.steps,
     }
 
 
@@ -183,23 +201,3 @@ def _run(name: str, command: Sequence[str], environ: Mapping[str, str]) -> dict[
         last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         raise ContenderFailed(f"{name} failed: {last[0][:300]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """The result for people."""
-    split = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in result["split"].items())
-    lines = [
-        result["work"] + f", {result['model']} {result['dtype']}",
-        f"ostinato  {result['seconds_per_step']:7.2f} s per step ({split}), peak {result['peak_mb']} MB",
-    ]
-    if "trl" in result:
-        trl = result["trl"]
-        lines.append(
-            f"trl       {trl['seconds_per_step']:7.2f} s per step, "
-            f"peak {trl['peak_mb']} MB ({trl['setting']})"
-        )
-        lines.append(
-            f"ostinato is {result['ratio_vs_trl']:.2f}x as fast as trl "
-            f"with {result['peak_memory_vs_trl']:.2f} of its peak memory"
-        )
-    return "\n".join(lines)

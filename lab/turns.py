@@ -19,8 +19,9 @@ import numpy as np
 from rich.table import Table
 
 from lab.epochs import Model, answers_of
+from lab.harness import Bench, Result, Say, option
 from lab.paired import Paired, alternate
-from lab.settings import Clock, machine
+from lab.settings import Clock
 from ostinato.algo.routing import shared_ids
 from ostinato.engine.cache import BLOCK
 from ostinato.engine.local import LocalEngine
@@ -34,54 +35,71 @@ from ostinato.rollout.convert import samples
 from ostinato.rollout.play import Ask, Stage, play
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory
 
-Say = Callable[[str], None]
 LATENCY_BAR = 1.03  # rollouts with capture over rollouts without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Turns(Bench):
     """``prompts`` times ``siblings`` episodes at once, of ``turns`` answers of at most ``answer_tokens``;
     ``rounds`` of each latency, of ``least_s`` seconds or more. Single turns: as many as quickstart has."""
 
-    model: str = "asset:seed-moe"
+    model: str = option("asset:seed-moe", "A Hugging Face folder or a model name.")
     dtype: str = "bfloat16"
-    prompts: int = 16
+    prompts: int = option(16, "Of conversations, with two siblings each.")
     siblings: int = 2
     turns: int = 8
     answer_tokens: int = 48
     single_prompts: int = 16
     single_siblings: int = 16
-    rounds: int = 9
+    rounds: int = option(9, "Rollouts with routes recorded and without.")
     least_s: float = 1.0
-    clock: Clock = Clock.WALL
+    clock: Clock = option(Clock.WALL, "cpu where others use the machine too.")
 
-    def shortened(self) -> Plan:
-        """Whether it works, not what it says."""
+    def quick(self) -> Turns:
         return replace(self, prompts=min(4, self.prompts), single_prompts=4, rounds=2, least_s=0.0)
 
+    def measure(self, say: Say) -> dict[str, Any]:
+        folder = str(model_folder(self.model))
+        model = Model.load(folder, dtype=self.dtype, fp32_head=True, say=say)
+        work = Work.of(self, folder)
+        capturing = new_engine(self, model, work, record_routing=True)
+        before = asdict(capturing.counters)
+        groups = conversations(self, work, capturing)
+        spent = {name: count - before[name] for name, count in asdict(capturing.counters).items()}
+        result: dict[str, Any] = {
+            "model": self.model,
+            "turns": self.turns,
+            "episodes": self.prompts * self.siblings,
+        }
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        result["prefill"] = prefill(trajectories) | {name: spent[name] for name in ("prefilled", "preempted")}
+        say(_prefill_line(result["prefill"]))
+        if model.decoder.num_moe_layers:
+            result["routes"] = routes(groups, capturing)
+            say(_routes_line(result["routes"]))
+            result["latency"] = _latency(self, model, work, capturing, say)
+        return result | {"bar": LATENCY_BAR, "settings": asdict(self)}
 
-def run(plan: Plan, say: Say = print) -> dict[str, Any]:
-    """Measure, and return the JSON of the command. Of a dense model, which has no routes, the prefill."""
-    folder = str(model_folder(plan.model))
-    model = Model.load(folder, dtype=plan.dtype, fp32_head=True, say=say)
-    work = Work.of(plan, folder)
-    capturing = new_engine(plan, model, work, record_routing=True)
-    before = asdict(capturing.counters)
-    groups = conversations(plan, work, capturing)
-    spent = {name: count - before[name] for name, count in asdict(capturing.counters).items()}
-    result: dict[str, Any] = {
-        "model": plan.model,
-        "turns": plan.turns,
-        "episodes": plan.prompts * plan.siblings,
-    }
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    result["prefill"] = prefill(trajectories) | {name: spent[name] for name in ("prefilled", "preempted")}
-    say(_prefill_line(result["prefill"]))
-    if model.decoder.num_moe_layers:
-        result["routes"] = routes(groups, capturing)
-        say(_routes_line(result["routes"]))
-        result["latency"] = _latency(plan, model, work, capturing, say)
-    return result | {"bar": LATENCY_BAR, "settings": asdict(plan), "machine": machine()}
+    @staticmethod
+    def table(result: Result) -> Table:
+        settings = result["settings"]
+        title = f"{result['model']}: {result['episodes']} episodes of {result['turns']} turns"
+        out = Table("what", "measured", "bar", title=title, show_header=True)
+        counts = result["prefill"]
+        out.add_row("tokens sent by turns after the first", str(counts["sent"]), "")
+        out.add_row("of them run / new", f"{counts['run']} / {counts['new']}", "")
+        out.add_row("run again", str(counts["run_again"]), "0")
+        if "routes" in result:
+            found = result["routes"]
+            out.add_row("episodes with all routes", f"{found['complete']:.2%}", "100 %")
+            out.add_row("routes equal to one pass over the episode", f"{found['equal']:.4%}", "")
+            for name, label in (("turns", "conversations"), ("single", "single turns")):
+                pair = result["latency"][name]
+                shown = (
+                    f"{pair['ratio']:.3f} ({pair['low']:.3f} to {pair['high']:.3f}) in {settings['clock']} s"
+                )
+                out.add_row(f"latency with capture / without, {label}", shown, f"{result['bar']:g}")
+        return out
 
 
 # ---- what is played
@@ -96,9 +114,9 @@ class Work:
     stop_tokens: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan, folder: str) -> Work:
+    def of(cls, bench: Turns, folder: str) -> Work:
         renderer = Renderer(model_folder(folder))
-        needed = max(plan.prompts * plan.turns, plan.single_prompts)
+        needed = max(bench.prompts * bench.turns, bench.single_prompts)
         prompts = load_tasks("arithmetic", "train", 0, needed)
         return cls(
             prompts=tuple(prompts),
@@ -146,16 +164,16 @@ class FullMarks:
         return [Reward(value=1.0) for _ in group.trajectories]
 
 
-def conversations(plan: Plan, work: Work, engine: LocalEngine) -> list[Group]:
-    """The episodes of ``plan``, from an empty prefix tree: prompt i asks questions i, i + prompts, ..."""
-    chosen = [work.questions[i :: plan.prompts][: plan.turns] for i in range(plan.prompts)]
-    return _played(engine, work, chosen, plan.siblings, plan.answer_tokens)
+def conversations(bench: Turns, work: Work, engine: LocalEngine) -> list[Group]:
+    """The episodes of the bench, from an empty prefix tree: prompt i asks questions i, i + prompts, ..."""
+    chosen = [work.questions[i :: bench.prompts][: bench.turns] for i in range(bench.prompts)]
+    return _played(engine, work, chosen, bench.siblings, bench.answer_tokens)
 
 
-def single_turns(plan: Plan, work: Work, engine: LocalEngine) -> list[Group]:
+def single_turns(bench: Turns, work: Work, engine: LocalEngine) -> list[Group]:
     """One answer to each of quickstart's prompts by each sibling."""
-    chosen = [(question,) for question in work.questions[: plan.single_prompts]]
-    return _played(engine, work, chosen, plan.single_siblings, plan.answer_tokens)
+    chosen = [(question,) for question in work.questions[: bench.single_prompts]]
+    return _played(engine, work, chosen, bench.single_siblings, bench.answer_tokens)
 
 
 def _played(
@@ -179,17 +197,17 @@ def _played(
     return [played.group for played in asyncio.run(play(stage, asks))]
 
 
-def new_engine(plan: Plan, model: Model, work: Work, *, record_routing: bool) -> LocalEngine:
+def new_engine(bench: Turns, model: Model, work: Work, *, record_routing: bool) -> LocalEngine:
     """With room for all episodes of either kind at once: what is evicted would have to be run again."""
-    decoder, episodes = model.decoder, plan.prompts * plan.siblings
-    length = plan.turns * (work.longest + plan.answer_tokens)
+    decoder, episodes = model.decoder, bench.prompts * bench.siblings
+    length = bench.turns * (work.longest + bench.answer_tokens)
     if length > decoder.config.max_positions:
         raise ValueError(
-            f"{plan.turns} turns may take {length} tokens, but the context of {plan.model} is "
+            f"{bench.turns} turns may take {length} tokens, but the context of {bench.model} is "
             f"{decoder.config.max_positions}; lower --turns or --answer-tokens"
         )
-    singles = plan.single_prompts * plan.single_siblings
-    single = work.longest + plan.answer_tokens
+    singles = bench.single_prompts * bench.single_siblings
+    single = work.longest + bench.answer_tokens
     blocks = max(episodes * (length // BLOCK + 2), singles * (single // BLOCK + 2))
     each = block_bytes(decoder.config.num_layers, decoder.kv_shape, decoder.dtype)
     return LocalEngine(
@@ -253,16 +271,16 @@ def routes(groups: Sequence[Group], engine: LocalEngine) -> dict[str, float]:
     }
 
 
-def _latency(plan: Plan, model: Model, work: Work, capturing: LocalEngine, say: Say) -> dict[str, Any]:
-    blind = new_engine(plan, model, work, record_routing=False)
+def _latency(bench: Turns, model: Model, work: Work, capturing: LocalEngine, say: Say) -> dict[str, Any]:
+    blind = new_engine(bench, model, work, record_routing=False)
     found: dict[str, Any] = {}
     for name, act in (("turns", conversations), ("single", single_turns)):
 
         def rollout(engine: LocalEngine, act: Any = act) -> Callable[[], object]:
-            return lambda: act(plan, work, engine)
+            return lambda: act(bench, work, engine)
 
         pairs: Paired = alternate(
-            rollout(blind), rollout(capturing), plan.rounds, plan.clock.read, plan.least_s
+            rollout(blind), rollout(capturing), bench.rounds, bench.clock.read, bench.least_s
         )
         found[name] = pairs.figures()
         say(f"{name}: {_latency_line(found[name])}")
@@ -288,23 +306,3 @@ def _latency_line(pair: Mapping[str, Any]) -> str:
         f"{pair['ratio']:.3f} ({pair['low']:.3f} to {pair['high']:.3f}) times as long with routes recorded, "
         f"{pair['base_s']:.2f} s without"
     )
-
-
-def table(result: Mapping[str, Any]) -> Table:
-    """The result for people."""
-    settings = result["settings"]
-    title = f"{result['model']}: {result['episodes']} episodes of {result['turns']} turns"
-    out = Table("what", "measured", "bar", title=title, show_header=True)
-    counts = result["prefill"]
-    out.add_row("tokens sent by turns after the first", str(counts["sent"]), "")
-    out.add_row("of them run / new", f"{counts['run']} / {counts['new']}", "")
-    out.add_row("run again", str(counts["run_again"]), "0")
-    if "routes" in result:
-        found = result["routes"]
-        out.add_row("episodes with all routes", f"{found['complete']:.2%}", "100 %")
-        out.add_row("routes equal to one pass over the episode", f"{found['equal']:.4%}", "")
-        for name, label in (("turns", "conversations"), ("single", "single turns")):
-            pair = result["latency"][name]
-            shown = f"{pair['ratio']:.3f} ({pair['low']:.3f} to {pair['high']:.3f}) in {settings['clock']} s"
-            out.add_row(f"latency with capture / without, {label}", shown, f"{result['bar']:g}")
-    return out

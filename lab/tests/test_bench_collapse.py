@@ -5,15 +5,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import collapse_page as page
+import collapse_stats as stats
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from lab import collapse_page as page
-from lab import collapse_stats as stats
-from lab.collapse import (
+from collapse import (
     ARMS,
     PARTS,
     Job,
@@ -24,6 +21,10 @@ from lab.collapse import (
     noisy_route,
     shuffled_routes,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab.paired import wilson
 from ostinato.algo.algorithms import Loss
 from ostinato.model.config import MoEConfig
 from ostinato.model.moe import route
@@ -161,11 +162,11 @@ def test_steps_without_training_do_not_end_a_mismatch() -> None:
 
 
 def test_wilson_against_published_values() -> None:
-    low, high = stats.wilson(5, 5)
+    low, high = wilson(5, 5)
     assert (round(low, 4), high) == (0.5655, 1.0)
-    low, high = stats.wilson(1, 10)
+    low, high = wilson(1, 10)
     assert (round(low, 4), round(high, 4)) == (0.0179, 0.4042)
-    assert stats.wilson(0, 0) == (0.0, 1.0)
+    assert wilson(0, 0) == (0.0, 1.0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -251,7 +252,7 @@ def study(tmp_path: Path) -> Path:
 
 def test_the_page_tells_the_primary_comparison(study: Path, tmp_path: Path) -> None:
     page.write(page.read(study), tmp_path / "docs", seeds=SEEDS)
-    text = (tmp_path / "docs" / "collapse.md").read_text()
+    text = (tmp_path / "docs" / "page.md").read_text()
     assert "All 5 seeds (0 to 4) are there for `none`, `R3` at every dose." in text
     assert "collapses in at least half of its runs is **noise:2**" in text
     assert "5 of 5 runs of `R3` survive and 0 of 5 of `none`" in text
@@ -259,8 +260,8 @@ def test_the_page_tells_the_primary_comparison(study: Path, tmp_path: Path) -> N
     assert "| none | 5/5 (0.57 to 1.00) | 0/5 (0.00 to 0.43) |" in text
     assert "| R3 | noise:2 | 5 | +0.750 | 0 | 5 | 0.0625 |" in text
     assert "| R3 | bf16 | 5 | +0.000 | 0 | 0 | 1 |" in text
-    for name in ("collapse-survival.svg", "collapse-reward.svg"):
-        assert "<polyline" in (tmp_path / "docs" / name).read_text()
+    for name in ("survival.svg", "reward.svg"):
+        assert "<path" in (tmp_path / "docs" / name).read_text()
 
 
 @pytest.mark.parametrize(
@@ -330,12 +331,12 @@ def test_a_run_that_is_there_twice_counts_once(study: Path, tmp_path: Path) -> N
 def test_what_people_wrote_stays_and_the_data_makes_the_same_page(study: Path, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
-    (docs / "collapse.md").write_text(f"# Ours\n\n{page.BEGIN}\nold\n{page.END}\n\nlimits\n")
+    (docs / "page.md").write_text(f"# Ours\n\n{page.BEGIN}\nold\n{page.END}\n\nlimits\n")
     page.write(page.read(study), docs, seeds=SEEDS)
-    first = (docs / "collapse.md").read_bytes()
+    first = (docs / "page.md").read_bytes()
     assert first.startswith(b"# Ours\n") and first.endswith(b"\nlimits\n") and b"\nold\n" not in first
-    page.write(page.read(docs / "data" / "collapse.jsonl"), docs, seeds=SEEDS)
-    assert (docs / "collapse.md").read_bytes() == first
+    page.write(page.read(docs / "collapse.jsonl"), docs, seeds=SEEDS)
+    assert (docs / "page.md").read_bytes() == first
 
 
 def test_a_study_without_runs_is_refused(tmp_path: Path) -> None:
@@ -346,6 +347,6 @@ def test_a_study_without_runs_is_refused(tmp_path: Path) -> None:
 def test_a_dense_control_stands_beside_the_study(study: Path, tmp_path: Path) -> None:
     dense = [page.brief(line("none", dose, seed, True)) for dose in ("bf16", "int4") for seed in SEEDS]
     page.write(page.read(study), tmp_path / "docs", dense=dense, seeds=SEEDS)
-    control = (tmp_path / "docs" / "collapse.md").read_text().partition("### Dense control")[2]
+    control = (tmp_path / "docs" / "page.md").read_text().partition("### Dense control")[2]
     assert "10 runs of a dense model that starts at 0.250" in control
     assert "| none | 0.750 ± 0.000 | 0.750 ± 0.000 (+0.000) |" in control and "minus" not in control

@@ -104,7 +104,7 @@ def test_every_arm_is_compared_at_its_best_batch() -> None:
 
 
 def test_the_json_has_the_shape_that_is_asked_for() -> None:
-    plan = draft.Plan(recipe=Recipe.load("quickstart"), batches=(8, 4), epochs=2)
+    plan = draft.Draft(overrides=("model.dtype=float32",), batches=(8, 4), epochs=2)
     rows = [
         row(arm, 2.0 if arm is Arm.OFF else 1.0, batch=batch, epoch=epoch, step=epoch, mismatches=epoch - 1)
         for batch in (8, 4)
@@ -121,7 +121,7 @@ def test_the_json_has_the_shape_that_is_asked_for() -> None:
     assert all(asked <= epoch.keys() for entry in result["baselines"] for epoch in entry["epochs"])
     assert result["settings"]["headline_batch"] == 8 and [b["batch"] for b in result["batches"]] == [8, 4]
     assert result["mismatches"] == 2 * len(Arm) and result["compared"] == 256 * len(rows)
-    text = shown(draft.table(result))
+    text = shown(draft.Draft.table(result))
     assert "ours" in text and "2.00x" in text and "answers differ" in text
 
 
@@ -130,7 +130,7 @@ def test_the_json_has_the_shape_that_is_asked_for() -> None:
 )
 def test_a_plan_of_nothing_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"^--\w+ is .*; (use|give) [^.]*$"):
-        draft.Plan(recipe=Recipe.load("quickstart"), **{field: value})
+        draft.Draft(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -227,12 +227,12 @@ def test_the_worst_cell_is_told() -> None:
         named = {"model": "m", "temperature": 0.6, "batch": batch, "history": "useless", "mismatches": 0}
         return named | {"ratio": ratio, "error": 0.001}
 
-    plan = never_slower.Plan(batches=(1, 4), temperatures=(0.6,))
+    plan = never_slower.NeverSlower(batches=(1, 4), temperatures=(0.6,))
     result = never_slower.summary(plan, [cell(1.2, 1), cell(0.96, 4)], ["other was skipped: it is not here"])
     assert result["worst"]["ratio"] == 0.96 and result["below"] == 1
-    text = shown(never_slower.table(json.loads(json.dumps(result))))
+    text = shown(never_slower.NeverSlower.table(json.loads(json.dumps(result))))
     assert "the worst is 0.960" in text and "other was skipped" in text
-    assert "no cell was measured" in shown(never_slower.table(never_slower.summary(plan, [], [])))
+    assert "no cell was measured" in shown(never_slower.NeverSlower.table(never_slower.summary(plan, [], [])))
 
 
 def test_misleading_history_is_anothers_and_its_intervals_lie() -> None:
@@ -281,7 +281,7 @@ def test_verification_gives_one_token_more_than_it_accepts(drafted: list[int], e
 
 
 def test_the_synthetic_answers_hold_the_uniforms_that_drew_them() -> None:
-    plan = history.Plan(prompts=1, group=2, length=400, vocab=1000)
+    plan = history.HistoryCost(prompts=1, group=2, length=400, vocab=1000)
     world, u = history.World.of(plan, 0), np.random.default_rng(7).random(400)
     said = world.answer(u, np.random.default_rng(8))
     again = world.answer(u, np.random.default_rng(8))
@@ -300,7 +300,7 @@ def test_the_history_table_sets_figures_beside_limits() -> None:
         "passes": {"m": {"pass_ms": 1.0, "drafting_share": 0.008}},
     }
     result = {"store": store, "drafting": [drafting], "skipped": [], "settings": {"allowed": history.ALLOWED}}
-    text = shown(history.table(result))
+    text = shown(history.HistoryCost.table(result))
     assert "2.50 M tokens/s" in text and "9.25 B per token" in text and "0.80%" in text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lab import draft, history, never_slower
-from ostinato.config import Recipe
+from lab.harness import measured
 
 pytestmark = pytest.mark.lab
 
@@ -16,39 +16,40 @@ def quiet(line: str) -> None:
     pass
 
 
-def small_recipe() -> Recipe:
-    sizes = ("task.n_train=4", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_tokens=12")
-    return Recipe.load(
-        "quickstart", *sizes, "trainer.warmup_steps=0", "engine.kv_memory_mb=32", "model.dtype=float32"
-    )
+SMALL = (
+    *("rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_tokens=12"),
+    *("trainer.warmup_steps=0", "engine.kv_memory_mb=32", "model.dtype=float32"),
+)
 
 
 def test_every_arm_draws_the_tokens_of_plain_decoding() -> None:
-    plan = draft.Plan(recipe=small_recipe(), batches=(8, 2), epochs=2, rounds=1)
-    result = draft.run(plan, quiet)
+    plan = draft.Draft(prompts=4, overrides=SMALL, batches=(8, 2), epochs=2, rounds=1)
+    result = measured(plan, quiet)
     assert result["mismatches"] == 0 and result["compared"] == 8 * 4 * 2 * len(draft.Arm)
     assert [epoch["epoch"] for epoch in result["epochs"]] == [1, 2]
     by_name = {entry["name"]: entry for entry in result["baselines"]}
     assert by_name["oracle"]["total"]["acceptance"] == 1.0
     assert by_name["off"]["total"]["tokens_per_pass"] == 1.0
-    draft.table(result)
+    draft.Draft.table(result)
 
 
 def test_never_slower_measures_what_is_there_and_names_what_is_not() -> None:
-    plan = never_slower.Plan(
+    plan = never_slower.NeverSlower(
         models=(ASSET, "no-such-model"), batches=(1, 4), temperatures=(0.6,), new_tokens=6, cell_s=0.1
     )
-    result = never_slower.run(plan, quiet)
+    result = measured(plan, quiet)
     assert len(result["cells"]) == 4 and result["mismatches"] == 0
     assert result["worst"]["ratio"] == min(cell["ratio"] for cell in result["cells"])
     assert len(result["skipped"]) == 1 and "no-such-model was skipped" in result["skipped"][0]
-    never_slower.table(result)
+    never_slower.NeverSlower.table(result)
 
 
 def test_history_is_built_held_and_drafted_from() -> None:
-    plan = history.Plan(prompts=2, group=4, length=64, vocab=500, models=(ASSET,), batches=(2,), passes=20)
-    result = history.run(plan, quiet)
+    plan = history.HistoryCost(
+        prompts=2, group=4, length=64, vocab=500, models=(ASSET,), batches=(2,), passes=20
+    )
+    result = measured(plan, quiet)
     assert result["store"]["tokens"] == 2 * 4 * 64
     assert result["drafting"][0]["us_per_sequence_pass"] > 0
     assert result["drafting"][0]["passes"][ASSET]["pass_ms"] > 0
-    history.table(result)
+    history.HistoryCost.table(result)

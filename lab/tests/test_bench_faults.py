@@ -54,7 +54,7 @@ def test_an_outcome_is_named_and_in_time_or_it_is_none(changes: dict[str, Any], 
 
 @given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 20), st.integers(0, 9))
 def test_moments_of_kills_can_be_met_in_their_order(times: int, late: int, after: int, seed: int) -> None:
-    plan = kills.Plan(kills=times, late=min(late, times), after=after, steps=30, seed=seed)
+    plan = kills.Kills(kills=times, late=min(late, times), after=after, steps=30, seed=seed)
     found = kills.moments(plan)
     steps = [moment.step for moment in found if moment.step is not None]
     assert len(found) == times and found == kills.moments(plan)

@@ -17,12 +17,11 @@ from lab.interrupt import (
     INTERRUPTED,
     LONG,
     SEED_MOE,
-    Plan,
+    Interrupt,
     answered,
     facts,
     overrides,
     summed,
-    table,
 )
 from ostinato.config import Recipe
 from ostinato.run import RunFolder
@@ -100,7 +99,9 @@ def test_the_table_has_a_row_for_every_arm(tmp_path: Path) -> None:
     runs = [{"arm": arm, "seed": 0} | facts(a_run(tmp_path / arm)) for arm in ARMS]
     settings = {"held_out": 8, "recipe": "quickstart", "steps": 20, "seeds": (0,)}
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table({"base": base, "arms": summed(runs), "settings": settings, "limits": {"m": 24}}))
+    console.print(
+        Interrupt.table({"base": base, "arms": summed(runs), "settings": settings, "limits": {"m": 24}})
+    )
     text = console.export_text()
     assert all(text.count(arm) >= 2 for arm in ARMS) and "0.200 -> 0.600" in text
-    assert Plan().shortened().steps == 3
+    assert Interrupt().quick().steps == 3

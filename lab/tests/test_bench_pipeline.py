@@ -19,14 +19,13 @@ from lab.pipeline import (
     AS_FAST,
     Arm,
     Kept,
-    Plan,
+    Pipeline,
     balanced,
     keep,
     kept,
     overrides,
     summary,
     table,
-    tables,
     turns,
 )
 from lab.pipeline_work import Window, Work, figures, write_prompts
@@ -67,7 +66,7 @@ def test_every_arm_is_a_recipe(arm: Arm, tmp_path: Path) -> None:
 
 
 def test_every_arm_runs_once_in_a_round_and_another_one_begins() -> None:
-    order = list(turns(Plan(seeds=(4, 5, 6))))
+    order = list(turns(Pipeline(seeds=(4, 5, 6))))
     for seed in (4, 5, 6):
         assert Counter(arm for s, arm in order if s == seed) == Counter(Arm)
     assert len({next(arm for s, arm in order if s == seed) for seed in (4, 5, 6)}) == 3
@@ -79,31 +78,26 @@ def test_every_arm_runs_once_in_a_round_and_another_one_begins() -> None:
 )
 def test_plans_that_measure_nothing_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Plan(**wrong)
+        Pipeline(**wrong)
 
 
 def test_seats_are_found_with_which_both_sides_are_as_busy() -> None:
     """By short runs of a seed that no round has; what was nearest is kept where none is near."""
-    asked: list[Plan] = []
+    asked: list[Pipeline] = []
 
-    def trained(plan: Plan, say: Any) -> list[dict[str, Any]]:
+    def trained(plan: Pipeline, say: Any) -> list[dict[str, Any]]:
         asked.append(plan)
         busy = min(1.0, 6 / plan.work.slots)  # as busy as the trainer with 6 seats
         return [{"utilisation": {"sampler-0": busy, "trainer": 1.0}}]
 
-    plan = Plan().choosing("synchronous, pipelined", 0)
+    plan = Pipeline(arms=(Arm.SYNCHRONOUS, Arm.PIPELINED)).settled()
     assert balanced(plan, lambda line: None, trained).work.slots == 6
     assert [one.work.slots for one in asked] == [9, 6]
     assert all(one.arms == (Arm.PIPELINED,) and not set(one.seeds) & set(plan.seeds) for one in asked)
     asked.clear()
-    given = Plan().choosing("", 5)
+    given = Pipeline(seats=5).settled()
     assert balanced(given, lambda line: None, trained) == given and not asked
     assert given.arms == tuple(Arm)
-
-
-def test_an_arm_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="arms has 'asynchronous'; use some of one thread"):
-        Plan().choosing("asynchronous", 0)
 
 
 def test_a_thread_is_confined_for_as_long_as_it_asks() -> None:
@@ -204,7 +198,7 @@ def runs(speeds: dict[Arm, float], drift: tuple[float, ...] = (1.0, 0.5, 2.0)) -
 
 def test_ratios_are_taken_within_rounds() -> None:
     """A machine that is twice as slow in one round is so for all arms: it does not touch a ratio."""
-    found = summary(Plan(), runs(SPEEDS))
+    found = summary(Pipeline(), runs(SPEEDS))
     assert found["ratio_vs_sync"] == 2.0 and found["ratio_vs_colocated"] == 1.125
     assert found["ratios"]["ratio_vs_sync"]["low"] == found["ratios"]["ratio_vs_sync"]["high"] == 2.0
     assert found["steps_per_s"] == 0.9 and found["bubble_share"] == 0.05
@@ -213,7 +207,7 @@ def test_ratios_are_taken_within_rounds() -> None:
 
 
 def test_rewards_are_compared_seed_by_seed_with_their_interval() -> None:
-    found = summary(Plan(), runs(SPEEDS))["reward"]
+    found = summary(Pipeline(), runs(SPEEDS))["reward"]
     gap = found["pipelined"]["reward"]
     assert gap["difference"] == pytest.approx(0.02)
     assert gap["half_90"] == pytest.approx(
@@ -223,21 +217,21 @@ def test_rewards_are_compared_seed_by_seed_with_their_interval() -> None:
 
 
 def test_the_simplest_of_the_fastest_is_best() -> None:
-    assert summary(Plan(), runs(SPEEDS))["best"]["arm"] == "pipelined"
+    assert summary(Pipeline(), runs(SPEEDS))["best"]["arm"] == "pipelined"
     near = SPEEDS | {Arm.THREADS: 0.9 * AS_FAST + 1e-3}
-    chosen = summary(Plan(), runs(near))["best"]
+    chosen = summary(Pipeline(), runs(near))["best"]
     assert chosen["arm"] == "two threads" and chosen["overrides"] == ("engine.threads=2",)
 
 
 def test_what_is_recommended_is_what_was_measured() -> None:
     """Workers were measured pinned, and recommended without ``cluster.pin``."""
-    found = summary(Plan(), runs(SPEEDS))["best"]
+    found = summary(Pipeline(), runs(SPEEDS))["best"]
     assert found["overrides"] == overrides(Arm.PIPELINED, 2) and "cluster.pin=true" in found["overrides"]
 
 
 def test_without_ray_there_is_no_headline_and_the_rest_is_told() -> None:
     some = {arm: speed for arm, speed in SPEEDS.items() if arm not in (Arm.SYNCHRONOUS, Arm.PIPELINED)}
-    plan = Plan(arms=tuple(some))
+    plan = Pipeline(arms=tuple(some))
     found = summary(plan, runs(some))
     assert found["steps_per_s"] is None and found["ratios"] == {} and found["best"]["arm"] == "colocated"
     assert found["reward"]["colocated"]["reward"] == {"difference": None, "half_90": None}
@@ -245,12 +239,12 @@ def test_without_ray_there_is_no_headline_and_the_rest_is_told() -> None:
 
 
 def test_a_table_has_a_row_for_each_arm_and_placement() -> None:
-    found = summary(Plan(), runs(SPEEDS))
+    found = summary(Pipeline(), runs(SPEEDS))
     assert table(found).row_count == 5
     row = {"seconds_per_step": 1.0, "sampler_idle": 0.04, "bubble_share": 0.05, "tail": 9.0}
     replay = {"placements": {"static": row | {"over_histopipe": [1.2]}, "histopipe": row}}
     replay |= {"samplers": 2, "staleness": 1, "train_s": 1.0}
-    both = tables(found | {"replay": replay})
+    both = Pipeline.table(found | {"replay": replay})
     assert both is not None
 
 
@@ -258,7 +252,7 @@ def test_a_table_has_a_row_for_each_arm_and_placement() -> None:
 
 
 def test_doctor_tells_what_was_measured_and_when(tmp_path: Path) -> None:
-    result = summary(Plan(), runs(SPEEDS)) | {"machine": {"load_average": 0.1, "cores": 2}, "at": 1.8e9}
+    result = summary(Pipeline(), runs(SPEEDS)) | {"machine": {"load_average": 0.1, "cores": 2}, "at": 1.8e9}
     keep(result, tmp_path / "kept.json")
     found = kept(tmp_path / "kept.json")
     assert found is not None and found.train_s == (1.0, 1.1) * 3 and found.rounds == 3
@@ -271,7 +265,7 @@ def test_one_round_does_not_replace_three(tmp_path: Path) -> None:
     """``--quick`` and ``doctor --measure`` took the place of a result that is known better."""
     path, facts = tmp_path / "kept.json", {"machine": {"load_average": 0.1, "cores": 2}}
     for seeds, at in (((0, 1, 2), 1.0), ((0,), 2.0), ((0, 1, 2), 3.0)):
-        plan = Plan(seeds=seeds)
+        plan = Pipeline(seeds=seeds)
         keep(summary(plan, runs(SPEEDS)) | facts | {"at": at}, path)
         found = kept(path)
         assert found is not None and found.rounds == 3 and found.at == (at if len(seeds) == 3 else 1.0)
@@ -300,7 +294,7 @@ def test_what_cannot_be_read_was_not_measured(content: str | None, tmp_path: Pat
 
 
 def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
-    result = summary(Plan(), runs(SPEEDS)) | {"machine": {"load_average": 9.0, "cores": 2}, "at": 0.0}
+    result = summary(Pipeline(), runs(SPEEDS)) | {"machine": {"load_average": 9.0, "cores": 2}, "at": 0.0}
     (tmp_path / "file").write_text("")
     keep(result, tmp_path / "file" / "kept.json")
     assert kept(tmp_path / "file" / "kept.json") is None

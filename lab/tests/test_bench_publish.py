@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from lab import publish
+from lab.harness import measured
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model
@@ -31,8 +32,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_more_samplers_take_no_more_of_the_base(source: Path) -> None:
     """The whole command: what is served is what was sent, and two samplers hold the weights once."""
-    plan = publish.Plan(folder=source, model="64 MB", layers=0, rounds=1, workers=2, tokens=4, rank=4)
-    result = publish.run(plan, say=lambda line: None)
+    plan = publish.Publish(model=str(source), layers=0, rounds=1, workers=2, tokens=4, rank=4)
+    result = measured(plan, lambda line: None)
     (model,) = result["models"]
     one, two = model["memory"]["one"], model["memory"]["several"]
     assert one["copied"] == two["copied"] == 0 and one["base"] == two["base"] >= model["bytes"]
@@ -40,5 +41,5 @@ def test_more_samplers_take_no_more_of_the_base(source: Path) -> None:
     assert model["publish"]["bytes_ratio"] > 10
     json.dumps(result, allow_nan=False)
     console = Console(file=StringIO(), width=160)
-    console.print(publish.table(result))
+    console.print(publish.Publish.table(result))
     assert isinstance(console.file, StringIO) and "merged" in console.file.getvalue()

@@ -146,7 +146,7 @@ def test_the_tables_show_every_row() -> None:
         "stale": [old | {"caught": False, "cause": ""}],
         "bars": replay.BARS,
     }
-    text = shown(replay.table(result))
+    text = shown(replay.Replay.table(result))
     for word in ("int8 / float32", "1.010", "all zero", "1 of 256", "1 steps before", "passes"):
         assert word in text
 
@@ -281,7 +281,7 @@ def test_a_history_found_whole_is_not_run_again() -> None:
 @pytest.mark.slow
 def test_turns_that_cannot_fit_the_context_are_refused_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="the context of asset:seed-moe is 1024; lower"):
-        turns.run(turns.Plan(turns=400), say=lambda line: None)
+        turns.Turns(turns=400).measure(lambda line: None)
 
 
 # ---- bench quantised
@@ -321,5 +321,5 @@ def test_the_table_of_quantised_runs() -> None:
         "speed": [speed],
         "settings": {"recipe": "quickstart", "steps": 3, "seeds": [0]},
     }
-    text = shown(quantised.table(result))
+    text = shown(quantised.Quantised.table(result))
     assert "1.100" in text and "1.20x (1.10 to 1.30)" in text

@@ -14,10 +14,9 @@ from lab.simulate import (
     LOG_NORMAL,
     RECORDED,
     Arm,
-    Plan,
+    Simulate,
     bound_s,
     simulate_rows,
-    table,
     work_s,
     world,
     worlds,
@@ -42,7 +41,7 @@ def test_recorded_traces_are_whole(name: str) -> None:
 @given(st.sampled_from(ARMS), st.integers(0, 2), st.integers(0, 9))
 def test_nothing_is_faster_than_its_bound(arm: Arm, staleness: int, seed: int) -> None:
     """All the work, and for each round its longest answer within staleness + 1 steps."""
-    plan = Plan(counted=2, slots=8, seed=seed)
+    plan = Simulate(counted=2, slots=8, seed=seed)
     setup, stream = world("quickstart", 2, staleness, plan)
     if arm.mode is Mode.ROUNDS and staleness == 0:
         return
@@ -56,10 +55,10 @@ def test_nothing_is_faster_than_its_bound(arm: Arm, staleness: int, seed: int) -
 
 
 def test_rows_compare_every_arm_with_static_placement() -> None:
-    plan = Plan(traces=("scalerl", LOG_NORMAL), workers=(2,), staleness=(1,), slots=16, counted=2)
+    plan = Simulate(traces=("scalerl", LOG_NORMAL), workers=(2,), staleness=(1,), slots=16, counted=2)
     rows = [row for one in worlds(plan) for row in simulate_rows(one, ARMS)]
     assert len(rows) == 2 * len(ARMS)
     static = [row for row in rows if row["arm"] == "static"]
     assert [row["gain_static"] for row in static] == [1.0, 1.0]
     assert all(row["staleness_max"] <= 1 for row in rows)
-    assert table({"rows": rows}).row_count == len(rows)
+    assert Simulate.table({"rows": rows}).row_count == len(rows)

@@ -9,12 +9,13 @@ import pytest
 from rich.console import Console
 
 from lab import turns
+from lab.harness import measured
 
 pytestmark = pytest.mark.lab
 
 
 def test_turns_of_a_tiny_plan() -> None:
-    plan = turns.Plan(
+    plan = turns.Turns(
         prompts=2,
         siblings=2,
         turns=3,
@@ -24,12 +25,12 @@ def test_turns_of_a_tiny_plan() -> None:
         rounds=1,
         least_s=0.0,
     )
-    result = turns.run(plan, say=lambda line: None)
+    result = measured(plan, lambda line: None)
     assert result["prefill"]["run_again"] == 0 and result["prefill"]["preempted"] == 0
     assert result["prefill"]["run"] <= result["prefill"]["new"]
     assert result["routes"]["complete"] == 1.0 and result["routes"]["overlap"] > 0.99
     assert set(result["latency"]) == {"turns", "single"} and result["latency"]["turns"]["rounds"] == 1
     json.dumps(result, allow_nan=False)
     console = Console(file=StringIO(), width=140)
-    console.print(turns.table(result))
+    console.print(turns.Turns.table(result))
     assert isinstance(console.file, StringIO) and "run again" in console.file.getvalue()

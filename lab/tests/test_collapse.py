@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import collapse_page as page
 import pytest
+from collapse import Job, Setting, World, run, study
 
-from lab import collapse_page as page
-from lab.collapse import Job, Setting, World, run, study
 from ostinato.model.native.build import BuildError, load_library
 
 pytestmark = pytest.mark.lab
@@ -40,7 +40,7 @@ def test_a_study_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert rows[0]["before"] == rows[1]["before"]
     assert [len(row["steps"]["reward"]) for row in rows] == [2, 2]
     page.write(page.read(file), tmp_path / "docs")
-    assert "### Survival" in (tmp_path / "docs" / "collapse.md").read_text()
+    assert "### Survival" in (tmp_path / "docs" / "page.md").read_text()
 
 
 @pytest.mark.usefixtures("compiler")

@@ -16,8 +16,8 @@ def test_killed_while_it_steps_and_while_it_loads_it_is_as_if_nothing_had_happen
         load()
     except BuildError as error:
         pytest.skip(f"bitwise only with the native kernels: {error}")
-    plan = bench.Plan(kills=2, late=1, after=1, steps=5, checkpoint_every=2)
-    result = bench.run(plan)
+    plan = bench.Kills(kills=2, late=1, after=1, steps=5, checkpoint_every=2)
+    result = plan.measure(print)
     assert result["equal"], result["differs"]
     assert len(result["kills"]) == 2 and result["late"] >= 1
     assert all(row["counted_s"] > 0 for row in result["kills"]), result["kills"]

@@ -21,13 +21,13 @@ pytestmark = pytest.mark.lab
 def test_the_bars_of_the_bench_hold() -> None:
     """Half of the run foretells its end in 85 % of the published curves and more, at a median width of 0.06
     at most; 88 to 96 % of 500 simulated curves are covered; oracles and alarms are those that are known."""
-    result = bench.run(bench.Plan(rounds=1), say=lambda _: None)
+    result = bench.Scaling(rounds=1).measure(lambda _: None)
     assert [name for name, held in result["held"].items() if not held and not name.endswith("_s")] == []
     told = next(entry["told"] for entry in result["by_fraction"] if entry["fraction"] == 0.5)
     assert told["coverage"] >= 0.9
     assert result["synthetic"]["default"]["coverage"] >= 0.9  # wider by design
     assert json.loads(to_json(result))["coverage"] == result["coverage"]
-    assert bench.table(result).row_count == 12
+    assert bench.Scaling.table(result).row_count == 12
 
 
 def test_healthy_runs_seldom_alarm() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lab.contender import Contender
-from lab.vllm_drafts import Plan, contender, prompts
-from ostinato.model.named import model_folder
+from lab.vllm_drafts import VllmDrafts, contender, prompts
 
 PYTHON = os.environ.get("OSTINATO_VLLM_PYTHON", "")
 pytestmark = [
@@ -24,14 +22,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Contender]]:
-    plan = Plan(vllm_python=PYTHON, folder=Path(model_folder("smollm2-135m")), eager=True)
+    plan = VllmDrafts(vllm_python=PYTHON, eager=True)
     logs = tmp_path_factory.mktemp("vllm")
     with contender(plan, "none", logs) as plain, contender(plan, "ours", logs) as ours:
         yield {"none": plain, "ours": ours}
 
 
 def task(temperature: float, siblings: int, skip: int = 0) -> Mapping[str, Any]:
-    plan = Plan(vllm_python=PYTHON, folder=Path(model_folder("smollm2-135m")))
+    plan = VllmDrafts(vllm_python=PYTHON)
     some = list(islice(prompts(plan), skip, skip + 4))
     return {"prompts": some * siblings, "temperature": temperature, "new_tokens": 64}
 

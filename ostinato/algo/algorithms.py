@@ -46,7 +46,7 @@ class Algorithm:
     ratio ("bypass": the ratio is itself the correction, and forwards are saved). With one, the anchor is the
     trainer at the start of the step, and trainer/sampler is corrected separately, within bounds that
     ``algorithm`` takes from ``BOUNDS``. ``anchor="trainer"`` without a correction ignores the mismatch: what
-    the literature calls GRPO without importance sampling, and ``docs/collapse.md`` compares the others with.
+    the literature calls GRPO without importance sampling, and a study of the lab compares the others with.
     """
 
     name: str = "grpo"

@@ -189,12 +189,12 @@ def board(
 def bench(ctx: typer.Context) -> None:
     """Measure this machine: bench rollouts | bench train (see bench --help)."""
     try:
-        from lab import app as bench_app
+        from lab import app as benches
     except ModuleNotFoundError as error:
         if error.name != "lab":
             raise
         raise ValueError("benches are not in the installed package; run ostinato bench in a clone") from None
-    bench_app(args=ctx.args, prog_name="ostinato bench")
+    raise typer.Exit(benches.run(ctx.args))
 
 
 @app.command(

@@ -1,4 +1,4 @@
-"""``ostinato bench collapse``: does the mismatch of sampler and trainer make RL collapse, and what helps?
+"""Does the mismatch of sampler and trainer make RL collapse, and what helps?
 
 A run is the product's own loop with one thing made worse on purpose: the engine samples from a damaged copy
 of the decoder (the dose), while the trainer keeps the decoder as it is. An arm is what the trainer does
@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lab.harness import Bench, Result, Say, main, option, seeds
 from ostinato.algo import noise
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.engine.local import LocalEngine
@@ -52,7 +54,6 @@ from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer, TrainingStopped
 from ostinato.types import Batch, Group, Prompt, Reward, Sampling, StepReport
 
-Say = Callable[[str], None]
 Row = dict[str, Any]
 
 
@@ -480,3 +481,30 @@ def _in_world(setting: Setting, job: Job) -> Row:
 @functools.cache
 def _world(setting: Setting) -> World:
     return World.load(setting)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collapse(Bench):
+    """Runs of all arms and doses; without --arms and --doses the whole study."""
+
+    out: Path = option(Path("runs.jsonl"), "A line per run; a study that was stopped goes on there.")
+    arms: tuple[str, ...] = option((), "With commas, with --doses.")
+    doses: tuple[str, ...] = option((), "bf16, int8, int4, noise:SIGMA, with commas.")
+    seeds: tuple[int, ...] = option(tuple(range(5)), "How many, or FIRST:END.", parse=seeds)
+    model: str = option("asset:seed-moe", "A Hugging Face folder or a model name.")
+    workers: int = option(1, "Runs at a time, one thread each.")
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        if bool(self.arms) != bool(self.doses):
+            raise ValueError("--arms and --doses belong together; give both, or neither for the whole study")
+        wanted = jobs(((self.arms, self.doses),) if self.arms else PARTS, self.seeds)
+        study(Setting(model=self.model), wanted, self.out, self.workers, say)
+        return {"runs": len(wanted)}
+
+    @staticmethod
+    def table(result: Result) -> str:
+        return f"{result['runs']} runs are there"
+
+
+if __name__ == "__main__":
+    sys.exit(main("collapse.py", Collapse, sys.argv[1:]))

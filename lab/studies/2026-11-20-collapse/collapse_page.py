@@ -1,25 +1,33 @@
-"""Tables and plots of a collapse study, from the lines of its runs, into docs/collapse.md.
+"""Tables and plots of a collapse study, from the lines of its runs, into page.md.
 
 What people wrote on the page stays: only what stands between its two marks is written anew.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab import collapse_stats as stats
-from lab.collapse import ARMS
+import collapse_stats as stats
+from collapse import ARMS
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from lab.harness import Bench, Result, Say, main, markdown, option, written_between
+from lab.paired import wilson
 from ostinato.run import atomic_write
 
 Row = Mapping[str, Any]
-BEGIN, END = "<!-- results: written by `ostinato bench collapse --page` -->", "<!-- end of results -->"
+BEGIN, END = "<!-- results: written by collapse_page.py -->", "<!-- end of results -->"
+HERE = Path(__file__).parent
 COLOURS = ("#222222", "#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2")
-SEEDS = range(10, 15)  # registered in docs/collapse.md before the first run of the study
-WIDTH, HEIGHT, LEFT, TOP = 250, 150, 34, 22  # of a panel and its margins, in pixels
+SEEDS = range(10, 15)  # registered in page.md before the first run of the study
 
 
 def brief(row: Row) -> dict[str, Any]:
@@ -73,20 +81,18 @@ def write(
     primary: tuple[str, str] = ("R3", "none"),
     seeds: Sequence[int] = SEEDS,
 ) -> None:
-    """docs/collapse.md, its plots and its data in ``folder``. ``dense``: the same study of a dense model;
-    ``seeds``: those that were registered, without all of which the primary comparison is interim."""
-    _keep(rows, folder / "data" / "collapse.jsonl")
+    """page.md, its plots and its data in ``folder``. ``dense``: the same study of a dense model; ``seeds``:
+    those that were registered, without all of which the primary comparison is interim."""
+    _keep(rows, folder / "collapse.jsonl")
     if dense:
-        _keep(dense, folder / "data" / "collapse-dense.jsonl")
-    atomic_write(folder / "collapse-survival.svg", survival_plot(rows).encode())
-    atomic_write(folder / "collapse-reward.svg", reward_plot(rows).encode())
-    page = folder / "collapse.md"
+        _keep(dense, folder / "dense.jsonl")
+    atomic_write(folder / "survival.svg", survival_plot(rows))
+    atomic_write(folder / "reward.svg", reward_plot(rows))
+    page = folder / "page.md"
     text = page.read_text(encoding="utf-8") if page.exists() else f"{BEGIN}\n{END}\n"
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
     parts = [*sections(rows, primary, seeds), dense_control(dense, primary[1], seeds)]
     results = "\n\n".join(part for part in parts if part)
-    atomic_write(page, f"{before}{BEGIN}\n\n{results}\n\n{END}{after}".encode())
+    atomic_write(page, written_between(text, BEGIN, END, results).encode())
 
 
 def _keep(rows: Sequence[Row], file: Path) -> None:
@@ -102,7 +108,7 @@ def sections(rows: Sequence[Row], primary: tuple[str, str], seeds: Sequence[int]
     yield "### Survival\n\nRuns that did not collapse, of all runs; 95 % Wilson intervals.\n\n" + _table(
         rows, survived
     )
-    yield "![survival by step](collapse-survival.svg)"
+    yield "![survival by step](survival.svg)"
     yield kept_table(rows, primary[1])
     yield (
         "### Final score\n\nHeld-out score of the trainer's own policy after the last step, mean ± standard "
@@ -110,7 +116,7 @@ def sections(rows: Sequence[Row], primary: tuple[str, str], seeds: Sequence[int]
         "seeds at dose bf16 (and their number, where it is not n).\n\n"
     ) + _table(rows, lambda cell: final(cell, rows, len(seeds)))
     yield difference_table(rows, primary[1])
-    yield "![reward by step](collapse-reward.svg)"
+    yield "![reward by step](reward.svg)"
     yield (
         "### Mismatch\n\nk3 of the first step, before anything was learned (what the arm's trainer sees: "
         "with replay where it replays), median over seeds; in brackets, runs with F(1.5) above 0.1 for 5 "
@@ -186,7 +192,7 @@ def survived(cell: Sequence[Row]) -> str:
 
 
 def _share(k: int, n: int) -> str:
-    low, high = stats.wilson(k, n)
+    low, high = wilson(k, n)
     return f"{k}/{n} ({low:.2f} to {high:.2f})"
 
 
@@ -236,7 +242,7 @@ def difference_table(rows: Sequence[Row], against: str) -> str:
             if arm != against and gains:
                 mean, p = stats.paired(gains)
                 below, above = sum(gain < 0 for gain in gains), sum(gain > 0 for gain in gains)
-                lines.append(f"| {arm} | {dose} | {len(gains)} | {mean:+.3f} | {below} | {above} | {p:.3g} |")
+                lines.append([arm, dose, len(gains), f"{mean:+.3f}", below, above, f"{p:.3g}"])
     if not lines:
         return ""
     about = (
@@ -245,8 +251,8 @@ def difference_table(rows: Sequence[Row], against: str) -> str:
         "2 / 2^n or more: 0.0625 for five). Described, not tested: no line of this table was chosen in "
         f"advance, and there are {len(lines)} of them."
     )
-    head = f"| arm | dose | pairs | arm - {against} | below | above | p |"
-    return "\n".join([about, "", head, "|---|---|---|---|---|---|---|", *lines])
+    head = ("arm", "dose", "pairs", f"arm - {against}", "below", "above", "p")
+    return f"{about}\n\n{markdown(head, lines)}"
 
 
 def mismatch(cell: Sequence[Row]) -> str:
@@ -264,27 +270,25 @@ def measured_table(rows: Sequence[Row]) -> str:
         if found:
             columns = [sorted(one[i] for one in found) for i in range(1, 6)]
             k3, tail, k3_replay, tail_replay, differ = (column[len(column) // 2] for column in columns)
-            lines.append(
-                f"| {dose} | {len(found)} | {k3:.1e} | {k3_replay:.1e} | {tail:.2e} | {tail_replay:.2e} "
-                f"| {differ:.3f} |"
-            )
+            shown = (f"{k3:.1e}", f"{k3_replay:.1e}", f"{tail:.2e}", f"{tail_replay:.2e}", f"{differ:.3f}")
+            lines.append([dose, len(found), *shown])
     if not lines:
         return ""
-    head = "| dose | steps | k3 native | k3 replayed | F(1.1) native | F(1.1) replayed | routers differ |"
+    head = ("dose", "steps", "k3 native", "k3 replayed", "F(1.1) native", "F(1.1) replayed", "routers differ")
     about = (
         "### Native and replayed, side by side\n\nThe same batch, the same weights, before the step, every "
         "ten steps of every run; medians over all of them, whatever the arm (without `shuffled`)."
     )
-    return "\n".join([about, "", head, "|---|---|---|---|---|---|---|", *lines])
+    return f"{about}\n\n{markdown(head, lines)}"
 
 
 def _table(rows: Sequence[Row], tell: Callable[[Sequence[Row]], str]) -> str:
     doses = doses_of(rows)
-    lines = [f"| arm | {' | '.join(doses)} |", "|---" * (len(doses) + 1) + "|"]
+    lines = []
     for arm in arms_of(rows):
         cells = [cell_of(rows, arm, dose) for dose in doses]
-        lines.append(f"| {arm} | " + " | ".join(tell(cell) if cell else "" for cell in cells) + " |")
-    return "\n".join(lines)
+        lines.append([arm, *(tell(cell) if cell else "" for cell in cells)])
+    return markdown(["arm", *doses], lines)
 
 
 def arms_of(rows: Sequence[Row]) -> list[str]:
@@ -304,10 +308,10 @@ def cell_of(rows: Sequence[Row], arm: str, dose: str) -> list[Row]:
     return [row for row in rows if (row["arm"], row["dose"]) == (arm, dose)]
 
 
-# ---- plots: plain SVG, a panel per dose, a line per arm
+# ---- plots: a panel per dose, a line per arm
 
 
-def survival_plot(rows: Sequence[Row]) -> str:
+def survival_plot(rows: Sequence[Row]) -> bytes:
     """Share of runs that have not collapsed, by step (Kaplan-Meier)."""
 
     def line(cell: Sequence[Row]) -> list[tuple[float, float]]:
@@ -317,10 +321,10 @@ def survival_plot(rows: Sequence[Row]) -> str:
             corners += [(float(step), corners[-1][1]), (float(step), share)]
         return corners
 
-    return _panels(rows, line, "share of runs that have not collapsed, by step", apart=1.6)
+    return _panels(rows, line, "share of runs that have not collapsed, by step", apart=0.01)
 
 
-def reward_plot(rows: Sequence[Row]) -> str:
+def reward_plot(rows: Sequence[Row]) -> bytes:
     """Mean over seeds of the reward's moving mean, by step."""
 
     def line(cell: Sequence[Row]) -> list[tuple[float, float]]:
@@ -328,52 +332,52 @@ def reward_plot(rows: Sequence[Row]) -> str:
         shortest = min(len(run) for run in runs)
         return [(i + 1.0, sum(run[i] for run in runs) / len(runs)) for i in range(shortest)]
 
-    return _panels(rows, line, "reward while training, mean over the seeds there are, by step", apart=0.0)
+    return _panels(rows, line, "reward while training, mean over the seeds there are, by step", apart=0)
 
 
-def _panels(rows: Sequence[Row], line: Any, title: str, *, apart: float) -> str:
-    """``line(cell)`` gives the points (step, value in 0 .. 1) of an arm. Each line is drawn ``apart`` pixels
+def _panels(rows: Sequence[Row], line: Any, title: str, *, apart: float) -> bytes:
+    """An SVG. ``line(cell)`` gives the points (step, value in 0 .. 1) of an arm. Each line is drawn ``apart``
     below the one before it, so that lines which coincide are all seen."""
     doses, arms = doses_of(rows), arms_of(rows)
-    steps = max(len(row["reward"]) for row in rows)
-    columns = min(3, len(doses))
-    high = math.ceil(len(doses) / columns)
-    width, height = columns * (WIDTH + LEFT) + 20, high * (HEIGHT + 2 * TOP) + 2 * TOP + 20
-    parts = [_text(LEFT, 16, title, 13)]
-    for index, dose in enumerate(doses):
-        x = LEFT + (index % columns) * (WIDTH + LEFT)
-        y = 2 * TOP + (index // columns) * (HEIGHT + 2 * TOP)
-        parts += _frame(x, y, dose, steps)
+    figure = Figure(figsize=(9, 2.7 * math.ceil(len(doses) / 3)), layout="constrained")
+    panels = figure.subplots(math.ceil(len(doses) / 3), 3, sharex=True, sharey=True, squeeze=False).flat
+    for panel, dose in zip(panels, doses, strict=False):
+        panel.set_title(dose, loc="left", fontsize=9)
         for number, arm in enumerate(arms):
             if cell := cell_of(rows, arm, dose):
-                parts.append(_line(line(cell), x, y + apart * number, steps, COLOURS[number % len(COLOURS)]))
-    for number, arm in enumerate(arms):
-        at = LEFT + number * (width - LEFT) // len(COLOURS)
-        colour = COLOURS[number % len(COLOURS)]
-        parts.append(f'<rect x="{at}" y="{height - 18}" width="10" height="10" fill="{colour}"/>')
-        parts.append(_text(at + 14, height - 9, arm, 11))
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif">\n'
-        f'<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
-    )
+                steps, values = zip(*line(cell), strict=True)
+                below = [value - apart * number for value in values]
+                panel.plot(steps, below, color=COLOURS[number % len(COLOURS)], label=arm, linewidth=1.2)
+    known = {
+        text: drawn
+        for one in figure.axes
+        for drawn, text in zip(*one.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend([known[arm] for arm in arms], arms, loc="outside lower center", ncols=len(arms), fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    file = io.BytesIO()
+    with rc_context({"svg.hashsalt": "collapse", "svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
 
 
-def _frame(x: float, y: float, title: str, steps: int) -> list[str]:
-    parts = [f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbb"/>']
-    for share in (0.0, 0.5, 1.0):
-        parts.append(_text(x - 24, y + HEIGHT * (1 - share) + 4, f"{share:g}", 10))
-    return [*parts, _text(x + 4, y - 5, title, 12), _text(x + WIDTH - 16, y + HEIGHT + 13, str(steps), 10)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page(Bench):
+    """Write page.md, plots and data from lines of runs."""
+
+    out: Path = option(HERE / "collapse.jsonl", "Lines of runs.")
+    dense: Path = option(HERE / "dense.jsonl", "The runs of a dense model, as a control.")
+    page: Path = option(HERE, "The folder.")
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        rows = read(self.out)
+        write(rows, self.page, dense=read(self.dense) if self.dense.exists() else [])
+        return {"runs": len(rows)}
+
+    @staticmethod
+    def table(result: Result) -> str:
+        return f"{result['runs']} runs"
 
 
-def _line(points: Sequence[tuple[float, float]], x: float, y: float, steps: int, colour: str) -> str:
-    places = " ".join(
-        f"{x + WIDTH * step / steps:.1f},{y + HEIGHT * (1 - value):.1f}" for step, value in points
-    )
-    return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
-
-
-def _text(x: float, y: float, text: str, size: int) -> str:
-    escaped = text.replace("&", "&amp;").replace("<", "&lt;")
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="#222">{escaped}</text>'
+if __name__ == "__main__":
+    sys.exit(main("collapse_page.py", Page, sys.argv[1:]))

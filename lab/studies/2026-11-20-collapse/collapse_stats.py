@@ -1,6 +1,6 @@
 """What the runs of a collapse study add up to: when a run collapsed, and how sure that is over seeds.
 
-Pure functions of the lines that ``ostinato bench collapse`` writes.
+Pure functions of the lines that ``collapse.py`` writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ LASTING = 20  # steps that a reward has to stay below half of its best
 AT_LEAST = 5  # ... or to the end of the run, if that is no fewer than these
 TAIL, TAIL_SHARE, TAIL_STEPS = "tail_1.5", 0.1, 5  # F(tau) above this for so many steps
 KEPT = 0.5  # of the score without a mismatch: what a run has to end with to have kept it
-Z = 1.959964  # 95 %
 
 
 def collapse_step(reward: Sequence[float | None]) -> int | None:
@@ -52,16 +51,6 @@ def mismatch_step(tail: Sequence[float | None]) -> int | None:
         if len(above) == TAIL_STEPS:
             return above[0]
     return None
-
-
-def wilson(k: int, n: int) -> tuple[float, float]:
-    """95 % interval of a share, k of n (Wilson 1927); (0, 1) of nothing."""
-    if n == 0:
-        return 0.0, 1.0
-    share, z2 = k / n, Z * Z
-    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def fisher(a: tuple[int, int], b: tuple[int, int]) -> float:
