@@ -218,7 +218,7 @@ def new_loop(
         algorithm=algorithm("dr_grpo"),
         folder=folder,
         ledger=Ledger(folder=folder),
-        timed=(pool,),
+        span_sources=(pool,),
     )
 
 

@@ -119,6 +119,23 @@ class Trainer(Protocol):
     def adapters(self) -> Any: ...
 
 
+class RestorableTrainer(Trainer, Protocol):
+    """A trainer whose state can be saved, and put back by another one of the same recipe."""
+
+    def tensors(self) -> Mapping[str, Any]: ...
+
+    def counters(self) -> Mapping[str, int]: ...
+
+    def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None: ...
+
+    def identity(self) -> dict[str, str]: ...
+
+    @property
+    def progress(self) -> float:
+        """Grows while a step gets on."""
+        ...
+
+
 class MetricWriter(Protocol):
     """One row of metrics per step; JSONL always, others optional."""
 

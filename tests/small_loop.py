@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finished, Loop, LoopState, Plan
 from ostinato.pipeline.remember import Drafting
+from ostinato.pipeline.signals import in_thread
 from ostinato.pipeline.spool import Spool
 from ostinato.rollout.play import Stage
 from ostinato.run import RunFolder
@@ -165,6 +167,29 @@ class TellingEngine(FakeEngine):
 
 
 @dataclass
+class Recorder:
+    """``pipeline.observer.Observer`` of functions; ``replan`` is called in a thread."""
+
+    on_step: Callable[[Mapping[str, float]], None]
+    on_note: Callable[[str], None]
+    on_eval: Callable[[Mapping[str, Any]], None] = lambda row: None
+    should_stop: Callable[[int], bool] = lambda step: False
+    replan: Callable[[int], bool] | None = None
+
+    async def should_replan(self, step: int) -> bool:
+        return self.replan is not None and await in_thread(partial(self.replan, step))
+
+
+@dataclass
+class Elsewhere:
+    """``pipeline.observer.Workers`` of functions."""
+
+    progress: Callable[[], float] = lambda: 0.0
+    extra_metrics: Callable[[], Mapping[str, float]] = dict
+    trainer_consistent: Callable[[], bool] = lambda: False
+
+
+@dataclass
 class Counted:
     seconds: float = 0.0
     seconds_without: float = 0.0
@@ -233,6 +258,8 @@ class Bench:
         self.saved: list[tuple[dict[str, Any], np.ndarray]] = []
         self.rows: list[Mapping[str, float]] = []
         self.notes: list[str] = []
+        self.observer = Recorder(on_step=self.rows.append, on_note=self.notes.append)
+        self.workers = Elsewhere()
         self.keep = options.get("keep", 1)  # checkpoints
         evaluation = Evaluation(
             split="eval",
@@ -256,8 +283,8 @@ class Bench:
             evaluations=[evaluation],
             drafting=self.drafting and self.drafting.books,
             save=self.save,
-            on_step=self.rows.append,
-            on_note=self.notes.append,
+            observer=self.observer,
+            workers=self.workers,
         )
 
     def save(self, state: LoopState) -> int:
@@ -286,7 +313,7 @@ def send(bench: Bench, number: signal.Signals, after_steps: int) -> None:
         if row["step"] == after_steps:
             os.kill(os.getpid(), number)
 
-    bench.loop.on_step = on_step
+    bench.observer.on_step = on_step
 
 
 def raises_at(bench: Bench, done: int, error: Exception, learned: bool = False) -> None:

@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ostinato.cluster.remote import Remote, WorkerGone
 from ostinato.observe.timeline import Kind, Span
-from ostinato.protocols import Trainer
+from ostinato.protocols import RestorableTrainer
 from ostinato.types import Batch, StepReport
 
 T = TypeVar("T")
@@ -26,23 +26,6 @@ T = TypeVar("T")
 
 class TrainerLost(RuntimeError):
     """Trainers were lost again and again, and no step was done in between."""
-
-
-class Restorable(Trainer, Protocol):
-    """What ``train.PolicyTrainer`` has beside ``step`` and ``adapters``."""
-
-    def tensors(self) -> Mapping[str, Any]: ...
-
-    def counters(self) -> Mapping[str, int]: ...
-
-    def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None: ...
-
-    def identity(self) -> dict[str, str]: ...
-
-    @property
-    def progress(self) -> float:
-        """Grows while a step gets on."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,7 +49,7 @@ class Stepped:
 class TrainerServer:
     """The worker's side."""
 
-    def __init__(self, trainer: Restorable, name: str = "trainer") -> None:
+    def __init__(self, trainer: RestorableTrainer, name: str = "trainer") -> None:
         self._trainer, self._name = trainer, name
 
     @property
@@ -139,7 +122,7 @@ class TrainerLink:
         return time.monotonic() if self._waits else 0.0
 
     @property
-    def whole(self) -> bool:
+    def consistent(self) -> bool:
         """Can it tell its state after the last step without its worker, which may be lost or in the next?"""
         return not self._since
 

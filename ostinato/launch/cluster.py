@@ -1,4 +1,4 @@
-"""The crew of a cluster: samplers, and if the recipe says so graders and the trainer, as actors of Ray.
+"""The workers of a cluster: samplers, and if the recipe says so graders and the trainer, as actors of Ray.
 
     recipe -> Cluster (places) -> links -> EnginePool, GraderLink, TrainerLink -> RunComponents
 
@@ -36,7 +36,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.shared import own_folder, sweep
 from ostinato.model.wire import fingerprint_weights, pack_weights
 from ostinato.pipeline.remember import Drafting
-from ostinato.protocols import Sampler
+from ostinato.protocols import RestorableTrainer, Sampler
 from ostinato.rollout.schedule import placement
 from ostinato.types import HistoryEntry, Publication
 
@@ -49,7 +49,7 @@ IMPORT_S = 60.0  # that a child of a grader may take to import the reward functi
 def clustered(
     prepared: RunInputs, folder: Path, memory: Memory | None, say: Say, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
-    """Start or join Ray and hire what the recipe asks for, made by the functions of the module ``workers``;
+    """Start or join Ray and open what the recipe asks for, made by the functions of the module ``workers``;
     all of it has ended when the context does.
 
     Raises ValueError where no Ray answers or the workers do not fit.
@@ -67,31 +67,30 @@ def clustered(
             last_words="ostinato: the run was killed, or Ray ended it as its daemon on this host was lost; "
             f"what was saved is in {folder}, to go on: ostinato resume {folder}",
         )
-        hire = WorkerFactory(
+        factory = WorkerFactory(
             cluster=held.enter_context(opened), recipe=recipe, folder=folder, workers=workers
         )
-        trainer: Any = None
         if section.remote_trainer:
-            trainer = _started(hire.trainer)
-            held.callback(trainer.close)
+            trainer = link = _started(factory.trainer)
+            held.callback(link.close)
         else:
-            trainer = held.enter_context(open_trainer(prepared, folder, say))
+            trainer, link = held.enter_context(open_trainer(prepared, folder, say)), None
         publication = adapters_only
         if recipe.adapter.kind == "full":
             publication = held.enter_context(all_weights(prepared.decoder))
-        graders = hire.graders() if section.graders else None
+        graders = factory.graders() if section.graders else None
         if graders is not None:
             held.callback(graders.close)
             prepared.grader.close()
             prepared = replace(prepared, grader=graders)
-        pool = hire.pool(memory, publication)
-        yield prepared, _crew(hire, pool, trainer, graders, memory)
+        pool = factory.pool(memory, publication)
+        yield prepared, _components(factory, pool, trainer, link, graders, memory)
     sweep()
 
 
-def _started(hire: Callable[[], TrainerLink]) -> TrainerLink:
+def _started(new_trainer: Callable[[], TrainerLink]) -> TrainerLink:
     try:
-        return hire()
+        return new_trainer()
     except (ClusterLost, TrainerLost, WorkerFault) as error:
         raise RunFailed(f"the trainer's worker could not be started: {error}") from error
 
@@ -116,28 +115,32 @@ def all_weights(decoder: Decoder) -> Iterator[Callable[[Any, int], Publication]]
         yield publication
 
 
-def _crew(
-    hire: WorkerFactory, pool: EnginePool, trainer: Any, graders: GraderLink | None, memory: Memory | None
+def _components(
+    factory: WorkerFactory,
+    pool: EnginePool,
+    trainer: RestorableTrainer,
+    link: TrainerLink | None,  # the trainer itself where it is a worker
+    graders: GraderLink | None,
+    memory: Memory | None,
 ) -> RunComponents:
-    recipe = hire.recipe
-    remote = [trainer] if isinstance(trainer, TrainerLink) else []
-    told = [pool, *remote, *([graders] if graders else [])]
+    recipe = factory.recipe
+    sources = [pool, *([link] if link else []), *([graders] if graders else [])]
     return RunComponents(
         trainer=trainer,
         engine=pool,
         memory=memory,
         drafting=drafting(memory, pool) if memory else None,
-        counters=[pool.counters, *(link.losses for link in remote)],
-        figures=lambda: figures(pool),
-        sampled=lambda: sum(pool.work.get(name, 0) for name in ("decoded", "prefilled")),
-        timed=told,
-        loop_worker="controller" if remote else "trainer",
+        counters=[pool.counters, *([link.losses] if link else [])],
+        extra_metrics=lambda: pool_metrics(pool),
+        tokens_sampled=lambda: sum(pool.work.get(name, 0) for name in ("decoded", "prefilled")),
+        span_sources=sources,
+        loop_worker="controller" if link else "trainer",
         pools=pools(recipe),
         lines=[*lines(recipe)],
-        status=lambda: [row | hire.where(row["worker"]) for link in told for row in link.status()],
+        status=lambda: [row | factory.where(row["worker"]) for one in sources for row in one.status()],
         ready=lambda: _ready(pool, graders),
         end=pool.close,
-        whole=lambda: bool(remote) and trainer.whole,
+        trainer_consistent=lambda: link is not None and link.consistent,
     )
 
 
@@ -183,7 +186,7 @@ def pools(recipe: Recipe) -> dict[str, int]:
     return {"samplers": section.samplers, "trainer": 1} | graders
 
 
-def figures(pool: EnginePool) -> dict[str, float]:
+def pool_metrics(pool: EnginePool) -> dict[str, float]:
     """For a row of metrics: who is there, and what was published since the last one."""
     published = pool.take_publications()
     sent = {
@@ -204,9 +207,8 @@ class WorkerFactory:
     workers: str  # the module that makes samplers and trainers
 
     def _remote(self, worker: str, factory: str, **arguments: Any) -> RayRemote:
-        told = {"recipe": dump_toml(self.recipe), **arguments}
-        start_s = self.recipe.cluster.start_s
-        return self.cluster.remote(worker, factory, told, start_s=start_s)
+        arguments = {"recipe": dump_toml(self.recipe), **arguments}
+        return self.cluster.remote(worker, factory, arguments, start_s=self.recipe.cluster.start_s)
 
     def where(self, worker: str) -> dict[str, Any]:
         """Process and host, while it has one."""

@@ -18,31 +18,34 @@ from ostinato.launch.drafts import Memory
 from ostinato.pipeline.loop import Finish, Finished, Loop
 from ostinato.pipeline.remember import Drafting
 from ostinato.pipeline.signals import Abandoned, StopSignals
-from ostinato.protocols import Engine, Timed
+from ostinato.protocols import Engine, RestorableTrainer, Timed
 
 STATUS_S = 1.0  # between two writings of workers.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComponents:
-    """``trainer`` has what ``train.PolicyTrainer`` has. ``ready`` is awaited before the loop begins, ``end``
-    when it has ended, both in its event loop."""
+    """``ready`` is awaited before the loop begins, ``end`` when it has ended, both in its event loop. The
+    loop's ``Workers`` are these."""
 
-    trainer: Any
+    trainer: RestorableTrainer
     engine: Engine
     memory: Memory | None = None
     drafting: Drafting | None = None
     counters: Sequence[Counter[str]] = ()  # beside those of the grader and the tools
-    figures: Callable[[], Mapping[str, float]] = dict  # more for each row of metrics
-    sampled: Callable[[], float] = lambda: 0.0  # grows while the engine gets on
-    timed: Sequence[Timed] = ()  # whoever is at work beside the loop
+    extra_metrics: Callable[[], Mapping[str, float]] = dict
+    tokens_sampled: Callable[[], float] = lambda: 0.0  # grows while the engine gets on
+    span_sources: Sequence[Timed] = ()  # whoever is at work beside the loop
     loop_worker: str = "trainer"  # what the loop's own time is drawn as
     pools: Mapping[str, int] = field(default_factory=dict)  # devices by pool; empty: one process does it all
     lines: Sequence[str] = ()  # who works where, for a person
     status: Callable[[], Sequence[Mapping[str, Any]]] | None = None  # rows of workers.json
-    whole: Callable[[], bool] = lambda: False  # is the trainer's last state safe while a step fails?
+    trainer_consistent: Callable[[], bool] = lambda: False
     ready: Callable[[], Coroutine[Any, Any, None]] | None = None
     end: Callable[[], Awaitable[None]] | None = None
+
+    def progress(self) -> float:
+        return self.tokens_sampled() + self.trainer.progress
 
     async def run(self, loop: Loop, folder: Path) -> Finished:
         """Run ``loop``; meanwhile workers.json in ``folder`` tells of the workers."""

@@ -37,9 +37,9 @@ LEAST_SPENT = 0.3  # of the budget, before a run ends by its own forecast: a sec
 def new_forecaster(
     recipe: Recipe, run: RunFolder, writers: Sequence[MetricWriter], say: Callable[[str], None]
 ) -> Callable[[int], bool] | None:
-    """What the loop calls after a score of the main set: does the run end here, because the rest of it is not
-    worth its compute? Always False without ``forecast.stop``; see ``goes_on``. None where a run is not scored
-    before and while it trains.
+    """For ``Observer.should_stop``: does the run end after a score of the main set, because the rest of it is
+    not worth its compute? Always False without ``forecast.stop``; see ``goes_on``. None where a run is not
+    scored before and while it trains.
 
     ``writers`` get forecast/*, and ``say`` one line as soon as there are enough evaluations for a curve, or
     why there is no curve, once.
@@ -48,7 +48,7 @@ def new_forecaster(
     if not (terms.enabled and recipe.eval.at_start and recipe.eval.every):
         return None
 
-    def foresee(step: int) -> bool:
+    def should_stop(step: int) -> bool:
         row = json.loads(to_json(look(recipe, run, step)))  # as it will be read back
         told = list(run.forecast.rows())
         stop = terms.stop and row["verdict"] == Action.STOP
@@ -62,7 +62,7 @@ def new_forecaster(
                 say(f"step {step}: forecast: {row['sentence']}{but and f'; goes on, for {but}'}")
         return stop and not but
 
-    return foresee
+    return should_stop
 
 
 def goes_on(row: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from ostinato.config import Recipe
@@ -14,7 +15,6 @@ from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory, save_history
 from ostinato.launch.engine import Say, new_engine
 from ostinato.launch.evaluations import evaluations
-from ostinato.launch.forecast import new_forecaster
 from ostinato.launch.inputs import RunInputs, longest_answer, new_stage
 from ostinato.launch.models import newest_checkpoint
 from ostinato.launch.solved import solved_at
@@ -26,10 +26,11 @@ from ostinato.pipeline.account import evaluation_work
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
 from ostinato.pipeline.feed import Late
 from ostinato.pipeline.loop import Loop, LoopState, Plan
+from ostinato.pipeline.observer import Observer
 from ostinato.pipeline.remember import Drafting
+from ostinato.protocols import MetricWriter, RestorableTrainer
 from ostinato.run import RunFolder
 from ostinato.train.checkpoint import Checkpoint, mend, oldest_step, save_checkpoint
-from ostinato.train.trainer import PolicyTrainer
 
 
 def new_evaluations(prepared: RunInputs) -> list[Evaluation]:
@@ -101,10 +102,17 @@ def new_flops(recipe: Recipe, config: ModelConfig, adapters: Adapters | None) ->
 
 
 def new_loop(
-    prepared: RunInputs, crew: RunComponents, run: RunFolder, state: LoopState, **callbacks: Any
+    prepared: RunInputs,
+    components: RunComponents,
+    run: RunFolder,
+    state: LoopState,
+    *,
+    ledger: Ledger,
+    observer: Observer,
+    writers: Sequence[MetricWriter] = (),
 ) -> Loop:
-    """The run, assembled; ``callbacks`` are the loop's writers, ledger, on_step, on_eval and on_note."""
-    recipe, trainer, memory = prepared.recipe, crew.trainer, crew.memory
+    """The run, assembled."""
+    recipe, trainer, memory = prepared.recipe, components.trainer, components.memory
     flops = new_flops(recipe, prepared.decoder.config, trainer.adapters())
 
     def save(state: LoopState) -> int:
@@ -116,28 +124,27 @@ def new_loop(
         )
         save_checkpoint(run.checkpoints, checkpoint, keep=recipe.trainer.keep_checkpoints)
         if memory is not None:
-            save_history(memory.history, run.history, callbacks.get("on_note", lambda note: None))
+            save_history(memory.history, run.history, observer.on_note)
         return oldest_step(run.checkpoints)
 
     return Loop(
         plan=new_plan(recipe, flops, longest_answer(recipe, prepared.renderer)[0]),
-        stage=new_stage(prepared, crew.engine, prepared.grader),
+        stage=new_stage(prepared, components.engine, prepared.grader),
         tasks=Rows(prepared.train_prompts, seed=recipe.task.seed),
         trainer=trainer,
         algorithm=check(recipe),
         folder=run,
         state=state,
         evaluations=new_evaluations(prepared),
-        foresee=new_forecaster(recipe, run, callbacks.get("writers", ()), callbacks.get("on_note", print)),
-        counters=(prepared.grader.counters, prepared.tool_counters, *crew.counters),
-        figures=crew.figures,
-        timed=crew.timed,
-        worker=crew.loop_worker,
-        sampled=lambda: crew.sampled() + trainer.progress,
-        drafting=crew.drafting,
+        observer=observer,
+        workers=components,
+        writers=writers,
+        ledger=ledger,
+        counters=(prepared.grader.counters, prepared.tool_counters, *components.counters),
+        span_sources=components.span_sources,
+        worker=components.loop_worker,
+        drafting=components.drafting,
         save=save,
-        whole=crew.whole,
-        **callbacks,
     )
 
 
@@ -149,7 +156,7 @@ def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
     )
 
 
-def restore(run: RunFolder, trainer: PolicyTrainer, say: Say) -> LoopState:
+def restore(run: RunFolder, trainer: RestorableTrainer, say: Say) -> LoopState:
     """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one. What a
     killed process left half written goes: only for whoever holds the lock of the run."""
     mend(run.checkpoints)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ostinato.model.decoder import Decoder
     from ostinato.model.lora import AdapterSpec
     from ostinato.model.share import Share
+    from ostinato.protocols import RestorableTrainer
     from ostinato.run import RunFolder
     from ostinato.train.checkpoint import Checkpoint
-    from ostinato.train.trainer import PolicyTrainer
 
 
 def load_decoder(
@@ -90,7 +90,7 @@ def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
 
 
 def newest_checkpoint(
-    run: RunFolder, trainer: PolicyTrainer, say: Callable[[str], None]
+    run: RunFolder, trainer: RestorableTrainer, say: Callable[[str], None]
 ) -> Checkpoint | None:
     """The newest whole checkpoint of ``run``, None without any; ``say`` hears of damaged ones.
 

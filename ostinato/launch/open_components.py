@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ostinato.engine.vllm_proof import Verdict
 from ostinato.launch.components import RunComponents
@@ -15,13 +14,14 @@ from ostinato.launch.engine import Say, new_engine, vllm_engine
 from ostinato.launch.inputs import RunInputs, environment
 from ostinato.launch.loop import new_drafting
 from ostinato.launch.ranks import open_trainer
+from ostinato.protocols import RestorableTrainer
 
 
 @contextlib.contextmanager
 def open_components(
     prepared: RunInputs, folder: Path, memory: Memory | None, say: Say, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
-    """The crew that the recipe asks for, and what it has prepared to work with, until the context ends.
+    """The components that the recipe asks for, and the inputs they work with, until the context ends.
     ``folder`` is of the run, ``workers`` the module that makes those of a cluster."""
     if prepared.recipe.cluster.samplers:
         from ostinato.launch.cluster import clustered
@@ -33,8 +33,7 @@ def open_components(
     with contextlib.ExitStack() as held:
         trainer = held.enter_context(open_trainer(prepared, folder, say))
         if recipe.engine.backend == "vllm":
-            vllm = held.enter_context(_sampling_by_vllm(prepared, folder, say))
-            yield prepared, RunComponents(trainer=trainer, **vllm)
+            yield prepared, held.enter_context(_sampling_by_vllm(prepared, trainer, folder, say))
             return
         engine = new_engine(recipe, decoder, prepared.renderer, say, memory)
         yield (
@@ -44,32 +43,42 @@ def open_components(
                 engine=engine,
                 memory=memory,
                 drafting=new_drafting(memory, engine) if memory else None,
-                sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
-                timed=(engine,),
+                tokens_sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
+                span_sources=(engine,),
             ),
         )
 
 
 @contextlib.contextmanager
-def _sampling_by_vllm(prepared: RunInputs, folder: Path, say: Say) -> Iterator[dict[str, Any]]:
-    """What a crew has of it: no drafts, and what policies were proven by in each row of metrics."""
+def _sampling_by_vllm(
+    prepared: RunInputs, trainer: RestorableTrainer, folder: Path, say: Say
+) -> Iterator[RunComponents]:
+    """Components without drafts; what policies were proven by is in each row of metrics."""
     recipe, renderer = prepared.recipe, prepared.renderer
     prompt = environment(recipe, renderer)(prepared.train_prompts[0]).start()
-    places = {"model": prepared.folder, "folder": folder / "vllm"}
-    with vllm_engine(recipe, prepared.decoder, renderer, **places, prompt=prompt, say=say) as engine:
+    with vllm_engine(
+        recipe,
+        prepared.decoder,
+        renderer,
+        model=prepared.folder,
+        prompt=prompt,
+        folder=folder / "vllm",
+        say=say,
+    ) as engine:
 
         async def end() -> None:
             """A thread that waits for a server to come back would keep the event loop from ending."""
             await asyncio.to_thread(engine.close)
 
-        yield {
-            "end": end,
-            "engine": engine,
-            "counters": (engine.counters,),
-            "figures": lambda: proof_row(engine.take_verdict()),
-            "sampled": lambda: engine.signs,
-            "timed": (engine,),
-        }
+        yield RunComponents(
+            trainer=trainer,
+            engine=engine,
+            counters=(engine.counters,),
+            extra_metrics=lambda: proof_row(engine.take_verdict()),
+            tokens_sampled=lambda: engine.signs,
+            span_sources=(engine,),
+            end=end,
+        )
 
 
 def proof_row(verdict: Verdict | None) -> dict[str, float]:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch import RunFailed
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ostinato.launch.engine import Say
     from ostinato.launch.inputs import RunInputs
     from ostinato.parallel.follow import Local, Ready
+    from ostinato.protocols import RestorableTrainer
 
 LATER_S = 5.0  # that further ranks stay after a rank was lost
 LOST = 1  # exit code of a rank that ends because one is lost
@@ -84,7 +85,7 @@ def _leave_later(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def sharded_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[Any]:
+def sharded_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[RestorableTrainer]:
     """The trainer over all ranks of ``parallel.layout``, until the context ends. ``folder`` is of the run.
 
     Raises ValueError where other ranks were started than the layout has, RunFailed where they do not come.
@@ -135,7 +136,7 @@ def sharded_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[Any
 
 
 @contextlib.contextmanager
-def open_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[Any]:
+def open_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[RestorableTrainer]:
     """What the loop calls its trainer: in this process, or over the ranks of ``parallel.layout``."""
     from ostinato.launch.trainer import new_adapters, new_trainer, save_refused
 

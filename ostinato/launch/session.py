@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ostinato.launch.inputs import RunInputs
     from ostinato.model.lora import Adapters
     from ostinato.pipeline.loop import Finish, Finished, LoopState
-    from ostinato.plan.again import Replanner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,45 +148,40 @@ def _session(
         from ostinato.launch.introduction import device_name
         from ostinato.launch.ledger import new_ledger
         from ostinato.launch.loop import new_loop, restore
+        from ostinato.launch.observer import new_observer
         from ostinato.launch.open_components import open_components
         from ostinato.pipeline.state import LoopState
 
         prepared = held.enter_context(prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None, say)
-        prepared, crew = held.enter_context(open_components(prepared, path, memory, say, workers))
-        state = restore(RunFolder.open(path), crew.trainer, say) if resume else LoopState()
+        prepared, components = held.enter_context(open_components(prepared, path, memory, say, workers))
+        state = restore(RunFolder.open(path), components.trainer, say) if resume else LoopState()
         if memory is not None:
             memory.history.forget_after(state.step)  # an older checkpoint than the history is of
         check_writers(recipe.log.writers)
         run = _folder(path, dump_toml(recipe), resume)
-        ledger = new_ledger(recipe, run, prepared.decoder, clock, life, crew.pools)
+        ledger = new_ledger(recipe, run, prepared.decoder, clock, life, components.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         screen = Monitor(recipe.trainer.steps, done=state.step, console=console)
         with ledger.session(state.step), screen as monitor:
             algorithm, prompts = asdict(check(recipe)), len(prepared.train_prompts)
             record_start(run, device_name(prepared.decoder), algorithm, prompts)
-            for line in _first_lines(prepared, crew, path, chosen, state.step):
+            for line in _first_lines(prepared, components, path, chosen, state.step):
                 monitor.say(line)
-            replanner = _replanner(run) if recipe.parallel.replan else None
-            callbacks = {"on_step": monitor.step, "on_eval": monitor.evaluated, "on_note": monitor.say}
-            books = {"writers": writers, "ledger": ledger, "replan": replanner}
+            observer = new_observer(recipe, run, monitor, writers)
             with _named_failures(path):
-                loop = new_loop(prepared, crew, run, state, **books, **callbacks)
-                finished = asyncio.run(crew.run(loop, path))
-                _export(prepared, crew.trainer.adapters(), run, finished, ledger, monitor)
+                loop = new_loop(
+                    prepared, components, run, state, ledger=ledger, observer=observer, writers=writers
+                )
+                finished = asyncio.run(components.run(loop, path))
+                _export(prepared, components.trainer.adapters(), run, finished, ledger, monitor)
     outcome = _outcome(recipe, run, finished)
-    return outcome if replanner is None else replace(outcome, resume=replanner.command)
-
-
-def _replanner(run: RunFolder) -> Replanner:
-    from ostinato.plan.again import Replanner
-
-    return Replanner(run)
+    return replace(outcome, resume=observer.resume)
 
 
 def _first_lines(
     prepared: RunInputs,
-    crew: RunComponents,
+    components: RunComponents,
     path: Path,
     chosen: threads.Threads | None,
     done: int,
@@ -197,9 +191,9 @@ def _first_lines(
 
     yield f"run folder   {path}"
     yield f"threads      {chosen or 'as torch was started'}"
-    yield from introduction(prepared, crew.trainer.adapters())
-    yield from crew.lines
-    if (ahead := forecast(prepared, crew.engine, crew.trainer, done)) is not None:
+    yield from introduction(prepared, components.trainer.adapters())
+    yield from components.lines
+    if (ahead := forecast(prepared, components.engine, components.trainer, done)) is not None:
         yield f"expected     {ahead}"
 
 

@@ -147,14 +147,14 @@ class Taken:
 class Feed:
     """Admits groups, and hands out batches of them. ``cursor`` is the place of the stream that comes next,
     which ``retired`` have left; ``leaving`` says who leaves by the groups that have ended (None: nobody ever
-    does). ``moved`` is called whenever a group gets on."""
+    does). ``on_progress`` is called whenever a group gets on."""
 
     rule: Rule
     rounds: Rounds
     cursor: int
     retired: Sequence[str]
     leaving: Callable[[Sequence[Group], Sequence[str]], Sequence[str]] | None = None
-    moved: Callable[[], None] = lambda: None
+    on_progress: Callable[[], None] = lambda: None
     _held: dict[int, _Held] = field(default_factory=dict)  # by place; without those that are trained on
     _training: Sequence[Admission] = ()
     _lost: list[Admission] = field(default_factory=list)  # on their way once, to be played anew
@@ -319,11 +319,11 @@ class Feed:
 
         def generated() -> None:
             held.stage, held.since = "grading", time.perf_counter()
-            self.moved()
+            self.on_progress()
 
         async def play() -> Played:
             played = await self.rounds.play(one, since=held.since, generated=generated)
-            self.moved()
+            self.on_progress()
             return played
 
         held.task = asyncio.create_task(play())

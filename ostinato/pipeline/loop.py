@@ -7,7 +7,7 @@
 Steps are numbered from 1; ``LoopState.step`` counts the finished ones and is all the history there is.
 Randomness is addressed by (seed, round, index of the prompt in the stream, sample), so a run resumed from
 ``LoopState`` draws what the interrupted one would have drawn; groups that it had already finished are read
-back from the spool. The loop prints nothing: it calls ``on_step``, ``on_eval`` and ``on_note``.
+back from the spool. The loop prints nothing: it calls its ``Observer``.
 
 With ``Plan.overlap`` a step trains in a thread while groups play on, and what it learned is published while
 they do: PipelineRL (arXiv 2509.19128, algorithm 2). The feed says who is admitted and who is trained on. A
@@ -20,11 +20,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm
@@ -52,6 +50,7 @@ from ostinato.pipeline.credit import Credit, assign
 from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent_in_steps
 from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.pipeline.feed import Feed, Rule, Taken
+from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers
 from ostinato.pipeline.remember import Drafted, Drafting
 from ostinato.pipeline.rounds import Rounds
 from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog, in_thread
@@ -93,23 +92,15 @@ class Loop:
     folder: RunFolder
     state: LoopState = field(default_factory=LoopState)
     evaluations: Sequence[Evaluation] = ()
-    foresee: Callable[[int], bool] | None = None  # after a score of the main set: is the rest not worth it?
-    replan: Callable[[int], bool] | None = (
-        None  # after a checkpoint: is there a better layout to go on under?
-    )
+    observer: Observer = field(default_factory=Silent)
+    workers: Workers = field(default_factory=InProcess)
     writers: Sequence[MetricWriter] = ()  # beside metrics.jsonl
     ledger: Ledger | None = None  # None: one that knows neither price nor devices
     counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
-    figures: Callable[[], Mapping[str, float]] = dict  # more for each row: of workers, of what was published
-    timed: Sequence[Timed] = ()  # beside the loop itself, whose spans are those of ``worker``
+    span_sources: Sequence[Timed] = ()  # beside the loop itself, whose spans are those of ``worker``
     worker: str = TRAINER  # another name: the trainer is elsewhere, and tells its own
-    sampled: Callable[[], float] = lambda: 0.0  # grows with every token sampled, every microbatch trained on
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
     save: Callable[[LoopState], int] = lambda state: state.step
-    whole: Callable[[], bool] = lambda: False  # does ``save`` have the last state though a step has failed?
-    on_step: Callable[[Mapping[str, float]], None] = lambda row: None
-    on_eval: Callable[[Mapping[str, Any]], None] = lambda row: None
-    on_note: Callable[[str], None] = lambda sentence: None  # what a person should know, in one sentence
 
     def __post_init__(self) -> None:
         check_group_size(self.plan.group_size, self.algorithm.baseline, self.algorithm.scale)
@@ -134,7 +125,8 @@ class Loop:
         self._recall()
         self._saved_step, self._between_steps = self.state.step, False
         self._row_at = time.perf_counter()
-        self._counted, self._failures = sum(self.counters, Counter()), Failures(self.folder, self.on_note)
+        self._counted = sum(self.counters, Counter())
+        self._failures = Failures(self.folder, self.observer.on_note)
         self._spans, self._over = list[Span](), dict[str, dict[str, float]]()
         self._watch, self._why = watch_after(self.folder.metrics.rows()), self._nobody_left()
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
@@ -143,7 +135,7 @@ class Loop:
                 with self._books.work():
                     await self._train(self._signals)
             except Abandoned:
-                self.on_note(
+                self.observer.on_note(
                     f"what followed step {self.state.step} was abandoned: "
                     f"it was not done {self.plan.grace_s:g} s after {self._signals.name}"
                 )
@@ -220,7 +212,7 @@ class Loop:
         self._why = self._why or self._nobody_left()
         if overlap and self._goes_on:
             self._feed.admit(step, version)
-        self._dog.moved()
+        self._dog.on_progress()
 
     def _drafted(self, ended: Sequence[Played], clock: Clock) -> Drafted | None:
         """The books of drafts, and what has ended is remembered."""
@@ -266,7 +258,7 @@ class Loop:
             try:
                 report = self.trainer.step(batch)
             except Exception:
-                self._between_steps = not self.whole()
+                self._between_steps = not self.workers.trainer_consistent()
                 raise
         if report.mismatch is not None:
             clock.measured(report.mismatch["seconds"])
@@ -328,7 +320,7 @@ class Loop:
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
         if batch is not None and (self.plan.staleness or self.plan.overlap):
             row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(ages(batch).items())}
-        return {**row, **self.figures(), **counts}  # figures have a 0 for what may be counted
+        return row | {**self.workers.extra_metrics(), **counts}  # these have a 0 for what may be counted
 
     def _by_pool(
         self, spans: Sequence[Span], row: dict[str, float], waited_s: float
@@ -409,7 +401,7 @@ class Loop:
             cursor=self.state.cursor,
             retired=self.state.retired,
             leaving=self._leaving if plan.solved_for_good else None,
-            moved=lambda: self._dog.moved(),
+            on_progress=lambda: self._dog.on_progress(),
         )
 
     def _recall(self) -> None:
@@ -419,7 +411,7 @@ class Loop:
         lost = [one.version for one in self._feed.recall(state.ahead, state.step, state.version)]
         if gone := sorted({version for version in lost if version != state.version}):
             who = f"policy {gone[0]}" if len(gone) == 1 else f"policies {gone[0]} to {gone[-1]}"
-            self.on_note(
+            self.observer.on_note(
                 f"step {state.step}: of {len(state.ahead)} groups that were on their way "
                 f"{self._spool.path.name} does not have {len(lost)}, which {who} sampled; policy "
                 f"{state.version} plays them anew, so this is not quite the run that was interrupted"
@@ -444,7 +436,7 @@ class Loop:
         """Is this the end, because every prompt has left the stream?"""
         if not self._feed.is_dry:
             return None
-        self.on_note(
+        self.observer.on_note(
             f"step {self.state.step}: every prompt is solved for good, so nothing is left to sample; more or "
             "harder tasks would go on, or rollout.solved_for_good = 0"
         )
@@ -457,7 +449,7 @@ class Loop:
         self._dog = Watchdog(
             self.plan.watch_s,
             self._signals,
-            self.sampled,
+            self.workers.progress,
             lambda: f"{self._doing}; on the way for longest: {self._feed.waiting()}",
         )
         watching = asyncio.create_task(self._dog.watch())
@@ -468,7 +460,7 @@ class Loop:
 
     def _new_spans(self, *, kept: bool = True) -> list[Span]:
         """What everybody was busy with since this was last asked, behind what was ``kept`` for the row."""
-        new = [span for worker in self.timed for span in worker.take_spans()]
+        new = [span for worker in self.span_sources for span in worker.take_spans()]
         if not kept:
             return new
         spans, self._spans = self._spans, []
@@ -498,10 +490,10 @@ class Loop:
         if report is not None and report.mismatch is not None:
             self.folder.mismatch.append({"step": step, **report.mismatch})
         if report is not None and report.note:
-            self.on_note(f"step {step}: {report.note}")
+            self.observer.on_note(f"step {step}: {report.note}")
         if report is not None and report.skipped:
-            self.on_note(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
-        self.on_step({"step": step, **row})
+            self.observer.on_note(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
+        self.observer.on_step({"step": step, **row})
 
     def _watched(self, row: dict[str, float]) -> dict[str, float]:
         """The row with ``watch/collapsed``; alarms are kept and told the moment they are met."""
@@ -509,7 +501,7 @@ class Loop:
         for alarm in self._watch.see({"step": self.state.step, **row}):
             self.folder.watch.append(alarm.to_json())
             what = "collapse" if alarm.collapse else "look"
-            self.on_note(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
+            self.observer.on_note(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
         if self.plan.stop_on_collapse and self._watch.collapsed and not before:
             self._why = Finish.COLLAPSED
         return row | {"watch/collapsed": float(self._watch.collapsed)}
@@ -526,9 +518,9 @@ class Loop:
         self._doing = f"the evaluation after step {self.state.step}"
         await self._score()
         main = self._scored.get(MAIN_SET, {})
-        if self.foresee is None or not self.state.step or main.get("step") != self.state.step:
+        if not self.state.step or main.get("step") != self.state.step:
             return
-        if self.foresee(self.state.step) and self._why is None:
+        if self.observer.should_stop(self.state.step) and self._why is None:
             self._why = Finish.ENOUGH
             await self._score()
 
@@ -539,7 +531,7 @@ class Loop:
                 self._spans = self._new_spans()  # of the step before
                 with self._books.evaluating():
                     row, groups = await evaluate_groups(
-                        self.stage, evaluation, self.state.step, lambda *ended: self._dog.moved()
+                        self.stage, evaluation, self.state.step, lambda *ended: self._dog.on_progress()
                     )
                 row |= {"spent": now, **self._new_counts()}
                 work = evaluation_work(groups, self.plan.flops)
@@ -553,7 +545,7 @@ class Loop:
                 self._failures.see(self.state.step, groups, evaluation.name, first=at_start)
                 self.folder.eval.append(row)
                 self._scored[evaluation.name] = row
-                self.on_eval(row)
+                self.observer.on_eval(row)
 
     def _due(self, every: int) -> bool:
         ended = self.state.step == self.plan.steps or self._why is not None
@@ -568,22 +560,22 @@ class Loop:
             self._spans += clock.spans
             self._saved_step = self.state.step
             self._spool.forget(oldest)
-            self._dog.moved()
+            self._dog.on_progress()
 
     async def _replan(self) -> None:
         """While groups play on. The rest of the run goes on from the checkpoint, as a resumed one does."""
-        if self.replan is not None and self._goes_on:
+        if self._goes_on:
             self._doing = f"whether another layout is better from step {self.state.step} on"
-            if await in_thread(partial(self.replan, self.state.step)) and self._goes_on:
+            if await self.observer.should_replan(self.state.step) and self._goes_on:
                 self._why = Finish.REPLANNED
-            self._dog.moved()
+            self._dog.on_progress()
 
     def _save_what_there_is(self) -> None:
         """After an error, which is the one to be raised."""
         try:
             self._checkpoint()
         except (OSError, RuntimeError) as error:
-            self.on_note(f"step {self.state.step} could not be saved: {error}")
+            self.observer.on_note(f"step {self.state.step} could not be saved: {error}")
 
     def _no_signal(self) -> str:
         return (

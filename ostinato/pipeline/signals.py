@@ -200,7 +200,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 class Watchdog:
     """Ends a wait without progress. ``amount`` is something that grows while there is any (tokens sampled);
-    what else gets on calls ``moved``. ``waiting`` says who waits for whom.
+    what else gets on calls ``on_progress``. ``waiting`` says who waits for whom.
 
     Idle time is counted in slices of the event loop: while something keeps it from running, nobody can get
     on, and nobody is late."""
@@ -213,7 +213,7 @@ class Watchdog:
         self._limit_s, self._signals, self._amount, self._waiting = limit_s, signals, amount, waiting
         self._idle, self._seen = 0, amount()
 
-    def moved(self) -> None:
+    def on_progress(self) -> None:
         self._idle = 0
 
     async def watch(self) -> None:
@@ -223,7 +223,7 @@ class Watchdog:
             self._idle += 1
             if (now := self._amount()) != self._seen:
                 self._seen = now
-                self.moved()
+                self.on_progress()
             if self._idle >= self.SLICES:
                 self._signals.give_up(
                     Stalled(

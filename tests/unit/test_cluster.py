@@ -489,10 +489,10 @@ def test_the_last_state_is_safe_while_there_is_no_trainer() -> None:
     link.step(batch(7))
     with pytest.raises(TrainerLost):
         link.step(batch(7))
-    assert link.whole and link.tensors() == {"w": np.array([1.0])} and link.counters() == {"steps": 1}
+    assert link.consistent and link.tensors() == {"w": np.array([1.0])} and link.counters() == {"steps": 1}
     seldom = trainer(lambda call: "", snapshot_every=2)
     seldom.step(batch(7))
-    assert not seldom.whole
+    assert not seldom.consistent
 
 
 def test_a_run_resumes_into_a_trainer_elsewhere() -> None:

@@ -31,7 +31,7 @@ def test_a_run_into_head_is_hung_up_and_has_all_rows_of_its_steps(tmp_path: Path
     with broken_pipe() as stream:
         console = Console(file=lasting(stream))
         bench = Bench(tmp_path)
-        bench.loop.on_step = lambda row: console.print(row["step"]) if row["step"] >= 3 else None
+        bench.observer.on_step = lambda row: console.print(row["step"]) if row["step"] >= 3 else None
         finished = bench.run()
     assert (finished.why, finished.state.step) == (Finish.HUNG_UP, 3)
     assert [row["step"] for row in bench.folder.metrics.rows()] == [1, 2, 3]

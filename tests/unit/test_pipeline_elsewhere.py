@@ -70,9 +70,10 @@ def elsewhere(
     link = TrainerLink(lambda: Elsewhere(next(lives), seconds, dies), within_s=9.0, max_restarts=2)
     bench = Bench(path, grader=Lesson(), **changes)
     bench.loop.trainer, bench.loop.worker = link, "controller"
-    bench.loop.sampled, bench.loop.whole = lambda: link.progress, lambda: link.whole
+    bench.workers.progress = lambda: link.progress
+    bench.workers.trainer_consistent = lambda: link.consistent
     terms = Terms(devices=2, pools={"samplers": 1, "trainer": 1})
-    bench.loop.timed, bench.loop.ledger = [link], Ledger(folder=bench.folder, terms=terms)
+    bench.loop.span_sources, bench.loop.ledger = [link], Ledger(folder=bench.folder, terms=terms)
 
     def save(state: LoopState) -> int:
         bench.saved.append((state.to_json(), link.tensors()["logits"]))

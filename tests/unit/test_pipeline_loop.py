@@ -419,7 +419,7 @@ def test_a_schedule_in_tokens_and_a_set_with_its_own(tmp_path: Path) -> None:
 
 def test_an_evaluation_that_a_signal_left_out_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
     bench = Bench(tmp_path, steps=6, eval_every=2)
-    bench.loop.on_step = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 4 else None
+    bench.observer.on_step = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 4 else None
     assert bench.run().why is Finish.TERMINATED
     assert [row["step"] for row in bench.folder.eval.rows()] == [0, 2]
     Bench(tmp_path, steps=6, eval_every=2, **as_saved(bench)).run()
@@ -441,7 +441,7 @@ def test_a_run_that_is_not_worth_the_rest_ends_with_all_its_scores(tmp_path: Pat
     def bench(state: LoopState | None = None, logits: Any = None) -> Bench:
         made = Bench(tmp_path, steps=20, eval_every=2, state=state, logits=logits)
         hard = replace(made.loop.evaluations[0], name="hard", every=Every())
-        made.loop.evaluations, made.loop.foresee = [hard, *made.loop.evaluations], foresee
+        made.loop.evaluations, made.observer.should_stop = [hard, *made.loop.evaluations], foresee
         return made
 
     first = bench()

@@ -168,7 +168,7 @@ def test_what_was_on_its_way_is_found_or_played_anew(tmp_path: Path) -> None:
     first = overlapped(tmp_path, steps=9)
     stuck = Stuck(lambda group: group.prompt.uid in ("p6", "p7"))
     first.loop.stage = Bench(tmp_path, grader=stuck).loop.stage
-    first.loop.on_step = lambda row: os.kill(os.getpid(), signal.SIGINT) if row["step"] == 2 else None
+    first.observer.on_step = lambda row: os.kill(os.getpid(), signal.SIGINT) if row["step"] == 2 else None
     finished = first.run()
     assert finished.why is Finish.INTERRUPTED and finished.state.step == 2
     assert [one.place for one in finished.state.ahead] == [4, 5, 6, 7]
@@ -209,7 +209,7 @@ def test_who_leaves_for_good_leaves_with_overlap_too(tmp_path: Path) -> None:
 def test_more_staleness_or_less_when_a_run_goes_on(tmp_path: Path) -> None:
     """What the recipe of now finds too old is played anew, and in the places that there are."""
     first = overlapped(tmp_path, steps=12, staleness=4)
-    first.loop.on_step = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 4 else None
+    first.observer.on_step = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 4 else None
     assert first.run().why is Finish.TERMINATED
     saved, logits = first.saved[-1]
     for number, changed in enumerate(
@@ -229,7 +229,7 @@ def test_sigterm_drains_what_is_on_its_way_into_the_spool(tmp_path: Path) -> Non
     """Nothing new is admitted, the step ends, and what is on its way may end too: the resumed run plays none
     of it again."""
     bench = overlapped(tmp_path, steps=9, grader=Slow(), grace_s=10.0)
-    bench.loop.on_step = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 3 else None
+    bench.observer.on_step = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 3 else None
     finished = bench.run()
     assert (finished.why, finished.state.step) == (Finish.TERMINATED, 3)
     assert len(finished.state.ahead) == 4
@@ -244,13 +244,13 @@ def test_who_goes_on_under_another_layout_plays_nothing_again(tmp_path: Path) ->
     """The loop ends at the checkpoint that was asked at; what was on its way then is in the spool."""
     asked: list[int] = []
     bench = overlapped(tmp_path, steps=9, checkpoint_every=2)
-    bench.loop.replan = lambda step: bool(asked.append(step)) or step == 4
+    bench.observer.replan = lambda step: bool(asked.append(step)) or step == 4
     finished = bench.run()
     assert (finished.why, finished.state.step, asked) == (Finish.REPLANNED, 4, [2, 4])
     saved, logits = bench.saved[-1]
     assert saved["step"] == 4 and len(saved["ahead"]) == 4
     again = overlapped(tmp_path, steps=9, checkpoint_every=3, state=LoopState(**saved), logits=logits)
-    again.loop.replan = lambda step: bool(asked.append(step))
+    again.observer.replan = lambda step: bool(asked.append(step))
     assert again.run().why is Finish.DONE and asked == [2, 4, 6]  # the last one is not asked at
     assert sum(row["rollout/from_spool"] for row in again.rows) >= 4  # some were admitted while it was asked
     assert not any("anew" in note for note in again.notes)
@@ -268,12 +268,12 @@ def test_who_is_asked_to_stop_does_not_go_on_under_another_layout(
         os.kill(os.getpid(), number)
         return True
 
-    bench.loop.replan = replan
+    bench.observer.replan = replan
     finished = bench.run()
     assert (finished.why, finished.state.step) == (why, 2)
 
     bench = overlapped(tmp_path / "drain", steps=9, checkpoint_every=2)
-    bench.loop.replan = lambda step: True
+    bench.observer.replan = lambda step: True
 
     async def stopped() -> None:
         os.kill(os.getpid(), number)
@@ -348,7 +348,7 @@ def test_tokens_are_progress(tmp_path: Path) -> None:
 
     clock = iter(range(10**9))
     bench = overlapped(tmp_path, steps=2, grader=Long(), watch_s=0.1)
-    bench.loop.sampled = lambda: next(clock)
+    bench.workers.progress = lambda: next(clock)
     assert bench.run().why is Finish.DONE
 
 
@@ -374,7 +374,7 @@ def test_a_batch_that_is_too_old_is_refused_by_name(tmp_path: Path) -> None:
     def on_step(row: Any) -> None:  # behind the back of the feed
         bench.loop.plan = replace(bench.loop.plan, staleness=0)
 
-    bench.loop.on_step = on_step
+    bench.observer.on_step = on_step
     with pytest.raises(TooOld, match=r"tokens that are \[1\] versions old where pipeline\.staleness is 0"):
         bench.run()
     assert bench.saved[-1][0]["step"] == 1 and len(bench.trainer.ages) == 1
@@ -466,7 +466,7 @@ def test_pools_have_the_seconds_that_their_workers_tell(tmp_path: Path) -> None:
     bench.loop.evaluations = Bench(tmp_path / "other").loop.evaluations
     pools = {"samplers": 2, "trainer": 1}
     bench.loop.ledger = Ledger(folder=bench.folder, terms=Terms(devices=3, pools=pools))
-    bench.loop.timed = [Sampler()]
+    bench.loop.span_sources = [Sampler()]
     bench.run()
     rows = read(bench.folder)
     assert {name: pool["devices"] for name, pool in rows[0]["pools"].items()} == pools

@@ -71,7 +71,7 @@ def test_compute_is_counted_when_the_device_computes_it(staleness: int, steps: i
     Evaluations lacked up to 8 rounds of compute, in favour of whoever plays ahead."""
     with tempfile.TemporaryDirectory() as folder:
         bench, grader = counted(Path(folder), staleness=staleness, steps=steps, eval_every=1)
-        bench.loop.foresee = lambda step: step >= ends
+        bench.observer.should_stop = lambda step: step >= ends
         why = bench.run().why
         rows = read(bench.folder)
         found = adds_up(rows)

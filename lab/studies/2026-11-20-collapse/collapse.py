@@ -45,6 +45,7 @@ from ostinato.model.native import Kernels, load
 from ostinato.model.quantise import Weights, codes, is_quantised
 from ostinato.pipeline.evaluate import Evaluation, evaluate
 from ostinato.pipeline.loop import Finish, Loop, Plan
+from ostinato.pipeline.observer import Silent
 from ostinato.protocols import Trainer
 from ostinato.render import Renderer
 from ostinato.reward.verify import exact
@@ -269,6 +270,16 @@ def shuffled_routes(batch: Batch) -> Batch:
     )
 
 
+class Recorder(Silent):
+    """Keeps the rows of a run."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+
+    def on_step(self, row: Mapping[str, float]) -> None:
+        self._rows.append(dict(row))
+
+
 def run(world: World, job: Job) -> Row:
     """One run of the study, from the base to the last step: its line."""
     started, setting, arm = time.perf_counter(), world.setting, ARMS[job.arm]
@@ -287,7 +298,7 @@ def run(world: World, job: Job) -> Row:
             trainer=Shuffling(trainer) if arm.shuffled else trainer,
             algorithm=arm.algorithm,
             folder=RunFolder.create(Path(folder) / "run", ""),
-            on_step=lambda row: rows.append(dict(row)),
+            observer=Recorder(rows),
         )
         ended = "done"
         try:
