@@ -9,20 +9,20 @@ from typing import Any, Protocol
 class Observer(Protocol):
     """Receives what a run reports, and may end it early."""
 
-    def on_step(self, row: Mapping[str, float]) -> None:
+    def on_step(self, row: Mapping[str, float], /) -> None:
         """A row of metrics.jsonl."""
 
-    def on_eval(self, row: Mapping[str, Any]) -> None:
+    def on_eval(self, row: Mapping[str, Any], /) -> None:
         """A row of eval.jsonl."""
 
-    def on_note(self, sentence: str) -> None:
+    def on_note(self, sentence: str, /) -> None:
         """What a person should know, in one sentence."""
 
-    def should_stop(self, step: int) -> bool:
+    def should_stop(self, step: int, /) -> bool:
         """After a score of the main set at ``step``: is the rest of the run not worth its compute?"""
         return False
 
-    async def should_replan(self, step: int) -> bool:
+    async def should_replan(self, step: int, /) -> bool:
         """After the checkpoint of ``step``, while groups play on: is another layout better from here on?"""
         return False
 

@@ -1,4 +1,4 @@
-"""The crew of a cluster, as far as it can be told without one; and what Ray's own words are turned into."""
+"""The workers of a cluster, as far as they show without one; and what Ray's own words are turned into."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_figures_of_all_workers_are_added_up() -> None:
     pool: Any = Pool()
     counters = cluster.Meter(pool).counters
     assert counters.decoded == 7 and type(counters.decoded) is int and counters.seconds == 1.5
-    assert cluster.figures(pool) == {
+    assert cluster.pool_metrics(pool) == {
         "workers/alive": 2.0,
         "publish/count": 2.0,
         "publish/bytes": 40.0,
@@ -130,14 +130,14 @@ def test_a_signal_while_the_workers_begin_ends_the_run_by_name(tmp_path: Path) -
         ended.append("end")
 
     nobody: Any = None
-    crew = RunComponents(trainer=nobody, engine=nobody, ready=ready, end=end)
+    components = RunComponents(trainer=nobody, engine=nobody, ready=ready, end=end)
     loop: Any = SimpleNamespace(state=LoopState(step=3))
     number = signal.SIGTERM
-    finished = asyncio.run(crew.run(loop, tmp_path))
+    finished = asyncio.run(components.run(loop, tmp_path))
     assert (finished.why, finished.state.step, ended) == (Finish.TERMINATED, 3, ["end"])
     number = signal.SIGINT
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(crew.run(loop, tmp_path))
+        asyncio.run(components.run(loop, tmp_path))
 
 
 def test_the_last_rows_of_the_workers_are_those_of_the_run(tmp_path: Path) -> None:
@@ -154,11 +154,11 @@ def test_the_last_rows_of_the_workers_are_those_of_the_run(tmp_path: Path) -> No
         written.extend(json.loads((tmp_path / "workers.json").read_text()))
 
     nobody: Any = None
-    crew = RunComponents(
+    components = RunComponents(
         trainer=nobody, engine=nobody, status=lambda: [{"worker": "sampler-0", **place}], end=end
     )
     loop: Any = SimpleNamespace(run=run)
-    asyncio.run(crew.run(loop, tmp_path))
+    asyncio.run(components.run(loop, tmp_path))
     assert written == [{"worker": "sampler-0", "host": "here"}]
 
 

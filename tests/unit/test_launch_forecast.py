@@ -254,8 +254,8 @@ def test_a_score_that_is_missing_is_told_and_ends_nothing(tmp_path: Path) -> Non
     recipe, heard = recipe_of(), Heard()
     run = a_run(tmp_path / "run", recipe, 1500)
     run.eval.append(eval_row(1600, 0.5, **{"pass@1": None}))
-    foresee = new_forecaster(recipe, run, [heard], heard.said.append)
-    assert foresee is not None and foresee(1600) is False
+    should_stop = new_forecaster(recipe, run, [heard], heard.said.append)
+    assert should_stop is not None and should_stop(1600) is False
     (row,) = run.forecast.rows()
     whole = look(recipe, a_run(tmp_path / "whole", recipe, 1500), 1500)
     told = "1 evaluation without a score left out"
@@ -268,11 +268,11 @@ def test_why_nothing_can_be_foretold_is_said_once(tmp_path: Path) -> None:
     in the report."""
     recipe, heard = recipe_of(stop=True), Heard()
     run = a_run(tmp_path / "run", recipe, 1500)
-    foresee = new_forecaster(recipe, run, [heard], heard.said.append)
-    assert foresee is not None and not foresee(1500)
+    should_stop = new_forecaster(recipe, run, [heard], heard.said.append)
+    assert should_stop is not None and not should_stop(1500)
     for step in (1600, 1700):
         run.eval.append(eval_row(step, 0.5, held_out="ffffffffffff"))
-        assert foresee(step) is False
+        assert should_stop(step) is False
     assert heard.metrics[-1] == (1700, {"forecast/identified": 0.0})
     assert len(heard.said) == 2
     assert "scored on another eval set at step 1600 than before" in heard.said[1]
@@ -313,11 +313,11 @@ def test_a_stop_is_asked_for_where_it_was_wanted_and_heard_again_after_a_restart
     """The rows are those of an uninterrupted run, wherever the run was killed and however often it looks."""
     recipe, heard = recipe_of(stop=True, min_gain=0.02), Heard()
     run = a_run(tmp_path / "run", recipe, 2900)
-    foresee = new_forecaster(recipe, run, [heard], heard.said.append)
-    assert foresee is not None and not foresee(2900)  # two have to say so
+    should_stop = new_forecaster(recipe, run, [heard], heard.said.append)
+    assert should_stop is not None and not should_stop(2900)  # two have to say so
     add_scores(run, [3000])
-    assert foresee(3000)
-    assert foresee(3000) and new_forecaster(recipe, run, [], print)(3000)  # pyright: ignore[reportOptionalCall]
+    assert should_stop(3000)
+    assert should_stop(3000) and new_forecaster(recipe, run, [], print)(3000)  # pyright: ignore[reportOptionalCall]
     assert len(list(run.forecast.rows())) == len(heard.metrics) == len(heard.said) == 2
     assert heard.said[0].endswith("not worth the rest; goes on, for the next look has to say so too")
     assert heard.said[1].startswith("step 3000: forecast: A 0.6") and heard.said[1].endswith("the rest")
@@ -337,12 +337,12 @@ def test_a_plateau_early_in_the_run_does_not_end_it(tmp_path: Path) -> None:
     run.recipe.write_text("")
     first, later = (Sigmoid(R0=0.0, A=A, B=B, C_mid=C) for A, B, C in ((0.2, 3.0, 2e11), (0.3, 8.0, 2e12)))
     noise = 0.003 * np.random.default_rng(0).standard_normal(41)
-    foresee = new_forecaster(recipe, run, [heard], heard.said.append)
-    assert foresee is not None
+    should_stop = new_forecaster(recipe, run, [heard], heard.said.append)
+    assert should_stop is not None
     for step in range(0, 1200, 100):
         gained = first.score(1e9 * step) + later.score(1e9 * step) if step else 0.0
         run.eval.append(eval_row(step, float(0.2 + gained + noise[step // 100])))
-        assert not (step >= 500 and foresee(step))
+        assert not (step >= 500 and should_stop(step))
     assert [row["verdict"] for row in run.forecast.rows()][-2:] == ["stop", "stop"]  # it looked like the end
     assert heard.said[-1].endswith("; goes on, for less than 30% of the budget is spent")
 
@@ -350,8 +350,8 @@ def test_a_plateau_early_in_the_run_does_not_end_it(tmp_path: Path) -> None:
 def test_a_run_says_nothing_before_there_are_enough_evaluations(tmp_path: Path) -> None:
     heard = Heard()
     run = a_run(tmp_path / "run", recipe_of(), 400)
-    foresee = new_forecaster(recipe_of(), run, [heard], heard.said.append)
-    assert foresee is not None and not foresee(400)
+    should_stop = new_forecaster(recipe_of(), run, [heard], heard.said.append)
+    assert should_stop is not None and not should_stop(400)
     assert heard.said == [] and next(iter(run.forecast.rows()))["n"] == 4
 
 

@@ -434,14 +434,14 @@ def test_a_run_that_is_not_worth_the_rest_ends_with_all_its_scores(tmp_path: Pat
     forecast is asked after scores of the main set alone, before training not at all."""
     asked: list[int] = []
 
-    def foresee(step: int) -> bool:
+    def should_stop(step: int) -> bool:
         asked.append(step)
         return step >= 4
 
     def bench(state: LoopState | None = None, logits: Any = None) -> Bench:
         made = Bench(tmp_path, steps=20, eval_every=2, state=state, logits=logits)
         hard = replace(made.loop.evaluations[0], name="hard", every=Every())
-        made.loop.evaluations, made.observer.should_stop = [hard, *made.loop.evaluations], foresee
+        made.loop.evaluations, made.observer.should_stop = [hard, *made.loop.evaluations], should_stop
         return made
 
     first = bench()
