@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browsers import dump_dom
 from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 
 from ostinato.config import Recipe, dump_toml
@@ -29,17 +28,8 @@ from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, 
 
 pytestmark = pytest.mark.lab
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PROBE = "<script>document.documentElement.dataset.pwned='yes'</script><img src=x onerror=\"alert(1)\">"
 BEGAN = 1.76e9
-
-
-@pytest.fixture(scope="module")
-def browser() -> str:
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is installed")
-    return found
 
 
 def answer(text: str, reward: float | None) -> Trajectory:
@@ -104,25 +94,14 @@ def served(run: RunFolder, reader: str = "") -> Iterator[Server]:
         thread.join()
 
 
-def dump_dom(browser: str, address: str, profile: Path, *, budget_ms: int = 4000, width: int = 1280) -> str:
-    """The document after its scripts have run for a while."""
-    command = [
-        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *(f"--user-data-dir={profile}", f"--virtual-time-budget={budget_ms}", f"--window-size={width},900"),
-        *("--dump-dom", address),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-
-
 def opening(dom: str) -> str:
     return dom[dom.index("<html") : dom.index(">", dom.index("<html"))]
 
 
-def test_the_board_of_a_run_that_goes(browser: str, tmp_path: Path) -> None:
+def test_the_board_of_a_run_that_goes(tmp_path: Path) -> None:
     """Everything is drawn, the page has no error, and nothing that others wrote has become markup."""
     with served(a_run(tmp_path / "run", 12)) as server:
-        dom = dump_dom(browser, server.address, tmp_path / "profile")
+        dom = dump_dom(server.address, tmp_path / "profile", budget_ms=4000)
     assert "data-error" not in opening(dom) and "data-pwned" not in opening(dom)
     assert 'data-lanes="5"' in opening(dom) and 'data-workers="3"' in opening(dom)
     assert 'data-answers="24"' in opening(dom)
@@ -133,10 +112,10 @@ def test_the_board_of_a_run_that_goes(browser: str, tmp_path: Path) -> None:
     assert "<img" not in dom and dom.count("<script") == 4
 
 
-def test_the_board_of_a_run_that_has_not_begun(browser: str, tmp_path: Path) -> None:
+def test_the_board_of_a_run_that_has_not_begun(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run", dump_toml(Recipe()))
     with served(run) as server:
-        dom = dump_dom(browser, server.address, tmp_path / "profile")
+        dom = dump_dom(server.address, tmp_path / "profile", budget_ms=4000)
     assert "data-error" not in opening(dom)
     assert "has not begun yet" in dom and "No answers are recorded yet" in dom
     assert 'data-charts="0"' in opening(dom) and 'data-lanes="0"' in opening(dom)
@@ -183,7 +162,7 @@ const until = async (what) => { for (let i = 0; i < 200 && !what(); i++) await w
 
 
 @pytest.mark.parametrize("width", [500, 1280])
-def test_a_reader_follows_a_run(browser: str, tmp_path: Path, width: int) -> None:
+def test_a_reader_follows_a_run(tmp_path: Path, width: int) -> None:
     run, ready = a_run(tmp_path / "run", 8), threading.Event()
     with served(run, READER) as server:
         state = server.board.routes["/state"]
@@ -201,7 +180,7 @@ def test_a_reader_follows_a_run(browser: str, tmp_path: Path, width: int) -> Non
 
         growing = threading.Thread(target=grow)
         growing.start()
-        dom = dump_dom(browser, server.address, tmp_path / "profile", budget_ms=20_000, width=width)
+        dom = dump_dom(server.address, tmp_path / "profile", budget_ms=20_000, width=width)
         ready.set()
         growing.join()
     (found,) = re.findall(r"<output>(.*?)</output>", dom)
@@ -216,9 +195,9 @@ def test_a_reader_follows_a_run(browser: str, tmp_path: Path, width: int) -> Non
     assert seen["wide"] <= 0  # nothing to scroll sideways
 
 
-def test_the_timeline_in_the_report(browser: str, tmp_path: Path) -> None:
+def test_the_timeline_in_the_report(tmp_path: Path) -> None:
     page = write_report(a_run(tmp_path / "run", 6))
-    dom = dump_dom(browser, page.as_uri(), tmp_path / "profile")
+    dom = dump_dom(page.as_uri(), tmp_path / "profile", budget_ms=4000)
     assert "data-error" not in opening(dom) and 'data-lanes="5"' in opening(dom)
     assert 'aria-label="the whole run, 40 s: sampler-0 worked' in dom
     assert re.search(r"<span><i[^>]*></i>decode<b>", dom)

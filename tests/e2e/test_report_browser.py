@@ -6,12 +6,11 @@ import html
 import json
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from browsers import a_browser, dump_dom
 from mismatch_rows import mismatch_row, routing_metrics
 from small_ledger import a_step, start
 
@@ -23,7 +22,6 @@ from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, 
 
 pytestmark = pytest.mark.lab
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 STEPS, EVERY, PROMPTS, SIBLINGS, LAYERS, TOP_K, EXPERTS = 80, 20, 4, 8, 3, 2, 16
 PROBE = "</script><img src=x onerror=\"document.documentElement.dataset.pwned='yes'\">"
 
@@ -216,24 +214,6 @@ def make_run(path: Path, tokens: Renderer) -> RunFolder:
     return run
 
 
-@pytest.fixture(scope="module")
-def browser() -> str:
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is installed")
-    return found
-
-
-def dump_dom(browser: str, page: Path, profile: Path) -> str:
-    """The document after its scripts have run."""
-    command = [
-        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *(f"--user-data-dir={profile}", "--virtual-time-budget=8000", "--dump-dom", page.as_uri()),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-
-
 # A reader who hovers over a word and works the controls, in a narrow window inside a wide one.
 READER = """<script>
 const wait = (ms) => new Promise((done) => setTimeout(done, ms));
@@ -273,14 +253,15 @@ addEventListener("message", (event) => { seen.textContent = event.data; document
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    a_browser()
     folder = tmp_path_factory.mktemp("report")
     tokens = renderer(folder / "tokenizer")
     return write_report(make_run(folder / "quickstart-20251120-101500", tokens), renderer=tokens)
 
 
 @pytest.fixture(scope="module")
-def dom(browser: str, page: Path) -> str:
-    return dump_dom(browser, page, page.parent / "profile")
+def dom(page: Path) -> str:
+    return dump_dom(page.as_uri(), page.parent / "profile")
 
 
 def test_scripts_run_without_an_error(dom: str) -> None:
@@ -314,14 +295,14 @@ def test_what_a_model_wrote_is_inert(dom: str) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_reader_hovers_filters_and_searches(browser: str, page: Path, tmp_path: Path, width: int) -> None:
+def test_a_reader_hovers_filters_and_searches(page: Path, tmp_path: Path, width: int) -> None:
     """Without the page's policy, which rightly keeps this reader's script out."""
     policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
     text, removed = policy.subn("", page.read_text(encoding="utf-8"))
     assert removed == 1
     (tmp_path / "read.html").write_text(text.replace("</body>", READER + "</body>"), encoding="utf-8")
     (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
-    dom = dump_dom(browser, tmp_path / "frame.html", tmp_path / "profile")
+    dom = dump_dom((tmp_path / "frame.html").as_uri(), tmp_path / "profile")
     (found,) = re.findall(r"<output>(.*?)</output>", dom)
     seen = json.loads(html.unescape(found))
     assert seen["wide"] <= 0  # nothing to scroll sideways
@@ -332,8 +313,8 @@ def test_a_reader_hovers_filters_and_searches(browser: str, page: Path, tmp_path
     assert (seen["all"], seen["truncated"], seen["found"], seen["groups"]) == (SIBLINGS, 1, 1, PROMPTS)
 
 
-def test_an_empty_run_has_no_script_error(browser: str, tmp_path: Path) -> None:
+def test_an_empty_run_has_no_script_error(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "empty", dump_toml(Recipe()))
-    dom = dump_dom(browser, write_report(run), tmp_path / "profile")
+    dom = dump_dom(write_report(run).as_uri(), tmp_path / "profile")
     assert 'data-charts="0"' in dom and 'data-samples="none"' in dom
     assert "data-error" not in dom

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from browsers import dump_dom
 
 from ostinato.observe.report.charts import Section
 from ostinato.observe.report.scaling import Course, Page, curve_chart, places, write_page
 
 pytestmark = pytest.mark.lab
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def course(name: str) -> Course:
@@ -36,18 +33,10 @@ def course(name: str) -> Course:
 
 @pytest.mark.parametrize("runs", [1, 2])
 def test_the_window_and_the_parts_of_a_run_have_shapes(runs: int, tmp_path: Path) -> None:
-    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is installed")
     charts = [curve_chart([course(f"run {at}") for at in range(runs)], "GPU-hours", "")]
     page = tmp_path / "page.html"
     write_page(page, Page(title="runs", kind="fit", sections=[Section(title="Curve", charts=charts)]))
-    command = [
-        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *(f"--user-data-dir={tmp_path}", "--virtual-time-budget=8000", "--dump-dom", page.as_uri()),
-    ]
-    dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    dom = dump_dom(page.as_uri(), tmp_path)
     assert 'data-charts="1"' in dom and "data-error" not in dom[: dom.index("<body")]
     assert all(dom.count(f'class="u-series {marker}"') == runs for marker in ("cross", "dot", "ring"))
     (chart,) = json.loads(re.findall(r'id="chart-data">(.*?)</script>', dom, re.DOTALL)[0]).values()

@@ -1,0 +1,30 @@
+"""A headless browser, where this machine has one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def a_browser() -> str:
+    """Its path; without one the test is skipped."""
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"needs a browser: none of {', '.join(NAMES)} is installed")
+    return found
+
+
+def dump_dom(address: str, profile: Path, *, budget_ms: int = 8000, width: int = 1280) -> str:
+    """The document after its scripts have run for a while."""
+    command = [
+        *(a_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *(f"--user-data-dir={profile}", f"--virtual-time-budget={budget_ms}", f"--window-size={width},900"),
+        *("--dump-dom", address),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
