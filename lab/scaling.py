@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from lab.backtest import FRACTIONS, Row, backtest, calibrate, settlement, summary
 from lab.harness import Bench, Result, Say, option
+from lab.paper_fit import fit_paper
 from ostinato.axis import Axis
 from ostinato.scaling.curve import Sigmoid, crossovers
 from ostinato.scaling.fit import fit
 from ostinato.scaling.forms import Form, fit_form
 from ostinato.scaling.gates import TOLD, watch
 from ostinato.scaling.noise import CONSERVATIVE, MEASURED, Noise
-from ostinato.scaling.paper import fit_paper
 from ostinato.scaling.posterior import posterior
 from ostinato.scaling.series import Series, read_csv, series
-from ostinato.scaling.validate import FRACTIONS, Row, backtest, calibrate, settlement, summary
 
 FIRST = 1500.0  # GPU-hours: the paper leaves out what is before (appendix A.5)
 R0 = 0.40

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lab import scaling as bench
+from lab.backtest import settlement, summary
 from lab.harness import tell
-from ostinato.scaling.validate import settlement, summary
 
 
 def test_what_is_not_a_number_is_null(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

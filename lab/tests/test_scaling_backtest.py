@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from lab import scaling as bench
+from lab.backtest import SCALERL, summary
 from ostinato.run import to_json
 from ostinato.scaling.gates import Flag, assess, drift
 from ostinato.scaling.noise import MEASURED
 from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import posterior
-from ostinato.scaling.validate import SCALERL, summary
 
 pytestmark = pytest.mark.lab
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,22 +17,17 @@ import typer
 from rich.console import Console
 
 from ostinato.axis import Axis
-from ostinato.cli import own_law
 from ostinato.cli import scale_answers as answers
 from ostinato.cli import scale_others as others
-from ostinato.cli.kept import Measure
 from ostinato.cli.report import terminal_table
-from ostinato.cli.scale_answers import Answer, Method
+from ostinato.cli.scale_answers import Answer
 from ostinato.cli.scale_ledger import books
 from ostinato.cli.scale_reading import (
     AXIS,
-    OF_RUN,
     Price,
     Reading,
     Window,
     amount,
-    published,
-    read_all,
     read_one,
     read_pair,
     reading_options,
@@ -89,14 +84,11 @@ CMidOption = Annotated[
 def fit(
     source: Source,
     reading: Reading,
-    method: Annotated[
-        Method, typer.Option(help="paper: the grid of arXiv 2510.13786, appendix A.5, for comparison.")
-    ] = Method.VARPRO,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
     """Fit R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B), and say how well it is known."""
-    tell(answers.fit(read_one(source, reading), method), json_file, html_file)
+    tell(answers.fit(read_one(source, reading)), json_file, html_file)
 
 
 @app.command()
@@ -319,58 +311,6 @@ def simulate(
     if out is not None:
         atomic_write(out, others.csv_of(answer))
     tell(answer, json_file, html_file)
-
-
-@app.command()
-@reading_options
-def validate(
-    reading: Reading,
-    sources: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[CSV|RUN...]",
-            help="A CSV, or runs of your own (folders, or lines that ablate --collect keeps); by default the"
-            " published curves of the paper.",
-            show_default=False,
-        ),
-    ] = None,
-    simulated: Annotated[int, typer.Option(min=0, help="How many simulated curves too; not of runs.")] = 500,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    page: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Of runs: write PATH.md and its plots, PATH-*.svg.")
-    ] = None,
-    json_file: JsonFile = None,
-    html_file: HtmlFile = None,
-) -> None:
-    """Would forecasts from the early part of known curves have been right?"""
-    if sources and (len(sources) > 1 or sources[0].is_dir() or sources[0].suffix == ".jsonl"):
-        tell(of_runs(sources, reading, page), json_file, html_file)
-        return
-    if page is not None:
-        raise ValueError("--page is for a validation of runs; name run folders or a .jsonl, or drop it")
-    if sources:
-        source = sources[0]
-    elif reading.given():
-        raise ValueError(f"--{reading.given()[0]} is given without a file; name the CSV that it is for")
-    else:
-        source, reading = published()
-    first = amount(reading.cut, "--cut") if reading.cut else 0.0
-    if reading.until or reading.series:
-        raise ValueError("--until and --series are given; a validation cuts every series itself, drop them")
-    tell(others.back_test(read_all(source, reading), first, simulated, seed), json_file, html_file)
-
-
-def of_runs(sources: Sequence[Path], reading: Reading, page: Path | None) -> Answer:
-    """Runs of our own, each foretold from the first half of its compute."""
-    if unfit := [name for name in reading.given() if name not in ("axis", "cut", "low", "high", *OF_RUN)]:
-        raise ValueError(f"--{unfit[0]} is given, and a validation of runs does not know it; drop it")
-    measure = Measure(split=reading.split, metric=reading.metric, low=reading.low, high=reading.high)
-    rows = own_law.read_sources(sources, measure)
-    first = amount(reading.cut, "--cut") if reading.cut else 0.0
-    found = own_law.tested(rows, reading.axis or Axis.FLOPS, first)
-    if page is not None:
-        own_law.write_page(page, found)
-    return own_law.answer(found)
 
 
 @app.command()

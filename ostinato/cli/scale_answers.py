@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any
 
-from ostinato.axis import Axis
 from ostinato.cli.scale_reading import Window
 from ostinato.cli.scale_views import (
     Known,
@@ -24,13 +22,11 @@ from ostinato.observe.report.charts import Section
 from ostinato.observe.report.facts import Line, Table
 from ostinato.observe.report.scaling import NONE, Forest, compute_text
 from ostinato.scaling import gates
-from ostinato.scaling.checks import CrossCheck, cross_check
 from ostinato.scaling.cut import Cut
 from ostinato.scaling.decide import Terms, decide, forecast, reach
-from ostinato.scaling.fit import CutOff, Fit, by_cutoff, spread
+from ostinato.scaling.fit import CutOff, by_cutoff, spread
 from ostinato.scaling.forms import ORIGINS, Choice, choose, rival, rival_sentence
 from ostinato.scaling.gates import Drift, Truncation, drift
-from ostinato.scaling.paper import fit_paper
 from ostinato.scaling.posterior import Interval
 
 ALARM = 10  # exit code of a watch that raises one: as that of a decision to stop
@@ -49,11 +45,6 @@ class Answer:
     forests: Callable[[], Sequence[Forest]] = tuple
     sections: Callable[[], Sequence[Section]] = list
     exit_code: int = 0
-
-
-class Method(StrEnum):
-    VARPRO = "varpro"
-    PAPER = "paper"
 
 
 def about(known: Known) -> dict[str, Any]:
@@ -87,59 +78,36 @@ def _json(found: Interval | None) -> dict[str, float] | None:
 # -- fit
 
 
-def fit(window: Window, method: Method = Method.VARPRO) -> Answer:
-    """The curve, three intervals of its ceiling, other laws, stability by cut-off, and later evaluations."""
-    if method is Method.PAPER and window.whole.axis is not Axis.DEVICE_HOURS:
-        raise ValueError(
-            f"--method paper seeks C_mid from 100 to 40,000 GPU-hours and {window.whole.name} counts compute"
-            f" in {window.unit}; use varpro"
-        )
+def fit(window: Window) -> Answer:
+    """The curve, the interval of its ceiling, other laws, stability by cut-off, and later evaluations."""
     known = Known.of(window)
-    found = fit_paper(window.fitted) if method is Method.PAPER else known.posterior.fit
-    checks = cross_check(known.posterior) if known.told else None
     cuts = by_cutoff(window.fitted) if known.told else []
     forms = choose(window.fitted) if known.told else []
     after = _drift(known)
     sentences = standing_sentences(known)
-    if checks is not None:
-        sentences += [f"{warning[0].upper()}{warning[1:]}." for warning in checks.warnings]
     sentences += [rival_sentence(forms)] if rival(forms) else []
     if len(cuts) > 1:
         sentences.append(f"A moves by {spread(cuts):.3f} over {len(cuts)} cut-offs.")
-    tables = [
-        _parameters(known, checks, found, method),
-        *([_laws(forms)] if forms else []),
-        *cut_tables(known),
-    ]
     return Answer(
         title=known.name,
         kind="fit",
-        result=about(known) | _fitted(known, checks, found, method, cuts, forms, after),
+        result=about(known) | _fitted(known, cuts, forms, after),
         lead=sentences + ([_later(after)] if after is not None else []),
         alarms=_alarms(after),
-        tables=tables,
+        tables=[_parameters(known), *([_laws(forms)] if forms else []), *cut_tables(known)],
         sections=lambda: curve_sections(known),
     )
 
 
 def _fitted(
-    known: Known,
-    checks: CrossCheck | None,
-    found: Fit,
-    method: Method,
-    cuts: Sequence[CutOff],
-    forms: Sequence[Choice],
-    after: Drift | None,
+    known: Known, cuts: Sequence[CutOff], forms: Sequence[Choice], after: Drift | None
 ) -> dict[str, Any]:
+    found = known.posterior.fit
     curve = found.curve
     least = _steep(known, {"A": curve.A, "B": curve.B, "C_mid": curve.C_mid})
     least |= {"sse": found.sse, "sd": found.residual_sd}
-    agreed = {"profile": _json(checks.profile), "bootstrap": _json(checks.bootstrap)} if checks else None
     return {
-        "method": method,
         "least_squares": least if known.told else None,
-        "checks": agreed,
-        "warnings": list(checks.warnings) if checks is not None else [],
         "by_cutoff": [_steep(known, asdict(cut)) for cut in cuts],
         "laws": [
             {
@@ -160,45 +128,23 @@ def _steep(known: Known, parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if name in unknown else value for name, value in parameters.items()}
 
 
-def _parameters(known: Known, checks: CrossCheck | None, found: Fit, method: Method) -> Table:
-    unit, curve = known.window.unit, found.curve
-    least = [f"{curve.A:.4f}"] if known.told else [NONE]
-    least += [f"{curve.B:.3f}", compute_text(curve.C_mid)] if known.assessment.steep else [NONE] * 2
-    others = [span(checks.profile), span(checks.bootstrap)] if checks is not None else [NONE] * 2
+def _parameters(known: Known) -> Table:
+    unit, curve = known.window.unit, known.posterior.fit.curve
+    A = f"{curve.A:.4f}" if known.told else NONE
+    B, C_mid = (f"{curve.B:.3f}", compute_text(curve.C_mid)) if known.assessment.steep else (NONE, NONE)
     shown, series = known.parameters(), known.posterior.series
     error = f" ± {series.R0_stderr:.3f}" if series.R0_stderr else ""
-    return table(
-        known.name,
-        (
-            "median",
-            "90 % interval",
-            "profile likelihood",
-            "block bootstrap",
-            "paper's grid" if method is Method.PAPER else "least squares",
-        ),
-        [
-            line("A", "score; the ceiling", middle(shown["A"]), span(shown["A"]), *others, least[0]),
-            line(
-                "B",
-                "no unit; steepness in ln C",
-                middle(shown["B"], "{:.2f}"),
-                span(shown["B"], "{:.2f}"),
-                NONE,
-                NONE,
-                least[1],
-            ),
-            line(
-                "C_mid",
-                f"{unit}; half of the gain",
-                middle(shown["C_mid"], ""),
-                span(shown["C_mid"], ""),
-                NONE,
-                NONE,
-                least[2],
-            ),
-            line("R0", "score; before training", f"{series.R0:.3f}{error}", "measured", NONE, NONE, NONE),
-        ],
+    kinds = (
+        ("A", "score; the ceiling", "{:.3f}", A),
+        ("B", "no unit; steepness in ln C", "{:.2f}", B),
+        ("C_mid", f"{unit}; half of the gain", "", C_mid),
     )
+    lines = [
+        line(name, note, middle(shown[name], form), span(shown[name], form), least)
+        for name, note, form, least in kinds
+    ]
+    lines.append(line("R0", "score; before training", f"{series.R0:.3f}{error}", "measured", NONE))
+    return table(known.name, ("median", "90 % interval", "least squares"), lines)
 
 
 def _laws(forms: Sequence[Choice]) -> Table:

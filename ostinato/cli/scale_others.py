@@ -1,5 +1,4 @@
-"""What ``ostinato scale`` answers about two runs, about curves that are not measured yet, about known ones,
-and about the books of a run."""
+"""What ``ostinato scale`` answers about two runs, and about curves that are not measured yet."""
 
 from __future__ import annotations
 
@@ -27,17 +26,12 @@ from ostinato.observe.report.scaling import (
     slope_chart,
     width_chart,
 )
-from ostinato.scaling import validate
 from ostinato.scaling.compare import Comparison, compare
 from ostinato.scaling.curve import Sigmoid, linearised
-from ostinato.scaling.gates import TOLD
-from ostinato.scaling.noise import CONSERVATIVE, Noise
 from ostinato.scaling.plan import Pilot, plan_pilot, simulated
 from ostinato.scaling.posterior import Interval
 from ostinato.scaling.seeds import FLOOR
 from ostinato.scaling.series import Series
-
-MATCHED = Noise(rho=0.45, floor=0.0042, factor=0.0)  # that of the simulated curves
 
 # -- two runs
 
@@ -137,11 +131,11 @@ def _forests(runs: Sequence[Known]) -> list[Forest]:
     return forests
 
 
-def _stretch(name: str, found: Interval, form: str, seen: float | None = None) -> Stretch:
+def _stretch(name: str, found: Interval, form: str) -> Stretch:
     told = not np.isnan(found.median)
     text = f"{middle(found, form)} {span(found, form)}" if told else span(found, form)
     middle_at = found.median if told else None
-    return Stretch(name=name, low=found.low, high=found.high, middle=middle_at, text=text, seen=seen)
+    return Stretch(name=name, low=found.low, high=found.high, middle=middle_at, text=text)
 
 
 def _beside(one: Sequence[Known], other: Sequence[Known], found: Comparison) -> list[Section]:
@@ -241,77 +235,3 @@ def csv_of(answer: Answer) -> str:
     result = answer.result
     rows = [(0.0, result["R0"]), *zip(result["compute"], result["score"], strict=True)]
     return "compute,score\n" + "".join(f"{float(C)!r},{float(R)!r}\n" for C, R in rows)
-
-
-# -- known curves
-
-
-def back_test(curves: Sequence[Series], first: float, count: int, seed: int) -> Answer:
-    """Forecasts from the early part of known curves against what then happened; and coverage of ``count``
-    simulated curves, by the posterior that knows their noise and by the intervals that are told."""
-    rows = validate.backtest(curves, first=first)
-    if not rows:
-        raise ValueError(
-            f"none of the {len(curves)} series has 5 evaluations in its first 70 %; nothing can be tested"
-        )
-    kinds = (("all", rows), ("told", [row for row in rows if row.standing in TOLD]))
-    summaries = [
-        (fraction, of, validate.summary([row for row in some if row.fraction == fraction]))
-        for fraction in validate.FRACTIONS
-        for of, some in kinds
-    ]
-    shown = [(fraction, of, one) for fraction, of, one in summaries if one.curves]
-    noises = {"matched": MATCHED, "default": CONSERVATIVE} if count else {}
-    drawn = {name: validate.calibrate(count, noise=noise, seed=seed) for name, noise in noises.items()}
-    lead = ["The interval is that of the curve; the noise of what was measured counts against it."]
-    if drawn:
-        lead.append(
-            f"{count} simulated curves: 90 % intervals cover {drawn['matched'].coverage:.1%} of them where"
-            f" the noise is known, and {drawn['default'].coverage:.1%} with the noise that all commands"
-            " assume."
-        )
-    return Answer(
-        title="Would it have been right?",
-        kind="validation",
-        result={
-            "summaries": [{"fraction": fraction, "of": of, **asdict(one)} for fraction, of, one in shown],
-            "rows": [asdict(row) | {"covered": row.covered, "error": row.error} for row in rows],
-            "simulated": {name: asdict(one) for name, one in drawn.items()},
-        },
-        lead=lead,
-        tables=[_summaries(shown)],
-        forests=lambda: _final(rows),
-    )
-
-
-def _summaries(shown: Sequence[tuple[float, str, validate.Summary]]) -> Table:
-    lines = [
-        line(
-            f"{fraction:.0%} of the run",
-            of,
-            str(one.curves),
-            f"{one.coverage:.0%}",
-            f"{one.median_width:.3f}",
-            f"{one.median_error:.4f}",
-            f"{one.largest_error:.3f}",
-            f"{one.least_squares_error:.4f}",
-        )
-        for fraction, of, one in shown
-    ]
-    columns = ("curves", "covered", "median width", "median error", "largest error", "plain fit's error")
-    note = "Scores, 0 to 1; target: the mean score of the last fifth. told: curves that may be forecast."
-    return table("Fitted on", columns, lines, note)
-
-
-def _final(rows: Sequence[validate.Row], fraction: float = 0.5) -> list[Forest]:
-    stretches = [
-        _stretch(
-            row.name, row.foretold if row.standing in TOLD else row.foretold.ends(), "{:.3f}", seen=row.final
-        )
-        for row in rows
-        if row.fraction == fraction
-    ]
-    if not stretches:
-        return []
-    note = "90 % intervals from the first half; a stroke is what was then measured, a dot the forecast told."
-    return [Forest(title="Final score", note=note, rows=tuple(stretches))]

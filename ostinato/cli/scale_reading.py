@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -302,9 +301,3 @@ def amount(text: str, option: str) -> float:
     if not 0 < value < math.inf:
         raise ValueError(f"{option} is {text!r}; write a positive number, e.g. 30000, 100k or 1.5e21")
     return value
-
-
-def published() -> tuple[Path, Reading]:
-    """The points digitised from the figures of the ScaleRL paper, and how they are read."""
-    path = Path(str(files("ostinato.scaling").joinpath("data", "scalerl_points.csv")))
-    return path, Reading(compute="gpu_hours", score="pass_rate", by=["figure", "series"], r0=0.40, cut="1.5k")

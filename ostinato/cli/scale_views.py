@@ -25,14 +25,11 @@ from ostinato.observe.report.scaling import (
     curve_chart,
     cutoff_chart,
     places,
-    profile_chart,
     residual_chart,
 )
 from ostinato.run import RunFolder
-from ostinato.scaling.checks import profile_interval
-from ostinato.scaling.fit import by_cutoff, fit
+from ostinato.scaling.fit import by_cutoff
 from ostinato.scaling.gates import TOLD, Assessment, assess
-from ostinato.scaling.noise import whiten
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
 
 
@@ -188,7 +185,7 @@ def curve_sections(known: Known, last: float = 0.0) -> list[Section]:
 
 
 def diagnostics(known: Known) -> list[Section]:
-    """Residuals, A by cut-off, profile of A; nothing where no point may be told, for each of them has one."""
+    """Residuals and A by cut-off; nothing where no point may be told, for each has one."""
     if not known.told:
         return []
     found, series = known.posterior, known.posterior.series
@@ -197,21 +194,5 @@ def diagnostics(known: Known) -> list[Section]:
     charts = [
         residual_chart(series.compute, found.fit.residuals, found.sd, known.window.unit),
         *([cutoff_chart(first, A, known.window.unit)] if len(cuts) > 1 else []),
-        profile_chart(*profile(found)),
     ]
     return [Section(title="What the ceiling hangs on", charts=charts)]
-
-
-def profile(known: Posterior, cells: int = 41) -> tuple[np.ndarray, np.ndarray]:
-    """([cells] ceilings around the 90 % interval, [cells] rise of chi-squared of the best curve with each)"""
-    series, sd, rho = known.series, known.sd, known.noise.rho
-    ends = profile_interval(series, sd, rho)
-    room = 0.3 * ends.width
-    A = np.linspace(max(series.R0, ends.low - room), min(1.0, ends.high + room), cells)
-
-    def chi2(ceiling: float | None) -> float:
-        white = whiten(fit(series, rho=rho, sd=sd, A=ceiling).residuals, sd, rho)
-        return float(white @ white)
-
-    least = chi2(None)
-    return A, np.array([max(0.0, chi2(float(ceiling)) - least) for ceiling in A])

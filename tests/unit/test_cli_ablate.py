@@ -15,7 +15,7 @@ import pytest
 from kept_rows import LAWS, kept_row
 
 from ostinato.axis import Axis
-from ostinato.cli import ablate_answer, ablate_jobs, own_law
+from ostinato.cli import ablate_answer, ablate_jobs
 from ostinato.cli.ablate_jobs import Job, State, plan, run
 from ostinato.cli.app import main
 from ostinato.cli.kept import collect, ended, read_kept, series_of, slug, write_kept
@@ -229,9 +229,8 @@ def test_what_is_kept_gives_the_same_page_byte_for_byte(kept: Path, tmp_path: Pa
     for where, source in (("one", rows), ("two", read_kept(again))):
         (tmp_path / where).mkdir()
         ablate_answer.write_page(tmp_path / where / "loo", ablate_answer.compared(source, Axis.FLOPS))
-        own_law.write_page(tmp_path / where / "law", own_law.tested(source, Axis.FLOPS))
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert {"loo.md", "loo-curves.svg", "loo-forest.svg", "law.md", "law-recipe.svg"} <= set(names)
+    assert {"loo.md", "loo-curves.svg", "loo-forest.svg"} <= set(names)
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -311,20 +310,6 @@ def test_arms_with_other_prompts_do_not_compare(kept: Path, tmp_path: Path, caps
     assert "held-out sets do not compare" in capsys.readouterr().err
 
 
-def test_our_own_law_is_told(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ostinato("scale", "validate", kept, "--json", "-", "--page", tmp_path / "law") == 0
-    result = strict(capsys.readouterr().out)
-    assert [row["arm"] for row in result["rows"]] == [arm for arm in LAWS for _ in range(2)]
-    assert all(row["C_end_over_C_mid"] > 4 for row in result["rows"])
-    assert result["summaries"][0]["curves"] == 6
-    told = [row for row in result["rows"] if row["error"] is not None]
-    assert told
-    assert all(row["error"] < 0.03 for row in told)
-    text = (tmp_path / "law.md").read_text()
-    assert "fitted up to here" in (tmp_path / "law-recipe.svg").read_text()
-    assert "![cispo-dapo-clip](law-cispo-dapo-clip.svg)" in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -349,22 +334,6 @@ def test_mistakes_are_one_sentence(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert message in said[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["KEPT", "--R0", "0.4"], "--R0 is given"),
-        (["--page", "x"], "--page is for a validation of runs"),
-        (["KEPT", "x.csv"], "x.csv is no run folder"),
-        (["KEPT", "--cut", "3e12"], "no run has 5 evaluations"),
-    ],
-)
-def test_mistakes_of_validate_are_one_sentence(
-    arguments: list[str], message: str, kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ostinato("scale", "validate", *[str(kept) if each == "KEPT" else each for each in arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_line_gives_its_series_back(kept: Path) -> None:

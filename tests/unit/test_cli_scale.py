@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scale_files import SCALERL, answered, evaluations, new_run, scale, write_csv
+from scale_files import SCALERL, answered, evaluations, new_run, published, scale, write_csv
 
 from ostinato.cli.scale import Watched, following
 from ostinato.cli.scale_answers import Answer
-from ostinato.cli.scale_reading import Window, amount, published
+from ostinato.cli.scale_reading import Window, amount
 from ostinato.scaling.curve import Sigmoid
 
 FASTER = Sigmoid(R0=0.4, A=0.52, B=1.92, C_mid=1200.0)
@@ -47,7 +47,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for command in (
         *("fit", "forecast", "compare", "decide", "watch"),
-        *("plan-pilot", "simulate", "validate", "ledger"),
+        *("plan-pilot", "simulate", "ledger"),
     ):
         assert command in text
 
@@ -56,7 +56,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_tells_intervals_beside_three_other_views(
+def test_a_fit_tells_intervals_beside_other_laws(
     long: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     json_file = tmp_path / "fit.json"
@@ -65,31 +65,28 @@ def test_a_fit_tells_intervals_beside_three_other_views(
     assert found["standing"] == "identified" and found["evaluations"] == 20
     assert found["A"]["low"] < 0.61 < found["A"]["high"]
     assert found["least_squares"]["A"] == pytest.approx(0.61, abs=0.01)
-    assert set(found["checks"]) == {"profile", "bootstrap"}
     assert {law["form"] for law in found["laws"]} == {
         *("sigmoid-posterior", "sigmoid", "sigmoid-free-R0", "power-law", "log-error"),
     }
-    assert "device-hours" in text and "profile likelihood" in text and "rolling-origin error" in text
+    assert "device-hours" in text and "rolling-origin error" in text
 
 
 @pytest.mark.slow
 def test_the_page_shows_the_curve_and_what_its_ceiling_hangs_on(long: Path, tmp_path: Path) -> None:
     assert scale("forecast", long, "--at", "50k", "--html", tmp_path / "page.html") == 0
     written = (tmp_path / "page.html").read_text()
-    for title in ("Score over compute", "Residuals", "A by cut-off", "Profile of A"):
+    for title in ("Score over compute", "Residuals", "A by cut-off"):
         assert title in written
 
 
-@pytest.mark.parametrize("method", ["varpro", "paper"])
 def test_a_curve_that_is_not_identified_has_no_median_and_says_why(
-    short: Path, method: str, capsys: pytest.CaptureFixture[str]
+    short: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = answered(capsys, "fit", short, "--method", method)
+    code, found = answered(capsys, "fit", short)
     assert code == 0 and found["standing"] == "not identified" and "C_mid" in found["reason"]
     for name in ("A", "B", "C_mid"):
         assert found[name]["median"] is None and found[name]["low"] < found[name]["high"]
     assert found["least_squares"] is None and found["laws"] == [] and found["by_cutoff"] == []
-    assert found["checks"] is None  # each of them has a best A
     code, found = answered(capsys, "forecast", short, "--at", "100k", "--target", "0.5")
     assert found["at"][0]["score"]["median"] is None and found["at"][0]["score"]["low"] is not None
     assert found["targets"] == [{"target": 0.5, "probability": None, "compute": None}]
@@ -99,7 +96,7 @@ def test_a_curve_that_refutes_the_model_gives_no_number(
     fallen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, found = answered(capsys, "fit", fallen, "--html", tmp_path / "page.html")
-    assert [found[name] for name in ("A", "B", "C_mid", "checks", "least_squares")] == [None] * 5
+    assert [found[name] for name in ("A", "B", "C_mid", "least_squares")] == [None] * 4
     assert "No curve is drawn" in (tmp_path / "page.html").read_text()
     code, found = answered(capsys, "forecast", fallen, "--at", "1e5")
     assert found["at"] == [{"compute": 1e5, "score": None, "measured": None}]
@@ -252,26 +249,6 @@ def test_a_pilot_is_as_long_as_its_width_needs(tmp_path: Path, capsys: pytest.Ca
     assert "fewer than 5 evaluations" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_validation_counts_what_was_covered(
-    both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.html"
-    read = ("--by", "recipe", "--R0", 0.4, "--simulated", 10, "--html", page)
-    code, found = answered(capsys, "validate", both, *read)
-    assert code == 0 and {row["name"] for row in found["rows"]} == {"slow", "fast"}
-    half = next(one for one in found["summaries"] if (one["fraction"], one["of"]) == (0.5, "all"))
-    covered = [row["covered"] for row in found["rows"] if row["fraction"] == 0.5]
-    assert half["curves"] == 2 and half["coverage"] == sum(covered) / 2
-    assert {name: one["curves"] for name, one in found["simulated"].items()} == {"matched": 10, "default": 10}
-    assert 'class="seen"' in page.read_text()
-    assert scale("validate", both, *read) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    both_shares = [f"{found['simulated'][name]['coverage']:.1%}" for name in ("matched", "default")]
-    assert f"cover {both_shares[0]} of them where the noise is known" in said
-    assert f"and {both_shares[1]} with the noise that all commands assume" in said
-
-
 # -- the books
 
 
@@ -314,7 +291,6 @@ def test_a_run_folder_is_fitted_over_its_ledger(tmp_path: Path, capsys: pytest.C
         (["fit", "LONG", "--score", "reward"], "no column 'reward'; its columns are compute, score"),
         (["fit", "LONG", "--series", "x"], "--series is 'x', and "),
         (["fit", "LONG", "--split", "test"], "--split is given, but "),
-        (["fit", "LONG", "--method", "paper", "--axis", "steps"], "seeks C_mid from 100 to 40,000 GPU-hours"),
         (["fit", "LONG", "--until", "1.5k"], "3 parameters need as many"),
         (["forecast", "LONG"], "give --at a compute or --target a score"),
         (["forecast", "LONG", "--target", "62"], "--target is 62; use a score between 0 and 1"),
@@ -326,7 +302,6 @@ def test_a_run_folder_is_fitted_over_its_ledger(tmp_path: Path, capsys: pytest.C
         ),
         (["watch", "LONG", "--follow"], "--follow is for a run folder"),
         (["simulate", "--A", "61", "--B", "2", "--c-mid", "1k"], "use scores with 0 <= R0 <= A <= 1"),
-        (["validate", "--score", "x"], "--score is given without a file"),
         (["ledger", "nowhere"], "holds no recipe.toml"),
     ],
 )

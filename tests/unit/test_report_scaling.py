@@ -31,10 +31,10 @@ from ostinato.observe.report.scaling import (
     drawn_forest,
     html,
     places,
-    profile_chart,
     residual_chart,
     slope_chart,
     ticks,
+    width_chart,
     write_page,
 )
 
@@ -192,7 +192,7 @@ class Tags(HTMLParser):
 def whole_page(name: str) -> Page:
     charts = [
         curve_chart([course(name=name), course(name="other")], "GPU-hours", name),
-        profile_chart(np.linspace(0.5, 0.7, 5), np.linspace(4, 0, 5)),
+        width_chart([(1.0, 0.1), (2.0, 0.05)], 0.06, name),
     ]
     return Page(
         title=name,

@@ -16,7 +16,6 @@ from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.fit import by_cutoff, fit, spread
 from ostinato.scaling.forms import Form, choose, fit_form, rolling_error
 from ostinato.scaling.noise import whiten
-from ostinato.scaling.paper import fit_paper
 from ostinato.scaling.plan import simulated
 from ostinato.scaling.series import Series, read_csv, series
 
@@ -138,20 +137,6 @@ def sorted_like(found: dict[str, Series]) -> list[float]:
     return [printed[name] for name in found]
 
 
-def test_the_paper_s_fit_is_the_best_pair_of_its_grid() -> None:
-    """Its slow twin: least squares in B alone, by a dense grid, for each pair."""
-    noisy = simulated(SCALERL, np.linspace(0.6, 4, 12) * SCALERL.C_mid, seed=3)
-    A_grid, C_mid_grid = np.linspace(0.55, 0.7, 7), np.linspace(1500, 4500, 7)
-    found = fit_paper(noisy, A_grid, C_mid_grid)
-    A, C_mid, B = np.meshgrid(A_grid, C_mid_grid, np.geomspace(0.5, 6, 2000), indexing="ij")
-    S = 1 / (1 + (C_mid[..., None] / noisy.compute) ** B[..., None])
-    sse = ((noisy.score - 0.4 - (A[..., None] - 0.4) * S) ** 2).sum(-1)
-    best = np.unravel_index(sse.argmin(), sse.shape)
-    assert (found.curve.A, found.curve.C_mid) == (A[best], C_mid[best])
-    assert pytest.approx(B[best], rel=2e-3) == found.curve.B
-    assert found.sse <= sse.min() + 1e-15
-
-
 def test_A_can_be_fixed_to_compare_slopes() -> None:
     noisy = simulated(SCALERL, np.linspace(0.6, 4, 20) * SCALERL.C_mid, seed=1)
     found = fit(noisy, A=0.62)
@@ -169,10 +154,6 @@ def test_a_falling_curve_has_no_gain() -> None:
 def test_too_few_evaluations_are_refused() -> None:
     with pytest.raises(ValueError, match="few has 2 evaluations in the window"):
         fit(series("few", [1, 2], [0.5, 0.6], R0=0.4))
-    with pytest.raises(ValueError, match="few has 2 evaluations in the window"):
-        fit_paper(series("few", [1, 2], [0.5, 0.6], R0=0.4))
-    with pytest.raises(ValueError, match=r"grid of A ends at 0\.8"):
-        fit_paper(series("high", [1, 2, 3], [0.9, 0.9, 0.9], R0=0.85))
 
 
 def test_a_weight_of_nothing_is_a_point_left_out() -> None:

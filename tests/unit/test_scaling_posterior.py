@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.scaling.checks import cross_check, profile_interval
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.fit import fit
 from ostinato.scaling.noise import CONSERVATIVE, Noise, covariance
 from ostinato.scaling.normal import log_between, log_cdf, student_90, truncated
 from ostinato.scaling.plan import simulated
-from ostinato.scaling.posterior import PRIOR, Interval, Prior, _Grid, interval, posterior
+from ostinato.scaling.posterior import PRIOR, Interval, _Grid, interval, posterior
 from ostinato.scaling.series import Series, series
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
@@ -170,43 +169,6 @@ def test_truncated_stays_inside_and_is_a_quantile(low: float, width: float, u: f
         assert math.exp(below - log_between(np.array(low), np.array(low + width))) == pytest.approx(
             u, abs=1e-3
         )
-
-
-# ---- cross-checks
-
-
-def test_three_ways_agree_on_a_curve_that_is_identified() -> None:
-    found = cross_check(posterior(half_known(5.0, 25)), resamples=40)
-    assert found.warnings == ()
-    for other in (found.profile, found.bootstrap):
-        assert other.median == pytest.approx(found.posterior.median, abs=0.01)
-
-
-def test_a_prior_that_decides_is_warned_of() -> None:
-    """Before C_mid the data leave A open up to 1, and the interval is the prior's."""
-    found = cross_check(posterior(half_known(0.8, 8, seed=2)), resamples=40)
-    assert found.profile.high == 1.0
-    assert found.warnings and "trust neither" in found.warnings[0]
-
-
-def test_a_prior_that_narrows_is_warned_of() -> None:
-    """The medians agree, but three quarters of what is said of A is a prior that is sure of B."""
-    known = posterior(half_known(2.0, 12), prior=Prior(B=1.92, spread=0.01))
-    found = cross_check(known, resamples=10)
-    assert found.profile.width > 2 * found.posterior.width
-    assert found.warnings
-
-
-def test_profile_ends_are_where_chi_squared_has_risen() -> None:
-    one, sd = half_known(3.0, 15), np.full(15, 0.006)
-
-    def chi2(A: float | None) -> float:
-        return fit(one, A=A).sse / 0.006**2
-
-    found = profile_interval(one, sd, rho=0.0)
-    assert found.low < found.median < found.high < 1
-    for end in (found.low, found.high):
-        assert chi2(end) - chi2(None) == pytest.approx(2.706, abs=0.1)
 
 
 def test_quantiles_of_student() -> None:

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.observe.report.charts import Chart, Section, Series, Values, plotted, to_plain
+from ostinato.observe.report.charts import Chart, Section, Series, Values, to_plain
 from ostinato.observe.report.facts import Table
 from ostinato.observe.report.page.offline import render, script_json
 from ostinato.run import atomic_write
 
 NONE = "-"  # as report.facts has it
 COLORS = ("--blue", "--orange", "--teal", "--purple")
-CHI2 = 2.71  # the 90 % quantile of chi-squared with one degree of freedom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,14 +196,6 @@ def cutoff_chart(first: np.ndarray, A: np.ndarray, unit: str) -> Chart:
     note = "Ceiling A by least squares, early evaluations left out up to that compute; it should not move."
     line = Series(label="A", values=[float(a) for a in A], color="--blue")
     return _over(first, unit, "cutoff", "A by cut-off", note, [line])
-
-
-def profile_chart(A: np.ndarray, rise: np.ndarray) -> Chart:
-    """How much worse the best curve with each ceiling A fits ([a] each; rise of chi-squared)."""
-    note = "Rise of χ² of the best curve with that ceiling; below the line, 90 % do not exclude it."
-    rising = [Series(label="Δχ²", values=[float(r) for r in rise], color="--blue")]
-    places = {"steps": [float(a) for a in A], "labels": [f"{a:.3f}" for a in A], "along": "A = #"}
-    return plotted("Profile of A", note, "", rising, key="profile", mark=(CHI2, "90 %"), low=0.0, **places)
 
 
 def slope_chart(courses: Sequence[Course], logits: Sequence[np.ndarray], A: float, unit: str) -> Chart:
