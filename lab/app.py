@@ -26,8 +26,7 @@ BENCHES = {
     "turns": ("turns:Turns", "conversations: what is run again, whether routes are complete, latency"),
     "quantised": ("quantised:Quantised", "rollouts in 8 bits: tokens and reward per second beside bf16"),
     "interrupt": ("interrupt:Interrupt", "forced interruption of thinking under a tight limit"),
-    "pipeline": ("pipeline:Pipeline", "five ways of using two cores, and placements on two samplers"),
-    "placements": ("pipeline:Placements", "the placements alone (pipeline --placements)"),
+    "pipeline": ("pipeline:Pipeline", "five ways of using two cores"),
     "simulate": ("simulate:Simulate", "placements on simulated samplers, against static and known lengths"),
     "publish": ("publish:Publish", "a new policy on its way to a sampler; memory of several samplers"),
     "faults": ("faults:Faults", "real runs, hurt at random moments; what is lost"),
@@ -39,7 +38,6 @@ BENCHES = {
 INSTEAD = {
     ("decode", "--weights"): "weights",
     ("draft", "--never-slower"): "never-slower",
-    ("pipeline", "--placements"): "placements",
 }
 OF_PROCESSES = {"quickstart", "faults", "kills", "repeat", "scaling", "readme"}  # nothing here needs threads
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from lab.harness import ModelBench, Result, Say, option
+from lab.harness import ModelBench, Result, Say, columns, option
 from lab.rollout_worker import roofline_s
 from lab.settings import our_threads
 from ostinato.engine.local import LocalEngine
@@ -55,29 +55,22 @@ class Decode(ModelBench):
 
     @staticmethod
     def table(result: Result) -> Table:
-        columns = {
+        parts = {
             "step": "step (ms)",
             "roofline": "matrix products alone",
             "fused_forward": "layers, one call",
             "op_by_op_forward": "layers, op by op",
             "fused_draw": "head and draw",
         }
-        shown = Table(title=f"{result['model']} {result['dtype']}, one decode step, medians")
-        shown.add_column("batch", justify="right")
-        for title in (*columns.values(), "the engine's own", "roofline / step", "tokens/s"):
-            shown.add_column(title, justify="right")
+        rows = []
         for row in result["batches"]:
             ms = row["ms"]
             own = ms["step"] - ms["fused_forward"] - ms["fused_draw"]
-            cells = [f"{ms[name]:.2f}" if name in ms else "-" for name in columns]
-            shown.add_row(
-                str(row["batch"]),
-                *cells,
-                f"{own:.2f}",
-                f"{row['roofline_share']:.2f}",
-                f"{row['tokens_per_s']:.0f}",
-            )
-        return shown
+            cells = [f"{ms[name]:.2f}" if name in ms else "-" for name in parts]
+            last = (f"{own:.2f}", f"{row['roofline_share']:.2f}", f"{row['tokens_per_s']:.0f}")
+            rows.append((row["batch"], *cells, *last))
+        names = ("batch", *parts.values(), "the engine's own", "roofline / step", "tokens/s")
+        return columns(f"{result['model']} {result['dtype']}, one decode step, medians", names, rows)
 
 
 def _batch(bench: Decode, decoder: Decoder, kernels: Kernels | None, batch: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from lab.faults_strike import (
     planted,
     small_disk,
 )
-from lab.harness import Bench, Result, Say, option
+from lab.harness import Bench, Result, Say, columns, option
 from lab.same_run import same
 from ostinato.run import RunFolder
 
@@ -233,18 +233,15 @@ class Faults(Bench):
 
     @staticmethod
     def table(result: Result) -> Table:
-        shown = Table(title="faults at random moments of real runs", title_justify="left")
-        columns = ("fault", "runs", "recovered", "stopped", "neither", "s, median", "s, most", "bound")
-        for name in (*columns, "prompts lost", "dropped", "equal"):
-            shown.add_column(name, justify="left" if name == "fault" else "right")
+        rows = []
         for row in result["faults"]:
-            counts = [str(row[name]) for name in ("runs", "recovered", "stopped", "neither")]
+            counts = [row[name] for name in ("runs", "recovered", "stopped", "neither")]
             seconds = [f"{row[name]:.1f}" for name in ("seconds_median", "seconds_max", "bound_s")]
             equal = f"{row['equal']}/{row['compared']}" if row["compared"] else "-"
-            shown.add_row(
-                row["fault"], *counts, *seconds, str(row["prompts_lost"]), str(row["groups_dropped"]), equal
-            )
-        return shown
+            rows.append((row["fault"], *counts, *seconds, row["prompts_lost"], row["groups_dropped"], equal))
+        names = ("fault", "runs", "recovered", "stopped", "neither", "s, median", "s, most", "bound")
+        title = "faults at random moments of real runs"
+        return columns(title, (*names, "prompts lost", "dropped", "equal"), rows)
 
 
 def faults(bench: Faults, held: contextlib.ExitStack, root: Path) -> Iterator[Fault]:

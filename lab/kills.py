@@ -26,7 +26,7 @@ from rich.table import Table
 from lab.contender import ContenderFailed
 from lab.faults import RECIPE, RUN_S, differences, told, undisturbed
 from lab.faults_child import Child, Heartbeat, Stopped, child
-from lab.harness import Bench, Result, Say, option
+from lab.harness import Bench, Result, Say, columns, option
 from ostinato.lock import LOCK
 from ostinato.observe.ledger import Event, read, spells
 from ostinato.run import RunFolder
@@ -88,12 +88,12 @@ class Kills(Bench):
     def table(result: Result) -> Table:
         verdict = "equal to the undisturbed run" if result["equal"] else f"DIFFERS in {result['differs']}"
         title = f"{len(result['kills'])} kills, {result['late']} of them late: {verdict}"
-        shown = Table(title=f"{title} (adapter {result['digests'][1]})", title_justify="left")
-        for name in ("kill", "steps done", "s lived", "s counted"):
-            shown.add_column(name, justify="left" if name == "kill" else "right")
-        for row in result["kills"]:
-            shown.add_row(row["when"], str(row["done"]), f"{row['lived_s']:.1f}", f"{row['counted_s']:.1f}")
-        return shown
+        rows = (
+            (row["when"], row["done"], f"{row['lived_s']:.1f}", f"{row['counted_s']:.1f}")
+            for row in result["kills"]
+        )
+        title = f"{title} (adapter {result['digests'][1]})"
+        return columns(title, ("kill", "steps done", "s lived", "s counted"), rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

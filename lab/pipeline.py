@@ -8,7 +8,7 @@
 
 All train the same recipe on the same prompts for the same number of steps, so of the same number of samples;
 the seeds are rounds, in each of which every arm runs once, and who runs first goes round. Ratios are taken
-within a round. Then two samplers and the trainer's seconds replayed: ``pipeline_replay`` compares placements.
+within a round.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -63,7 +62,6 @@ class Pipeline(Bench):
     """``steps`` of each run, the first ``warm_up`` and the last ``drain`` of them not measured."""
 
     work: Work = SMOLLM2
-    placed: Work = field(default_factory=Work)  # on two samplers: many answers, so that there is a choice
     arms: tuple[Arm, ...] = option(tuple(Arm), "Some of the arms, with commas.")
     seeds: tuple[int, ...] = option((0, 1, 2), "Rounds: how many, or FIRST:END.", parse=seeds)
     staleness: int = option(2, "Of the arms that overlap.")
@@ -72,7 +70,6 @@ class Pipeline(Bench):
     warm_up: int = 3
     drain: int = 3
     balance: int = 3  # at most so many short runs to find seats with which both sides have as much to do
-    replay_rounds: int = 2  # of the placements; 0: they are not compared
 
     def __post_init__(self) -> None:
         if self.staleness < 1:
@@ -99,32 +96,18 @@ class Pipeline(Bench):
 
     def quick(self) -> Pipeline:
         """One round: the ratios, and nothing about rewards."""
-        return replace(self, seeds=self.seeds[:1], steps=12, balance=0, replay_rounds=0)
+        return replace(self, seeds=self.seeds[:1], steps=12, balance=0)
 
     def measure(self, say: Say) -> dict[str, Any]:
         before, started = machine(), time.time()
         bench = balanced(as_possible(self, say), say)
         result = summary(bench, trained_arms(bench, say)) | {"machine": before, "at": started}
         keep(result, kept_file())
-        if bench.replay_rounds:
-            result["replay"] = replayed(bench, say)
         return result | {"seconds": round(time.time() - started, 1)}
 
     @staticmethod
     def table(result: Result) -> RenderableType:
-        return Stack(table(result), *([replay_table(result["replay"])] if "replay" in result else []))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placements(Bench):
-    """The second part of ``Pipeline`` by itself."""
-
-    def measure(self, say: Say) -> dict[str, Any]:
-        return replayed(Pipeline(), say)
-
-    @staticmethod
-    def table(result: Result) -> Table:
-        return replay_table(result)
+        return table(result)
 
 
 def overrides(arm: Arm, staleness: int) -> tuple[str, ...]:
@@ -153,7 +136,7 @@ def as_possible(bench: Pipeline, say: Say) -> Pipeline:
     if find_spec("ray") is not None:
         return bench
     say('workers in processes of their own are not measured: pip install "ostinato[ray]"')
-    return replace(bench, arms=tuple(arm for arm in bench.arms if arm not in ON_RAY), replay_rounds=0)
+    return replace(bench, arms=tuple(arm for arm in bench.arms if arm not in ON_RAY))
 
 
 def balanced(bench: Pipeline, say: Say, trained: Trained | None = None) -> Pipeline:
@@ -175,17 +158,6 @@ def balanced(bench: Pipeline, say: Say, trained: Trained | None = None) -> Pipel
         slots = min(tried, key=lambda slots: abs(tried[slots] - 1))
         bench = replace(bench, work=replace(bench.work, slots=slots))
     return bench
-
-
-def replayed(bench: Pipeline, say: Say = print) -> dict[str, Any]:
-    """Part (b), with the seconds that the trainer takes for its batches in a run by itself."""
-    from lab.pipeline_replay import Replay
-    from lab.pipeline_replay import run as replay  # loads torch, for a worker of its own
-
-    alone = replace(bench, work=bench.placed, arms=(Arm.ALONE,), seeds=bench.seeds[:1], steps=10)
-    (recorded,) = trained_arms(alone, say)
-    seconds = tuple(recorded["train_s"])
-    return replay(Replay(work=bench.placed, train_s=seconds, rounds=bench.replay_rounds), say)
 
 
 def trained_arms(bench: Pipeline, say: Say) -> list[dict[str, Any]]:
@@ -325,24 +297,6 @@ def _line(one: Mapping[str, Any]) -> str:
         f"{one['arm']}, seed {one['seed']}: {one['steps_per_s']:.3f} steps/s, "
         f"reward {one['reward']:.3f}, staleness {one['staleness_mean']:.2f}" + (f", {used}" if used else "")
     )
-
-
-def replay_table(result: Mapping[str, Any]) -> Table:
-    """Placements, one a row."""
-    title = f"{result['samplers']} samplers, staleness {result['staleness']}, the trainer's steps replayed"
-    out = Table("", title=f"{title} ({result['train_s']:.2f} s each)")
-    for column in ("s per step", "samplers idle", "bubble share", "over histopipe", "tail"):
-        out.add_column(column, justify="right")
-    for name, row in result["placements"].items():
-        out.add_row(
-            name,
-            f"{row['seconds_per_step']:.3f}",
-            f"{row['sampler_idle']:.1%}",
-            f"{row['bubble_share']:.1%}",
-            " ".join(f"{gain:.2f}x" for gain in row.get("over_histopipe", ())) or "-",
-            f"{row['tail']:.1f}x",
-        )
-    return out
 
 
 def table(result: Mapping[str, Any]) -> Table:

@@ -1,15 +1,13 @@
-"""``ostinato bench quantised``: what rollouts with quantised weights gain, from tokens per second to reward.
+"""``ostinato bench quantised``: what rollouts with quantised weights gain: reward per second of whole runs.
 
     runs     a recipe trained with each kind of engine weights and several seeds, one run after another, in a
              process of its own: ``ostinato train``. Held-out score, and reward per second beside bf16's
-    speed    rollouts of a larger dense model by themselves: tokens per second of int8 over bf16, in turn
 
 All runs replay routes and truncate the ratio trainer / sampler: that is what keeps cheaper rollouts honest.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import statistics
 import tempfile
@@ -18,23 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from rich.console import Group as Stack
-from rich.console import RenderableType
 from rich.table import Table
 
-from lab.epochs import Model, answers_of
-from lab.harness import Bench, Result, Say, option
-from lab.paired import alternate
-from lab.settings import Clock
+from lab.harness import Bench, Result, Say, columns, option
 from lab.whole_runs import trained
-from ostinato.engine.cache import BLOCK
-from ostinato.engine.local import LocalEngine
-from ostinato.engine.paged import block_bytes
-from ostinato.model.named import model_folder
-from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.run import MAIN_SET, RunFolder
-from ostinato.types import Request, Sampling
 
 HONEST = ("trainer.replay=true", "algo.correction=token_truncate")
 WARM_UP = 3  # steps of a run whose seconds do not count: kernels are compiled, tables measured
@@ -50,29 +36,11 @@ class Quantised(Bench):
     steps: int = option(60, "Training steps of every run.")
     held_out: int = 512
     overrides: tuple[str, ...] = ()  # of the recipe, for all runs
-    model: str = option(
-        "smollm2-135m", "Whose rollouts are timed by themselves; empty for none."
-    )  # of the rollouts by themselves; empty: none
-    batches: tuple[int, ...] = (1, 4, 8, 16)
-    new_tokens: int = 64
-    prompt_tokens: int = 32
-    rounds: int = 9
-    clock: Clock = option(Clock.WALL, "Of the rollouts by themselves.")
 
     def quick(self) -> Quantised:
-        return replace(
-            self,
-            weights=self.weights[:2],
-            seeds=self.seeds[:1],
-            steps=3,
-            held_out=32,
-            batches=(1, 4),
-            new_tokens=8,
-            rounds=2,
-        )
+        return replace(self, weights=self.weights[:2], seeds=self.seeds[:1], steps=3, held_out=32)
 
     def measure(self, say: Say) -> dict[str, Any]:
-        speed = speeds(self, say) if self.model else []
         runs: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory(prefix="ostinato-bench-") as root:
             for seed in self.seeds:  # all weights of a seed in a row: what changes with time changes for all
@@ -80,30 +48,15 @@ class Quantised(Bench):
                     folder = train(self, weights, seed, Path(root) / f"{weights}-{seed}")
                     runs.append({"weights": weights, "seed": seed} | facts(folder))
                     say(_line(runs[-1]))
-        return {
-            "runs": runs,
-            "arms": compared(runs, self.weights),
-            "speed": speed,
-        }
+        return {"runs": runs, "arms": compared(runs, self.weights)}
 
     @staticmethod
-    def table(result: Result) -> RenderableType:
+    def table(result: Result) -> Table:
         settings = result["settings"]
         seeds = ", ".join(map(str, settings["seeds"]))
-        runs = Table(
-            "engine.weights",
-            "rollout s",
-            "step s",
-            "reward/s",
-            "against the first",
-            "k3",
-            "held-out before -> after",
-            "difference (95 %)",
-            title=f"{settings['recipe']}, {settings['steps']} steps, seeds {seeds}",
-        )
-        for arm in result["arms"]:
-            low, high = arm["score_difference_low"], arm["score_difference_high"]
-            runs.add_row(
+        names = ("engine.weights", "rollout s", "step s", "reward/s", "against the first", "k3")
+        rows = (
+            (
                 arm["weights"],
                 f"{arm['rollout_s']:.2f} (x{arm['rollout_s_ratio']:.2f})",
                 f"{arm['step_s']:.2f} (x{arm['step_s_ratio']:.2f})",
@@ -111,22 +64,13 @@ class Quantised(Bench):
                 f"{arm['reward_per_s_ratio']:.3f}",
                 f"{arm['k3']:.1e}",
                 f"{arm['before']:.3f} -> {arm['score']:.3f}",
-                f"{arm['score_difference']:+.3f} ({low:+.3f} to {high:+.3f})",
+                f"{arm['score_difference']:+.3f} ({arm['score_difference_low']:+.3f} to "
+                f"{arm['score_difference_high']:+.3f})",
             )
-        speed = Table(
-            "model", "weights", "batch", "tokens/s", "bf16", "faster by", "MB", title="rollouts by themselves"
+            for arm in result["arms"]
         )
-        for row in result["speed"]:
-            speed.add_row(
-                row["model"],
-                row["weights"],
-                str(row["batch"]),
-                f"{row['tokens_per_s']:.0f}",
-                f"{row['bf16_tokens_per_s']:.0f}",
-                _faster(row),
-                f"{row['weights_mb']:.0f} / {row['bf16_weights_mb']:.0f}",
-            )
-        return Stack(runs, speed) if result["speed"] else runs
+        title = f"{settings['recipe']}, {settings['steps']} steps, seeds {seeds}"
+        return columns(title, (*names, "held-out before -> after", "difference (95 %)"), rows)
 
 
 # ---- whole runs
@@ -232,74 +176,6 @@ def _t_interval(gaps: Sequence[float], errors: Sequence[float]) -> tuple[float, 
     return middle - half, middle + half
 
 
-# ---- rollouts by themselves
-
-
-def speeds(bench: Quantised, say: Say) -> list[dict[str, Any]]:
-    """Tokens per second of ``bench.model`` with quantised weights beside bf16, at every batch."""
-    model = Model.load(str(model_folder(bench.model)), dtype="bfloat16", fp32_head=True, say=say)
-    plain = _Rollouts(bench, model, Weights.BF16)
-    rows = []
-    for weights in bench.weights:
-        if weights in (Weights.MODEL, Weights.BF16):
-            continue
-        quantised = _Rollouts(bench, model, Weights(weights))
-        for batch in bench.batches:
-            pairs = alternate(
-                lambda batch=batch: plain(batch),
-                lambda batch=batch, engine=quantised: engine(batch),
-                bench.rounds,
-                bench.clock.read,
-            )
-            tokens = batch * bench.new_tokens
-            found = pairs.figures()
-            rows.append(
-                {
-                    "model": bench.model,
-                    "weights": weights,
-                    "batch": batch,
-                    "bf16_tokens_per_s": round(tokens / statistics.median(pairs.base), 1),
-                    "tokens_per_s": round(tokens / statistics.median(pairs.other), 1),
-                    "speedup": round(1 / pairs.ratio, 4),
-                    "speedup_low": round(1 / found["high"], 4),
-                    "speedup_high": round(1 / found["low"], 4),
-                    "weights_mb": round(quantised.own_bytes / 2**20, 1),
-                    "bf16_weights_mb": round(plain.own_bytes / 2**20, 1),
-                }
-            )
-            say(_speed_line(rows[-1]))
-    return rows
-
-
-class _Rollouts:
-    """An engine of some weights, to be asked for a batch of answers that never stop early."""
-
-    def __init__(self, bench: Quantised, model: Model, weights: Weights) -> None:
-        decoder = quantise(model.decoder, weights)
-        self.own_bytes = own_bytes(decoder)
-        context = bench.prompt_tokens + bench.new_tokens
-        each = block_bytes(decoder.config.num_layers, decoder.kv_shape, decoder.dtype)
-        blocks = max(bench.batches) * (context // BLOCK + 2)
-        self._plan, self._vocabulary = bench, decoder.config.vocab_size
-        self._engine = LocalEngine(
-            decoder,
-            kernels=model.kernels,
-            kv_memory_mb=(blocks * each >> 20) + 1,
-            max_batch=max(bench.batches),
-            context_limit=context,
-        )
-
-    def __call__(self, batch: int) -> None:
-        bench, rng = self._plan, np.random.default_rng(batch)
-        prompts = rng.integers(0, self._vocabulary, (batch, bench.prompt_tokens), dtype=np.int32)
-        sampling = Sampling(max_tokens=bench.new_tokens)
-        requests = [
-            Request(tokens=prompt, sampling=sampling, seed=(batch, row)) for row, prompt in enumerate(prompts)
-        ]
-        self._engine.publish(None, self._engine.version + 1)  # no prompt is found from the time before
-        asyncio.run(answers_of(self._engine, requests))
-
-
 # ---- for people
 
 
@@ -308,14 +184,3 @@ def _line(one: Mapping[str, Any]) -> str:
         f"{one['weights']}, seed {one['seed']}: held-out {one['before']:.3f} -> {one['score']:.3f}, rollout "
         f"{one['rollout_s']:.2f} s of a {one['step_s']:.2f} s step, {one['reward_per_s']:.1f} reward/s"
     )
-
-
-def _speed_line(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['model']} at batch {row['batch']}: {row['weights']} {row['tokens_per_s']:.0f} tokens/s, bf16 "
-        f"{row['bf16_tokens_per_s']:.0f}: {_faster(row)}"
-    )
-
-
-def _faster(row: Mapping[str, Any]) -> str:
-    return f"{row['speedup']:.2f}x ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lab.contender import ContenderFailed
@@ -33,9 +30,7 @@ from lab.whole_runs import allowed_cores, confined
 from ostinato.cli.doctor import recommendation
 from ostinato.config import Recipe
 from ostinato.env.tasks import check_disjoint, load_tasks
-from ostinato.history.lengths import Lengths
 from ostinato.run import RunFolder
-from ostinato.types import Batch, Completion, Group, Prompt, Request, Sampling, Stop, Trajectory, Turn
 
 SMALL = Work(distinct=64)
 
@@ -238,14 +233,9 @@ def test_without_ray_there_is_no_headline_and_the_rest_is_told() -> None:
     assert table(found).row_count == 3
 
 
-def test_a_table_has_a_row_for_each_arm_and_placement() -> None:
+def test_a_table_has_a_row_for_each_arm() -> None:
     found = summary(Pipeline(), runs(SPEEDS))
     assert table(found).row_count == 5
-    row = {"seconds_per_step": 1.0, "sampler_idle": 0.04, "bubble_share": 0.05, "tail": 9.0}
-    replay = {"placements": {"static": row | {"over_histopipe": [1.2]}, "histopipe": row}}
-    replay |= {"samplers": 2, "staleness": 1, "train_s": 1.0}
-    both = Pipeline.table(found | {"replay": replay})
-    assert both is not None
 
 
 # ---- kept for doctor
@@ -298,62 +288,3 @@ def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     keep(result, tmp_path / "file" / "kept.json")
     assert kept(tmp_path / "file" / "kept.json") is None
-
-
-# ---- placements
-
-
-def test_a_replayed_trainer_takes_its_time_and_learns_nothing() -> None:
-    pytest.importorskip("ray")
-    from lab.pipeline_replay import Sleeper
-
-    trainer = Sleeper(seconds=iter([0.01, 0.02]))
-    empty = Batch(microbatches=(), num_samples=0, num_tokens=0, num_context_tokens=0)
-    start = time.perf_counter()
-    assert [trainer.step(empty).skipped for _ in range(2)] == ["", ""]
-    assert time.perf_counter() - start >= 0.03 and trainer.adapters() is None
-
-
-def answered(uid: str, *lengths: int) -> Group:
-    """Siblings of one turn each, of these lengths."""
-    answers = (
-        Completion(
-            tokens=np.ones(n, np.int32),
-            logprobs=np.zeros(n, np.float32),
-            versions=np.zeros(n, np.int32),
-            stop=Stop.EOS,
-        )
-        for n in lengths
-    )
-    turns = (Turn(context=np.ones(3, np.int32), completion=answer) for answer in answers)
-    played = tuple(Trajectory(turns=(turn,), stop=Stop.EOS, seed=(k,)) for k, turn in enumerate(turns))
-    return Group(prompt=Prompt(uid=uid, text="?"), trajectories=played, step=1)
-
-
-def test_every_placement_knows_lengths_from_the_epochs_before() -> None:
-    pytest.importorskip("ray")
-    from lab.pipeline_replay import Ruler
-
-    ruler = Ruler(lengths=Lengths())
-    asked = Request(tokens=np.zeros(3, np.int32), sampling=Sampling(), seed=(0,), uid="p")
-    assert ruler.expect(asked) == 0.0
-    rewards = asyncio.run(ruler.grade(answered("p", 10, 20, 30, 40)))
-    assert [reward.value for reward in rewards] == [0, 1, 0, 1], "no group is without variance"
-    assert ruler.expect(asked) == 25.0
-
-
-def test_placements_go_there_and_back_and_are_compared_within_a_round() -> None:
-    pytest.importorskip("ray")
-    from lab import pipeline_replay as bench
-
-    replay = bench.Replay(work=SMALL, train_s=(1.0,), placements=("static", "histopipe"))
-    assert list(bench.turns(replay)) == [(0, "static"), (0, "histopipe"), (1, "histopipe"), (1, "static")]
-    told = [
-        {"placement": name, "round": n, "steps_per_s": speed / (n + 1), "bubble_share": 0.1, "tail": 8.0}
-        | {"utilisation": {"sampler-0": 0.8, "sampler-1": 0.9, "trainer": 0.5}}
-        for n in range(2)
-        for name, speed in (("static", 0.5), ("histopipe", 1.0))
-    ]
-    found = bench.summary(replay, told)["placements"]
-    assert found["static"]["over_histopipe"] == [2.0, 2.0] and found["histopipe"]["over_histopipe"] == [1, 1]
-    assert found["static"]["seconds_per_step"] == 3.0 and found["static"]["sampler_idle"] == 0.15

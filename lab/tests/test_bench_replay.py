@@ -312,14 +312,10 @@ def test_of_one_seed_the_held_out_prompts_say_how_much_is_known() -> None:
 
 def test_the_table_of_quantised_runs() -> None:
     runs = [one_run("model", 0), one_run("int8", 0, reward_per_s=11.0)]
-    speed = {"model": "m", "weights": "int8", "batch": 4, "tokens_per_s": 120.0, "bf16_tokens_per_s": 100.0}
-    speed |= {"speedup": 1.2, "speedup_low": 1.1, "speedup_high": 1.3}
-    speed |= {"weights_mb": 140.0, "bf16_weights_mb": 270.0}
     result = {
         "runs": runs,
         "arms": quantised.compared(runs, ("model", "int8")),
-        "speed": [speed],
         "settings": {"recipe": "quickstart", "steps": 3, "seeds": [0]},
     }
     text = shown(quantised.Quantised.table(result))
-    assert "1.100" in text and "1.20x (1.10 to 1.30)" in text
+    assert "1.100" in text
