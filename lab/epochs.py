@@ -25,10 +25,10 @@ from ostinato.model.named import model_folder
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.ops import TORCH_OPS
 from ostinato.pipeline.credit import assign
-from ostinato.pipeline.remember import pasts
+from ostinato.pipeline.draft_metrics import pasts
 from ostinato.render import Renderer
 from ostinato.reward.workers import WorkerGrader
-from ostinato.rollout.play import grade
+from ostinato.rollout.rollout import grade
 from ostinato.train.optimizer import OptimizerSettings, Schedule
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Completion, Group, HistoryEntry, Prompt, Request, Sampling, Stop, Trajectory, Turn

@@ -38,7 +38,7 @@ from ostinato.pipeline.evaluate import Evaluation, evaluate
 from ostinato.render import Renderer
 from ostinato.reward.verify import exact, numeric
 from ostinato.rollout.interrupt import Interruption
-from ostinato.rollout.play import Stage
+from ostinato.rollout.rollout import RolloutContext
 from ostinato.run import MAIN_SET, RunFolder
 from ostinato.types import Group, Reward, Sampling
 
@@ -181,7 +181,7 @@ def untrained(setting: Setting, held_out: int, say: Say) -> list[dict[str, Any]]
             max_tokens=setting.long if arm == LONG else setting.limit(),
             stop_tokens=renderer.stop_tokens,
         )
-        stage = Stage(
+        stage = RolloutContext(
             engine=engine,
             env=lambda prompt: Dialogue(prompt, renderer),
             grader=_Marks(setting.reward),

@@ -43,7 +43,7 @@ from ostinato.model.quantise import Weights, quantise
 from ostinato.observe.mismatch import TAUS
 from ostinato.render import Renderer
 from ostinato.rollout.convert import samples
-from ostinato.rollout.play import Ask, Stage, play
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
 from ostinato.types import Batch, Prompt, Sample, Sampling
 
 # Tau is scaled to the model: F is compared at the largest tau that is exceeded by as large a share of native
@@ -183,7 +183,7 @@ class Setup:
         """The samples of a step; half of each group is praised, half is blamed, and all of it trains."""
         rollout = self.bench.loaded.rollout
         rows, count = Rows(self.prompts, seed=0), rollout.prompts_per_step
-        stage = Stage(
+        stage = RolloutContext(
             engine=engine,
             env=lambda prompt: Dialogue(prompt, self.renderer),
             grader=FullMarks(),
@@ -195,7 +195,7 @@ class Setup:
             context_limit=engine.context_limit,
         )
         asks = [
-            Ask(
+            RolloutRequest(
                 prompt=rows.prompt(index),
                 seed=(self.bench.loaded.seed, SAMPLE_STEP + step, index),
                 group_size=rollout.group_size,

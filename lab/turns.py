@@ -4,7 +4,7 @@
     routes     the experts of every token, put together from the turns, against one pass over the episode
     latency    rollouts with the routes recorded over rollouts without, of conversations and of single turns
 
-Episodes are played by ``rollout.play`` in a scripted environment: whatever is answered, the next question
+Episodes are played by ``rollout.rollout`` in a scripted environment: whatever is answered, the next question
 follows.
 """
 
@@ -32,7 +32,7 @@ from ostinato.model.named import model_folder
 from ostinato.protocols import Engine
 from ostinato.render import Renderer
 from ostinato.rollout.convert import samples
-from ostinato.rollout.play import Ask, Stage, play
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory
 
 LATENCY_BAR = 1.03  # rollouts with capture over rollouts without
@@ -185,14 +185,16 @@ def _played(
 ) -> list[Group]:
     prompts = work.prompts[: len(contexts)]
     said = {prompt.uid: context for prompt, context in zip(prompts, contexts, strict=True)}
-    stage = Stage(
+    stage = RolloutContext(
         engine=Patient(engine),
         env=lambda prompt: Scripted(said[prompt.uid]),
         grader=FullMarks(),
         sampling=Sampling(max_tokens=answer_tokens, stop_tokens=work.stop_tokens),
         context_limit=engine.context_limit,
     )
-    asks = [Ask(prompt=p, seed=(0, 1, i), group_size=siblings, step=1) for i, p in enumerate(prompts)]
+    asks = [
+        RolloutRequest(prompt=p, seed=(0, 1, i), group_size=siblings, step=1) for i, p in enumerate(prompts)
+    ]
     engine.publish(None, engine.version + 1)  # forgets the prefix tree
     return [played.group for played in asyncio.run(play(stage, asks))]
 

@@ -27,12 +27,12 @@ from ostinato.every import Every
 from ostinato.history.rules import DraftStats, Source
 from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.observe.ledger import Ledger
+from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finished, Loop, LoopState, Plan
-from ostinato.pipeline.remember import Drafting
 from ostinato.pipeline.signals import in_thread
 from ostinato.pipeline.spool import Spool
-from ostinato.rollout.play import Stage
+from ostinato.rollout.rollout import RolloutContext
 from ostinato.run import RunFolder
 from ostinato.types import (
     Batch,
@@ -272,7 +272,7 @@ class Bench:
         self.grader = options.get("grader", IsRight())
         self.loop = Loop(
             plan=plan(**changes),
-            stage=Stage(
+            stage=RolloutContext(
                 engine=self.engine, env=Once, grader=self.grader, sampling=SAMPLING, context_limit=16
             ),
             tasks=Stream(options.get("epoch", 10**6)),

@@ -39,7 +39,7 @@ class Table:
 
 
 class ThreadLinks:
-    """The part of ``parallel.links.Links`` that experts need, for one rank of several threads."""
+    """The part of ``parallel.collectives.Links`` that experts need, for one rank of several threads."""
 
     def __init__(self, table: Table, rank: int, ranks: int, tensor: int) -> None:
         self._table, self._rank = table, rank

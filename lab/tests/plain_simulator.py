@@ -14,7 +14,7 @@ from lab.simulator.queues import Answers
 from lab.simulator.sampler import Cost, Sampler
 from lab.simulator.traces import Stream
 from ostinato.jobs import Job, Worker
-from ostinato.pipeline.feed import Rule
+from ostinato.pipeline.buffer import AdmissionRule
 from ostinato.pipeline.rounds import Admission
 
 
@@ -140,7 +140,7 @@ class PlainGate(Gate):
 
     def __init__(self, *, prompts: int, staleness: int, steps: int) -> None:
         super().__init__(prompts=prompts, staleness=staleness, steps=steps)
-        self.rule = Rule(prompts=prompts, staleness=staleness, steps=steps, overlap=True)
+        self.rule = AdmissionRule(prompts=prompts, staleness=staleness, steps=steps, overlap=True)
         self.all: dict[int, Admission] = {}
 
     @property

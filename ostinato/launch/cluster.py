@@ -35,7 +35,7 @@ from ostinato.launch.ranks import open_trainer
 from ostinato.model.decoder import Decoder
 from ostinato.model.shared import own_folder, sweep
 from ostinato.model.wire import fingerprint_weights, pack_weights
-from ostinato.pipeline.remember import Drafting
+from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.protocols import RestorableTrainer, Sampler
 from ostinato.rollout.schedule import placement
 from ostinato.types import HistoryEntry, Publication
@@ -279,7 +279,7 @@ def drafting(memory: Memory, pool: EnginePool) -> Drafting:
 
 
 class Told:
-    """``pipeline.remember.Store``: remembers, and tells the samplers."""
+    """``pipeline.draft_metrics.Store``: remembers, and tells the samplers."""
 
     def __init__(self, history: History, pool: EnginePool) -> None:
         self._history, self._pool = history, pool
@@ -298,7 +298,7 @@ class Told:
 
 
 class Meter:
-    """``pipeline.remember.Meter``: the engines of all workers together, without the course of passes."""
+    """``pipeline.draft_metrics.Meter``: the engines of all workers together, without the course of passes."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool

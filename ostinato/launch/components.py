@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.launch.drafts import Memory
+from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.loop import Finish, Finished, Loop
-from ostinato.pipeline.remember import Drafting
 from ostinato.pipeline.signals import Abandoned, StopSignals
 from ostinato.protocols import Engine, RestorableTrainer, Timed
 

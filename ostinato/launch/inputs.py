@@ -30,7 +30,7 @@ from ostinato.model.named import model_folder
 from ostinato.protocols import Engine, Grader
 from ostinato.render import Renderer
 from ostinato.rollout.interrupt import Interruption
-from ostinato.rollout.play import Stage
+from ostinato.rollout.rollout import RolloutContext
 from ostinato.types import Prompt, Sampling
 
 
@@ -165,9 +165,9 @@ def _bytes(prompt: Prompt) -> int:
     return sum(len(text.encode()) for text in texts)
 
 
-def new_stage(prepared: RunInputs, engine: Engine, grader: Grader) -> Stage:
+def new_stage(prepared: RunInputs, engine: Engine, grader: Grader) -> RolloutContext:
     recipe = prepared.recipe
-    return Stage(
+    return RolloutContext(
         engine=engine,
         env=environment(recipe, prepared.renderer, prepared.tool_counters),
         grader=grader,

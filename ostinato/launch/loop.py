@@ -22,12 +22,12 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters
 from ostinato.observe.ledger import Ledger
-from ostinato.pipeline.account import evaluation_work
+from ostinato.pipeline.buffer import Late
+from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
-from ostinato.pipeline.feed import Late
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.observer import Observer
-from ostinato.pipeline.remember import Drafting
+from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.protocols import MetricWriter, RestorableTrainer
 from ostinato.run import RunFolder
 from ostinato.train.checkpoint import Checkpoint, mend, oldest_step, save_checkpoint

@@ -296,12 +296,20 @@ def _named() -> tuple[type[Exception], ...]:
     from ostinato.engine.vllm_server import VllmFailed
     from ostinato.model.wire import NotFinite
     from ostinato.parallel.watch import RankLost
-    from ostinato.pipeline.loop import NoSignal
+    from ostinato.pipeline.loop import NoTrainableSamples
     from ostinato.pipeline.signals import Stalled
-    from ostinato.pipeline.state import TooOld
+    from ostinato.pipeline.state import StalenessViolation
     from ostinato.train.checkpoint import CheckpointError
     from ostinato.train.trainer import TrainingStopped
 
     of_workers = (GradersLost, TrainerLost, WorkersLost, TooManyQuarantined, WorkerFault, WorkerGone)
-    of_training = (NoSignal, Stalled, TooOld, TrainingStopped, Misaligned, NotFinite, CheckpointError)
+    of_training = (
+        NoTrainableSamples,
+        Stalled,
+        StalenessViolation,
+        TrainingStopped,
+        Misaligned,
+        NotFinite,
+        CheckpointError,
+    )
     return (*of_workers, RankLost, ClusterLost, VllmFailed, *of_training)

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from ostinato.model.moe import ExpertLora, experts, mixture
 from ostinato.model.weights import Weight
-from ostinato.parallel.links import Links
+from ostinato.parallel.collectives import Collectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ExpertParallel:
     gradient of the rows that passed here; the sum over ranks is the trainer's.
     """
 
-    links: Links
+    links: Collectives
     tensor: int = 1
 
     def __call__(

@@ -12,17 +12,17 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.peft_io import fingerprint_of, fingerprint_stride
 from ostinato.model.share import Spans
-from ostinato.parallel.everywhere import everywhere
+from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.fsdp import Pieces
-from ostinato.parallel.links import Links
 from ostinato.parallel.mesh import Mesh
+from ostinato.parallel.ragged import all_gather_ragged
 from ostinato.parallel.seats import Seat, seats
 from ostinato.parallel.shares import Placement, shares_of
 
 
 def sharded_fingerprint(
     mesh: Mesh,
-    links: Links,
+    links: Collectives,
     decoders: Sequence[Decoder],
     *,
     pieces: Pieces | None = None,
@@ -44,7 +44,7 @@ def sharded_fingerprint(
         if mine:
             own[index] = _sampled(weight.detach(), shape, mine[0])
     sizes = [(len(_indices(shape)),) for shape in shapes.values()]
-    found = everywhere(links, sizes, own, dtype=torch.float32, device=mesh.device)
+    found = all_gather_ragged(links, sizes, own, dtype=torch.float32, device=mesh.device)
     return fingerprint_of(
         (name, shape, one) for (name, shape), one in zip(shapes.items(), found, strict=True)
     )

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from ostinato.model.decoder import Decoder
 from ostinato.model.weights import Block
-from ostinato.parallel.links import Links
+from ostinato.parallel.collectives import Collectives
 
 
 class Pieces:
     """Cuts the matrices of decoders over axis "f" where they lie, and makes blocks whole."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Collectives) -> None:
         self._links = links
         self._shapes: dict[int, torch.Size] = {}  # of the whole, by id of the piece
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
+from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.fsdp import Pieces
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.links import Links
 from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.pieces import cut, put
 from ostinato.parallel.seats import Seat, keeps, seats
@@ -53,7 +53,7 @@ class ShardedLeaves:
     def __init__(
         self,
         mesh: Mesh,
-        links: Links,
+        links: Collectives,
         config: ModelConfig,
         named: Mapping[str, Tensor],
         shapes: Mapping[str, tuple[int, ...]],

@@ -22,8 +22,8 @@ from ostinato.model.attention import Attend
 from ostinato.model.decoder import Decoder
 from ostinato.model.ops import Ops
 from ostinato.model.weights import Moe
+from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.fsdp import Pieces
-from ostinato.parallel.links import Links
 
 Experts = Callable[..., Tensor]
 
@@ -39,7 +39,9 @@ def number_experts(decoder: Decoder, slots: Tensor | None) -> None:
             block.mlp.slots = None if slots is None else slots[moe.layers.index(layer)].to(decoder.device)
 
 
-def sequence_ops(ops: Ops, links: Links, *, rows: Experts | None = None, pieces: Pieces | None = None) -> Ops:
+def sequence_ops(
+    ops: Ops, links: Collectives, *, rows: Experts | None = None, pieces: Pieces | None = None
+) -> Ops:
     """``ops`` for training: tensor with sequence parallelism (arXiv 2205.05198 section 4.2).
 
     ``rows``: the experts of a rank that keeps some (``experts.ExpertParallel``). ``pieces``: weights that lie
@@ -58,7 +60,7 @@ def sequence_ops(ops: Ops, links: Links, *, rows: Experts | None = None, pieces:
 class VocabularyRows:
     """``Ops.embed`` where every tensor rank keeps a part of the vocabulary."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Collectives) -> None:
         self._links = links
 
     def __call__(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ class Ulysses:
     ``inner`` is told all T rows and H / c heads, as if there were no others (arXiv 2309.14509 section 3).
     """
 
-    def __init__(self, inner: Attend, links: Links) -> None:
+    def __init__(self, inner: Attend, links: Collectives) -> None:
         self._inner, self._links = inner, links
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

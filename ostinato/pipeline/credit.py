@@ -16,7 +16,7 @@ from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import aggregation_weights
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import sampled_tokens
-from ostinato.rollout.play import FAILED, Drop, drop_reason, verdicts
+from ostinato.rollout.rollout import FAILED, Drop, drop_reason, verdicts
 from ostinato.types import Group, Sample, Stop, Trajectory
 
 NO_ADVANTAGE = 1e-9  # below it an advantage is the rounding of a mean of equal rewards

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from ostinato.every import NEVER, Every
-from ostinato.pipeline.account import MONEY
+from ostinato.pipeline.step_metrics import MONEY
 from ostinato.rollout.health import counters, length_figures, pass_at_k
-from ostinato.rollout.play import Ask, Played, Stage, play, verdicts
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult, play, verdicts
 from ostinato.run import MAIN_SET, to_json
 from ostinato.types import Group, Prompt, Sampling
 
@@ -87,7 +87,7 @@ def _digest(tree: Any) -> str:
 
 
 def spent_in_steps(step: int, totals: Mapping[str, float]) -> dict[str, float]:
-    """Training compute up to the end of ``step``, from the sums of ``pipeline.account.add_totals``.
+    """Training compute up to the end of ``step``, from the sums of ``pipeline.step_metrics.add_totals``.
 
     It is that of the steps which made the policy, and of nothing else: loading, what lies between steps, lost
     and repeated work are in the ledger alone (``observe.ledger.spent``), and so are FLOPs that the recipe
@@ -120,7 +120,7 @@ def due(
     return ended or not now["steps"] or evaluation.every.times(now) > evaluation.every.times(before)
 
 
-async def evaluate(stage: Stage, evaluation: Evaluation, step: int) -> dict[str, Any]:
+async def evaluate(stage: RolloutContext, evaluation: Evaluation, step: int) -> dict[str, Any]:
     """One row of eval.jsonl for the policy that the engine serves now, after ``step`` training steps.
 
     ``n`` prompts count; those with fewer than k verdicts do not and are reported as ``excluded``.
@@ -129,17 +129,19 @@ async def evaluate(stage: Stage, evaluation: Evaluation, step: int) -> dict[str,
 
 
 async def evaluate_groups(
-    stage: Stage,
+    stage: RolloutContext,
     evaluation: Evaluation,
     step: int,
-    on_group: Callable[[int, Played], None] = lambda index, played: None,
+    on_group: Callable[[int, RolloutResult], None] = lambda index, played: None,
 ) -> tuple[dict[str, Any], list[Group]]:
     """``evaluate``, and what was played for it; ``on_group`` sees each group as it ends."""
     started = time.perf_counter()
     samples = evaluation.samples * (1 if step else evaluation.start_factor)
     lane = () if evaluation.name == MAIN_SET else (zlib.crc32(evaluation.name.encode()),)
     asks = [
-        Ask(prompt=prompt, seed=(evaluation.seed, EVAL_STEP, *lane, i), group_size=samples, step=step)
+        RolloutRequest(
+            prompt=prompt, seed=(evaluation.seed, EVAL_STEP, *lane, i), group_size=samples, step=step
+        )
         for i, prompt in enumerate(evaluation.prompts)
     ]
     played = await play(replace(stage, sampling=evaluation.sampling), asks, on_group)

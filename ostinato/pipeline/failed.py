@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ostinato.rollout.health import failure
-from ostinato.rollout.play import fault_name
+from ostinato.rollout.rollout import fault_name
 from ostinato.run import RunFolder
 from ostinato.types import Group, Trajectory
 

@@ -31,7 +31,17 @@ from ostinato.algo.routing import Misaligned
 from ostinato.observe.ledger import POOL, Ledger
 from ostinato.observe.stability import watch_after
 from ostinato.observe.timeline import Kind, Span, kept, pool_of
-from ostinato.pipeline.account import (
+from ostinato.pipeline.buffer import AdmissionRule, RolloutBuffer, TrainBatch
+from ostinato.pipeline.credit import Credit, assign
+from ostinato.pipeline.draft_metrics import Drafted, Drafting
+from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent_in_steps
+from ostinato.pipeline.failed import Failures, RewardFails
+from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers
+from ostinato.pipeline.rounds import Rounds
+from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog, in_thread
+from ostinato.pipeline.spool import Spool
+from ostinato.pipeline.state import Finish, Finished, LoopState, NoTrainableSamples, Plan, StalenessViolation
+from ostinato.pipeline.step_metrics import (
     Clock,
     add_totals,
     ages,
@@ -46,19 +56,9 @@ from ostinato.pipeline.account import (
     tool_rates,
     with_stale,
 )
-from ostinato.pipeline.credit import Credit, assign
-from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent_in_steps
-from ostinato.pipeline.failed import Failures, RewardFails
-from ostinato.pipeline.feed import Feed, Rule, Taken
-from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers
-from ostinato.pipeline.remember import Drafted, Drafting
-from ostinato.pipeline.rounds import Rounds
-from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog, in_thread
-from ostinato.pipeline.spool import Spool
-from ostinato.pipeline.state import Finish, Finished, LoopState, NoSignal, Plan, TooOld
 from ostinato.pipeline.stream import solved_for_good
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
-from ostinato.rollout.play import Played, Stage
+from ostinato.rollout.rollout import RolloutContext, RolloutResult
 from ostinato.run import MAIN_SET, RunFolder, group_rows
 from ostinato.types import Batch, Group, StepReport
 
@@ -85,7 +85,7 @@ class Loop:
     """
 
     plan: Plan
-    stage: Stage
+    stage: RolloutContext
     tasks: Tasks
     trainer: Trainer
     algorithm: Algorithm
@@ -106,11 +106,11 @@ class Loop:
         check_group_size(self.plan.group_size, self.algorithm.baseline, self.algorithm.scale)
 
     async def run(self) -> Finished:
-        """Raises NoSignal when ``max_empty_steps`` steps in a row had nothing to learn from, RewardFails when
-        a reward function has never worked, and Stalled when nothing has got on for ``watch_s``. What the
-        engine and the trainer raise passes through, after a checkpoint unless the trainer is between two
-        steps. A batch that it refuses as ``Misaligned`` is not spooled any more, so a resumed run plays it
-        anew, and has mostly not changed the trainer."""
+        """Raises NoTrainableSamples when ``max_empty_steps`` steps in a row had nothing to learn from,
+        RewardFails when a reward function has never worked, and Stalled when nothing has got on for
+        ``watch_s``. What the engine and the trainer raise passes through, after a checkpoint unless the
+        trainer is between two steps. A batch that it refuses as ``Misaligned`` is not spooled any more, so
+        a resumed run plays it anew, and has mostly not changed the trainer."""
         self._books = self.ledger or Ledger(folder=self.folder)
         with self._books.session(self.state.step):
             finished = await self._run()
@@ -175,7 +175,7 @@ class Loop:
                 self._checkpoint()
                 await signals.bounded(self._replan())
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
-                raise NoSignal(self._no_signal())
+                raise NoTrainableSamples(self._no_signal())
         if signals.limited or self._why is Finish.REPLANNED:
             self._doing = f"what is on its way after step {self.state.step} may end"
             await signals.bounded(self._feed.drain())
@@ -214,7 +214,7 @@ class Loop:
             self._feed.admit(step, version)
         self._dog.on_progress()
 
-    def _drafted(self, ended: Sequence[Played], clock: Clock) -> Drafted | None:
+    def _drafted(self, ended: Sequence[RolloutResult], clock: Clock) -> Drafted | None:
         """The books of drafts, and what has ended is remembered."""
         if self.drafting is None:
             return None
@@ -268,7 +268,7 @@ class Loop:
         """The bound of the feed once more, on the tokens themselves."""
         wrong = {age: n for age, n in ages(batch).items() if not 0 <= age <= self.plan.staleness}
         if wrong:
-            raise TooOld(
+            raise StalenessViolation(
                 f"step {self.state.step + 1} has {sum(wrong.values())} tokens that are {sorted(wrong)} "
                 f"versions old where pipeline.staleness is {self.plan.staleness}; nothing was trained on them"
             )
@@ -282,8 +282,8 @@ class Loop:
         self,
         clock: Clock,
         groups: Sequence[Group],
-        ended: Sequence[Played],
-        taken: Taken,
+        ended: Sequence[RolloutResult],
+        taken: TrainBatch,
         learned: Learned,
         drafted: Drafted | None,
     ) -> dict[str, float]:
@@ -340,7 +340,7 @@ class Loop:
         return {POOL: in_turn(together, seconds)}
 
     def _end_step(
-        self, step: int, version: int, taken: Taken, learned: Learned, row: dict[str, float]
+        self, step: int, version: int, taken: TrainBatch, learned: Learned, row: dict[str, float]
     ) -> None:
         """The step has happened; ``row`` gets what the new state says."""
         self._feed.trained()
@@ -378,7 +378,7 @@ class Loop:
             "groups/outstanding": float(len(state.ahead)),
         }
 
-    def _new_feed(self) -> Feed:
+    def _new_feed(self) -> RolloutBuffer:
         plan = self.plan
         rounds = Rounds(
             tasks=self.tasks,
@@ -389,8 +389,8 @@ class Loop:
             seed=plan.seed,
             staleness=plan.staleness,
         )
-        return Feed(
-            rule=Rule(
+        return RolloutBuffer(
+            rule=AdmissionRule(
                 prompts=plan.prompts_per_step,
                 staleness=plan.staleness,
                 steps=plan.steps,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ostinato.pipeline.spool import Spool, address
 from ostinato.pipeline.stream import places
 from ostinato.protocols import Tasks
-from ostinato.rollout.play import Ask, Played, Stage, play_group
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult, rollout_group
 
 
 class Admission(NamedTuple):
@@ -41,7 +41,7 @@ class Rounds:
     """Plays groups of ``group_size``, ``prompts`` in a round."""
 
     tasks: Tasks
-    stage: Stage
+    stage: RolloutContext
     spool: Spool
     prompts: int
     group_size: int
@@ -55,18 +55,18 @@ class Rounds:
 
     async def play(
         self, one: Admission, *, since: float, generated: Callable[[], None] = lambda: None
-    ) -> Played:
+    ) -> RolloutResult:
         """The group; what the spool had was there at ``since``. ``generated`` is called when the last answer
         is there, and only the verdict is missing."""
         found = self.recall(one, one.version, since=since)
         if found is not None:
             return found
         ask = self._ask(one)
-        played = await play_group(self.stage, ask, generated)
+        played = await rollout_group(self.stage, ask, generated)
         self.spool.put(self.address(one), played.group, until=one.step + self.staleness + 1)
         return played
 
-    def recall(self, one: Admission, version: int, *, since: float) -> Played | None:
+    def recall(self, one: Admission, version: int, *, since: float) -> RolloutResult | None:
         """The group as an earlier process played it; None where the spool does not have it, or has one that a
         later policy than ``version`` went on with: that policy is not there, or not yet."""
         return self.spool.take(self.address(one), self._ask(one), since, newest=version)
@@ -78,8 +78,8 @@ class Rounds:
     def address(self, one: Admission) -> str:
         return address(self._ask(one), self.stage, one.version)
 
-    def _ask(self, one: Admission) -> Ask:
-        return Ask(
+    def _ask(self, one: Admission) -> RolloutRequest:
+        return RolloutRequest(
             prompt=self.tasks.prompt(one.place),
             seed=(self.seed, one.round, one.place),
             group_size=self.group_size,

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.observe.ledger import Ledger
-from ostinato.rollout.play import Ask, Played, Stage
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult
 from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.run import JsonlZst
 from ostinato.types import Completion, Group, Reward, Stop, Support, Trajectory, Turn
@@ -50,7 +50,9 @@ class Spool:
         trajectories = [_trajectory_row(trajectory) for trajectory in group.trajectories]
         self._sign(max(group.step, until), address, trajectories=trajectories)
 
-    def take(self, address: str, ask: Ask, since: float, newest: int | None = None) -> Played | None:
+    def take(
+        self, address: str, ask: RolloutRequest, since: float, newest: int | None = None
+    ) -> RolloutResult | None:
         """The group that an earlier process played under this address, there at ``since``; given once, and
         only if none of its tokens is of a later policy than ``newest``."""
         row = self._found.pop(address, None)
@@ -62,7 +64,7 @@ class Spool:
         paid = self._ledger.has(tuple(row.get("paid_in", ())))
         if not paid:  # its process was killed before the step had ended
             self._sign(row["step"], address)
-        return Played(group=group, generated_at=since, graded_at=since, spooled=True, paid=paid)
+        return RolloutResult(group=group, generated_at=since, graded_at=since, spooled=True, paid=paid)
 
     def _sign(self, step: int, address: str, **more: Any) -> None:
         self._log.append({"step": step, "address": address, "paid_in": self._ledger.coming, **more})
@@ -80,7 +82,7 @@ class Spool:
         self._found = {key: row for key, row in self._found.items() if wanted(row)}
 
 
-def address(ask: Ask, stage: Stage, version: int) -> str:
+def address(ask: RolloutRequest, stage: RolloutContext, version: int) -> str:
     """All that a played group is a function of: what was asked, of which policy version, on which stage."""
     asked = f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version}"
     return f"{asked} context={stage.context_limit} stage={stage.identity} {stage.sampling}"
@@ -92,7 +94,7 @@ def newest_version(group: Group) -> int:
     return max((int(turn.completion.versions.max(initial=-1)) for turn in turns), default=-1)
 
 
-def _group(row: Mapping[str, Any], ask: Ask) -> Group:
+def _group(row: Mapping[str, Any], ask: RolloutRequest) -> Group:
     trajectories = tuple(_trajectory(item) for item in row["trajectories"])
     return Group(prompt=ask.prompt, trajectories=trajectories, step=ask.step)
 

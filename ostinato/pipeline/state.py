@@ -9,16 +9,16 @@ from signal import Signals
 from typing import Any
 
 from ostinato.model.flops import FlopModel
-from ostinato.pipeline.feed import Late
+from ostinato.pipeline.buffer import Late
 from ostinato.pipeline.rounds import Admission
 from ostinato.pipeline.signals import ENDERS
 
 
-class NoSignal(RuntimeError):
+class NoTrainableSamples(RuntimeError):
     """Too many steps in a row had nothing to learn from."""
 
 
-class TooOld(RuntimeError):
+class StalenessViolation(RuntimeError):
     """A batch has tokens that are older than was allowed, or younger than the trainer: the feed is wrong."""
 
 
@@ -109,4 +109,4 @@ class Finished:
     why: Finish
 
 
-__all__ = ["Finish", "Finished", "LoopState", "NoSignal", "Plan", "TooOld"]
+__all__ = ["Finish", "Finished", "LoopState", "NoTrainableSamples", "Plan", "StalenessViolation"]

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from ostinato.protocols import Tasks
-from ostinato.rollout.play import verdicts
+from ostinato.rollout.rollout import verdicts
 from ostinato.types import Group
 
 

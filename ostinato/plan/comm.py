@@ -1,8 +1,9 @@
 """Bytes that one rank sends in a step, by collective and axis, as ``ostinato.parallel`` sends them.
 
 The unit is a ``Message``: so many equal collectives, each of so many bytes, by the convention of
-``parallel.links``: a ring's gather or reduction of B bytes over n ranks sends B (n - 1) / n, an all-reduce
-twice that; of all-to-all and point to point counts what goes to others. An axis of one rank says nothing.
+``parallel.collectives``: a ring's gather or reduction of B bytes over n ranks sends B (n - 1) / n, an
+all-reduce twice that; of all-to-all and point to point counts what goes to others. An axis of one rank
+says nothing.
 
     enter, leave      rows of a context slice are gathered before what has cut outputs, partial sums are
                       scattered after what has cut inputs: twice per layer, each the other's backward

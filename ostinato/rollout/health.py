@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ostinato.rollout.play import FAILED, fault_name, verdicts
+from ostinato.rollout.rollout import FAILED, fault_name, verdicts
 from ostinato.types import Completion, Group, Stop, Trajectory
 
 

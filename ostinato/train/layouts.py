@@ -13,12 +13,12 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, adapter_shapes
 from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.experts import ExpertParallel
 from ostinato.parallel.fingerprint import parameter_shapes, sharded_fingerprint
 from ostinato.parallel.fsdp import Pieces
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.leaves import ShardedLeaves
-from ostinato.parallel.links import Links
 from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.placement import contiguous, owner_of, slots
 from ostinato.parallel.rows import number_experts, sequence_ops
@@ -51,7 +51,7 @@ def sharded_trainer(
 
     Raises ValueError for a rank that would have nothing to train, and as ``PolicyTrainer`` does.
     """
-    layout, config, links = mesh.layout, decoders[0].config, Links(mesh)
+    layout, config, links = mesh.layout, decoders[0].config, Collectives(mesh)
     pieces = _cut(decoders, links) if layout.shard > 1 else None
     named = _named(decoders, adapters, mesh)
     for decoder in decoders:
@@ -86,7 +86,7 @@ def sharded_trainer(
     )
 
 
-def _cut(decoders: Sequence[Decoder], links: Links) -> Pieces:
+def _cut(decoders: Sequence[Decoder], links: Collectives) -> Pieces:
     """Leave of the matrices the pieces of this rank."""
     pieces = Pieces(links)
     for decoder in decoders:
@@ -94,7 +94,7 @@ def _cut(decoders: Sequence[Decoder], links: Links) -> Pieces:
     return pieces
 
 
-def _experts(layout: Layout, links: Links) -> ExpertParallel | None:
+def _experts(layout: Layout, links: Collectives) -> ExpertParallel | None:
     if layout.expert * layout.expert_tensor == 1:
         return None
     return ExpertParallel(links=links, tensor=layout.expert_tensor)

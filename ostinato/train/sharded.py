@@ -24,9 +24,9 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import Ops
 from ostinato.parallel.chunks import Rows, decoder_chunks
-from ostinato.parallel.everywhere import everywhere
-from ostinato.parallel.links import Links
+from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.mesh import Mesh
+from ostinato.parallel.ragged import all_gather_ragged
 from ostinato.parallel.stages import Forward, Stages
 from ostinato.train.gate import row_counts
 from ostinato.train.heads import head_products
@@ -46,7 +46,7 @@ class ShardedPasses:
     def __init__(
         self,
         mesh: Mesh,
-        links: Links,
+        links: Collectives,
         decoders: Sequence[Decoder],
         adapters: Adapters | None,
         *,
@@ -226,7 +226,7 @@ class ShardedPasses:
 
     def _everywhere(self, shapes: Sequence[Sequence[int]], own: Mapping[int, Tensor]) -> list[Any]:
         device = self._decoders[0].device
-        return everywhere(self._links, shapes, own, dtype=self._wide, device=device)
+        return all_gather_ragged(self._links, shapes, own, dtype=self._wide, device=device)
 
     def _counts(self, parts: Sequence[Inputs], mine: Sequence[Slice], extras: Any) -> list[Tensor | None]:
         """``gate.row_counts`` of all layers and rows: of each rank those of its own add up."""
@@ -246,7 +246,7 @@ class ShardedPasses:
                     counts[:, rows] += row_counts(native[: one.real], carried)
             own[one.index] = counts
         device = self._decoders[0].device
-        found = everywhere(self._links, shapes, own, dtype=torch.int64, device=device)
+        found = all_gather_ragged(self._links, shapes, own, dtype=torch.int64, device=device)
         return [None if part.carried is None else one for part, one in zip(parts, found, strict=True)]
 
     def _choices(self, parts: Sequence[Inputs], mine: Sequence[Slice], extras: Any) -> list[Tensor]:
@@ -283,7 +283,7 @@ class ShardedPasses:
                     rows = slice(one.own.start, one.own.start + one.real)
                     values[rows, self._layers(local)] = told[: one.real].to(dtype)
             own[one.index] = values
-        return everywhere(self._links, shapes, own, dtype=dtype, device=device)
+        return all_gather_ragged(self._links, shapes, own, dtype=dtype, device=device)
 
 
 def _rows(one: Slice) -> Rows:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ostinato.model.packed import PackedAttention
 from ostinato.parallel.chunks import Rows
+from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.links import Links
 from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.rows import Ulysses
 from ostinato.train.inputs import Inputs
@@ -38,7 +38,7 @@ class Slice:
     places: Tensor  # [m] int64: ... these of the R targets
 
 
-def sliced(part: Inputs, index: int, mesh: Mesh, links: Links) -> Slice:
+def sliced(part: Inputs, index: int, mesh: Mesh, links: Collectives) -> Slice:
     """The share of this rank in a microbatch of its data rank."""
     length = len(part.tokens)
     total = length + padding(length, mesh.layout)
@@ -69,7 +69,7 @@ def sliced(part: Inputs, index: int, mesh: Mesh, links: Links) -> Slice:
     )
 
 
-def idle(mesh: Mesh, links: Links) -> Slice:
+def idle(mesh: Mesh, links: Collectives) -> Slice:
     """A pass of a rank that has no microbatch left, so that the others find it in their collectives."""
     total = mesh.layout.row_shards
     context, own = _ranges(total, mesh)

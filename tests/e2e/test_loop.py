@@ -25,7 +25,7 @@ from ostinato.model.flops import FlopModel
 from ostinato.model.lora import AdapterSpec, init_adapters
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finish, Loop, LoopState, Plan
-from ostinato.rollout.play import Stage
+from ostinato.rollout.rollout import RolloutContext
 from ostinato.run import RunFolder
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
@@ -125,7 +125,7 @@ def build(
             flops=FlopModel.of(decoder.config, ADAPTER),
             **plan,
         ),
-        stage=Stage(
+        stage=RolloutContext(
             engine=engine,
             env=TwoTurns,
             grader=Even(),

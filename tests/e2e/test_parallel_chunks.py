@@ -25,8 +25,8 @@ from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapte
 from ostinato.model.packed import PackedAttention
 from ostinato.model.share import placed
 from ostinato.parallel.chunks import Rows, decoder_chunks
+from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.links import Links
 from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.pieces import cut, own_adapters
 from ostinato.parallel.shares import shares_of
@@ -155,7 +155,7 @@ def on_layout(layout: Layout, rank: int, case: Case) -> tuple[Answer, list[Tenso
         adapters = own_adapters(whole.config, shares, adapters.spec, adapters.state_dict())
     for decoder in decoders.values():
         decoder.trainable(adapters is None)
-    links, parts = Links(mesh), microbatches(whole)
+    links, parts = Collectives(mesh), microbatches(whole)
     stages = Stages.at(
         mesh, links, shape=lambda one: (len(one.tokens), whole.config.hidden_size), dtype=whole.dtype
     )

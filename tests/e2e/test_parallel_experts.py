@@ -11,8 +11,8 @@ from ranks import on_ranks
 from small_experts import HIDDEN, Case, assert_same, on_one_rank, on_this_rank, output_here, together
 from torch import Tensor
 
+from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.links import Links
 from ostinato.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def of_ranks(
 ) -> list[tuple[dict[str, Tensor], int, int]]:
     """Of every case the results, and the bytes sent forward and in all."""
     mesh = Mesh(Layout.parse(layout))
-    links, found = Links(mesh), []
+    links, found = Collectives(mesh), []
     for case in given:
         with torch.no_grad():
             output_here(case, links, rank, mesh.layout.expert_tensor)  # as a pass that only scores

@@ -19,9 +19,9 @@ import torch
 from ranks import on_ranks
 from torch import Tensor
 
+from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.follow import of_connection
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.links import Links
 from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.schedule import Schedule, in_flight
 from ostinato.parallel.stages import PipelineBroken, Stages
@@ -82,9 +82,9 @@ def shape_of(part: Tensor) -> tuple[int, int]:
     return len(part), WIDTH
 
 
-def seat(layout: Layout) -> tuple[Stages[Tensor], Links]:
+def seat(layout: Layout) -> tuple[Stages[Tensor], Collectives]:
     mesh = Mesh(layout)
-    links = Links(mesh)
+    links = Collectives(mesh)
     return Stages.at(mesh, links, shape=shape_of, dtype=torch.float64), links
 
 
@@ -220,7 +220,7 @@ def loses(rank: int, world: int, layout: str, lost: int, dies: bool) -> str:
     shape = Layout.parse(layout)
     toy, calls = Toy.fresh(shape), Counter[str]()
     mesh = Mesh(shape, timeout_s=TIMEOUT_S)
-    stages = Stages.at(mesh, Links(mesh), shape=shape_of, dtype=torch.float64)
+    stages = Stages.at(mesh, Collectives(mesh), shape=shape_of, dtype=torch.float64)
 
     def forward(chunk: int, part: Tensor, x: Tensor | None) -> tuple[Tensor, Any]:
         calls["forward"] += 1

@@ -380,7 +380,7 @@ def test_a_run_goes_on_dies_and_is_taken_up_again(run: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("why", "tone", "words"),
     [
-        ("failed: NoSignal", "bad", "failed: NoSignal"),
+        ("failed: NoTrainableSamples", "bad", "failed: NoTrainableSamples"),
         ("terminated", "good", "stopped by SIGTERM"),
         ("hung_up", "good", "the reader of its output, had gone"),
         ("collapsed", "bad", "the policy collapsed"),

@@ -19,11 +19,11 @@ from small_loop import a_spool
 from ostinato.algo.noise import key, uniform
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.env.dialogue import Dialogue
-from ostinato.pipeline.remember import counts, pasts
+from ostinato.pipeline.draft_metrics import counts, pasts
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
 from ostinato.rollout.interrupt import Interruption
-from ostinato.rollout.play import Ask, Stage, play_episode
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play_episode
 from ostinato.run import group_rows
 from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory
 
@@ -99,17 +99,17 @@ def says(*answers: str) -> FakeEngine:
     return FakeEngine(scripted(answer, len(LETTERS)), decode=WORDS.decode, moe=(2, 1))
 
 
-def stage(engine: Any, env: Talk | None = None, **options: Any) -> Stage:
+def stage(engine: Any, env: Talk | None = None, **options: Any) -> RolloutContext:
     chosen = {"sampling": Sampling(max_tokens=1, stop_tokens=(END,)), "context_limit": 64} | options
     chosen.setdefault("interruption", interruption())
-    return Stage(engine=engine, env=lambda prompt: env or Talk(), grader=Parity(), **chosen)
+    return RolloutContext(engine=engine, env=lambda prompt: env or Talk(), grader=Parity(), **chosen)
 
 
-def episode(setting: Stage, seed: tuple[int, ...] = SEED) -> Trajectory:
+def episode(setting: RolloutContext, seed: tuple[int, ...] = SEED) -> Trajectory:
     return asyncio.run(play_episode(setting, PROMPT, seed))
 
 
-def only_answer(setting: Stage, seed: tuple[int, ...] = SEED) -> Completion:
+def only_answer(setting: RolloutContext, seed: tuple[int, ...] = SEED) -> Completion:
     (turn,) = episode(setting, seed).turns
     return turn.completion
 
@@ -381,7 +381,7 @@ def test_health_says_how_many_were_told_and_what_came_of_it() -> None:
 
 def test_the_spool_and_the_log_carry_what_was_put_in(tmp_path: Path) -> None:
     played, _ = interrupted_twice()
-    ask = Ask(prompt=PROMPT, seed=(0, 1, 2), group_size=1, step=1)
+    ask = RolloutRequest(prompt=PROMPT, seed=(0, 1, 2), group_size=1, step=1)
     a_spool(tmp_path / "spool").put("here", group_of(played))
     found = a_spool(tmp_path / "spool").take("here", ask, 0.0)
     assert found is not None
@@ -423,7 +423,7 @@ def test_a_tool_call_behind_the_phrase_is_made() -> None:
     )
     counters: Counter[str] = Counter()
     chat = Prompt(uid="p", messages=({"role": "user", "content": "?"},))
-    setting = Stage(
+    setting = RolloutContext(
         engine=engine,
         env=lambda prompt: Dialogue(
             chat, Words(), tools={"double": lambda x: 2 * x}, max_turns=2, counters=counters

@@ -23,17 +23,17 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.named import model_folder
 from ostinato.model.native import Kernels
-from ostinato.pipeline.remember import pasts
+from ostinato.pipeline.draft_metrics import pasts
 from ostinato.render import Renderer
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import prefilled_tokens, sampled_tokens
 from ostinato.rollout.interrupt import Interruption
-from ostinato.rollout.play import Ask, Stage, play
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
 from ostinato.types import Completion, Group, Prompt, Reward, Sampling, Stop
 
 SIBLINGS = 4
 ASKS = [
-    Ask(prompt=Prompt(uid=f"p{i}", text=text), seed=(0, 1, i), group_size=SIBLINGS, step=1)
+    RolloutRequest(prompt=Prompt(uid=f"p{i}", text=text), seed=(0, 1, i), group_size=SIBLINGS, step=1)
     for i, text in enumerate(["(81 - 3) * 2 = ?", "Q: 17 mod 5\nA: ", "compute 44 % 7 + 90"])
 ]
 
@@ -88,7 +88,7 @@ def played(
     ours: LocalEngine, interruption: Interruption | None, *, turns: int = 1, **sampling: Any
 ) -> list[Group]:
     usual: dict[str, Any] = {"stop_tokens": renderer().stop_tokens}
-    setting = Stage(
+    setting = RolloutContext(
         engine=ours,
         env=lambda prompt: Turns(prompt, turns),
         grader=Parity(),

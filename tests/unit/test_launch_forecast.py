@@ -18,8 +18,8 @@ from ostinato.launch.forecast import goes_on, look, metrics, new_forecaster, out
 from ostinato.observe.ledger import Terms
 from ostinato.observe.report.forecast import forecast_sections
 from ostinato.observe.report.reading import read_run as read_folder
-from ostinato.pipeline.account import add_totals
 from ostinato.pipeline.evaluate import spent_in_steps
+from ostinato.pipeline.step_metrics import add_totals
 from ostinato.run import RunFolder, to_json
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.plan import simulated

@@ -27,7 +27,7 @@ from ostinato.pipeline.evaluate import (
     same_prompts,
     spent_in_steps,
 )
-from ostinato.rollout.play import Stage
+from ostinato.rollout.rollout import RolloutContext
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling
 
 SAMPLING = Sampling(max_tokens=1)
@@ -57,8 +57,8 @@ def uniform(adapters: Any, request: Request, said: Sequence[int]) -> np.ndarray:
     return np.zeros(2)
 
 
-def stage() -> Stage:
-    return Stage(
+def stage() -> RolloutContext:
+    return RolloutContext(
         engine=FakeEngine(uniform),
         env=Once,
         grader=SaysOne(),

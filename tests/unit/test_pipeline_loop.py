@@ -32,8 +32,8 @@ from small_loop import (
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.every import Every
-from ostinato.pipeline.account import tool_rates
-from ostinato.pipeline.loop import Finish, LoopState, NoSignal
+from ostinato.pipeline.loop import Finish, LoopState, NoTrainableSamples
+from ostinato.pipeline.step_metrics import tool_rates
 from ostinato.types import Batch, Group, Request, Reward, StepReport
 
 SHIFTED = Diagnosis(cause=Cause.SHIFTED, overlap=0.5, best=1.0)
@@ -181,7 +181,7 @@ def test_a_changed_recipe_finds_nothing_in_the_spool(tmp_path: Path) -> None:
 def test_zero_variance_everywhere_is_reported_then_a_named_stop(tmp_path: Path) -> None:
     """A reward that never differs: the field's commonest question, 'why does it not learn?'."""
     bench = Bench(tmp_path, grader=IsRight(value=0.0), algorithm=algorithm("dapo"), max_empty_steps=3)
-    with pytest.raises(NoSignal, match="3 steps in a row had nothing to learn from"):
+    with pytest.raises(NoTrainableSamples, match="3 steps in a row had nothing to learn from"):
         bench.run()
     assert [row["frac_reward_zero_std"] for row in bench.rows] == [1.0] * 3
     assert bench.rows[0]["groups/dropped/zero_variance"] == 4

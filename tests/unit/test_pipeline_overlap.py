@@ -36,8 +36,8 @@ from ostinato.config import Recipe
 from ostinato.launch.checks import check
 from ostinato.observe.ledger import Ledger, Terms, read, summary
 from ostinato.observe.timeline import Kind, Span
-from ostinato.pipeline.feed import Late
-from ostinato.pipeline.loop import Finish, LoopState, TooOld
+from ostinato.pipeline.buffer import Late
+from ostinato.pipeline.loop import Finish, LoopState, StalenessViolation
 from ostinato.pipeline.signals import Stalled
 from ostinato.types import Batch, Group, Request, Reward, StepReport
 
@@ -375,7 +375,9 @@ def test_a_batch_that_is_too_old_is_refused_by_name(tmp_path: Path) -> None:
         bench.loop.plan = replace(bench.loop.plan, staleness=0)
 
     bench.observer.on_step = on_step
-    with pytest.raises(TooOld, match=r"tokens that are \[1\] versions old where pipeline\.staleness is 0"):
+    with pytest.raises(
+        StalenessViolation, match=r"tokens that are \[1\] versions old where pipeline\.staleness is 0"
+    ):
         bench.run()
     assert bench.saved[-1][0]["step"] == 1 and len(bench.trainer.ages) == 1
 

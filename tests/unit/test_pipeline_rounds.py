@@ -29,7 +29,7 @@ from ostinato.algo.pack import pack
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.pipeline.credit import assign
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.rollout.play import Ask, play
+from ostinato.rollout.rollout import RolloutRequest, play
 from ostinato.types import Batch, Group, Reward, StepReport
 
 
@@ -101,7 +101,7 @@ def test_without_staleness_the_loop_is_what_it_was(tmp_path: Path) -> None:
     for step in range(1, 5):
         engine.publish(trainer.adapters(), step - 1)
         asks = [
-            Ask(prompt=Stream().prompt(i), seed=(0, step, i), group_size=8, step=step)
+            RolloutRequest(prompt=Stream().prompt(i), seed=(0, step, i), group_size=8, step=step)
             for i in range(4 * step - 4, 4 * step)
         ]
         groups = [item.group for item in asyncio.run(play(stage, asks))]

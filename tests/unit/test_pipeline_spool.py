@@ -13,7 +13,7 @@ from small_loop import a_spool
 
 from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.spool import Spool, address, newest_version
-from ostinato.rollout.play import Ask, Stage
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest
 from ostinato.run import JsonlZst, RunFolder
 from ostinato.types import (
     NO_EXPERT,
@@ -33,8 +33,8 @@ PROMPT = Prompt(
 )  # columns need not be JSON: they are not stored
 
 
-def ask(step: int = 1) -> Ask:
-    return Ask(prompt=PROMPT, seed=(0, step, 5), group_size=2, step=step)
+def ask(step: int = 1) -> RolloutRequest:
+    return RolloutRequest(prompt=PROMPT, seed=(0, step, 5), group_size=2, step=step)
 
 
 def routes(rng: np.random.Generator, rows: int) -> np.ndarray:
@@ -164,7 +164,7 @@ def test_an_end_torn_by_a_kill_costs_one_group(tmp_path: Path) -> None:
 def test_the_address_names_everything_that_a_group_depends_on() -> None:
     """Whose weights sampled was not in it: a run resumed with an int8 engine took up bf16 rollouts."""
     sampling, unused = Sampling(max_tokens=4), cast(Any, None)
-    stage = Stage(
+    stage = RolloutContext(
         engine=unused, env=unused, grader=unused, sampling=sampling, context_limit=64, identity="bf16"
     )
     base = address(ask(), stage, 0)

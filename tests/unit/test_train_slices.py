@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.layout import Coords, Layout
-from ostinato.parallel.links import Links
 from ostinato.train.inputs import Inputs
 from ostinato.train.slices import Slice, idle, padding, sliced
 from ostinato.types import NO_EXPERT, Microbatch, Segment
@@ -66,7 +66,7 @@ def part_of(rows: int, targets: int, seed: int) -> Inputs:
 def all_ranks(layout: Layout, part: Inputs) -> list[Slice]:
     """Of the ranks of one data rank, in order of context and tensor."""
     seats = [Seat(layout, layout.coords(rank)) for rank in range(layout.row_shards)]
-    return [sliced(part, 0, seat, Links(seat)) for seat in seats]  # type: ignore[arg-type]
+    return [sliced(part, 0, seat, Collectives(seat)) for seat in seats]  # type: ignore[arg-type]
 
 
 LAYOUTS = st.sampled_from(["1", "t2", "c2", "t2c2", "t3c2", "c4t2"])
@@ -101,6 +101,6 @@ def test_an_idle_pass_is_padding_alone(text: str) -> None:
     layout = Layout.parse(text)
     for rank in range(layout.row_shards):
         seat = Seat(layout, layout.coords(rank))
-        one = idle(seat, Links(seat))  # type: ignore[arg-type]
+        one = idle(seat, Collectives(seat))  # type: ignore[arg-type]
         assert one.source is None and one.real == 0 and not len(one.predictors) and not len(one.places)
         assert len(one.own) == 1 and len(one.rows.tokens) == layout.tensor

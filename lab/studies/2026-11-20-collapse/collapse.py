@@ -49,7 +49,7 @@ from ostinato.pipeline.observer import Silent
 from ostinato.protocols import Trainer
 from ostinato.render import Renderer
 from ostinato.reward.verify import exact
-from ostinato.rollout.play import Stage
+from ostinato.rollout.rollout import RolloutContext
 from ostinato.run import RunFolder
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer, TrainingStopped
@@ -372,10 +372,10 @@ def new_trainer(world: World, adapters: Adapters, arm: Arm) -> PolicyTrainer:
     )
 
 
-def stage(world: World, decoder: Decoder, kernels: Kernels) -> Stage:
+def stage(world: World, decoder: Decoder, kernels: Kernels) -> RolloutContext:
     """Where episodes are played: a new engine on ``decoder``."""
     renderer, setting = world.renderer, world.setting
-    return Stage(
+    return RolloutContext(
         engine=LocalEngine(
             decoder,
             kernels=kernels,
@@ -404,7 +404,7 @@ def plan(setting: Setting, seed: int) -> Plan:
     )
 
 
-def held_out(world: World, at: Stage, adapters: Adapters | None) -> float:
+def held_out(world: World, at: RolloutContext, adapters: Adapters | None) -> float:
     """The share of right answers to the fixed problems, with the same noise in all runs."""
     engine = at.engine
     engine.publish(adapters, 0)

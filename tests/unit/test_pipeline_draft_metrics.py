@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.pipeline.remember import CONTEXT, Likeness, counts, course, pasts
+from ostinato.pipeline.draft_metrics import CONTEXT, Likeness, counts, course, pasts
 from ostinato.types import (
     Completion,
     Group,

@@ -1,7 +1,7 @@
 """Play episodes, and grade siblings as soon as the last of them has ended.
 
     play            one task per prompt, all at once: the engine batches what it is asked
-      play_group    G episodes; their first turns are one call, so the engine computes their prompt once;
+      rollout_group    G episodes; their first turns are one call, so the engine computes their prompt once;
                     every later turn is a call of its own, made the moment the environment has answered
         grade       while other groups are still being generated
 
@@ -52,7 +52,7 @@ class Drop(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class RolloutContext:
     """Where episodes are played, and how."""
 
     engine: Engine
@@ -69,7 +69,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ask:
+class RolloutRequest:
     """A group to be played. Member k is seeded (*seed, k)."""
 
     prompt: Prompt
@@ -79,7 +79,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Played:
+class RolloutResult:
     """A graded group, and when (``time.perf_counter``) its last token and its last verdict came."""
 
     group: Group
@@ -90,15 +90,17 @@ class Played:
 
 
 async def play(
-    stage: Stage, asks: Sequence[Ask], on_group: Callable[[int, Played], None] = lambda index, played: None
-) -> list[Played]:
+    stage: RolloutContext,
+    asks: Sequence[RolloutRequest],
+    on_group: Callable[[int, RolloutResult], None] = lambda index, played: None,
+) -> list[RolloutResult]:
     """Play all groups at once and return them in the order asked; ``on_group`` sees each as it finishes.
 
     A cancelled or failed call leaves no episode running.
     """
 
-    async def one(index: int) -> Played:
-        played = await play_group(stage, asks[index])
+    async def one(index: int) -> RolloutResult:
+        played = await rollout_group(stage, asks[index])
         on_group(index, played)
         return played
 
@@ -109,7 +111,9 @@ async def play(
         await end_tasks(tasks)
 
 
-async def play_group(stage: Stage, ask: Ask, generated: Callable[[], None] = lambda: None) -> Played:
+async def rollout_group(
+    stage: RolloutContext, ask: RolloutRequest, generated: Callable[[], None] = lambda: None
+) -> RolloutResult:
     """The siblings of one prompt, played and graded together; ``generated`` is called in between."""
     episodes = [_Episode(stage, ask.prompt, (*ask.seed, k)) for k in range(ask.group_size)]
     await _play_together(stage.engine, episodes)
@@ -117,11 +121,11 @@ async def play_group(stage: Stage, ask: Ask, generated: Callable[[], None] = lam
     generated()
     trajectories = tuple(episode.trajectory() for episode in episodes)
     group = await grade(stage.grader, Group(prompt=ask.prompt, trajectories=trajectories, step=ask.step))
-    return Played(group=group, generated_at=generated_at, graded_at=time.perf_counter())
+    return RolloutResult(group=group, generated_at=generated_at, graded_at=time.perf_counter())
 
 
-async def play_episode(stage: Stage, prompt: Prompt, seed: tuple[int, ...]) -> Trajectory:
-    """One episode by itself, ungraded: what each member of ``play_group`` does, one call at a time."""
+async def play_episode(stage: RolloutContext, prompt: Prompt, seed: tuple[int, ...]) -> Trajectory:
+    """One episode by itself, ungraded: what each member of ``rollout_group`` does, one call at a time."""
     episode = _Episode(stage, prompt, seed)
     await _play_on(stage.engine, episode)
     return episode.trajectory()
@@ -169,7 +173,7 @@ def fault_name(sentence: str) -> str:
 class _Episode:
     """One episode under way: ``request`` is what the engine is to answer next, None when it is over."""
 
-    def __init__(self, stage: Stage, prompt: Prompt, seed: tuple[int, ...]) -> None:
+    def __init__(self, stage: RolloutContext, prompt: Prompt, seed: tuple[int, ...]) -> None:
         self.request: Request | None = None
         self._stage, self._seed, self._uid = stage, seed, prompt.uid
         self._turns: list[Turn] = []

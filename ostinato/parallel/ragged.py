@@ -8,11 +8,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ostinato.parallel.links import Links
+from ostinato.parallel.collectives import Collectives
 
 
-def everywhere(
-    links: Links,
+def all_gather_ragged(
+    links: Collectives,
     shapes: Sequence[Sequence[int]],
     own: Mapping[int, Tensor],
     *,
@@ -32,4 +32,4 @@ def everywhere(
     return views
 
 
-__all__ = ["everywhere"]
+__all__ = ["all_gather_ragged"]

@@ -69,7 +69,7 @@ class Pending:
         return self.tensor
 
 
-class Links:
+class Collectives:
     """The collectives of one rank, over the groups of its mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -194,7 +194,7 @@ class Links:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, links: Links, axis: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, links: Collectives, axis: str) -> Tensor:
         ctx.links, ctx.axis = links, axis
         return links.gathered(x, axis)
 
@@ -206,7 +206,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, links: Links, axis: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, links: Collectives, axis: str) -> Tensor:
         ctx.links, ctx.axis = links, axis
         return links.scattered(x, axis)
 
@@ -218,7 +218,7 @@ class _Scatter(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, links: Links, axis: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, links: Collectives, axis: str) -> Tensor:
         return links.sum_(x.clone(memory_format=torch.contiguous_format), axis)
 
     @staticmethod
@@ -230,7 +230,7 @@ class _Sum(torch.autograd.Function):
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, links: Links, sent: tuple[int, ...], received: tuple[int, ...], axis: str
+        ctx: Any, x: Tensor, links: Collectives, sent: tuple[int, ...], received: tuple[int, ...], axis: str
     ) -> Tensor:
         ctx.links, ctx.sent, ctx.received, ctx.axis = links, sent, received, axis
         return links.exchanged(x, sent, received, axis)
@@ -241,4 +241,4 @@ class _Exchange(torch.autograd.Function):
         return ctx.links.exchanged(grad, ctx.received, ctx.sent, ctx.axis), None, None, None, None
 
 
-__all__ = ["Links", "Pending", "Traffic"]
+__all__ = ["Collectives", "Pending", "Traffic"]

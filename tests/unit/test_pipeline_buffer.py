@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.pipeline.feed import Choice, Late, Rule
+from ostinato.pipeline.buffer import AdmissionRule, Late, Selection
 from ostinato.pipeline.rounds import Admission
 
 
@@ -17,7 +17,7 @@ class World:
     """Groups by place. A move lets one end, perhaps kills one (the policy of now plays it anew), or
     trains."""
 
-    def __init__(self, rule: Rule, seed: int, kills: float = 0.0) -> None:
+    def __init__(self, rule: AdmissionRule, seed: int, kills: float = 0.0) -> None:
         self.rule, self.random, self.kills = rule, random.Random(seed), kills
         self.held: dict[int, Admission] = {}
         self.finished = self.admitted = self.dropped = 0
@@ -30,7 +30,7 @@ class World:
                 self.held[self.admitted] = Admission(round, self.admitted, self.finished, self.finished)
                 self.admitted += 1
 
-    def move(self) -> Choice:
+    def move(self) -> Selection:
         self.admit()
         choice = self.rule.choose(list(self.held.values()), self.finished)
         if choice.awaited:
@@ -50,7 +50,7 @@ class World:
             anew = self.held[place]._replace(step=self.finished, version=self.finished, ended=False)
             self.held[place] = anew
 
-    def train(self, choice: Choice) -> None:
+    def train(self, choice: Selection) -> None:
         for place in choice.stale:
             del self.held[place]
         self.dropped += len(choice.stale)
@@ -69,7 +69,7 @@ def ages(world: World) -> list[int]:
 
 
 RULES = st.builds(
-    Rule,
+    AdmissionRule,
     prompts=st.integers(1, 4),
     staleness=st.integers(0, 4),
     steps=st.integers(1, 9),
@@ -81,7 +81,7 @@ RULES = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(RULES, st.integers(0, 10**6), st.sampled_from([0.0, 0.2, 0.7]))
 def test_no_group_is_too_old_whatever_ends_first_and_whoever_is_killed(
-    rule: Rule, seed: int, kills: float
+    rule: AdmissionRule, seed: int, kills: float
 ) -> None:
     """And every batch has its N groups, of which each was trained on once; to wait drops nothing."""
     world = World(rule, seed, kills)
@@ -96,11 +96,13 @@ def test_no_group_is_too_old_whatever_ends_first_and_whoever_is_killed(
 
 @settings(max_examples=50, deadline=None)
 @given(RULES, st.integers(0, 10**6))
-def test_who_is_late_is_waited_for_and_nobody_else(rule: Rule, seed: int) -> None:
+def test_who_is_late_is_waited_for_and_nobody_else(rule: AdmissionRule, seed: int) -> None:
     """As N groups are admitted after each step and (k + 1) N are on their way, a batch is the whole round
     that was admitted k steps before, but for the first k + 1 steps, which share what was admitted at the
     start."""
-    world = World(Rule(prompts=rule.prompts, staleness=rule.staleness, steps=rule.steps, overlap=True), seed)
+    world = World(
+        AdmissionRule(prompts=rule.prompts, staleness=rule.staleness, steps=rule.steps, overlap=True), seed
+    )
     while world.finished < rule.steps:
         world.admit()
         held, finished = dict(world.held), world.finished
@@ -120,7 +122,7 @@ def test_without_overlap_it_is_rounds_in_lockstep(
 ) -> None:
     """The twin: step s trains on places (s - 1) N to s N - 1, and round r is admitted when round r - 1 has
     ended and at most k steps before its own."""
-    world = World(Rule(prompts=prompts, staleness=staleness, steps=steps), seed)
+    world = World(AdmissionRule(prompts=prompts, staleness=staleness, steps=steps), seed)
     while world.finished < steps:
         before = world.admitted
         running = sum(not one.ended for one in world.held.values())
@@ -139,24 +141,24 @@ def held(*groups: tuple[int, int, bool]) -> list[Admission]:
 
 def test_a_batch_by_hand() -> None:
     """k = 1, two groups a step. After one step place 1 is due; 2 and 3 are not, and have ended."""
-    rule = Rule(prompts=2, staleness=1, steps=9, overlap=True)
+    rule = AdmissionRule(prompts=2, staleness=1, steps=9, overlap=True)
     some = held((1, 0, False), (2, 1, True), (3, 1, True))
-    assert rule.choose(some, 1) == Choice(awaited=(1,))
-    dropping = Rule(prompts=2, staleness=1, steps=9, overlap=True, late=Late.DROP)
-    assert dropping.choose(some, 1) == Choice(batch=(2, 3), stale=(1,))
+    assert rule.choose(some, 1) == Selection(awaited=(1,))
+    dropping = AdmissionRule(prompts=2, staleness=1, steps=9, overlap=True, late=Late.DROP)
+    assert dropping.choose(some, 1) == Selection(batch=(2, 3), stale=(1,))
     assert dropping.room(some, 1) == 1  # of four
-    assert rule.choose(held((1, 0, True), (2, 1, False), (3, 1, True)), 1) == Choice(batch=(1, 3))
+    assert rule.choose(held((1, 0, True), (2, 1, False), (3, 1, True)), 1) == Selection(batch=(1, 3))
 
 
 def test_a_step_does_not_leave_more_behind_than_the_next_ones_can_take() -> None:
     """k = 2, one group a step. 0 and 1 have to be trained on in this step and the next; 2, which has ended,
     would take the place of one of them."""
-    rule = Rule(prompts=1, staleness=2, steps=9, overlap=True)
-    assert rule.choose(held((0, 0, False), (1, 0, False), (2, 1, True)), 1) == Choice(awaited=(0, 1))
-    assert rule.choose(held((0, 0, False), (1, 1, False), (2, 1, True)), 1) == Choice(batch=(2,))
+    rule = AdmissionRule(prompts=1, staleness=2, steps=9, overlap=True)
+    assert rule.choose(held((0, 0, False), (1, 0, False), (2, 1, True)), 1) == Selection(awaited=(0, 1))
+    assert rule.choose(held((0, 0, False), (1, 1, False), (2, 1, True)), 1) == Selection(batch=(2,))
 
 
-def overdue_slow(rule: Rule, left: Sequence[Admission], finished: int) -> set[int]:
+def overdue_slow(rule: AdmissionRule, left: Sequence[Admission], finished: int) -> set[int]:
     """By counting, deadline after deadline."""
     for steps in range(rule.staleness + 1):
         due = [one for one in left if rule.deadline(one) <= finished + steps]
@@ -175,7 +177,7 @@ def test_who_is_overdue_against_the_slow_twin(
     finished = 4
     some = held(*((place, min(finished, step), ended) for place, (step, ended) in enumerate(groups)))
     some = [one for one in some if one.step + staleness >= finished]
-    rule = Rule(prompts=prompts, staleness=staleness, steps=99, overlap=True)
+    rule = AdmissionRule(prompts=prompts, staleness=staleness, steps=99, overlap=True)
     order = sorted((one for one in some if one.ended), key=lambda one: (one.step, one.place))
     batch = [one.place for one in order[:prompts]]
     left = [one for one in some if one.place not in batch]
@@ -185,12 +187,12 @@ def test_who_is_overdue_against_the_slow_twin(
     if late or len(batch) < min(prompts, len(some)):
         assert set(choice.awaited) == (late or running)
     else:
-        assert choice == Choice(batch=tuple(sorted(batch)))
+        assert choice == Selection(batch=tuple(sorted(batch)))
 
 
 def test_nobody_on_the_way_is_neither_a_batch_nor_a_wait() -> None:
     for overlap in (False, True):
-        assert Rule(prompts=2, staleness=1, steps=9, overlap=overlap).choose([], 3) == Choice()
+        assert AdmissionRule(prompts=2, staleness=1, steps=9, overlap=overlap).choose([], 3) == Selection()
 
 
 @pytest.mark.parametrize(
@@ -202,5 +204,5 @@ def test_a_recipe_that_was_changed_finds_who_is_too_old_by_now(
     """Two rounds of two were admitted after one and after two steps; three are finished. With less staleness,
     or fewer groups a step, some would wait too long, one behind the other."""
     some = held((0, 1, True), (1, 1, True), (2, 2, True), (3, 2, True))
-    rule = Rule(prompts=prompts, staleness=staleness, steps=9, overlap=True)
+    rule = AdmissionRule(prompts=prompts, staleness=staleness, steps=9, overlap=True)
     assert rule.too_old(some, 3) == late

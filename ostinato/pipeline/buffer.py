@@ -17,7 +17,7 @@ behind than the steps until some deadline can take. Then it waits for these ("wa
 answers are not selected against), or goes on as soon as N have ended and drops what is too late ("drop").
 Throttling alone would not bound the lag: an answer may take longer than k steps.
 
-``Rule`` is pure; ``Feed`` has the tasks.
+``AdmissionRule`` is pure; ``RolloutBuffer`` has the tasks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ostinato.pipeline.rounds import Admission, Rounds
-from ostinato.rollout.play import Played, end_tasks
+from ostinato.rollout.rollout import RolloutResult, end_tasks
 from ostinato.types import Group
 
 MOST_NAMED = 5  # groups, in a sentence
@@ -43,7 +43,7 @@ class Late(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Selection:
     """By place in the stream: whom a step trains on, in the order of the stream; who is dropped; whom it has
     to wait for, and then the others are empty. All are empty when nobody is on the way."""
 
@@ -53,7 +53,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class AdmissionRule:
     """The arithmetic above, for a run of ``steps`` steps of ``prompts`` groups."""
 
     prompts: int
@@ -77,20 +77,20 @@ class Rule:
         """Finished steps after which ``one`` can be trained on for the last time."""
         return one.step + self.staleness
 
-    def choose(self, held: Sequence[Admission], finished: int) -> Choice:
+    def choose(self, held: Sequence[Admission], finished: int) -> Selection:
         """Of those on their way, the batch of the step that follows ``finished`` ones."""
         running, size = [one for one in held if not one.ended], min(self.prompts, len(held))
         if not self.overlap:
-            return Choice(awaited=_places(running)) if running else Choice(batch=_places(held)[:size])
+            return Selection(awaited=_places(running)) if running else Selection(batch=_places(held)[:size])
         ended = (one for one in held if one.ended)
         batch = set(sorted(ended, key=lambda one: (self.deadline(one), one.place))[:size])
         left = [one for one in held if one not in batch]
         waits = self.late == Late.WAIT
         awaited = [one for one in self._overdue(left, finished) if not one.ended] if waits else []
         if awaited or len(batch) < size:
-            return Choice(awaited=_places(awaited or running))
+            return Selection(awaited=_places(awaited or running))
         late = [] if waits else [one for one in left if self.deadline(one) <= finished]
-        return Choice(batch=_places(batch), stale=_places(late))
+        return Selection(batch=_places(batch), stale=_places(late))
 
     def _overdue(self, left: Sequence[Admission], finished: int) -> list[Admission]:
         """Who is left behind by a batch, where up to some deadline they are more than the steps until then
@@ -117,7 +117,7 @@ def _places(some: Iterable[Admission]) -> tuple[int, ...]:
     return tuple(sorted(one.place for one in some))
 
 
-def _broken(task: asyncio.Task[Played]) -> bool:
+def _broken(task: asyncio.Task[RolloutResult]) -> bool:
     return task.cancelled() or task.exception() is not None
 
 
@@ -128,28 +128,28 @@ class _Held:
     admission: Admission
     since: float  # ``time.perf_counter``, of its stage
     stage: str = "playing"
-    task: asyncio.Task[Played] | None = None
-    played: Played | None = None
+    task: asyncio.Task[RolloutResult] | None = None
+    played: RolloutResult | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class TrainBatch:
     """What a step gets, in the order of the stream."""
 
-    batch: Sequence[Played]
-    stale: Sequence[Played]  # dropped after they had ended
+    batch: Sequence[RolloutResult]
+    stale: Sequence[RolloutResult]  # dropped after they had ended
     num_stale: int  # dropped, those that had not ended too
     num_admitted: int  # from the stream, since the step before
     num_anew: int  # of an earlier process, since then: their policy is gone, and another plays them
 
 
 @dataclass(kw_only=True)
-class Feed:
+class RolloutBuffer:
     """Admits groups, and hands out batches of them. ``cursor`` is the place of the stream that comes next,
     which ``retired`` have left; ``leaving`` says who leaves by the groups that have ended (None: nobody ever
     does). ``on_progress`` is called whenever a group gets on."""
 
-    rule: Rule
+    rule: AdmissionRule
     rounds: Rounds
     cursor: int
     retired: Sequence[str]
@@ -158,9 +158,9 @@ class Feed:
     _held: dict[int, _Held] = field(default_factory=dict)  # by place; without those that are trained on
     _training: Sequence[Admission] = ()
     _lost: list[Admission] = field(default_factory=list)  # on their way once, to be played anew
-    _fresh: dict[int, Played] = field(default_factory=dict)  # by place
-    _unjudged: dict[int, Played] = field(default_factory=dict)  # may still make their prompts leave
-    _given_up: set[asyncio.Task[Played]] = field(default_factory=set)
+    _fresh: dict[int, RolloutResult] = field(default_factory=dict)  # by place
+    _unjudged: dict[int, RolloutResult] = field(default_factory=dict)  # may still make their prompts leave
+    _given_up: set[asyncio.Task[RolloutResult]] = field(default_factory=set)
     _news: asyncio.Event = field(default_factory=asyncio.Event)  # somebody has ended
     _num_admitted: int = 0
     _num_anew: int = 0
@@ -205,7 +205,7 @@ class Feed:
         """Is nobody on the way, and has everybody left the stream?"""
         return not self.ahead and not self.rounds.places(self.cursor, self._left, 1)
 
-    async def batch(self, finished: int, version: int) -> Taken:
+    async def batch(self, finished: int, version: int) -> TrainBatch:
         """What the step after ``finished`` ones trains on; until then groups are admitted to the policy
         ``version``."""
         while True:
@@ -227,7 +227,7 @@ class Feed:
             for one in new:
                 self._begin(one)
 
-    def fresh(self) -> list[Played]:
+    def fresh(self) -> list[RolloutResult]:
         """Who has ended since this was last asked, in the order of the stream: what the row of a step pays
         for."""
         self._hear()
@@ -268,7 +268,7 @@ class Feed:
     def _admissions(self) -> list[Admission]:
         return [one.admission for one in self._held.values()]
 
-    def _tasks(self) -> list[asyncio.Task[Played]]:
+    def _tasks(self) -> list[asyncio.Task[RolloutResult]]:
         return [one.task for one in self._held.values() if one.task is not None]
 
     def _hear(self) -> None:
@@ -321,7 +321,7 @@ class Feed:
             held.stage, held.since = "grading", time.perf_counter()
             self.on_progress()
 
-        async def play() -> Played:
+        async def play() -> RolloutResult:
             played = await self.rounds.play(one, since=held.since, generated=generated)
             self.on_progress()
             return played
@@ -329,7 +329,7 @@ class Feed:
         held.task = asyncio.create_task(play())
         held.task.add_done_callback(lambda task: self._news.set())
 
-    def _take(self, choice: Choice, finished: int, version: int) -> Taken:
+    def _take(self, choice: Selection, finished: int, version: int) -> TrainBatch:
         batch, stale = ([self._held.pop(place) for place in some] for some in (choice.batch, choice.stale))
         for one in stale:
             if one.task is not None:
@@ -339,7 +339,7 @@ class Feed:
         self._training = [one.admission for one in batch]
         if stale:
             self.admit(finished, version)  # their places are free again
-        taken = Taken(
+        taken = TrainBatch(
             batch=[one.played for one in batch if one.played is not None],
             stale=[one.played for one in stale if one.played is not None],
             num_stale=len(stale),
@@ -350,4 +350,4 @@ class Feed:
         return taken
 
 
-__all__ = ["Admission", "Choice", "Feed", "Late", "Rule", "Taken"]
+__all__ = ["Admission", "AdmissionRule", "Late", "RolloutBuffer", "Selection", "TrainBatch"]

@@ -18,7 +18,7 @@ from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.credit import Credit
 from ostinato.pipeline.work import batch_work, needed_work, rollout_work, step_flops
 from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
-from ostinato.rollout.play import Played
+from ostinato.rollout.rollout import RolloutResult
 from ostinato.routes import route_bytes
 from ostinato.types import Batch, Group, StepReport
 
@@ -48,7 +48,7 @@ class Clock:
         self._step, self._unix, self._worker = step, unix, worker
         self._seconds = {"rollout": 0.0, "reward": 0.0, "train": 0.0, "measure": 0.0}
 
-    def rollouts(self, played: Sequence[Played]) -> None:
+    def rollouts(self, played: Sequence[RolloutResult]) -> None:
         generated = max((item.generated_at for item in played), default=self.start)
         graded = max((item.graded_at for item in played), default=self.start)
         self._seconds["rollout"] = generated - self.start

@@ -20,7 +20,9 @@ from small_loop import TEN_A_ROW, Bench, Dies, Killed, as_saved, send
 from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.observe.ledger import Ledger, SteadyClock, Summary, Terms, read, summary
 from ostinato.observe.timeline import Kind, Span, pool_of
-from ostinato.pipeline.account import (
+from ostinato.pipeline.credit import Credit
+from ostinato.pipeline.loop import LoopState
+from ostinato.pipeline.step_metrics import (
     MONEY,
     Clock,
     Costs,
@@ -34,8 +36,6 @@ from ostinato.pipeline.account import (
     token_counts,
     trained_tokens,
 )
-from ostinato.pipeline.credit import Credit
-from ostinato.pipeline.loop import LoopState
 from ostinato.run import RunFolder
 from ostinato.types import (
     Batch,

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from reference.fake_engine import FakeEngine, scripted
 
-from ostinato.rollout.play import (
-    Ask,
+from ostinato.rollout.rollout import (
     Drop,
-    Stage,
+    RolloutContext,
+    RolloutRequest,
     drop_reason,
     fault_name,
     play,
     play_episode,
-    play_group,
+    rollout_group,
     verdicts,
 )
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling, Stop
@@ -71,8 +71,8 @@ def answers(*lengths: int) -> FakeEngine:
 
 def stage(
     engine: Any, env: Callable[[Prompt], Any] | None = None, grader: Any = None, **options: Any
-) -> Stage:
-    return Stage(
+) -> RolloutContext:
+    return RolloutContext(
         engine=engine,
         env=env or (lambda prompt: Talk([5, 6])),
         grader=grader or CountTokens(),
@@ -80,12 +80,12 @@ def stage(
     )
 
 
-def ask(group_size: int, index: int = 0) -> Ask:
-    return Ask(prompt=PROMPT, seed=(0, 1, index), group_size=group_size, step=1)
+def ask(group_size: int, index: int = 0) -> RolloutRequest:
+    return RolloutRequest(prompt=PROMPT, seed=(0, 1, index), group_size=group_size, step=1)
 
 
-def play_one(stage: Stage, group_size: int) -> Group:
-    return asyncio.run(play_group(stage, ask(group_size))).group
+def play_one(stage: RolloutContext, group_size: int) -> Group:
+    return asyncio.run(rollout_group(stage, ask(group_size))).group
 
 
 def test_siblings_ask_in_one_call_and_keep_their_order() -> None:
