@@ -19,13 +19,13 @@ from rich.table import Table
 
 from lab.harness import ModelBench, Result, Say, columns, option
 from lab.rollout_worker import roofline_s
-from lab.settings import our_threads
+from lab.settings import native_kernels, our_threads
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.paged import KVStore
 from ostinato.engine.runner import Runner
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.types import Request, Sampling
 
 
@@ -41,11 +41,7 @@ class Decode(ModelBench):
 
     def measure(self, say: Say) -> dict[str, Any]:
         torch.set_num_threads(our_threads())
-        try:
-            kernels = load()
-        except BuildError as error:
-            say(f"without native kernels: {error}")
-            kernels = None
+        kernels = native_kernels()
         decoder = load_model(self.folder, dtype=getattr(torch, self.dtype), device="cpu", fp32_head=True)
         rows = []
         for batch in self.batches:

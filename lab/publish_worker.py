@@ -19,9 +19,9 @@ import torch
 
 from lab.contender import serve
 from lab.memory import mapped, proportional
+from lab.settings import native_kernels
 from ostinato.engine.local import LocalEngine
 from ostinato.model.hf import load_model
-from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.shared import shared_file, shared_model
 from ostinato.model.wire import unpack
 from ostinato.types import Request, Sampling
@@ -35,7 +35,7 @@ def main() -> None:
     folder, dtype = Path(task["folder"]), getattr(torch, task["dtype"])
     shared = Path(task["shared"]) if task["shared"] else None
     decoder = shared_model(folder, dtype, folder=shared) if shared else load_model(folder, dtype)
-    engine = LocalEngine(decoder, kernels=_kernels(), kv_memory_mb=64, context_limit=256)
+    engine = LocalEngine(decoder, kernels=native_kernels(), kv_memory_mb=64, context_limit=256)
     base = shared_file(folder, dtype, shared) if shared else None
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
@@ -74,14 +74,6 @@ def sampled(engine: LocalEngine, tokens: int) -> list[list[int]]:
         return {index: done.tokens.tolist() async for index, done in engine.generate(requests)}
 
     return [tokens for _, tokens in sorted(asyncio.run(answers()).items())]
-
-
-def _kernels() -> Kernels | None:
-    try:
-        return load()
-    except BuildError as error:
-        print(f"without native kernels: {error}", file=sys.stderr)
-        return None
 
 
 if __name__ == "__main__":

@@ -16,23 +16,20 @@ import numpy as np
 import torch
 
 from lab.contender import serve
+from lab.settings import native_kernels
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.sampler import sample
 from ostinato.engine.sequences import Settings
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import Kernels
 from ostinato.types import Request, Sampling
 
 
 def main() -> None:
     folder, dtype, context = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(int(sys.argv[4]))
-    try:
-        kernels = load()
-    except BuildError as error:
-        kernels = None
-        print(f"without native kernels: {error}", file=sys.stderr)
+    kernels = native_kernels()
     decoder = load_model(folder, dtype=dtype, device="cpu", fp32_head=True)
     engine = LocalEngine(decoder, kernels=kernels, kv_memory_mb=1024, context_limit=context)
     version = 0

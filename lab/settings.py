@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ostinato import isa
 from ostinato.config import Recipe
 from ostinato.engine.threads import logical_cores
+
+if TYPE_CHECKING:
+    from ostinato.model.native import Kernels
 
 # what makes one processor's matrix products another's, as /proc/cpuinfo names it
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
@@ -117,6 +121,17 @@ def folder_of(model: str) -> Path:
     from ostinato.model.named import model_folder
 
     return Path(model_folder(model))
+
+
+def native_kernels() -> Kernels | None:
+    """None, and a line on standard error, where they cannot be compiled."""
+    from ostinato.model.native import BuildError, load
+
+    try:
+        return load()
+    except BuildError as error:
+        print(f"without native kernels: {error}", file=sys.stderr)
+        return None
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from lab.settings import native_kernels
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import pack
 from ostinato.engine.local import LocalEngine
 from ostinato.model.hf import load_model
 from ostinato.model.lora import AdapterSpec, init_adapters
-from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.ops import TORCH_OPS
 from ostinato.pipeline.credit import assign
 from ostinato.render import Renderer
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def run(task: Mapping[str, Any]) -> dict[str, Any]:
-    kernels = _kernels()
+    kernels = native_kernels()
     dtype = getattr(torch, task["dtype"])
     decoder = load_model(task["folder"], dtype=dtype, device="cpu", fp32_head=True)
     renderer = Renderer(Path(task["folder"]))
@@ -106,14 +106,6 @@ async def rollouts(
         Group(prompt=prompt, trajectories=tuple(done[index * group + m] for m in range(group)), step=step)
         for index, prompt in enumerate(prompts)
     ]
-
-
-def _kernels() -> Kernels | None:
-    try:
-        return load()
-    except BuildError as error:
-        print(f"without native kernels: {error}", file=sys.stderr)
-        return None
 
 
 if __name__ == "__main__":

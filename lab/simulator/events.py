@@ -41,10 +41,8 @@ class Setup:
     mode: Mode = Mode.PIPELINE
     policy: Policy = Policy.LEAST_LOADED
     oracle: bool = False  # true lengths in place of predictions
-    trained_s: tuple[float, ...] = ()  # recorded, of each step; from the first again where there are more
     train_s: float = 0.0  # of a step, beside ...
     train_token_s: float = 0.0  # ... and of each of its sampled tokens
-    books_s: float = 0.0  # of the loop's own after a step, in which the trainer is idle
     publish_s: float = 0.0  # that a sampler pauses when weights change
     grade_s: float = 0.0  # of a group
     graders: int = 0  # 0: nobody waits for one
@@ -215,10 +213,8 @@ class Simulation:
         if self.batch:
             tokens = sum(self.answers.tokens(group) for _, group in self.batch)
             seconds = self.setup.train_s + self.setup.train_token_s * tokens
-            if recorded := self.setup.trained_s:
-                seconds += recorded[self.gate.finished % len(recorded)]
             self.train_busy += seconds
-            self.push(self.now + seconds + self.setup.books_s, _TRAINED)
+            self.push(self.now + seconds, _TRAINED)
             if self.setup.mode is Mode.PARTIAL:
                 for sampler in self.samplers:
                     sampler.settle(self.now)
