@@ -60,3 +60,53 @@ def test_classes_can_be_read() -> None:
         and (size := (node.end_lineno or 0) - node.lineno + 1) > STILL_LONG.get(node.name, MAX_CLASS_LINES)
     ]
     assert not long, "\n".join(long)
+
+
+# Lines of Python: what was reached on 2026-11-23. The aims are 40,000 for the wheel, 8,000 for the lab
+# and 32,000 for the tests (with those of the lab), so these come down.
+BUDGETS = {
+    "observe": 6_100,
+    "engine": 5_900,
+    "model": 5_900,
+    "plan": 5_300,
+    "cli": 4_400,
+    "parallel": 4_100,
+    "launch": 3_700,
+    "pipeline": 3_100,
+    "scaling": 2_600,
+    "train": 2_600,
+    "(files of their own)": 2_400,
+    "algo": 2_200,
+    "interop": 1_800,
+    "reward": 1_600,
+    "cluster": 1_300,
+    "rollout": 1_300,
+    "history": 1_200,
+    "env": 1_100,
+    "config": 1_000,
+    "report": 400,
+}
+LAB, TESTS = 10_800, 52_000
+
+
+def lines_of(*folders: Path, without: str = "-") -> int:
+    found = (file for folder in folders for file in folder.rglob("*.py") if without not in file.parts)
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in found)
+
+
+def test_rooms_keep_their_budgets() -> None:
+    sizes = {
+        room.name: lines_of(room) for room in PACKAGE.iterdir() if room.is_dir() and any(room.rglob("*.py"))
+    }
+    sizes["(files of their own)"] = lines_of(PACKAGE) - sum(sizes.values())
+    over = [
+        f"{room} has {size} lines, its budget is {BUDGETS.get(room, 0)}: take something away"
+        for room, size in sizes.items()
+        if size > BUDGETS.get(room, 0)
+    ]
+    assert not over, "\n".join(over)
+
+
+def test_lab_and_tests_keep_theirs() -> None:
+    assert lines_of(ROOT / "lab", without="tests") <= LAB
+    assert lines_of(ROOT / "tests", ROOT / "lab" / "tests") <= TESTS
