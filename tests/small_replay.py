@@ -17,8 +17,6 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.train.local import LocalPasses
 from ostinato.train.optimizer import OptimizerSettings
-from ostinato.train.passes import ScoreOptions
-from ostinato.train.totals import Totals
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import NO_EXPERT, Batch, Sample
 
@@ -119,15 +117,3 @@ def random_experts(sample: Sample, seed: int = 0) -> np.ndarray:
 def local_passes(trainer: PolicyTrainer) -> LocalPasses:
     assert isinstance(trainer._passes, LocalPasses)
     return trainer._passes
-
-
-def logprobs_of(trainer: PolicyTrainer, batch: Batch) -> np.ndarray:
-    parts = [trainer._guard.inputs(microbatch) for microbatch in batch.microbatches]
-    scored = trainer._passes.score(parts, ScoreOptions(as_trained=False))
-    return torch.cat([one.logprobs for one in scored if one.logprobs is not None]).numpy()
-
-
-def gradients_of(trainer: PolicyTrainer, batch: Batch) -> dict[str, torch.Tensor]:
-    parts = [trainer._guard.inputs(microbatch) for microbatch in batch.microbatches]
-    trainer._accumulate(parts, batch.num_samples, 1, Totals())
-    return {name: leaf.grad.clone() for name, leaf in trainer._named.items() if leaf.grad is not None}

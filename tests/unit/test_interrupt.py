@@ -290,11 +290,6 @@ def test_the_phrase_runs_as_a_prompt_and_is_counted_there() -> None:
     assert second.completion.cached_tokens == -(3 + 8 + 2 + 3 - 1)
 
 
-def test_an_answer_that_ends_in_time_is_left_alone() -> None:
-    answer = only_answer(stage(says("dh"), interruption=interruption(3, 3)))
-    assert (answer.text, answer.injected, answer.stop) == ("d", None, Stop.EOS)
-
-
 def test_only_an_answer_that_is_cut_again_is_truncated() -> None:
     rule = interruption(3, 3, 2)
     cut = episode(stage(says("ddd", "aa"), Talk("bb"), interruption=rule))

@@ -199,8 +199,11 @@ def test_a_refused_step_is_counted_named_and_gone_over(tmp_path: Path) -> None:
     assert "step 1 was refused: the loss is nan (p" in bench.notes[0]
 
 
-def test_a_failure_of_the_engine_passes_through_after_a_checkpoint(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+@pytest.mark.parametrize("ahead", [{}, {"overlap": True, "staleness": 2}], ids=["lockstep", "overlap"])
+def test_a_failure_of_the_engine_passes_through_after_a_checkpoint(
+    tmp_path: Path, ahead: dict[str, Any]
+) -> None:
+    bench = Bench(tmp_path, **ahead)
     honest = bench.engine.generate
 
     def generate(requests: Sequence[Request]) -> Any:

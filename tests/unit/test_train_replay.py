@@ -16,14 +16,11 @@ from small_replay import (
     DENSE,
     GRPO,
     RAW,
-    SLOW,
     adapters_of,
     batch_of,
     bytes_of,
     decoder_of,
-    gradients_of,
     local_passes,
-    logprobs_of,
     random_experts,
     samples_of,
     trainer_of,
@@ -34,7 +31,6 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Cause, Misaligned, shared_ids
 from ostinato.train.gate import agreement, row_counts
 from ostinato.train.optimizer import OptimizerSettings
-from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import NO_EXPERT, Batch, Sample
 
 # The gate
@@ -404,58 +400,3 @@ def test_equal_weights_have_a_ratio_of_exactly_one(minibatches: int) -> None:
     metrics = trainer_of(decoder, adapters, algorithm=tight, **options).step(batch).metrics
     assert metrics["optimizer_steps"] == minibatches
     assert metrics["clip_ratio/region_mean"] == 0
-
-
-@pytest.mark.parametrize("known", ["all", "some"])
-def test_recomputed_layers_take_the_same_experts(known: str) -> None:
-    """A native choice while recomputing would be another function than the one whose loss was taken."""
-    decoder = decoder_of()
-    adapters = adapters_of(decoder, "attn", "experts", "router")
-    samples = samples_of(decoder, adapters)
-    experts = [random_experts(sample) for sample in samples]
-    if known == "some":
-        experts = [np.where(np.arange(len(ids))[:, None, None] % 3, ids, NO_EXPERT) for ids in experts]
-    batch = batch_of(with_experts(samples, experts))
-    kept = gradients_of(trainer_of(decoder, adapters), batch)
-    recomputed = gradients_of(trainer_of(decoder, adapters, recompute=True), batch)
-    assert kept.keys() == recomputed.keys()
-    for name, gradient in kept.items():
-        assert torch.equal(gradient, recomputed[name]), name
-
-
-def test_weights_of_experts_are_of_the_live_router() -> None:
-    """Under fixed ids a changed router changes the mixture, and never the ids."""
-    decoder = decoder_of()
-    adapters = adapters_of(decoder, "router")
-    trainer, batch = trainer_of(decoder, adapters), batch_of(samples_of(decoder, adapters))
-    before = logprobs_of(trainer, batch)
-    for _, b in adapters.tensors.values():
-        b.data = -3 * b.data
-    after = logprobs_of(trainer, batch)
-    natively = logprobs_of(trainer_of(decoder, adapters, replay=False), batch)
-    assert np.abs(after - before).max() > 1e-5
-    assert np.abs(after - natively).max() > 1e-5
-
-
-def test_the_order_of_a_tokens_experts_does_not_matter() -> None:
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    trainer, samples = trainer_of(decoder, adapters), samples_of(decoder, adapters)
-    turned = [sample.experts[..., ::-1] for sample in samples if sample.experts is not None]
-    here, there = (logprobs_of(trainer, batch_of(one)) for one in (samples, with_experts(samples, turned)))
-    np.testing.assert_allclose(here, there, atol=1e-5)
-
-
-@pytest.mark.parametrize("trained", ["lora", "full", "frozen"])
-def test_a_router_learns_under_replay_if_it_is_trained(trained: str) -> None:
-    """The ids are fixed, the scores are live: the gradient reaches the router's factors, or its weights."""
-    decoder = decoder_of()
-    samples = samples_of(decoder, None)
-    batch = batch_of(with_experts(samples, [random_experts(sample) for sample in samples]))
-    if trained == "full":
-        trainer = PolicyTrainer(decoder.trainable(True), None, GRPO, optimizer=SLOW)
-    else:
-        trainer = trainer_of(decoder, adapters_of(decoder, "attn", *["router"] * (trained == "lora")))
-    found = {name: grad for name, grad in gradients_of(trainer, batch).items() if "router" in name}
-    assert all(grad.norm() > 0 for grad in found.values())
-    assert len(found) == {"lora": 2 * 3, "full": 3, "frozen": 0}[trained]
