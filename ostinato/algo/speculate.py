@@ -11,7 +11,8 @@ at the last token: what it drew is emitted; if a child carries that token, go th
 
 Accepting a past answer by min(1, p / q) against its old probability q is not in this file: it is wrong.
 Training knew the answer, so given the new policy it is no draw from q. A rewarded answer has p > q and would
-be repeated with certainty. ``tests/e2e/test_drafts_exact.py`` shows that rule, and another wrong one, failing.
+be repeated with certainty. ``tests/e2e/test_drafts_exact.py`` shows that rule, and another wrong one,
+failing.
 
 S sequences; n nodes in all. A sequence has one row more than nodes: row 0 is its last token, row 1 + i its
 node i.
