@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from ostinato.cli.app import main
-from ostinato.cli.scale_reading import Reading
 from ostinato.run import RunFolder
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.plan import simulated
+from ostinato.scaling.reading import Reading
 from ostinato.scaling.series import Series
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)

@@ -16,12 +16,12 @@ from ostinato.axis import Axis
 from ostinato.cli import ablate_answer, ablate_jobs
 from ostinato.cli.ablate_jobs import State
 from ostinato.cli.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
-from ostinato.cli.scale import show
-from ostinato.cli.scale_reading import amount
 from ostinato.config import Recipe, find_recipe
 from ostinato.launch.dtype import resolved
 from ostinato.launch.output import lasting
 from ostinato.launch.progress import remaining
+from ostinato.scaling.commands import show
+from ostinato.scaling.reading import amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,6 @@ import numpy as np
 
 from ostinato.axis import Axis
 from ostinato.cli.kept import ACTED, Row, series_of
-from ostinato.cli.scale_answers import Answer
-from ostinato.cli.scale_views import line, middle, span, table
 from ostinato.observe.report.charts import Chart, Section
 from ostinato.observe.report.facts import Line, Table
 from ostinato.observe.report.scaling import (
@@ -43,6 +41,7 @@ from ostinato.scaling.fit import PARAMETERS
 from ostinato.scaling.gates import TOLD, Assessment
 from ostinato.scaling.posterior import Interval
 from ostinato.scaling.seeds import ENOUGH, FLOOR
+from ostinato.scaling.views import Answer, line, middle, span, table
 
 BEGIN = "<!-- results: written by `ostinato ablate --page` -->"
 END = "<!-- end of results -->"

@@ -203,7 +203,7 @@ def bench(ctx: typer.Context) -> None:
 )
 def scale(ctx: typer.Context) -> None:
     """Where a run will end and whether to go on: scale fit | forecast | decide ... (see scale --help)."""
-    from ostinato.cli.scale import app as scale_app
+    from ostinato.scaling.commands import app as scale_app
 
     scale_app(args=ctx.args, prog_name="ostinato scale")
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-import rich.box
-import rich.table
 from rich.console import Console
-from rich.text import Text
 
 from ostinato.model.named import model_folder
-from ostinato.observe.report.facts import Table, milestones
+from ostinato.observe.report.facts import milestones
+from ostinato.observe.report.terminal import terminal_table
 from ostinato.render import Renderer
 from ostinato.run import RunFolder, to_json
 
@@ -42,26 +40,6 @@ def print_mismatch(run: Path, *, as_json: bool = False) -> None:
     for fact in [*facts(data), *milestones(data)]:
         note = f" ({fact.note})" if fact.note else ""
         console.print(f"{fact.name}: {fact.value}{note}", highlight=False, markup=False)
-
-
-def terminal_table(table: Table) -> rich.table.Table:
-    """A table of the report for a terminal: without notes, but for the unit that a line's begins with."""
-    shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    shown.add_column(Text(table.title))
-    for column in table.head:
-        number = column not in table.words
-        shown.add_column(Text(_name(column)), justify="right" if number else "left", no_wrap=number)
-    for name, *cells in table.rows:
-        unit = name.partition("\n")[2].partition(";")[0]
-        shown.add_row(
-            Text.assemble(_name(name), (f"  {unit}" if unit else "", "dim")), *map(Text, map(_name, cells))
-        )
-    return shown
-
-
-def _name(cell: str) -> str:
-    """Without its note."""
-    return cell.partition("\n")[0]
 
 
 def write_report(run: RunFolder, out: Path | None = None) -> Path:

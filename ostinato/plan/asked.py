@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from ostinato.inputs import parse_json
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
+from ostinato.options import options_of
 from ostinato.parallel.layout import Layout
 from ostinato.plan import calibrate
 from ostinato.plan.cluster import parse_cluster
@@ -79,25 +78,7 @@ class Options:
     host_memory: Annotated[float, typer.Option(min=0, help="GB of a node; 0: a built-in guess.")] = 0.0
 
 
-def plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with ``Options`` in place of its parameter ``options``."""
-    hints = get_type_hints(Options, include_extras=True)
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != "options"]
-    parameters += [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in fields(Options)
-    ]
-
-    @functools.wraps(command)
-    def with_options(**given: Any) -> None:
-        chosen = {field.name: given.pop(field.name) for field in fields(Options)}
-        command(**given, options=Options(**chosen))
-
-    with_options.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    return with_options
+plan_options = options_of(Options, "options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_files import SCALERL, answered, evaluations, new_run, published, scale, write_csv
 
-from ostinato.cli.scale import Watched, following
-from ostinato.cli.scale_answers import Answer
-from ostinato.cli.scale_reading import Window, amount
+from ostinato.scaling.commands import Watched, following
 from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.reading import Window, amount
+from ostinato.scaling.views import Answer
 
 FASTER = Sigmoid(R0=0.4, A=0.52, B=1.92, C_mid=1200.0)
 PAPER = ("--compute", "gpu_hours", "--score", "pass_rate", "--by", "figure", "--by", "series", "--R0", "0.4")

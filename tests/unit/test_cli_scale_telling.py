@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from scale_files import SCALERL, answered, evaluations, new_run, scale, write_csv
 
-from ostinato.cli.scale import following, has_ended, watched
-from ostinato.cli.scale_answers import Answer
-from ostinato.cli.scale_reading import Reading, read_one
 from ostinato.launch.machine import record_start
+from ostinato.scaling.commands import following, has_ended, watched
 from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.reading import Reading, read_one
+from ostinato.scaling.views import Answer
 
 C = np.linspace(500, 10_000, 20)
 NOISE = evaluations(10_000).score - SCALERL.score(C)

@@ -69,11 +69,11 @@ BUDGETS = {
     "engine": 5_900,
     "model": 5_900,
     "plan": 5_300,
-    "cli": 4_400,
+    "cli": 2_800,
     "parallel": 4_100,
     "launch": 3_700,
     "pipeline": 3_100,
-    "scaling": 2_600,
+    "scaling": 4_100,  # with its commands
     "train": 2_600,
     "(files of their own)": 2_400,
     "algo": 2_200,

@@ -13,13 +13,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"types", "protocols", "axis", "config", "every", "toml", "run", "render", "routes", "jobs", "lock"}
 LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability"}
-BASE = {"files", "inputs"}  # which every room may import: the standard library alone
+BASE = {"files", "inputs", "options"}  # which every room may import: the standard library alone
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
 ARROWS: dict[str, set[str]] = {
     "types": set(),
     "axis": set(),
     "inputs": set(),
+    "options": set(),
     "files": {"inputs"},
     "every": {"axis"},
     "toml": set(),
@@ -55,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
     "observe.board": LEAVES | {"observe.report"},
     "report": {"run", "observe.report"},
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
-    "scaling": {"axis", "run", "observe.ledger"},
+    "scaling": {"axis", "run", "observe.ledger", "observe.report"},
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "cluster"}
     | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", ""},

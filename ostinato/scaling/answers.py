@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-from ostinato.cli.scale_reading import Window
-from ostinato.cli.scale_views import (
+import numpy as np
+
+from ostinato.axis import Axis
+from ostinato.observe.report.charts import Chart, Section
+from ostinato.observe.report.facts import Line, Table
+from ostinato.observe.report.scaling import (
+    COLORS,
+    NONE,
+    Course,
+    Forest,
+    Stretch,
+    compute_text,
+    curve_chart,
+    places,
+    slope_chart,
+    width_chart,
+)
+from ostinato.scaling import gates
+from ostinato.scaling.compare import Comparison, compare
+from ostinato.scaling.curve import Sigmoid, linearised
+from ostinato.scaling.cut import Cut
+from ostinato.scaling.decide import Terms, decide, forecast, reach
+from ostinato.scaling.fit import CutOff, by_cutoff, spread
+from ostinato.scaling.forms import ORIGINS, Choice, choose, rival, rival_sentence
+from ostinato.scaling.gates import Drift, Truncation, drift
+from ostinato.scaling.plan import Pilot, plan_pilot, simulated
+from ostinato.scaling.posterior import Interval
+from ostinato.scaling.reading import Side, Window
+from ostinato.scaling.seeds import FLOOR
+from ostinato.scaling.series import Series
+from ostinato.scaling.views import (
+    Answer,
     Known,
+    course,
     curve_sections,
     cut_tables,
     line,
@@ -18,33 +49,8 @@ from ostinato.cli.scale_views import (
     standing_sentences,
     table,
 )
-from ostinato.observe.report.charts import Section
-from ostinato.observe.report.facts import Line, Table
-from ostinato.observe.report.scaling import NONE, Forest, compute_text
-from ostinato.scaling import gates
-from ostinato.scaling.cut import Cut
-from ostinato.scaling.decide import Terms, decide, forecast, reach
-from ostinato.scaling.fit import CutOff, by_cutoff, spread
-from ostinato.scaling.forms import ORIGINS, Choice, choose, rival, rival_sentence
-from ostinato.scaling.gates import Drift, Truncation, drift
-from ostinato.scaling.posterior import Interval
 
 ALARM = 10  # exit code of a watch that raises one: as that of a decision to stop
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """For people, for machines, and for a page, whose charts are made only when it is wanted."""
-
-    title: str
-    kind: str
-    result: Mapping[str, Any]  # the JSON object; NaN and infinity become null
-    lead: Sequence[str] = ()
-    alarms: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    forests: Callable[[], Sequence[Forest]] = tuple
-    sections: Callable[[], Sequence[Section]] = list
-    exit_code: int = 0
 
 
 def about(known: Known) -> dict[str, Any]:
@@ -348,3 +354,207 @@ def _watched(known: Known, after: Drift | None, truncated: float | None) -> Tabl
     if truncated is not None:
         lines.append(line("truncated", "share of answers", f"{truncated:.1%}", "10 % warns, 15 % alarms"))
     return table(known.name, ("is", "compared with"), lines)
+
+
+# -- two runs
+
+
+def versus(windows: tuple[Side, Side], at: float | None, floor: float) -> Answer:
+    """Which ceiling is higher, which score at compute ``at``, where one overtakes the other."""
+    one, other = ([Known.of(window) for window in side] for side in windows)
+    posteriors = [[known.posterior for known in side] for side in (one, other)]
+    found = compare(*posteriors, at=at, floor=floor)
+    runs, unit = [*one, *other], one[0].window.unit
+    return Answer(
+        title=f"{found.names[0]} against {found.names[1]}",
+        kind="comparison",
+        result=_compared(one, other, found),
+        lead=[
+            *(sentence for known in runs for sentence in standing_sentences(known)),
+            _between(found, floor) if not found.reason else f"Not ranked: {found.reason}.",
+        ],
+        tables=[_side_by_side(runs, found), *([] if found.reason else [_ranks(found, unit)])],
+        forests=lambda: _forests(runs),
+        sections=lambda: _beside(one, other, found),
+    )
+
+
+def _compared(one: Sequence[Known], other: Sequence[Known], found: Comparison) -> dict[str, Any]:
+    plain = {key: value for key, value in asdict(found).items() if key != "assessments"}
+    runs = [about(known) | {"side": side} for side, each in enumerate((one, other)) for known in each]
+    return {"runs": runs, **plain}
+
+
+def _between(found: Comparison, floor: float) -> str:
+    half = f"A is taken to differ from seed to seed by ± {found.between:.3f} (90 %)"
+    if max(found.seeds) == 1:
+        return f"{half}, for each side has one seed; give several with commas to have it measured."
+    return f"{half}, by the {sum(found.seeds)} runs given{' and --floor' * (floor > 0)}."
+
+
+def _side_by_side(runs: Sequence[Known], found: Comparison) -> Table:
+    shown = [known.parameters() for known in runs]
+    unit = runs[0].window.unit
+
+    def cells(name: str, form: str) -> list[str]:
+        return [f"{middle(each[name], form)} {span(each[name], form)}" for each in shown]
+
+    lines = [
+        line("standing", "", *(known.assessment.standing for known in runs)),
+        line("A", "score; median, 90 %", *cells("A", "{:.3f}")),
+        line("B", "no unit; median, 90 %", *cells("B", "{:.2f}")),
+        line("C_mid", f"{unit}; median, 90 %", *cells("C_mid", "")),
+    ]
+    if found.at is not None:
+        scores = [known.shown(known.posterior.score(found.at)) for known in runs]
+        texts = [f"{middle(each)} {span(each)}" for each in scores]
+        lines.append(line(f"score at {compute_text(found.at)}", "score; median, 90 %", *texts))
+    return table("Run", [known.name for known in runs], lines)
+
+
+def _ranks(found: Comparison, unit: str) -> Table:
+    def chance(p: float | None) -> str:
+        return NONE if p is None else f"{p:.0%}"
+
+    lines = [
+        line("has the higher ceiling", "", chance(found.higher_A), ""),
+        line("its ceiling less the other's", "score; median, 90 %", "", _signed(found.difference)),
+    ]
+    if found.at is not None:
+        lines.append(line(f"scores higher at {compute_text(found.at)}", "", chance(found.higher_score), ""))
+    note = "Ceilings include how far runs differ by their seed alone."
+    if (shared := found.shared) is None:
+        note += f" Neither crossings nor slopes: B and C_mid of {found.unknown} are not known."
+    else:
+        where = f"{middle(found.crossover, '')} {span(found.crossover, '')}"
+        lines.append(line("the curves cross", f"{unit}; median, 90 %", chance(found.crosses), where))
+        slopes = f"{shared.B[0]:.2f} against {shared.B[1]:.2f}"
+        lines.append(line(f"B with A = {shared.A:.3f}", "no unit; least squares", "", slopes))
+        if shared.apart > FLOOR:
+            note += f" B at an equal A says little here: their own A are {shared.apart:.3f} apart."
+    return table(f"{found.names[0]} against {found.names[1]}", ("probability", "is"), lines, note)
+
+
+def _signed(found: Interval | None) -> str:
+    return f"{middle(found, '{:+.3f}')} {span(found, '{:+.3f}')}"
+
+
+def _forests(runs: Sequence[Known]) -> list[Forest]:
+    """A and B of all runs that have an interval."""
+    forests = []
+    for name, note, form in (("A", "Ceiling; score.", "{:.3f}"), ("B", "Steepness in ln C.", "{:.2f}")):
+        rows = [
+            _stretch(known.name, found, form)
+            for known in runs
+            if (found := known.parameters()[name]) is not None
+        ]
+        if rows:
+            note = f"{note} 90 % intervals; a dot is the median, where one may be told."
+            forests.append(Forest(title=name, note=note, rows=tuple(rows)))
+    return forests
+
+
+def _stretch(name: str, found: Interval, form: str) -> Stretch:
+    told = not np.isnan(found.median)
+    text = f"{middle(found, form)} {span(found, form)}" if told else span(found, form)
+    middle_at = found.median if told else None
+    return Stretch(name=name, low=found.low, high=found.high, middle=middle_at, text=text)
+
+
+def _beside(one: Sequence[Known], other: Sequence[Known], found: Comparison) -> list[Section]:
+    runs = [*one, *other]
+    colors = [color for side, color in zip((one, other), COLORS, strict=False) for _ in side]
+    compute = [known.window.whole.compute for known in runs]
+    at = places(compute, max(found.at or 0.0, 2 * max(float(each[-1]) for each in compute)))
+    note = (
+        "Bands: 90 and 50 % of the curve, without the noise of evaluations. Seeds of a side share a colour."
+    )
+    courses = [replace(course(known, at), color=color) for known, color in zip(runs, colors, strict=True)]
+    sections = [Section(title="Curves", charts=[curve_chart(courses, runs[0].window.unit, note)])]
+    if found.shared is not None:
+        A = found.shared.A
+        logits = [linearised(known.window.whole.score, known.window.whole.R0, A) for known in runs]
+        slopes = slope_chart(courses, logits, A, runs[0].window.unit)
+        sections.append(Section(title="Steepness", charts=[slopes]))
+    return sections
+
+
+# -- curves that are not measured yet
+
+
+def pilot(guess: Sigmoid, every: float, width: float, first: float, axis: Axis) -> Answer:
+    """The shortest run that is expected to know the ceiling to ``width``."""
+    found, unit = plan_pilot(guess, every, width, first=first), axis.unit
+    if not found.lengths:
+        raise ValueError(f"--every is {every:g}; fewer than 5 evaluations fit into 12 C_mid; use less")
+    if found.compute is None:
+        longest = f"{compute_text(12 * guess.C_mid)} {unit}"
+        lead = f"No pilot up to {longest} knows A to {width:g}; evaluate more often."
+    else:
+        lead = (
+            f"{compute_text(found.compute)} {unit} ({found.compute / guess.C_mid:.1f} C_mid) are expected to"
+            f" tell A to {width:g} (width of the 90 % interval)."
+        )
+    return Answer(
+        title="Pilot",
+        kind="plan",
+        result=asdict(guess) | asdict(found) | {"every": every, "first": first, "axis": axis},
+        lead=[lead],
+        tables=[_lengths(found, guess, unit)],
+        sections=lambda: [Section(title="Pilots", charts=[width_chart(found.lengths, width, unit)])],
+    )
+
+
+def _lengths(found: Pilot, guess: Sigmoid, unit: str) -> Table:
+    lines = [
+        line(
+            f"{compute_text(C)} {unit}",
+            "",
+            f"{C / guess.C_mid:.1f}",
+            f"{reached:.3f}",
+            "enough" if reached <= found.width else "",
+        )
+        for C, reached in found.lengths
+    ]
+    return table("Length", ("C / C_mid", "expected 90 % width of A", f"wanted: {found.width:g}"), lines)
+
+
+def imagine(truth: Sigmoid, compute: np.ndarray, sd: float, rho: float, seed: int, axis: Axis) -> Answer:
+    """Evaluations of a known curve with noise."""
+    drawn, unit = simulated(truth, compute, sd=sd, rho=rho, seed=seed), axis.unit
+    scores = truth.score(compute)
+    lines = [
+        line(compute_text(C), unit, f"{measured:.4f}", f"{exact:.4f}")
+        for C, measured, exact in zip(compute, drawn.score, scores, strict=True)
+    ]
+    return Answer(
+        title="Simulated run",
+        kind="simulation",
+        result=asdict(truth)
+        | {"axis": axis, "sd": sd, "rho": rho, "seed": seed}
+        | {"compute": compute, "score": drawn.score, "curve": scores},
+        tables=[table("Compute", ("measured", "without noise"), lines)],
+        sections=lambda: [Section(title="Curve", charts=[_drawn(truth, drawn, unit)])],
+    )
+
+
+def _drawn(truth: Sigmoid, drawn: Series, unit: str) -> Chart:
+    at = places([drawn.compute], 2 * float(drawn.compute[-1]))
+    ends = (float(drawn.compute[0]), float(drawn.compute[-1]))
+    shown = Course(
+        name=drawn.name,
+        compute=drawn.compute,
+        score=drawn.score,
+        window=ends,
+        places=at,
+        quantiles=np.tile(truth.score(at), (5, 1)),
+        told=True,
+    )
+    return curve_chart([shown], unit, "The curve, and evaluations of it with noise.")
+
+
+def csv_of(answer: Answer) -> str:
+    """The simulated evaluations as ``scale fit`` reads them, R0 in the row of compute 0."""
+    result = answer.result
+    rows = [(0.0, result["R0"]), *zip(result["compute"], result["score"], strict=True)]
+    return "compute,score\n" + "".join(f"{float(C)!r},{float(R)!r}\n" for C, R in rows)

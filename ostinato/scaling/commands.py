@@ -1,7 +1,4 @@
-"""``ostinato scale``: the forecasts of ``ostinato.scaling`` from the command line.
-
-scale -> scale_reading (what is named) -> scale_answers, scale_others (what is answered) -> here (told)
-"""
+"""``ostinato scale``: reading (what is named) -> answers, views (what is answered) -> here (shown)."""
 
 from __future__ import annotations
 
@@ -17,12 +14,18 @@ import typer
 from rich.console import Console
 
 from ostinato.axis import Axis
-from ostinato.cli import scale_answers as answers
-from ostinato.cli import scale_others as others
-from ostinato.cli.report import terminal_table
-from ostinato.cli.scale_answers import Answer
-from ostinato.cli.scale_ledger import books
-from ostinato.cli.scale_reading import (
+from ostinato.observe.ledger import Event
+from ostinato.observe.report.reading import last_step, mean
+from ostinato.observe.report.reading import read_run as run_rows
+from ostinato.observe.report.scaling import Page, write_page
+from ostinato.observe.report.terminal import terminal_table
+from ostinato.run import RunFolder, atomic_write, to_json
+from ostinato.scaling import answers
+from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.decide import Terms
+from ostinato.scaling.fit import PARAMETERS
+from ostinato.scaling.gates import Truncation, truncation
+from ostinato.scaling.reading import (
     AXIS,
     Price,
     Reading,
@@ -32,16 +35,8 @@ from ostinato.cli.scale_reading import (
     read_pair,
     reading_options,
 )
-from ostinato.observe.ledger import Event
-from ostinato.observe.report.reading import last_step, mean
-from ostinato.observe.report.reading import read_run as run_rows
-from ostinato.observe.report.scaling import Page, write_page
-from ostinato.run import RunFolder, atomic_write, to_json
-from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.decide import Terms
-from ostinato.scaling.fit import PARAMETERS
-from ostinato.scaling.gates import Truncation, truncation
 from ostinato.scaling.seeds import FLOOR
+from ostinato.scaling.views import Answer, books
 
 app = typer.Typer(
     name="scale",
@@ -148,7 +143,7 @@ def compare(
 ) -> None:
     """Which of two recipes has the higher ceiling, and where one overtakes the other; by one seed or more."""
     pair = read_pair([source] if other is None else [source, other], reading)
-    tell(others.versus(pair, amount(at, "--at") if at else None, floor), json_file, html_file)
+    tell(answers.versus(pair, amount(at, "--at") if at else None, floor), json_file, html_file)
 
 
 @app.command()
@@ -276,7 +271,7 @@ def plan_pilot(
     """How long a pilot has to be for its ceiling to be known, if its curve is as you guess."""
     guess = _curve(r0, A, B, c_mid)
     start = amount(first, "--first") if first else 0.0
-    tell(others.pilot(guess, amount(every, "--every"), width, start, axis), json_file, html_file)
+    tell(answers.pilot(guess, amount(every, "--every"), width, start, axis), json_file, html_file)
 
 
 def _curve(R0: float, A: float, B: float, C_mid: str) -> Sigmoid:
@@ -307,9 +302,9 @@ def simulate(
     truth = _curve(r0, A, B, c_mid)
     last = amount(until, "--until") if until else 5 * truth.C_mid
     compute = np.linspace(0, last, evaluations + 1)[1:]
-    answer = others.imagine(truth, compute, sd, rho, seed, axis)
+    answer = answers.imagine(truth, compute, sd, rho, seed, axis)
     if out is not None:
-        atomic_write(out, others.csv_of(answer))
+        atomic_write(out, answers.csv_of(answer))
     tell(answer, json_file, html_file)
 
 

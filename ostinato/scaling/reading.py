@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import numpy as np
 import typer
 
 from ostinato.axis import Axis
 from ostinato.observe.report.reading import read_run as run_rows
+from ostinato.options import options_of
 from ostinato.run import RunFolder
 from ostinato.scaling.cut import Cut, auto_cut
 from ostinato.scaling.series import Series, read_csv, read_run
@@ -96,26 +95,7 @@ class Reading:
         return ["R0" if name == "r0" else name.replace("_", "-") for name in names]
 
 
-def reading_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with the options of a ``Reading`` in place of its parameter ``reading``."""
-    hints = get_type_hints(Reading, include_extras=True)
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != "reading"]
-    parameters += [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in fields(Reading)
-    ]
-
-    @functools.wraps(command)
-    def with_options(**given: Any) -> None:
-        chosen = {field.name: given.pop(field.name) for field in fields(Reading)}
-        command(**given, reading=Reading(**chosen))
-
-    # What typer reads the options from.
-    with_options.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    return with_options
+reading_options = options_of(Reading, "reading")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,20 +7,22 @@ median, and of one that refutes the model there are none.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
-from ostinato.cli.scale_reading import Window
+from ostinato.observe.ledger import priced, read, summary
 from ostinato.observe.report.charts import Section
 from ostinato.observe.report.facts import Line, Table
+from ostinato.observe.report.ledger import section, tables, torn
 from ostinato.observe.report.ledger import section as ledger_section
-from ostinato.observe.report.ledger import torn
 from ostinato.observe.report.reading import read_run
 from ostinato.observe.report.scaling import (
     NONE,
     Course,
+    Forest,
     compute_text,
     curve_chart,
     cutoff_chart,
@@ -31,6 +33,22 @@ from ostinato.run import RunFolder
 from ostinato.scaling.fit import by_cutoff
 from ostinato.scaling.gates import TOLD, Assessment, assess
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
+from ostinato.scaling.reading import Window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """For people, for machines, and for a page, whose charts are made only when it is wanted."""
+
+    title: str
+    kind: str
+    result: Mapping[str, Any]  # the JSON object; NaN and infinity become null
+    lead: Sequence[str] = ()
+    alarms: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    forests: Callable[[], Sequence[Forest]] = tuple
+    sections: Callable[[], Sequence[Section]] = list
+    exit_code: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -196,3 +214,45 @@ def diagnostics(known: Known) -> list[Section]:
         *([cutoff_chart(first, A, known.window.unit)] if len(cuts) > 1 else []),
     ]
     return [Section(title="What the ceiling hangs on", charts=charts)]
+
+
+# -- the ledger
+
+
+def books(runs: Sequence[RunFolder], price: float = 0.0) -> Answer:
+    """The sums of their ledgers, with ``price`` for a device-hour of sessions that have none. Raises
+    ValueError for a run without a ledger, or with one that is damaged."""
+    names = _names(runs)
+    rows = {name: priced(read(run), price) for name, run in zip(names, runs, strict=True)}
+    for name, found in rows.items():
+        if not found:
+            raise ValueError(f"run {name} has no row in ledger.jsonl; it has finished no step yet")
+    sums = {name: summary(found) for name, found in rows.items()}
+    lead = []
+    for name, run in zip(names, runs, strict=True):
+        lead.append(f"{name}: {sums[name].steps} steps, started {_times(sums[name].sessions)}.")
+        lead += ["The last line of its ledger was torn by a kill and is not counted."] * torn(run)
+        lead += sums[name].notes
+
+    def sections() -> list[Section]:
+        made = [section(found, name if len(rows) > 1 else "") for name, found in rows.items()]
+        return [one for one in made if one is not None]
+
+    return Answer(
+        title=" and ".join(names),
+        kind="ledger",
+        result={"runs": [{"run": name, **asdict(one)} for name, one in sums.items()]},
+        lead=lead,
+        tables=tables(sums),
+        sections=sections,
+    )
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")
+
+
+def _names(runs: Sequence[RunFolder]) -> list[str]:
+    """Of the folders; numbered where two are alike."""
+    names = [run.path.resolve().name for run in runs]
+    return [name if names.count(name) == 1 else f"{name} ({index + 1})" for index, name in enumerate(names)]

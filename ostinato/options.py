@@ -1,0 +1,43 @@
+"""The options of a command as the fields of a dataclass."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any, get_type_hints
+
+Command = Callable[..., None]
+
+
+def options_of(kind: type[Any], name: str) -> Callable[[Command], Command]:
+    """Replaces the parameter ``name`` of a command by an option for each field of the dataclass ``kind``,
+    with its annotation and default; the command gets an instance."""
+    hints = get_type_hints(kind, include_extras=True)
+    options = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default if field.default_factory is MISSING else field.default_factory(),
+            annotation=hints[field.name],
+        )
+        for field in fields(kind)
+    ]
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != name] + options
+
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            chosen = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            command(**given, **{name: chosen})
+
+        with_options.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+        return with_options
+
+    return decorate
+
+
+__all__ = ["options_of"]
