@@ -6,7 +6,7 @@ another sequence or of another policy agree in far less, and nothing else would 
 Counting stays on the device, in one pass over whole arrays.
 
 The answer of a sequence and its prompt are judged apart, or a long prompt would vouch for a wrong answer. How
-short a misaligned answer may be and is still found, one among many, is in tests/unit/test_gate.py.
+short a misaligned answer may be and is still found, one among many, is in tests/unit/train/test_gate.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Faults injected into reward functions, in real processes: each ends in bounded time with its name, nothing
 is scored 0, no process is left behind, and the next group is graded by the same grader. Without isolation
-where the functions write down who they are; with it: tests/unit/test_reward_isolation.py."""
+where the functions write down who they are; with it: tests/unit/reward/test_isolation.py."""
 
 from __future__ import annotations
 

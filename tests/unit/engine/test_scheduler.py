@@ -55,7 +55,7 @@ def owned(scheduler: Scheduler) -> list[list[int]]:
 
 def test_it_needs_no_torch() -> None:
     code = "import sys, ostinato.engine.scheduler; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
 
 
 def test_decoding_comes_before_prompts_and_prompts_are_cut_to_the_budget() -> None:

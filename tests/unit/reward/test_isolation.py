@@ -79,7 +79,7 @@ def means() -> frozenset[str]:
         "d = tempfile.mkdtemp(); tried = {'namespaces': lambda: i._namespaces(d), 'seccomp': i._seccomp,"
         "'landlock': lambda: i._landlock(d)}; print(*[name for name, one in tried.items() if i._works(one)])"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     ran = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True)
     return frozenset(ran.stdout.split())
 
@@ -192,7 +192,7 @@ def test_each_means_by_itself(file: Path, port: int, used: tuple[str, ...]) -> N
         pytest.skip(f"this kernel gives this user no {' and '.join(lacking)}")
     code = f"""
 import json, os, sys, tempfile
-sys.path[:0] = {[str(Path(__file__).parents[2]), str(file.parent)]!r}
+sys.path[:0] = {[str(Path(__file__).parents[3]), str(file.parent)]!r}
 from ostinato.reward import isolation
 import rewards
 os.environ["TMPDIR"] = tempfile.mkdtemp(dir={str(file.parent)!r})

@@ -9,7 +9,7 @@ from pathlib import Path
 from ostinato.algo.algorithms import Algorithm
 from ostinato.config.reference import algorithm_keys, comments_of, reference
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
+PAGE = Path(__file__).parents[3] / "docs" / "recipe.md"
 
 
 def test_the_page_is_generated() -> None:

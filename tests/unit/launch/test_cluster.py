@@ -233,5 +233,5 @@ def test_a_witness_speaks_only_for_who_cannot(tmp_path: Path, end: str, said: li
 def test_workers_are_given_their_threads_and_this_path() -> None:
     environment = actors._environment(3, local=True)
     assert environment["OMP_NUM_THREADS"] == "3"
-    assert str(Path(__file__).parents[2]) in environment["PYTHONPATH"].split(os.pathsep)
+    assert str(Path(__file__).parents[3]) in environment["PYTHONPATH"].split(os.pathsep)
     assert "PYTHONPATH" not in actors._environment(1, local=False)

@@ -27,7 +27,7 @@ from ostinato.reward.verify import exact
 from ostinato.types import Completion, Prompt, Request, Sampling
 
 FOLDER = Path(ostinato.__file__).parent / "assets" / "seed-moe"
-RECIPE = Path(__file__).parents[2] / "recipes" / "seed_moe.py"
+RECIPE = Path(__file__).parents[3] / "recipes" / "seed_moe.py"
 END = "<|im_end|>"
 
 
