@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from lab.faults_planted import planned, struck
-from ostinato.cluster.trainer import Snapshot, Stepped, TrainerServer
 from ostinato.engine.serve import SamplerServer
 from ostinato.launch import RunFailed, workers
 from ostinato.launch.session import learn
+from ostinato.train.remote import Snapshot, Stepped, TrainerServer
 from ostinato.types import Batch, PollResult, Publication, Request
 
 

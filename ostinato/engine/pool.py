@@ -25,7 +25,6 @@ from enum import StrEnum
 from typing import Any
 
 from ostinato.engine.pool_calls import Call, Results, fault
-from ostinato.engine.pool_suspects import Key, Suspects, isolated
 from ostinato.engine.pool_worker import Lost, Worker, bounded, close
 from ostinato.engine.serve import failed
 from ostinato.jobs import Placement, Plan, least_loaded
@@ -33,6 +32,7 @@ from ostinato.model.wire import fingerprint, pack
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
 from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
+from ostinato.workers.suspects import Key, Suspects, isolated
 
 HOMES = 10_000  # conversations whose worker is remembered
 MOST_SPANS = 100_000  # kept where nobody takes them: the newest

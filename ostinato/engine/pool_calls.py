@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ostinato.engine.pool_suspects import Key, name
 from ostinato.jobs import Job
 from ostinato.types import Completion, Request
+from ostinato.workers.suspects import Key, name
 
 Results = asyncio.Queue[tuple[int, Completion] | BaseException]
 

@@ -1,4 +1,4 @@
-"""The worker's side of a pool: any engine behind ``protocols.Sampler``, in this process or inside an actor.
+"""Samplers of a pool: any engine behind ``protocols.Sampler``, in this process or in a worker elsewhere.
 
     start    -> engine.generate  -> answers, kept until they are collected
     drop     -> engine.cut           (what it had so far comes back, to be continued elsewhere)
@@ -23,6 +23,7 @@ import numpy as np
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Engine, Timed
 from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
+from ostinato.workers.remote import Remote
 
 Remember = Callable[[str, int, Sequence[HistoryEntry]], None]  # (uid, step, answers)
 CLOSE_S = 5.0  # for calls that were cancelled to end
@@ -228,4 +229,39 @@ class SamplerServer:
 class _Timed(Timed, Protocol): ...
 
 
-__all__ = ["Interruptible", "Reloadable", "SamplerServer", "Serving", "empty", "failed"]
+class SamplerLink:
+    """Forwards to a sampler elsewhere; every wait is bounded by ``silence_s`` beyond what was asked for.
+
+    Raises WorkerGone when the worker died or is silent; what the sampler itself raises comes as itself.
+    """
+
+    def __init__(self, remote: Remote, silence_s: float) -> None:
+        self.name = remote.name
+        self._remote, self._silence_s = remote, silence_s
+
+    async def built(self) -> SamplerLink:
+        """Itself, once the sampler is there: a policy that it was sent before may be gone when it has loaded
+        its model. A worker in which none comes to be, or is waited for no longer, is ended."""
+        try:
+            await self.collect(0.0)
+        except BaseException:
+            self._remote.kill()
+            raise
+        return self
+
+    async def start(self, calls: Sequence[tuple[int, Request]], drop: Sequence[int] = ()) -> None:
+        await self._remote.call("start", calls, drop, within_s=self._silence_s)
+
+    async def collect(self, wait_s: float) -> PollResult:
+        return await self._remote.call("collect", wait_s, within_s=wait_s + self._silence_s)
+
+    async def publish(self, publication: Publication) -> str:
+        """Packed once, however many samplers it goes to one after another."""
+        return await self._remote.call("publish", publication, within_s=self._silence_s, shared=True)
+
+    async def close(self) -> None:
+        """End the worker, at once."""
+        self._remote.kill()
+
+
+__all__ = ["Interruptible", "Reloadable", "SamplerLink", "SamplerServer", "Serving", "empty", "failed"]

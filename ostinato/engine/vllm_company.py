@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
-from ostinato.engine.pool_suspects import Key, Suspects, name
+from ostinato.workers.suspects import Key, Suspects, name
 
 NAMED = 3  # prompts, in one sentence
 

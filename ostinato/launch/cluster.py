@@ -17,14 +17,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ostinato.cluster.actors import Cluster, RayRemote, Want
-from ostinato.cluster.graders import GraderLink
-from ostinato.cluster.remote import ClusterLost, WorkerFault
-from ostinato.cluster.samplers import SamplerLink
-from ostinato.cluster.trainer import TrainerLink, TrainerLost
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine.counters import Counters
 from ostinato.engine.pool import EnginePool, adapters_only, unknown
+from ostinato.engine.serve import SamplerLink
 from ostinato.history.store import History
 from ostinato.launch import RunFailed
 from ostinato.launch.components import RunComponents
@@ -37,8 +33,12 @@ from ostinato.model.shared import own_folder, sweep
 from ostinato.model.wire import fingerprint_weights, pack_weights
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.protocols import RestorableTrainer, Sampler
+from ostinato.reward.remote import GraderLink
 from ostinato.rollout.schedule import placement
+from ostinato.train.remote import TrainerLink, TrainerLost
 from ostinato.types import HistoryEntry, Publication
+from ostinato.workers.ray_cluster import Cluster, RayRemote, Want
+from ostinato.workers.remote import ClusterLost, WorkerFault
 
 AHEAD = 2  # calls that a sampler has for each that it decodes: none of its seats waits for a message
 KEPT_WEIGHTS = 3  # files of all weights

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tomllib
 
-from ostinato.cluster.graders import GraderServer
-from ostinato.cluster.host import here
-from ostinato.cluster.remote import WorkerFault
 from ostinato.config import Recipe
+from ostinato.reward.remote import GraderServer
 from ostinato.reward.workers import WorkerGrader
+from ostinato.workers.host import here
+from ostinato.workers.remote import WorkerFault
 
 
 def new_grader(recipe: Recipe) -> WorkerGrader:

@@ -289,9 +289,6 @@ def _named_failures(path: Path) -> Iterator[None]:
 def _named() -> tuple[type[Exception], ...]:
     """The failures of a run that say themselves what is to be done."""
     from ostinato.algo.routing import Misaligned
-    from ostinato.cluster.graders import GradersLost
-    from ostinato.cluster.remote import ClusterLost, WorkerFault, WorkerGone
-    from ostinato.cluster.trainer import TrainerLost
     from ostinato.engine.pool import TooManyQuarantined, WorkersLost
     from ostinato.engine.vllm_server import VllmFailed
     from ostinato.model.wire import NotFinite
@@ -299,8 +296,11 @@ def _named() -> tuple[type[Exception], ...]:
     from ostinato.pipeline.loop import NoTrainableSamples
     from ostinato.pipeline.signals import Stalled
     from ostinato.pipeline.state import StalenessViolation
+    from ostinato.reward.remote import GradersLost
     from ostinato.train.checkpoint import CheckpointError
+    from ostinato.train.remote import TrainerLost
     from ostinato.train.trainer import TrainingStopped
+    from ostinato.workers.remote import ClusterLost, WorkerFault, WorkerGone
 
     of_workers = (GradersLost, TrainerLost, WorkersLost, TooManyQuarantined, WorkerFault, WorkerGone)
     of_training = (

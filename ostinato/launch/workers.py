@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ostinato.cluster.trainer import TrainerServer
 from ostinato.config import Recipe
 from ostinato.engine.serve import SamplerServer
 from ostinato.launch.drafts import Memory, new_memory
@@ -21,6 +20,7 @@ from ostinato.model.named import model_folder
 from ostinato.model.shared import sweep
 from ostinato.model.wire import unpack
 from ostinato.render import Renderer
+from ostinato.train.remote import TrainerServer
 from ostinato.types import HistoryEntry
 
 

@@ -247,7 +247,7 @@ def test_an_address_without_a_ray_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_the_token_of_ray_is_the_users_alone(tmp_path: Path) -> None:
     """Ray listens on all interfaces, and writes the token that opens it with mode 0644."""
-    from ostinato.cluster.actors import keep_token
+    from ostinato.workers.ray_cluster import keep_token
 
     token = tmp_path / "auth_token"
     keep_token(token)  # not every Ray has one

@@ -33,18 +33,19 @@ ARROWS: dict[str, set[str]] = {
     "lock": set(),
     "render": {"types"},
     "algo": {"types"},
+    "workers": set(),  # and Ray, which nothing else imports
     "model": {"types", "run", "compiler", "isa"},
     "engine": {"observe.timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"}
-    | {"isa"},
-    "parallel": {"axis", "types", "run", "model"},  # every collective of torch.distributed is here
+    | {"isa", "workers"},
+    "parallel": {"axis", "types", "run", "model", "workers"},  # every collective of torch.distributed is here
     "plan": {"axis", "toml", "types", "run", "model", "parallel"},  # of the last two what knows no torch
     "compiler": {"isa"},
     "history": {"types", "protocols", "run", "compiler", "isa", "algo"},
     "env": {"types", "protocols", "render"},
-    "reward": {"types", "protocols", "render"},
+    "reward": {"types", "protocols", "render", "workers", "observe.timeline"},
     "rollout": {"types", "protocols", "jobs", "run", "algo"},
-    "train": {"types", "protocols", "run", "algo", "model", "parallel", "observe.mismatch"},
-    "cluster": {"observe.timeline", "types", "protocols", "run"},  # and Ray, which nothing else imports
+    "train": {"types", "protocols", "run", "algo", "model", "parallel", "workers"}
+    | {"observe.mismatch", "observe.timeline"},
     "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo"}
     | {"model", "history", "rollout", "train", "observe.timeline", "observe.ledger", "observe.stability"},
     "observe": set(),
@@ -58,7 +59,7 @@ ARROWS: dict[str, set[str]] = {
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger", "observe.report"},
     "launch": LEAVES
-    | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "cluster"}
+    | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
     | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", ""},
     "cli": LEAVES
     | {"model", "engine", "pipeline", "launch", "observe.report", "observe.board", "report", "interop"}

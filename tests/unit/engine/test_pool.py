@@ -27,10 +27,10 @@ from small_pool import (
 )
 
 from ostinato.engine.pool import EnginePool, State, TooManyQuarantined, WorkersLost
-from ostinato.engine.pool_suspects import Key, isolated
 from ostinato.jobs import Job, Plan, Worker, least_loaded
 from ostinato.observe.timeline import Kind
 from ostinato.types import Completion, Request, Stop
+from ostinato.workers.suspects import Key, isolated
 
 ONE_LIFE = ("raise", "hang", "deaf", "pause", "freeze", "old", "other", "forget", "twice", "stale", "mute")
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from small_pool import Fault, Link, SlowEngine, World, answers, expected, group, mixed, now, run, said
 
 from ostinato.engine.pool import EnginePool, WorkersLost
-from ostinato.engine.pool_suspects import Key, Suspects
 from ostinato.engine.serve import SamplerServer
 from ostinato.jobs import least_loaded
 from ostinato.observe.timeline import Kind
 from ostinato.types import Completion, Publication, Request, Stop
+from ostinato.workers.suspects import Key, Suspects
 
 
 def long_answer(tokens: int) -> Request:

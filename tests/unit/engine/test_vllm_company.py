@@ -8,8 +8,8 @@ import contextlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.engine.pool_suspects import Key
 from ostinato.engine.vllm_company import Company
+from ostinato.workers.suspects import Key
 
 
 @given(st.integers(1, 12), st.sets(st.integers(0, 11), max_size=3))

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from ostinato.cluster.remote import WorkerFault
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch.caveats import caveats
 from ostinato.launch.checks import check
 from ostinato.launch.components import RunComponents
 from ostinato.pipeline.state import Finish, LoopState
 from ostinato.types import HistoryEntry
+from ostinato.workers.remote import WorkerFault
 
 pytest.importorskip("ray", reason="needs Ray")
-from ostinato.cluster import actors
 from ostinato.launch import cluster, graders, workers
+from ostinato.workers import ray_cluster
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -199,39 +199,39 @@ def test_a_reward_that_only_the_driver_has_is_told_when_the_grader_is_built() ->
     ],
 )
 def test_rays_words_become_a_sentence(said: str, words: str) -> None:
-    assert actors.words(RuntimeError(said)) == words
+    assert ray_cluster.words(RuntimeError(said)) == words
 
 
 @pytest.mark.parametrize("address", ["somewhere", "ray://host:10001", "host:port", ":6379"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match='give "auto", or host:port'):
-        actors.reach(address)
+        ray_cluster.reach(address)
 
 
 def test_cores_are_counted_on_one_host() -> None:
     """With workers 0, 2, 4 ... on one host and 1, 3, 5 ... on another, half of the cores of each had two
     workers and half of them none."""
     nodes = [{"NodeManagerHostname": name, "Alive": name != "c"} for name in ("a", "a", "c")]
-    actors.check_one_host(nodes)
+    ray_cluster.check_one_host(nodes)
     with pytest.raises(ValueError, match=r"cluster.pin is true, but .* the Ray has 2; set it to false"):
-        actors.check_one_host([*nodes, {"NodeManagerHostname": "b", "Alive": True}])
+        ray_cluster.check_one_host([*nodes, {"NodeManagerHostname": "b", "Alive": True}])
 
 
 def test_nobody_at_an_address_is_told_at_once() -> None:
     with pytest.raises(ValueError, match="where no Ray answers"):
-        actors.reach("127.0.0.1:9")
+        ray_cluster.reach("127.0.0.1:9")
 
 
 @pytest.mark.parametrize(("end", "said"), [("os._exit(1)", ["last words"]), ("pass", [])])
 def test_a_witness_speaks_only_for_who_cannot(tmp_path: Path, end: str, said: list[str]) -> None:
     """A process that Ray ends has no time for a word."""
-    code = f"import os; from ostinato.cluster.witness import witness\nwith witness('last words', None): {end}"
+    code = f"import os; from ostinato.workers.witness import witness\nwith witness('last words', None): {end}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
     assert done.stderr.splitlines() == said
 
 
 def test_workers_are_given_their_threads_and_this_path() -> None:
-    environment = actors._environment(3, local=True)
+    environment = ray_cluster._environment(3, local=True)
     assert environment["OMP_NUM_THREADS"] == "3"
     assert str(Path(__file__).parents[3]) in environment["PYTHONPATH"].split(os.pathsep)
-    assert "PYTHONPATH" not in actors._environment(1, local=False)
+    assert "PYTHONPATH" not in ray_cluster._environment(1, local=False)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from small_loop import BanditTrainer, Bench, Lesson
 
-from ostinato.cluster.remote import WorkerGone
-from ostinato.cluster.trainer import TrainerLink, TrainerLost, TrainerServer
 from ostinato.observe.ledger import Ledger, Terms
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.loop import Finish, LoopState
+from ostinato.train.remote import TrainerLink, TrainerLost, TrainerServer
 from ostinato.types import Batch, StepReport
+from ostinato.workers.remote import WorkerGone
 
 
 class Restorable(BanditTrainer):

@@ -18,20 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
-from ostinato.cluster.graders import GraderLink, GraderServer, GradersLost, without_routes
-from ostinato.cluster.host import BUILD, Host, dealt
-from ostinato.cluster.remote import (
-    Patience,
-    WorkerFault,
-    WorkerGone,
-    answer,
-    opened,
-    outcome,
-    refusal,
-    sealed,
-)
-from ostinato.cluster.samplers import SamplerLink
-from ostinato.cluster.trainer import TrainerLink, TrainerLost, TrainerServer
+from ostinato.engine.serve import SamplerLink
+from ostinato.reward.remote import GraderLink, GraderServer, GradersLost, without_routes
+from ostinato.train.remote import TrainerLink, TrainerLost, TrainerServer
 from ostinato.types import (
     Batch,
     Completion,
@@ -43,6 +32,17 @@ from ostinato.types import (
     Stop,
     Trajectory,
     Turn,
+)
+from ostinato.workers.host import BUILD, Host, dealt
+from ostinato.workers.remote import (
+    Patience,
+    WorkerFault,
+    WorkerGone,
+    answer,
+    opened,
+    outcome,
+    refusal,
+    sealed,
 )
 
 

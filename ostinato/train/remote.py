@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ostinato.cluster.remote import Remote, WorkerGone
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import RestorableTrainer
 from ostinato.types import Batch, StepReport
+from ostinato.workers.remote import Remote, WorkerGone
 
 T = TypeVar("T")
 

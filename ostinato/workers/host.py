@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ostinato.cluster.remote import answer, opened, refusal
+from ostinato.workers.remote import answer, opened, refusal
 
 BUILD = "build"  # the first call; nothing else begins before it has ended
 

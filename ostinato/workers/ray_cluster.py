@@ -34,8 +34,8 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ostinato.cluster.host import BUILD, Host, Place, here
-from ostinato.cluster.remote import (
+from ostinato.workers.host import BUILD, Host, Place, here
+from ostinato.workers.remote import (
     SLICE_S,
     ClusterLost,
     Patience,
@@ -44,7 +44,7 @@ from ostinato.cluster.remote import (
     outcome,
     sealed,
 )
-from ostinato.cluster.witness import witness
+from ostinato.workers.witness import witness
 
 HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
 STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster of our own; what does not fit is spilt

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from ostinato.cluster.remote import Remote, WorkerGone
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Grader
 from ostinato.types import Group, Reward, Trajectory
+from ostinato.workers.remote import Remote, WorkerGone
 
 FAULT = "grader_lost"  # the name of a verdict that could not be had
 
