@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from ostinato.engine.vllm_server import VllmLost
+from ostinato.engine.vllm_server import vllm_lost
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec
@@ -79,7 +79,7 @@ class FakeVllm:
     def revive(self) -> None:
         self.close()
         if self.refuse_to_live:
-            raise VllmLost("vLLM did not start: the end of its log is: no")
+            raise vllm_lost("vLLM did not start: the end of its log is: no")
         self.lives += 1
         self.label, self.adapter, self.broken, self._sound = "default", None, "", 0
         self.running, self.ended = threading.Event(), threading.Event()

@@ -19,8 +19,8 @@ from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.parallel.control import Terms, meet
 from ostinato.parallel.follow import following, leading
 from ostinato.parallel.launch import Place, choose_interface
-from ostinato.parallel.watch import RankLost
 from ostinato.types import StepReport
+from ostinato.workers.lost import WorkerLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +120,8 @@ def train(folder: Path, steps: int, seconds: float) -> None:
                 state = {"tensors": dict(trainer.tensors()), "counters": dict(trainer.counters())}
                 torch.save(state, folder / "new.pt")
                 (folder / "new.pt").replace(saved)
-    except RankLost as lost:
-        print(f"RankLost: {lost}", flush=True)
+    except WorkerLost as lost:
+        print(f"WorkerLost: {lost}", flush=True)
         sys.exit(1)
 
 

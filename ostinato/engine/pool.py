@@ -25,27 +25,20 @@ from enum import StrEnum
 from typing import Any
 
 from ostinato.engine.pool_calls import Call, Results, fault
-from ostinato.engine.pool_worker import Lost, Worker, bounded, close
+from ostinato.engine.pool_worker import Worker, bounded, close, sampler_lost
 from ostinato.engine.serve import failed
 from ostinato.jobs import Placement, Plan, least_loaded
 from ostinato.model.wire import fingerprint, pack
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
 from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
+from ostinato.workers.lost import WorkerLost
 from ostinato.workers.suspects import Key, Suspects, isolated
 
 HOMES = 10_000  # conversations whose worker is remembered
 MOST_SPANS = 100_000  # kept where nobody takes them: the newest
 LONGEST_PAUSE_S = 30.0  # before a worker that keeps failing is tried again
 MOST_DOUBLINGS = 10  # of that pause
-
-
-class WorkersLost(RuntimeError):
-    """Workers were lost too often in a row, without an answer of theirs in between."""
-
-
-class TooManyQuarantined(RuntimeError):
-    """More prompts break workers than was agreed."""
 
 
 class State(StrEnum):
@@ -104,9 +97,9 @@ class EnginePool:
     place: who samples what (``rollout.schedule``); expect: tokens of an answer, 0 if unknown; slots: calls
     that a worker has at once; publication: a policy as it is sent. Seconds: silence_s without a reply or
     without progress, and a worker is lost; start_s for one to come up (then ``spawn`` is cancelled, and has
-    to leave nothing behind, as where it raises). ``generate`` raises WorkersLost when no worker serves and
-    each was lost more than ``max_restarts`` times in a row without an answer, TooManyQuarantined after more
-    than ``max_quarantined`` prompts, and what is of a ``fatal`` type as soon as a worker's link raises it.
+    to leave nothing behind, as where it raises). ``generate`` raises WorkerLost when no worker serves and
+    each was lost more than ``max_restarts`` times in a row without an answer, after more than
+    ``max_quarantined`` prompts, and as soon as the loss of a worker is final (the cluster is gone).
     Names of workers: "sampler-0" and so on.
     """
 
@@ -123,14 +116,13 @@ class EnginePool:
         max_restarts: int = 5,
         max_quarantined: int = 8,
         pause_s: float = 0.5,
-        fatal: tuple[type[Exception], ...] = (),
         publication: Callable[[Any, int], Publication] = adapters_only,
     ) -> None:
         if count < 1 or slots < 1:
             raise ValueError(f"a pool of {count} samplers with {slots} slots; both must be at least 1")
         self._spawn, self._place, self._expect, self._make = spawn, place, expect, publication
         self._slots, self._silence_s, self._start_s, self._pause_s = slots, silence_s, start_s, pause_s
-        self._max_restarts, self._max_quarantined, self._fatal = max_restarts, max_quarantined, fatal
+        self._max_restarts, self._max_quarantined = max_restarts, max_quarantined
         self._window_s = silence_s / 4 if count > 1 else 0.0  # in which a cause that workers share shows
         self._places = [_Place(id=i) for i in range(count)]
         self._tasks: list[asyncio.Task[None]] = []
@@ -192,7 +184,7 @@ class EnginePool:
     # ---- beside the protocol
 
     async def ready(self) -> None:
-        """Until every worker serves. Raises WorkersLost where one is lost too often, whatever others do."""
+        """Until every worker serves. Raises WorkerLost where one is lost too often, whatever others do."""
         self._begin()
         while starting := [place for place in self._places if place.state is not State.SERVING]:
             if self._failure is not None:
@@ -349,7 +341,7 @@ class EnginePool:
     # ---- what workers tell
 
     def _hear(self, worker: Worker, told: PollResult) -> None:
-        """Take in a reply. Raises Lost where an answer cannot be right."""
+        """Take in a reply. Raises WorkerLost where an answer cannot be right."""
         self._spans += told.spans
         known = worker.told_before.counters if worker.told_before is not None else {}
         for name, value in told.counters.items():
@@ -365,11 +357,11 @@ class EnginePool:
     def _answered(self, worker: Worker, id: int, completion: Completion) -> None:
         call = worker.calls.get(id)
         if call is None:
-            raise Lost(f"answered call {id}, which it does not have", by_calls=False)
+            raise sampler_lost(f"answered call {id}, which it does not have", by_calls=False)
         if wrong := fault(call, completion, worker.versions(call)):
-            raise Lost(wrong, by_calls=False)
+            raise sampler_lost(wrong, by_calls=False)
         if completion.stop is Stop.ABORT and call.wanted and call.going_to is None:
-            raise Lost(f"gave prompt {call.prompt} up unasked")
+            raise sampler_lost(f"gave prompt {call.prompt} up unasked")
         del worker.calls[id]
         if completion.stop is Stop.ABORT and call.wanted:
             self._continue(call, completion)
@@ -458,9 +450,9 @@ class EnginePool:
                 place.worker = self._worker(place.id, sampler)
                 place.worker.post(self._current)
                 await place.worker.serve(self._start_s)
-            except Lost as lost:
-                if isinstance(lost.__cause__, self._fatal):
-                    self._fail(lost.__cause__)
+            except WorkerLost as lost:
+                if lost.final:
+                    self._fail(lost)
                 else:
                     self._lose(place, lost)
             finally:
@@ -477,7 +469,7 @@ class EnginePool:
             acknowledged=self._acknowledged,
         )
 
-    def _lose(self, place: _Place, lost: Lost) -> None:
+    def _lose(self, place: _Place, lost: WorkerLost) -> None:
         """Take its calls back, see who may be to blame, and whether this can go on."""
         worker, place.worker = place.worker, None
         served, place.cause = place.state is State.SERVING, str(lost)
@@ -493,14 +485,15 @@ class EnginePool:
             self._fail(self._lost(self._places))
         self._news.set()
 
-    def _lost(self, places: Sequence[_Place]) -> WorkersLost:
+    def _lost(self, places: Sequence[_Place]) -> WorkerLost:
         causes = "; ".join(f"sampler-{place.id}: {place.cause}" for place in places)
-        return WorkersLost(
+        return sampler_lost(
             f"{len(places)} of {len(self._places)} samplers were lost more than {self._max_restarts} times "
-            f"in a row without an answer in between (cluster.max_restarts is {self._max_restarts}): {causes}"
+            f"in a row without an answer in between (cluster.max_restarts is {self._max_restarts}): {causes}",
+            final=True,
         )
 
-    def _take_back(self, worker: Worker, lost: Lost) -> bool:
+    def _take_back(self, worker: Worker, lost: WorkerLost) -> bool:
         """What it had not ended waits again. True: it was lost to its calls."""
         handed = [call for call in worker.calls.values() if call.handed]
         self.counters["workers/redispatched"] += sum(call.wanted for call in handed)
@@ -531,9 +524,10 @@ class EnginePool:
             self._end(call, failed(told[call.key]))
         if len(told) > self._max_quarantined:
             self._fail(
-                TooManyQuarantined(
+                sampler_lost(
                     f"{len(told)} prompts broke samplers (cluster.max_quarantined is "
-                    f"{self._max_quarantined}); the latest: {[*told.values()][-1]}"
+                    f"{self._max_quarantined}); the latest: {[*told.values()][-1]}",
+                    final=True,
                 )
             )
         self._plan_soon()
@@ -569,4 +563,4 @@ def _status(place: _Place) -> dict[str, Any]:
     }
 
 
-__all__ = ["EnginePool", "Published", "State", "TooManyQuarantined", "WorkersLost", "adapters_only"]
+__all__ = ["EnginePool", "Published", "State", "adapters_only"]

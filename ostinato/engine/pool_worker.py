@@ -1,8 +1,8 @@
 """One life of a worker of the pool, from its first publication until it is lost.
 
 Two tasks talk to it. One sends, in order, what it is told: publications, calls, drops. The other collects.
-Whatever the worker raises, and every wait longer than was agreed, ends its life as ``Lost``, which names the
-cause. What a worker says of the policy that it serves is checked in every reply.
+Whatever the worker raises, and every wait longer than was agreed, ends its life as ``WorkerLost``,
+which names the cause. What a worker says of the policy that it serves is checked in every reply.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ostinato.engine.pool_calls import Call
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Sampler
 from ostinato.types import PollResult, Publication
+from ostinato.workers.lost import WorkerKind, WorkerLost
 
 COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life
 HEAR_S = 0.02  # from one collect to the next: what ends meanwhile is heard of together
@@ -29,12 +30,8 @@ SLICES = 8  # that a bounded wait is counted in
 T = TypeVar("T")
 
 
-class Lost(Exception):
-    """A worker is not to be relied on any more. ``by_calls``: what it was working on may be why."""
-
-    def __init__(self, cause: str, *, by_calls: bool = True) -> None:
-        super().__init__(cause)
-        self.by_calls = by_calls
+def sampler_lost(cause: str, by_calls: bool = True, final: bool = False) -> WorkerLost:
+    return WorkerLost(WorkerKind.SAMPLER, cause, final=final, by_calls=by_calls)
 
 
 @runtime_checkable
@@ -45,8 +42,8 @@ class Closing(Protocol):
 
 
 async def bounded(asked: Awaitable[T], seconds: float, what: str) -> T:
-    """Its result. Raises Lost where it raises, or is not there in time: it is then cancelled, and not waited
-    for, since it may not listen.
+    """Its result. Raises WorkerLost where it raises, or is not there in time: it is then cancelled, and not
+    waited for, since it may not listen.
 
     Time is counted in slices: where the event loop itself was held up for long (by a training step), what has
     arrived meanwhile is looked at before anybody is called silent.
@@ -61,14 +58,16 @@ async def bounded(asked: Awaitable[T], seconds: float, what: str) -> T:
     finally:
         task.cancel()
     if not task.done():
-        raise Lost(f"silent for {seconds:g} s: {what}")
+        raise sampler_lost(f"silent for {seconds:g} s: {what}")
     if task.cancelled():
-        raise Lost(f"gave up: {what}")
+        raise sampler_lost(f"gave up: {what}")
     error = task.exception()
     if error is not None and not isinstance(error, Exception):
         raise error  # Ctrl-C is not a worker's failure
+    if isinstance(error, WorkerLost):
+        raise error
     if error is not None:
-        raise Lost(f"{type(error).__name__}: {error}") from error
+        raise sampler_lost(f"{type(error).__name__}: {error}") from error
     return task.result()
 
 
@@ -81,7 +80,7 @@ def _heed(task: asyncio.Future[T]) -> None:
 async def close(sampler: Sampler) -> None:
     """Best effort: it is given up in any case."""
     if isinstance(sampler, Closing):
-        with suppress(Lost):
+        with suppress(WorkerLost):
             await bounded(sampler.close(), CLOSE_S, "closing")
 
 
@@ -185,7 +184,7 @@ class Worker:
 
     async def serve(self, start_s: float) -> None:
         """Work until it is lost; the first publication, which has been posted, may take ``start_s``. Raises
-        Lost."""
+        WorkerLost."""
         await self._publish(start_s)
         self.serving = True
         tasks = [asyncio.create_task(self._send()), asyncio.create_task(self._collect())]
@@ -229,7 +228,7 @@ class Worker:
         if proof != publication.fingerprint:
             version = publication.version
             sent, served = _policy(version, publication.fingerprint), _policy(version, proof)
-            raise Lost(f"was sent {sent} and serves {served}", by_calls=False)
+            raise sampler_lost(f"was sent {sent} and serves {served}", by_calls=False)
         self.heard, self._served = time.time(), self._sent
         self._acknowledged(self, publication)
 
@@ -252,12 +251,12 @@ class Worker:
         if (told.version, told.fingerprint) not in sent:
             served = _policy(told.version, told.fingerprint)
             known = " and ".join(_policy(*policy) for policy in sent)
-            raise Lost(f"serves {served}; it was sent {known}", by_calls=False)
+            raise sampler_lost(f"serves {served}; it was sent {known}", by_calls=False)
         known, passes = self.told, any(one.kind in (Kind.PREFILL, Kind.DECODE) for one in told.spans)
         stands = known is not None and 0 <= told.sampled == known.sampled and not (told.done or passes)
         self._still_s = self._still_s + waited_s if stands and self.calls else 0.0
         if self._still_s >= self._silence_s:
-            raise Lost(f"no progress for {self._silence_s:g} s: {self._occupation()}")
+            raise sampler_lost(f"no progress for {self._silence_s:g} s: {self._occupation()}")
 
     def _occupation(self) -> str:
         return f"sampling {len(self.calls)} calls" if self.calls else "waiting for calls"
@@ -286,4 +285,4 @@ class Worker:
         )
 
 
-__all__ = ["Closing", "Lost", "Worker", "bounded", "close"]
+__all__ = ["Closing", "Worker", "bounded", "close", "sampler_lost"]

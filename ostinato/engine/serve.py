@@ -232,7 +232,7 @@ class _Timed(Timed, Protocol): ...
 class SamplerLink:
     """Forwards to a sampler elsewhere; every wait is bounded by ``silence_s`` beyond what was asked for.
 
-    Raises WorkerGone when the worker died or is silent; what the sampler itself raises comes as itself.
+    Raises WorkerLost when the worker died or is silent; what the sampler itself raises comes as itself.
     """
 
     def __init__(self, remote: Remote, silence_s: float) -> None:

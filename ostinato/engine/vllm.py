@@ -38,13 +38,14 @@ from ostinato.engine.vllm_answers import answer, failed, question
 from ostinato.engine.vllm_company import Company
 from ostinato.engine.vllm_http import Reply, Unreachable, call, post
 from ostinato.engine.vllm_proof import Proofs, Verdict
-from ostinato.engine.vllm_server import Server, VllmLost, VllmWrong, check
+from ostinato.engine.vllm_server import Server, check, vllm_lost, vllm_wrong
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_io import PEFT_CONFIG, PEFT_TENSORS, write_peft
 from ostinato.model.wire import check_finite, fingerprint
 from ostinato.observe.timeline import Kind, Span
 from ostinato.types import Completion, Request, Sampling
+from ostinato.workers.lost import WorkerLost
 
 LORA = "ostinato"  # the name of the adapter there
 COLDEST = 0.01  # vLLM raises temperatures between 0 and this to it
@@ -78,7 +79,7 @@ class VllmEngine:
     into text. ``probe`` ([T] token ids) is what the base is asked before any work; no policy's k3 may reach
     ``bound``. ``name`` is the worker's in the timeline, ``say`` hears of restarts.
 
-    Raises ValueError for a server that cannot do what is asked of it, VllmLost where it is not there.
+    Raises ValueError for a server that cannot do what is asked of it, WorkerLost where it is not there.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class VllmEngine:
             self._prove_the_base()
         except Unreachable as lost:
             server.close()
-            raise VllmLost(f"vLLM was lost before any work: {lost}; {server.why()}") from lost
+            raise vllm_lost(f"vLLM was lost before any work: {lost}; {server.why()}") from lost
         except BaseException:  # nobody else knows of the server yet
             server.close()
             raise
@@ -147,7 +148,7 @@ class VllmEngine:
         """Serve ``adapters`` (None: the base) from the next pass on; requests in flight go on under them.
 
         A request that began on the base ends on it, and its tokens say so. Raises NotFinite, and the old
-        policy goes on; VllmWrong where the server does not take them; VllmLost.
+        policy goes on; WorkerLost where the server does not take them, or is lost.
         """
         before = self._policy
         with self._time.of(None):  # whoever publishes tells of it
@@ -164,7 +165,7 @@ class VllmEngine:
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
         """Yield (index, completion) as requests finish. Raises ValueError for requests that never fit, and
-        VllmLost."""
+        WorkerLost."""
         for request in requests:
             self._refuse(request)
         desk = self._desk_here()
@@ -259,7 +260,7 @@ class VllmEngine:
             raise Unreachable(self._blame(desk, epoch, str(lost))) from lost
 
     def _blame(self, desk: _Desk, epoch: int, why: str) -> str:
-        """``why``, and who was asked; the first to find out says it. Raises VllmLost for too many
+        """``why``, and who was asked; the first to find out says it. Raises WorkerLost for too many
         culprits."""
         if epoch != self._epoch:
             return why
@@ -272,7 +273,7 @@ class VllmEngine:
         explained, found = company.blame(why)
         self.counters["workers/quarantined"] += len(found)
         if len(company.guilty) > self._max_quarantined:
-            raise VllmLost(
+            raise vllm_lost(
                 f"{len(company.guilty)} prompts broke vLLM (cluster.max_quarantined is "
                 f"{self._max_quarantined}); the latest: {[*company.guilty.values()][-1]}"
             )
@@ -375,18 +376,20 @@ class VllmEngine:
                 self._revived(why, self._policy)
 
     def _revived(self, why: str, policy: Policy) -> None:
-        """A server that serves ``policy``, in a new epoch. Raises VllmLost."""
+        """A server that serves ``policy``, in a new epoch. Raises WorkerLost."""
         while True:
             self._restarts += 1
             if self._restarts > self._most or self._closed:
-                raise VllmLost(f"vLLM was lost {self._restarts} times in a row: {why}; {self._server.why()}")
+                raise vllm_lost(f"vLLM was lost {self._restarts} times in a row: {why}; {self._server.why()}")
             self._say(f"vLLM was lost and is started anew ({self._restarts} of {self._most}): {why}")
             try:
                 with self._time.of(Kind.START):
                     self._proofs.forget()
                     self._server.revive()
                 self._install(policy)
-            except (Unreachable, VllmLost) as error:
+            except (Unreachable, WorkerLost) as error:
+                if isinstance(error, WorkerLost) and error.final:
+                    raise
                 why = str(error)
                 continue
             self._epoch += 1
@@ -413,8 +416,8 @@ class VllmEngine:
         )
 
     def _install(self, policy: Policy) -> None:
-        """Have the server serve it. Raises VllmWrong and Unreachable, and the server stays paused: an adapter
-        that was replaced, but not labelled, would sample under the name of the one before."""
+        """Have the server serve it. Raises WorkerLost and Unreachable, and the server stays paused: an
+        adapter that was replaced, but not labelled, would sample under the name of the one before."""
         self._must("POST", "/pause?mode=keep&clear_cache=false")
         if policy.folder is not None:
             self._load(policy, policy.folder)
@@ -424,7 +427,7 @@ class VllmEngine:
         self._must("POST", "/resume")
         self._beat()
         if self._heard != policy.label:
-            raise VllmWrong(f"vLLM serves policy {self._heard!r} after {policy.label!r} was published")
+            raise vllm_wrong(f"vLLM serves policy {self._heard!r} after {policy.label!r} was published")
 
     def _load(self, policy: Policy, folder: Path) -> None:
         """The adapter into its place, which the first one makes."""
@@ -433,12 +436,12 @@ class VllmEngine:
             body = {"lora_name": LORA, "lora_path": str(folder.absolute())}
             if (reply := self._ask("POST", "/v1/load_lora_adapter", body)).status != 200:
                 self._must("POST", "/resume")  # nothing was replaced
-                raise VllmWrong(f"vLLM does not take the adapter of policy {policy.label}: {reply.error}")
+                raise vllm_wrong(f"vLLM does not take the adapter of policy {policy.label}: {reply.error}")
         body = {"method": "ostinato_publish", "args": [str(folder.absolute())]}
         if (reply := self._ask("POST", "/collective_rpc", body)).status != 200:
-            raise VllmWrong(f"vLLM does not take the adapter of policy {policy.label}: {reply.error}")
+            raise vllm_wrong(f"vLLM does not take the adapter of policy {policy.label}: {reply.error}")
         if read := {*reply.body["results"]} - {policy.digest}:
-            raise VllmWrong(f"vLLM read {sorted(read)} in {folder}, where {policy.digest} was written")
+            raise vllm_wrong(f"vLLM read {sorted(read)} in {folder}, where {policy.digest} was written")
 
     # ---- proofs
 
@@ -451,7 +454,7 @@ class VllmEngine:
             self._proofs.hear(policy.label, None, request, self._said(request, policy, reply))
 
     async def _prove(self, desk: _Desk, request: Request, policy: Policy, said: Completion) -> None:
-        """The first answers that ``policy`` alone has sampled prove it. Raises VllmWrong."""
+        """The first answers that ``policy`` alone has sampled prove it. Raises WorkerLost."""
         if self._proofs.want(policy.label, policy.version, request, said):
             async with desk.proof:
                 await asyncio.to_thread(self._proofs.hear, policy.label, policy.adapters, request, said)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ostinato.algo.offpolicy import kl_k3
-from ostinato.engine.vllm_server import VllmWrong
+from ostinato.engine.vllm_server import vllm_wrong
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
@@ -57,7 +57,7 @@ class Proofs:
         return label not in self._sure and plain and whole and len(request.tokens) <= BEHIND
 
     def hear(self, label: str, adapters: Adapters | None, request: Request, said: Completion) -> None:
-        """Judge the policy by one answer more. Raises VllmWrong."""
+        """Judge the policy by one answer more. Raises WorkerLost."""
         if label in self._sure:
             return
         tokens = said.tokens[:OF_AN_ANSWER]
@@ -67,7 +67,7 @@ class Proofs:
         heard = self._heard[label] = np.concatenate([before, kl_k3(log_ratio).numpy()])
         right = verdict(heard, self._bound)
         if right is False:
-            raise VllmWrong(
+            raise vllm_wrong(
                 f"vLLM is not the policy that is trained: k3 is {heard.mean():.3g} for policy {label} on "
                 f"{len(heard)} tokens, and {self._bound:g} is the bound; compare model and dtype"
             )

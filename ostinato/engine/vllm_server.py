@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from ostinato.engine import vllm_guard
 from ostinato.engine.vllm_http import Unreachable, call, host_and_port
+from ostinato.workers.lost import WorkerKind, WorkerLost
 
 EXTENSION = "ostinato.interop.vllm_worker.Worker"
 GUARD = "ostinato.interop.vllm_key.Guard"
@@ -35,16 +36,14 @@ CALL_S = 60.0  # for what takes milliseconds
 TAIL_LINES, TAIL_BYTES = 6, 1 << 14
 
 
-class VllmFailed(RuntimeError):
-    """Sampling with vLLM cannot go on; the message says why, in one sentence."""
-
-
-class VllmLost(VllmFailed):
+def vllm_lost(sentence: str) -> WorkerLost:
     """The server does not start, has ended or is silent; with the end of its log."""
+    return WorkerLost(WorkerKind.VLLM, sentence)
 
 
-class VllmWrong(VllmFailed):
-    """The server serves something else than what was published."""
+def vllm_wrong(sentence: str) -> WorkerLost:
+    """The server serves something else than what was published: a new one would too."""
+    return WorkerLost(WorkerKind.VLLM, sentence, final=True)
 
 
 class Server(Protocol):
@@ -59,7 +58,7 @@ class Server(Protocol):
         ...
 
     def revive(self) -> None:
-        """Be there, and ready, after whatever happened. Raises VllmLost."""
+        """Be there, and ready, after whatever happened. Raises WorkerLost."""
         ...
 
     def why(self) -> str:
@@ -131,7 +130,7 @@ class VllmChild:
         self.address = ""
 
     def revive(self) -> None:
-        """End what is left of it, and start it anew. Raises VllmLost after ``start_s`` or when it ends."""
+        """End what is left of it, and start it anew. Raises WorkerLost after ``start_s`` or when it ends."""
         self.close()
         port = _free_port()
         self.address = f"http://127.0.0.1:{port}"
@@ -154,9 +153,9 @@ class VllmChild:
     def _wait_until_ready(self, deadline: float) -> None:
         while not is_healthy(self.address, self.key):
             if self._guard is None or self._guard.poll() is not None:
-                raise VllmLost(f"vLLM did not start: {self.why()}")
+                raise vllm_lost(f"vLLM did not start: {self.why()}")
             if time.monotonic() > deadline:
-                raise VllmLost(f"vLLM was not ready after {self._start_s:g} s: {self.why()}")
+                raise vllm_lost(f"vLLM was not ready after {self._start_s:g} s: {self.why()}")
             time.sleep(POLL_S)
 
     def why(self) -> str:
@@ -187,13 +186,13 @@ class VllmAt:
         self._left = threading.Event()
 
     def revive(self) -> None:
-        """Wait until it answers. Raises VllmLost after ``start_s``, and once it is left (``close``)."""
+        """Wait until it answers. Raises WorkerLost after ``start_s``, and once it is left (``close``)."""
         deadline = time.monotonic() + self._start_s
         while not is_healthy(self.address, self.key):
             if time.monotonic() > deadline:
-                raise VllmLost(f"vLLM at {self.address} was not ready in {self._start_s:g} s")
+                raise vllm_lost(f"vLLM at {self.address} was not ready in {self._start_s:g} s")
             if self._left.wait(POLL_S):
-                raise VllmLost(f"vLLM at {self.address} did not answer, and is waited for no longer")
+                raise vllm_lost(f"vLLM at {self.address} did not answer, and is waited for no longer")
 
     def why(self) -> str:
         return "its log is where it was started"
@@ -300,10 +299,9 @@ __all__ = [
     "Server",
     "VllmAt",
     "VllmChild",
-    "VllmFailed",
-    "VllmLost",
-    "VllmWrong",
     "check",
     "environment",
     "is_healthy",
+    "vllm_lost",
+    "vllm_wrong",
 ]

@@ -35,10 +35,11 @@ from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.protocols import RestorableTrainer, Sampler
 from ostinato.reward.remote import GraderLink
 from ostinato.rollout.schedule import placement
-from ostinato.train.remote import TrainerLink, TrainerLost
+from ostinato.train.remote import TrainerLink
 from ostinato.types import HistoryEntry, Publication
+from ostinato.workers.lost import WorkerLost
 from ostinato.workers.ray_cluster import Cluster, RayRemote, Want
-from ostinato.workers.remote import ClusterLost, WorkerFault
+from ostinato.workers.remote import WorkerFault
 
 AHEAD = 2  # calls that a sampler has for each that it decodes: none of its seats waits for a message
 KEPT_WEIGHTS = 3  # files of all weights
@@ -91,7 +92,7 @@ def clustered(
 def _started(new_trainer: Callable[[], TrainerLink]) -> TrainerLink:
     try:
         return new_trainer()
-    except (ClusterLost, TrainerLost, WorkerFault) as error:
+    except (WorkerLost, WorkerFault) as error:
         raise RunFailed(f"the trainer's worker could not be started: {error}") from error
 
 
@@ -234,7 +235,6 @@ class WorkerFactory:
             start_s=section.start_s,
             max_restarts=section.max_restarts,
             max_quarantined=section.max_quarantined,
-            fatal=(ClusterLost,),
             publication=publication,
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm import VllmEngine
-from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild, VllmFailed
+from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check_model
 from ostinato.launch.drafts import Memory
@@ -25,6 +25,7 @@ from ostinato.model.native import load as load_kernels
 from ostinato.model.native.build import BuildError
 from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.render import Renderer
+from ostinato.workers.lost import WorkerLost
 
 Say = Callable[[str], None]
 PROBE_TOKENS = 48  # of the prompt that policies are proven on
@@ -71,7 +72,7 @@ def vllm_engine(
             max_quarantined=cluster.max_quarantined,
             say=say,
         )
-    except VllmFailed as error:
+    except WorkerLost as error:
         raise RunFailed(f"{error}; no run was begun") from error
     try:
         yield engine

@@ -54,7 +54,7 @@ def follow(place: Place, *, child: bool = False) -> int:
     from ostinato.algo.routing import Misaligned
     from ostinato.launch.trainer import new_sharded_trainer
     from ostinato.parallel.follow import following
-    from ostinato.parallel.watch import RankLost
+    from ostinato.workers.lost import WorkerLost
 
     def new_local(told: str, ready: Ready) -> Local:
         import tomllib
@@ -65,7 +65,7 @@ def follow(place: Place, *, child: bool = False) -> int:
 
     try:
         following(place, new_local, leave, (Misaligned,))
-    except RankLost as lost:
+    except WorkerLost as lost:
         print(f"ostinato: {lost}", file=sys.stderr)
         return LOST
     return 0
@@ -96,7 +96,7 @@ def sharded_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[Res
     from ostinato.parallel.follow import leading
     from ostinato.parallel.key import new_key
     from ostinato.parallel.local_store import keep_store
-    from ostinato.parallel.watch import RankLost
+    from ostinato.workers.lost import WorkerLost
 
     recipe, layout = prepared.recipe, Layout.parse(prepared.recipe.parallel.layout)
     layout.refuse(prepared.decoder.config)
@@ -130,7 +130,7 @@ def sharded_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[Res
                 return new_sharded_trainer(recipe, 0, prepared.decoder, refused, ready)
 
             trainer = held.enter_context(leading(place, store, terms, new_local, ended, (Misaligned,)))
-        except RankLost as error:
+        except WorkerLost as error:
             raise RunFailed(f"the ranks of {layout} could not begin: {error}") from error
         yield trainer
 

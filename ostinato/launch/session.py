@@ -289,21 +289,18 @@ def _named_failures(path: Path) -> Iterator[None]:
 def _named() -> tuple[type[Exception], ...]:
     """The failures of a run that say themselves what is to be done."""
     from ostinato.algo.routing import Misaligned
-    from ostinato.engine.pool import TooManyQuarantined, WorkersLost
-    from ostinato.engine.vllm_server import VllmFailed
     from ostinato.model.wire import NotFinite
-    from ostinato.parallel.watch import RankLost
     from ostinato.pipeline.loop import NoTrainableSamples
     from ostinato.pipeline.signals import Stalled
     from ostinato.pipeline.state import StalenessViolation
-    from ostinato.reward.remote import GradersLost
     from ostinato.train.checkpoint import CheckpointError
-    from ostinato.train.remote import TrainerLost
     from ostinato.train.trainer import TrainingStopped
-    from ostinato.workers.remote import ClusterLost, WorkerFault, WorkerGone
+    from ostinato.workers.lost import WorkerLost
+    from ostinato.workers.remote import WorkerFault
 
-    of_workers = (GradersLost, TrainerLost, WorkersLost, TooManyQuarantined, WorkerFault, WorkerGone)
-    of_training = (
+    return (
+        WorkerLost,
+        WorkerFault,
         NoTrainableSamples,
         Stalled,
         StalenessViolation,
@@ -312,4 +309,3 @@ def _named() -> tuple[type[Exception], ...]:
         NotFinite,
         CheckpointError,
     )
-    return (*of_workers, RankLost, ClusterLost, VllmFailed, *of_training)

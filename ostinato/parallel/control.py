@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from ostinato.parallel.key import VARIABLE, fits, of_meeting, signed, users_key
 from ostinato.parallel.launch import Place
 from ostinato.parallel.local_store import keep_store
-from ostinato.parallel.watch import Member, RankLost, last_line
+from ostinato.parallel.watch import Member, last_line, rank_lost
 
 MEET_S = 1800.0  # for rank 0 to be there, and for all to have loaded their part: a large model, cold
 DAY_S = 86400.0
@@ -56,7 +56,7 @@ class Terms:
 def meet(place: Place, within_s: float = MEET_S) -> TCPStore:
     """The store at which all ranks meet: kept by rank 0, or by torchrun's agent.
 
-    Raises RankLost when nobody keeps it within ``within_s``.
+    Raises WorkerLost when nobody keeps it within ``within_s``.
     """
     keeps = place.rank == 0 and not place.agent
     bound = timedelta(seconds=within_s)
@@ -65,7 +65,7 @@ def meet(place: Place, within_s: float = MEET_S) -> TCPStore:
             return keep_store(place.port, bound)
         return TCPStore(place.address, place.port, is_master=keeps, timeout=bound, wait_for_workers=False)
     except (dist.DistError, RuntimeError, OSError) as error:
-        raise RankLost(
+        raise rank_lost(
             f"rank {place.rank} did not reach rank 0 at {place.address}:{place.port} within {within_s:g} s: "
             f"{last_line(error)}"
         ) from error
@@ -114,7 +114,7 @@ class Control:
         """The next call and its arguments; None when it was the last. Waits without an end of its own: the
         watch ends the process where rank 0 is lost.
 
-        Raises RankLost where it is not signed with the key of the run.
+        Raises WorkerLost where it is not signed with the key of the run.
         """
         key = f"call/{self._calls}"
         while not _there(self._store, [key], DAY_S):
@@ -125,7 +125,7 @@ class Control:
             return None
         payload, sizes = self._broadcast(_empty(call["sizes"])), call["sizes"]
         if sha256(_head(payload, sizes)).hexdigest() != call["head"]:
-            raise RankLost(_forged(self.place))
+            raise rank_lost(_forged(self.place))
         return call["name"], unpacked(payload, sizes)
 
     def bye(self) -> None:
@@ -138,7 +138,7 @@ class Control:
         """Wait until all ranks have loaded their part: groups are made together, and within ``timeout_s``.
         ``gone`` ends the wait of rank 0 by a sentence; the watch ends the other ranks.
 
-        Raises RankLost naming the ranks that have not loaded theirs after ``within_s``.
+        Raises WorkerLost naming the ranks that have not loaded theirs after ``within_s``.
         """
         self._store.set(f"built/{self.place.rank}", "")
         if self.place.rank == 0:
@@ -149,7 +149,7 @@ class Control:
             return
         within_s += self.terms.timeout_s  # rank 0, which names who is late, may have come here later
         if not _there(self._store, [ALL_BUILT], within_s):
-            raise RankLost(f"rank 0 did not say within {within_s:g} s that all ranks have loaded their part")
+            raise rank_lost(f"rank 0 did not say within {within_s:g} s that all ranks have loaded their part")
 
     def _broadcast(self, payload: np.ndarray) -> np.ndarray:
         """In place, [bytes] uint8."""
@@ -176,7 +176,7 @@ def arrive(
     """Wait until all ranks are there: (members, terms). Rank 0 has ``terms`` and tells them; ``ended`` says
     which ranks have ended before they arrived, and how.
 
-    Raises RankLost naming the ranks that did not come in time.
+    Raises WorkerLost naming the ranks that did not come in time.
     """
     me = Member(rank=place.rank, host=platform.node(), pid=os.getpid(), nonce=secrets.token_hex(16))
     store.set(f"member/{place.rank}", json.dumps(asdict(me)))
@@ -211,12 +211,12 @@ def sealed(value: Mapping[str, Any], key: str, what: str) -> str:
 
 
 def opened(raw: bytes, key: str, what: str, place: Place) -> dict[str, Any]:
-    """What was ``sealed``. Raises RankLost where the signature is another one, of ``place``'s store."""
+    """What was ``sealed``. Raises WorkerLost where the signature is another one, of ``place``'s store."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         found = json.loads(raw)
         if fits(found["tag"], key, what, found["text"]):
             return json.loads(found["text"])
-    raise RankLost(_forged(place))
+    raise rank_lost(_forged(place))
 
 
 def _forged(place: Place) -> str:
@@ -234,7 +234,7 @@ def _told(place: Place, store: Store) -> bytes:
         why = f"within {MEET_S:g} s"
     except dist.DistError as error:
         why = last_line(error)
-    raise RankLost(
+    raise rank_lost(
         f"rank 0 at {place.address}:{place.port} did not begin, as rank {place.rank} saw it: {why}"
     )
 
@@ -242,18 +242,18 @@ def _told(place: Place, store: Store) -> bytes:
 def _await_all(
     store: Store, keys: Sequence[str], within_s: float, gone: Callable[[], str], late: str, mend: str
 ) -> None:
-    """Until every rank has set its key. Raises RankLost by the sentence of ``gone``, as soon as it has one,
+    """Until every rank has set its key. Raises WorkerLost by the sentence of ``gone``, as soon as it has one,
     and, after ``within_s``, naming those who are ``late``."""
     started = time.monotonic()
     while not store.check(list(keys)):
         time.sleep(LOOK_S)  # a wait with a bound would be a warning of torch each time
         if why := gone():
-            raise RankLost(why)
+            raise rank_lost(why)
         if time.monotonic() - started <= within_s:
             continue
         if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            raise RankLost(f"{who} of {len(keys)} {late} {within_s:g} s; {mend}")
+            raise rank_lost(f"{who} of {len(keys)} {late} {within_s:g} s; {mend}")
 
 
 def _there(store: Store, keys: list[str], within_s: float) -> bool:

@@ -31,8 +31,9 @@ from ostinato.parallel.control import (
     own_store,
 )
 from ostinato.parallel.launch import CLOSE_S, Place
-from ostinato.parallel.watch import GRACE_S, Doing, RankLost, Watch, last_line
+from ostinato.parallel.watch import GRACE_S, Doing, Watch, last_line, rank_lost
 from ostinato.types import Batch, StepReport
+from ostinato.workers.lost import WorkerLost
 
 T = TypeVar("T")
 Ready = Callable[[], None]
@@ -81,15 +82,15 @@ class Lead:
         self._known.set()
 
     def run(self, call: str, work: Callable[[], T]) -> T:
-        """``work()``. Raises RankLost when a rank was lost before or meanwhile, else what ``work`` raises."""
+        """``work()``. Raises WorkerLost when a rank was lost before or meanwhile, or what ``work`` raises."""
         if self.lost:
-            raise RankLost(self.lost)
+            raise rank_lost(self.lost)
         done: Future[T] = Future()
         self._doing.call = call
         self._works.put((work, done))
         try:
             return self._result(done)
-        except RankLost:
+        except WorkerLost:
             raise
         except self.answers:
             self._doing.refused += 1
@@ -99,7 +100,7 @@ class Lead:
                 raise
             self._doing.broken = last_line(error)
             self._known.wait(self._verdict_s)  # the watch finds out who it was
-            raise RankLost(self.lost or f"rank 0 lost a connection in {call}: {last_line(error)}") from error
+            raise rank_lost(self.lost or f"rank 0 lost a connection in {call}: {last_line(error)}") from error
         finally:
             self._doing.call = ""
 
@@ -111,7 +112,7 @@ class Lead:
                 if done.done():  # since, or by a TimeoutError of its own
                     return done.result()
                 if self.lost:
-                    raise RankLost(self.lost) from None
+                    raise rank_lost(self.lost) from None
 
     def _work(self) -> None:
         while (item := self._works.get()) is not None:
@@ -164,7 +165,7 @@ class ShardedTrainer:
 
     def _together(self, name: str, *arguments: Any) -> Any:
         if self.failed:
-            raise RankLost(self.failed)
+            raise rank_lost(self.failed)
 
         def work() -> Any:
             self._control.call(name, *arguments)
@@ -176,7 +177,7 @@ class ShardedTrainer:
         except self._lead.answers:
             raise
         except BaseException as error:
-            lost = isinstance(error, RankLost)
+            lost = isinstance(error, WorkerLost)
             self.failed = str(error) if lost else f"rank 0 ended {call} by {last_line(error)}"
             raise
 
@@ -202,7 +203,7 @@ def leading(
     were started here and have ended, and how. ``answers``: what a call raises on all ranks alike, after which
     they are as much in step as before; the same as in ``following``.
 
-    Raises RankLost where they do not come or are lost.
+    Raises WorkerLost where they do not come or are lost.
     """
     _alone(terms.timeout_s)
     keys = keyed(place, store)
@@ -232,7 +233,7 @@ def leading(
         raise
     finally:
         if trainer is not None and not trainer.failed and not lead.lost:
-            with contextlib.suppress(RankLost):
+            with contextlib.suppress(WorkerLost):
                 lead.run("the end", lambda: _end(control))
         watch.stop()
         lead.close(0.0 if lead.lost else CLOSE_S)
@@ -249,7 +250,7 @@ def _alone(within_s: float) -> None:
     deadline = time.monotonic() + within_s
     while dist.is_initialized():
         if time.monotonic() > deadline:
-            raise RankLost("torch.distributed is still in use in this process; begin the run in a new one")
+            raise rank_lost("torch.distributed is still in use in this process; begin the run in a new one")
         time.sleep(SLICE_S)
 
 
@@ -264,7 +265,7 @@ def following(
     ``leave`` ends the process, from any thread, with a sentence: rank 0 is lost, another rank is, or this one
     has raised and everybody knows.
 
-    Raises RankLost where rank 0 never came.
+    Raises WorkerLost where rank 0 never came.
     """
     store = meet(place)
     keys = keyed(place, store)

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from ostinato.workers.lost import WorkerKind, WorkerLost
+
 BEAT_S = 1.0
 GRACE_S = 5.0  # for rank 0 to raise what another rank has raised, or for a better reason to be known
 STOP_S = 5.0  # for an answer of the store that is on its way
@@ -32,9 +34,10 @@ PACKAGE = Path(__file__).parents[1]
 COLLECTIVES = (PACKAGE / "parallel" / "links.py", PACKAGE / "parallel" / "control.py")
 
 
-class RankLost(RuntimeError):
-    """A rank died, hung, could not be reached or failed alone. The message says which, where, doing what,
-    for how long."""
+def rank_lost(sentence: str) -> WorkerLost:
+    """A rank died, hung, could not be reached or failed alone; ``sentence`` says which, where, doing what,
+    for how long. No other can take its place within a run."""
+    return WorkerLost(WorkerKind.RANK, sentence, final=True)
 
 
 class Store(Protocol):
@@ -322,4 +325,4 @@ def last_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
-__all__ = ["Doing", "Judge", "Member", "RankLost", "Sign", "Store", "Watch", "last_line", "position"]
+__all__ = ["Doing", "Judge", "Member", "Sign", "Store", "Watch", "last_line", "position", "rank_lost"]

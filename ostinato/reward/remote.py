@@ -18,13 +18,10 @@ from typing import Any, Protocol
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Grader
 from ostinato.types import Group, Reward, Trajectory
-from ostinato.workers.remote import Remote, WorkerGone
+from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.remote import Remote
 
 FAULT = "grader_lost"  # the name of a verdict that could not be had
-
-
-class GradersLost(RuntimeError):
-    """Graders were lost again and again, and no group was judged in between."""
 
 
 class Counting(Grader, Protocol):
@@ -76,7 +73,7 @@ class GraderLink:
     """Implements protocols.Grader and Timed over ``count`` workers that ``spawn`` makes, by number.
 
     ``within_s`` bounds one group in a worker, which grades ``slots`` at once. After ``max_restarts`` losses
-    without a group in between it raises GradersLost, which names the last cause.
+    without a group in between it raises WorkerLost, which names the last cause.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class GraderLink:
             place = self._places[index]
             try:
                 return await place.worker.call("ready", within_s=self._within_s)
-            except WorkerGone as gone:
+            except WorkerLost as gone:
                 self._replace(index, place, gone)
 
     async def grade(self, group: Group) -> list[Reward]:
@@ -116,7 +113,7 @@ class GraderLink:
             place, seats = self._places[index], self._slots if causes else 1
             try:
                 graded = await self._ask(place, asked, seats)
-            except WorkerGone as gone:
+            except WorkerLost as gone:
                 self._replace(index, place, gone)
                 if place.suspect is asked:
                     causes.append(str(gone))
@@ -158,7 +155,7 @@ class GraderLink:
         place.running.append(group)
         try:
             return await place.worker.call("grade", group, within_s=self._within_s)
-        except WorkerGone:
+        except WorkerLost:
             if place.suspect is None:
                 place.suspect = place.running[0]
             raise
@@ -167,15 +164,19 @@ class GraderLink:
             place.free += seats
             self._wake()
 
-    def _replace(self, index: int, lost: _Place, cause: WorkerGone) -> None:
+    def _replace(self, index: int, lost: _Place, cause: WorkerLost) -> None:
+        if cause.final:
+            raise cause
         if self._places[index] is not lost:  # by another that had a group there
             return
         self._in_a_row += 1
         self.counters["workers/restarts"] += 1
         if self._in_a_row > self._max_restarts:
-            raise GradersLost(
+            raise WorkerLost(
+                WorkerKind.GRADER,
                 f"{self._in_a_row} graders in a row were lost without a group judged in between, at last: "
-                f"{cause}; look at the reward functions and at cluster.max_restarts"
+                f"{cause}; look at the reward functions and at cluster.max_restarts",
+                final=True,
             ) from cause
         lost.worker.kill()
         self._places[index] = _Place(worker=self._spawn(index), free=self._slots, cause=str(cause))
@@ -214,4 +215,4 @@ def without_routes(group: Group) -> Group:
     return replace(group, trajectories=tuple(lean(one) for one in group.trajectories))
 
 
-__all__ = ["FAULT", "Graded", "GraderLink", "GraderServer", "GradersLost", "without_routes"]
+__all__ = ["FAULT", "Graded", "GraderLink", "GraderServer", "without_routes"]

@@ -19,13 +19,10 @@ from typing import Any, TypeVar
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import RestorableTrainer
 from ostinato.types import Batch, StepReport
-from ostinato.workers.remote import Remote, WorkerGone
+from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.remote import Remote
 
 T = TypeVar("T")
-
-
-class TrainerLost(RuntimeError):
-    """Trainers were lost again and again, and no step was done in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +80,7 @@ class TrainerLink:
     """A ``train.PolicyTrainer`` that lives in a worker which ``spawn`` makes.
 
     ``within_s`` bounds one call, from the last progress on; every ``snapshot_every`` steps the worker's state
-    is fetched. After ``max_restarts`` losses without a step in between it raises TrainerLost, which names the
+    is fetched. After ``max_restarts`` losses without a step in between it raises WorkerLost, which names the
     last cause. What the trainer itself raises (Misaligned, TrainingStopped ...) comes as itself and is no
     loss.
     """
@@ -159,8 +156,8 @@ class TrainerLink:
             while True:
                 try:
                     return self._standing().wait(method, *arguments, within_s=self._within_s)
-                except WorkerGone as gone:
-                    self._lose(gone)
+                except WorkerLost as lost:
+                    self._lose(lost)
         finally:
             self._waits = False
 
@@ -180,7 +177,9 @@ class TrainerLink:
         self._worker = worker
         return worker
 
-    def _lose(self, cause: WorkerGone) -> None:
+    def _lose(self, cause: WorkerLost) -> None:
+        if cause.final:
+            raise cause
         if self._worker is not None:
             self._worker.kill()
         self._worker = None
@@ -188,9 +187,11 @@ class TrainerLink:
         self.losses["workers/restarts"] += 1
         self._in_a_row += 1
         if self._in_a_row > self._max_restarts:
-            raise TrainerLost(
+            raise WorkerLost(
+                WorkerKind.TRAINER,
                 f"{self._in_a_row} trainers in a row were lost without a step in between, at last: {cause}; "
-                "look at the memory of its host and at cluster.max_restarts"
+                "look at the memory of its host and at cluster.max_restarts",
+                final=True,
             ) from cause
 
     def take_spans(self) -> Sequence[Span]:
@@ -208,4 +209,4 @@ class TrainerLink:
             self._worker.kill()
 
 
-__all__ = ["Snapshot", "Stepped", "TrainerLink", "TrainerLost", "TrainerServer"]
+__all__ = ["Snapshot", "Stepped", "TrainerLink", "TrainerServer"]

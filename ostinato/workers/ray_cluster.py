@@ -35,12 +35,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ostinato.workers.host import BUILD, Host, Place, here
+from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.remote import (
     SLICE_S,
-    ClusterLost,
     Patience,
     WorkerFault,
-    WorkerGone,
     outcome,
     sealed,
 )
@@ -155,9 +154,9 @@ class Cluster:
         return None if remote is None else remote.place
 
     def check(self) -> None:
-        """Raises ClusterLost once the head does not answer."""
+        """Raises WorkerLost, a final one, once the head does not answer."""
         if why := self._watch.lost:
-            raise ClusterLost(why)
+            raise WorkerLost(WorkerKind.CLUSTER, why, final=True)
 
     def shelf(self, value: Any) -> Any:
         """A reference to the sealed ``value``, put once for all workers that get it one after another."""
@@ -203,7 +202,7 @@ class RayRemote:
 
     def _send(self, method: str, payload: Any) -> Any:
         if self._gone:
-            raise WorkerGone(f"{self.name} {self._gone}")
+            raise WorkerLost(WorkerKind.of(self.name), self._gone, self.name)
         self._cluster.check()  # workers answer for a while after the head is lost
         number, self._number = self._number, self._number + 1
         with self._named(method):
@@ -254,8 +253,8 @@ class RayRemote:
     def _patience(self, method: str, within_s: float) -> Patience:
         # what a worker imports while it is built may keep it from answering
         silence_s = math.inf if method == BUILD else self._cluster.silence_s
-        what = f"{self.name} gave no answer to {method}"
-        return Patience(lambda: self._handle.alive.remote().future(), what, within_s, silence_s)
+        signs = lambda: self._handle.alive.remote().future()  # noqa: E731
+        return Patience(signs, self.name, f"gave no answer to {method}", within_s, silence_s)
 
     @contextlib.contextmanager
     def _named(self, method: str) -> Iterator[None]:
@@ -265,7 +264,8 @@ class RayRemote:
             raise
         except exceptions.RayError as error:
             self._cluster.check()
-            raise WorkerGone(f"{self.name} was lost while it did {method}: {words(error)}") from error
+            cause = f"was lost while it did {method}: {words(error)}"
+            raise WorkerLost(WorkerKind.of(self.name), cause, self.name) from error
 
     def kill(self) -> None:
         self._gone = self._gone or "was ended"

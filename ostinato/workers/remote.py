@@ -14,19 +14,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from ostinato.workers.lost import WorkerKind, WorkerLost
+
 SLICE_S = 1.0  # between two looks at the cluster and the worker while an answer is awaited
-
-
-class WorkerGone(RuntimeError):
-    """A worker died, or did not answer in time. It is not asked again; another may take its place."""
 
 
 class WorkerFault(RuntimeError):
     """A method of a worker raised what cannot travel; its words are here."""
-
-
-class ClusterLost(RuntimeError):
-    """The cluster itself is gone: no worker can be started any more."""
 
 
 class Remote(Protocol):
@@ -36,8 +30,9 @@ class Remote(Protocol):
 
     async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
         """What ``method`` of the worker's object returns, or raises. ``shared``: other workers are about to
-        get the same arguments, so they are packed once. Raises WorkerGone when the worker died, when it gives
-        no sign of life, and after ``within_s`` seconds without progress of its object; ClusterLost."""
+        get the same arguments, so they are packed once. Raises WorkerLost when the worker died, when it gives
+        no sign of life, and after ``within_s`` seconds without progress of its object; a final one with the
+        cluster."""
         ...
 
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
@@ -57,14 +52,15 @@ class Patience:
     """
 
     def __init__(
-        self, ask: Callable[[], Future[float]], what: str, within_s: float, silence_s: float
+        self, ask: Callable[[], Future[float]], name: str, what: str, within_s: float, silence_s: float
     ) -> None:
-        self._ask, self._what, self._within_s, self._silence_s = ask, what, within_s, silence_s
+        self._ask, self._name, self._what = ask, name, what
+        self._within_s, self._silence_s = within_s, silence_s
         self._idle, self._silent, self._progress = 0.0, 0.0, 0.0
         self._sign: Future[float] | None = None  # nobody is asked in the first slice, where most answers come
 
     def wear(self, seconds: float = SLICE_S) -> None:
-        """A slice has passed in vain. Raises WorkerGone when it was the last."""
+        """A slice has passed in vain. Raises WorkerLost when it was the last."""
         self._idle, self._silent = self._idle + seconds, self._silent + seconds
         if self._sign is None:
             self._sign = self._ask()
@@ -74,7 +70,7 @@ class Patience:
             self._silent, self._sign = 0.0, self._ask()
         for passed, limit in ((self._silent, self._silence_s), (self._idle, self._within_s)):
             if passed >= limit:
-                raise WorkerGone(f"{self._what} in {limit:g} s")
+                raise WorkerLost(WorkerKind.of(self._name), f"{self._what} in {limit:g} s", self._name)
 
 
 def sealed(value: Any) -> bytes:
@@ -134,11 +130,9 @@ def outcome(payload: bytes) -> Any:
 
 __all__ = [
     "SLICE_S",
-    "ClusterLost",
     "Patience",
     "Remote",
     "WorkerFault",
-    "WorkerGone",
     "answer",
     "opened",
     "outcome",

@@ -120,7 +120,7 @@ def test_a_host_that_is_cut_off_ends_all_by_name_and_the_run_goes_on(hosts: Host
         took = time.monotonic() - at
     assert took < 40, f"{took:.1f} s:\n{logs(cut)}"
     said = (cut / "host0.log").read_text()
-    line = next(line for line in said.splitlines() if line.startswith("RankLost: "))
+    line = next(line for line in said.splitlines() if line.startswith("WorkerLost: "))
     assert f"rank 2 on {hosts.names[1]}" in line and f"rank 3 on {hosts.names[1]}" in line
     assert "gave no sign of life for" in line and "last seen in step" in line
     assert 3 <= steps_of(cut) < 8

@@ -24,9 +24,10 @@ from ostinato.parallel import control
 from ostinato.parallel.control import Terms, meet
 from ostinato.parallel.follow import following, leading
 from ostinato.parallel.launch import local_place
-from ostinato.parallel.watch import GRACE_S, RankLost
+from ostinato.parallel.watch import GRACE_S
 from ostinato.pipeline.state import LoopState
 from ostinato.types import Batch, StepReport
+from ostinato.workers.lost import WorkerLost
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def caught(rank: int, world: int, port: int, folder: str, steps: int, trouble: T
     started = time.monotonic()
     try:
         return run(rank, world, port, folder, steps, trouble)
-    except (RankLost, Misaligned, ValueError) as error:
+    except (WorkerLost, Misaligned, ValueError) as error:
         found = {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - started}
         gone = [trouble.rank] if trouble.what in ("kill", "stop") else []
         for other in range(1, world):  # all end when this rank has
@@ -106,7 +107,7 @@ def test_all_ranks_do_the_same(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_killed_in_a_step_ends_all_by_name(tmp_path: Path) -> None:
     found, left = troubled(tmp_path, Trouble(what="kill", rank=1, step=2))
-    assert found["error"] == "RankLost"
+    assert found["error"] == "WorkerLost"
     assert found["text"].startswith("rank 1 on ") and "gave no sign of life for" in found["text"]
     assert "rank 0 in step 2 at " in found["text"]
     assert said(left[2]) == found["text"]
@@ -121,14 +122,14 @@ def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_but_lives_is_named(tmp_path: Path) -> None:
     found, left = troubled(tmp_path, Trouble(what="hang", rank=1, step=2))
-    assert found["error"] == "RankLost"
+    assert found["error"] == "WorkerLost"
     assert found["text"].startswith("rank 1 on ") and "hangs, for" in found["text"]
     assert said(left[2]) == said(left[1]) == found["text"]
 
 
 def test_what_one_rank_raises_is_told_with_its_name(tmp_path: Path) -> None:
     found, left = troubled(tmp_path, Trouble(what="raise", rank=2, step=3))
-    assert found["error"] == "RankLost"
+    assert found["error"] == "WorkerLost"
     assert "raised ValueError: step 3 does not suit rank 2, last seen in step 3" in found["text"]
     assert said(left[1]) == said(left[2]) == found["text"]
 
@@ -154,7 +155,7 @@ def test_without_rank_0_nobody_stays(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     found, _ = troubled(tmp_path, Trouble(what="late"), lost=())
-    assert found["error"] == "RankLost"
+    assert found["error"] == "WorkerLost"
     assert "ranks 1, 2 of 3 did not come to 127.0.0.1:" in found["text"]
     assert f"within {TIMEOUT_S:g} s" in found["text"]
 
@@ -194,7 +195,7 @@ def test_what_only_some_refuse_ends_all_by_name(tmp_path: Path, who: int) -> Non
     the others wait for it in the step."""
     found, left = troubled(tmp_path, Trouble(what="refuse", rank=who, step=2))
     if who == 1:
-        assert found["error"] == "RankLost"
+        assert found["error"] == "WorkerLost"
         assert "has refused 1 of its calls where rank 0 refused 0" in found["text"]
         assert found["text"].startswith("rank 1 on ")
         assert said(left[2]) == found["text"]
@@ -255,14 +256,14 @@ def looped(rank: int, world: int, port: int, folder: str, refuses: int, saved: A
         bench.loop.trainer, bench.loop.save = trainer, save
         try:
             bench.run()
-        except (Misaligned, RankLost) as error:
+        except (Misaligned, WorkerLost) as error:
             kept["error"] = type(error).__name__
         return kept | {"spooled": [row["rollout/from_spool"] for row in bench.rows]}
 
 
 def test_a_run_over_ranks_goes_on_after_a_refusal(tmp_path: Path) -> None:
-    """The error was RankLost, from the checkpoint that came first: step 3 was lost, and the groups of step 4
-    stayed in the spool, to be refused for ever."""
+    """The error was WorkerLost, from the checkpoint that came first: step 3 was lost, and the groups of step
+    4 stayed in the spool, to be refused for ever."""
     whole = Bench(tmp_path / "whole", steps=5, checkpoint_every=2)
     whole.run()
     first, *_ = on_ranks(2, looped, free_port(), str(tmp_path), 4, None, timeout_s=300, group=False)
@@ -297,7 +298,7 @@ def loaded(rank: int, world: int, port: int, folder: str, cold_s: float, fault: 
     try:
         with leading(place, meet(place), terms, new) as trainer:
             return trainer.step(batch_of(np.arange(4.0))).metrics["sum"]
-    except RankLost as lost:
+    except WorkerLost as lost:
         deadline = time.monotonic() + 120
         while dist.is_initialized() and time.monotonic() < deadline:  # what it left behind, for another run
             time.sleep(0.05)
@@ -332,7 +333,7 @@ def not_loaded(rank: int, world: int, port: int) -> str:
     try:
         if rank != 1:
             one.built(within_s=1.0)
-    except RankLost as lost:
+    except WorkerLost as lost:
         return str(lost)
     return ""
 

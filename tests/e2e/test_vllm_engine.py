@@ -22,7 +22,7 @@ from engine_contract import CONTRACT, Subject, collected
 from reference.naive_cache import NaiveCache
 
 from ostinato.engine.vllm import VllmEngine
-from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, VllmWrong
+from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild
 from ostinato.model.attention import CausalAttention
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
@@ -30,6 +30,7 @@ from ostinato.model.named import model_folder
 from ostinato.model.wire import fingerprint
 from ostinato.render import Renderer
 from ostinato.types import Completion, Request, Sampling, Stop
+from ostinato.workers.lost import WorkerLost
 
 
 def python_with_vllm() -> str:
@@ -188,7 +189,7 @@ def test_a_policy_that_is_not_the_published_one_is_found_by_its_first_answers(wo
     assert judged is not None and judged.version == 8 and judged.k3 < 1e-4
     engine.publish(world.policies[0], 9)
     engine._policy = replace(engine._policy, adapters=world.policies[1])
-    with pytest.raises(VllmWrong, match="k3 is"):
+    with pytest.raises(WorkerLost, match="k3 is"):
         world.run(world.many(8))
     engine.publish(world.policies[0], 10)
     assert world.run(world.many(8))

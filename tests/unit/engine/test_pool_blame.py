@@ -11,11 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_pool import Fault, Link, SlowEngine, World, answers, expected, group, mixed, now, run, said
 
-from ostinato.engine.pool import EnginePool, WorkersLost
+from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.jobs import least_loaded
 from ostinato.observe.timeline import Kind
 from ostinato.types import Completion, Publication, Request, Stop
+from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.suspects import Key, Suspects
 
 
@@ -208,7 +209,7 @@ def test_a_sampler_that_never_comes_up_is_named_while_another_serves() -> None:
 
     async def main() -> str:
         pool = world.pool(2, max_restarts=2)
-        with pytest.raises(WorkersLost, match=r"1 of 2 samplers .* more than 2 times") as error:
+        with pytest.raises(WorkerLost, match=r"1 of 2 samplers .* more than 2 times") as error:
             await asyncio.wait_for(pool.ready(), 60)
         await pool.close()
         return str(error.value)
@@ -232,10 +233,6 @@ def test_a_place_that_has_failed_a_thousand_times_is_still_tried() -> None:
     assert len(world.links[0]) > 1030
 
 
-class HeadLost(RuntimeError):
-    pass
-
-
 @pytest.mark.parametrize("when", ["starts", "works"])
 def test_what_no_worker_survives_ends_the_run_as_itself(when: str) -> None:
     """The loss of Ray's head was told as that of so many samplers."""
@@ -250,19 +247,19 @@ def test_what_no_worker_survives_ends_the_run_as_itself(when: str) -> None:
 
         async def until(wait_s: float) -> object:
             if lost():
-                raise HeadLost("the head has not answered for 15 s")
+                raise WorkerLost(WorkerKind.CLUSTER, "the head has not answered for 15 s", final=True)
             return await collect(wait_s)
 
         if lost():
-            raise HeadLost("the head has not answered for 15 s")
+            raise WorkerLost(WorkerKind.CLUSTER, "the head has not answered for 15 s", final=True)
         link.collect = until  # type: ignore[method-assign]
         return link
 
     async def main() -> EnginePool:
-        pool = EnginePool(spawn, 3, fatal=(HeadLost,), publication=numbered)
+        pool = EnginePool(spawn, 3, publication=numbered)
         asked = [asyncio.create_task(answers(pool, group(place, longest=90))) for place in range(4)]
         for one in await asyncio.gather(*asked, return_exceptions=True):
-            assert isinstance(one, HeadLost)
+            assert isinstance(one, WorkerLost) and one.kind is WorkerKind.CLUSTER
         assert now() < 10
         await pool.close()
         return pool

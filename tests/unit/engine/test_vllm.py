@@ -27,7 +27,7 @@ from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_answers import answer, question
 from ostinato.engine.vllm_http import Reply
 from ostinato.engine.vllm_proof import verdict
-from ostinato.engine.vllm_server import VllmLost, VllmWrong, check
+from ostinato.engine.vllm_server import check
 from ostinato.launch.open_components import proof_row
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
@@ -37,6 +37,7 @@ from ostinato.model.wire import NotFinite, fingerprint, pack, unpack
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Engine
 from ostinato.types import NO_EXPERT, Completion, Publication, Request, Sampling, Stop
+from ostinato.workers.lost import WorkerLost
 
 VOCAB = 61
 
@@ -223,7 +224,7 @@ def test_a_server_that_ignores_an_adapter_is_found_by_its_log_probabilities(
     engine.publish(POLICIES[0], 1)
     server.broken = "deaf"
     engine.publish(POLICIES[1], 2)
-    with pytest.raises(VllmWrong, match=r"k3 is [\d.]+ for policy 2:"):
+    with pytest.raises(WorkerLost, match=r"k3 is [\d.]+ for policy 2:"):
         run(engine, ask(max_tokens=20), ask(max_tokens=20))
     server.broken = ""
     engine.publish(POLICIES[1], 3)
@@ -258,7 +259,7 @@ def test_files_that_the_server_did_not_read_are_found_by_their_digest(
 ) -> None:
     engine.publish(POLICIES[0], 1)
     monkeypatch.setattr(vllm_engine, "_digest", lambda folder: "0123456789abcdef")
-    with pytest.raises(VllmWrong, match="where 0123456789abcdef was written"):
+    with pytest.raises(WorkerLost, match="where 0123456789abcdef was written"):
         engine.publish(POLICIES[1], 2)
 
 
@@ -313,7 +314,7 @@ def test_a_server_that_was_left_paused_is_woken(server: FakeVllm, tmp_path: Path
 
 def test_a_refused_adapter_leaves_the_server_as_it_was(engine: VllmEngine, server: FakeVllm) -> None:
     server.missing = {"/v1/load_lora_adapter"}
-    with pytest.raises(VllmWrong, match="does not take the adapter of policy 1:"):
+    with pytest.raises(WorkerLost, match="does not take the adapter of policy 1:"):
         engine.publish(POLICIES[0], 1)
     assert run(engine, ask())[0].versions[0] == 0
 
@@ -390,7 +391,7 @@ def test_restarts_are_counted_in_a_row_and_end(engine: VllmEngine, server: FakeV
         server.broken = "dead"
         assert run(engine, ask())[0].stop is Stop.LENGTH
     server.broken, server.refuse_to_live = "dead", True
-    with pytest.raises(VllmLost, match="lost 3 times in a row: vLLM did not start"):
+    with pytest.raises(WorkerLost, match="lost 3 times in a row: vLLM did not start"):
         run(engine, ask())
 
 
@@ -450,11 +451,11 @@ def test_a_prompt_that_kills_servers_is_found_and_ends_alone(engine: VllmEngine,
 def test_prompts_that_kill_servers_are_named_when_a_run_ends(server: FakeVllm, tmp_path: Path) -> None:
     """The other prompt was expected to be under way for 20 ms; beside other load it was not, or was done."""
     server.deadly = 13
-    with pytest.raises(VllmLost, match=r"1 prompts broke vLLM .*max_quarantined is 0.*prompt p0"):
+    with pytest.raises(WorkerLost, match=r"1 prompts broke vLLM .*max_quarantined is 0.*prompt p0"):
         run(new_engine(server, tmp_path, max_quarantined=0), *crowd(13))
     engine = new_engine(server, tmp_path, max_restarts=1)
     server.victims = 1
-    with pytest.raises(VllmLost, match=r"lost 2 times in a row: .* while these were asked: .*p1"):
+    with pytest.raises(WorkerLost, match=r"lost 2 times in a row: .* while these were asked: .*p1"):
         run(engine, *crowd(5, 13))
 
 
@@ -511,7 +512,7 @@ def test_a_server_that_cannot_do_it_is_refused_in_words(
 
 def test_a_server_with_other_weights_is_found_before_any_work(tmp_path: Path) -> None:
     server = FakeVllm(tiny(seed=1), decode)
-    with pytest.raises(VllmWrong, match=r"k3 is .* for policy 0:base on 39 tokens"):
+    with pytest.raises(WorkerLost, match=r"k3 is .* for policy 0:base on 39 tokens"):
         new_engine(server, tmp_path)
     with pytest.raises(AssertionError):
         _ = server.address  # it was closed

@@ -17,8 +17,9 @@ import pytest
 
 from ostinato.engine import vllm_guard
 from ostinato.engine.vllm_http import Unreachable, call, host_and_port, post
-from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, VllmLost, environment
+from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, environment
 from ostinato.interop.vllm_key import Guard
+from ostinato.workers.lost import WorkerLost
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def _alive(pid: int) -> bool:
 
 def test_a_server_that_does_not_start_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
     child = VllmChild(served_by("/bin/false"), tmp_path / "vllm.log", start_s=30)
-    with pytest.raises(VllmLost, match=r"did not start: .*the server ended: exit status 1"):
+    with pytest.raises(WorkerLost, match=r"did not start: .*the server ended: exit status 1"):
         child.revive()
 
 
@@ -92,7 +93,7 @@ def test_a_server_elsewhere_is_waited_for_no_longer_than_the_run_lasts() -> None
     thread that waits for the server kept the event loop from ending."""
     server = VllmAt("http://127.0.0.1:9", start_s=60.0)  # nobody listens there
     threading.Timer(0.05, server.close).start()
-    with pytest.raises(VllmLost, match="waited for no longer"):
+    with pytest.raises(WorkerLost, match="waited for no longer"):
         server.revive()
 
 

@@ -8,7 +8,8 @@ from concurrent.futures import TimeoutError as NotYet
 import pytest
 
 from ostinato.parallel.follow import Lead
-from ostinato.parallel.watch import Doing, RankLost
+from ostinato.parallel.watch import Doing
+from ostinato.workers.lost import WorkerLost
 
 
 class Refused(RuntimeError):
@@ -54,6 +55,6 @@ def test_answers_are_counted_and_raised_as_they_are() -> None:
     assert (doing.refused, doing.broken, doing.call) == (1, "", "")
     lead.close()
     strict = Lead(doing, 0.1)
-    with pytest.raises(RankLost, match="rank 0 lost a connection in step 1"):
+    with pytest.raises(WorkerLost, match="rank 0 lost a connection in step 1"):
         strict.run("step 1", work)
     strict.close()

@@ -15,7 +15,7 @@ from ostinato.parallel.control import Terms, arrive, opened, sealed
 from ostinato.parallel.key import VARIABLE, fits, new_key, signed, users_key
 from ostinato.parallel.launch import Place, local_place
 from ostinato.parallel.local_store import keep_store
-from ostinato.parallel.watch import RankLost
+from ostinato.workers.lost import WorkerLost
 
 TERMS = Terms(backend="gloo", timeout_s=60.0, silence_s=30.0, told="the recipe")
 KEY = "0123456789abcdef"
@@ -29,7 +29,7 @@ def test_a_rank_believes_what_is_signed_and_nothing_else() -> None:
     assert opened(raw, KEY, "call 3", place) == {"name": "step"}
     others = [b"{}", b"[1]", b"null", b"{", b"\xff", sealed({"name": "step"}, "another", "call 3").encode()]
     for wrong, what in [(raw, "call 4"), (raw, "terms"), *((one, "call 3") for one in others)]:
-        with pytest.raises(RankLost, match="OSTINATO_RUN_KEY to the same value on all hosts, or"):
+        with pytest.raises(WorkerLost, match="OSTINATO_RUN_KEY to the same value on all hosts, or"):
             opened(wrong, KEY, what, place)
     assert not fits(None, KEY, "x") and not fits("\u00e9", KEY, "x")
     assert signed(KEY, "ab", "c") != signed(KEY, "a", "bc")
@@ -42,7 +42,7 @@ def met(places: list[Place], store: HashStore) -> list[Any]:
     def come(rank: int) -> None:
         try:
             found[rank] = arrive(places[rank], store, None if rank else TERMS)
-        except RankLost as lost:
+        except WorkerLost as lost:
             found[rank] = lost
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
@@ -58,7 +58,7 @@ def test_ranks_meet_by_one_key() -> None:
     (mine, _), (theirs, terms) = met(places, HashStore())
     assert mine == theirs and terms == TERMS and mine[0].nonce != mine[1].nonce
     lost = met([places[0], replace(places[1], key=new_key())], HashStore())[1]
-    assert isinstance(lost, RankLost) and "rank 1 read at 127.0.0.1:4711 is not signed" in str(lost)
+    assert isinstance(lost, WorkerLost) and "rank 1 read at 127.0.0.1:4711 is not signed" in str(lost)
 
 
 def test_the_terms_of_an_earlier_meeting_are_not_taken() -> None:
@@ -68,7 +68,7 @@ def test_the_terms_of_an_earlier_meeting_are_not_taken() -> None:
     met(places, before)
     for name in ("terms", "member/0", "member/1"):
         store.set(name, before.get(name).decode())
-    with pytest.raises(RankLost, match="is not signed"):
+    with pytest.raises(WorkerLost, match="is not signed"):
         arrive(places[1], store, None)
 
 

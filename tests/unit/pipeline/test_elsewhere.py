@@ -13,9 +13,9 @@ from small_loop import BanditTrainer, Bench, Lesson
 from ostinato.observe.ledger import Ledger, Terms
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.train.remote import TrainerLink, TrainerLost, TrainerServer
+from ostinato.train.remote import TrainerLink, TrainerServer
 from ostinato.types import Batch, StepReport
-from ostinato.workers.remote import WorkerGone
+from ostinato.workers.lost import WorkerKind, WorkerLost
 
 
 class Restorable(BanditTrainer):
@@ -54,7 +54,7 @@ class Elsewhere:
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
         answer = getattr(self._server, method)(*arguments)
         if method == "step" and self._dies():
-            raise WorkerGone("trainer was lost while it did step: its process ended")
+            raise WorkerLost(WorkerKind.TRAINER, "was lost while it did step: its process ended", "trainer")
         return answer
 
     async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any: ...
@@ -99,7 +99,7 @@ def test_a_trainer_killed_late_in_a_long_step_is_made_anew(tmp_path: Path, overl
 def test_a_run_whose_trainers_are_lost_saves_its_last_step(tmp_path: Path, overlap: bool) -> None:
     """Up to ``checkpoint_every`` steps were lost with them, though the link had the state after the last."""
     bench, _ = elsewhere(tmp_path, lambda life, step: step == 4, steps=9, checkpoint_every=2, overlap=overlap)
-    with pytest.raises(TrainerLost, match="3 trainers in a row"):
+    with pytest.raises(WorkerLost, match="3 trainers in a row"):
         bench.run()
     state, logits = bench.saved[-1]
     plain = Bench(tmp_path / "plain", grader=Lesson(), steps=9, checkpoint_every=3, overlap=overlap)

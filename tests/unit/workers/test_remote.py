@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.engine.serve import SamplerLink
-from ostinato.reward.remote import GraderLink, GraderServer, GradersLost, without_routes
-from ostinato.train.remote import TrainerLink, TrainerLost, TrainerServer
+from ostinato.reward.remote import GraderLink, GraderServer, without_routes
+from ostinato.train.remote import TrainerLink, TrainerServer
 from ostinato.types import (
     Batch,
     Completion,
@@ -34,10 +34,10 @@ from ostinato.types import (
     Turn,
 )
 from ostinato.workers.host import BUILD, Host, dealt
+from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.remote import (
     Patience,
     WorkerFault,
-    WorkerGone,
     answer,
     opened,
     outcome,
@@ -59,7 +59,7 @@ class Direct:
         self.methods.append(method)
         end = self._dies(self._calls)
         if self.killed or end == "before":
-            raise WorkerGone(f"{self.name} was lost while it did {method}")
+            raise WorkerLost(WorkerKind.GRADER, f"was lost while it did {method}", self.name)
         return end
 
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
@@ -69,7 +69,7 @@ class Direct:
         except Exception as error:
             payload = refusal(error, self.name)
         if end:
-            raise WorkerGone(f"{self.name} was lost while it did {method}")
+            raise WorkerLost(WorkerKind.GRADER, f"was lost while it did {method}", self.name)
         return outcome(payload)
 
     async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
@@ -77,7 +77,7 @@ class Direct:
         await asyncio.sleep(0)
         value = await getattr(self.served, method)(*opened(sealed(arguments)))
         if end:
-            raise WorkerGone(f"{self.name} was lost while it did {method}")
+            raise WorkerLost(WorkerKind.GRADER, f"was lost while it did {method}", self.name)
         return outcome(answer(value))
 
     def kill(self) -> None:
@@ -164,10 +164,10 @@ def signs(*heard: float) -> Callable[[], Future[float]]:
 def test_who_gets_on_is_waited_for(heard: tuple[float, ...], slices: int, limit: int) -> None:
     """A trainer elsewhere was killed, and its step begun anew, whenever a step took longer than the bound of
     the watch, which in one process hears of every microbatch."""
-    patience = Patience(signs(*heard), "trainer gave no answer to step", 6.0, 4.0)
+    patience = Patience(signs(*heard), "trainer", "gave no answer to step", 6.0, 4.0)
     for _ in range(slices - 1):
         patience.wear(1.0)
-    with pytest.raises(WorkerGone, match=f"trainer gave no answer to step in {limit} s"):
+    with pytest.raises(WorkerLost, match=f"trainer gave no answer to step in {limit} s"):
         patience.wear(1.0)
 
 
@@ -405,7 +405,7 @@ def test_graders_that_only_die_end_the_run_by_name() -> None:
         while True:
             await link.grade(group(1))
 
-    with pytest.raises(GradersLost, match="4 graders in a row were lost"):
+    with pytest.raises(WorkerLost, match="4 graders in a row were lost"):
         asyncio.run(run())
 
 
@@ -487,7 +487,7 @@ def test_the_last_state_is_safe_while_there_is_no_trainer() -> None:
     after the last step."""
     link = trainer(lambda call: "before" if call > 4 else "", max_restarts=1)
     link.step(batch(7))
-    with pytest.raises(TrainerLost):
+    with pytest.raises(WorkerLost):
         link.step(batch(7))
     assert link.consistent and link.tensors() == {"w": np.array([1.0])} and link.counters() == {"steps": 1}
     seldom = trainer(lambda call: "", snapshot_every=2)
@@ -512,7 +512,7 @@ def test_what_the_trainer_refuses_is_no_loss() -> None:
 
 def test_trainers_that_only_die_end_the_run_by_name() -> None:
     link = trainer(lambda call: "before" if call > 3 else "", max_restarts=2)
-    with pytest.raises(TrainerLost, match=r"3 trainers in a row were lost.*worker-0 was lost while it did"):
+    with pytest.raises(WorkerLost, match=r"3 trainers in a row were lost.*worker-0 was lost while it did"):
         link.step(batch(7))
 
 
@@ -559,7 +559,7 @@ def test_a_sampler_is_handed_over_when_it_is_there(end: str) -> None:
     async def run() -> None:
         link: Any = SamplerLink(remote, 5.0)
         if end:
-            with pytest.raises(WorkerGone if end == "after" else TimeoutError):
+            with pytest.raises(WorkerLost if end == "after" else TimeoutError):
                 await asyncio.wait_for(link.built(), 0.1)
         else:
             assert await link.built() is link
