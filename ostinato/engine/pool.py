@@ -33,12 +33,11 @@ from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
 from ostinato.types import Completion, HistoryEntry, PollResult, Publication, Request, Stop
 from ostinato.workers.lost import WorkerLost
+from ostinato.workers.restarts import Restarts
 from ostinato.workers.suspects import Key, Suspects, isolated
 
 HOMES = 10_000  # conversations whose worker is remembered
 MOST_SPANS = 100_000  # kept where nobody takes them: the newest
-LONGEST_PAUSE_S = 30.0  # before a worker that keeps failing is tried again
-MOST_DOUBLINGS = 10  # of that pause
 
 
 class State(StrEnum):
@@ -75,7 +74,7 @@ class _Place:
     since: float = field(default_factory=time.time)
     worker: Worker | None = None
     cause: str = ""  # of the latest loss
-    losses: int = 0  # in a row, without an answer, that no prompt is held to have caused
+    restarts: Restarts  # losses in a row, without an answer, that no prompt is held to have caused
 
     def enter(self, state: State) -> None:
         self.state, self.since = state, time.time()
@@ -121,10 +120,10 @@ class EnginePool:
         if count < 1 or slots < 1:
             raise ValueError(f"a pool of {count} samplers with {slots} slots; both must be at least 1")
         self._spawn, self._place, self._expect, self._make = spawn, place, expect, publication
-        self._slots, self._silence_s, self._start_s, self._pause_s = slots, silence_s, start_s, pause_s
-        self._max_restarts, self._max_quarantined = max_restarts, max_quarantined
+        self._slots, self._silence_s, self._start_s = slots, silence_s, start_s
+        self._pause_s, self._max_restarts, self._max_quarantined = pause_s, max_restarts, max_quarantined
         self._window_s = silence_s / 4 if count > 1 else 0.0  # in which a cause that workers share shows
-        self._places = [_Place(id=i) for i in range(count)]
+        self._places = self._new_places(count)
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: Exception | None = None
@@ -143,6 +142,10 @@ class EnginePool:
         names = ("restarts", "redispatched", "quarantined", "migrated")
         self.counters: Counter[str] = Counter({f"workers/{name}": 0 for name in names})
         self.work: dict[str, float] = {}  # the workers' own counters, summed over all lives
+
+    def _new_places(self, count: int) -> list[_Place]:
+        most, pause_s = self._max_restarts, self._pause_s
+        return [_Place(id=i, restarts=Restarts(most=most, pause_s=pause_s)) for i in range(count)]
 
     # ---- the protocol
 
@@ -189,7 +192,7 @@ class EnginePool:
         while starting := [place for place in self._places if place.state is not State.SERVING]:
             if self._failure is not None:
                 raise self._failure
-            if hopeless := [place for place in starting if place.losses > self._max_restarts]:
+            if hopeless := [place for place in starting if place.restarts.spent]:
                 raise self._lost(hopeless)
             self._news.clear()
             await self._news.wait()  # every start is bounded, and so is their number
@@ -367,7 +370,7 @@ class EnginePool:
             self._continue(call, completion)
             return
         if completion.stop is not Stop.ERROR:
-            self._places[worker.id].losses = 0
+            self._places[worker.id].restarts.worked()
         if len(self._homes) >= HOMES:
             self._homes.pop(next(iter(self._homes)))
         self._homes[call.request.seed] = worker.id
@@ -427,7 +430,7 @@ class EnginePool:
         self._planned, self._plan_again = False, 0.0
         self._waiting, self._open, self._sending = {}, Counter(), deque()
         self._suspects = Suspects(self._window_s)
-        self._places = [_Place(id=place.id) for place in self._places]
+        self._places = self._new_places(len(self._places))
         self._tasks = [asyncio.create_task(self._supervise(place)) for place in self._places]
         for task in self._tasks:
             task.add_done_callback(self._broke)
@@ -440,9 +443,7 @@ class EnginePool:
     async def _supervise(self, place: _Place) -> None:
         """One worker after the other, for as long as the pool lives."""
         while self._failure is None:
-            if place.losses:
-                doublings = min(place.losses - 1, MOST_DOUBLINGS)
-                await asyncio.sleep(min(self._pause_s * (2**doublings - 1), LONGEST_PAUSE_S))
+            await asyncio.sleep(place.restarts.wait_s)
             place.enter(State.STARTING)
             sampler = None
             try:
@@ -479,9 +480,9 @@ class EnginePool:
             sending.missing.discard(place.id)
         self._settle()
         explained = worker is not None and served and self._take_back(worker, lost)
-        place.losses += not explained
+        place.restarts.in_a_row += not explained
         self._judge(asyncio.get_running_loop().time())
-        if all(one.losses > self._max_restarts and one.state is not State.SERVING for one in self._places):
+        if all(one.restarts.spent and one.state is not State.SERVING for one in self._places):
             self._fail(self._lost(self._places))
         self._news.set()
 
@@ -517,7 +518,7 @@ class EnginePool:
         guilty = self._suspects.judge(now)
         self.counters["workers/quarantined"] += len(guilty)
         for place in self._places if guilty else ():
-            place.losses = 0
+            place.restarts.worked()
         told = self._suspects.quarantined
         for call in [call for call in self._waiting.values() if call.key in told]:
             del self._waiting[call.id]

@@ -46,6 +46,7 @@ from ostinato.model.wire import check_finite, fingerprint
 from ostinato.observe.timeline import Kind, Span
 from ostinato.types import Completion, Request, Sampling
 from ostinato.workers.lost import WorkerLost
+from ostinato.workers.restarts import Restarts
 
 LORA = "ostinato"  # the name of the adapter there
 COLDEST = 0.01  # vLLM raises temperatures between 0 and this to it
@@ -99,10 +100,10 @@ class VllmEngine:
     ) -> None:
         self._server, self._decoder, self._folder, self._decode = server, decoder, folder, decode
         self._probe, self._silence_s = probe, silence_s
-        self._most, self._max_quarantined = max_restarts, max_quarantined
+        self._restarts, self._max_quarantined = Restarts(most=max_restarts), max_quarantined
         self._say, self._time = say, _Time(name)
         self._lock = threading.RLock()  # of the server's life and of what it serves
-        self._epoch, self._restarts = 0, 0
+        self._epoch = 0
         self._desk: _Desk | None = None
         self._heard = ""  # the label that the server told last
         self.signs = 0  # of life: answers, and beats while requests run
@@ -243,7 +244,7 @@ class VllmEngine:
             return None
         if epoch != self._epoch:  # begun on a server that was given up, whatever it goes by now
             return None
-        self._restarts = 0
+        self._restarts.worked()
         self.signs += 1
         return policy, said
 
@@ -278,7 +279,7 @@ class VllmEngine:
                 f"{self._max_quarantined}); the latest: {[*company.guilty.values()][-1]}"
             )
         if explained:  # no failure of the server's
-            self._restarts = 0
+            self._restarts.worked()
         return told
 
     def _question(self, request: Request, policy: Policy) -> dict[str, Any]:
@@ -378,10 +379,11 @@ class VllmEngine:
     def _revived(self, why: str, policy: Policy) -> None:
         """A server that serves ``policy``, in a new epoch. Raises WorkerLost."""
         while True:
-            self._restarts += 1
-            if self._restarts > self._most or self._closed:
-                raise vllm_lost(f"vLLM was lost {self._restarts} times in a row: {why}; {self._server.why()}")
-            self._say(f"vLLM was lost and is started anew ({self._restarts} of {self._most}): {why}")
+            self._restarts.in_a_row += 1
+            lost, most = self._restarts.in_a_row, self._restarts.most
+            if self._restarts.spent or self._closed:
+                raise vllm_lost(f"vLLM was lost {lost} times in a row: {why}; {self._server.why()}")
+            self._say(f"vLLM was lost and is started anew ({lost} of {most}): {why}")
             try:
                 with self._time.of(Kind.START):
                     self._proofs.forget()

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from ostinato.workers.heartbeat import Heartbeat, Idle
 from ostinato.workers.lost import WorkerKind, WorkerLost
 
 BEAT_S = 1.0
@@ -94,21 +95,19 @@ class Doing:
     broken: str = ""
     raised: str = ""
     refused: int = 0
-    _seen: tuple[str, float] = ("", 0.0)
-    _idle_s: float = 0.0
+    _idle: Idle = field(default_factory=lambda: Idle(("", 0.0)))
 
     def sign(self, beat: int, passed_s: float) -> Sign:
         """``passed_s``: since the last one."""
         now = (self.call, self.progress() if self.progress else 0.0)
         busy = bool(self.call and self.progress)
-        self._idle_s = self._idle_s + passed_s if busy and now == self._seen else 0.0
-        self._seen = now
+        idle_s = self._idle.after(passed_s if busy else 0.0, now if busy else None)
         frame = sys._current_frames().get(self.thread) if self.call else None
         at, waits = position(frame)
         return Sign(
             beat=beat,
             call=self.call,
-            idle_s=round(self._idle_s, 1),
+            idle_s=round(idle_s, 1),
             at=at,
             waits=waits,
             broken=self.broken,
@@ -147,7 +146,7 @@ class Judge:
     silence_s: float
     timeout_s: float
     signs: dict[int, Sign] = field(default_factory=dict)
-    _silent: dict[int, float] = field(default_factory=dict)
+    _silent: dict[int, Idle] = field(default_factory=dict)
     _failed_s: float = 0.0
 
     def see(
@@ -156,16 +155,16 @@ class Judge:
         """The verdict, or None while nobody is lost. ``ended``: how ranks have ended, where that is known;
         ``passed_s``: since the last look; ``when``: it is, in words."""
         for rank in range(len(self.members)):  # those too that have not given a first sign
-            fresh = rank in signs and (rank not in self.signs or signs[rank].beat != self.signs[rank].beat)
-            self._silent[rank] = 0.0 if fresh else self._silent.get(rank, 0.0) + passed_s
+            beat = signs[rank].beat if rank in signs else None
+            self._silent.setdefault(rank, Idle()).after(passed_s, beat)
         self.signs |= signs
         if ended:
             return self._sentence(dict(sorted(ended.items())), when)
-        longest = max(self._silent.values(), default=0.0)
+        longest = max((idle.seconds for idle in self._silent.values()), default=0.0)
         silent = {  # with those of its host, say, that were heard of a moment later
-            rank: f"gave no sign of life for {seconds:.0f} s"
-            for rank, seconds in sorted(self._silent.items())
-            if longest >= self.silence_s and seconds >= self.silence_s / 2
+            rank: f"gave no sign of life for {idle.seconds:.0f} s"
+            for rank, idle in sorted(self._silent.items())
+            if longest >= self.silence_s and idle.seconds >= self.silence_s / 2
         }
         return self._sentence(silent, when) if silent else self._failure(passed_s, when)
 
@@ -215,10 +214,11 @@ class Judge:
 
 
 class Watch:
-    """Two threads: one talks to the store, one counts for how long that has not answered.
+    """The heartbeat of this rank through the store, and the end of it when a rank is lost.
 
-    ``on_lost`` is called once, in one of them, with the sentence. ``ended`` tells rank 0 of ranks that it has
-    started itself. ``open_store`` gives a connection of its own: a wait on a shared one would delay the beat.
+    ``on_lost`` is called once, in a thread of the watch, with the sentence. ``ended`` gives rank 0 the ranks
+    that it has started itself and that have ended. ``open_store`` gives a connection of its own: a wait on a
+    shared one would delay the beat.
     """
 
     def __init__(
@@ -236,48 +236,30 @@ class Watch:
         self._open, self._members, self._rank = open_store, members, rank
         self._doing, self._on_lost, self._ended = doing, on_lost, ended
         self._judge = Judge(members, silence_s, timeout_s) if rank == 0 else None
-        self._silence_s, self._stopped, self._told = silence_s, threading.Event(), threading.Lock()
-        self._every_s = min(BEAT_S, silence_s / 5)
-        self._rounds, self._fault, self._accused = 0, "", ""
-        # daemons: one that hangs in the store must not keep the process from ending
-        works = (self._talk, self._count)
-        self._threads = [threading.Thread(target=work, name="watch-ranks", daemon=True) for work in works]
-        for thread in self._threads:
-            thread.start()
+        self._store: Store | None = None
+        self._beats, self._accused, self._told = 0, "", threading.Lock()
+        every_s = min(BEAT_S, silence_s / 5)
+        self._heart = Heartbeat(
+            self._beat, self._unreachable, every_s=every_s, silence_s=silence_s, name="watch-ranks"
+        )
+        self._heart.start()
 
     def stop(self) -> None:
-        """Back when both threads have ended, or after ``STOP_S``: a process that ends while one of them is in
-        the store would abort."""
-        self._stopped.set()
-        deadline = time.monotonic() + STOP_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        """Returns when both threads have ended, or after ``STOP_S``: a process that ends while one of them is
+        in the store would abort."""
+        self._heart.stop(STOP_S)
 
     def accuse(self, sentence: str, within_s: float) -> None:
-        """End all ranks with this sentence; back when it is written down, or after ``within_s``."""
+        """End all ranks with this sentence; returns when it is written down, or after ``within_s``."""
         self._accused = sentence
-        self._stopped.wait(within_s)
+        self._heart.stopped.wait(within_s)
 
-    def _talk(self) -> None:
-        beat, before = 0, time.monotonic()
-        store: Store | None = None
-        while not self._stopped.is_set():
-            now = time.monotonic()
-            passed_s, before = min(now - before, 2 * self._every_s), now
-            try:
-                store = store or self._open()
-                beat += 1
-                sign = self._doing.sign(beat, passed_s)
-                store.set(f"beat/{self._rank}", json.dumps(asdict(sign)))
-                if self._look(store, passed_s):
-                    return
-                self._rounds += 1
-            except Exception as error:  # whatever the store raises, _count says for how long
-                self._fault = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._stopped.wait(self._every_s)
-
-    def _look(self, store: Store, passed_s: float) -> bool:
-        """Is it over?"""
+    def _beat(self, passed_s: float) -> bool:
+        """Is it over? Raises whatever the store raises."""
+        store = self._store = self._store or self._open()
+        self._beats += 1
+        sign = self._doing.sign(self._beats, passed_s)
+        store.set(f"beat/{self._rank}", json.dumps(asdict(sign)))
         if self._judge is not None:
             signs = _signs(store, len(self._members))
             verdict = self._accused or self._judge.see(signs, self._ended(), passed_s, clock())
@@ -288,24 +270,18 @@ class Watch:
         self._lose(store.get(VERDICT).decode())
         return True
 
-    def _count(self) -> None:
-        rounds, silent_s = self._rounds, 0.0
-        while not self._stopped.wait(self._every_s):
-            silent_s = 0.0 if self._rounds != rounds else silent_s + self._every_s
-            rounds = self._rounds
-            if silent_s >= self._silence_s:
-                sign = self._doing.sign(0, 0.0)
-                why = f" ({self._fault})" if self._fault else ""
-                self._lose(
-                    f"{self._members[0]}, where the ranks meet, could not be reached from "
-                    f"{self._members[self._rank]} for {silent_s:.0f} s{why}, {sign.doing()} "
-                    f"(noticed at {clock()})"
-                )
-                return
+    def _unreachable(self, silent_s: float, fault: str) -> None:
+        sign = self._doing.sign(0, 0.0)
+        why = f" ({fault})" if fault else ""
+        self._lose(
+            f"{self._members[0]}, where the ranks meet, could not be reached from "
+            f"{self._members[self._rank]} for {silent_s:.0f} s{why}, {sign.doing()} "
+            f"(noticed at {clock()})"
+        )
 
     def _lose(self, sentence: str) -> None:
-        if self._told.acquire(blocking=False) and not self._stopped.is_set():
-            self._stopped.set()
+        if self._told.acquire(blocking=False) and not self._heart.stopped.is_set():
+            self._heart.stopped.set()
             self._on_lost(sentence)
 
 

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Grader
 from ostinato.types import Group, Reward, Trajectory
-from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.lost import WorkerLost
 from ostinato.workers.remote import Remote
+from ostinato.workers.restarts import Restarts
 
 FAULT = "grader_lost"  # the name of a verdict that could not be had
 
@@ -87,7 +88,7 @@ class GraderLink:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._spawn, self._within_s, self._slots = spawn, within_s, slots
-        self._max_restarts, self._in_a_row = max_restarts, 0
+        self._restarts = Restarts(most=max_restarts)
         self._places = [_Place(worker=spawn(index), free=slots) for index in range(count)]
         self._suspects = 0  # that wait for a worker of their own
         self._turns: list[asyncio.Future[None]] = []  # of those who wait for room
@@ -118,7 +119,7 @@ class GraderLink:
                 if place.suspect is asked:
                     causes.append(str(gone))
                 continue
-            self._in_a_row = 0
+            self._restarts.worked()
             self.counters.update(graded.counts)
             self._spans.append(graded.span)
             return graded.rewards
@@ -165,19 +166,10 @@ class GraderLink:
             self._wake()
 
     def _replace(self, index: int, lost: _Place, cause: WorkerLost) -> None:
-        if cause.final:
-            raise cause
-        if self._places[index] is not lost:  # by another that had a group there
+        if self._places[index] is not lost and not cause.final:  # replaced for another group that it had
             return
-        self._in_a_row += 1
         self.counters["workers/restarts"] += 1
-        if self._in_a_row > self._max_restarts:
-            raise WorkerLost(
-                WorkerKind.GRADER,
-                f"{self._in_a_row} graders in a row were lost without a group judged in between, at last: "
-                f"{cause}; look at the reward functions and at cluster.max_restarts",
-                final=True,
-            ) from cause
+        self._restarts.lose(cause, "a group judged", "the reward functions")
         lost.worker.kill()
         self._places[index] = _Place(worker=self._spawn(index), free=self._slots, cause=str(cause))
         self._wake()

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import RestorableTrainer
 from ostinato.types import Batch, StepReport
-from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.lost import WorkerLost
 from ostinato.workers.remote import Remote
+from ostinato.workers.restarts import Restarts
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class TrainerLink:
     ) -> None:
         self.losses: Counter[str] = Counter()
         self._spawn, self._within_s = spawn, within_s
-        self._max_restarts, self._in_a_row, self._every = max_restarts, 0, snapshot_every
+        self._restarts, self._every = Restarts(most=max_restarts), snapshot_every
         self._since: list[Batch] = []
         self._spans: list[Span] = []
         self._since_when, self._cause = time.time(), ""
@@ -104,7 +105,7 @@ class TrainerLink:
     def step(self, batch: Batch) -> StepReport:
         due = len(self._since) + 1 >= self._every
         stepped: Stepped = self._asked("step", batch, due)
-        self._in_a_row = 0
+        self._restarts.worked()
         self._adapters = stepped.adapters
         self._spans.append(stepped.span)
         if stepped.snapshot is None:
@@ -178,21 +179,12 @@ class TrainerLink:
         return worker
 
     def _lose(self, cause: WorkerLost) -> None:
-        if cause.final:
-            raise cause
         if self._worker is not None:
             self._worker.kill()
         self._worker = None
         self._since_when, self._cause = time.time(), str(cause)
         self.losses["workers/restarts"] += 1
-        self._in_a_row += 1
-        if self._in_a_row > self._max_restarts:
-            raise WorkerLost(
-                WorkerKind.TRAINER,
-                f"{self._in_a_row} trainers in a row were lost without a step in between, at last: {cause}; "
-                "look at the memory of its host and at cluster.max_restarts",
-                final=True,
-            ) from cause
+        self._restarts.lose(cause, "a step", "the memory of its host")
 
     def take_spans(self) -> Sequence[Span]:
         taken, self._spans = self._spans, []

@@ -34,6 +34,7 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ostinato.workers.heartbeat import Heartbeat
 from ostinato.workers.host import BUILD, Host, Place, here
 from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.remote import (
@@ -274,43 +275,28 @@ class RayRemote:
 
 
 class Watch:
-    """Asks the head of the cluster every few seconds whether it is there; ``lost`` says when it is not.
-
-    Seconds are counted as they pass here, so a machine that slept, or a thread that had to wait for its turn,
-    loses nobody.
-    """
+    """Looks every ``every_s`` seconds whether the cluster's head answers; ``lost`` says when it does not.
+    Where it finds that Ray was left it looks no more: a question would start another one."""
 
     def __init__(self, every_s: float = 2.0, head_s: int = HEAD_S) -> None:
         self.lost = ""
-        self._every_s, self._head_s = every_s, head_s
-        self._answers, self._stopped = 0, threading.Event()
         self._me = ray.get_runtime_context().get_node_id()
-        # daemons: one that waits for a head that is gone must not keep the process from ending
-        works = (self._ask, self._count)
-        self._threads = [threading.Thread(target=work, name="watch-ray", daemon=True) for work in works]
-        for thread in self._threads:
-            thread.start()
+        self._heart = Heartbeat(self._beat, self._silent, every_s=every_s, silence_s=head_s, name="watch-ray")
+        self._heart.start()
 
     def stop(self) -> None:
-        """Ask no more: a question to a Ray that has been left would start another one."""
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join(CLOSE_S)
+        self._heart.stop(CLOSE_S)
 
-    def _ask(self) -> None:
-        while not self._stopped.is_set() and ray.is_initialized():
-            with contextlib.suppress(exceptions.RayError, RuntimeError, OSError):
-                mine = next((node["Alive"] for node in ray.nodes() if node["NodeID"] == self._me), True)
-                self._answers += mine
-            self._stopped.wait(self._every_s)
+    def _beat(self, passed_s: float) -> bool:
+        """Raises RuntimeError where the head counts this host as lost."""
+        if not ray.is_initialized():
+            return True
+        if not next((node["Alive"] for node in ray.nodes() if node["NodeID"] == self._me), True):
+            raise RuntimeError("the head has lost this host")
+        return False
 
-    def _count(self) -> None:
-        before, ticks = self._answers, 0
-        while not self._stopped.wait(1.0):
-            before, ticks = self._answers, 0 if self._answers != before else ticks + 1
-            if ticks >= self._head_s:
-                self.lost = f"the head of the Ray cluster, or its daemon here, has not answered for {ticks} s"
-                return
+    def _silent(self, seconds: float, fault: str) -> None:
+        self.lost = f"the head of the Ray cluster, or its daemon here, has not answered for {seconds:.0f} s"
 
 
 def _begin(address: str, wants: Sequence[Want], folder: Path | None) -> None:

@@ -79,7 +79,7 @@ BUDGETS = {
     "algo": 2_200,
     "interop": 1_800,
     "reward": 1_700,
-    "workers": 900,
+    "workers": 1_200,
     "rollout": 1_300,
     "history": 1_200,
     "env": 1_100,

@@ -273,4 +273,4 @@ def test_nobody_is_in_the_store_any_more_once_it_was_stopped() -> None:
     assert asked.wait(120)
     watched.watch.stop()
     assert table.inside == 0
-    assert not any(thread.is_alive() for thread in watched.watch._threads)
+    assert not any(thread.is_alive() for thread in watched.watch._heart._threads)

@@ -53,13 +53,15 @@ class Direct:
     def __init__(self, served: Any, dies: Callable[[int], str] = lambda call: "") -> None:
         self.name, self.served, self.killed, self.methods = "worker-0", served, False, list[str]()
         self._dies, self._calls = dies, 0
+        of_trainer = isinstance(served, TrainerServer)
+        self.kind = WorkerKind.TRAINER if of_trainer else WorkerKind.GRADER
 
     def _begin(self, method: str) -> str:
         self._calls += 1
         self.methods.append(method)
         end = self._dies(self._calls)
         if self.killed or end == "before":
-            raise WorkerLost(WorkerKind.GRADER, f"was lost while it did {method}", self.name)
+            raise WorkerLost(self.kind, f"was lost while it did {method}", self.name)
         return end
 
     def wait(self, method: str, *arguments: Any, within_s: float) -> Any:
@@ -69,7 +71,7 @@ class Direct:
         except Exception as error:
             payload = refusal(error, self.name)
         if end:
-            raise WorkerLost(WorkerKind.GRADER, f"was lost while it did {method}", self.name)
+            raise WorkerLost(self.kind, f"was lost while it did {method}", self.name)
         return outcome(payload)
 
     async def call(self, method: str, *arguments: Any, within_s: float, shared: bool = False) -> Any:
@@ -77,7 +79,7 @@ class Direct:
         await asyncio.sleep(0)
         value = await getattr(self.served, method)(*opened(sealed(arguments)))
         if end:
-            raise WorkerLost(WorkerKind.GRADER, f"was lost while it did {method}", self.name)
+            raise WorkerLost(self.kind, f"was lost while it did {method}", self.name)
         return outcome(answer(value))
 
     def kill(self) -> None:

@@ -1,0 +1,67 @@
+import threading
+
+import pytest
+
+from ostinato.workers.heartbeat import Heartbeat, Idle
+from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.restarts import LONGEST_PAUSE_S, Restarts
+
+
+def test_idle_seconds_are_those_without_a_change() -> None:
+    idle = Idle(0)
+    assert [idle.after(1.0, value) for value in (0, 0, 1, 1, 1, 2)] == [1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("kind", ["hangs", "raises"])
+def test_a_peer_that_does_not_answer_is_noticed_once(kind: str) -> None:
+    heard, silent, release = list[tuple[float, str]](), threading.Event(), threading.Event()
+
+    def beat(passed_s: float) -> bool:
+        if kind == "hangs":
+            release.wait(60)
+        raise OSError("refused\nand more")
+
+    def on_silence(seconds: float, fault: str) -> None:
+        heard.append((seconds, fault))
+        silent.set()
+
+    heart = Heartbeat(beat, on_silence, every_s=0.01, silence_s=0.1, name="test")
+    heart.start()
+    assert silent.wait(60)
+    release.set()
+    heart.stop(60)
+    ((seconds, fault),) = heard
+    assert seconds >= 0.1 and fault == ("" if kind == "hangs" else "refused")
+
+
+def test_a_beat_that_says_that_it_is_over_ends_both_threads() -> None:
+    heart = Heartbeat(
+        lambda passed_s: True, lambda *_: pytest.fail("silent"), every_s=0.01, silence_s=60, name="test"
+    )
+    heart.start()
+    assert heart.stopped.wait(60)
+    heart.stop(60)
+
+
+def test_a_budget_of_restarts_is_whole_again_after_work() -> None:
+    restarts = Restarts(most=2, pause_s=1.0)
+    lost = WorkerLost(WorkerKind.TRAINER, "died", "trainer")
+    pauses = []
+    for _ in range(2):
+        restarts.lose(lost, "a step", "its memory")
+        pauses.append(restarts.wait_s)
+    assert pauses == [0, 1]
+    restarts.worked()
+    assert restarts.wait_s == 0
+    for _ in range(2):
+        restarts.lose(lost, "a step", "its memory")
+    with pytest.raises(WorkerLost, match=r"3 trainers in a row .* a step .*: trainer died; look"):
+        restarts.lose(lost, "a step", "its memory")
+    assert Restarts(most=99, pause_s=1.0, in_a_row=50).wait_s == LONGEST_PAUSE_S
+
+
+def test_a_loss_that_is_final_is_raised_as_itself() -> None:
+    lost = WorkerLost(WorkerKind.CLUSTER, "the head is gone", final=True)
+    with pytest.raises(WorkerLost) as error:
+        Restarts(most=9).lose(lost, "a step", "its memory")
+    assert error.value is lost
