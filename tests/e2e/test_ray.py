@@ -141,7 +141,8 @@ def test_weights_that_are_all_trained_travel_as_a_file(cluster: None, tmp_path: 
 
 
 class Killer:
-    """Kills a worker once, as soon as the run has done so many steps: what a host that fails does to it."""
+    """Kills a worker once, as soon as the run has done so many steps: what a host that fails does to it.
+    A worker that has just begun has a row without a pid for a moment, by which the first killer ended itself."""
 
     def __init__(self, root: Path, worker: str, after_step: int, number: int = signal.SIGKILL) -> None:
         self._root, self._worker, self._after, self._number = root, worker, after_step, number
@@ -156,7 +157,8 @@ class Killer:
                 sum(file.read_bytes().count(b"\n") for file in self._root.glob("*/metrics.jsonl"))
                 >= self._after
             ):
-                self.killed += [row["pid"] for row in workers(self._root) if row["worker"] == self._worker]
+                rows = [row for row in workers(self._root) if row["worker"] == self._worker]
+                self.killed += [row["pid"] for row in rows if "pid" in row]
                 for pid in self.killed:
                     os.kill(pid, self._number)
             time.sleep(0.02)
