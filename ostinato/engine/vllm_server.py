@@ -9,12 +9,9 @@ checked once (``check``), so that what is missing is said in words before any wo
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ostinato.engine import vllm_guard
 from ostinato.engine.vllm_http import Unreachable, call, host_and_port
+from ostinato.workers import guard
 from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.process import Child, last_lines
 
 EXTENSION = "ostinato.interop.vllm_worker.Worker"
 GUARD = "ostinato.interop.vllm_key.Guard"
@@ -33,7 +31,7 @@ KEY = "VLLM_API_KEY"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 POLL_S = 0.25
 CALL_S = 60.0  # for what takes milliseconds
-TAIL_LINES, TAIL_BYTES = 6, 1 << 14
+TAIL_LINES = 6  # of its log, in an error
 
 
 def vllm_lost(sentence: str) -> WorkerLost:
@@ -126,7 +124,7 @@ class VllmChild:
         serve.command(0)
         self.key = key or secrets.token_hex(32)
         self._serve, self._log, self._start_s = serve, log, start_s
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: Child | None = None
         self.address = ""
 
     def revive(self) -> None:
@@ -135,15 +133,9 @@ class VllmChild:
         port = _free_port()
         self.address = f"http://127.0.0.1:{port}"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-P", vllm_guard.__file__, *self._serve.command(port)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment(os.environ, self.key),
-                start_new_session=True,
-            )
+        command = [sys.executable, "-P", guard.__file__, *self._serve.command(port)]
+        environ = environment(os.environ, self.key)
+        self._guard = Child(command, log=self._log, lifeline=True, environ=environ)
         try:
             self._wait_until_ready(time.monotonic() + self._start_s)
         except BaseException:  # Ctrl-C too: in a session of its own it would outlive us
@@ -152,28 +144,20 @@ class VllmChild:
 
     def _wait_until_ready(self, deadline: float) -> None:
         while not is_healthy(self.address, self.key):
-            if self._guard is None or self._guard.poll() is not None:
+            if self._guard is None or self._guard.ended():
                 raise vllm_lost(f"vLLM did not start: {self.why()}")
             if time.monotonic() > deadline:
                 raise vllm_lost(f"vLLM was not ready after {self._start_s:g} s: {self.why()}")
             time.sleep(POLL_S)
 
     def why(self) -> str:
-        return f"the end of {self._log} is: {tail(self._log)}"
+        return f"the end of {self._log} is: {last_lines(self._log, TAIL_LINES) or 'empty'}"
 
     def close(self) -> None:
         """End it and all that it has started; politely first, for it has files in shared memory."""
-        guard, self._guard = self._guard, None
-        if guard is None:
-            return
-        assert guard.stdin is not None
-        guard.stdin.close()
-        try:
-            guard.wait(timeout=vllm_guard.GRACE_S + 2)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(guard.pid, signal.SIGKILL)
-            guard.wait(timeout=30)
+        child, self._guard = self._guard, None
+        if child is not None:
+            child.close(guard.GRACE_S + 2)
 
 
 class VllmAt:
@@ -270,18 +254,6 @@ def is_healthy(address: str, key: str = "", timeout_s: float = 5.0) -> bool:
         return call(address, "GET", "/health", key=key, timeout_s=timeout_s).status in (200, 401)
     except Unreachable:
         return False
-
-
-def tail(log: Path) -> str:
-    """The last lines of a log, as one."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError as error:
-        return f"not to be read ({error})"
-    said = [line.strip() for line in lines if line.strip()]
-    return " | ".join(said[-TAIL_LINES:]) or "empty"
 
 
 def _free_port() -> int:

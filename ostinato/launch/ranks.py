@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch import RunFailed
-from ostinato.parallel.launch import Place, Ranks, choose_interface, end_with_parent, local_place
+from ostinato.parallel.launch import Place, Ranks, choose_interface, local_place
 from ostinato.parallel.layout import Layout
+from ostinato.workers.process import end_with_parent
 
 if TYPE_CHECKING:
     from ostinato.launch.engine import Say

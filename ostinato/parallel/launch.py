@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ostinato.parallel.key import VARIABLE
+from ostinato.workers.process import Child
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
@@ -97,11 +95,11 @@ def _number(environ: Mapping[str, str], name: str, least: int, most: int | None)
 class Ranks:
     """Ranks 1 to ``world`` - 1 of this host, children of this process, which is rank 0.
 
-    A child holds the reading end of a pipe, its stdin, whose other end only this process has: however this
-    process ends, the child sees it (``end_with_parent``). What a child says goes to ``folder``/rank-N.log.
+    They end with this process, however it ends (``workers.process``). What a rank prints goes to
+    ``folder``/rank-N.log.
     """
 
-    def __init__(self, children: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> None:
+    def __init__(self, children: Mapping[int, Child], folder: Path) -> None:
         self._children, self._folder = children, folder
 
     @classmethod
@@ -121,55 +119,35 @@ class Ranks:
         command = command or [sys.executable, "-m", "ostinato", "rank"]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         told = {"OMP_NUM_THREADS": str(threads or max(1, cores // world)), "GLOO_SOCKET_IFNAME": loopback()}
-        children: dict[int, subprocess.Popen[bytes]] = {}
+        children: dict[int, Child] = {}
         ranks = cls(children, folder)
         try:
             for rank in range(1, world):
                 environment = dict(os.environ) | told | local_place(world, port, rank, key).environment()
-                with (folder / f"rank-{rank}.log").open("wb") as log:
-                    children[rank] = subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment
-                    )
+                log = folder / f"rank-{rank}.log"
+                log.unlink(missing_ok=True)
+                children[rank] = Child(command, log=log, lifeline=True, environ=environment)
             yield ranks
         finally:
             ranks.close()
 
     def ended(self) -> dict[int, str]:
         """How each rank that is not there any more has ended, in words."""
-        codes = {rank: child.poll() for rank, child in self._children.items()}
-        return {rank: self._told(rank, code) for rank, code in codes.items() if code is not None}
+        endings = {rank: child.ended() for rank, child in self._children.items()}
+        return {rank: self._told(rank, how) for rank, how in endings.items() if how}
 
-    def _told(self, rank: int, code: int) -> str:
-        word = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        path = self._folder / f"rank-{rank}.log"
-        said = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-        last = f"; its last words, in {path}: {' | '.join(said[-LAST_LINES:])}" if said else ""
-        return f"ended with {word}{last}"
+    def _told(self, rank: int, how: str) -> str:
+        lines = self._children[rank].last_lines(LAST_LINES)
+        log = self._folder / f"rank-{rank}.log"
+        return f"ended: {how}" + (f"; its last lines, in {log}: {lines}" if lines else "")
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Wait for those who were told to end, and end the others."""
+        """Wait for those that were told to end, and kill the others."""
         deadline = time.monotonic() + within_s
         for child in self._children.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, deadline - time.monotonic()))
+            child.wait(deadline - time.monotonic())
         for child in self._children.values():
-            if child.poll() is None:
-                child.kill()
-            child.wait()
-            if child.stdin is not None:
-                with contextlib.suppress(OSError):
-                    child.stdin.close()
-
-
-def end_with_parent(leave: Callable[[str], None]) -> None:
-    """In a child of ``Ranks``: call ``leave`` with a sentence when the parent has ended, however it did."""
-
-    def wait() -> None:
-        while os.read(0, 1 << 10):
-            pass
-        leave("rank 0 has ended")
-
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+            child.close(0.0)
 
 
 def loopback() -> str:
@@ -211,7 +189,6 @@ __all__ = [
     "Place",
     "Ranks",
     "choose_interface",
-    "end_with_parent",
     "interface_towards",
     "local_place",
     "loopback",

@@ -11,16 +11,13 @@ The invariants: every wait has a limit; a fault leaves ``Reward.value`` None wit
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
 import pickle
 import queue
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -38,6 +35,7 @@ from ostinato.reward import worker as child
 from ostinato.reward.isolation import Mode
 from ostinato.reward.worker import Fault, Judged, Verdict
 from ostinato.types import Group, Prompt, Reward, Stop, Trajectory
+from ostinato.workers.process import Child
 
 START_TIMEOUT_S = 60.0  # importing the functions may import much; a call's limit does not include it
 REAP_TIMEOUT_S = 5.0
@@ -58,7 +56,7 @@ class Worker:
         self.left_open: list[str] = []  # what isolation was to prevent and this machine cannot, in words
         self._own_folder = ""  # the temporary one of the process
         self._folder = os.getcwd()  # relative paths keep their meaning for a process started later
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._socket: socket.socket | None = None
 
     def start(self) -> str:
@@ -95,15 +93,8 @@ class Worker:
             environ = isolation.clean(os.environ) | {"TMPDIR": self._own_folder}
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", child.__file__, str(theirs.fileno()), self._own_folder],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward function prints goes to stderr
-                start_new_session=True,  # Ctrl-C is the trainer's to handle; killpg reaches grandchildren
-                cwd=self._folder,
-                env=environ,
-            )
+            command = [sys.executable, "-P", child.__file__, str(theirs.fileno()), self._own_folder]
+            self._process = Child(command, pass_fds=[theirs.fileno()], folder=self._folder, environ=environ)
 
     def call(self, request: bytes) -> Judged:
         """One verdict per completion, and the traceback of a call that raised. Raises TimeoutError or
@@ -125,8 +116,7 @@ class Worker:
             raise
         except (EOFError, OSError, ValueError) as error:  # ValueError: something else wrote into the socket
             if self._isolation != "off" and self._process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(KEEPER_S)
+                self._process.wait(KEEPER_S)
             raise EOFError(self.kill()) from error
 
     def interrupt(self) -> None:
@@ -136,8 +126,7 @@ class Worker:
         if process is not None:
             if self._isolation != "off":
                 isolation.end_descendants(process.pid)
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # EPERM: a zombie on macOS
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill_group()
 
     def kill(self) -> str:
         """``interrupt`` and reap. Returns how the process ended: ``killed by signal 9``, ``exit status 3``.
@@ -150,12 +139,10 @@ class Worker:
             self._socket.close()
         if process is None:
             return ""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(REAP_TIMEOUT_S)
+        how = process.wait(REAP_TIMEOUT_S)
         if self._own_folder:
             shutil.rmtree(self._own_folder, ignore_errors=True)
-        status = process.returncode
-        return f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+        return how or "not reaped"
 
 
 class WorkerGrader:

@@ -206,7 +206,7 @@ def migrations(workers: Sequence[Worker]) -> tuple[tuple[int, int], ...]:
     """
     left = {w.id: list(zip(w.jobs, outgrown(w.jobs).tolist(), strict=True)) for w in workers}
     moves = dict[int, int]()
-    for idle in (worker for worker in workers if not worker.jobs):
+    for idle in sorted((worker for worker in workers if not worker.jobs), key=lambda worker: worker.id):
         spent = 0.0  # on what it has taken over and has to compute anew
         for _ in range(TRIED):
             ends = {w.id: makespan([n for _, n in left[w.id]], w.pass_s) for w in workers}

@@ -77,7 +77,7 @@ def test_a_run_survives_the_loss_of_any_rank(tmp_path: Path) -> None:
         follower.kill()
         assert process.wait(60) == 1, (hurt / "log").read_text()
     said = (hurt / "log").read_text().splitlines()[-1]
-    name = r"ostinato: rank 1 on \S+ \(process \d+\) ended with signal SIGKILL, last seen "
+    name = r"ostinato: rank 1 on \S+ \(process \d+\) ended: killed by signal 9, last seen "
     assert re.match(name, said), said
     assert said.endswith(f"to go on: ostinato resume {run_of(hurt)}")
     assert rows(hurt) < STEPS

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from ostinato.engine import vllm_guard
 from ostinato.engine.vllm_http import Unreachable, call, host_and_port, post
 from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, environment
 from ostinato.interop.vllm_key import Guard
+from ostinato.workers import guard
 from ostinato.workers.lost import WorkerLost
 
 
@@ -56,22 +56,22 @@ def test_the_guard_ends_what_it_runs_when_its_input_closes(tmp_path: Path) -> No
     """A server in a session of its own would outlive a run that is killed with -9."""
     code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     note = tmp_path / "pid"
-    command = [sys.executable, "-P", vllm_guard.__file__, sys.executable, "-c", code, str(note)]
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    command = [sys.executable, "-P", guard.__file__, sys.executable, "-c", code, str(note)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         deadline = time.monotonic() + 240
         while not (note.exists() and note.read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         pid = int(note.read_text())
-        assert guard.stdin is not None
-        guard.stdin.close()
-        guard_ended = guard.wait(timeout=240)
-        assert guard_ended == -signal.SIGKILL
+        assert process.stdin is not None
+        process.stdin.close()
+        ended = process.wait(timeout=240)
+        assert ended == -signal.SIGKILL
         assert not _alive(pid)
     finally:
-        if guard.poll() is None:
-            os.killpg(guard.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _alive(pid: int) -> bool:

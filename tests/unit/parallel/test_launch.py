@@ -84,7 +84,7 @@ def test_how_a_rank_ended_is_told_with_its_last_words(tmp_path: Path) -> None:
         while not ranks.ended() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert ranks.ended() == {
-            1: f"ended with exit code 3; its last words, in {tmp_path / 'rank-1.log'}: 1 2"
+            1: f"ended: exit status 3; its last lines, in {tmp_path / 'rank-1.log'}: 1 2"
         }
 
 
@@ -92,7 +92,7 @@ LEAD = """
 import sys, time
 from pathlib import Path
 from ostinato.parallel.launch import Ranks
-follower = "import os, time; from ostinato.parallel.launch import end_with_parent; " \
+follower = "import os, time; from ostinato.workers.process import end_with_parent; " \
     "end_with_parent(lambda why: os._exit(1)); time.sleep(1000)"
 with Ranks.open(3, 4711, Path(sys.argv[1]), [sys.executable, "-c", follower]):
     print("begun", flush=True)

@@ -182,12 +182,12 @@ def test_judge_survives_whatever_is_raised() -> None:
     def leave() -> None:
         raise SystemExit(3)
 
-    line = f" (test_reward_workers.py:{leave.__code__.co_firstlineno + 1})"
+    line = f" (test_workers.py:{leave.__code__.co_firstlineno + 1})"
     assert judge(leave, 1, {})[0] == [(None, Fault.RAISED, f"SystemExit: 3{line}")]
     ((_, fault, detail),), trace = judge(lambda: [1 / 0], 1, {})
     assert (fault, detail.partition(" (")[0]) == (Fault.RAISED, "ZeroDivisionError: division by zero")
     assert trace.startswith("Traceback (most recent call last):\n") and "worker.py" not in trace.replace(
-        "test_reward_workers.py", ""
+        "test_workers.py", ""
     )
     assert trace.endswith("ZeroDivisionError: division by zero")
 
@@ -220,7 +220,7 @@ def test_a_traceback_is_bounded_and_tells_what_led_to_it() -> None:
             raise RuntimeError("the judge is away") from error
 
     ((_, _, detail),), trace = judge(wrapped, 1, {})
-    assert detail.startswith("RuntimeError: the judge is away (test_reward_workers.py:")
+    assert detail.startswith("RuntimeError: the judge is away (test_workers.py:")
     assert trace.index("ValueError: xxx") < trace.index("RuntimeError: the judge is away")
     assert len(trace) < 20_000
     trace.encode()
@@ -262,7 +262,7 @@ def test_a_dry_run_knows_what_no_completion_could_change() -> None:
     def runs_the_answer(completions: Any, **columns: Any) -> list[float]:
         return [float(eval("answer + 1", {}))]
 
-    assert once(wants_gold)[0] == Fault.NO_COLUMN and "KeyError: 'gold' (test_rew" in once(wants_gold)[1]
+    assert once(wants_gold)[0] == Fault.NO_COLUMN and "KeyError: 'gold' (test_wor" in once(wants_gold)[1]
     assert once(misspelt)[0] == once(without_its_package)[0] == Fault.UNDEFINED
     for unsure in (fails_before_the_column, tags, unguarded, runs_the_answer):
         assert once(unsure)[0] == Fault.RAISED

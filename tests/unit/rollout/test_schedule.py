@@ -87,7 +87,8 @@ def test_histopipe_deals_everything_to_idle_workers(waiting: list[Job], team: li
 def test_the_order_in_which_workers_and_answers_are_told_changes_nothing(
     policy: Policy, waiting: list[Job], team: list[Worker], chance: random.Random
 ) -> None:
-    """Ties go to the lowest id: a pool that lists its workers in another order plans the same."""
+    """Ties go to the lowest id: a pool that lists its workers in another order plans the same. Of two workers
+    with nothing to do the one that was listed first had taken over answers of a third."""
     place = placement(policy)
     others, shuffled = chance.sample(team, len(team)), chance.sample(waiting, len(waiting))
     assert place(shuffled, others) == place(waiting, team)

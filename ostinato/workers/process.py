@@ -1,0 +1,112 @@
+"""A child process: killed as a group, its ending in words, and ended with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+TAIL_BYTES = 1 << 14
+REAP_S = 30.0  # for the kernel to end what was killed
+
+
+class Child:
+    """``command`` as a process in a session of its own: Ctrl-C is the parent's to handle, and the whole group
+    can be killed. What it prints is appended to ``log``, or goes to the stderr of this process.
+
+    lifeline: its stdin is a pipe whose other end only this process has. However this process ends, by kill -9
+    too, the pipe closes (``end_with_parent``; ``guard.py`` for commands that do not look). Otherwise stdin is
+    empty.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path | None = None,
+        lifeline: bool = False,
+        environ: Mapping[str, str] | None = None,
+        folder: str | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self._log = log
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(log.open("ab")) if log is not None else 2
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE if lifeline else subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=environ,
+                cwd=folder,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def ended(self) -> str:
+        """How it ended: "exit status 3", "killed by signal 9"; "" while it runs."""
+        code = self._process.poll()
+        return "" if code is None else ending(code)
+
+    def wait(self, within_s: float) -> str:
+        """``ended``, after at most ``within_s`` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, within_s))
+        return self.ended()
+
+    def hang_up(self) -> None:
+        """Close the lifeline."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+    def kill_group(self) -> None:
+        """Kill it and all that it started, but for what has left its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # EPERM: a zombie on macOS
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self, within_s: float) -> str:
+        """Hang up, wait for ``within_s``, kill its group, reap it: how it ended."""
+        self.hang_up()
+        self.wait(within_s)
+        self.kill_group()
+        return self.wait(REAP_S)
+
+    def last_lines(self, count: int) -> str:
+        """Of its log, as one line."""
+        return last_lines(self._log, count) if self._log is not None else ""
+
+
+def ending(code: int) -> str:
+    """A return code of ``subprocess`` in words."""
+    return f"exit status {code}" if code >= 0 else f"killed by signal {-code}"
+
+
+def last_lines(log: Path, count: int) -> str:
+    """The last lines of a file that are not empty, as one line: "a | b"; "" for an empty file."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"not to be read ({error})"
+    return " | ".join([line.strip() for line in lines if line.strip()][-count:])
+
+
+def end_with_parent(leave: Callable[[str], None]) -> None:
+    """In a child with a lifeline: call ``leave`` with a sentence when the parent has ended."""
+
+    def wait() -> None:
+        while os.read(0, 1 << 10):
+            pass
+        leave("the process that started this one has ended")
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+__all__ = ["Child", "end_with_parent", "ending", "last_lines"]
