@@ -11,10 +11,8 @@ run (``key``), and nothing is unpickled before the signature was checked: torch'
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
-import pickle
 import platform
 import secrets
 import time
@@ -33,11 +31,11 @@ from ostinato.parallel.key import VARIABLE, fits, of_meeting, signed, users_key
 from ostinato.parallel.launch import Place
 from ostinato.parallel.local_store import keep_store
 from ostinato.parallel.watch import Member, last_line, rank_lost
+from ostinato.workers.payload import head, packed, room, unpacked
 
 MEET_S = 1800.0  # for rank 0 to be there, and for all to have loaded their part: a large model, cold
 DAY_S = 86400.0
 LOOK_S = 0.05
-ALIGNED = 64  # bytes
 PIECE = 1 << 28  # bytes of one broadcast
 STOP = "stop"  # the last call
 ALL_BUILT = "built"
@@ -91,7 +89,7 @@ class Control:
     def call(self, name: str, *arguments: Any) -> None:
         """Have the other ranks call ``name`` of what they serve; the caller does the same now."""
         payload, sizes = packed(arguments)
-        self._tell(name, sizes, _head(payload, sizes))
+        self._tell(name, sizes, head(payload, sizes))
         self._broadcast(payload)
 
     def stop(self) -> None:
@@ -123,8 +121,8 @@ class Control:
         self._calls += 1
         if call["name"] == STOP:
             return None
-        payload, sizes = self._broadcast(_empty(call["sizes"])), call["sizes"]
-        if sha256(_head(payload, sizes)).hexdigest() != call["head"]:
+        payload, sizes = self._broadcast(room(call["sizes"])), call["sizes"]
+        if sha256(head(payload, sizes)).hexdigest() != call["head"]:
             raise rank_lost(_forged(self.place))
         return call["name"], unpacked(payload, sizes)
 
@@ -262,60 +260,6 @@ def _there(store: Store, keys: list[str], within_s: float) -> bool:
     except dist.DistStoreError:  # in vain
         return False
     return True
-
-
-# ---- values as bytes
-
-
-def packed(value: Any) -> tuple[np.ndarray, list[int]]:
-    """([bytes] uint8, size of each part): a pickle and the arrays and tensors beside it, each aligned."""
-    beside: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=beside.append).dump(value)
-    parts = [stream.getbuffer(), *(buffer.raw() for buffer in beside)]
-    sizes = [part.nbytes for part in parts]
-    payload = _empty(sizes)
-    for part, (start, stop) in zip(parts, _places(sizes), strict=True):
-        payload[start:stop] = np.frombuffer(part, np.uint8)
-    return payload, sizes
-
-
-def unpacked(payload: np.ndarray, sizes: Sequence[int]) -> Any:
-    """What was ``packed``; arrays and tensors are views of ``payload``, and writable."""
-    head, *beside = (payload[start:stop].data for start, stop in _places(sizes))
-    return pickle.loads(head, buffers=beside)
-
-
-def _head(payload: np.ndarray, sizes: Sequence[int]) -> bytes:
-    """The pickle, without what lies beside it."""
-    return payload[: sizes[0]].tobytes() if sizes else b""
-
-
-def _empty(sizes: Sequence[int]) -> np.ndarray:
-    return np.empty(_places(sizes)[-1][1] if sizes else 0, np.uint8)
-
-
-def _places(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, stop) of each part."""
-    places, start = [], 0
-    for size in sizes:
-        places.append((start, start + size))
-        start += -(-size // ALIGNED) * ALIGNED
-    return places
-
-
-class _Pickler(pickle.Pickler):
-    """Tensors as arrays of bytes, which go beside the pickle."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor:
-            return NotImplemented
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (raw, value.dtype, tuple(value.shape))
-
-
-def _tensor(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
 __all__ = [

@@ -1,6 +1,7 @@
 """Supervision of workers: how they are started, called, watched, lost, replaced and blamed.
 
     remote.py       what a worker is to its caller: a name, and calls with a limit in time
+    payload.py      values as bytes between our own processes
     host.py         the worker's side: builds an object from a factory and serves its methods in order
     ray_cluster.py  the transport over Ray: a cluster started or joined, places, the watch of its head
     lost.py         WorkerLost, the one exception: kind, name, cause

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ostinato.workers.remote import answer, opened, refusal
+from ostinato.workers.payload import opened
+from ostinato.workers.remote import answer, refusal
 
 BUILD = "build"  # the first call; nothing else begins before it has ended
 

@@ -37,12 +37,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ostinato.workers.heartbeat import Heartbeat
 from ostinato.workers.host import BUILD, Host, Place, here
 from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.payload import sealed
 from ostinato.workers.remote import (
     SLICE_S,
     Patience,
     WorkerFault,
     outcome,
-    sealed,
 )
 from ostinato.workers.witness import witness
 

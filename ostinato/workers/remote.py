@@ -1,20 +1,18 @@
 """What a worker is to its caller: an object elsewhere, whose methods are called with a bound in time.
 
-Arguments and answers travel as pickles of our own making, not as Ray's: arrays arrive writable and belong to
-who reads them, and what a method raises is raised at the caller as itself.
+Arguments and answers travel as ``payload`` has them, not as Ray does, and what a method raises is raised at
+the caller as itself.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.payload import opened, sealed
 
 SLICE_S = 1.0  # between two looks at the cluster and the worker while an answer is awaited
 
@@ -73,34 +71,6 @@ class Patience:
                 raise WorkerLost(WorkerKind.of(self._name), f"{self._what} in {limit:g} s", self._name)
 
 
-def sealed(value: Any) -> bytes:
-    """A pickle; tensors go as their bytes, several times faster than as torch has them pickled."""
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5).dump(value)
-    return stream.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")  # not imported for it: where it is not, there is no tensor
-        if torch is None or type(value) is not torch.Tensor:
-            return NotImplemented
-        if value.device.type != "cpu" or value.layout != torch.strided or value.requires_grad:
-            return NotImplemented
-        raw = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (raw, value.dtype, tuple(value.shape))
-
-
-def _tensor(raw: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    return (
-        sys.modules["torch"].from_numpy(raw).view(dtype).reshape(shape)
-    )  # its dtype has brought torch along
-
-
-def opened(payload: bytes) -> Any:
-    return pickle.loads(payload)
-
-
 def answer(value: Any) -> bytes:
     """What a worker sends back when a method has returned."""
     return sealed((True, value))
@@ -134,8 +104,6 @@ __all__ = [
     "Remote",
     "WorkerFault",
     "answer",
-    "opened",
     "outcome",
     "refusal",
-    "sealed",
 ]

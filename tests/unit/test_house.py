@@ -70,7 +70,7 @@ BUDGETS = {
     "model": 5_900,
     "plan": 5_300,
     "cli": 2_800,
-    "parallel": 4_100,
+    "parallel": 3_900,
     "launch": 3_700,
     "pipeline": 3_100,
     "scaling": 4_100,  # with its commands
@@ -79,7 +79,7 @@ BUDGETS = {
     "algo": 2_200,
     "interop": 1_800,
     "reward": 1_700,
-    "workers": 1_200,
+    "workers": 1_300,
     "rollout": 1_300,
     "history": 1_200,
     "env": 1_100,

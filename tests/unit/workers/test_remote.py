@@ -35,15 +35,8 @@ from ostinato.types import (
 )
 from ostinato.workers.host import BUILD, Host, dealt
 from ostinato.workers.lost import WorkerKind, WorkerLost
-from ostinato.workers.remote import (
-    Patience,
-    WorkerFault,
-    answer,
-    opened,
-    outcome,
-    refusal,
-    sealed,
-)
+from ostinato.workers.payload import opened, sealed
+from ostinato.workers.remote import Patience, WorkerFault, answer, outcome, refusal
 
 
 class Direct:
