@@ -27,6 +27,7 @@ EXTRAS = {
     "data": ("pyarrow", "datasets"),
     "hub": ("huggingface_hub",),
     "ray": ("ray",),
+    "vllm": ("httpx2",),
     "log": ("tensorboard", "trackio", "wandb"),
 }
 SELF_TEST_S = 2.0

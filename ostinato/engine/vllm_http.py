@@ -1,19 +1,19 @@
-"""JSON over HTTP, as far as a vLLM server needs it: one call for a thread, one for an event loop.
+"""JSON over HTTP for a vLLM server: one call for a thread, one for an event loop.
 
-A connection serves one request. To close it is how a request is given up, an idle one can be closed by the
-server under the caller's hands, and to open one takes a tenth of a millisecond where an answer takes seconds.
+A connection serves one request: an idle one can be closed by the server while the next request is sent, and
+closing it is how a request is given up. To open one takes a millisecond where an answer takes seconds.
 """
 
 from __future__ import annotations
 
-import asyncio
-import http.client
-import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-HEAD_BYTES = 1 << 16
+if TYPE_CHECKING:
+    import httpx2
+
+DIRECT: dict[str, Any] = {"trust_env": False, "verify": False}  # no proxy; the address is plain http
 
 
 class Unreachable(ConnectionError):
@@ -46,62 +46,37 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def call(address: str, method: str, path: str, body: Any = None, *, key: str = "", timeout_s: float) -> Reply:
-    """Ask, and wait: ``timeout_s`` at most for each part of the answer; ``key`` is the server's. Raises
+    """The answer, with at most ``timeout_s`` for each part of it; ``key`` is the server's. Raises
     Unreachable."""
-    connection = http.client.HTTPConnection(*host_and_port(address), timeout=timeout_s)
+    import httpx2  # of the extra "vllm"
+
     try:
-        payload = None if body is None else json.dumps(body)
-        connection.request(method, path, payload, _headers(key))
-        response = connection.getresponse()
-        return _reply(response.status, response.read())
-    except (OSError, http.client.HTTPException) as error:
+        with httpx2.Client(timeout=timeout_s, **DIRECT) as client:
+            return _reply(client.request(method, address + path, json=body, headers=_headers(key)))
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
         raise Unreachable(f"{method} {path}: {type(error).__name__} {error}") from error
-    finally:
-        connection.close()
-
-
-def _headers(key: str) -> dict[str, str]:
-    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
 async def post(address: str, path: str, body: Any, *, key: str = "") -> Reply:
-    """Ask, and wait as long as it takes; a cancelled call closes the connection. Raises Unreachable."""
-    host, port = host_and_port(address)
+    """The answer, however long it takes; a cancelled call closes the connection. Raises Unreachable."""
+    import httpx2
+
     try:
-        reader, writer = await asyncio.open_connection(host, port, limit=HEAD_BYTES)
-        try:
-            payload = json.dumps(body).encode()
-            lines = (
-                f"POST {path} HTTP/1.1",
-                f"Host: {host}:{port}",
-                *(f"{name}: {value}" for name, value in _headers(key).items()),
-                f"Content-Length: {len(payload)}",
-                "Connection: close",
-            )
-            writer.write("\r\n".join((*lines, "", "")).encode() + payload)
-            await writer.drain()
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            return _reply(int(head.split(None, 2)[1]), await reader.readexactly(_length(head)))
-        finally:
-            writer.close()
-    except (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
+        async with httpx2.AsyncClient(timeout=None, **DIRECT) as client:
+            return _reply(await client.post(address + path, json=body, headers=_headers(key)))
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
         raise Unreachable(f"POST {path}: {type(error).__name__} {error}") from error
 
 
-def _length(head: str) -> int:
-    """vLLM tells it of everything that is not a stream."""
-    for line in head.split("\r\n")[1:]:
-        name, _, value = line.partition(":")
-        if name.lower() == "content-length":
-            return int(value)
-    raise ValueError("an answer without Content-Length")
+def _headers(key: str) -> dict[str, str]:
+    return {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
-def _reply(status: int, raw: bytes) -> Reply:
+def _reply(response: httpx2.Response) -> Reply:
     try:
-        return Reply(status=status, body=json.loads(raw) if raw else None)
+        return Reply(status=response.status_code, body=response.json() if response.content else None)
     except ValueError:
-        return Reply(status=status, body=raw.decode(errors="replace"))
+        return Reply(status=response.status_code, body=response.text)
 
 
 __all__ = ["Reply", "Unreachable", "call", "host_and_port", "post"]

@@ -75,6 +75,8 @@ def check_ranks(recipe: Recipe) -> None:
 def check_vllm(recipe: Recipe) -> None:
     """Raises ValueError for what cannot be had with vLLM, with one sentence."""
     engine, rollout = recipe.engine, recipe.rollout
+    if find_spec("httpx2") is None:
+        raise ValueError('engine.backend is "vllm", which needs a package: pip install "ostinato[vllm]"')
     if recipe.adapter.kind == "full":
         raise ValueError(
             'engine.backend is "vllm" with adapter.kind "full"; vLLM is sent adapters: use "lora"'
