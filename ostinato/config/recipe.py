@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError, model_validator
+from tomli_w import dumps
 
 from ostinato.config.explain import explain
 from ostinato.config.gone import without_gone
@@ -34,7 +35,6 @@ from ostinato.config.sections import (
     TrainerSection,
 )
 from ostinato.inputs import has_surrogate, parse_toml
-from ostinato.toml import dumps
 
 
 class Recipe(Section):

@@ -9,12 +9,13 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from tomli_w import dumps
+
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.plan.engines import LOCAL, engine_layout, vllm_flags
 from ostinato.plan.memory import cache_bytes, mapped
 from ostinato.plan.problem import Arrangement, Base, DType, Placement, Problem, Recompute
-from ostinato.toml import dumps
 
 ROUTES = "--enable-return-routed-experts"  # without it vLLM tells no experts to replay
 COPIES = {DType.BF16: "bf16", DType.INT8: "int8", DType.FP8: "fp8"}  # engine.weights of the local engine

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
-LEAVES = {"types", "protocols", "axis", "config", "every", "toml", "run", "render", "routes", "jobs", "lock"}
+LEAVES = {"types", "protocols", "axis", "config", "every", "run", "render", "routes", "jobs", "lock"}
 LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability"}
 BASE = {"files", "inputs", "options"}  # which every room may import: the standard library alone
 
@@ -23,9 +23,8 @@ ARROWS: dict[str, set[str]] = {
     "options": set(),
     "files": {"inputs"},
     "every": {"axis"},
-    "toml": set(),
     "isa": set(),
-    "config": {"axis", "every", "toml"},
+    "config": {"axis", "every"},
     "protocols": {"observe.timeline", "types"},
     "jobs": set(),
     "routes": {"types"},
@@ -38,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "engine": {"observe.timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"}
     | {"isa", "workers"},
     "parallel": {"axis", "types", "run", "model", "workers"},  # every collective of torch.distributed is here
-    "plan": {"axis", "toml", "types", "run", "model", "parallel"},  # of the last two what knows no torch
+    "plan": {"axis", "types", "run", "model", "parallel"},  # of the last two what knows no torch
     "compiler": {"isa"},
     "history": {"types", "protocols", "run", "compiler", "isa", "algo"},
     "env": {"types", "protocols", "render"},
