@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.fit import fit
 from ostinato.scaling.noise import CONSERVATIVE, Noise, covariance
-from ostinato.scaling.normal import log_between, log_cdf, student_90, truncated
+from ostinato.scaling.normal import log_between, student_90, truncated
 from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import PRIOR, Interval, _Grid, interval, posterior
 from ostinato.scaling.series import Series, series
@@ -153,10 +153,6 @@ def test_log_between_of_both_tails_is_the_same(low: float, width: float) -> None
     mass = log_between(np.array(low), np.array(low + width))
     assert np.isfinite(mass)
     assert mass == pytest.approx(float(log_between(np.array(-low - width), np.array(-low))))
-
-
-def test_log_cdf_is_smooth_where_its_asymptote_begins() -> None:
-    assert log_cdf(np.array(-30 - 1e-9)) == pytest.approx(float(log_cdf(np.array(-30 + 1e-9))), abs=1e-5)
 
 
 @settings(max_examples=50, deadline=None)
