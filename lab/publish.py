@@ -85,7 +85,8 @@ class Publish(ModelBench):
             title=f"publishing to a sampler in another process, rank {settings['rank']}, {settings['dtype']}",
         )  # fmt: skip
         memory = Table(
-            "model", "weights MB", "own MB of each", "written to", "1 sampler", settings["workers"], "ratio",
+            "model", "weights MB", "own MB of each", "written to", "1 sampler",
+            f"{settings['workers']} samplers", "ratio",
             title="physical memory of samplers over one base, MB",
         )  # fmt: skip
         for model in result["models"]:

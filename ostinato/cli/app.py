@@ -115,7 +115,7 @@ def place(
     link_gb_s: Annotated[float, typer.Option(min=1e-6, help="GB/s between ranks, for --from.")] = 1.0,
 ) -> None:
     """Which expert rank keeps which experts, from the routes that a run has recorded."""
-    from ostinato.cli.place import Asked, command
+    from ostinato.plan.place import Asked, command
 
     command(
         Asked(
@@ -214,7 +214,7 @@ def scale(ctx: typer.Context) -> None:
 )
 def plan(ctx: typer.Context) -> None:
     """Which layouts of a model fit a cluster, how fast they are, what they cost (see plan --help)."""
-    from ostinato.cli.plan import command
+    from ostinato.plan.commands import command
 
     command(ctx.args)
 
@@ -258,8 +258,8 @@ def ablate(
     html_file: Annotated[Path | None, typer.Option("--html", help="A page that opens offline.")] = None,
 ) -> None:
     """Which choice of a recipe moves the ceiling, which only the efficiency: runs, fits, one table."""
-    from ostinato.cli.ablate import Study, Telling, command
-    from ostinato.cli.kept import Measure
+    from ostinato.ablate.commands import Study, Telling, command
+    from ostinato.ablate.kept import Measure
 
     study = Study(arms=arms or (), seeds=seeds, workers=workers, out=out)
     telling = Telling(

@@ -68,8 +68,9 @@ BUDGETS = {
     "observe": 6_100,
     "engine": 5_900,
     "model": 5_900,
-    "plan": 5_300,
-    "cli": 2_800,
+    "plan": 5_800,
+    "cli": 1_000,
+    "ablate": 1_450,
     "parallel": 3_900,
     "launch": 3_700,
     "pipeline": 3_100,
@@ -84,7 +85,6 @@ BUDGETS = {
     "history": 1_200,
     "env": 1_100,
     "config": 1_100,  # the reference of all keys is generated there
-    "report": 400,
 }
 LAB, TESTS = 10_800, 52_000
 

@@ -37,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "engine": {"observe.timeline", "types", "protocols", "jobs", "run", "render", "routes", "algo", "model"}
     | {"isa", "workers"},
     "parallel": {"axis", "types", "run", "model", "workers"},  # every collective of torch.distributed is here
-    "plan": {"axis", "types", "run", "model", "parallel"},  # of the last two what knows no torch
+    "plan": {"axis", "config", "types", "run", "model", "parallel"},  # of the last two what knows no torch
     "compiler": {"isa"},
     "history": {"types", "protocols", "run", "compiler", "isa", "algo"},
     "env": {"types", "protocols", "render"},
@@ -54,14 +54,14 @@ ARROWS: dict[str, set[str]] = {
     "observe.mismatch": {"algo"},
     "observe.report": LEAVES,
     "observe.board": LEAVES | {"observe.report"},
-    "report": {"run", "observe.report"},
+    "ablate": LEAVES | {"launch", "pipeline", "scaling", "observe.report"},
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger", "observe.report"},
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
     | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", ""},
     "cli": LEAVES
-    | {"model", "engine", "pipeline", "launch", "observe.report", "observe.board", "report", "interop"}
+    | {"model", "engine", "pipeline", "launch", "observe.report", "observe.board", "interop", "ablate"}
     | {"scaling", "isa", "parallel", "plan", "reward", "compiler", ""},
     "": {"config", "cli", "launch"},  # the lazy names of __init__, and __main__
 }

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from kept_rows import LAWS, kept_row
+from ostinato.commands.commands import Study, Telling
 
+from ostinato.ablate import answer, commands
+from ostinato.ablate import jobs as jobs_of
+from ostinato.ablate.jobs import Job, State, plan
+from ostinato.ablate.kept import Measure, acted, prompts, read_kept, write_kept
 from ostinato.axis import Axis
-from ostinato.cli import ablate, ablate_answer
-from ostinato.cli.ablate import Study, Telling
-from ostinato.cli.ablate_jobs import Job, State, plan
 from ostinato.cli.app import main
-from ostinato.cli.kept import Measure, acted, prompts, read_kept, write_kept
 from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder
 from ostinato.scaling.ablation import REFERENCE
@@ -40,7 +41,7 @@ def flat(row: dict[str, Any], at: float, noise: float = 0.004) -> dict[str, Any]
 
 
 def told(rows: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
-    return ablate_answer.answer(ablate_answer.compared(rows, Axis.FLOPS)).result
+    return answer.answer(answer.compared(rows, Axis.FLOPS)).result
 
 
 # -- the same questions
@@ -98,7 +99,7 @@ def test_a_run_that_died_early_does_not_pull_the_others_down(n: int, shown: str)
     dead = arms["a | pipe"]
     assert dead["reached_at"] == rows[-1]["compute"]["flops"][-1]
     assert dead["reached"]["median"] == pytest.approx(float(np.mean(rows[-1]["score"][-1:])), abs=0.06)
-    lines = ablate_answer.tables(ablate_answer.compared(rows, Axis.FLOPS))[0].rows
+    lines = answer.tables(answer.compared(rows, Axis.FLOPS))[0].rows
     assert [line[5].endswith(shown) for line in lines] == [False, False, True]
 
 
@@ -206,9 +207,9 @@ def test_why_runs_failed_is_said_where_nothing_can_be_told(
             raise ValueError("there is no run folder to read; name a folder that holds runs")
         return [kept_row("no fp32 head", 0, LAWS[OTHER])], []
 
-    monkeypatch.setattr(ablate.ablate_jobs, "run", lambda *_: [failed(job) for job in jobs])
-    monkeypatch.setattr(ablate, "collect", collected)
-    code = ablate.run(str(recipe), [], Study(seeds=1, out=tmp_path), Telling())
+    monkeypatch.setattr(jobs_of, "run", lambda *_: [failed(job) for job in jobs])
+    monkeypatch.setattr(commands, "collect", collected)
+    code = commands.run(str(recipe), [], Study(seeds=1, out=tmp_path), Telling())
     said = capsys.readouterr().out
     assert code == 1
     assert "recipe-s0 failed: no signal." in said
@@ -222,7 +223,7 @@ def test_why_runs_failed_is_said_where_nothing_can_be_told(
 def test_every_seed_has_its_points_where_steps_are_equal() -> None:
     """Over --axis steps all seeds are scored at the same places, and of equal places one point was kept."""
     rows = rows_of(REFERENCE, OTHER, seeds=3)
-    (section,) = ablate_answer.answer(ablate_answer.compared(rows, Axis.STEPS)).sections()
+    (section,) = answer.answer(answer.compared(rows, Axis.STEPS)).sections()
     (first, second) = section.charts
     for chart, arms in ((first, [REFERENCE]), (second, [REFERENCE, OTHER])):
         points = {each.label: each for each in chart.series if each.label.endswith("fitted")}

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ostinato.cli.place import Asked, command, pair_seconds
 from ostinato.config import Recipe, dump_toml
 from ostinato.model.config import parse_config
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.load import expert_loads, imbalance
 from ostinato.parallel.placement import contiguous, owner_of
 from ostinato.parallel.placement_file import read_placement
+from ostinato.plan.place import Asked, command, pair_seconds
 from ostinato.routes import routes_to_json
 from ostinato.run import RunFolder
 

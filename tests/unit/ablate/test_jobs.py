@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from kept_rows import LAWS, kept_row
 
+from ostinato.ablate import answer
+from ostinato.ablate.jobs import Job, State, check, plan, run
+from ostinato.ablate.kept import collect, ended, read_kept, series_of, slug, write_kept
 from ostinato.axis import Axis
-from ostinato.cli import ablate_answer, ablate_jobs
-from ostinato.cli.ablate_jobs import Job, State, plan, run
 from ostinato.cli.app import main
-from ostinato.cli.kept import collect, ended, read_kept, series_of, slug, write_kept
 from ostinato.config import Recipe
 from ostinato.lock import locked
 from ostinato.scaling.ablation import REFERENCE
@@ -118,17 +118,17 @@ def test_an_arm_that_is_not_there_is_named(recipe: Path, tmp_path: Path) -> None
 def test_a_folder_of_another_recipe_is_not_gone_on_with(recipe: Path, tmp_path: Path) -> None:
     jobs = plan(recipe, [], seeds=(0,), out=tmp_path / "out")
     run(jobs, 3, ignore, command=child("exit 1"), pause=short)
-    ablate_jobs.check(jobs)
-    ablate_jobs.check(plan(recipe, ["engine.threads=1"], seeds=(0,), out=tmp_path / "out"))
+    check(jobs)
+    check(plan(recipe, ["engine.threads=1"], seeds=(0,), out=tmp_path / "out"))
     with pytest.raises(ValueError, match=r"recipe-s0 is a run of another recipe \(trainer.lr differs\)"):
-        ablate_jobs.check(plan(recipe, ["trainer.lr=0.5"], seeds=(0,), out=tmp_path / "out"))
+        check(plan(recipe, ["trainer.lr=0.5"], seeds=(0,), out=tmp_path / "out"))
 
 
 def test_an_arm_without_an_algorithm_is_refused_before_anything_runs(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('[ablate.arms]\n"x" = ["algo.name=nope"]')
     with pytest.raises(ValueError, match=r"arm 'x': .*nope"):
-        ablate_jobs.check(plan(path, [], seeds=(0,), out=tmp_path))
+        check(plan(path, [], seeds=(0,), out=tmp_path))
 
 
 # -- children, by shell scripts in place of runs
@@ -228,7 +228,7 @@ def test_what_is_kept_gives_the_same_page_byte_for_byte(kept: Path, tmp_path: Pa
     assert again.read_bytes() == kept.read_bytes()
     for where, source in (("one", rows), ("two", read_kept(again))):
         (tmp_path / where).mkdir()
-        ablate_answer.write_page(tmp_path / where / "loo", ablate_answer.compared(source, Axis.FLOPS))
+        answer.write_page(tmp_path / where / "loo", answer.compared(source, Axis.FLOPS))
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert {"loo.md", "loo-curves.svg", "loo-forest.svg"} <= set(names)
     for name in names:
@@ -238,16 +238,14 @@ def test_what_is_kept_gives_the_same_page_byte_for_byte(kept: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_what_people_wrote_on_the_page_stays(kept: Path, tmp_path: Path) -> None:
     page = tmp_path / "loo.md"
-    page.write_text(
-        f"# Mine\n\nbefore\n\n{ablate_answer.BEGIN}\nthe last page\n{ablate_answer.END}\n\nafter\n"
-    )
+    page.write_text(f"# Mine\n\nbefore\n\n{answer.BEGIN}\nthe last page\n{answer.END}\n\nafter\n")
     for _ in range(2):
-        ablate_answer.write_page(page, ablate_answer.compared(read_kept(kept), Axis.FLOPS))
+        answer.write_page(page, answer.compared(read_kept(kept), Axis.FLOPS))
     text = page.read_text()
     assert text.startswith("# Mine\n\nbefore\n\n")
     assert text.endswith("\n\nafter\n")
     assert "the last page" not in text
-    assert text.count(ablate_answer.BEGIN) == 1
+    assert text.count(answer.BEGIN) == 1
     assert "a \\| pipe" in text
 
 

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from ostinato.ablate import jobs as arms
+from ostinato.ablate.answer import answer, compared, write_page
+from ostinato.ablate.jobs import State, check, plan
+from ostinato.ablate.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
 from ostinato.axis import Axis
-from ostinato.cli import ablate_answer, ablate_jobs
-from ostinato.cli.ablate_jobs import State
-from ostinato.cli.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
 from ostinato.config import Recipe, find_recipe
 from ostinato.launch.dtype import resolved
 from ostinato.launch.output import lasting
@@ -77,7 +78,7 @@ def run(source: str, overrides: Sequence[str], study: Study, telling: Telling) -
         overrides = [*overrides, f"model.dtype={resolved(base).model.dtype}"]
     out = study.out or Path(base.log.dir) / f"{base.name}-ablate"
     first = base.seed
-    jobs = ablate_jobs.plan(
+    jobs = plan(
         source,
         overrides,
         seeds=range(first, first + study.seeds),
@@ -85,12 +86,12 @@ def run(source: str, overrides: Sequence[str], study: Study, telling: Telling) -
         out=out,
         workers=study.workers,
     )
-    ablate_jobs.check(jobs)
+    check(jobs)
     console = Console(file=lasting(sys.stderr if str(telling.json_file) == "-" else sys.stdout))
     console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
     try:
         with progress(console) as told:
-            states = ablate_jobs.run(jobs, study.workers, told)
+            states = arms.run(jobs, study.workers, told)
     except KeyboardInterrupt:
         console.print("stopped; what was done is kept, and the same command goes on with it")
         return 130
@@ -123,10 +124,10 @@ def tell(rows: Sequence[Row], notes: Sequence[str], telling: Telling) -> None:
     axis, first = Axis(telling.axis), amount(telling.cut, "--cut") if telling.cut else 0.0
     if telling.kept is not None:
         write_kept(telling.kept, rows)
-    found = ablate_answer.compared(rows, axis, first)
-    show(ablate_answer.answer(found, notes), telling.json_file, telling.html_file)
+    found = compared(rows, axis, first)
+    show(answer(found, notes), telling.json_file, telling.html_file)
     if telling.page is not None:
-        ablate_answer.write_page(telling.page, found)
+        write_page(telling.page, found)
 
 
 # -- progress

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.observe.report.facts import Table
-from ostinato.observe.report.scaling import Forest, Stretch
-from ostinato.report.study_plots import (
+from ostinato.ablate.plots import (
     HEIGHT,
     WIDTH,
     Band,
@@ -24,6 +22,8 @@ from ostinato.report.study_plots import (
     panels_svg,
     write_between,
 )
+from ostinato.observe.report.facts import Table
+from ostinato.observe.report.scaling import Forest, Stretch
 
 AT = np.geomspace(1e10, 1e13, 20)
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,6 +1,6 @@
 """What an ablation answers: the paper's table for the user's own task, as text, JSON, HTML, Markdown and SVG.
 
-Everything is made of kept lines (``cli.kept``), so it comes out the same without the run folders.
+Everything is made of kept lines (``kept``), so it comes out the same without the run folders.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.ablate.kept import ACTED, Row, series_of
+from ostinato.ablate.plots import (
+    GREY,
+    Band,
+    Panel,
+    Points,
+    forests_svg,
+    markdown,
+    panels_svg,
+    write_between,
+)
 from ostinato.axis import Axis
-from ostinato.cli.kept import ACTED, Row, series_of
 from ostinato.observe.report.charts import Chart, Section
 from ostinato.observe.report.facts import Line, Table
 from ostinato.observe.report.scaling import (
@@ -25,16 +35,6 @@ from ostinato.observe.report.scaling import (
     compute_text,
     curve_chart,
     places,
-)
-from ostinato.report.study_plots import (
-    GREY,
-    Band,
-    Panel,
-    Points,
-    forests_svg,
-    markdown,
-    panels_svg,
-    write_between,
 )
 from ostinato.scaling.ablation import FAMILY, REFERENCE, Ablation, Arm, Run, Verdict, ablate
 from ostinato.scaling.fit import PARAMETERS

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ostinato.cli.kept import backwards, ended, slug
+from ostinato.ablate.kept import backwards, ended, slug
 from ostinato.config import Recipe, dump_toml
 from ostinato.lock import Locked, locked
 from ostinato.pipeline.signals import ending

@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ostinato.cli.plan_fit import app as fit_app
 from ostinato.plan import launch
 from ostinato.plan.again import note, recorded, weigh
 from ostinato.plan.asked import Asked, Options, ask, asked_json, plan_options
+from ostinato.plan.fit_command import app as fit_app
 from ostinato.plan.memory import limit, margin
 from ostinato.plan.money import cost
 from ostinato.plan.named import known_models
