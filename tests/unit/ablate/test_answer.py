@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from kept_rows import LAWS, kept_row
-from ostinato.commands.commands import Study, Telling
 
 from ostinato.ablate import answer, commands
 from ostinato.ablate import jobs as jobs_of
+from ostinato.ablate.commands import Study, Telling
 from ostinato.ablate.jobs import Job, State, plan
 from ostinato.ablate.kept import Measure, acted, prompts, read_kept, write_kept
 from ostinato.axis import Axis
