@@ -24,8 +24,6 @@ BENCHES = {
     "history": ("history:HistoryCost", "ten million tokens: to build, to hold, to search, to draft from"),
     "replay": ("replay:Replay", "sampler against trainer with routes replayed and without; planted bugs"),
     "turns": ("turns:Turns", "conversations: what is run again, whether routes are complete, latency"),
-    "quantised": ("quantised:Quantised", "rollouts in 8 bits: tokens and reward per second beside bf16"),
-    "interrupt": ("interrupt:Interrupt", "forced interruption of thinking under a tight limit"),
     "pipeline": ("pipeline:Pipeline", "five ways of using two cores"),
     "simulate": ("simulate:Simulate", "placements on simulated samplers, against static and known lengths"),
     "publish": ("publish:Publish", "a new policy on its way to a sampler; memory of several samplers"),

@@ -1,14 +1,12 @@
-"""Every test of the lab is marked so: `make test-lab` runs them. Scripts of studies are imported by name."""
+"""Every test of the lab is marked so: `make test-lab` runs them."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-sys.path += [str(folder) for folder in (HERE.parent / "studies").iterdir()]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""What the benches of replay, turns and quantised rollouts make of their measurements."""
+"""What the benches of replay and turns make of their measurements."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lab import planted, quantised, replay, turns
-from lab.paired import Paired, alternate
+from lab import planted, replay, turns
+from lab.paired import Paired, alternate, wilson
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import alignment
@@ -284,38 +284,9 @@ def test_turns_that_cannot_fit_the_context_are_refused_in_one_sentence() -> None
         turns.Turns(turns=400).measure(lambda line: None)
 
 
-# ---- bench quantised
-
-
-def one_run(weights: str, seed: int, **changes: float) -> dict[str, Any]:
-    figures = {"rollout_s": 1.0, "train_s": 1.0, "step_s": 2.0, "reward_per_s": 10.0, "k3": 1e-4}
-    figures |= {"before": 0.2, "score": 0.5, "score_error": 0.02}
-    return {"weights": weights, "seed": seed} | figures | changes
-
-
-def test_arms_are_compared_seed_by_seed() -> None:
-    runs = [one_run("model", seed, score=0.4 + 0.1 * seed) for seed in range(3)]
-    runs += [one_run("int8", seed, score=0.41 + 0.1 * seed, reward_per_s=12.0) for seed in range(3)]
-    base, int8 = quantised.compared(runs, ("model", "int8"))
-    assert base["reward_per_s_ratio"] == 1 and base["score_difference"] == 0 and base["equal"]
-    assert int8["reward_per_s_ratio"] == pytest.approx(1.2)
-    assert int8["score_difference"] == pytest.approx(0.01)
-    # each seed says the same, so that the seeds themselves differ by 0.1 does not matter
-    assert int8["score_difference_low"] == pytest.approx(0.01) and not int8["equal"]
-
-
-def test_of_one_seed_the_held_out_prompts_say_how_much_is_known() -> None:
-    _, int8 = quantised.compared([one_run("model", 0), one_run("int8", 0, score=0.52)], ("model", "int8"))
-    half = 1.96 * math.hypot(0.02, 0.02)
-    assert int8["score_difference_low"] == pytest.approx(0.02 - half) and int8["equal"]
-
-
-def test_the_table_of_quantised_runs() -> None:
-    runs = [one_run("model", 0), one_run("int8", 0, reward_per_s=11.0)]
-    result = {
-        "runs": runs,
-        "arms": quantised.compared(runs, ("model", "int8")),
-        "settings": {"recipe": "quickstart", "steps": 3, "seeds": [0]},
-    }
-    text = shown(quantised.Quantised.table(result))
-    assert "1.100" in text
+def test_wilson_against_published_values() -> None:
+    low, high = wilson(5, 5)
+    assert (round(low, 4), high) == (0.5655, 1.0)
+    low, high = wilson(1, 10)
+    assert (round(low, 4), round(high, 4)) == (0.0179, 0.4042)
+    assert wilson(0, 0) == (0.0, 1.0)
