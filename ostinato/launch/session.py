@@ -290,9 +290,8 @@ def _named() -> tuple[type[Exception], ...]:
     """The failures of a run that say themselves what is to be done."""
     from ostinato.algo.routing import Misaligned
     from ostinato.model.wire import NotFinite
-    from ostinato.pipeline.loop import NoTrainableSamples
     from ostinato.pipeline.signals import Stalled
-    from ostinato.pipeline.state import StalenessViolation
+    from ostinato.pipeline.state import NoTrainableSamples, StalenessViolation
     from ostinato.train.checkpoint import CheckpointError
     from ostinato.train.trainer import TrainingStopped
     from ostinato.workers.lost import WorkerLost

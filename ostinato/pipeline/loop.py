@@ -18,7 +18,6 @@ kill, and asserted in every step.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,53 +25,36 @@ from dataclasses import dataclass, field, replace
 
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm
-from ostinato.algo.pack import pack
 from ostinato.algo.routing import Misaligned
-from ostinato.observe.ledger import POOL, Ledger
-from ostinato.observe.stability import watch_after
-from ostinato.observe.timeline import Kind, Span, kept, pool_of
-from ostinato.pipeline.buffer import AdmissionRule, RolloutBuffer, TrainBatch
-from ostinato.pipeline.credit import Credit, assign
+from ostinato.observe.ledger import Ledger
+from ostinato.observe.timeline import Kind
+from ostinato.pipeline.buffer import TrainBatch
 from ostinato.pipeline.draft_metrics import Drafted, Drafting
-from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent_in_steps
+from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers
-from ostinato.pipeline.rounds import Rounds
+from ostinato.pipeline.opening import new_buffer, recall
+from ostinato.pipeline.recorder import Learned, StepRecorder, prepare
+from ostinato.pipeline.scores import Scores
 from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog, in_thread
 from ostinato.pipeline.spool import Spool
-from ostinato.pipeline.state import Finish, Finished, LoopState, NoTrainableSamples, Plan, StalenessViolation
+from ostinato.pipeline.state import Finish, Finished, LoopState, Plan, nothing_to_learn
 from ostinato.pipeline.step_metrics import (
     Clock,
     add_totals,
-    ages,
-    busy_by_pool,
-    evaluation_work,
-    in_turn,
-    pipeline_row,
-    step_costs,
-    step_row,
-    step_work,
-    token_counts,
-    tool_rates,
+    check_ages,
     with_stale,
 )
-from ostinato.pipeline.stream import solved_for_good
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
 from ostinato.rollout.rollout import RolloutContext, RolloutResult
-from ostinato.run import MAIN_SET, RunFolder, group_rows
-from ostinato.types import Batch, Group, StepReport
+from ostinato.run import RunFolder
+from ostinato.types import Group
 
+EVERYTHING_SOLVED = (
+    "every prompt is solved for good, so nothing is left to sample; more or harder tasks would go on, or "
+    "rollout.solved_for_good = 0"
+)
 TRAINER = "trainer"  # the worker that the loop is where it trains itself
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
-    """What a step did with its groups; ``batch`` and ``report`` are None when there was nothing to learn
-    from."""
-
-    credit: Credit
-    batch: Batch | None = None
-    report: StepReport | None = None
 
 
 @dataclass(kw_only=True)
@@ -117,18 +99,48 @@ class Loop:
             self._books.why = finished.why
         return finished
 
-    async def _run(self) -> Finished:
+    def _open(self) -> None:
+        """What lives as long as the run."""
         self.folder.truncate_after(self.state.step)
-        self._scored = {row.get("set"): row for row in self.folder.eval.rows()}  # the last of each set
         self._spool = Spool(self.folder.path / "inflight.jsonl.zst", self._books, self.state.step)
-        self._feed = self._new_feed()
-        self._recall()
+        self._feed = new_buffer(
+            self.plan,
+            self.state,
+            tasks=self.tasks,
+            stage=self.stage,
+            spool=self._spool,
+            on_progress=lambda: self._dog.on_progress(),
+        )
+        if changed := recall(self._feed, self.state, self._spool):
+            self.observer.on_note(changed)
         self._saved_step, self._between_steps = self.state.step, False
-        self._row_at = time.perf_counter()
-        self._counted = sum(self.counters, Counter())
         self._failures = Failures(self.folder, self.observer.on_note)
-        self._spans, self._over = list[Span](), dict[str, dict[str, float]]()
-        self._watch, self._why = watch_after(self.folder.metrics.rows()), self._nobody_left()
+        self._recorder = StepRecorder(
+            plan=self.plan,
+            folder=self.folder,
+            ledger=self._books,
+            observer=self.observer,
+            workers=self.workers,
+            writers=self.writers,
+            counters=self.counters,
+            span_sources=self.span_sources,
+        )
+        self._scores = Scores(
+            plan=self.plan,
+            stage=self.stage,
+            evaluations=self.evaluations,
+            folder=self.folder,
+            ledger=self._books,
+            recorder=self._recorder,
+            failures=self._failures,
+            observer=self.observer,
+            drafting=self.drafting,
+            on_progress=lambda: self._dog.on_progress(),
+        )
+        self._why = self._nobody_left()
+
+    async def _run(self) -> Finished:
+        self._open()
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
         with StopSignals(self.plan.grace_s) as self._signals, self._watchdog():
             try:
@@ -175,7 +187,7 @@ class Loop:
                 self._checkpoint()
                 await signals.bounded(self._replan())
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
-                raise NoTrainableSamples(self._no_signal())
+                raise nothing_to_learn(self.state, self.folder.metrics.path)
         if signals.limited or self._why is Finish.REPLANNED:
             self._doing = f"what is on its way after step {self.state.step} may end"
             await signals.bounded(self._feed.drain())
@@ -193,7 +205,7 @@ class Loop:
             self.drafting.begin()
         with clock.doing("rollout" if overlap else "", Kind.WAIT):
             taken = await self._feed.batch(self.state.step, self.state.version)
-        groups, stale = ([self._of(step, item.group) for item in some] for some in (taken.batch, taken.stale))
+        groups, stale = ([of_step(step, item.group) for item in some] for some in (taken.batch, taken.stale))
         self._failures.see(step, groups, first=step == 1)
         learned = await self._learned(groups, clock)
         version = self.state.version
@@ -206,9 +218,15 @@ class Loop:
         if not overlap:
             clock.rollouts(fresh)
         drafted = self._drafted(fresh, clock)
-        row = self._booked(clock, [*groups, *stale], fresh, taken, learned, drafted)
+        row = self._recorder.record(clock, self._feed, [*groups, *stale], fresh, taken, learned, drafted)
         self._end_step(step, version, taken, learned, row)
-        self._report({**row, **self.state.totals}, groups, learned.report, drafted)
+        row |= self.state.totals
+        ended = self._why is not None
+        if (
+            self._recorder.report(step, row, groups, learned.report, drafted, ended)
+            and self.plan.stop_on_collapse
+        ):
+            self._why = Finish.COLLAPSED
         self._why = self._why or self._nobody_left()
         if overlap and self._goes_on:
             self._feed.admit(step, version)
@@ -235,109 +253,20 @@ class Loop:
             return self._learn(groups, clock)
 
     def _learn(self, groups: Sequence[Group], clock: Clock) -> Learned:
-        credit = assign(
-            groups,
-            self.algorithm,
-            min_verdicts=min(2, self.plan.group_size),
-            answer_tokens=self.plan.answer_tokens,
-            solved_at=self.plan.solved_at,
-        )
-        if not credit.samples:
-            return Learned(credit=credit)
-        with clock.doing("train", Kind.PACK):
-            batch = pack(
-                credit.samples,
-                credit.weights,
-                tokens_per_microbatch=self.plan.tokens_per_microbatch,
-                minibatches=self.plan.minibatches,
-                version=self.state.version,
-            )
-        self._check_ages(batch)
+        prepared = prepare(groups, self.plan, self.algorithm, clock, self.state.version)
+        if prepared.batch is None:
+            return prepared
+        check_ages(prepared.batch, self.state.step + 1, self.plan.staleness)
         self._between_steps = True
         with clock.doing("train", Kind.TRAIN if self.worker == TRAINER else Kind.WAIT):
             try:
-                report = self.trainer.step(batch)
+                report = self.trainer.step(prepared.batch)
             except Exception:
                 self._between_steps = not self.workers.trainer_consistent()
                 raise
         if report.mismatch is not None:
             clock.measured(report.mismatch["seconds"])
-        return Learned(credit=credit, batch=batch, report=report)
-
-    def _check_ages(self, batch: Batch) -> None:
-        """The bound of the feed once more, on the tokens themselves."""
-        wrong = {age: n for age, n in ages(batch).items() if not 0 <= age <= self.plan.staleness}
-        if wrong:
-            raise StalenessViolation(
-                f"step {self.state.step + 1} has {sum(wrong.values())} tokens that are {sorted(wrong)} "
-                f"versions old where pipeline.staleness is {self.plan.staleness}; nothing was trained on them"
-            )
-
-    @staticmethod
-    def _of(step: int, group: Group) -> Group:
-        """As that of the step that trains on it."""
-        return group if group.step == step else replace(group, step=step)
-
-    def _booked(
-        self,
-        clock: Clock,
-        groups: Sequence[Group],
-        ended: Sequence[RolloutResult],
-        taken: TrainBatch,
-        learned: Learned,
-        drafted: Drafted | None,
-    ) -> dict[str, float]:
-        """The row of the step, but for sums over the run; the ledger and the timeline have theirs then.
-        ``groups`` are those that have left: trained on or dropped. ``ended`` is what the row pays for."""
-        fresh = [item.group for item in ended]
-        credit, batch, report = learned.credit, learned.batch, learned.report
-        model = self.plan.flops
-        counted = groups if self.plan.overlap else None
-        costs = model and step_costs(model, groups, credit, batch, report, fresh, counted)
-        row = step_row(
-            groups,
-            credit,
-            batch,
-            report,
-            clock,
-            fresh=fresh,
-            solved_at=self.plan.solved_at,
-            costs=costs,
-            drafts=drafted.row if drafted else {},
-        )
-        if self.plan.overlap:  # what has ended since the last row was played since then too
-            now, before = time.perf_counter(), self._row_at
-            row["tokens_per_s"] = token_counts(fresh)["sampled"] / (now - before)
-            self._row_at = now
-        spans = [*clock.spans, *self._new_spans()]
-        by_pool = self._by_pool(spans, row, clock.waited_s)
-        reused = [item.group for item in ended if item.paid]
-        work = step_work(groups, credit, batch, report, costs, fresh, reused, model)
-        self._books.step(self.state.step + 1, row["step_time"], clock.busy(), work, by_pool)
-        self._draw(spans)
-        counts = self._new_counts()
-        row |= {"rollout/from_spool": float(sum(item.spooled for item in taken.batch)), **counts}
-        row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
-        if batch is not None and (self.plan.staleness or self.plan.overlap):
-            row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(ages(batch).items())}
-        return row | {**self.workers.extra_metrics(), **counts}  # these have a 0 for what may be counted
-
-    def _by_pool(
-        self, spans: Sequence[Span], row: dict[str, float], waited_s: float
-    ) -> dict[str, dict[str, float]] | None:
-        """What each pool was busy with, for the ledger; None where everything is one pool. ``row`` gets what
-        it says of the pipeline, where there is one."""
-        told, seconds = self._books.terms.pools, row["step_time"]
-        if not (told or self.plan.overlap):
-            return None
-        pools = told or Counter(pool_of(worker) for worker in {span.worker for span in spans})
-        by_pool, self._over = busy_by_pool(spans, self._over, pools, seconds)
-        row |= pipeline_row(by_pool, pools, seconds) | {"pipeline/wait_s": waited_s}
-        row |= {"queue/running": float(self._feed.running), "queue/ready": float(self._feed.ready)}
-        if told:
-            return by_pool
-        together = sum(map(Counter, by_pool.values()), Counter[str]())
-        return {POOL: in_turn(together, seconds)}
+        return replace(prepared, report=report)
 
     def _end_step(
         self, step: int, version: int, taken: TrainBatch, learned: Learned, row: dict[str, float]
@@ -360,86 +289,16 @@ class Loop:
             totals=add_totals(before.totals, row, self._books.terms),
         )
         self._between_steps = False
-        row |= self._left(before) | self._accounted()
+        row |= self.state.left(before, len(self.tasks)) if self.plan.solved_for_good else {}
+        row |= self.state.accounted()
         if taken.num_anew:
             row["groups/played_anew"] = float(taken.num_anew)
-
-    def _accounted(self) -> dict[str, float]:
-        """Exactly once: where all the groups are that were ever admitted."""
-        state, dropped = self.state, sum(self.state.dropped.values())
-        assert state.admitted == state.trained + dropped + len(state.ahead), (
-            f"step {state.step}: of {state.admitted} groups {state.trained} were trained on, {dropped} "
-            f"dropped and {len(state.ahead)} are on their way"
-        )
-        return {
-            "groups/admitted_total": float(state.admitted),
-            "groups/trained_total": float(state.trained),
-            **{f"groups/dropped_total/{rule}": float(n) for rule, n in state.dropped.items()},
-            "groups/outstanding": float(len(state.ahead)),
-        }
-
-    def _new_feed(self) -> RolloutBuffer:
-        plan = self.plan
-        rounds = Rounds(
-            tasks=self.tasks,
-            stage=self.stage,
-            spool=self._spool,
-            prompts=plan.prompts_per_step,
-            group_size=plan.group_size,
-            seed=plan.seed,
-            staleness=plan.staleness,
-        )
-        return RolloutBuffer(
-            rule=AdmissionRule(
-                prompts=plan.prompts_per_step,
-                staleness=plan.staleness,
-                steps=plan.steps,
-                overlap=plan.overlap,
-                late=plan.late,
-            ),
-            rounds=rounds,
-            cursor=self.state.cursor,
-            retired=self.state.retired,
-            leaving=self._leaving if plan.solved_for_good else None,
-            on_progress=lambda: self._dog.on_progress(),
-        )
-
-    def _recall(self) -> None:
-        """Take up what an earlier process had on its way. What the spool does not have is played anew, by the
-        policy of now, in its place; who had left by what is lost does not return."""
-        state = self.state
-        lost = [one.version for one in self._feed.recall(state.ahead, state.step, state.version)]
-        if gone := sorted({version for version in lost if version != state.version}):
-            who = f"policy {gone[0]}" if len(gone) == 1 else f"policies {gone[0]} to {gone[-1]}"
-            self.observer.on_note(
-                f"step {state.step}: of {len(state.ahead)} groups that were on their way "
-                f"{self._spool.path.name} does not have {len(lost)}, which {who} sampled; policy "
-                f"{state.version} plays them anew, so this is not quite the run that was interrupted"
-            )
-
-    def _leaving(self, groups: Sequence[Group], retired: Sequence[str]) -> Sequence[str]:
-        rule = {"share": self.plan.solved_for_good, "solved_at": self.plan.solved_at}
-        return solved_for_good(groups, **rule, retired=frozenset(retired))
-
-    def _left(self, before: LoopState) -> dict[str, float]:
-        """What the row tells of the prompts that have left."""
-        if not self.plan.solved_for_good:
-            return {}
-        total = len(self.state.retired)
-        return {
-            "groups/retired": float(total - len(before.retired)),
-            "groups/retired_total": float(total),
-            "groups/left_share": 1 - total / len(self.tasks),
-        }
 
     def _nobody_left(self) -> Finish | None:
         """Is this the end, because every prompt has left the stream?"""
         if not self._feed.is_dry:
             return None
-        self.observer.on_note(
-            f"step {self.state.step}: every prompt is solved for good, so nothing is left to sample; more or "
-            "harder tasks would go on, or rollout.solved_for_good = 0"
-        )
+        self.observer.on_note(f"step {self.state.step}: {EVERYTHING_SOLVED}")
         return Finish.SOLVED
 
     @contextmanager
@@ -458,94 +317,16 @@ class Loop:
         finally:
             watching.cancel()
 
-    def _new_spans(self, *, kept: bool = True) -> list[Span]:
-        """What everybody was busy with since this was last asked, behind what was ``kept`` for the row."""
-        new = [span for worker in self.span_sources for span in worker.take_spans()]
-        if not kept:
-            return new
-        spans, self._spans = self._spans, []
-        return [*spans, *new]
-
-    def _draw(self, spans: Sequence[Span]) -> None:
-        path = self.folder.timeline.path
-        size = path.stat().st_size if path.exists() else 0
-        if rows := [span.to_json() for span in kept(spans, step=self.state.step + 1, file_bytes=size)]:
-            self.folder.timeline.append(*rows)
-
-    def _report(
-        self,
-        row: dict[str, float],
-        groups: Sequence[Group],
-        report: StepReport | None,
-        drafted: Drafted | None,
-    ) -> None:
-        step = self.state.step
-        row = self._watched(row)
-        for writer in (self.folder, *self.writers):
-            writer.write(step, row)
-        if drafted is not None:
-            self.folder.drafts.append(drafted.detail)
-        if self.plan.trajectories_every and (step == 1 or self._due(self.plan.trajectories_every)):
-            self.folder.trajectories.append(*(line for group in groups for line in group_rows(group)))
-        if report is not None and report.mismatch is not None:
-            self.folder.mismatch.append({"step": step, **report.mismatch})
-        if report is not None and report.note:
-            self.observer.on_note(f"step {step}: {report.note}")
-        if report is not None and report.skipped:
-            self.observer.on_note(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
-        self.observer.on_step({"step": step, **row})
-
-    def _watched(self, row: dict[str, float]) -> dict[str, float]:
-        """The row with ``watch/collapsed``; alarms are kept and told the moment they are met."""
-        before = self._watch.collapsed
-        for alarm in self._watch.see({"step": self.state.step, **row}):
-            self.folder.watch.append(alarm.to_json())
-            what = "collapse" if alarm.collapse else "look"
-            self.observer.on_note(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
-        if self.plan.stop_on_collapse and self._watch.collapsed and not before:
-            self._why = Finish.COLLAPSED
-        return row | {"watch/collapsed": float(self._watch.collapsed)}
-
-    def _new_counts(self) -> dict[str, float]:
-        """What the counters have counted since they were last asked."""
-        now = sum(self.counters, Counter[str]())
-        new, self._counted = now - self._counted, now
-        return {name: float(count) for name, count in sorted(new.items())}
-
     async def _evaluate(self) -> None:
         """Score what is due, and hear what the scores of the main set foretell. The end of a run is due for
         every set."""
         self._doing = f"the evaluation after step {self.state.step}"
-        await self._score()
-        main = self._scored.get(MAIN_SET, {})
-        if not self.state.step or main.get("step") != self.state.step:
+        await self._scores.score(self.state, ended=self._due(0))
+        if not self.state.step or not self._scores.is_new(self.state.step):
             return
         if self.observer.should_stop(self.state.step) and self._why is None:
             self._why = Finish.ENOUGH
-            await self._score()
-
-    async def _score(self) -> None:
-        now = spent_in_steps(self.state.step, self.state.totals)
-        for evaluation in self.evaluations:
-            if due(evaluation, now, self._scored.get(evaluation.name), ended=self._due(0)):
-                self._spans = self._new_spans()  # of the step before
-                with self._books.evaluating():
-                    row, groups = await evaluate_groups(
-                        self.stage, evaluation, self.state.step, lambda *ended: self._dog.on_progress()
-                    )
-                row |= {"spent": now, **self._new_counts()}
-                work = evaluation_work(groups, self.plan.flops)
-                self._books.evaluation(self.state.step, evaluation.name, row["seconds"], work)
-                if self.drafting is not None:
-                    self.drafting.forget(evaluation.prompts)
-                    if self.plan.overlap:
-                        self.drafting.begin()
-                self._draw(self._new_spans(kept=False))  # no time of a step
-                at_start = not self.state.step
-                self._failures.see(self.state.step, groups, evaluation.name, first=at_start)
-                self.folder.eval.append(row)
-                self._scored[evaluation.name] = row
-                self.observer.on_eval(row)
+            await self._scores.score(self.state, ended=self._due(0))
 
     def _due(self, every: int) -> bool:
         ended = self.state.step == self.plan.steps or self._why is not None
@@ -557,7 +338,7 @@ class Loop:
             with clock.doing("", Kind.SAVE):
                 oldest = self.save(self.state)
             self._books.saved(self.state.step, clock.spans[0].seconds)
-            self._spans += clock.spans
+            self._recorder.spans += clock.spans
             self._saved_step = self.state.step
             self._spool.forget(oldest)
             self._dog.on_progress()
@@ -577,8 +358,7 @@ class Loop:
         except (OSError, RuntimeError) as error:
             self.observer.on_note(f"step {self.state.step} could not be saved: {error}")
 
-    def _no_signal(self) -> str:
-        return (
-            f"{self.state.empty_in_a_row} steps in a row had nothing to learn from; see groups/dropped and "
-            f"faults in {self.folder.metrics.path.name}, then change the task's difficulty or mend the reward"
-        )
+
+def of_step(step: int, group: Group) -> Group:
+    """The group as that of the step that trains on it."""
+    return group if group.step == step else replace(group, step=step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from signal import Signals
 from typing import Any
 
@@ -102,6 +103,29 @@ class LoopState:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def accounted(self) -> dict[str, float]:
+        """Metrics of where all the groups are that were ever admitted: each exactly once."""
+        dropped = sum(self.dropped.values())
+        assert self.admitted == self.trained + dropped + len(self.ahead), (
+            f"step {self.step}: of {self.admitted} groups {self.trained} were trained on, {dropped} "
+            f"dropped and {len(self.ahead)} are on their way"
+        )
+        return {
+            "groups/admitted_total": float(self.admitted),
+            "groups/trained_total": float(self.trained),
+            **{f"groups/dropped_total/{rule}": float(n) for rule, n in self.dropped.items()},
+            "groups/outstanding": float(len(self.ahead)),
+        }
+
+    def left(self, before: LoopState, prompts: int) -> dict[str, float]:
+        """Metrics of the prompts that have left for good, of ``prompts``, since ``before`` and in all."""
+        total = len(self.retired)
+        return {
+            "groups/retired": float(total - len(before.retired)),
+            "groups/retired_total": float(total),
+            "groups/left_share": 1 - total / prompts,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
@@ -109,4 +133,19 @@ class Finished:
     why: Finish
 
 
-__all__ = ["Finish", "Finished", "LoopState", "NoTrainableSamples", "Plan", "StalenessViolation"]
+def nothing_to_learn(state: LoopState, metrics: Path) -> NoTrainableSamples:
+    return NoTrainableSamples(
+        f"{state.empty_in_a_row} steps in a row had nothing to learn from; see groups/dropped and "
+        f"faults in {metrics.name}, then change the task's difficulty or mend the reward"
+    )
+
+
+__all__ = [
+    "Finish",
+    "Finished",
+    "LoopState",
+    "NoTrainableSamples",
+    "Plan",
+    "StalenessViolation",
+    "nothing_to_learn",
+]

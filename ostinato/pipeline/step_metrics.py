@@ -16,6 +16,7 @@ from ostinato.model.flops import FlopModel
 from ostinato.observe.ledger import Terms
 from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.credit import Credit
+from ostinato.pipeline.state import StalenessViolation
 from ostinato.pipeline.work import batch_work, needed_work, rollout_work, step_flops
 from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
 from ostinato.rollout.rollout import RolloutResult
@@ -45,7 +46,7 @@ class Clock:
     def __init__(self, step: int = 0, unix: Callable[[], float] = time.time, worker: str = "trainer") -> None:
         self.start = time.perf_counter()
         self.spans: list[Span] = []
-        self._step, self._unix, self._worker = step, unix, worker
+        self.step, self._unix, self._worker = step, unix, worker
         self._seconds = {"rollout": 0.0, "reward": 0.0, "train": 0.0, "measure": 0.0}
 
     def rollouts(self, played: Sequence[RolloutResult]) -> None:
@@ -65,7 +66,7 @@ class Clock:
                 seconds = time.perf_counter() - started
                 self._seconds[part] = self._seconds.get(part, 0.0) + seconds
             self.spans.append(
-                Span(worker=self._worker, kind=kind, start=at, stop=self._unix(), step=self._step)
+                Span(worker=self._worker, kind=kind, start=at, stop=self._unix(), step=self.step)
             )
 
     def measured(self, seconds: float) -> None:
@@ -139,6 +140,16 @@ def ages(batch: Batch) -> Counter[int]:
     ages = [part.staleness for part in batch.microbatches]
     found, counts = np.unique(np.concatenate([np.empty(0, np.int32), *ages]), return_counts=True)
     return Counter(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+
+def check_ages(batch: Batch, step: int, staleness: int) -> None:
+    """The bound of the buffer once more, on the tokens themselves. Raises StalenessViolation."""
+    wrong = {age: n for age, n in ages(batch).items() if not 0 <= age <= staleness}
+    if wrong:
+        raise StalenessViolation(
+            f"step {step} has {sum(wrong.values())} tokens that are {sorted(wrong)} versions old where "
+            f"pipeline.staleness is {staleness}; nothing was trained on them"
+        )
 
 
 def with_stale(credit: Credit, stale: Sequence[Group], num_stale: int) -> Credit:

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ostinato"
 MAX_CLASS_LINES = 300
-STILL_LONG = {"EnginePool": 460, "Loop": 520, "VllmEngine": 410}  # to have fewer duties
+STILL_LONG = {"EnginePool": 460, "VllmEngine": 410}  # to have fewer duties
 
 
 def files() -> dict[str, Path]:
@@ -73,7 +73,7 @@ BUDGETS = {
     "ablate": 1_450,
     "parallel": 3_900,
     "launch": 3_700,
-    "pipeline": 3_100,
+    "pipeline": 3_150,
     "scaling": 4_100,  # with its commands
     "train": 2_650,
     "(files of their own)": 2_400,

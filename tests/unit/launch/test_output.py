@@ -15,6 +15,7 @@ from small_loop import Bench
 
 from ostinato.launch.output import lasting
 from ostinato.observe.ledger import read
+from ostinato.pipeline.recorder import StepRecorder
 from ostinato.pipeline.signals import Ended, ending
 from ostinato.pipeline.state import Finish
 
@@ -39,18 +40,18 @@ def test_a_run_into_head_is_hung_up_and_has_all_rows_of_its_steps(tmp_path: Path
     assert read(bench.folder)[-1]["why"] == "hung_up"
 
 
-def test_a_note_that_nobody_reads_loses_no_row(tmp_path: Path) -> None:
+def test_a_note_that_nobody_reads_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes come before the row of their step is written."""
     with broken_pipe() as stream:
         console = Console(file=lasting(stream))
         bench = Bench(tmp_path)
-        plain = bench.loop._watched  # which says what the stability watch has seen
+        plain = StepRecorder._watched  # which says what the stability watch has seen
 
-        def watched(row: dict[str, float]) -> dict[str, float]:
+        def watched(self: StepRecorder, step: int, row: dict[str, float]) -> tuple[dict[str, float], bool]:
             console.print("look")
-            return plain(row)
+            return plain(self, step, row)
 
-        bench.loop._watched = watched  # type: ignore[method-assign]
+        monkeypatch.setattr(StepRecorder, "_watched", watched)
         assert bench.run().why is Finish.HUNG_UP
     assert [row["step"] for row in bench.folder.metrics.rows()] == [1]
 

@@ -32,7 +32,8 @@ from small_loop import (
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.every import Every
-from ostinato.pipeline.loop import Finish, LoopState, NoTrainableSamples
+from ostinato.pipeline.loop import Finish, LoopState
+from ostinato.pipeline.state import NoTrainableSamples
 from ostinato.pipeline.step_metrics import tool_rates
 from ostinato.types import Batch, Group, Request, Reward, StepReport
 

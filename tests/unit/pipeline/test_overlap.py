@@ -37,8 +37,9 @@ from ostinato.launch.checks import check
 from ostinato.observe.ledger import Ledger, Terms, read, summary
 from ostinato.observe.timeline import Kind, Span
 from ostinato.pipeline.buffer import Late
-from ostinato.pipeline.loop import Finish, LoopState, StalenessViolation
+from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.pipeline.signals import Stalled
+from ostinato.pipeline.state import StalenessViolation
 from ostinato.types import Batch, Group, Reward, StepReport
 
 

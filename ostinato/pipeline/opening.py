@@ -1,0 +1,72 @@
+"""What a run begins with: its buffer of rollouts, and the groups that an earlier process had on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ostinato.pipeline.buffer import AdmissionRule, RolloutBuffer
+from ostinato.pipeline.rounds import Rounds
+from ostinato.pipeline.spool import Spool
+from ostinato.pipeline.state import LoopState, Plan
+from ostinato.pipeline.stream import solved_for_good
+from ostinato.protocols import Tasks
+from ostinato.rollout.rollout import RolloutContext
+from ostinato.types import Group
+
+
+def new_buffer(
+    plan: Plan,
+    state: LoopState,
+    *,
+    tasks: Tasks,
+    stage: RolloutContext,
+    spool: Spool,
+    on_progress: Callable[[], None],
+) -> RolloutBuffer:
+    """The buffer of a run that stands at ``state``."""
+
+    def leaving(groups: Sequence[Group], retired: Sequence[str]) -> Sequence[str]:
+        rule = {"share": plan.solved_for_good, "solved_at": plan.solved_at}
+        return solved_for_good(groups, **rule, retired=frozenset(retired))
+
+    rounds = Rounds(
+        tasks=tasks,
+        stage=stage,
+        spool=spool,
+        prompts=plan.prompts_per_step,
+        group_size=plan.group_size,
+        seed=plan.seed,
+        staleness=plan.staleness,
+    )
+    return RolloutBuffer(
+        rule=AdmissionRule(
+            prompts=plan.prompts_per_step,
+            staleness=plan.staleness,
+            steps=plan.steps,
+            overlap=plan.overlap,
+            late=plan.late,
+        ),
+        rounds=rounds,
+        cursor=state.cursor,
+        retired=state.retired,
+        leaving=leaving if plan.solved_for_good else None,
+        on_progress=on_progress,
+    )
+
+
+def recall(buffer: RolloutBuffer, state: LoopState, spool: Spool) -> str:
+    """Take up what an earlier process had on its way. What the spool does not have is played anew, by the
+    policy of now, in its place; who had left by what is lost does not return. Returns a sentence where that
+    changes the run, else ""."""
+    lost = [one.version for one in buffer.recall(state.ahead, state.step, state.version)]
+    if not (gone := sorted({version for version in lost if version != state.version})):
+        return ""
+    who = f"policy {gone[0]}" if len(gone) == 1 else f"policies {gone[0]} to {gone[-1]}"
+    return (
+        f"step {state.step}: of {len(state.ahead)} groups that were on their way "
+        f"{spool.path.name} does not have {len(lost)}, which {who} sampled; policy "
+        f"{state.version} plays them anew, so this is not quite the run that was interrupted"
+    )
+
+
+__all__ = ["new_buffer", "recall"]

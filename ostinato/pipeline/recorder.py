@@ -1,0 +1,216 @@
+"""What a step leaves behind: its row of metrics, its spans, its costs in the ledger, its answers.
+
+record(...)   the row of a step that has happened, but for sums over the run; ledger and timeline get theirs
+report(...)   the row is written everywhere, and watched for signs of a collapse
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ostinato.algo.algorithms import Algorithm
+from ostinato.algo.pack import pack
+from ostinato.observe.ledger import POOL, Ledger
+from ostinato.observe.stability import watch_after
+from ostinato.observe.timeline import Kind, Span, kept, pool_of
+from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
+from ostinato.pipeline.credit import Credit, assign
+from ostinato.pipeline.draft_metrics import Drafted
+from ostinato.pipeline.observer import Observer, Workers
+from ostinato.pipeline.state import Finish, Plan
+from ostinato.pipeline.step_metrics import (
+    Clock,
+    ages,
+    busy_by_pool,
+    in_turn,
+    pipeline_row,
+    step_costs,
+    step_row,
+    step_work,
+    token_counts,
+    tool_rates,
+)
+from ostinato.protocols import MetricWriter, Timed
+from ostinato.rollout.rollout import RolloutResult
+from ostinato.run import RunFolder, group_rows
+from ostinato.types import Batch, Group, StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What a step did with its groups; ``batch`` and ``report`` are None when there was nothing to learn
+    from."""
+
+    credit: Credit
+    batch: Batch | None = None
+    report: StepReport | None = None
+
+
+def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Clock, version: int) -> Learned:
+    """The groups' credit, and the batch of what is to be trained on, for the trainer of ``version``."""
+    credit = assign(
+        groups,
+        algorithm,
+        min_verdicts=min(2, plan.group_size),
+        answer_tokens=plan.answer_tokens,
+        solved_at=plan.solved_at,
+    )
+    if not credit.samples:
+        return Learned(credit=credit)
+    with clock.doing("train", Kind.PACK):
+        batch = pack(
+            credit.samples,
+            credit.weights,
+            tokens_per_microbatch=plan.tokens_per_microbatch,
+            minibatches=plan.minibatches,
+            version=version,
+        )
+    return Learned(credit=credit, batch=batch)
+
+
+@dataclass(kw_only=True)
+class StepRecorder:
+    """Of one run. ``counters`` of the grader, the tools and others: a row has what a step added to them."""
+
+    plan: Plan
+    folder: RunFolder
+    ledger: Ledger
+    observer: Observer
+    workers: Workers
+    writers: Sequence[MetricWriter]
+    counters: Sequence[Counter[str]]
+    span_sources: Sequence[Timed]
+
+    def __post_init__(self) -> None:
+        self.spans = list[Span]()  # of the loop itself, for the next row
+        self._row_at = time.perf_counter()
+        self._counted = sum(self.counters, Counter())
+        self._over = dict[str, dict[str, float]]()
+        self._watch = watch_after(self.folder.metrics.rows())
+
+    def record(
+        self,
+        clock: Clock,
+        feed: RolloutBuffer,
+        groups: Sequence[Group],
+        ended: Sequence[RolloutResult],
+        taken: TrainBatch,
+        learned: Learned,
+        drafted: Drafted | None,
+    ) -> dict[str, float]:
+        """The row of the step, but for sums over the run; the ledger and the timeline have theirs then.
+        ``groups`` are those that have left: trained on or dropped. ``ended`` is what the row pays for."""
+        fresh = [item.group for item in ended]
+        credit, batch, report = learned.credit, learned.batch, learned.report
+        model = self.plan.flops
+        counted = groups if self.plan.overlap else None
+        costs = model and step_costs(model, groups, credit, batch, report, fresh, counted)
+        row = step_row(
+            groups,
+            credit,
+            batch,
+            report,
+            clock,
+            fresh=fresh,
+            solved_at=self.plan.solved_at,
+            costs=costs,
+            drafts=drafted.row if drafted else {},
+        )
+        if self.plan.overlap:  # what has ended since the last row was played since then too
+            now, before = time.perf_counter(), self._row_at
+            row["tokens_per_s"] = token_counts(fresh)["sampled"] / (now - before)
+            self._row_at = now
+        spans = [*clock.spans, *self.new_spans()]
+        by_pool = self._by_pool(feed, spans, row, clock.waited_s)
+        reused = [item.group for item in ended if item.paid]
+        work = step_work(groups, credit, batch, report, costs, fresh, reused, model)
+        self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
+        self.draw(clock.step, spans)
+        counts = self.new_counts()
+        row |= {"rollout/from_spool": float(sum(item.spooled for item in taken.batch)), **counts}
+        row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
+        if batch is not None and (self.plan.staleness or self.plan.overlap):
+            row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(ages(batch).items())}
+        return row | {**self.workers.extra_metrics(), **counts}  # these have a 0 for what may be counted
+
+    def _by_pool(
+        self, feed: RolloutBuffer, spans: Sequence[Span], row: dict[str, float], waited_s: float
+    ) -> dict[str, dict[str, float]] | None:
+        """What each pool was busy with, for the ledger; None where everything is one pool. ``row`` gets what
+        it says of the pipeline, where there is one."""
+        told, seconds = self.ledger.terms.pools, row["step_time"]
+        if not (told or self.plan.overlap):
+            return None
+        pools = told or Counter(pool_of(worker) for worker in {span.worker for span in spans})
+        by_pool, self._over = busy_by_pool(spans, self._over, pools, seconds)
+        row |= pipeline_row(by_pool, pools, seconds) | {"pipeline/wait_s": waited_s}
+        row |= {"queue/running": float(feed.running), "queue/ready": float(feed.ready)}
+        if told:
+            return by_pool
+        together = sum(map(Counter, by_pool.values()), Counter[str]())
+        return {POOL: in_turn(together, seconds)}
+
+    def new_spans(self, *, kept: bool = True) -> list[Span]:
+        """What everybody was busy with since this was last asked, behind what was ``kept`` for the row."""
+        new = [span for worker in self.span_sources for span in worker.take_spans()]
+        if not kept:
+            return new
+        spans, self.spans = self.spans, []
+        return [*spans, *new]
+
+    def draw(self, step: int, spans: Sequence[Span]) -> None:
+        path = self.folder.timeline.path
+        size = path.stat().st_size if path.exists() else 0
+        if rows := [span.to_json() for span in kept(spans, step=step, file_bytes=size)]:
+            self.folder.timeline.append(*rows)
+
+    def report(
+        self,
+        step: int,
+        row: dict[str, float],
+        groups: Sequence[Group],
+        report: StepReport | None,
+        drafted: Drafted | None,
+        ended: bool,
+    ) -> Finish | None:
+        """COLLAPSED where the run is to end for that; ``ended``: it is the last step in any case."""
+        row, collapsed = self._watched(step, row)
+        for writer in (self.folder, *self.writers):
+            writer.write(step, row)
+        if drafted is not None:
+            self.folder.drafts.append(drafted.detail)
+        every = self.plan.trajectories_every
+        collapsed = collapsed and self.plan.stop_on_collapse
+        last = ended or step == self.plan.steps or collapsed
+        if every and (step == 1 or last or step % every == 0):
+            self.folder.trajectories.append(*(line for group in groups for line in group_rows(group)))
+        if report is not None and report.mismatch is not None:
+            self.folder.mismatch.append({"step": step, **report.mismatch})
+        if report is not None and report.note:
+            self.observer.on_note(f"step {step}: {report.note}")
+        if report is not None and report.skipped:
+            self.observer.on_note(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
+        self.observer.on_step({"step": step, **row})
+        return Finish.COLLAPSED if collapsed else None
+
+    def _watched(self, step: int, row: dict[str, float]) -> tuple[dict[str, float], bool]:
+        """The row with ``watch/collapsed``; alarms are kept and told the moment they are met."""
+        before = self._watch.collapsed
+        for alarm in self._watch.see({"step": step, **row}):
+            self.folder.watch.append(alarm.to_json())
+            what = "collapse" if alarm.collapse else "look"
+            self.observer.on_note(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
+        collapsed = bool(self._watch.collapsed and not before)
+        return row | {"watch/collapsed": float(self._watch.collapsed)}, collapsed
+
+    def new_counts(self) -> dict[str, float]:
+        """What the counters have counted since they were last asked."""
+        now = sum(self.counters, Counter[str]())
+        new, self._counted = now - self._counted, now
+        return {name: float(count) for name, count in sorted(new.items())}
+
+
+__all__ = ["Learned", "StepRecorder", "prepare"]

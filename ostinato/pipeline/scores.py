@@ -1,0 +1,71 @@
+"""The evaluations of a run: each when it is due, recorded in eval.jsonl and in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ostinato.observe.ledger import Ledger
+from ostinato.pipeline.draft_metrics import Drafting
+from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent_in_steps
+from ostinato.pipeline.failed import Failures
+from ostinato.pipeline.observer import Observer
+from ostinato.pipeline.recorder import StepRecorder
+from ostinato.pipeline.state import LoopState, Plan
+from ostinato.pipeline.step_metrics import evaluation_work
+from ostinato.rollout.rollout import RolloutContext
+from ostinato.run import MAIN_SET, RunFolder
+
+
+@dataclass(kw_only=True)
+class Scores:
+    """Of one run, whose last score of each set is in ``folder``."""
+
+    plan: Plan
+    stage: RolloutContext
+    evaluations: Sequence[Evaluation]
+    folder: RunFolder
+    ledger: Ledger
+    recorder: StepRecorder
+    failures: Failures
+    observer: Observer
+    drafting: Drafting | None
+    on_progress: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._last = {row.get("set"): row for row in self.folder.eval.rows()}
+
+    def is_new(self, step: int) -> bool:
+        """Was the main set scored after this step?"""
+        return self._last.get(MAIN_SET, {}).get("step") == step
+
+    async def score(self, state: LoopState, *, ended: bool) -> None:
+        """What is due; at the end of a run that is every set."""
+        now = spent_in_steps(state.step, state.totals)
+        for evaluation in self.evaluations:
+            if due(evaluation, now, self._last.get(evaluation.name), ended=ended):
+                await self._score(evaluation, state.step, now)
+
+    async def _score(self, evaluation: Evaluation, step: int, now: dict[str, float]) -> None:
+        recorder = self.recorder
+        recorder.spans = recorder.new_spans()  # of the step before
+        with self.ledger.evaluating():
+            row, groups = await evaluate_groups(
+                self.stage, evaluation, step, lambda *ended: self.on_progress()
+            )
+        row |= {"spent": now, **recorder.new_counts()}
+        self.ledger.evaluation(
+            step, evaluation.name, row["seconds"], evaluation_work(groups, self.plan.flops)
+        )
+        if self.drafting is not None:
+            self.drafting.forget(evaluation.prompts)
+            if self.plan.overlap:
+                self.drafting.begin()
+        recorder.draw(step + 1, recorder.new_spans(kept=False))  # no time of a step
+        self.failures.see(step, groups, evaluation.name, first=not step)
+        self.folder.eval.append(row)
+        self._last[evaluation.name] = row
+        self.observer.on_eval(row)
+
+
+__all__ = ["Scores"]
