@@ -34,7 +34,8 @@ from lab.settings import our_threads
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters, merge
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.merge import merge
 from ostinato.model.shared import shared_file, shared_model, sweep
 from ostinato.model.wire import fingerprint, fingerprint_weights, pack, pack_weights
 

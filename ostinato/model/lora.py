@@ -12,11 +12,9 @@ hidden dimension over the experts: A of gate and up, B of down.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +32,6 @@ from ostinato.model.shapes import (
     layer_shapes,
     linear_shapes,
 )
-
-if TYPE_CHECKING:
-    from ostinato.model.decoder import Decoder
 
 Product = Callable[..., Tensor]
 
@@ -228,7 +223,7 @@ def lora_linear(
     """x W^T + bias + scale * x a^T b^T for training: x [T, K] -> [T, N].
 
     With a frozen W only x and the [T, R] projection are kept for the backward. ``nt`` and ``nn`` multiply
-    with the large matrices (see ``ops.Gemm``).
+    with the large matrices (see ``gemm.Gemm``).
     """
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return F.linear(x, weight, bias) + F.linear(F.linear(x, lora.a) * lora.scale, lora.b)
@@ -274,18 +269,6 @@ class _LoraLinear(torch.autograd.Function):
         return grad_x, None, None, grad_a, grad_b, None, None, None
 
 
-def merge(decoder: Decoder, adapters: Adapters) -> Decoder:
-    """A copy of the decoder with alpha / r * B A added to every adapted weight, in fp32 before rounding."""
-    merged = copy.deepcopy(decoder)
-    linears = merged.named_linears()
-    with torch.no_grad():
-        for name, (a, b) in adapters.tensors.items():
-            weight = linears[name].weight
-            update = adapters.spec.scale_of(name) * (b.float() @ a.float())
-            weight.copy_(weight.float() + update.to(weight.device))
-    return merged
-
-
 __all__ = [
     "NO_LORA",
     "ROLES",
@@ -300,6 +283,5 @@ __all__ = [
     "init_adapters",
     "linear_shapes",
     "lora_linear",
-    "merge",
     "narrow_linear",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.elementwise import silu_mul
+from ostinato.model.gemm import Gemm
 from ostinato.model.weights import Weight
 from ostinato.types import NO_EXPERT
-
-if TYPE_CHECKING:
-    from ostinato.model.ops import Gemm
 
 
 class ExpertLora(NamedTuple):

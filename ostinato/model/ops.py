@@ -20,18 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
+from ostinato.model.gemm import Gemm
 from ostinato.model.moe import ExpertLora, experts, route
 from ostinato.model.weights import Block, Quantised, Weight
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gemm:
-    """Matrix products without autograd: what our own autograd functions are made of."""
-
-    nt: Callable[..., Tensor]  # (x [M, K], w [N, K], bias=None, out_dtype=None) -> x w^T + bias
-    nn: Callable[[Tensor, Tensor], Tensor]  # (x [M, N], w [N, K]) -> x w
 
 
 def same(value: T) -> T:

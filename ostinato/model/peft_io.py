@@ -27,7 +27,8 @@ from torch import Tensor
 from ostinato.inputs import parse_json
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import hf_module, save_model, write_tensors
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters, linear_shapes, merge
+from ostinato.model.lora import Adapters, AdapterSpec, init_adapters, linear_shapes
+from ostinato.model.merge import merge
 from ostinato.run import atomic_write
 
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -26,10 +26,8 @@ def files() -> dict[str, Path]:
 
 
 def imports(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
-    """Modules of ours that a file imports anywhere, but for type checkers alone."""
+    """Modules of ours that a file imports anywhere, for type checkers too."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module:

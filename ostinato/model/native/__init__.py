@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from ostinato.model.decoder import Decoder
+from ostinato.model.gemm import Gemm
 from ostinato.model.lora import Prepared
 from ostinato.model.moe import experts as torch_experts
 from ostinato.model.native.build import BuildError, load_library
 from ostinato.model.native.experts import native_experts, native_route
 from ostinato.model.native.fused import FusedStep, supported
 from ostinato.model.native.matrix import FORMATS
-from ostinato.model.ops import TORCH_OPS, Gemm, Ops
+from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.ops import linear as torch_linear
 from ostinato.model.weights import Quantised, Weight
 

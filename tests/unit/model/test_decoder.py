@@ -17,7 +17,8 @@ from worlds import adapters_of, tiny_dense
 from ostinato.model.attention import CausalAttention, DenseMaskAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters, merge
+from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.merge import merge
 from ostinato.model.weights import Moe
 from ostinato.types import Segment
 

@@ -41,7 +41,8 @@ from ostinato.interop.routes import Routes
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import _UNDERSTOOD_BY, MoEConfig, Scoring
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters, merge
+from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.merge import merge
 from ostinato.model.moe import experts_loop, route
 from ostinato.model.native import BuildError, load
 from ostinato.model.ops import TORCH_OPS, Ops
