@@ -17,6 +17,7 @@ from layout_runs import (
     difference,
     new_trainer,
     plain_trainer,
+    trained,
     trained_all,
     whole_model,
 )
@@ -24,10 +25,16 @@ from ranks import on_ranks
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Misaligned
+from ostinato.model.config import parse_config
 from ostinato.parallel.layout import Layout
+from ostinato.parallel.load import expert_loads, rank_loads
+from ostinato.parallel.placement import placed_experts, scattered
+from ostinato.train.gate import without_routes
 from ostinato.train.optimizer import OptimizerSettings
+from ostinato.train.totals import balance
 from ostinato.types import Support
 
+MOE_LAYERS, EXPERTS = 3, 8  # of the model "moe"
 CASES = [Case(model=model, way=way) for model in MODELS for way in WAYS]
 SHORT = [replace(case, steps=1, dtype=torch.float64) for case in CASES]
 
@@ -108,19 +115,23 @@ def test_objectives_and_options(layout: str) -> None:
         assert apart.loss < 1e-10 and apart.tensors < 1e-10, (name, apart)
 
 
-def resumed(rank: int, world: int, layout: str, case: Case) -> Run:
-    return trained_all(rank, world, layout, [case])[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_of_one_layout_goes_on_under_another(way: str) -> None:
-    """Written by one process, by d2t2, by p2c2, and gone on with by one process again."""
+    """Written by one process, by d2t2, by p2c2, and gone on with by one process again; on the way experts
+    lie now on these ranks, now on those."""
     case = Case(way=way, dtype=torch.float64, steps=2)
     state = trained_all(0, 1, "1", [case])[0]
-    for steps, layout in ((4, "d2t2e2"), (6, "p2c2"), (7, "d2f2")):
-        going = replace(case, steps=steps, restored=(state.tensors, state.counters))
-        state = on_ranks(Layout.parse(layout).world, resumed, layout, going, timeout_s=120)[0]
+    here, there = (placed_experts(scattered(MOE_LAYERS, EXPERTS, ranks), ranks) for ranks in (4, 2))
+    for steps, layout, placement in (
+        (4, "d2t2e4", here),
+        (5, "d2e2", there),
+        (6, "p2c2", None),
+        (7, "d2f2", None),
+    ):
+        saved = state.tensors, state.counters
+        going = replace(case, steps=steps, placement=placement, restored=saved)
+        state = on_ranks(Layout.parse(layout).world, trained, layout, going, timeout_s=120)[0]
     state = trained_all(0, 1, "1", [replace(case, steps=8, restored=(state.tensors, state.counters))])[0]
     whole = trained_all(0, 1, "1", [replace(case, steps=8)])[0]
     apart = difference(state, replace(whole, losses=whole.losses[7:]))
@@ -267,22 +278,35 @@ def odd() -> int:
 def test_data_ranks_that_do_not_come_out_even_train_the_same(layout: str) -> None:
     """One of them runs padding alone, or the other would wait for its rows or weights."""
     case = Case(steps=2, minibatches=1, microbatch=odd(), dtype=torch.float64)
-    assert len(batch_of(case, 0).microbatches) % 2 == 1
+    microbatches = batch_of(case, 0).microbatches
     alone = trained_all(0, 1, "1", [case])[0]
-    for found in on_ranks(Layout.parse(layout).world, trained_all, layout, [case])[:1]:
-        for name, value in alone.tensors.items():
-            torch.testing.assert_close(found[0].tensors[name], value, rtol=1e-9, atol=1e-11, msg=name)
+    found = on_ranks(Layout.parse(layout).world, trained_all, layout, [case])[0][0]
+    for name, value in alone.tensors.items():
+        torch.testing.assert_close(found.tensors[name], value, rtol=1e-9, atol=1e-11, msg=name)
+    if layout == "d2t2e4":
+        counted = found.metrics[0]
+        assert len(microbatches) % 2 == counted["parallel/idle_passes"] == 1
+        padding = sum(len(one.tokens) % 2 for one in microbatches) + 2  # and two rows of an idle pass
+        assert counted["parallel/padding_rows"] == padding
+        assert counted["comm/bytes/all_gather/t"] > 0 and counted["comm/bytes/all_reduce/s"] > 0
 
 
 @pytest.mark.slow
-def test_idle_passes_and_padding_are_counted() -> None:
-    case = Case(steps=1, minibatches=1, microbatch=odd())
-    microbatches = batch_of(case, 0).microbatches
-    found = on_ranks(4, trained_all, "d2t2e4", [case])[0][0].metrics[0]
-    idle = -len(microbatches) % 2
-    assert idle == 1
-    assert found["parallel/idle_passes"] == idle
-    assert (
-        found["parallel/padding_rows"] == sum(len(one.tokens) % 2 for one in microbatches) + 2 * idle
-    )  # of two rows
-    assert found["comm/bytes/all_gather/t"] > 0 and found["comm/bytes/all_reduce/s"] > 0
+def test_a_run_reports_how_uneven_its_own_ranks_are() -> None:
+    """Under a layout by the placement in use, on one rank as if neighbours lay on as many as divide them.
+    Loads of microbatches are not added up: in each of them ranks wait for each other."""
+    owner = scattered(MOE_LAYERS, EXPERTS, 2)
+    case = Case(steps=1, placement=placed_experts(owner, 2))
+    (apart, *_), *_ = on_ranks(2, trained_all, "d2e2", [case])
+    (alone,) = trained_all(0, 1, "1", [case])
+    assert apart.metrics[0]["routing/straggler_ranks"] == 2
+    assert alone.metrics[0]["routing/straggler_ranks"] == EXPERTS
+    assert alone.metrics[0]["routing/straggler"] >= apart.metrics[0]["routing/straggler"] >= 1
+    assert alone.metrics[0]["routing/capacity_factor"] == apart.metrics[0]["routing/capacity_factor"]
+    moe, batch = parse_config(MODELS["moe"]).moe, batch_of(case, 0)
+    assert moe is not None and len(batch.microbatches) > 1
+    carried = [one.experts for one in batch.microbatches if one.experts is not None]
+    loads = np.stack([rank_loads(expert_loads(one, EXPERTS), owner, 2) for one in carried])
+    wanted = loads.max(axis=2).sum() / loads.mean(axis=2).sum()
+    assert apart.metrics[0]["routing/straggler"] == pytest.approx(wanted)
+    assert balance(without_routes(batch), moe, owner) == {}

@@ -1,7 +1,7 @@
 """Pipelines on several ranks: the bits of the plain loop, what is in flight, how a lost rank ends the others.
 
 The model is a small stack of residual layers in fp64 with an embedding before and a head behind; the twin is
-a loop over the microbatches that knows no stages. The decoder itself: ``test_parallel_chunks.py``.
+a loop over the microbatches that knows no stages. The decoder itself: ``test_layouts.py``.
 """
 
 from __future__ import annotations
