@@ -165,6 +165,21 @@ class Request:
     uid: str = ""  # of the Prompt: whose history may be drafted from; empty: nobody's
     routes_from: int = 0  # the caller has the routes of the tokens before it: they are not returned again
     partial: Completion | None = None  # by an engine that gave it up: go on behind it, return both
+    policy: str = ""  # by name, of those that the engine serves; "": the one that is trained
+    top_logprobs: int = 0  # listeners get so many of the likeliest tokens beside each that was drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Emitted:
+    """What one pass has added to an answer: T tokens, more than one where drafts were accepted.
+
+    ``top``: for each token the likeliest ones and their log-probabilities, best first, under the distribution
+    that was sampled from; temperature 0 counts as 1.
+    """
+
+    tokens: np.ndarray  # [T] int32
+    logprobs: np.ndarray  # [T] float32
+    top: tuple[tuple[np.ndarray, np.ndarray], ...] = ()  # T times ([n] int, [n] float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -92,11 +92,11 @@ class DraftsPay(CostTable):
 DRAFTS_PAY = DraftsPay([1e-3] * len(KNOTS))
 
 
-def answers(engine: LocalEngine, requests: Sequence[Request], *on_token: Any) -> list[Completion]:
+def answers(engine: LocalEngine, requests: Sequence[Request], *on_tokens: Any) -> list[Completion]:
     """In the order of the requests; nothing of them is left in the engine's cache."""
 
     async def collect() -> list[Completion]:
-        found = {index: done async for index, done in engine.generate(requests, *on_token)}
+        found = {index: done async for index, done in engine.generate(requests, *on_tokens)}
         return [found[index] for index in range(len(requests))]
 
     done = asyncio.run(collect())

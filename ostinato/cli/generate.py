@@ -65,7 +65,7 @@ async def converse(
         request = Request(tokens=talk.ask(line), sampling=sampling, seed=(seed, turn))
         voice = Voice(renderer, out)
         async for _, completion in engine.generate(
-            [request], on_token=lambda _, token, say=voice.say: say(token)
+            [request], on_tokens=lambda _, emitted, say=voice.say: say(emitted.tokens)
         ):
             if completion.stop is Stop.ERROR:
                 raise RuntimeError(completion.error)
@@ -79,8 +79,9 @@ class Voice:
     def __init__(self, renderer: Renderer, out: TextIO) -> None:
         self._decoder, self._out, self._said = IncrementalDecoder(renderer), out, 0
 
-    def say(self, token: int) -> None:
-        self._decoder.push(token)
+    def say(self, tokens: np.ndarray) -> None:
+        for token in tokens.tolist():
+            self._decoder.push(token)
         self._flush()
 
     def end(self) -> None:

@@ -28,6 +28,7 @@ from ostinato.engine.counters import Counters
 from ostinato.engine.driver import Driver
 from ostinato.engine.model_input import NO_DRAFTS, ModelInput, build_model_input
 from ostinato.engine.paged import KVStore, block_bytes
+from ostinato.engine.policies import Policies
 from ostinato.engine.postprocess import StepOutput, postprocess, sampling_rows
 from ostinato.engine.requests import Limits, Results, new_sequence
 from ostinato.engine.routes import RouteStore
@@ -41,7 +42,7 @@ from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.observe.timeline import Span
 from ostinato.protocols import Drafter
-from ostinato.types import Completion, Drafts, Request, Stop
+from ostinato.types import Completion, Drafts, Emitted, Request, Stop
 
 
 class LocalEngine:
@@ -75,7 +76,7 @@ class LocalEngine:
     ) -> None:
         if max_batch < 1 or step_tokens < 1:
             raise ValueError(f"engine.max_batch {max_batch} and step_tokens {step_tokens} must be at least 1")
-        self.decoder, self.context_limit, self.version = decoder, context_limit, 0
+        self.decoder, self.context_limit = decoder, context_limit
         self.counters = Counters()
         self.trace: deque[tuple[int, int, int]] = deque(maxlen=4096)  # (sequences, drafted, emitted) per step
         self._decode, self._leaves, self._record_support = decode, leaves, record_support
@@ -83,6 +84,7 @@ class LocalEngine:
         blocks = (kv_memory_mb << 20) // block_bytes(layers, shape, decoder.dtype)
         store = KVStore.allocate(layers, blocks, shape, decoder.dtype, decoder.device)
         self._runner, self._busy = Runner(decoder, kernels, store), Busy(name)
+        self.policies = Policies(self._runner)
         moe = decoder.config.moe
         self._routes = RouteStore(blocks, moe) if moe is not None and record_routing else None
         self._scheduler = Scheduler(
@@ -103,11 +105,21 @@ class LocalEngine:
         assert self.cost is not None, "an engine made without a drafter has no cost table"
         return Speculation(drafter, self.cost, self._scheduler.table, self._leaves, always=always)
 
-    def publish(self, adapters: Adapters | None, version: int) -> None:
-        """Serve a copy of ``adapters`` (None: the base) from the next step on, and forget the prefix tree."""
-        self._runner.serve(adapters)
-        self.version = version
-        self._scheduler.cache.forget()
+    @property
+    def version(self) -> int:
+        """Of the policy without a name."""
+        return self.policies.versions[0]
+
+    def publish(self, adapters: Adapters | None, version: int, policy: str = "") -> None:
+        """Serve a copy of ``adapters`` (None: the base) from the next step on.
+
+        Without a name it is the policy that is trained: what runs goes on under it, and the prefix tree is
+        forgotten. A named one is for requests that come; those that run end as they have begun.
+        """
+        self.policies.publish(adapters, version, policy)
+        self.policies.retire(one.policy for one in self._scheduler.unfinished)
+        if not policy:
+            self._scheduler.cache.forget()
 
     def publish_weights(self, path: Path, version: int) -> None:
         """The same of a whole policy: all weights in ``path`` (``wire.pack_weights``), into the decoder."""
@@ -124,14 +136,14 @@ class LocalEngine:
         return self.version, self._runner.fingerprint
 
     async def generate(
-        self, requests: Seq[Request], on_token: Callable[[int, int], None] | None = None
+        self, requests: Seq[Request], on_tokens: Callable[[int, Emitted], None] | None = None
     ) -> AsyncIterator[tuple[int, Completion]]:
-        """Yield (index, completion) as requests finish; ``on_token(index, token)`` streams. Calls share one
-        batch.
+        """Yield (index, completion) as requests finish; ``on_tokens(index, emitted)`` streams, pass by pass.
+        Calls share one batch.
         """
         results, limits = Results(), self._limits
         mine = [
-            new_sequence(request, limits, index=index, results=results, on_token=on_token)
+            new_sequence(request, limits, index=index, results=results, on_tokens=on_tokens)
             for index, request in enumerate(requests)
         ]
         self._driver.enter()
@@ -180,7 +192,6 @@ class LocalEngine:
         chosen, counts = scheduler.schedule()
         if len(chosen) == 0:
             return
-        version = self.version  # a callback that publishes changes it for the next step
         drafts = self._draft(chosen, counts)
         plan = build_model_input(scheduler.table, chosen, counts, drafts, scheduler.cache)
         try:
@@ -190,7 +201,7 @@ class LocalEngine:
             self.counters.steps += 1
             self.counters.prefilled += prefilled
             self.counters.drafted += len(drafts.tokens)
-            output = self._sample(hidden, plan, drafts, ready, version) if len(ready) else None
+            output = self._sample(hidden, plan, drafts, ready) if len(ready) else None
         except BaseException:
             release_trees(plan.further, scheduler.cache)
             raise
@@ -229,7 +240,7 @@ class LocalEngine:
             self._routes.copy_blocks(sources, targets)
 
     def _sample(
-        self, hidden: torch.Tensor, plan: ModelInput, drafts: Drafts, ready: np.ndarray, version: int
+        self, hidden: torch.Tensor, plan: ModelInput, drafts: Drafts, ready: np.ndarray
     ) -> StepOutput:
         """Draw a token on every row that may emit one, keep what follows from the last one that is real."""
         table, cache = self._scheduler.table, self._scheduler.cache
@@ -241,8 +252,15 @@ class LocalEngine:
             asked.banned,
             rows=asked.rows,
             want_support=self._record_support and asked.filtered,
+            top=asked.top,
         )
-        output = postprocess(table, plan, drafts, ready, drawn, version, self._decode)
+        chosen = plan.seats[ready]
+        versions = self.policies.versions_of(table.policy[chosen])
+        output = postprocess(table, plan, drafts, ready, drawn, versions, self._decode)
+        for r in np.flatnonzero(table.listened[chosen]).tolist():
+            sequence = table.at(int(chosen[r]))
+            assert sequence.on_tokens is not None
+            sequence.on_tokens(sequence.index, output.of(r, sequence.request.top_logprobs))
         settle_trees(plan.further, table, plan.seats, ready, output.paths, cache)
         self.counters.decoded += int(output.counts.sum())
         self.counters.accepted += int(output.accepted.sum())
@@ -297,6 +315,7 @@ class LocalEngine:
             blocks=self._scheduler.cache.num_blocks,
             has_text=self._decode is not None,
             records_support=self._record_support,
+            policies=self.policies.numbers,
         )
 
     def _fail(self, error: BaseException) -> None:

@@ -31,6 +31,7 @@ class ModelInput:
     write: np.ndarray | None  # [W] int32: the row that is written to slot w; None: row w
     slots: np.ndarray  # [W] int64
     further: list[Leaf]  # of drafts that are trees
+    policies: list[tuple[int, int, int]]  # (number, first row, last row + 1), in the order of the rows
 
     @property
     def attended(self) -> int:
@@ -78,5 +79,23 @@ def build_model_input(
     if further:
         tables, table, write, slots = branch(tables, owner, positions, slots, further, firsts, counts)
     return ModelInput(
-        chosen, rows, firsts, owner, tokens, positions, tables, table.astype(np.int32), write, slots, further
+        chosen,
+        rows,
+        firsts,
+        owner,
+        tokens,
+        positions,
+        tables,
+        table.astype(np.int32),
+        write,
+        slots,
+        further,
+        _policies(seats.policy[chosen], ends),
     )
+
+
+def _policies(numbers: np.ndarray, ends: np.ndarray) -> list[tuple[int, int, int]]:
+    """Runs of rows of one policy; numbers [S] of the sequences, ends [S] of their rows."""
+    last = np.flatnonzero(np.append(numbers[1:] != numbers[:-1], True))
+    stops = ends[last].tolist()
+    return list(zip(numbers[last].tolist(), [0, *stops[:-1]], stops, strict=True))

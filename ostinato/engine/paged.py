@@ -91,6 +91,14 @@ class Rows:
     lengths: Tensor  # [T] int32: positions that row t sees, itself included
     write: Tensor | None = None  # [W] int32
 
+    def part(self, first: int, last: int) -> Rows:
+        """Rows first to last - 1 as a pass of their own."""
+        slots, write = self.slots[first:last], None
+        if self.write is not None:
+            mine = (self.write >= first) & (self.write < last)
+            slots, write = self.slots[mine], self.write[mine] - first
+        return Rows(slots, self.tables, self.sequence[first:last], self.lengths[first:last], write)
+
 
 @dataclass(frozen=True, slots=True)
 class NativePaged:

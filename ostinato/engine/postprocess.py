@@ -14,7 +14,7 @@ from ostinato.engine.model_input import ModelInput, draft_counts
 from ostinato.engine.sampler import Drawn
 from ostinato.engine.sequences import SequenceTable, Settings
 from ostinato.engine.trees import are_chains, tree_paths
-from ostinato.types import Drafts, Stop, Support
+from ostinato.types import Drafts, Emitted, Stop, Support
 
 Decode = Callable[[Seq[int]], str] | None
 
@@ -30,6 +30,19 @@ class StepOutput:
     edges: np.ndarray  # [n] float32
     stops: dict[int, Stop]  # of those that end
     paths: dict[int, list[int]]  # accepted nodes, of the sequences whose draft is a tree
+    top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest of every token: ids, logprobs [n, m]
+
+    def of(self, r: int, top: int) -> Emitted:
+        """What sequence r was given, with ``top`` of the likeliest beside each token."""
+        first = int(self.counts[:r].sum())
+        mine = slice(first, first + int(self.counts[r]))
+        best: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+        if self.top is not None and top:
+            best = tuple(
+                (ids[:top], logprobs[:top])
+                for ids, logprobs in zip(*(t[mine] for t in self.top), strict=True)
+            )
+        return Emitted(tokens=self.tokens[mine], logprobs=self.logprobs[mine], top=best)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +54,7 @@ class SamplingRows:
     u: np.ndarray  # [R] uniforms, addressed by sequence and position
     banned: list[tuple[int, list[int]]]  # (which of the R, ids that it must not draw)
     filtered: bool  # the ids that filters keep are recorded
+    top: int  # so many of the likeliest tokens are wanted by a listener
 
 
 def sampling_rows(seats: SequenceTable, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> SamplingRows:
@@ -61,6 +75,7 @@ def sampling_rows(seats: SequenceTable, plan: ModelInput, drafts: Drafts, ready:
         u=uniform(seats.address[by_row], plan.positions[rows] + 1),
         banned=banned,
         filtered=bool(seats.filtered[by_row].any()),
+        top=int(seats.top[by_row].max(initial=0)),
     )
 
 
@@ -70,12 +85,13 @@ def postprocess(
     drafts: Drafts,
     ready: np.ndarray,
     drawn: Drawn,
-    version: int,
+    versions: np.ndarray,
     decode: Decode,
 ) -> StepOutput:
     """Verify the drafts of the ``ready`` sequences of the pass, and append what they were given.
 
-    ``drawn`` has a token for the last token and each draft node of every ready sequence, in their order.
+    ``versions`` [R] of the policies that they ran under. ``drawn`` has a token for the last token and each
+    draft node of every ready sequence, in their order.
     """
     chosen = plan.seats[ready]
     if len(drafts.tokens):
@@ -93,10 +109,10 @@ def postprocess(
     by_token, place = chosen, seats.length[chosen]
     if len(rows) != len(ready) or stops:
         owner = np.repeat(np.arange(len(ready)), counts)
-        by_token = chosen[owner]
+        by_token, versions = chosen[owner], versions[owner]
         place = place[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     seats.text[by_token, place], seats.logprobs[by_token, place] = tokens, logprobs
-    seats.edges[by_token, place], seats.versions[by_token, place] = edges, version
+    seats.edges[by_token, place], seats.versions[by_token, place] = edges, versions
     if drawn.support is not None:
         _keep(seats, by_token, rows, drawn.support)
     seats.length[chosen] += counts
@@ -104,7 +120,8 @@ def postprocess(
     seats.passes[chosen] += 1
     seats.drafted[chosen] += nodes
     seats.accepted[chosen] += accepted
-    return StepOutput(counts, accepted, tokens, logprobs, edges, stops, paths)
+    top = None if drawn.top is None else (drawn.top[0][rows], drawn.top[1][rows])
+    return StepOutput(counts, accepted, tokens, logprobs, edges, stops, paths, top)
 
 
 def _keep(seats: SequenceTable, by_token: np.ndarray, rows: np.ndarray, support: Support) -> None:
@@ -167,8 +184,6 @@ def _listen(seats: SequenceTable, seat: int, given: np.ndarray, decode: Decode) 
     for n, token in enumerate(given.tolist(), start=1):
         if token < 0:
             return n - 1, Stop.ERROR
-        if sequence.on_token is not None:
-            sequence.on_token(sequence.index, token)
         if token in sampling.stop_tokens:
             return n, Stop.EOS
         if sampling.stop_strings:

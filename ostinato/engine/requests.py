@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from ostinato.algo.noise import key
 from ostinato.engine.cache import BLOCK
 from ostinato.engine.sequences import Sequence
-from ostinato.types import Completion, Request, Support
+from ostinato.types import Completion, Emitted, Request, Support
 
 Results = asyncio.Queue[tuple[int, Completion] | BaseException]
 
@@ -25,6 +25,7 @@ class Limits:
     blocks: int  # of the KV cache
     has_text: bool  # token ids can be decoded
     records_support: bool
+    policies: Mapping[str, int]  # numbers by name
 
 
 def new_sequence(
@@ -33,7 +34,7 @@ def new_sequence(
     *,
     index: int = 0,
     results: Results,
-    on_token: Callable[[int, int], None] | None = None,
+    on_tokens: Callable[[int, Emitted], None] | None = None,
 ) -> Sequence:
     """The request as a sequence that waits. Raises ValueError where it can never fit.
 
@@ -45,9 +46,10 @@ def new_sequence(
         index=index,
         request=request,
         results=results,
-        on_token=on_token,
+        on_tokens=on_tokens,
         address=key(request.seed),
         limit=min(len(request.tokens) + request.sampling.max_tokens, limits.context),
+        policy=limits.policies[request.policy],
         text=np.array(request.tokens, np.int32),
     )
     if request.partial is not None and len(request.partial.tokens):
@@ -58,6 +60,9 @@ def new_sequence(
 def check(request: Request, limits: Limits) -> None:
     """Raises ValueError for what can never be answered."""
     sampling, length = request.sampling, len(request.tokens)
+    if request.policy not in limits.policies:
+        names = ", ".join(repr(name) for name in sorted(limits.policies))
+        raise ValueError(f"a request names the policy {request.policy!r}; there are {names}")
     if length == 0:
         raise ValueError("a request has no tokens; give at least one, for example the bos token")
     for token in (int(np.min(request.tokens)), int(np.max(request.tokens))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,12 @@ import torch
 from ostinato.engine.cache import BLOCK
 from ostinato.engine.model_input import ModelInput
 from ostinato.engine.paged import KVStore, NativePaged, Rows, TorchPaged
-from ostinato.engine.sampler import Drawn, sample
+from ostinato.engine.sampler import Drawn, likeliest, sample
 from ostinato.engine.sequences import Settings
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters
+from ostinato.model.lora import Adapters, Prepared
 from ostinato.model.native import Kernels
+from ostinato.model.native.fused import FusedStep
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.wire import check_finite, fingerprint, fingerprint_weights, load_weights
 from ostinato.types import Sampling
@@ -24,8 +26,18 @@ from ostinato.types import Sampling
 _LOGIT_BYTES = 64 << 20  # logits held at once; rows beyond it are sampled in chunks
 
 
+@dataclass(slots=True)
+class Served:
+    """A policy as it is run: a copy of its adapters, ready for a pass."""
+
+    adapters: Adapters | None
+    prepared: Prepared | None
+    fused: FusedStep | None  # all layers in one call, where the kernels know the model
+    fingerprint: str | None = None  # when it was first requested
+
+
 class Runner:
-    """A decoder with the adapters that are served, on the keys and values of ``store``."""
+    """A decoder with the policies that are served, by number, on the keys and values of ``store``."""
 
     def __init__(
         self,
@@ -41,19 +53,24 @@ class Runner:
         self._kernels = kernels
         self._ops = kernels.ops if kernels else TORCH_OPS
         self._has_loaded = False  # all weights, into the decoder
+        self._policies: dict[int, Served] = {}
         self.serve(None)
 
-    def serve(self, adapters: Adapters | None) -> None:
-        """Run with a copy of ``adapters`` from now on; None: the base. NotFinite: still with the last."""
+    def serve(self, adapters: Adapters | None, policy: int = 0) -> None:
+        """Run ``policy`` with a copy of ``adapters`` from now on; None: the base. NotFinite: as before."""
         if adapters is not None:
             check_finite(adapters)
-        self._fingerprint: str | None = None
         with torch.inference_mode():
-            self._served = None if adapters is None else adapters.detach_copy()
-            self._prepared = None if self._served is None else self._served.prepared(self.decoder.dtype)
-            self._fused = None
+            served = None if adapters is None else adapters.detach_copy()
+            prepared = None if served is None else served.prepared(self.decoder.dtype)
+            fused = None
             if self._kernels is not None and self._want_fused:
-                self._fused = self._kernels.fused(self.decoder, self._prepared)
+                fused = self._kernels.fused(self.decoder, prepared)
+        self._policies[policy] = Served(served, prepared, fused)
+
+    def retire(self, policy: int) -> None:
+        """Forget a policy that nothing runs under any more."""
+        del self._policies[policy]
 
     def load(self, path: Path) -> None:
         """Run with all weights in ``path`` (``wire.pack_weights``), which are copied into the decoder."""
@@ -64,27 +81,29 @@ class Runner:
     @property
     def fingerprint(self) -> str:
         """Of the copy that is served, computed when it is first asked for; "" for the base."""
-        if self._fingerprint is None:
-            whole = self._has_loaded and self._served is None
-            self._fingerprint = fingerprint_weights(self.decoder) if whole else fingerprint(self._served)
-        return self._fingerprint
+        first = self._policies[0]
+        if first.fingerprint is None:
+            whole = self._has_loaded and first.adapters is None
+            first.fingerprint = fingerprint_weights(self.decoder) if whole else fingerprint(first.adapters)
+        return first.fingerprint
 
     @property
     def is_fused(self) -> bool:
-        return self._fused is not None
+        return self._policies[0].fused is not None
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copy keys and values of whole blocks, before the next pass."""
         self.store.copy_blocks(sources, targets)
 
     def forward(
-        self, tokens: np.ndarray, positions: np.ndarray, rows: Rows
+        self, tokens: np.ndarray, positions: np.ndarray, rows: Rows, policy: int = 0
     ) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Hidden states [T, D] and routes [T, L_moe, K] int16 of a pass."""
+        """Hidden states [T, D] and routes [T, L_moe, K] int16 of a pass under one policy."""
+        served = self._policies[policy]
         with torch.inference_mode():
             ids, places = self.on_device(tokens), self.on_device(positions)
-            if self._fused is not None:
-                hidden, routing = self._fused.forward(ids, places, rows, self.store.keys, self.store.values)
+            if served.fused is not None:
+                hidden, routing = served.fused.forward(ids, places, rows, self.store.keys, self.store.values)
             else:
                 kernels = self._kernels
                 attend = (
@@ -93,7 +112,7 @@ class Runner:
                     else NativePaged(kernels, self.store, rows)
                 )
                 hidden, routing = self.decoder.forward(
-                    ids, places, attend, adapters=self._prepared, ops=self._ops
+                    ids, places, attend, adapters=served.prepared, ops=self._ops
                 )
         return hidden, None if routing is None else routing.to(torch.int16).cpu().numpy()
 
@@ -106,7 +125,14 @@ class Runner:
             lengths=self.on_device((plan.positions + 1).astype(np.int32)),
             write=None if plan.write is None else self.on_device(plan.write),
         )
-        return self.forward(plan.tokens, plan.positions, rows)
+        if len(plan.policies) == 1:
+            return self.forward(plan.tokens, plan.positions, rows, plan.policies[0][0])
+        parts = [
+            self.forward(plan.tokens[a:b], plan.positions[a:b], rows.part(a, b), policy)
+            for policy, a, b in plan.policies
+        ]
+        hidden, routing = zip(*parts, strict=True)
+        return torch.cat(hidden), None if routing[0] is None else np.concatenate(routing)
 
     def draw(
         self,
@@ -117,11 +143,12 @@ class Runner:
         *,
         rows: np.ndarray | None = None,
         want_support: bool = False,
+        top: int = 0,
     ) -> Drawn:
         """A token for each of ``rows`` of ``hidden`` (None: all); ``banned``: (which of them, token ids) that
         must not be drawn.
 
-        ``want_support``: with the ids that each was drawn from.
+        ``want_support``: with the ids that each was drawn from; ``top``: with so many of the likeliest.
         """
         parts = []
         for some, logits in self.logits(hidden, rows):
@@ -129,8 +156,9 @@ class Runner:
                 for row, ids in banned:
                     if some.start <= row < some.stop:
                         logits[row - some.start, ids] = -torch.inf
-            drawn = sample(logits, settings.take(some), u[some], self._kernels, want_support=want_support)
-            parts.append(drawn)
+            mine = settings.take(some)
+            drawn = sample(logits, mine, u[some], self._kernels, want_support=want_support)
+            parts.append(drawn._replace(top=likeliest(logits, mine, drawn, top)) if top else drawn)
         return parts[0] if len(parts) == 1 else Drawn.concatenate(parts)
 
     def logits(
@@ -147,9 +175,10 @@ class Runner:
             yield some, logits
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._fused is not None:  # into memory that is mapped already
-            return self._fused.logits(hidden).float()
-        return self.decoder.logits(hidden, adapters=self._prepared, ops=self._ops).float()
+        first = self._policies[0]
+        if first.fused is not None:  # into memory that is mapped already
+            return first.fused.logits(hidden).float()
+        return self.decoder.logits(hidden, ops=self._ops).float()
 
     def on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.decoder.device)

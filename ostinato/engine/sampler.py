@@ -31,13 +31,21 @@ class Drawn(NamedTuple):
     tokens: np.ndarray  # [B] int64
     logprobs: np.ndarray  # [B] float32, under the filtered, renormalised distribution that was sampled from
     edges: np.ndarray  # [B] float32: its mass before the token, so that u lay in [edge, edge + exp(logprob))
-    support: Support | None = None  # of B tokens, where it was asked for
+    support: Support | None = None  # of B tokens, where it was requested
+    top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest [B, n]: ids, log-probabilities
 
     @classmethod
     def concatenate(cls, parts: Sequence[Drawn]) -> Drawn:
-        tokens, logprobs, edges, supports = zip(*parts, strict=True)
-        support = None if supports[0] is None else Support.concatenate(supports)
-        return cls(np.concatenate(tokens), np.concatenate(logprobs), np.concatenate(edges), support)
+        tokens, logprobs, edges, supports, tops = zip(*parts, strict=True)
+        return cls(
+            np.concatenate(tokens),
+            np.concatenate(logprobs),
+            np.concatenate(edges),
+            None if supports[0] is None else Support.concatenate(supports),
+            None
+            if tops[0] is None
+            else (np.concatenate([t[0] for t in tops]), np.concatenate([t[1] for t in tops])),
+        )
 
 
 def sample(
@@ -66,6 +74,27 @@ def sample(
         return drawn
     counts, ids = kernels.support(logits, temperature, cuts)
     return drawn._replace(support=Support(counts=counts, ids=ids))
+
+
+def likeliest(logits: Tensor, settings: Settings, drawn: Drawn, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, log-probabilities) [B, n] of the likeliest tokens, best first, under what was sampled from.
+
+    The scale is that of ``drawn.logprobs``: what filters took away is -inf. At temperature 0 it is softmax
+    (logits): the probabilities that the choice was made by.
+    """
+    with torch.inference_mode():
+        temperature = torch.from_numpy(np.where(settings.temperature > 0, settings.temperature, 1.0))
+        z = logits.float() / temperature.to(logits.device, torch.float32).unsqueeze(1)
+        z = z - z.logsumexp(dim=-1, keepdim=True)
+        best, ids = z.topk(min(n, z.shape[1]), dim=-1)
+        own = z.gather(1, torch.from_numpy(drawn.tokens).to(z.device).clamp_min(0).unsqueeze(1)).squeeze(1)
+    best, own = best.cpu().numpy(), own.cpu().numpy()
+    filtered = settings.filtered(logits.shape[1])
+    best = best + np.where(filtered, drawn.logprobs - own, 0)[:, None]
+    if drawn.support is not None:  # filters keep the likeliest
+        kept = np.where(filtered & (drawn.support.counts > 0), drawn.support.counts, best.shape[1])
+        best = np.where(np.arange(best.shape[1]) < kept[:, None], best, -np.inf)
+    return ids.cpu().numpy(), best.astype(np.float32)
 
 
 def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray, *, want_support: bool = False) -> Drawn:

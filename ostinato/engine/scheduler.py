@@ -86,7 +86,7 @@ class Scheduler:
         room = self.cache.available - len(self.table)  # one spare block for each that runs
         while self.waiting and not self.table.full:
             sequence = self.waiting.popleft()
-            tokens = sequence.text.tolist()
+            tokens = sequence.prefix(sequence.text)
             match = self.cache.match(tokens)
             if match.pending:  # a sibling is computing this prefix right now
                 later.append(sequence)
@@ -135,7 +135,8 @@ class Scheduler:
         if preempted:
             kept = ~np.isin(order, list(preempted))
             order, counts = order[kept], counts[kept]
-        return order, counts
+        by_policy = np.argsort(table.policy[order], kind="stable")  # rows of a policy are consecutive
+        return order[by_policy], counts[by_policy]
 
     def append_blocks(self, seat: int) -> set[int]:
         """Give a sequence the blocks of its next token; others, or itself, are preempted where nothing is
@@ -174,7 +175,7 @@ class Scheduler:
         """Make the blocks of a sequence that ends findable, if they are of one policy."""
         sequence, computed = self.table.at(seat), int(self.table.computed[seat])
         if sequence.generation == self.cache.generation and not sequence.nodes:
-            self.cache.insert(self.table.text[seat, :computed].tolist(), sequence.blocks)
+            self.cache.insert(sequence.prefix(self.table.text[seat, :computed]), sequence.blocks)
 
     def _free_surplus_blocks(self) -> int:
         """Give back the blocks that drafts have left behind the ends of sequences; how many."""

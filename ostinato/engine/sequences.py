@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ostinato.engine.cache import BLOCK, Node
-from ostinato.types import Completion, Request, Sampling
+from ostinato.types import Completion, Emitted, Request, Sampling
 
 NO_HANDLE = -1
 
@@ -54,9 +54,10 @@ class Sequence:
     index: int  # of the request in its call
     request: Request
     results: asyncio.Queue[tuple[int, Completion] | BaseException]
-    on_token: Callable[[int, int], None] | None
+    on_tokens: Callable[[int, Emitted], None] | None
     address: int  # key of its noise
     limit: int  # length at which it is truncated
+    policy: int  # number of the policy that it is sampled from
     text: np.ndarray  # [length] int32: prompt and what has been sampled
     sampled: tuple[np.ndarray, ...] | None = None  # logprobs, edges, versions of the answer
     generation: int = 0  # of the prefix tree, when its blocks were begun
@@ -77,6 +78,10 @@ class Sequence:
     @property
     def prompt_len(self) -> int:
         return len(self.request.tokens)
+
+    def prefix(self, tokens: np.ndarray) -> list[int]:
+        """Keys of ``tokens`` in the prefix tree: policies share none."""
+        return (tokens.astype(np.int64) + (self.policy << 32)).tolist()
 
 
 class SequenceTable:
@@ -107,7 +112,10 @@ class SequenceTable:
         self.drafted = np.zeros(size, np.int64)
         self.accepted = np.zeros(size, np.int64)
         self.passes = np.zeros(size, np.int64)
-        self.special = np.zeros(size, bool)  # has stop strings or a listener: looked at token by token
+        self.special = np.zeros(size, bool)  # has stop strings: looked at token by token
+        self.listened = np.zeros(size, bool)  # somebody gets its tokens as they come
+        self.top = np.zeros(size, np.int64)  # of the likeliest tokens, for the listener
+        self.policy = np.zeros(size, np.int64)
         self._stop_tokens: dict[tuple[int, ...], int] = {}  # how many seats have each
         self.sequences: list[Sequence | None] = [None] * size
         self.order: list[int] = []  # seats that are taken, the youngest last
@@ -141,7 +149,9 @@ class SequenceTable:
         self.unstoppable[seat] = prompt + sampling.min_tokens if sampling.stop_tokens else 0
         self.drafted[seat], self.accepted[seat] = sequence.drafted, sequence.accepted
         self.passes[seat] = sequence.passes
-        self.special[seat] = bool(sampling.stop_strings) or sequence.on_token is not None
+        self.special[seat], self.listened[seat] = bool(sampling.stop_strings), sequence.on_tokens is not None
+        self.top[seat] = sequence.request.top_logprobs if sequence.on_tokens is not None else 0
+        self.policy[seat] = sequence.policy
         self._stop_tokens[sampling.stop_tokens] = self._stop_tokens.get(sampling.stop_tokens, 0) + 1
         self.sequences[seat] = sequence
         self.num_blocks[seat] = 0

@@ -18,7 +18,7 @@ from ostinato.engine.cache import KVCache
 from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.requests import new_sequence
-from ostinato.types import Completion, DraftQuery, Drafts, Request, SampledTokens, Sampling, Stop
+from ostinato.types import Completion, DraftQuery, Drafts, Emitted, Request, SampledTokens, Sampling, Stop
 
 VOCAB = 31
 
@@ -99,9 +99,11 @@ def test_a_listener_hears_every_token_once_and_in_order() -> None:
     plain = answers(engine(), requests)
     heard: dict[int, list[int]] = {0: [], 1: []}
 
+    def listener(index: int, emitted: Emitted) -> None:
+        heard[index].extend(emitted.tokens.tolist())
+
     async def listen() -> None:
-        ours = engine(oracle(requests, plain))
-        async for _ in ours.generate(requests, on_token=lambda index, token: heard[index].append(token)):
+        async for _ in engine(oracle(requests, plain)).generate(requests, on_tokens=listener):
             pass
 
     asyncio.run(listen())
@@ -190,14 +192,14 @@ def test_an_error_leaves_no_block_of_a_leaf_behind() -> None:
     ours = engine(oracle(requests, plain, tree=True))
     heard = 0
 
-    def listener(index: int, token: int) -> None:
+    def listener(index: int, emitted: Emitted) -> None:
         nonlocal heard
-        heard += 1
-        if heard == 9:
+        heard += len(emitted.tokens)
+        if heard >= 9:
             raise RuntimeError("the listener broke")
 
     async def listen() -> None:
-        async for _ in ours.generate(requests, on_token=listener):
+        async for _ in ours.generate(requests, on_tokens=listener):
             pass
 
     with pytest.raises(RuntimeError, match="the listener broke"):

@@ -23,7 +23,7 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.pipeline.work import completion_work
-from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
+from ostinato.types import NO_EXPERT, Completion, Emitted, Request, Sampling, Stop
 
 DECODER = tiny_decoder()
 
@@ -205,7 +205,7 @@ def test_a_publish_in_flight_keeps_running_sequences_and_marks_their_tokens(kern
     asked = [request(10, 0, max_tokens=20)]
 
     async def go() -> Completion:
-        stream = ours.generate(asked, on_token=lambda index, token: publish_at(6))
+        stream = ours.generate(asked, on_tokens=lambda index, emitted: publish_at(6))
         async for _, completion in stream:
             return completion
         raise AssertionError
@@ -337,14 +337,14 @@ def test_tokens_carry_the_version_that_sampled_them_even_if_a_callback_publishes
     ours = engine(None)
     asked, seen = [request(5 + i, i, max_tokens=4) for i in range(3)], 0
 
-    def publish_once(index: int, token: int) -> None:
+    def publish_once(index: int, emitted: Emitted) -> None:
         nonlocal seen
         seen += 1
         if seen == 4:  # the first token of the second step
             ours.publish(None, 1)
 
     async def go() -> list[list[int]]:
-        return [c.versions.tolist() async for _, c in ours.generate(asked, on_token=publish_once)]
+        return [c.versions.tolist() async for _, c in ours.generate(asked, on_tokens=publish_once)]
 
     assert asyncio.run(go()) == [[0, 0, 1, 1]] * 3
 

@@ -21,7 +21,18 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.rollout.convert import samples
-from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Request, Sampling, Stop, Trajectory, Turn
+from ostinato.types import (
+    NO_EXPERT,
+    Completion,
+    Emitted,
+    Group,
+    Prompt,
+    Request,
+    Sampling,
+    Stop,
+    Trajectory,
+    Turn,
+)
 
 # dense first: routes have 2 layers where the model has 3
 DECODER = tiny_decoder(
@@ -48,8 +59,8 @@ def request(tokens: np.ndarray, answer: int = 8, index: int = 0, routes_from: in
     return Request(tokens=tokens, sampling=sampling, seed=(7, index), routes_from=routes_from)
 
 
-def run(engine: LocalEngine, *requests: Request, on_token: Any = None) -> list[Completion]:
-    return answers(engine, requests, *([on_token] if on_token else []))
+def run(engine: LocalEngine, *requests: Request, on_tokens: Any = None) -> list[Completion]:
+    return answers(engine, requests, *([on_tokens] if on_tokens else []))
 
 
 def ran(tokens: np.ndarray, *pieces: tuple[int, Adapters | None]) -> np.ndarray:
@@ -80,11 +91,11 @@ class Talk:
     def __init__(self, engine: LocalEngine, seed: int = 0) -> None:
         self.engine, self.seed, self.turns, self.history = engine, seed, [], text(0)
 
-    def say(self, context: int, answer: int, *others: Request, on_token: Any = None) -> Completion:
+    def say(self, context: int, answer: int, *others: Request, on_tokens: Any = None) -> Completion:
         heard = text(context, 1000 * self.seed + len(self.turns))
         tokens = np.concatenate([self.history, heard])
         asked = request(tokens, answer, self.seed, max(0, len(self.history) - 1))
-        done = run(self.engine, asked, *others, on_token=on_token)[0]
+        done = run(self.engine, asked, *others, on_tokens=on_tokens)[0]
         self.turns.append(Turn(context=heard, completion=done))
         self.history = np.concatenate([tokens, done.tokens])
         return done
@@ -220,8 +231,8 @@ class Publisher:
         self.engine, self.after, self.policy, self.version = engine, after, adapters, version
         self.heard = 0
 
-    def __call__(self, index: int, token: int) -> None:
-        self.heard += 1
+    def __call__(self, index: int, emitted: Emitted) -> None:
+        self.heard += len(emitted.tokens)
         if self.after is not None and self.after(self.heard):
             self.after = None
             self.engine.publish(self.policy, self.version)
@@ -232,7 +243,7 @@ def test_a_publish_in_flight_leaves_the_rows_that_have_run(kernels: Kernels | No
     """Keys, values and routes of the old policy stay, the rows to come see them under the new one."""
     ours = engine(kernels)
     asked = request(text(20), 24)
-    (done,) = run(ours, asked, on_token=Publisher(ours, lambda heard: heard == 9, POLICIES[1], 1))
+    (done,) = run(ours, asked, on_tokens=Publisher(ours, lambda heard: heard == 9, POLICIES[1], 1))
     assert done.versions.tolist() == [0] * 9 + [1] * 15
     tokens, routes = whole(asked, done)
     # the ninth token was sampled by the old policy and has run under the new one
@@ -246,7 +257,7 @@ def test_a_preempted_sequence_keeps_the_routes_that_it_was_sampled_through() -> 
     publish = Publisher(ours, lambda heard: ours.counters.preempted > 0, POLICIES[1], 1)
     asked = [request(text(5 + i, i), 60, i) for i in range(3)]
     mixed = 0
-    for one, done in zip(asked, run(ours, *asked, on_token=publish), strict=True):
+    for one, done in zip(asked, run(ours, *asked, on_tokens=publish), strict=True):
         tokens, routes = whole(one, done)
         assert set(done.versions.tolist()) == {0, 1}
         old = len(one.tokens) + int((done.versions == 0).sum()) - 1  # rows up to its last token's
@@ -292,7 +303,7 @@ def test_a_policy_may_be_published_under_the_number_of_the_last_one() -> None:
     """The tree took in what was begun under the same number: keys, values and routes of other weights."""
     ours = engine()
     asked = request(text(30), 20)
-    run(ours, asked, on_token=Publisher(ours, lambda heard: heard == 5, POLICIES[1], 0))
+    run(ours, asked, on_tokens=Publisher(ours, lambda heard: heard == 5, POLICIES[1], 0))
     (done,) = run(ours, asked)
     assert done.cached_tokens == 0
     tokens, routes = whole(asked, done)
@@ -315,7 +326,7 @@ def test_nobody_is_handed_the_routes_of_another_policy(data: st.DataObject) -> N
         ]
         then, when = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 60))
         publish = Publisher(ours, lambda heard, when=when: heard == when, POLICIES[then], number + 1)
-        for one, done in zip(asked, run(ours, *asked, on_token=publish), strict=True):
+        for one, done in zip(asked, run(ours, *asked, on_tokens=publish), strict=True):
             _check_policy(one, done, serving, number)
         serving = then if publish.after is None else serving
         if data.draw(st.booleans()):

@@ -22,7 +22,7 @@ def settings(rows: int, **values: float) -> Settings:
 def test_the_token_is_where_the_cumulative_mass_passes_u() -> None:
     logits = torch.log(torch.tensor([[0.2, 0.3, 0.5]]))
     for u, token in ((0.1, 0), (0.21, 1), (0.49, 1), (0.51, 2), (0.999999, 2)):
-        tokens, logprobs, edges, _ = sample_torch(logits, settings(1), np.array([u]))
+        tokens, logprobs, edges, *_ = sample_torch(logits, settings(1), np.array([u]))
         assert tokens[0] == token
         assert logprobs[0] == pytest.approx(math.log([0.2, 0.3, 0.5][token]), abs=1e-6)
         assert edges[0] == pytest.approx([0.0, 0.2, 0.5][token], abs=1e-6)
