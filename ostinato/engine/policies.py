@@ -1,7 +1,7 @@
 """The policies that an engine serves: the one that is trained, without a name, and others by name.
 
-Each publication of a name gets a number that is never given again, so what was cached under an older policy of
-the name is not found, and what runs under it ends as it has begun.
+Each publication of a name gets a number that is never given again, so what was cached under an older policy
+of the name is not found, and what runs under it ends as it has begun.
 """
 
 from __future__ import annotations
