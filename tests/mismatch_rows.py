@@ -47,10 +47,9 @@ def choice(dice: np.random.Generator) -> dict[str, Any]:
     near = margins < 0.002 * np.arange(1, LAYERS + 1)
     recorded[near, 0] = (native[near].max(axis=-1) + 1) % EXPERTS
     recorded[-1] = NO_EXPERT
-    positions = np.tile(np.arange(LENGTH), SEQUENCES)
     starts = np.arange(SEQUENCES) * LENGTH
     spans = np.stack([starts, starts + LENGTH, starts, starts], axis=1)
-    return routers(native, recorded, margins, positions, spans=spans)
+    return routers(native, recorded, margins, spans=spans)
 
 
 def routing_metrics(step: int) -> dict[str, float]:

@@ -86,7 +86,7 @@ def measured(native: np.ndarray, replayed: np.ndarray) -> dict[str, Any]:
     routes = np.zeros((len(native), 1, 1), np.int16)
     return {
         "arms": {"native": arm(native, owner, bootstrap=50), "replay": arm(replayed, owner, bootstrap=50)},
-        "routers": routers(routes, routes, np.ones((len(native), 1)), np.arange(len(native))),
+        "routers": routers(routes, routes, np.ones((len(native), 1))),
         "coverage": 1.0,
     }
 

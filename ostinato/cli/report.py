@@ -35,7 +35,7 @@ def print_mismatch(run: Path, *, as_json: bool = False) -> None:
     console = Console()
     for sentence in (*data.damage, lead(data)):
         console.print(sentence, highlight=False, markup=False)
-    for table in tables(data, whole=False):
+    for table in tables(data):
         console.print(terminal_table(table))
     for fact in [*facts(data), *milestones(data)]:
         note = f" ({fact.note})" if fact.note else ""

@@ -22,7 +22,6 @@ from ostinato.algo.routing import lowest, overlap_of, part_sums, shared_ids
 DIRECTION = "KL(sampler || trainer)"  # tokens come from the sampler; the paper prints it the other way round
 TAUS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0)
 _CDF_AT = np.logspace(-7, 1, 33)  # four points per decade, the same for all arms
-_POSITION_BINS = 16
 _LEAST_CLUSTERS = 5  # with fewer, a bootstrap means nothing: with one its interval has no width
 
 # What the corrections in use would touch, at their usual settings.
@@ -45,8 +44,8 @@ def arm(
     k1 and k3 estimate KL(sampler || trainer) in nats per token (Schulman 2020), with a 95 % interval of k3 by
     bootstrap over clusters, whose tokens are not independent; NaN, of fewer than 5 clusters. ``tails`` is
     F(tau): the share of tokens with max(r, 1/r) > tau. ``chi2``: mean r^2 - 1. ``ess``: (sum r)^2 / (R sum
-    r^2). ``geometric_*``: over sequences, exp of the mean log ratio. ``masked``: shares of tokens that
-    truncation, IcePop and the mask of whole sequences would touch. Raises ValueError for no tokens.
+    r^2). ``masked``: shares of tokens that truncation, IcePop and the mask of whole sequences would touch.
+    Raises ValueError for no tokens.
     """
     if len(log_ratio) == 0:
         raise ValueError("log_ratio is empty; measure at least one token")
@@ -55,7 +54,6 @@ def arm(
     lengths = np.bincount(owner)
     sums = np.bincount(owner, weights=log_ratio)
     bounded = log_ratio.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    geometric = np.exp((sums / lengths).clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
     gap, ratio = np.abs(log_ratio), np.exp(bounded)
     k3 = np.expm1(bounded) - bounded  # expm1: r - 1 would cancel where the two almost agree
     low, high = _interval(k3, owner if clusters is None else clusters, bootstrap, seed)
@@ -74,8 +72,6 @@ def arm(
         "chi2": squares - 1,
         "ess": min(1.0, float(ratio.mean()) ** 2 / squares),  # but for rounding, by Cauchy and Schwarz
         "sequence_abs_mean": float(np.abs(sums).mean()),
-        "geometric_min": float(geometric.min()),
-        "geometric_max": float(geometric.max()),
         "tails": [[tau, float((gap > math.log(tau)).mean())] for tau in TAUS],
         "cdf": _cdf(gap),
         "masked": {
@@ -97,7 +93,6 @@ def routers(
     native: np.ndarray,
     recorded: np.ndarray,
     margins: np.ndarray,
-    positions: np.ndarray,
     *,
     spans: np.ndarray | None = None,
     layers: Sequence[int] | None = None,
@@ -105,17 +100,16 @@ def routers(
     """Where the trainer's routers choose otherwise than the sampler's did.
 
     native, recorded: [T, L, K] expert ids, recorded NO_EXPERT where unknown. margins: [T, L], by how much
-    the last expert chosen beat the first one left out (``model.moe.margins``). positions: [T] in the
-    sequence. A router is one (token, layer); two differ when their *sets* do. ``spans`` [S, 4] are the rows
-    of each sequence (``algo.routing.sequence_spans``), without which the lowest sequence (the lowest overlap
-    of an answer or a prompt of at least 32 routers) is NaN;
-    ``layers``: the decoder's numbers of the L layers. What nothing is known of is NaN.
+    the last expert chosen beat the first one left out (``model.moe.margins``). A router is one (token,
+    layer); two differ when their *sets* do. ``spans`` [S, 4] are the rows of each sequence
+    (``algo.routing.sequence_spans``), without which the lowest sequence (the lowest overlap of an answer or
+    a prompt of at least 32 routers) is NaN; ``layers``: the decoder's numbers of the L layers. What nothing
+    is known of is NaN.
     """
     share = shared_ids(native, recorded)
     known = ~np.isnan(share)
     differ = known & (share < 1)
     tokens = known.any(axis=1)
-    flips = margins[differ]
     numbers = range(share.shape[1]) if layers is None else layers
     return {
         "differ": _share(differ.sum(), known.sum()),
@@ -133,10 +127,8 @@ def routers(
             }
             for i, number in enumerate(numbers)
         ],
-        "positions": _by_position(differ, known, positions),
         "margin_median": _quantile(margins[known], 0.5),
-        "margin_flip_median": _quantile(flips, 0.5),
-        "margin_flip_p95": _quantile(flips, 0.95),
+        "margin_flip_median": _quantile(margins[differ], 0.5),
     }
 
 
@@ -159,19 +151,6 @@ def _cdf(gap: np.ndarray) -> list[list[float]]:
     """[abs log ratio, share of tokens at or below] at fixed points."""
     below = np.searchsorted(np.sort(gap), _CDF_AT, side="right") / len(gap)
     return [[float(at), float(share)] for at, share in zip(_CDF_AT, below, strict=True)]
-
-
-def _by_position(differ: np.ndarray, known: np.ndarray, positions: np.ndarray) -> list[list[float]]:
-    """[first position, last, share of routers that differ] of at most 16 equal stretches that have any."""
-    last = int(positions.max(initial=0))
-    width = last // _POSITION_BINS + 1
-    place = np.asarray(positions) // width
-    flipped = np.bincount(place, weights=differ.sum(axis=1))
-    total = np.bincount(place, weights=known.sum(axis=1))
-    return [
-        [int(i * width), int(min(i * width + width - 1, last)), float(flipped[i] / total[i])]
-        for i in np.flatnonzero(total)
-    ]
 
 
 def _lowest(share: np.ndarray, spans: np.ndarray) -> float:

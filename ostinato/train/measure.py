@@ -129,7 +129,6 @@ def _routers(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, Any] 
         np.concatenate(chosen),
         np.concatenate(recorded),
         np.concatenate(gaps),
-        np.concatenate([source.positions for source in sources]),
         spans=np.concatenate(spans),
         layers=layers,
     )

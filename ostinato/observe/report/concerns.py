@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from ostinato.observe.report.arms import arm, measured
 from ostinato.observe.report.facts import difference, ends, estimate, steps_text
+from ostinato.observe.report.mismatch import arm, measured
 from ostinato.observe.report.reading import Row, RunData, column, first_step, last_step, mean, number, total
 from ostinato.observe.report.verdicts import failed_rewards, unsolved
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mismatch_rows import LAYERS, mismatch_row, routing_metrics
+from mismatch_rows import mismatch_row, routing_metrics
 from typer.testing import CliRunner
 
 from ostinato.algo.algorithms import algorithm
@@ -23,7 +23,7 @@ from ostinato.observe.report import write_report
 from ostinato.observe.report.charts import Chart, Section, to_plain
 from ostinato.observe.report.concerns import Level, concerns
 from ostinato.observe.report.facts import Line, Table, figure_text, marked_steps, milestones
-from ostinato.observe.report.mismatch import comparison, decisions, mismatch_section, summary
+from ostinato.observe.report.mismatch import mismatch_section, summary
 from ostinato.observe.report.reading import RunData, read_run
 from ostinato.run import RunFolder, to_json
 
@@ -78,61 +78,45 @@ def test_the_table_by_hand() -> None:
     """Two answers of two tokens; replay halves each log ratio."""
     native = arm([math.log(1.2), -math.log(1.2), math.log(3), 0.0], [0, 0, 1, 1])  # pyright: ignore
     half = arm([0.5 * math.log(1.2), -0.5 * math.log(1.2), 0.5 * math.log(3), 0.0], [0, 0, 1, 1])  # pyright: ignore
-    table = comparison([{"step": 3, "arms": {"native": native, "replay": half}}], {})
-    assert table.head == ["native\nstep 3", "with replay\nstep 3", "change\nby replay"]
-    assert cells(table, "largest |log r|") == ["1.1", "0.549", "2x lower"]
-    assert cells(table, "F(1.1)") == ["0.75", "0.25", "3x lower"]
-    assert cells(table, "F(2)") == ["0.25", "0", "none left"]
-    assert cells(table, "TIS would cut") == ["0.25", "0", "none left"]
-    assert cells(table, "IcePop would mask") == ["0", "0", ""]
+    (table,) = mismatch_section(data({"step": 3, "arms": {"native": native, "replay": half}})).tables
+    assert table.head == ["native\nits own experts", "with replay\nthe sampler's experts"]
+    assert cells(table, "largest |log r|") == ["1.1", "0.549"]
+    assert cells(table, "F(1.1)") == ["0.75", "0.25"]
+    assert cells(table, "F(2)") == ["0.25", "0"]
+    assert cells(table, "TIS would cut") == ["0.25", "0"]
+    assert cells(table, "IcePop would mask") == ["0", "0"]
     k3 = row_of(table, "k3")
-    assert k3[1].endswith("\n") and "sampler || trainer" in k3[0] and "nats" in k3[0]  # two answers
+    assert "\n" not in k3[1] and "sampler || trainer" in k3[0] and "nats" in k3[0]  # two answers
     assert not [row for row in table.rows if row[0].startswith("Pearson")]
 
 
-def test_first_and_last_stand_side_by_side_with_the_floor() -> None:
+def test_the_last_measurement_stands_beside_the_floor_of_the_first() -> None:
     section = mismatch_section(data(mismatch_row(1), mismatch_row(25), mismatch_row(75, growth=2)))
-    table, told = section.tables
-    assert table.head == [
-        *("native\nstep 1", "with replay\nstep 1", "change\nby replay"),
-        *("native\nstep 75", "with replay\nstep 75", "change\nby replay"),
-        "floor\ntrainer against itself",
-    ]
-    assert all(len(row) == 8 for row in table.rows)
-    assert told.title == "Decisions about replay" and len(told.rows) == 2
+    (table,) = section.tables
+    assert table.title == "Step 75" and len(table.head) == 3 and all(len(row) == 4 for row in table.rows)
     assert "Step 75" in section.lead and "do not overlap" in section.lead
     facts = {fact.name: fact for fact in section.facts}
     assert facts["Routes of a token"].value == "24 bytes"
+    assert facts["Experts in training"].note == mismatch_row(75)["decision"]
     assert "the gate asks for 90%" in facts["Experts in common"].note
 
 
 def test_the_plots() -> None:
-    shown = charts(mismatch_section(data(mismatch_row(1), mismatch_row(25), mismatch_row(75))))
-    native, replay = shown["kl-native-and-replayed"].series
-    assert shown["kl-native-and-replayed"].steps == [1, 25, 75]
-    for series in (native, replay):
-        for value, low, high in zip(series.values, series.low or (), series.high or (), strict=True):
-            assert value is not None and low is not None and high is not None and low <= value <= high
-    tails = shown["tails"]
-    assert tails.labels[0] == "1.02" and tails.log_x and "floor: step 1" in tails.note
-    assert [one.label for one in tails.series] == ["native", "replay", "floor"]
-    for one in tails.series:
-        assert one.values == sorted(one.values, key=lambda share: -(share or 0.0))
-    assert [one.values[-1] for one in shown["gap-distribution"].series] == [1.0, 1.0, 1.0]
-    layers = shown["routers-by-layer"]
-    assert layers.labels == [str(layer) for layer in range(LAYERS)]
-    assert layers.high == max(share or 0.0 for share in layers.series[0].values)
-    assert shown["routers-by-position"].labels[0] == "0-3"
-    overall, flips = shown["margins"].series
-    assert all((a or 0) > (b or 0) for a, b in zip(overall.values, flips.values, strict=True))
-    assert shown["routes-in-common"].mark == (0.9, "gate")
+    shown = charts(mismatch_section(data(mismatch_row(1), mismatch_row(25), mismatch_row(80))))
+    gap = {one.label: one for one in shown["log-probability-gap"].series}
+    assert shown["log-probability-gap"].steps == [1, 40, 80]
+    for name in ("native", "with replay"):
+        first, between, last = gap[f"KL, {name}"].values
+        assert first and last and between is None, "step 25 is no step of this run"
+    assert shown["agreement"].mark == (0.9, "gate")
+    assert len(shown["agreement"].series) == 2
     assert all(json.dumps(to_plain(chart)) for chart in shown.values())
 
 
 def test_the_gate_that_is_drawn_is_the_recipe_s() -> None:
     def mark(threshold: float) -> Any:
         changed = data(mismatch_row(1), recipe={"trainer": {"replay_threshold": threshold}})
-        return charts(mismatch_section(changed))["routes-in-common"].mark
+        return charts(mismatch_section(changed))["agreement"].mark
 
     assert mark(0.8) == (0.8, "gate") and mark(0.0) is None
 
@@ -142,7 +126,7 @@ def test_no_gate_is_told_of_where_nothing_is_replayed(replay: bool | str, gated:
     """With replay off the report said that the gate asks for 90 % and refuses less."""
     section = mismatch_section(data(mismatch_row(1), recipe={"trainer": {"replay": replay}}))
     (common,) = (fact for fact in section.facts if fact.name == "Experts in common")
-    chart = charts(section)["routes-in-common"]
+    chart = charts(section)["agreement"]
     told = ["the gate" in common.note, "the gate" in chart.note, chart.mark is not None]
     assert told == [gated] * 3
 
@@ -155,7 +139,6 @@ def test_too_few_answers_have_no_interval() -> None:
     assert not any("[" in cell for cell in k3_line(section)[1:])
     assert all("\n[" in cell for cell in k3_line(mismatch_section(data(mismatch_row(1))))[1:3])
     assert "without intervals" in section.lead
-    assert charts(section)["kl-native-and-replayed"].series[0].low == [None]
 
 
 def test_pearson_is_shown_where_it_was_measured() -> None:
@@ -163,7 +146,7 @@ def test_pearson_is_shown_where_it_was_measured() -> None:
     for name, one in row["arms"].items():
         one["pearson"] = 0.875 if name == "native" else 1.0
     (table, *_) = mismatch_section(data(row)).tables
-    assert cells(table, "Pearson") == ["0.875", "1", "", "1"]
+    assert cells(table, "Pearson") == ["0.875", "1", "1"]
 
 
 def test_the_correction_is_told_with_the_run_s_own_bounds() -> None:
@@ -181,13 +164,13 @@ def test_the_correction_is_told_with_the_run_s_own_bounds() -> None:
     assert told(correction="token_truncate")[0].startswith("token_truncate, above 2 (2%")
 
 
-def test_arms_of_another_step_are_named() -> None:
+def test_replay_of_another_step_is_not_shown() -> None:
     """A last measurement without replay, of a batch that carried no routes, was drawn beside the replay of
     the one before as if both were of one step."""
     later = mismatch_row(25)
     later["arms"] = {"native": later["arms"]["native"]}
-    note = charts(mismatch_section(data(mismatch_row(1), later)))["tails"].note
-    assert "Step 25; with replay: step 1; floor: step 1." in note
+    (table,) = mismatch_section(data(mismatch_row(1), later)).tables
+    assert [name.partition("\n")[0] for name in table.head] == ["native", "floor"]
 
 
 def test_a_dense_run_shows_what_applies() -> None:
@@ -196,8 +179,7 @@ def test_a_dense_run_shows_what_applies() -> None:
     assert "nothing to replay" in section.lead
     (table,) = section.tables
     assert [name.partition("\n")[0] for name in table.head] == ["native", "floor"]
-    assert not {"routers-by-layer", "margins", "routes-in-common"} & set(charts(section))
-    assert len(charts(section)["tails"].series) == 2
+    assert charts(section)["agreement"].empty
     assert not [fact for fact in section.facts if "outes" in fact.name or "xperts" in fact.name]
 
 
@@ -206,12 +188,6 @@ def test_a_run_that_was_never_measured_says_so_in_a_sentence() -> None:
     assert "mismatch.jsonl has no rows (log.mismatch_every is 0)" in section.lead
     assert not section.tables and not section.facts
     assert "log-probability-gap" in charts(section)
-
-
-def test_decisions_are_the_first_the_changes_and_the_last() -> None:
-    on = {1: True, 25: True, 50: False, 75: False, 100: True, 125: True}
-    rows = [plain(mismatch_row(step, on=value)) for step, value in on.items()]
-    assert [row["step"] for row in decisions(rows)] == [1, 50, 100, 125]
 
 
 WHOLE = to_json(mismatch_row(1))
@@ -289,7 +265,7 @@ def new_run(path: Path) -> RunFolder:
 def test_it_reaches_the_page(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     page = write_report(run).read_text(encoding="utf-8")
-    assert 'id="mismatch"' in page and 'data-chart="tails"' in page and "Decisions about replay" in page
+    assert 'id="mismatch"' in page and 'data-chart="agreement"' in page and "replay is on: native" in page
     assert "collapse" in page and read_run(run).alarms == [ALARM]
 
 
@@ -297,14 +273,17 @@ def test_the_command_prints_one_screen_or_one_object_and_writes_nothing(tmp_path
     run = new_run(tmp_path)
     shown = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["report", str(run.path), "--mismatch"])
     assert shown.exit_code == 0
-    for words in ("Step 25", "with replay", "F(1.1)", "floor", "Decisions about replay", "24 bytes"):
+    for words in ("Step 25", "with replay", "F(1.1)", "floor", "replay is on", "24 bytes"):
         assert words in shown.stdout
     assert len(shown.stdout.splitlines()) <= 48 and max(map(len, shown.stdout.splitlines())) <= 100
     told = CliRunner().invoke(app, ["report", str(run.path), "--mismatch", "--json"])
     found = json.loads(told.stdout)
-    assert found["direction"] == "KL(sampler || trainer)" and found["measured"] == [1, 25]
-    assert found["last"]["arms"]["replay"]["k3"] == found["k3"]["replay"][-1] < found["k3"]["native"][-1]
-    assert found["decisions"][0]["why"] and found["alarms"][0]["step"] == 44
+    assert found["direction"] == "KL(sampler || trainer)" and [row["step"] for row in found["measured"]] == [
+        1,
+        25,
+    ]
+    last = found["measured"][-1]["arms"]
+    assert last["replay"]["k3"] < last["native"]["k3"] and found["alarms"][0]["step"] == 44
     assert not run.report.exists()
 
 
