@@ -39,14 +39,4 @@ def kept_row(arm: str, seed: int, law: Sigmoid, n: int = 24) -> dict[str, Any]:
         "compute": {"flops": compute.tolist(), "steps": list(range(8, 8 * n + 1, 8))},
         "ended": True,
         "acted": {"cispo_clip_ratio": 0.0, "interrupt/rate": 0.02, "staleness/mean": 8.0},
-        "cost": {
-            "compute": {"device-hours": 0.5, "flops": 6e12, "tokens": 1000.0},
-            "flops": 6_000_000_000_000,
-            "useful": 4_000_000_000_000,
-            "wasted": {"zero_variance": 2_000_000_000_000},
-            "tokens": {"sampled": 1000},
-            "dropped": {},
-            "evaluation": {"flops": 10**12, "seconds": 1.0},
-            "restarts": 1,
-        },
     }

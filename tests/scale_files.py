@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +14,6 @@ from ostinato.cli.app import main
 from ostinato.run import RunFolder
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.plan import simulated
-from ostinato.scaling.reading import Reading
 from ostinato.scaling.series import Series
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
@@ -77,9 +75,3 @@ def new_run(path: Path, last: float = 20.0, truncated: float = 0.0, task: str = 
         run.ledger.append({**at, "pools": POOLS, "tokens": TOKENS, **WORK})
         run.eval.append({**row, "step": step, "pass@1": float(truth.score(step)), "seconds": 1.0})
     return run
-
-
-def published() -> tuple[Path, Reading]:
-    """The points digitised from the figures of the ScaleRL paper, and how they are read."""
-    path = Path(str(files("ostinato.scaling").joinpath("data", "scalerl_points.csv")))
-    return path, Reading(compute="gpu_hours", score="pass_rate", by=["figure", "series"], r0=0.40, cut="1.5k")

@@ -10,7 +10,7 @@ import pytest
 from lab import scaling as bench
 from lab.backtest import SCALERL, summary
 from ostinato.run import to_json
-from ostinato.scaling.gates import Flag, assess, drift
+from ostinato.scaling.gates import Flag, assess
 from ostinato.scaling.noise import MEASURED
 from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import posterior
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.lab
 
 def test_the_bars_of_the_bench_hold() -> None:
     """Half of the run foretells its end in 85 % of the published curves and more, at a median width of 0.06
-    at most; 88 to 96 % of 500 simulated curves are covered; oracles and alarms are those that are known."""
+    at most; 88 to 96 % of 500 simulated curves are covered; oracles are those that are known."""
     result = bench.Scaling(rounds=1).measure(lambda _: None)
     assert [name for name, held in result["held"].items() if not held and not name.endswith("_s")] == []
     told = next(entry["told"] for entry in result["by_fraction"] if entry["fraction"] == 0.5)
@@ -30,16 +30,14 @@ def test_the_bars_of_the_bench_hold() -> None:
     assert bench.Scaling.table(result).row_count == 12
 
 
-def test_healthy_runs_seldom_alarm() -> None:
-    """Twenty evaluations after a fit on twenty, 150 times: one run in twenty at most with a false alarm."""
-    alarms = tails = 0
+def test_healthy_runs_seldom_look_fallen() -> None:
+    """Forty evaluations, 150 times: one run in a hundred at most."""
+    tails = 0
     for seed in range(150):
         run = simulated(
             SCALERL, np.linspace(1500, 20_000, 40), sd=MEASURED.floor, rho=MEASURED.rho, seed=seed
         )
-        alarms += drift(run.take(slice(20)), run.take(slice(20, None))).alarm is not None
         tails += Flag.TAIL in assess(posterior(run, draws=512, cells=(24, 48))).flags
-    assert alarms / 150 <= 0.05
     assert tails / 150 <= 0.01
 
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from ostinato.ablate import jobs as arms
-from ostinato.ablate.answer import answer, compared, write_page
+from ostinato.ablate.answer import answer, compared
 from ostinato.ablate.jobs import State, check, plan
 from ostinato.ablate.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
 from ostinato.axis import Axis
 from ostinato.config import Recipe, find_recipe
 from ostinato.launch.dtype import resolved
 from ostinato.launch.output import lasting
-from ostinato.launch.progress import remaining
 from ostinato.scaling.commands import show
 from ostinato.scaling.reading import amount
 
@@ -43,9 +39,7 @@ class Telling:
     cut: str = ""
     measure: Measure = MEASURE
     kept: Path | None = None
-    page: Path | None = None
     json_file: Path | None = None
-    html_file: Path | None = None
 
 
 def command(
@@ -90,8 +84,7 @@ def run(source: str, overrides: Sequence[str], study: Study, telling: Telling) -
     console = Console(file=lasting(sys.stderr if str(telling.json_file) == "-" else sys.stdout))
     console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
     try:
-        with progress(console) as told:
-            states = arms.run(jobs, study.workers, told)
+        states = arms.run(jobs, study.workers, progress(console))
     except KeyboardInterrupt:
         console.print("stopped; what was done is kept, and the same command goes on with it")
         return 130
@@ -124,44 +117,19 @@ def tell(rows: Sequence[Row], notes: Sequence[str], telling: Telling) -> None:
     axis, first = Axis(telling.axis), amount(telling.cut, "--cut") if telling.cut else 0.0
     if telling.kept is not None:
         write_kept(telling.kept, rows)
-    found = compared(rows, axis, first)
-    show(answer(found, notes), telling.json_file, telling.html_file)
-    if telling.page is not None:
-        write_page(telling.page, found)
+    show(answer(compared(rows, axis, first), notes), telling.json_file)
 
 
-# -- progress
-
-
-@contextmanager
-def progress(console: Console) -> Iterator[Callable[[Sequence[State]], None]]:
-    """A live table on a terminal; elsewhere a line for each run that begins or ends."""
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            yield lambda states: live.update(board(states), refresh=True)
-        return
+def progress(console: Console) -> Callable[[Sequence[State]], None]:
+    """A line for each run that begins or ends."""
     before: dict[Path, str] = {}
 
     def told(states: Sequence[State]) -> None:
         for state in states:
             if before.get(state.job.folder) != state.what:
-                console.print("  ".join(cells(state)), highlight=False, markup=False, soft_wrap=True)
+                steps = f"{state.step}/{state.job.recipe.trainer.steps}"
+                cells = (state.job.folder.name, state.what, steps, state.error)
+                console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
             before[state.job.folder] = state.what
 
-    yield told
-
-
-def board(states: Sequence[State]) -> Table:
-    done = sum(state.what == "done" for state in states)
-    table = Table("run", "state", "step", "score", "ETA", title=f"{done} of {len(states)} runs done")
-    for state in states:
-        table.add_row(*cells(state))
-    return table
-
-
-def cells(state: State) -> tuple[str, str, str, str, str]:
-    steps = state.job.recipe.trainer.steps
-    score = "-" if state.score is None else f"{state.score:.3f}"
-    left = remaining(state.since, state.step - state.first, steps - state.step)
-    last = state.error if state.what == "failed" else left if state.what == "running" else ""
-    return state.job.folder.name, state.what, f"{state.step}/{steps}", score, last
+    return told

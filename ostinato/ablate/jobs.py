@@ -23,7 +23,6 @@ from ostinato.pipeline.signals import ending
 from ostinato.run import RunFolder
 from ostinato.scaling.ablation import REFERENCE
 
-MAIN = "eval"  # the set of a run's own held-out prompts
 LOG = "train.log"  # what a child prints, in its run folder
 PATIENCE_S = 60.0  # for a child to finish its step and save, once it is asked to stop
 LOOK_S = 1.0  # between looks at the children
@@ -153,9 +152,6 @@ class State:
     job: Job
     what: str  # waiting, running, done, failed
     step: int = 0
-    score: float | None = None
-    since: float = 0.0  # seconds at work
-    first: int = 0  # step that it went on from
     error: str = ""
 
 
@@ -163,8 +159,6 @@ class State:
 class _Child:
     job: Job
     process: subprocess.Popen[bytes]
-    started: float
-    first: int
 
 
 def train_command(folder: Path) -> list[str]:
@@ -217,7 +211,6 @@ def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | Non
                 RunFolder.create(job.folder, dump_toml(job.recipe))
     except Locked as error:
         return None, str(error)
-    first = _progress(job.folder)[0]
     with (job.folder / LOG).open("ab") as log:
         process = subprocess.Popen(
             command(job.folder),
@@ -226,35 +219,23 @@ def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | Non
             stderr=log,
             start_new_session=True,  # a Ctrl-C is told to it once, by us
         )
-    return _Child(job=job, process=process, started=time.monotonic(), first=first), ""
+    return _Child(job=job, process=process), ""
 
 
 def _state(job: Job) -> State:
-    step, score = _progress(job.folder)
-    return State(job=job, what="done" if ended(job.folder) else "waiting", step=step, score=score, first=step)
+    return State(job=job, what="done" if ended(job.folder) else "waiting", step=_steps(job.folder))
 
 
 def _look(child: _Child) -> State:
     code, folder = child.process.poll(), child.job.folder
-    step, score = _progress(folder)
     what = "running" if code is None else "done" if ended(folder) else "failed"
-    return State(
-        job=child.job,
-        what=what,
-        step=step,
-        score=score,
-        since=time.monotonic() - child.started,
-        first=child.first,
-        error=_last_words(folder, code) if what == "failed" else "",
-    )
+    error = _last_words(folder, code) if what == "failed" else ""
+    return State(job=child.job, what=what, step=_steps(folder), error=error)
 
 
-def _progress(folder: Path) -> tuple[int, float | None]:
-    """(finished steps, last held-out score) of a run, which may not have begun."""
-    run = RunFolder(folder)
-    step = next((row["step"] for row in backwards(run.metrics)), 0)
-    scores = (row.get("pass@1") for row in backwards(run.eval) if row.get("set", MAIN) == MAIN)
-    return int(step), next(scores, None)
+def _steps(folder: Path) -> int:
+    """Those that a run, which may not have begun, has finished."""
+    return next((int(row["step"]) for row in backwards(RunFolder(folder).metrics)), 0)
 
 
 def _last_words(folder: Path, code: int | None) -> str:

@@ -1,8 +1,8 @@
-"""Runs of a study as one JSON line each: what tables, pages and plots of them are made of.
+"""Runs of a study as one JSON line each, of which tables are made.
 
-A run folder is megabytes and does not travel; its line holds the scores, the compute spent at each of them on
-every axis that the ledger knows, and the sums of the ledger. Answers are made from lines alone, whether they
-come from folders or from a file, so both give the same page byte for byte.
+A run folder is megabytes and does not travel; its line holds the scores, and the compute spent at each of
+them on every axis that the ledger knows. Answers are made from lines alone, whether they come from folders or
+from a file.
 
 Folders of a study are named <arm>-s<seed>, the arm in lower-case letters and digits joined by "-"; what
 ``ostinato train`` appends (-yyyymmdd-hhmmss) may follow.
@@ -23,7 +23,6 @@ import numpy as np
 
 from ostinato.axis import Axis
 from ostinato.inputs import parse_json
-from ostinato.observe.ledger import read, summary
 from ostinato.observe.report.reading import RunData, mean, number
 from ostinato.observe.report.reading import read_run as run_rows
 from ostinato.run import Jsonl, RunFolder, atomic_write, to_json
@@ -99,7 +98,6 @@ def keep(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
         "compute": {str(axis): each.compute.tolist() for axis, each in by_axis.items()},
         "ended": ended(folder),
         "acted": acted(data),
-        "cost": cost(folder),
     }
 
 
@@ -127,21 +125,6 @@ def acted(data: RunData) -> dict[str, float]:
         if data.metrics
     }
     return {name: value for name, value in found.items() if value is not None}
-
-
-def cost(folder: Path) -> dict[str, Any]:
-    """What the run took in all, from its ledger: evaluation apart."""
-    sums = summary(read(RunFolder.open(folder)))
-    return {
-        "compute": dict(sums.compute),
-        "flops": sum(sums.flops.values()),
-        "useful": sums.useful,
-        "wasted": dict(sums.wasted),
-        "tokens": dict(sums.tokens),
-        "dropped": dict(sums.dropped),
-        "evaluation": {"flops": sums.evaluation.flops, "seconds": sums.evaluation.seconds},
-        "restarts": sums.restarts,
-    }
 
 
 def ended(folder: Path) -> bool:
@@ -217,7 +200,7 @@ def write_kept(path: Path, rows: Sequence[Row]) -> None:
 
 KEYS = {
     *("arm", "seed", "overrides", "held_out", "prompts", "judged", "split", "metric", "low", "high"),
-    *("R0", "R0_stderr", "score", "stderr", "unmeasured", "compute", "ended", "acted", "cost"),
+    *("R0", "R0_stderr", "score", "stderr", "unmeasured", "compute", "ended", "acted"),
 }
 
 

@@ -249,13 +249,9 @@ def ablate(
     low: Annotated[float, typer.Option(help="The lowest score; -1 for rewards from -1 to 1.")] = 0.0,
     high: Annotated[float, typer.Option(help="The highest score.")] = 1.0,
     collect: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the runs, a line each.")] = None,
-    page: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write PATH.md and its plots, PATH-*.svg.")
-    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="One JSON object into this file, - for standard output.")
     ] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="A page that opens offline.")] = None,
 ) -> None:
     """Which choice of a recipe moves the ceiling, which only the efficiency: runs, fits, one table."""
     from ostinato.ablate.commands import Study, Telling, command
@@ -267,9 +263,7 @@ def ablate(
         cut=cut,
         measure=Measure(split=split, metric=metric, low=low, high=high),
         kept=collect,
-        page=page,
         json_file=json_file,
-        html_file=html_file,
     )
     raise typer.Exit(command(source, overrides or [], study, telling, leave_one_out=leave_one_out))
 

@@ -84,7 +84,7 @@ class Limits:
     # Truncated answers: ScaleRL's runs destabilised at 10 to 15 % and did not recover, while healthy ones
     # stayed below 5 % (arXiv 2510.13786). A rise is reported. A policy that begins so, as base models do that
     # never learned to end, may unlearn it: the start is reported, and one above the alarm is alarmed
-    # by a rise of 15 points more. ``scaling.gates.truncation`` has the first two limits as well.
+    # by a rise of 15 points more.
     truncated_warning: float = 0.10
     truncated_alarm: float = 0.15
     truncated_rise: float = 0.15

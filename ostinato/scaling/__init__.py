@@ -4,10 +4,10 @@
     curve     the sigmoid and its laws            noise      autocorrelated noise of evaluations
     fit       least squares: variable projection  forms      other laws, chosen by rolling-origin error
     posterior what is known of A, B, C_mid
-    gates     what may be said of a curve         drift      alarms after the fit
-    cut       where a fit begins                  decide     go on, stop, undecided
-    compare   two recipes, by seeds of each       ablation   leave-one-out
-    plan      how long a pilot has to be
+    gates     what may be said of a curve         decide     go on, stop, undecided
+    ablation  several recipes, by seeds of each   seeds      how far runs differ by their seed alone
+    plan      curves not measured yet             contrast   tables of an ablation
+    reading, views, answers, commands             ``ostinato scale``
 
-Plain arrays in, dataclasses out; numpy is all that is needed.
+Plain arrays in, dataclasses out; the library needs numpy and scipy alone.
 """

@@ -22,7 +22,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from ostinato.scaling.gates import BARS, TOLD, Assessment, Bars, Standing, assess
+from ostinato.scaling.gates import TOLD, Assessment, Standing, assess
 from ostinato.scaling.noise import CONSERVATIVE, Noise, sd_of_mean
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
 from ostinato.scaling.seeds import FLOOR, Z90, spread
@@ -113,7 +113,6 @@ def ablate(
     *,
     reference: str = REFERENCE,
     noise: Noise = CONSERVATIVE,
-    bars: Bars = BARS,
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Ablation:
@@ -129,7 +128,7 @@ def ablate(
         name: [(run, one) for run, one in zip(runs, known, strict=True) if run.arm == name] for name in names
     }
     rng = np.random.default_rng(seed)
-    arms = [_alone(name, pairs, bars) for name, pairs in by_arm.items()]
+    arms = [_alone(name, pairs) for name, pairs in by_arm.items()]
     common = _common(runs, {arm.name for arm in arms if arm.told})
     arms = _reached(arms, common, rng, draws)
     told = [arm for arm in arms if arm.told]
@@ -157,9 +156,9 @@ def _check(runs: Sequence[Run], reference: str) -> None:
     require_comparable(*(run.series for run in runs))
 
 
-def _alone(name: str, pairs: Sequence[tuple[Run, Posterior]], bars: Bars) -> Arm:
+def _alone(name: str, pairs: Sequence[tuple[Run, Posterior]]) -> Arm:
     """An arm before it is compared."""
-    found = [assess(one, bars) for _, one in pairs]
+    found = [assess(one) for _, one in pairs]
     seeds = [run.seed for run, _ in pairs]
     order = list(Standing)
     worst = max((each.standing for each in found), key=order.index)

@@ -1,56 +1,25 @@
-"""What the commands of ``ostinato scale`` answer about a run: sentences, tables, one JSON object, charts."""
+"""What the commands of ``ostinato scale`` answer: sentences, tables, one JSON object."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
-from ostinato.axis import Axis
-from ostinato.observe.report.charts import Chart, Section
-from ostinato.observe.report.facts import Line, Table
-from ostinato.observe.report.scaling import (
-    COLORS,
-    NONE,
-    Course,
-    Forest,
-    Stretch,
-    compute_text,
-    curve_chart,
-    places,
-    slope_chart,
-    width_chart,
-)
-from ostinato.scaling import gates
-from ostinato.scaling.compare import Comparison, compare
-from ostinato.scaling.curve import Sigmoid, linearised
-from ostinato.scaling.cut import Cut
+from ostinato.observe.ledger import priced, read, summary
+from ostinato.observe.report import ledger as ledger_report
+from ostinato.observe.report.facts import Table
+from ostinato.observe.report.scaling import NONE, compute_text
+from ostinato.run import RunFolder
+from ostinato.scaling import contrast
+from ostinato.scaling.ablation import Run, ablate
 from ostinato.scaling.decide import Terms, decide, forecast, reach
 from ostinato.scaling.fit import CutOff, by_cutoff, spread
 from ostinato.scaling.forms import ORIGINS, Choice, choose, rival, rival_sentence
-from ostinato.scaling.gates import Drift, Truncation, drift
-from ostinato.scaling.plan import Pilot, plan_pilot, simulated
 from ostinato.scaling.posterior import Interval
-from ostinato.scaling.reading import Side, Window
-from ostinato.scaling.seeds import FLOOR
-from ostinato.scaling.series import Series
-from ostinato.scaling.views import (
-    Answer,
-    Known,
-    course,
-    curve_sections,
-    cut_tables,
-    line,
-    middle,
-    span,
-    standing_sentences,
-    table,
-)
-
-ALARM = 10  # exit code of a watch that raises one: as that of a decision to stop
+from ostinato.scaling.reading import Window
+from ostinato.scaling.views import TORN, Answer, Known, line, middle, span, standing_sentences, table
 
 
 def about(known: Known) -> dict[str, Any]:
@@ -67,14 +36,9 @@ def about(known: Known) -> dict[str, Any]:
         "standing": found.standing,
         "reason": found.reason,
         "flags": list(found.flags),
-        "cut": None if (cut := known.window.cut) is None else _cut_json(known, cut),
         "C_max_over_C_mid": found.ratio if found.steep else None,
         **{name: _json(one) for name, one in known.parameters().items()},
     }
-
-
-def _cut_json(known: Known, cut: Cut) -> dict[str, Any]:
-    return asdict(cut) if known.told else asdict(cut) | {"sweep": []}
 
 
 def _json(found: Interval | None) -> dict[str, float] | None:
@@ -85,29 +49,22 @@ def _json(found: Interval | None) -> dict[str, float] | None:
 
 
 def fit(window: Window) -> Answer:
-    """The curve, the interval of its ceiling, other laws, stability by cut-off, and later evaluations."""
+    """The curve, the interval of its ceiling, other laws, and stability by cut-off."""
     known = Known.of(window)
     cuts = by_cutoff(window.fitted) if known.told else []
     forms = choose(window.fitted) if known.told else []
-    after = _drift(known)
     sentences = standing_sentences(known)
     sentences += [rival_sentence(forms)] if rival(forms) else []
     if len(cuts) > 1:
         sentences.append(f"A moves by {spread(cuts):.3f} over {len(cuts)} cut-offs.")
     return Answer(
-        title=known.name,
-        kind="fit",
-        result=about(known) | _fitted(known, cuts, forms, after),
-        lead=sentences + ([_later(after)] if after is not None else []),
-        alarms=_alarms(after),
-        tables=[_parameters(known), *([_laws(forms)] if forms else []), *cut_tables(known)],
-        sections=lambda: curve_sections(known),
+        result=about(known) | _fitted(known, cuts, forms),
+        lead=sentences,
+        tables=[_parameters(known), *([_laws(forms)] if forms else [])],
     )
 
 
-def _fitted(
-    known: Known, cuts: Sequence[CutOff], forms: Sequence[Choice], after: Drift | None
-) -> dict[str, Any]:
+def _fitted(known: Known, cuts: Sequence[CutOff], forms: Sequence[Choice]) -> dict[str, Any]:
     found = known.posterior.fit
     curve = found.curve
     least = _steep(known, {"A": curve.A, "B": curve.B, "C_mid": curve.C_mid})
@@ -124,7 +81,6 @@ def _fitted(
             }
             for one in forms
         ],
-        "later": None if after is None else _drift_json(after),
     }
 
 
@@ -173,30 +129,6 @@ def _laws(forms: Sequence[Choice]) -> Table:
     return table("Law", ("rolling-origin error", *origins, "ceiling"), lines, note)
 
 
-def _drift(known: Known) -> Drift | None:
-    """Of the evaluations after the window; None without any, or without a forecast."""
-    later = known.window.later
-    return drift(known.posterior.series, later) if known.told and len(later) else None
-
-
-def _later(after: Drift) -> str:
-    verdict = "no alarm" if after.alarm is None else f"alarm at compute {compute_text(after.alarm)}"
-    return (
-        f"{len(after.compute)} later evaluations: z from {after.z.min():+.1f} to {after.z.max():+.1f},"
-        f" {verdict}."
-    )
-
-
-def _alarms(after: Drift | None) -> list[str]:
-    if after is None or after.alarm is None:
-        return []
-    return [f"From compute {compute_text(after.alarm)} on, the run falls short of its forecast."]
-
-
-def _drift_json(after: Drift) -> dict[str, Any]:
-    return asdict(after) | {"evaluations": len(after.compute)}
-
-
 # -- forecast and decide
 
 
@@ -215,24 +147,14 @@ def foretell(window: Window, at: Sequence[float], targets: Sequence[float]) -> A
         gain = known.shown(known.posterior.gain(now, one.compute))
         cells = (middle(one.score), span(one.score), span(one.measured), span(gain, "{:+.3f}"))
         lines.append(line(f"{compute_text(one.compute)} {unit}", "score", *cells))
-    of_score = table(
-        "Score at",
-        ("median", "90 % interval", "of one evaluation", f"gain on {compute_text(now)}"),
-        lines,
-    )
+    columns = ("median", "90 % interval", "of one evaluation", f"gain on {compute_text(now)}")
+    of_score = table("Score at", columns, lines)
     lines = []
     for one in reached:
         chance = NONE if one.probability is None else f"{one.probability:.0%}"
-        times = span(_times(one.compute, now), "{:.2g}x")
-        lines.append(
-            line(f"{one.target:.3f}", unit, chance, middle(one.compute, ""), span(one.compute, ""), times)
-        )
-    of_compute = table(
-        "Target", ("P(A above it)", "compute, median", "90 % interval", "of what is spent"), lines
-    )
+        lines.append(line(f"{one.target:.3f}", unit, chance, middle(one.compute, ""), span(one.compute, "")))
+    of_compute = table("Target", ("P(A above it)", "compute, median", "90 % interval"), lines)
     return Answer(
-        title=known.name,
-        kind="forecast",
         result=about(known)
         | {
             "at": [
@@ -246,15 +168,8 @@ def foretell(window: Window, at: Sequence[float], targets: Sequence[float]) -> A
             "rival": rival_law or None,
         },
         lead=[*standing_sentences(known), *([rival_law] if rival_law else [])],
-        tables=[*([of_score] if scores else []), *([of_compute] if reached else []), *cut_tables(known)],
-        sections=lambda: curve_sections(known, max(at, default=0.0)),
+        tables=[*([of_score] if scores else []), *([of_compute] if reached else [])],
     )
-
-
-def _times(found: Interval | None, now: float) -> Interval | None:
-    if found is None:
-        return None
-    return Interval(low=found.low / now, median=found.median / now, high=found.high / now)
 
 
 def judge(window: Window, terms: Terms) -> Answer:
@@ -262,22 +177,11 @@ def judge(window: Window, terms: Terms) -> Answer:
     known = Known.of(window)
     found = decide(known.posterior, terms)
     left = terms.budget - float(window.fitted.compute[-1])
-    price = terms.price * left
-    rows: list[Line] = [
-        line(
-            "gain of the rest",
-            "score",
-            middle(found.gain),
-            span(found.gain),
-            f"{terms.min_gain:.3f}",
-            f"{price:.3f}",
-        )
-    ]
+    least, price = f"{terms.min_gain:.3f}", f"{terms.price * left:.3f}"
+    rows = [line("gain of the rest", "score", middle(found.gain), span(found.gain), least, price)]
     columns = ("median", "80 % interval", "least gain", "price of the rest")
     note = f"From {compute_text(terms.budget - left)} to {compute_text(terms.budget)} {window.unit}."
     return Answer(
-        title=known.name,
-        kind="decision",
         result=about(known)
         | {
             "action": found.action,
@@ -293,268 +197,50 @@ def judge(window: Window, terms: Terms) -> Answer:
             *standing_sentences(known),
             *([found.rival] if found.rival else []),
         ],
-        tables=[table(known.name, columns, rows, note), *cut_tables(known)],
-        sections=lambda: curve_sections(known, terms.budget),
+        tables=[table(known.name, columns, rows, note)],
         exit_code=found.action.exit_code,
     )
 
 
-# -- watch
+# -- several runs
 
 
-def watch(window: Window, truncated: float | None = None) -> Answer:
-    """The first forecast that could be told against all that came after it, and the share of truncated
-    answers where it is known. The exit code of an alarm is that of a stop."""
-    known = Known.of(window)
-    after = gates.watch(window.fitted)
-    cut = Truncation.FINE if truncated is None else gates.truncation(truncated)
-    alarms = _alarms(after)
-    if cut is Truncation.ALARM:
-        alarms.append(f"{truncated:.0%} of the answers are truncated; runs above 15 % did not recover.")
-    if known.assessment.refuted:
-        alarms.append(f"The curve is refuted: {known.assessment.reason}.")
-    sentences = standing_sentences(known)
-    if after is None:
-        sentences.append("No forecast could be told yet that later evaluations could be held against.")
-    elif after.exceeds is not None:
-        sentences.append(f"Better than foretold from compute {compute_text(after.exceeds)} on; fit again.")
-    if cut is Truncation.WARN:
-        sentences.append(f"{truncated:.0%} of the answers are truncated; above 15 % is an alarm.")
+def compare(windows: Sequence[Window]) -> Answer:
+    """Each run against the first: an ablation of one seed an arm."""
+    found = ablate(
+        [Run(arm=one.whole.name, seed=0, series=one.fitted) for one in windows],
+        reference=windows[0].whole.name,
+    )
     return Answer(
-        title=known.name,
-        kind="watch",
-        result=about(known)
-        | {
-            "alarms": alarms,
-            "drift": None if after is None else _drift_json(after),
-            "truncated": truncated,
-            "truncation": None if truncated is None else cut,
-        },
-        lead=sentences,
-        alarms=alarms,
-        tables=[_watched(known, after, truncated), *cut_tables(known)],
-        sections=lambda: curve_sections(known),
-        exit_code=ALARM if alarms else 0,
+        result=contrast.as_json(found),
+        lead=contrast.sentences(found),
+        tables=contrast.tables(found, windows[0].unit),
     )
 
 
-def _watched(known: Known, after: Drift | None, truncated: float | None) -> Table:
-    lines = []
-    if after is not None:
-        limits, series = gates.LIMITS, known.posterior.series
-        held = series.compute[len(series) - len(after.compute) - 1]
-        lines += [
-            line("forecast told at", known.window.unit, compute_text(held), ""),
-            line("evaluations since", "", f"{len(after.compute)}", ""),
-            line("last score", "", f"{series.score[-1]:.3f}", f"foretold {after.forecast[-1]:.3f}"),
-            line("largest shortfall", "sd", f"{-after.innovation.min():.1f}", f"{limits.single:g}"),
-            line("CUSUM below", "sd", f"{after.below.max():.1f}", f"{limits.sum:g}"),
-            line("CUSUM above", "sd", f"{after.above.max():.1f}", f"{limits.sum:g}"),
-        ]
-    if truncated is not None:
-        lines.append(line("truncated", "share of answers", f"{truncated:.1%}", "10 % warns, 15 % alarms"))
-    return table(known.name, ("is", "compared with"), lines)
+def books(runs: Sequence[RunFolder], price: float = 0.0) -> Answer:
+    """The sums of their ledgers, with ``price`` for a device-hour of sessions that have none. Raises
+    ValueError for a run without a ledger, or with one that is damaged."""
+    names = _names(runs)
+    rows = {name: priced(read(run), price) for name, run in zip(names, runs, strict=True)}
+    for name, found in rows.items():
+        if not found:
+            raise ValueError(f"run {name} has no row in ledger.jsonl; it has finished no step yet")
+    sums = {name: summary(found) for name, found in rows.items()}
+    lead = []
+    for name, run in zip(names, runs, strict=True):
+        lead.append(f"{name}: {sums[name].steps} steps, started {_times(sums[name].sessions)}.")
+        lead += [TORN] * ledger_report.torn(run)
+        lead += sums[name].notes
+    result = {"runs": [{"run": name, **asdict(one)} for name, one in sums.items()]}
+    return Answer(result=result, lead=lead, tables=ledger_report.tables(sums))
 
 
-# -- two runs
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
-def versus(windows: tuple[Side, Side], at: float | None, floor: float) -> Answer:
-    """Which ceiling is higher, which score at compute ``at``, where one overtakes the other."""
-    one, other = ([Known.of(window) for window in side] for side in windows)
-    posteriors = [[known.posterior for known in side] for side in (one, other)]
-    found = compare(*posteriors, at=at, floor=floor)
-    runs, unit = [*one, *other], one[0].window.unit
-    return Answer(
-        title=f"{found.names[0]} against {found.names[1]}",
-        kind="comparison",
-        result=_compared(one, other, found),
-        lead=[
-            *(sentence for known in runs for sentence in standing_sentences(known)),
-            _between(found, floor) if not found.reason else f"Not ranked: {found.reason}.",
-        ],
-        tables=[_side_by_side(runs, found), *([] if found.reason else [_ranks(found, unit)])],
-        forests=lambda: _forests(runs),
-        sections=lambda: _beside(one, other, found),
-    )
-
-
-def _compared(one: Sequence[Known], other: Sequence[Known], found: Comparison) -> dict[str, Any]:
-    plain = {key: value for key, value in asdict(found).items() if key != "assessments"}
-    runs = [about(known) | {"side": side} for side, each in enumerate((one, other)) for known in each]
-    return {"runs": runs, **plain}
-
-
-def _between(found: Comparison, floor: float) -> str:
-    half = f"A is taken to differ from seed to seed by ± {found.between:.3f} (90 %)"
-    if max(found.seeds) == 1:
-        return f"{half}, for each side has one seed; give several with commas to have it measured."
-    return f"{half}, by the {sum(found.seeds)} runs given{' and --floor' * (floor > 0)}."
-
-
-def _side_by_side(runs: Sequence[Known], found: Comparison) -> Table:
-    shown = [known.parameters() for known in runs]
-    unit = runs[0].window.unit
-
-    def cells(name: str, form: str) -> list[str]:
-        return [f"{middle(each[name], form)} {span(each[name], form)}" for each in shown]
-
-    lines = [
-        line("standing", "", *(known.assessment.standing for known in runs)),
-        line("A", "score; median, 90 %", *cells("A", "{:.3f}")),
-        line("B", "no unit; median, 90 %", *cells("B", "{:.2f}")),
-        line("C_mid", f"{unit}; median, 90 %", *cells("C_mid", "")),
-    ]
-    if found.at is not None:
-        scores = [known.shown(known.posterior.score(found.at)) for known in runs]
-        texts = [f"{middle(each)} {span(each)}" for each in scores]
-        lines.append(line(f"score at {compute_text(found.at)}", "score; median, 90 %", *texts))
-    return table("Run", [known.name for known in runs], lines)
-
-
-def _ranks(found: Comparison, unit: str) -> Table:
-    def chance(p: float | None) -> str:
-        return NONE if p is None else f"{p:.0%}"
-
-    lines = [
-        line("has the higher ceiling", "", chance(found.higher_A), ""),
-        line("its ceiling less the other's", "score; median, 90 %", "", _signed(found.difference)),
-    ]
-    if found.at is not None:
-        lines.append(line(f"scores higher at {compute_text(found.at)}", "", chance(found.higher_score), ""))
-    note = "Ceilings include how far runs differ by their seed alone."
-    if (shared := found.shared) is None:
-        note += f" Neither crossings nor slopes: B and C_mid of {found.unknown} are not known."
-    else:
-        where = f"{middle(found.crossover, '')} {span(found.crossover, '')}"
-        lines.append(line("the curves cross", f"{unit}; median, 90 %", chance(found.crosses), where))
-        slopes = f"{shared.B[0]:.2f} against {shared.B[1]:.2f}"
-        lines.append(line(f"B with A = {shared.A:.3f}", "no unit; least squares", "", slopes))
-        if shared.apart > FLOOR:
-            note += f" B at an equal A says little here: their own A are {shared.apart:.3f} apart."
-    return table(f"{found.names[0]} against {found.names[1]}", ("probability", "is"), lines, note)
-
-
-def _signed(found: Interval | None) -> str:
-    return f"{middle(found, '{:+.3f}')} {span(found, '{:+.3f}')}"
-
-
-def _forests(runs: Sequence[Known]) -> list[Forest]:
-    """A and B of all runs that have an interval."""
-    forests = []
-    for name, note, form in (("A", "Ceiling; score.", "{:.3f}"), ("B", "Steepness in ln C.", "{:.2f}")):
-        rows = [
-            _stretch(known.name, found, form)
-            for known in runs
-            if (found := known.parameters()[name]) is not None
-        ]
-        if rows:
-            note = f"{note} 90 % intervals; a dot is the median, where one may be told."
-            forests.append(Forest(title=name, note=note, rows=tuple(rows)))
-    return forests
-
-
-def _stretch(name: str, found: Interval, form: str) -> Stretch:
-    told = not np.isnan(found.median)
-    text = f"{middle(found, form)} {span(found, form)}" if told else span(found, form)
-    middle_at = found.median if told else None
-    return Stretch(name=name, low=found.low, high=found.high, middle=middle_at, text=text)
-
-
-def _beside(one: Sequence[Known], other: Sequence[Known], found: Comparison) -> list[Section]:
-    runs = [*one, *other]
-    colors = [color for side, color in zip((one, other), COLORS, strict=False) for _ in side]
-    compute = [known.window.whole.compute for known in runs]
-    at = places(compute, max(found.at or 0.0, 2 * max(float(each[-1]) for each in compute)))
-    note = (
-        "Bands: 90 and 50 % of the curve, without the noise of evaluations. Seeds of a side share a colour."
-    )
-    courses = [replace(course(known, at), color=color) for known, color in zip(runs, colors, strict=True)]
-    sections = [Section(title="Curves", charts=[curve_chart(courses, runs[0].window.unit, note)])]
-    if found.shared is not None:
-        A = found.shared.A
-        logits = [linearised(known.window.whole.score, known.window.whole.R0, A) for known in runs]
-        slopes = slope_chart(courses, logits, A, runs[0].window.unit)
-        sections.append(Section(title="Steepness", charts=[slopes]))
-    return sections
-
-
-# -- curves that are not measured yet
-
-
-def pilot(guess: Sigmoid, every: float, width: float, first: float, axis: Axis) -> Answer:
-    """The shortest run that is expected to know the ceiling to ``width``."""
-    found, unit = plan_pilot(guess, every, width, first=first), axis.unit
-    if not found.lengths:
-        raise ValueError(f"--every is {every:g}; fewer than 5 evaluations fit into 12 C_mid; use less")
-    if found.compute is None:
-        longest = f"{compute_text(12 * guess.C_mid)} {unit}"
-        lead = f"No pilot up to {longest} knows A to {width:g}; evaluate more often."
-    else:
-        lead = (
-            f"{compute_text(found.compute)} {unit} ({found.compute / guess.C_mid:.1f} C_mid) are expected to"
-            f" tell A to {width:g} (width of the 90 % interval)."
-        )
-    return Answer(
-        title="Pilot",
-        kind="plan",
-        result=asdict(guess) | asdict(found) | {"every": every, "first": first, "axis": axis},
-        lead=[lead],
-        tables=[_lengths(found, guess, unit)],
-        sections=lambda: [Section(title="Pilots", charts=[width_chart(found.lengths, width, unit)])],
-    )
-
-
-def _lengths(found: Pilot, guess: Sigmoid, unit: str) -> Table:
-    lines = [
-        line(
-            f"{compute_text(C)} {unit}",
-            "",
-            f"{C / guess.C_mid:.1f}",
-            f"{reached:.3f}",
-            "enough" if reached <= found.width else "",
-        )
-        for C, reached in found.lengths
-    ]
-    return table("Length", ("C / C_mid", "expected 90 % width of A", f"wanted: {found.width:g}"), lines)
-
-
-def imagine(truth: Sigmoid, compute: np.ndarray, sd: float, rho: float, seed: int, axis: Axis) -> Answer:
-    """Evaluations of a known curve with noise."""
-    drawn, unit = simulated(truth, compute, sd=sd, rho=rho, seed=seed), axis.unit
-    scores = truth.score(compute)
-    lines = [
-        line(compute_text(C), unit, f"{measured:.4f}", f"{exact:.4f}")
-        for C, measured, exact in zip(compute, drawn.score, scores, strict=True)
-    ]
-    return Answer(
-        title="Simulated run",
-        kind="simulation",
-        result=asdict(truth)
-        | {"axis": axis, "sd": sd, "rho": rho, "seed": seed}
-        | {"compute": compute, "score": drawn.score, "curve": scores},
-        tables=[table("Compute", ("measured", "without noise"), lines)],
-        sections=lambda: [Section(title="Curve", charts=[_drawn(truth, drawn, unit)])],
-    )
-
-
-def _drawn(truth: Sigmoid, drawn: Series, unit: str) -> Chart:
-    at = places([drawn.compute], 2 * float(drawn.compute[-1]))
-    ends = (float(drawn.compute[0]), float(drawn.compute[-1]))
-    shown = Course(
-        name=drawn.name,
-        compute=drawn.compute,
-        score=drawn.score,
-        window=ends,
-        places=at,
-        quantiles=np.tile(truth.score(at), (5, 1)),
-        told=True,
-    )
-    return curve_chart([shown], unit, "The curve, and evaluations of it with noise.")
-
-
-def csv_of(answer: Answer) -> str:
-    """The simulated evaluations as ``scale fit`` reads them, R0 in the row of compute 0."""
-    result = answer.result
-    rows = [(0.0, result["R0"]), *zip(result["compute"], result["score"], strict=True)]
-    return "compute,score\n" + "".join(f"{float(C)!r},{float(R)!r}\n" for C, R in rows)
+def _names(runs: Sequence[RunFolder]) -> list[str]:
+    """Of the folders; numbered where two are alike."""
+    names = [run.path.resolve().name for run in runs]
+    return [name if names.count(name) == 1 else f"{name} ({index + 1})" for index, name in enumerate(names)]

@@ -8,7 +8,7 @@ from enum import StrEnum
 import numpy as np
 
 from ostinato.scaling.forms import Choice, choose, rival, rival_sentence
-from ostinato.scaling.gates import BARS, Assessment, Bars, Standing, assess
+from ostinato.scaling.gates import Assessment, Standing, assess
 from ostinato.scaling.plan import COARSE, cadence, futures
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
 
@@ -25,9 +25,9 @@ class Forecast:
     assessment: Assessment
 
 
-def forecast(known: Posterior, C: float, bars: Bars = BARS) -> Forecast:
+def forecast(known: Posterior, C: float) -> Forecast:
     """R(C), as far as it may be told."""
-    assessment = assess(known, bars)
+    assessment = assess(known)
     if assessment.silent:
         return Forecast(compute=C, point=None, score=None, measured=None, assessment=assessment)
     score, measured = interval(known.score(C)), interval(known.measured(np.array([C]))[:, 0])
@@ -49,9 +49,9 @@ class Reach:
     assessment: Assessment
 
 
-def reach(known: Posterior, T: float, bars: Bars = BARS) -> Reach:
+def reach(known: Posterior, T: float) -> Reach:
     """P(A > T) and quantiles of C(T)."""
-    assessment = assess(known, bars)
+    assessment = assess(known)
     if assessment.standing is Standing.NOT_IDENTIFIED:
         return Reach(target=T, probability=None, compute=None, assessment=assessment)
     return Reach(
@@ -98,7 +98,7 @@ class Terms:
         return max(self.min_gain, self.price * (self.budget - since))
 
 
-def decide(known: Posterior, terms: Terms, bars: Bars = BARS, *, settle: bool = True) -> Decision:
+def decide(known: Posterior, terms: Terms, *, settle: bool = True) -> Decision:
     """Is the rest of the budget worth it?
 
     A curve that is not identified is never decided upon, and one to which a law that has foretold it better
@@ -110,15 +110,15 @@ def decide(known: Posterior, terms: Terms, bars: Bars = BARS, *, settle: bool = 
         raise ValueError(
             f"budget is {terms.budget:g} and {now:g} of it are spent; use the compute of the whole run"
         )
-    assessment = assess(known, bars)
+    assessment = assess(known)
     told = assessment.standing is not Standing.NOT_IDENTIFIED
     gain = None if assessment.silent else _gain(known, terms, now)
-    action, laws = verdict(known, terms, bars), choose(known.series) if told else []
+    action, laws = verdict(known, terms), choose(known.series) if told else []
     promised = _promised(rival(laws), now, terms.budget)
     disputed = action is Action.STOP and promised >= terms.least(now)
     settled = None
     if action is Action.UNDECIDED and settle and not assessment.silent:
-        settled = settling(known, terms, bars)
+        settled = settling(known, terms)
     start = _start(assessment, gain, terms.least(now)) + f"; another law promises {promised:.3f}" * disputed
     action = Action.UNDECIDED if disputed else action
     return Decision(
@@ -131,9 +131,9 @@ def decide(known: Posterior, terms: Terms, bars: Bars = BARS, *, settle: bool = 
     )
 
 
-def verdict(known: Posterior, terms: Terms, bars: Bars = BARS, *, since: float | None = None) -> Action:
+def verdict(known: Posterior, terms: Terms, *, since: float | None = None) -> Action:
     """What the posterior alone says of the compute from ``since`` (what is spent) to the budget."""
-    if assess(known, bars).standing is Standing.NOT_IDENTIFIED:
+    if assess(known).standing is Standing.NOT_IDENTIFIED:
         return Action.UNDECIDED
     since = float(known.series.compute[-1]) if since is None else since
     gain, least = _gain(known, terms, since), terms.least(since)
@@ -168,7 +168,7 @@ def _until(start: str, settled: float | None) -> str:
 
 
 def settling(
-    known: Posterior, terms: Terms, bars: Bars = BARS, *, count: int = 8, levels: int = 6, most: float = 0.75
+    known: Posterior, terms: Terms, *, count: int = 8, levels: int = 6, most: float = 0.75
 ) -> float | None:
     """The least compute, on a grid below the budget, by which the share ``most`` of ``count`` simulated
     futures tells whether what is left of the budget now is worth it; None where it is not told by then.
@@ -186,7 +186,7 @@ def settling(
         for way in ways:
             so_far = way.between(last=float(C) * (1 + 1e-9))
             later = posterior(so_far, noise=known.noise, draws=512, cells=COARSE)
-            decided += verdict(later, terms, bars, since=now) is not Action.UNDECIDED
+            decided += verdict(later, terms, since=now) is not Action.UNDECIDED
         if decided >= most * count:
             return float(C)
     return None

@@ -22,7 +22,6 @@ class Fit:
 
     curve: Sigmoid
     residuals: np.ndarray  # [n] observed - fitted
-    free: int = PARAMETERS
 
     @property
     def sse(self) -> float:
@@ -31,11 +30,11 @@ class Fit:
     @property
     def residual_sd(self) -> float:
         """Unbiased for independent noise; 0 where nothing is left to tell it from."""
-        return math.sqrt(self.sse / max(1, len(self.residuals) - self.free))
+        return math.sqrt(self.sse / max(1, len(self.residuals) - PARAMETERS))
 
 
-def fit(series: Series, *, rho: float = 0.0, sd: np.ndarray | float = 1.0, A: float | None = None) -> Fit:
-    """The least-squares sigmoid with R0 fixed and A at most 1 (or exactly ``A``, to compare slopes).
+def fit(series: Series, *, rho: float = 0.0, sd: np.ndarray | float = 1.0) -> Fit:
+    """The least-squares sigmoid with R0 fixed and A at most 1.
 
     ``rho`` > 0 is generalised least squares for AR(1) noise, ``sd`` ([n]) weighs the evaluations by theirs.
     Raises ValueError for fewer than 3 evaluations.
@@ -44,42 +43,34 @@ def fit(series: Series, *, rho: float = 0.0, sd: np.ndarray | float = 1.0, A: fl
         raise ValueError(
             f"{series.name} has {len(series)} evaluations in the window; {PARAMETERS} parameters need as many"
         )
-    if A is not None and not series.R0 <= A <= 1:
-        raise ValueError(f"A is fixed at {A:g}; use a score from R0 ({series.R0:g}) to 1")
-    problem = _Problem.of(series, sd, rho, A)
+    problem = _Problem.of(series, sd, rho)
     log_B, log_C_mid = problem.polish(problem.search())
     gain = float(problem.gain(problem.whitened(log_B, log_C_mid)))
     curve = Sigmoid(R0=series.R0, A=series.R0 + gain, B=math.exp(log_B), C_mid=math.exp(log_C_mid))
-    return Fit(
-        curve=curve,
-        residuals=series.score - curve.score(series.compute),
-        free=PARAMETERS - (A is not None),
-    )
+    return Fit(curve=curve, residuals=series.score - curve.score(series.compute))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Problem:
-    """min |y - a S(B, C_mid)|^2 in whitened coordinates, a = A - R0 in [a_low, a_high]."""
+    """min |y - a S(B, C_mid)|^2 in whitened coordinates, a = A - R0 in [0, most]."""
 
     compute: np.ndarray  # [n]
     y: np.ndarray  # [n] whitened R - R0
     sd: np.ndarray | float
     rho: float
-    a_low: float
-    a_high: float
+    most: float
     low: np.ndarray  # [2] least ln B, ln C_mid
     high: np.ndarray
 
     @classmethod
-    def of(cls, series: Series, sd: np.ndarray | float, rho: float, A: float | None) -> _Problem:
+    def of(cls, series: Series, sd: np.ndarray | float, rho: float) -> _Problem:
         C = series.compute
         return cls(
             compute=C,
             y=whiten(series.score - series.R0, sd, rho),
             sd=sd,
             rho=rho,
-            a_low=0.0 if A is None else A - series.R0,
-            a_high=(1.0 if A is None else A) - series.R0,
+            most=1.0 - series.R0,
             low=np.log([B_RANGE[0], C[0] / REACH]),
             high=np.log([B_RANGE[1], C[-1] * REACH]),
         )
@@ -91,7 +82,7 @@ class _Problem:
 
     def gain(self, S: np.ndarray) -> np.ndarray:
         """The best a for each row of S."""
-        return np.clip((S @ self.y) / np.maximum((S * S).sum(-1), 1e-300), self.a_low, self.a_high)
+        return np.clip((S @ self.y) / np.maximum((S * S).sum(-1), 1e-300), 0.0, self.most)
 
     def search(self, cells: tuple[int, int] = (40, 120)) -> np.ndarray:
         """[2] the best of a grid."""
@@ -128,7 +119,7 @@ class _Problem:
         J = np.stack([slope * B * np.log(self.compute / C_mid), -slope * B], axis=-1)
         S, J = whiten(S, self.sd, self.rho), whiten(J.T, self.sd, self.rho).T
         a = self.gain(S)
-        if self.a_low < a < self.a_high:  # a moves with them
+        if 0.0 < a < self.most:  # a moves with them
             J = J - np.outer(S, S @ J) / (S @ S)
         return self.y - a * S, a * J
 

@@ -32,7 +32,6 @@ class Law:
     form: Form
     parameters: Mapping[str, float]
     score: Callable[[np.ndarray], np.ndarray]  # of compute
-    sse: float  # in the score, over what it was fitted to
 
 
 def fit_form(series: Series, form: Form) -> Law:
@@ -53,8 +52,7 @@ def fit_form(series: Series, form: Form) -> Law:
             parameters, score = _power(series)
         case Form.LOG_ERROR:
             parameters, score = _log_error(series)
-    residuals = series.score - score(series.compute)
-    return Law(form=form, parameters=parameters, score=score, sse=float(residuals @ residuals))
+    return Law(form=form, parameters=parameters, score=score)
 
 
 Fitted = tuple[dict[str, float], Callable[[np.ndarray], np.ndarray]]
@@ -165,13 +163,13 @@ class Choice:
     reason: str = ""
 
 
-def choose(series: Series, forms: Sequence[Form] = tuple(Form)) -> list[Choice]:
+def choose(series: Series) -> list[Choice]:
     """All forms, the one with the smallest rolling-origin error first.
 
     Of one series after another, the order says which law foretold best; of a short one it mostly says that
     the first origins lie below 2 C_mid, where least squares takes the ceiling of a sigmoid to 1.
     """
-    return sorted((_choice(series, form) for form in forms), key=lambda choice: choice.error)
+    return sorted((_choice(series, form) for form in Form), key=lambda choice: choice.error)
 
 
 CLEARLY = 0.7  # the error of another law has to be below so much of ours
@@ -215,13 +213,8 @@ def _choice(series: Series, form: Form) -> Choice:
     return Choice(form=form, error=_together(by_origin), by_origin=by_origin, law=law)
 
 
-def rolling_error(series: Series, form: Form, origins: Sequence[float] = ORIGINS) -> float:
-    """Root mean square, over origins, of the mean-square error on all that comes after an origin, by a law
-    fitted to what comes before; origins are shares of the evaluations. Infinite where too few remain."""
-    return _together([_error_from(series, form, origin) for origin in origins])
-
-
 def _together(errors: Sequence[float | None]) -> float:
+    """Root mean square over origins; infinite where too few evaluations remain."""
     squares = [error**2 for error in errors if error is not None]
     return math.sqrt(sum(squares) / len(squares)) if squares else math.inf
 

@@ -1,4 +1,4 @@
-"""What may be said of a curve: identified, provisional, or not; flags in words; alarms after the fit."""
+"""What may be said of a curve: identified, provisional, or not; flags in words."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from enum import StrEnum
 import numpy as np
 
 from ostinato.scaling.fit import B_RANGE, Fit
-from ostinato.scaling.noise import CONSERVATIVE, MEASURED, Noise, covariance, sd_from_steps, sd_of_mean
-from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
+from ostinato.scaling.noise import MEASURED, sd_from_steps, sd_of_mean
+from ostinato.scaling.posterior import Interval, Posterior, interval
 from ostinato.scaling.series import Series
 
 FEWEST = 5  # evaluations for a forecast of three parameters
 Z = 3.0  # standard errors that a change has to have
 FALLS = 5  # in a row, which noise alone has in one of 200 looks
+# What makes a curve identified (reference back-tests: A is known to 0.02 from about 3 C_mid on): the least
+# C_max / C_mid, and the most of the 90 % interval of A.
+IDENTIFIED, WIDTH = 3.0, 0.06
+PROVISIONAL, PROVISIONAL_WIDTH = 2.0, 0.15
 AT_BOUND = 0.05  # chance that C_mid is within a factor 2 of the least that is thought of
 
 
@@ -47,24 +51,10 @@ REFUSALS = {
     Flag.FEW: f"fewer than {FEWEST} evaluations do not carry three parameters; measure more",
     Flag.NO_GAIN: "the scores have not risen beyond their noise; there is no curve yet",
 }
-REFUTING = frozenset({Flag.FALLING, Flag.TAIL})  # the model itself
 SILENCING = frozenset(
     REFUSALS
 )  # not even an interval is told: it would be that of a wrong model, or the prior's
 UNSTEEP = frozenset({Flag.B_AT_BOUND, Flag.B_UNKNOWN})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
-    """What makes a curve identified (reference back-tests: A is known to 0.02 from about 3 C_mid on)."""
-
-    identified: float = 3.0  # least C_max / C_mid
-    provisional: float = 2.0
-    width: float = 0.06  # most of the 90 % interval of A
-    provisional_width: float = 0.15
-
-
-BARS = Bars()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,22 +74,17 @@ class Assessment:
         return self.A is None
 
     @property
-    def refuted(self) -> bool:
-        """It falls, or has fallen from what it had reached."""
-        return not REFUTING.isdisjoint(self.flags)
-
-    @property
     def steep(self) -> bool:
         """May B and C_mid be told? A run that was saturated when it was first evaluated knows its A alone."""
         return self.standing in TOLD and UNSTEEP.isdisjoint(self.flags)
 
 
-def assess(known: Posterior, bars: Bars = BARS) -> Assessment:
+def assess(known: Posterior) -> Assessment:
     """May the curve be forecast?"""
     flags = tuple(_flags(known.series, known.fit)) + (() if _steep(known) else (Flag.B_UNKNOWN,))
     ratios = interval(known.series.compute[-1] / known.C_mid)
     A: Interval | None = interval(known.A)
-    standing, reason = _standing(flags, ratios, A.width, bars)
+    standing, reason = _standing(flags, ratios, A.width)
     if not SILENCING.isdisjoint(flags):
         A = None
     elif standing is Standing.NOT_IDENTIFIED:
@@ -107,19 +92,19 @@ def assess(known: Posterior, bars: Bars = BARS) -> Assessment:
     return Assessment(standing=standing, reason=reason, flags=flags, ratio=ratios.median, A=A)
 
 
-def _standing(flags: Sequence[Flag], ratios: Interval, width: float, bars: Bars) -> tuple[Standing, str]:
+def _standing(flags: Sequence[Flag], ratios: Interval, width: float) -> tuple[Standing, str]:
     for flag, sentence in REFUSALS.items():
         if flag in flags:
             return Standing.NOT_IDENTIFIED, sentence
     ratio = ratios.median
     reached = f"{ratio:.1f} C_mid" if UNSTEEP.isdisjoint(flags) else f"at least {ratios.low:.1f} C_mid"
     seen = f"compute has reached {reached} and the 90 % interval of A is {width:.3f} wide"
-    if ratio < bars.provisional or width > bars.provisional_width:
-        needed = f"{bars.provisional:g} C_mid and {bars.provisional_width:g}"
+    if ratio < PROVISIONAL or width > PROVISIONAL_WIDTH:
+        needed = f"{PROVISIONAL:g} C_mid and {PROVISIONAL_WIDTH:g}"
         return Standing.NOT_IDENTIFIED, f"{seen}; a provisional forecast needs {needed}"
-    if ratio < bars.identified or width > bars.width or Flag.A_AT_BOUND in flags:
+    if ratio < IDENTIFIED or width > WIDTH or Flag.A_AT_BOUND in flags:
         at_bound = ", with A at its bound" if Flag.A_AT_BOUND in flags else ""
-        needed = f"{bars.identified:g} C_mid and {bars.width:g}"
+        needed = f"{IDENTIFIED:g} C_mid and {WIDTH:g}"
         return Standing.PROVISIONAL, f"{seen}{at_bound}; {needed} identify it"
     return Standing.IDENTIFIED, seen
 
@@ -196,106 +181,3 @@ def runs_z(residuals: np.ndarray) -> float:
     expected = product / n + 1
     variance = product * (product - n) / (n * n * (n - 1))
     return (1 + int((sign[1:] != sign[:-1]).sum()) - expected) / math.sqrt(variance)
-
-
-# ---- after the fit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drift:
-    """Later evaluations against the forecast. ``alarm`` is the compute of the first that raises it."""
-
-    compute: np.ndarray  # [m]
-    forecast: np.ndarray  # [m] median
-    z: np.ndarray  # [m] (observed - forecast) / sd of both
-    innovation: np.ndarray  # [m] the same, given the evaluations before it: independent, sd 1
-    below: np.ndarray  # [m] CUSUM of falling short
-    above: np.ndarray  # [m] CUSUM of exceeding
-    alarm: float | None  # falls short
-    exceeds: float | None  # is better than foretold: no harm, but the fit is to be made again
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """A single innovation beyond ``single``, or a CUSUM (Page 1954) with ``slack`` beyond ``sum``; together
-    with a Shewhart limit as Lucas (1982) has it. One false alarm in about 400 evaluations of a model that
-    holds, fewer with the noise of real runs."""
-
-    single: float = 3.0
-    slack: float = 0.5
-    sum: float = 5.0
-
-
-LIMITS = Limits()
-
-
-def drift(
-    window: Series, after: Series, *, noise: Noise = MEASURED, limits: Limits = LIMITS, seed: int = 0
-) -> Drift:
-    """Do the evaluations ``after`` follow the forecast from ``window``?
-
-    The forecast errs in the same direction at neighbouring computes. Its covariance and that of the noise are
-    taken together, and each evaluation is judged given those before it. Raises ValueError for a window that
-    cannot be fitted, or evaluations that do not come after it.
-    """
-    if len(after) and after.compute[0] <= window.compute[-1]:
-        raise ValueError(
-            f"{after.name} has evaluations inside the fit window (compute {after.compute[0]:g} of"
-            f" {window.compute[-1]:g}); give those after it"
-        )
-    known = posterior(window, noise=noise, seed=seed)
-    R = known.score(after.compute)
-    forecast = np.median(R, axis=0)
-    sd = np.full(len(after), float(np.median(known.sd)))
-    both = np.atleast_2d(np.cov(R, rowvar=False)) + covariance(sd, noise.rho, len(after))
-    off = after.score - forecast
-    innovation = np.linalg.solve(np.linalg.cholesky(both), off) if len(after) else off
-    below, above = _cusum(-innovation, limits.slack), _cusum(innovation, limits.slack)
-
-    def first(beyond: np.ndarray, total: np.ndarray) -> float | None:
-        hits = np.flatnonzero((beyond > limits.single) | (total > limits.sum))
-        return float(after.compute[hits[0]]) if len(hits) else None
-
-    return Drift(
-        compute=after.compute,
-        forecast=forecast,
-        z=off / np.sqrt(np.diag(both)),
-        innovation=innovation,
-        below=below,
-        above=above,
-        alarm=first(-innovation, below),
-        exceeds=first(innovation, above),
-    )
-
-
-def watch(
-    series: Series, *, bars: Bars = BARS, noise: Noise = CONSERVATIVE, limits: Limits = LIMITS
-) -> Drift | None:
-    """The first forecast that could be told, at least a provisional one, held against all that came after it;
-    None where none could be told, or nothing came after."""
-    for n in range(FEWEST, len(series)):
-        window = series.take(slice(n))
-        if assess(posterior(window, noise=noise, draws=512, cells=(24, 48)), bars).standing in TOLD:
-            return drift(window, series.take(slice(n, None)), limits=limits)
-    return None
-
-
-def _cusum(x: np.ndarray, slack: float) -> np.ndarray:
-    total, sums = 0.0, np.empty(len(x))
-    for t, step in enumerate(x):
-        total = sums[t] = max(0.0, total + step - slack)
-    return sums
-
-
-class Truncation(StrEnum):
-    FINE = "fine"
-    WARN = "warn"
-    ALARM = "alarm"
-
-
-def truncation(share: float) -> Truncation:
-    """Of answers cut off at the length limit: above 10 % warns, above 15 % alarms, whatever the curve says;
-    runs of the paper at 10 to 15 % became unstable and did not recover."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"the truncated share is {share}; use a number in [0, 1]")
-    return Truncation.ALARM if share > 0.15 else Truncation.WARN if share > 0.10 else Truncation.FINE

@@ -1,22 +1,20 @@
-"""Curves that have not been measured yet: simulated ones, what more evaluations would tell, how long a pilot
-has to be."""
+"""Curves that have not been measured yet: simulated ones, and how a series may go on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.noise import CONSERVATIVE, Noise, simulate
-from ostinato.scaling.posterior import Posterior, interval, posterior
+from ostinato.scaling.noise import simulate
+from ostinato.scaling.posterior import Posterior
 from ostinato.scaling.series import Series, series
 
 COARSE = (24, 48)  # cells of a posterior of which only a width is wanted
 MOST = 200  # simulated evaluations: a budget in other units than the run is no matter of memory
 FARTHEST = 1e300  # steps: the quotient of two amounts of compute may be infinite
-OFTENEST = 200  # evaluations per C_mid of a pilot
 
 
 def simulated(
@@ -65,48 +63,3 @@ def futures(known: Posterior, last: float, count: int, *, seed: int = 0) -> list
         )
         for score in scores
     ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pilot:
-    """The shortest run that gives the width, and the widths of all lengths that were tried."""
-
-    compute: float | None  # None: no length up to the longest
-    width: float
-    lengths: tuple[tuple[float, float], ...]  # (compute, expected 90 % width of A)
-
-
-def plan_pilot(
-    guess: Sigmoid,
-    every: float,
-    width: float,
-    *,
-    first: float = 0.0,
-    noise: Noise = CONSERVATIVE,
-    longest: float = 12.0,
-    steps: int = 23,
-) -> Pilot:
-    """How long a run has to be for A to be known to ``width`` (90 %), if its curve is the ``guess``.
-
-    Evaluated ``every`` so much compute, from ``first`` on; tried up to ``longest`` x C_mid. The width is that
-    of evaluations on the curve itself, with the noise that the posterior assumes: what to expect on average.
-    """
-    if not every > 0:
-        raise ValueError(f"every is {every}; use the compute between evaluations, a positive number")
-    if every < guess.C_mid / OFTENEST:
-        raise ValueError(
-            f"every is {every:g}, less than a {OFTENEST}th of C_mid ({guess.C_mid:g}); use the compute"
-            " between evaluations, in the unit of C_mid"
-        )
-    if not 0 < width < 1:
-        raise ValueError(f"width is {width}; use the wanted 90 % width of A, in (0, 1)")
-    lengths = []
-    for ratio in np.linspace(1.0, longest, steps):
-        C = np.arange(every, ratio * guess.C_mid + 1e-9 * every, every)
-        C = C[first <= C]
-        if len(C) < 5:
-            continue
-        known = posterior(simulated(guess, C, sd=0.0), noise=noise, draws=1024, cells=COARSE)
-        lengths.append((float(C[-1]), interval(known.A).width))
-    enough = [C for C, reached in lengths if reached <= width]
-    return Pilot(compute=enough[0] if enough else None, width=width, lengths=tuple(lengths))

@@ -8,17 +8,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
 from ostinato.axis import Axis
-from ostinato.observe.report.reading import read_run as run_rows
 from ostinato.options import options_of
-from ostinato.run import RunFolder
-from ostinato.scaling.cut import Cut, auto_cut
 from ostinato.scaling.series import Series, read_csv, read_run
 
-AUTO = "auto"  # of --cut
 MAGNITUDES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 
@@ -52,15 +47,9 @@ class Reading:
     ] = None
     cut: Annotated[
         str,
-        typer.Option(
-            metavar="C",
-            help="Leave out evaluations before this compute, e.g. 1.5k; auto: the first epoch, and what the"
-            " ceiling would hang on; auto:1.5k both.",
-        ),
+        typer.Option(metavar="C", help="Leave out evaluations before this compute, e.g. 1.5k."),
     ] = ""
-    until: Annotated[
-        str, typer.Option(metavar="C", help="Fit up to this compute; what comes later is held against it.")
-    ] = ""
+    until: Annotated[str, typer.Option(metavar="C", help="Leave out evaluations after this compute.")] = ""
     compute: Annotated[str, typer.Option(metavar="COLUMN", help="Of a CSV.")] = "compute"
     score: Annotated[str, typer.Option(metavar="COLUMN", help="Of a CSV.")] = "score"
     stderr: Annotated[
@@ -105,13 +94,6 @@ class Window:
     whole: Series
     fitted: Series
     run: Path | None = None  # the folder that it came from
-    cut: Cut | None = None  # where --cut auto chose
-
-    @property
-    def later(self) -> Series:
-        """What came after the part that is fitted."""
-        end = float(self.fitted.compute[-1]) if len(self.fitted) else math.inf
-        return self.whole.take(self.whole.compute > end)
 
     @property
     def unit(self) -> str:
@@ -158,117 +140,45 @@ def _refuse(reading: Reading, names: Sequence[str], why: str) -> None:
             raise ValueError(f"--{name} is given, but {why}; drop it")
 
 
-def read_one(source: Path, reading: Reading, *, waiting: bool = False) -> Window:
-    """The series that is meant, and its window, which may be empty while one is ``waiting`` for more."""
-    names = reading.series or [None]
-    if len(names) > 1:
-        raise ValueError(f"--series is given {len(names)} times; this command takes one series")
-    return window(source, _named(read_all(source, reading), source, names[0]), reading, waiting=waiting)
-
-
-Side = tuple[Window, ...]  # the seeds of one recipe
-
-
-def read_pair(sources: Sequence[str], reading: Reading) -> tuple[Side, Side]:
-    """Two sides, each a run or a file, or several seeds with commas between; or two --series of one file."""
-    if len(sources) == 2:
-        sides = [_paths(source) for source in sources]
-        names = reading.series or [None, None]
-        if len(names) != 2:
-            raise ValueError(
-                f"--series is given {len(names)} times for two sides; give one for each, or none"
-            )
-        one, other = (
-            [(path, found) for path in side for found in _several(read_all(path, reading), path, name)]
-            for side, name in zip(sides, names, strict=True)
-        )
-        return _pair(one, other, reading)
-    (path,) = (Path(source) for source in sources)
-    found = read_all(path, reading)
-    names = reading.series or [one.name for one in found]
-    if len(names) != 2:
-        raise ValueError(
-            f"{path} has {len(found)} series and {len(reading.series or ())} are named; compare two"
-            " runs, or choose two series: --series ONE --series OTHER"
-        )
-    one, other = ([(path, each) for each in _several(found, path, name)] for name in names)
-    return _pair(one, other, reading)
-
-
-Named = Sequence[tuple[Path, Series]]
-
-
-def _pair(one: Named, other: Named, reading: Reading) -> tuple[Side, Side]:
-    """Raises ValueError for a run that is given twice: a seed counted twice would pass for one more."""
-    given = [(path.resolve(), found.name) for path, found in [*one, *other]]
-    for _, name in (one for one in given if given.count(one) > 1):
-        raise ValueError(f"{name} is given more than once; name every run once, as in a0,a1,a2 b0,b1,b2")
-    first, second = (tuple(window(path, found, reading) for path, found in side) for side in (one, other))
-    return first, second
-
-
-def _paths(source: str) -> list[Path]:
-    """One path, or several with commas between."""
-    return [Path(source)] if Path(source).exists() else [Path(part) for part in source.split(",")]
-
-
-def _several(found: Sequence[Series], source: Path, name: str | None) -> list[Series]:
-    """The series of that name, or of several names with commas between."""
-    if name is None or "," not in name or any(one.name == name for one in found):
-        return [_named(found, source, name)]
-    return [_named(found, source, part) for part in name.split(",")]
-
-
-def _named(found: Sequence[Series], source: Path, name: str | None) -> Series:
-    known = ", ".join(repr(one.name) for one in found)
-    if name is None:
-        if len(found) == 1:
-            return found[0]
+def read_one(source: Path, reading: Reading) -> Window:
+    """The series that is meant, and its window."""
+    found = _chosen(source, reading)
+    if len(found) != 1:
+        known = ", ".join(repr(one.name) for one in found)
         raise ValueError(f"{source} has {len(found)} series; choose one with --series: {known}")
-    for one in found:
-        if one.name == name:
-            return one
-    raise ValueError(f"--series is {name!r}, and {source} has {known}; choose one of them")
+    return window(source, found[0], reading)
 
 
-def window(source: Path, whole: Series, reading: Reading, *, waiting: bool = False) -> Window:
-    """The part between --cut and --until. Raises ValueError where nothing is left, unless one is waiting."""
-    automatic, _, least = (
-        reading.cut.partition(":") if reading.cut.startswith(AUTO) else ("", "", reading.cut)
-    )
-    if automatic not in ("", AUTO):
-        raise ValueError(f"--cut is {reading.cut!r}; write auto, auto:1.5k or a positive number")
-    first = amount(least, "--cut") if least else 0.0
+def read_several(sources: Sequence[Path], reading: Reading) -> list[Window]:
+    """All series that are meant, two at least."""
+    found = [window(source, one, reading) for source in sources for one in _chosen(source, reading)]
+    if len(found) < 2:
+        raise ValueError(f"{sources[0]} has one series; name another run, or two series of a file")
+    return found
+
+
+def _chosen(source: Path, reading: Reading) -> list[Series]:
+    """Those that --series names, in its order, or all."""
+    found = read_all(source, reading)
+    by_name = {one.name: one for one in found}
+    for name in reading.series or ():
+        if name not in by_name:
+            known = ", ".join(map(repr, by_name))
+            raise ValueError(f"--series is {name!r}, and {source} has {known}; choose one of them")
+    return [by_name[name] for name in reading.series or ()] or found
+
+
+def window(source: Path, whole: Series, reading: Reading) -> Window:
+    """The part between --cut and --until. Raises ValueError where nothing is left."""
+    first = amount(reading.cut, "--cut") if reading.cut else 0.0
     last = amount(reading.until, "--until") if reading.until else math.inf
     fitted = whole.between(first, last)
-    if len(whole) and not len(fitted) and not waiting:
+    if len(whole) and not len(fitted):
         raise ValueError(
             f"{whole.name} was evaluated from compute {whole.compute[0]:g} to {whole.compute[-1]:g}, none of"
             " it between --cut and --until; widen them"
         )
-    run = source if source.is_dir() else None
-    if not automatic or not len(fitted):
-        return Window(whole=whole, fitted=fitted, run=run)
-    epoch = None if run is None else _epoch(run, whole, reading)
-    cut = auto_cut(whole.between(last=last), epoch=epoch, least=first)
-    return Window(whole=whole, fitted=fitted.between(first=cut.first), run=run, cut=cut)
-
-
-def _epoch(run: Path, whole: Series, reading: Reading) -> float | None:
-    """The compute of one pass over the training prompts, as many as there were when the run began, or by its
-    recipe, where 0 stands for all that there are; None where it is not known."""
-    data = run_rows(RunFolder.open(run))
-    began = data.starts[0].get("train_prompts") if data.starts else None
-    prompts, per_step = began or data.setting("task.n_train"), data.setting("rollout.prompts_per_step")
-    if not (isinstance(prompts, int) and isinstance(per_step, int) and prompts and per_step):
-        return None
-    steps = read_run(
-        run, Axis.STEPS, reading.split, metric=reading.metric, low=reading.low, high=reading.high
-    ).compute
-    epoch = prompts / per_step
-    if epoch > steps[-1]:
-        return float(whole.compute[-1] * epoch / steps[-1])
-    return float(np.interp(epoch, np.append(0, steps), np.append(0, whole.compute)))
+    return Window(whole=whole, fitted=fitted, run=source if source.is_dir() else None)
 
 
 def amount(text: str, option: str) -> float:

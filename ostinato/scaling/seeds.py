@@ -1,4 +1,4 @@
-"""How far runs differ by their seed alone: what ``compare`` and ``ablation`` take for one thing.
+"""How far runs differ by their seed alone: part of every interval of an ``ablation``.
 
 Two runs say next to nothing about it. The posterior of the standard deviation tau is a grid (restricted
 likelihood, as in random-effects meta-analysis), flat in tau (Gelman 2006); where one's own seeds have fewer

@@ -68,11 +68,11 @@ BUDGETS = {
     "model": 5_900,
     "plan": 5_800,
     "cli": 1_000,
-    "ablate": 1_450,
+    "ablate": 800,
     "parallel": 3_900,
     "launch": 3_700,
     "pipeline": 3_150,
-    "scaling": 4_100,  # with its commands
+    "scaling": 2_850,  # with its commands
     "train": 2_650,
     "(files of their own)": 2_400,
     "algo": 2_200,

@@ -33,7 +33,7 @@ def forecast_sections(data: RunData) -> list[Section]:
     newest, last = data.forecasts[-1], rows[-1]
     axis = str(last.get("counted", "?"))
     drawn = {"compute", "q05", "q95"} <= set(last.get("curve") or ())
-    charts = [_curve(rows, data.name, axis)] if drawn else []
+    charts = [_curve(rows, axis)] if drawn else []
     charts += [_moved(rows, key, axis) for key in MOVED if any(row.get(key) for row in rows)]
     lead = f"After the evaluation of step {last['step']}: {last.get('sentence', '?')}."
     if newest["step"] > last["step"]:  # what is shown below is not of today
@@ -42,26 +42,24 @@ def forecast_sections(data: RunData) -> list[Section]:
     return [Section(title="Forecast", anchor="forecast", lead=lead, charts=charts, tables=[table])]
 
 
-def _curve(rows: Sequence[Row], name: str, axis: str) -> Chart:
+def _curve(rows: Sequence[Row], axis: str) -> Chart:
     """Scores over compute with the bands of the last forecast, up to the budget."""
     compute = np.array([row["compute"] for row in rows])
     curve = rows[-1]["curve"]
     C = np.array(curve["compute"])
-    at = places([compute], float(C[-1]))
+    at = places(compute, float(C[-1]))
     bands = [
         np.interp(np.log(at), np.log(C), curve[q]) if q in curve else np.full(len(at), np.nan) for q in LEVELS
     ]
     course = Course(
-        name=name,
         compute=compute,
         score=np.array([row["score"] for row in rows]),
-        window=(float(compute[0]), float(compute[-1])),
         places=at,
         quantiles=np.array(bands),
         told=rows[-1].get("gate") in TOLD,
     )
     note = "Held-out score, 0 to 1, and what is known of its curve, without the noise of evaluations."
-    return curve_chart([course], axis, note)
+    return curve_chart(course, axis, note)
 
 
 def _moved(rows: Sequence[Row], key: str, axis: str) -> Chart:

@@ -99,7 +99,7 @@ def test_a_run_that_died_early_does_not_pull_the_others_down(n: int, shown: str)
     dead = arms["a | pipe"]
     assert dead["reached_at"] == rows[-1]["compute"]["flops"][-1]
     assert dead["reached"]["median"] == pytest.approx(float(np.mean(rows[-1]["score"][-1:])), abs=0.06)
-    lines = answer.tables(answer.compared(rows, Axis.FLOPS))[0].rows
+    lines = answer.answer(answer.compared(rows, Axis.FLOPS)).tables[0].rows
     assert [line[5].endswith(shown) for line in lines] == [False, False, True]
 
 
@@ -124,17 +124,14 @@ def test_parts_that_never_act_are_told(tmp_path: Path, capsys: pytest.CaptureFix
         row["acted"] = {"clip_ratio/region_mean": 0.0}
     path = tmp_path / "runs.jsonl"
     write_kept(path, rows)
-    page = ["--page", str(tmp_path / "page"), "--html", str(tmp_path / "page.html"), "--json", "-"]
     with pytest.raises(SystemExit) as done:
-        main(["ablate", str(path), *page])
+        main(["ablate", str(path), "--json", "-"])
     assert done.value.code == 0
     found = json.loads(capsys.readouterr().out)
     assert found["arms"][1]["acted"] == [{"clip_ratio/region_mean": 0.0}] * 2
-    text = (tmp_path / "page.md").read_text()
-    assert "| What acted | capped | clipped | interrupted | updates old |" in text
-    assert "| the recipe | <0.01% | - | 3.00% | 8 |" in text
-    assert "| CISPO -> DAPO clip | - | 0 | - | - |" in text
-    assert "What acted" in (tmp_path / "page.html").read_text()
+    acted = answer.answer(answer.compared(rows, Axis.FLOPS)).tables[-1]
+    assert list(acted.head) == ["capped", "clipped", "interrupted", "updates old"]
+    assert [tuple(cells) for _, *cells in acted.rows] == [("<0.01%", "-", "3.00%", "8"), ("-", "0", "-", "-")]
 
 
 def test_what_acted_is_the_mean_over_steps_and_the_last_of_what_adds_up(tmp_path: Path) -> None:
@@ -215,18 +212,3 @@ def test_why_runs_failed_is_said_where_nothing_can_be_told(
     assert "recipe-s0 failed: no signal." in said
     why = "no run of 'the recipe' is there" if surviving else "no run has come to its end"
     assert f"Nothing can be told: {why}" in said
-
-
-# -- plots
-
-
-def test_every_seed_has_its_points_where_steps_are_equal() -> None:
-    """Over --axis steps all seeds are scored at the same places, and of equal places one point was kept."""
-    rows = rows_of(REFERENCE, OTHER, seeds=3)
-    (section,) = answer.answer(answer.compared(rows, Axis.STEPS)).sections()
-    (first, second) = section.charts
-    for chart, arms in ((first, [REFERENCE]), (second, [REFERENCE, OTHER])):
-        points = {each.label: each for each in chart.series if each.label.endswith("fitted")}
-        assert set(points) == {f"{arm}, seed {seed}, fitted" for arm in arms for seed in range(3)}
-        for each in points.values():
-            assert sum(value is not None for value in each.values) == 24

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.observe.stability import Alarm, Limits, Rule, alarms, watch_after
-from ostinato.scaling.gates import Truncation, truncation
 
 NAMES = {
     "reward": "reward",
@@ -164,15 +163,6 @@ def test_a_policy_that_begins_truncated_may_still_come_apart() -> None:
     early = (Rule.TRUNCATED_EARLY, 10)
     assert cut_short(0.18, 0.3, 0.95) == [early, (Rule.TRUNCATED_MUCH, 21)]
     assert cut_short(0.18, 0.3, 0.32) == [early], "not 15 points more"
-
-
-def test_watch_and_scale_have_the_same_limits() -> None:
-    """`ostinato scale watch` grades the share of a run that trains elsewhere, too."""
-    limits = Limits()
-    edges = (limits.truncated_warning, limits.truncated_alarm)
-    assert [truncation(share) for share in edges] == [Truncation.FINE, Truncation.WARN]
-    above = [truncation(math.nextafter(share, 1)) for share in edges]
-    assert above == [Truncation.WARN, Truncation.ALARM]
 
 
 def test_noise_of_a_rare_reward_is_no_fall() -> None:

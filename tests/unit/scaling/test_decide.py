@@ -1,21 +1,16 @@
-"""Decisions: go on or stop, reach a target, compare two runs, plan a pilot."""
+"""Decisions: go on or stop, reach a target."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from ostinato.axis import Axis
-from ostinato.scaling.compare import compare, last_crossing
-from ostinato.scaling.curve import Sigmoid, crossovers
+from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.decide import Action, Terms, decide, forecast, reach, verdict
-from ostinato.scaling.plan import MOST, cadence, futures, plan_pilot, simulated
+from ostinato.scaling.plan import MOST, cadence, futures, simulated
 from ostinato.scaling.posterior import Posterior, posterior
-from ostinato.scaling.seeds import FLOOR, Z90, spread
 from ostinato.scaling.series import series
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
@@ -122,131 +117,7 @@ def test_reaching_a_target() -> None:
     assert reach(known(2_500), 0.58).probability is None
 
 
-# ---- comparisons
-
-LARGE = Sigmoid(R0=0.4, A=0.66, B=1.7, C_mid=6000.0)
-
-
-def test_the_better_ceiling_wins_though_it_is_behind_now() -> None:
-    small, large = known(15_000, name="small"), known(30_000, LARGE, n=30, seed=1, name="large")
-    found = compare(small, large, at=5_000)
-    assert found.higher_A is not None and found.higher_A < 0.1
-    assert found.higher_score is not None and found.higher_score > 0.95
-    assert found.crosses is not None and found.crosses > 0.9
-    (true,) = crossovers(SCALERL, LARGE, 5_000, 1e6)
-    assert found.crossover is not None and found.crossover.low <= true <= found.crossover.high
-
-
-def test_runs_that_differ_by_seed_alone_are_not_told_apart() -> None:
-    one, other = known(20_000, n=40, seed=5), known(20_000, replace(SCALERL, A=0.622), n=40, seed=6)
-    with_floor, without = compare(one, other), compare(one, other, floor=0.0)
-    assert with_floor.higher_A is not None and without.higher_A is not None
-    assert abs(with_floor.higher_A - 0.5) < abs(without.higher_A - 0.5)
-    assert with_floor.higher_A > 0.05
-
-
-def test_a_difference_is_as_uncertain_as_two_independent_runs_make_it() -> None:
-    """Both posteriors are drawn with seed 0. Rank by rank their A went up and down together, and the interval
-    of a difference came out less than half as wide as two independent runs allow."""
-    one, other = known(8_000, n=20, seed=5), known(8_000, n=20, seed=6)
-    difference = compare(one, other, floor=0.0).difference
-    assert difference is not None
-    independent = math.hypot(one.A.std(), other.A.std()) * 2 * 1.645
-    assert difference.width == pytest.approx(independent, rel=0.15)
-
-
-def test_swapping_the_runs_swaps_the_answer() -> None:
-    one, other = known(15_000), known(30_000, LARGE, n=30, seed=1)
-    there, back = compare(one, other, at=9_000), compare(other, one, at=9_000)
-    assert there.higher_A is not None and back.higher_A is not None
-    assert there.higher_A == pytest.approx(1 - back.higher_A, abs=0.02)
-    assert there.shared is not None and back.shared is not None
-    assert pytest.approx(back.shared.B[::-1]) == there.shared.B
-
-
-def test_slopes_are_compared_at_a_shared_A() -> None:
-    steep, slow = known(20_000, n=40), known(20_000, replace(SCALERL, B=1.4), n=40, seed=2)
-    shared = compare(steep, slow).shared
-    assert shared is not None and shared.B[0] > shared.B[1]
-    assert pytest.approx((steep.fit.curve.A + slow.fit.curve.A) / 2) == shared.A
-
-
-@pytest.mark.parametrize(("tau", "most"), [(0.003, 0.012), (0.03, 0.06)])
-def test_own_seeds_tell_how_far_seeds_differ(tau: float, most: float) -> None:
-    """Seeds that hardly differ narrow the floor of 0.02, seeds that differ more widen it, and the difference
-    of the recipes narrows with their number."""
-    rng = np.random.default_rng(0)
-    sides = [
-        [
-            known(15_000, replace(SCALERL, A=A + tau * rng.standard_normal()), seed=10 * at + side)
-            for at in range(4)
-        ]
-        for side, A in enumerate((0.62, 0.60))
-    ]
-    one, four = compare(sides[0][0], sides[1][0]), compare(*sides)
-    assert 0.02 < one.between < 0.025 and four.between < most  # the paper's runs are three
-    assert (four.between > 0.02) == (tau > 0.02)
-    assert one.difference is not None and four.difference is not None
-    assert four.difference.low < 0.02 < four.difference.high
-    assert tau > 0.02 or four.difference.width < one.difference.width / 2
-
-
-def test_one_seed_is_a_side_of_one() -> None:
-    one, other = known(15_000), known(15_000, LARGE, seed=1)
-    alone, listed = compare(one, other, at=9_000), compare([one], [other], at=9_000)
-    assert (alone.higher_A, alone.higher_score) == (listed.higher_A, listed.higher_score)
-    assert (alone.seeds, alone.between) == ((1, 1), listed.between)
-    assert compare(one, other, floor=0.0).between == 0
-
-
-def test_seeds_are_counted_as_an_ablation_counts_them() -> None:
-    """Comparison and ablation had an estimator each of how far seeds differ, with different answers."""
-    sides = [[known(15_000, n=20, seed=2 * at + side) for at in range(2)] for side in range(2)]
-    groups = [(np.array([k.A.mean() for k in side]), np.array([k.A.std() for k in side])) for side in sides]
-    tau = spread(groups, FLOOR / Z90, np.random.default_rng(0), len(sides[0][0].A))
-    assert compare(*sides).between == pytest.approx(Z90 * np.median(tau))
-
-
-def test_slopes_and_crossings_of_saturated_runs_are_not_told() -> None:
-    """Two runs that were flat from their first evaluation on "had" B of 0.83 against 8.00, and a crossing:
-    of the prior."""
-    C, rng = np.linspace(1000, 20_000, 20), np.random.default_rng(3)
-    runs = [
-        posterior(series(name, C, level + 0.004 * rng.standard_normal(20), R0=0.2))
-        for name, level in (("low", 0.60), ("high", 0.62))
-    ]
-    found = compare(*runs, at=1e5)
-    assert (found.shared, found.crosses, found.crossover) == (None, None, None)
-    assert found.reason == "" and found.unknown == "low, high"
-    assert found.higher_A is not None and found.higher_score is not None
-
-
-def test_a_ranking_with_a_run_that_is_not_identified_is_refused() -> None:
-    found = compare(known(2_000, name="short"), known(15_000), at=5_000)
-    assert (found.higher_A, found.higher_score, found.crosses, found.crossover) == (None, None, None, None)
-    assert "short is not identified" in found.reason
-
-
-def test_runs_that_do_not_compare_are_refused() -> None:
-    one, other = known(15_000), known(15_000)
-    other = replace(other, series=replace(other.series, axis=Axis.FLOPS))
-    with pytest.raises(ValueError, match="counts compute in"):
-        compare(one, other)
-
-
-def test_last_crossing_is_the_last_of_the_curve_s_own() -> None:
-    """The twin finds all crossings of two curves by bisection."""
-    rng = np.random.default_rng(0)
-    first = (np.full(50, 0.4), rng.uniform(0.5, 0.7, 50), rng.uniform(1, 3, 50), rng.uniform(1e3, 1e4, 50))
-    second = (np.full(50, 0.4), rng.uniform(0.5, 0.7, 50), rng.uniform(1, 3, 50), rng.uniform(1e3, 1e4, 50))
-    found = last_crossing([first], [second], 500, 1e6)
-    for at, ours in enumerate(found):
-        one, other = (Sigmoid(R0=d[0][at], A=d[1][at], B=d[2][at], C_mid=d[3][at]) for d in (first, second))
-        twin = crossovers(one, other, 500, 1e6)
-        assert (ours == pytest.approx(twin[-1], rel=0.01)) if twin else math.isnan(ours)
-
-
-# ---- plans
+# ---- futures
 
 
 def test_futures_go_on_as_often_as_so_far() -> None:
@@ -275,18 +146,3 @@ def test_a_budget_beyond_integers_has_futures(budget: float) -> None:
     assert 1 < len(way) - 40 <= MOST and way.compute[-1] <= budget
     assert np.all(np.isfinite(way.compute)) and np.all(np.diff(way.compute) > 0)
     assert np.all((way.score >= 0) & (way.score <= 1))
-
-
-def test_the_shortest_pilot_gives_the_width() -> None:
-    pilot = plan_pilot(SCALERL, 260, 0.06, first=1500, steps=12)
-    assert pilot.compute is not None
-    assert 2 < pilot.compute / SCALERL.C_mid < 4.5  # "A within 0.02 to 0.03 needs about 3 C_mid"
-    widths = [width for _, width in pilot.lengths]
-    assert all(after <= 1.1 * before for before, after in pairwise(widths))
-    assert plan_pilot(SCALERL, 260, 0.0001, first=1500, steps=3).compute is None
-    with pytest.raises(ValueError, match="every is 0"):
-        plan_pilot(SCALERL, 0, 0.06)
-    with pytest.raises(ValueError, match="width is 2"):
-        plan_pilot(SCALERL, 260, 2.0)
-    with pytest.raises(ValueError, match=r"every is 1e\+09, less than a 200th of C_mid \(2.5e\+15\)"):
-        plan_pilot(replace(SCALERL, C_mid=2.5e15), 1e9, 0.06)
