@@ -13,8 +13,7 @@ import numpy as np
 
 from ostinato.ablate.kept import ACTED, Row, series_of
 from ostinato.axis import Axis
-from ostinato.observe.report.facts import Table
-from ostinato.observe.report.scaling import NONE, compute_text
+from ostinato.observe.report.facts import NONE, Table, compute_text
 from ostinato.scaling import contrast
 from ostinato.scaling.ablation import REFERENCE, Ablation, Run, ablate
 from ostinato.scaling.fit import PARAMETERS

@@ -17,7 +17,7 @@ import numpy as np
 
 from ostinato.axis import Axis
 from ostinato.config import ForecastSection, Recipe
-from ostinato.observe.report.scaling import compute_text
+from ostinato.observe.report.facts import compute_text
 from ostinato.protocols import MetricWriter
 from ostinato.run import MAIN_SET, RunFolder, to_json
 from ostinato.scaling.decide import Action, Terms, decide

@@ -9,8 +9,7 @@ from typing import Any
 
 from ostinato.observe.ledger import priced, read, summary
 from ostinato.observe.report import ledger as ledger_report
-from ostinato.observe.report.facts import Table
-from ostinato.observe.report.scaling import NONE, compute_text
+from ostinato.observe.report.facts import NONE, Table, compute_text
 from ostinato.run import RunFolder
 from ostinato.scaling import contrast
 from ostinato.scaling.ablation import Run, ablate

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ostinato.observe.report.facts import Table
-from ostinato.observe.report.scaling import NONE, compute_text
+from ostinato.observe.report.facts import NONE, Table, compute_text
 from ostinato.scaling.ablation import FAMILY, Ablation, Arm, Verdict
 from ostinato.scaling.gates import TOLD, Assessment
 from ostinato.scaling.seeds import ENOUGH, FLOOR

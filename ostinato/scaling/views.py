@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.observe.report.facts import Line, Table
+from ostinato.observe.report.facts import NONE, Line, Table, compute_text
 from ostinato.observe.report.ledger import torn
-from ostinato.observe.report.scaling import NONE, compute_text
 from ostinato.run import RunFolder
 from ostinato.scaling.gates import TOLD, Assessment, assess
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior

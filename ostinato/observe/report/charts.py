@@ -24,8 +24,7 @@ class Series:
     color: str
     low: Values | None = None
     high: Values | None = None
-    marker: str = ""  # of its points: "dot", "ring" or "cross", to be distinguished without colour
-    dashed: bool = False
+    marker: str = ""  # "dot": its points are drawn however many there are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,6 @@ class Chart:
     low: float | None = None  # the axis covers at least [low, high]
     high: float | None = None
     mark: tuple[float, str] | None = None  # a dashed line and its name
-    edges: Sequence[tuple[float, str]] = ()  # upright dashed lines: place along the axis, name
     along: str = "step #"
     empty: str = ""
 

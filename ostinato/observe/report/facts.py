@@ -16,6 +16,7 @@ from ostinato.observe.report.reading import Row, RunData, column, last_step, nam
 
 Z95 = 1.959964  # two-sided 95 % of the normal distribution
 NOT_MEASURED = "not measured"
+NONE = "-"  # what is not known
 
 
 class Fact(NamedTuple):
@@ -474,3 +475,15 @@ def si(value: float) -> str:
         if abs(value) >= 0.9995 * size:
             return f"{value / size:.3g} {letter}"
     return f"{value:.3g}"
+
+
+def compute_text(C: float) -> str:
+    """Four digits: "30,200", "0.125", "4.051e18"; "never" for infinity, a dash for what is not identified."""
+    if math.isnan(C):
+        return NONE
+    if math.isinf(C):
+        return "never"
+    if C == 0 or 1e-3 <= C < 1e7:
+        return f"{float(f'{C:.4g}'):,.0f}" if C >= 1000 else f"{C:.4g}"
+    digits, _, power = f"{C:.3e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"

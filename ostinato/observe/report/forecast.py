@@ -10,14 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ostinato.observe.report.charts import Chart, Section, Series, plotted
-from ostinato.observe.report.facts import Table
+from ostinato.observe.report.charts import Chart, Section, Series, Values, plotted
+from ostinato.observe.report.facts import NONE, Table, compute_text
 from ostinato.observe.report.reading import Row, RunData, number
-from ostinato.observe.report.scaling import NONE, Course, compute_text, curve_chart, places
 
 LAST = 6  # forecasts that the table shows
 LEVELS = ("q05", "q25", "q50", "q75", "q95")
-TOLD = ("identified", "provisional")
 MOVED = {
     "A": ("Foretold ceiling", "Where the curve ends however much is spent (A)"),
     "at_budget": ("Foretold at the budget", "Where the curve is when the budget is spent"),
@@ -44,22 +42,29 @@ def forecast_sections(data: RunData) -> list[Section]:
 
 def _curve(rows: Sequence[Row], axis: str) -> Chart:
     """Scores over compute with the bands of the last forecast, up to the budget."""
-    compute = np.array([row["compute"] for row in rows])
-    curve = rows[-1]["curve"]
-    C = np.array(curve["compute"])
-    at = places(compute, float(C[-1]))
-    bands = [
-        np.interp(np.log(at), np.log(C), curve[q]) if q in curve else np.full(len(at), np.nan) for q in LEVELS
-    ]
-    course = Course(
-        compute=compute,
-        score=np.array([row["score"] for row in rows]),
-        places=at,
-        quantiles=np.array(bands),
-        told=rows[-1].get("gate") in TOLD,
-    )
+    curve, scores = rows[-1]["curve"], {float(row["compute"]): float(row["score"]) for row in rows}
+    C, at = np.array(curve["compute"]), places([*scores], curve["compute"][-1])
+    known = {q: np.interp(np.log(at), np.log(C), curve[q]).tolist() for q in LEVELS if q in curve}
+    nothing: Values = [None] * len(at)
+    ends = {"color": "--blue", "low": known["q05"], "high": known["q95"]}
+    median = known.get("q50", nothing)
+    drawn = [Series(label="median, 90 %" if "q50" in known else "90 %", values=median, **ends)]
+    if "q25" in known:
+        half = {"color": "--blue", "low": known["q25"], "high": known["q75"]}
+        drawn.append(Series(label="50 %", values=nothing, **half))
+    points = [scores.get(float(C)) for C in at]
+    drawn.append(Series(label="measured", values=points, color="--ink", marker="dot"))
     note = "Held-out score, 0 to 1, and what is known of its curve, without the noise of evaluations."
-    return curve_chart(course, axis, note)
+    return _over(at.tolist(), f"# {axis}", "curve", "Score over compute", note, drawn)
+
+
+def places(compute: Sequence[float], last: float, count: int = 64) -> np.ndarray:
+    """[m] where curves are drawn: at all evaluations, once between neighbours (so that these stand as points
+    and are not joined), and ``count`` times evenly in ln C up to ``last``."""
+    measured = np.unique(compute)
+    between = np.exp((np.log(measured[:-1]) + np.log(measured[1:])) / 2)
+    even = np.geomspace(measured[0], max(last, measured[-1]), count)
+    return np.unique(np.concatenate([measured, between, even]))
 
 
 def _moved(rows: Sequence[Row], key: str, axis: str) -> Chart:
@@ -67,18 +72,16 @@ def _moved(rows: Sequence[Row], key: str, axis: str) -> Chart:
     title, note = MOVED[key]
     intervals = [row.get(key) or (None, None, None) for row in rows]
     low, middle, high = (list(values) for values in zip(*intervals, strict=True))
-    steps = [float(row["compute"]) for row in rows]
-    return plotted(
-        title,
-        f"{note}; 90 %, without a median where not identified.",
-        "",
-        [Series(label="median, 90 %", values=middle, color="--blue", low=low, high=high, marker="dot")],
-        key=f"forecast-{key}",
-        steps=steps,
-        labels=[compute_text(float(f"{C:.3g}")) for C in steps],
-        log_x=True,
-        along=f"after # {axis}",
-    )
+    drawn = [Series(label="median, 90 %", values=middle, color="--blue", low=low, high=high, marker="dot")]
+    note = f"{note}; 90 %, without a median where not identified."
+    at = [float(row["compute"]) for row in rows]
+    return _over(at, f"after # {axis}", f"forecast-{key}", title, note, drawn)
+
+
+def _over(at: list[float], along: str, key: str, title: str, note: str, drawn: list[Series]) -> Chart:
+    """A chart over ln C."""
+    labels = [compute_text(float(f"{C:.3g}")) for C in at]
+    return plotted(title, note, "", drawn, key=key, steps=at, labels=labels, log_x=True, along=along)
 
 
 def _table(rows: Sequence[Row], axis: str) -> Table:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from ostinato.axis import Axis
-from ostinato.observe.ledger import Event, Summary, spells
-from ostinato.observe.report.charts import Lines, Section, Series, figure, lines
+from ostinato.observe.ledger import Summary
 from ostinato.observe.report.facts import Table, seconds_text, si
-from ostinato.observe.report.reading import Row
 from ostinato.run import RunFolder
 
 Books = Mapping[str, Summary]  # by the name of the run
 Form = Callable[[float], str]
 
 PARTS = {
-    "sample": ("--blue", "sampling"),
-    "grade": ("--orange", "where training waited for it"),
-    "train": ("--teal", "forward and backward"),
-    "measure": ("--purple", "sampler against trainer"),
-    "eval": ("--gold", "held-out sets; in no compute"),
-    "idle": ("--grey", "held and not busy: loading, saving, between steps"),
-    "lost": ("--red", "given up, or until the last sign of life of a process that was killed"),
+    "sample": "sampling",
+    "grade": "where training waited for it",
+    "train": "forward and backward",
+    "measure": "sampler against trainer",
+    "eval": "held-out sets; in no compute",
+    "idle": "held and not busy: loading, saving, between steps",
+    "lost": "given up, or until the last sign of life of a process that was killed",
 }
 WALL = {
     "steps": "",
@@ -126,85 +124,10 @@ def _compute(one: Summary) -> Iterator[Entry]:
 
 def _part(name: str) -> str:
     """The name of a part of the work, and what it is."""
-    return f"{name}\n{PARTS.get(name, ('', ''))[1]}"
+    return f"{name}\n{PARTS.get(name, '')}"
 
 
 def _reasons(title: str, what: str, counts: Mapping[str, int], whole: float | None) -> Iterator[Entry]:
     """What was in vain, the most frequent reason first."""
     for name, count in Counter(counts).most_common():
         yield title, f"{what}: {name.replace('_', ' ')}", count, whole, si
-
-
-# ---- over the steps
-
-
-def section(rows: Sequence[Row], name: str = "") -> Section | None:
-    """The ledger over the steps; None for one without any."""
-    steps = by_step(rows)
-    if not steps:
-        return None
-    parts: Lines = {f"seconds/{part}": (part, color) for part, (color, _) in PARTS.items()}
-    slug = "".join(char if char.isalnum() else "-" for char in f" {name}".rstrip())  # a page may have several
-    charts = [
-        figure(
-            steps,
-            title,
-            note,
-            unit,
-            series,
-            stacked=True,
-            key=f"{title.lower().replace(' ', '-')}{slug}",
-        )
-        for title, note, unit, series in (
-            ("Device time by part", "Of each step, and what followed it.", "s", lines(steps, parts)),
-            ("FLOPs of each step", "Wasted: by reason.", "FLOP", _stack(steps, "flops")),
-            ("Tokens of each step", "Trained on, or dropped and why.", "tokens", _stack(steps, "tokens")),
-        )
-    ]
-    return Section(title=f"Ledger of {name}" if name else "Ledger", charts=charts)
-
-
-def _stack(rows: Sequence[Row], key: str) -> list[Series]:
-    """The good part first, then the reasons."""
-    sums = Counter[str]()
-    for row in rows:
-        sums.update({name: value for name, value in row.items() if name.startswith(f"{key}/")})
-    good = f"{key}/{'useful' if key == 'flops' else 'trained'}"
-    names = [good, *(name for name, _ in sums.most_common() if name != good)]
-    return lines(rows, {name: name.removeprefix(f"{key}/").replace("_", " ") for name in names}, missing=0.0)
-
-
-def by_step(rows: Iterable[Row]) -> list[Row]:
-    """Device seconds by part, FLOPs and tokens by what became of them, for each step that counts: its own
-    row, and the time since the one before; the last has what followed it. Time of steps that are done again
-    is lost. Together they are all device seconds, if any step counts."""
-    found: dict[int, Counter[str]] = {}
-    kept: dict[int, Row] = {}
-    open_time = Counter[str]()  # of the step to come
-    for spell in spells(rows):
-        step, busy = spell.row.get("step", 0), Counter[str]()
-        for name, devices in spell.devices.items():
-            parts = spell.row.get("pools", {}).get(name, {}).get("busy", {})
-            busy.update({f"seconds/{part}": devices * seconds for part, seconds in parts.items()})
-        rest = "seconds/lost" if spell.event is Event.LOST else "seconds/idle"
-        busy.update({rest: spell.device_seconds() - busy.total()})
-        if spell.event is Event.START:
-            for later in [one for one in found if one > step]:
-                kept.pop(later)
-                open_time.update({"seconds/lost": found.pop(later).total()})
-        if spell.event is Event.STEP:
-            found[step], open_time, kept[step] = open_time + busy, Counter(), spell.row
-        elif spell.event in (Event.EVAL, Event.SAVE, Event.END) and step in found and not open_time:
-            found[step].update(busy)
-        else:
-            open_time.update(busy)
-    if kept:
-        found[max(kept)].update(open_time)
-    return [{"step": step, **found[step], **_of_row(row)} for step, row in sorted(kept.items())]
-
-
-def _of_row(row: Row) -> dict[str, float]:
-    tokens = {"trained": row["tokens"].get("trained", 0), **row["tokens"].get("dropped", {})}
-    flops = {"useful": row["useful"], **row["wasted"]} if "flops" in row else {}
-    named = [("tokens", tokens), ("flops", flops)]
-    return {f"{key}/{name}": value for key, values in named for name, value in values.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,37 +11,9 @@ from hypothesis import strategies as st
 from small_ledger import a_step, killed_and_resumed, start
 
 from ostinato.observe.ledger import Summary, summary
-from ostinato.observe.report.charts import Chart, to_plain
-from ostinato.observe.report.ledger import by_step, section, tables
-from ostinato.observe.report.scaling import Course, compute_text, curve_chart, places
-
-COMPUTE = np.geomspace(1000, 50_000, 12)
-
-
-def course(told: bool = True) -> Course:
-    at = places(COMPUTE, 100_000)
-    quantiles = np.linspace(0.4, 0.6, len(at)) + np.linspace(-0.02, 0.02, 5)[:, None]
-    score = np.linspace(0.4, 0.6, len(COMPUTE))
-    return Course(compute=COMPUTE, score=score, places=at, quantiles=quantiles, told=told)
-
-
-def labels(chart: Chart) -> list[str]:
-    return [series.label for series in chart.series]
-
-
-def test_a_told_curve_has_a_median_two_bands_and_its_evaluations() -> None:
-    chart = curve_chart(course(), "GPU-hours", "")
-    assert labels(chart) == ["median, 90 %", "50 %", "fitted"]
-    assert sum(value is not None for value in chart.series[-1].values) == len(COMPUTE)
-    assert [name for _, name in chart.edges] == ["fitted up to here"]
-
-
-def test_a_curve_that_is_not_told_has_a_band_and_no_point() -> None:
-    chart = curve_chart(course(told=False), "GPU-hours", "")
-    band = chart.series[0]
-    assert labels(chart) == ["90 %", "fitted"]
-    assert band.low is not None and all(value is None for value in band.values)
-
+from ostinato.observe.report.facts import compute_text
+from ostinato.observe.report.forecast import places
+from ostinato.observe.report.ledger import tables
 
 computes = st.lists(st.floats(1e-3, 1e22), min_size=1, max_size=30, unique=True).map(sorted)
 
@@ -54,7 +25,7 @@ def test_evaluations_are_places_and_stand_apart(compute: list[float], last: floa
     measured = np.array(compute)
     if len(measured) > 1 and np.min(measured[1:] / measured[:-1]) < 1 + 1e-9:
         return
-    at = places(measured, last)
+    at = places(compute, last)
     assert np.all(np.diff(at) > 0) and np.isin(measured, at).all()
     assert at[-1] == pytest.approx(max(last, compute[-1]))
     assert np.all(np.diff(np.searchsorted(at, measured)) > 1)
@@ -76,13 +47,6 @@ def test_evaluations_are_places_and_stand_apart(compute: list[float], last: floa
 )
 def test_compute_as_text(C: float, text: str) -> None:
     assert compute_text(C) == text
-
-
-def test_less_than_two_decades_have_their_places_as_labels() -> None:
-    wide = curve_chart(course(), "steps", "")
-    narrow = replace(course(), places=np.linspace(2000.0, 8000.0, len(course().places)))
-    assert list(wide.labels) == []
-    assert curve_chart(replace(narrow, compute=narrow.places[:12]), "steps", "").labels[0] == "2,000"
 
 
 # -- the ledger
@@ -129,22 +93,3 @@ def test_every_amount_has_its_currency() -> None:
     made = {table.title: table for table in tables({"a": summary(killed_and_resumed()), "b": summary(euros)})}
     by_name = {name.partition("\n")[0]: cells for name, *cells in made["Compute"].rows}
     assert by_name["money"] == ["0.1178 USD", "24.54 EUR"] and by_name["bill"] == ["0.12 USD", "26.76 EUR"]
-
-
-def test_the_stack_of_the_ledger_has_every_second_of_the_pools() -> None:
-    """By step; the steps that were done again are lost time of the one that followed them."""
-    rows = killed_and_resumed()
-    steps = by_step(rows)
-    assert [row["step"] for row in steps] == [1, 2, 3]
-    seconds = sum(value for row in steps for name, value in row.items() if name.startswith("seconds/"))
-    assert seconds == pytest.approx(summary(rows).pools["local"].total)
-    assert steps[1]["seconds/lost"] == 10 + 12 + 6 and steps[0]["seconds/eval"] == 4
-    found = section(rows)
-    assert found is not None
-    by_title = {chart.title: chart for chart in found.charts}
-    labels = [one.label for one in by_title["Device time by part"].series]
-    assert labels == ["sample", "grade", "train", "measure", "eval", "idle", "lost"]
-    labels = [one.label for one in by_title["FLOPs of each step"].series]
-    assert labels == ["useful", "measurement", "zero variance"]
-    assert to_plain(by_title["FLOPs of each step"])["stacked"] is True
-    assert section([]) is None and section([start(1, 0.0)]) is None

@@ -35,16 +35,6 @@ const Charts = (() => {
     return [chart.steps, ...chart.series.map((s) => s.values.map((v, i) => (sums[i] += v || 0))).reverse()];
   }
 
-  function cross(u, i) {  // the points of a series as crosses
-    const path = new Path2D(), size = 3.5 * devicePixelRatio;
-    u.data[i].forEach((v, at) => {
-      if (v === null) return;
-      const x = u.valToPos(u.data[0][at], "x", true), y = u.valToPos(v, "y", true);
-      for (const side of [-1, 1]) { path.moveTo(x - size, y - side * size); path.lineTo(x + size, y + side * size); }
-    });
-    return { stroke: path, fill: null, clip: null, flags: 3 };
-  }
-
   function series(item) {
     const { chart } = item, all = [{}];
     const bands = [], paint = (s) => () => color(s.color);
@@ -58,10 +48,8 @@ const Charts = (() => {
       const one = { label: s.label, tint: s.color, stroke: paint(s), width: 1.8, value: value(s, k), class: s.marker || "line" };
       if (chart.stacked) Object.assign(one, { fill: paint(s), width: 0, paths: uPlot.paths.bars({ size: [1, 46], gap: chart.steps.length < 40 ? 1 : 0 }), points: { show: false } });
       else one.points = {
-        show: (s.marker || chart.steps.length <= POINTS) && s.marker !== "none", size: s.marker === "cross" ? 7 : 6, width: 1.6,
-        fill: s.marker === "ring" ? () => color("--card") : paint(s), ...(s.marker === "cross" ? { paths: cross } : {}),
+        show: s.marker || chart.steps.length <= POINTS, size: 6, width: 1.6, fill: paint(s),
       };
-      if (s.dashed) one.dash = [7, 4];
       all.push(one);
       if (!s.low || chart.stacked) continue;
       bands.push({ series: [all.length, all.length + 1], fill: () => color(s.color) + "29" });
@@ -126,7 +114,7 @@ const Charts = (() => {
       line([left, y], [left + width, y], chart.mark[1], left + width, y - 4 * ratio, "right", dim, [3, 3]);
     }
     const steps = chart.along === "step #" ? marks : [];
-    for (const [at, name] of [...chart.edges, ...steps]) {
+    for (const [at, name] of steps) {
       const x = u.valToPos(at, "x", true), back = x > left + width - 8 * name.length * ratio;
       if (x < left - 1 || x > left + width + 1) continue;
       line([x, top], [x, top + height], chart.stacked ? "" : name, x + (back ? -4 : 4) * ratio, top + 9 * ratio, back ? "right" : "left", name === "collapse" ? color("--red") : dim, [6, 3]);
