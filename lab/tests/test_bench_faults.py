@@ -22,7 +22,6 @@ from lab import faults as bench
 from lab import kills
 from lab.faults_child import Heartbeat, Stopped, alive, child, descendants
 from lab.faults_planted import graded, planned
-from lab.faults_strike import counted
 from lab.faults_vllm import Wire
 from ostinato.run import RunFolder
 
@@ -86,36 +85,6 @@ def test_a_prompt_is_lost_by_the_books_or_by_what_was_sampled(tmp_path: Path) ->
     by_rule = {"groups/trained_total": 23.0, "groups/dropped_total/too_few_verdicts": 1.0}
     assert bench.lost(a_run(tmp_path / "e", last=by_rule)) == 0
     assert bench.dropped(a_run(tmp_path / "f", last=by_rule)) == {"too_few_verdicts": 1}
-
-
-def test_differences_name_the_column() -> None:
-    one = {"metrics": [{"loss": 1.0}, {"loss": 2.0}], "adapter": b"a"}
-    assert bench.differences(one, one) == []
-    assert bench.differences(one, {"metrics": [{"loss": 1.0}, {"loss": 3.0}], "adapter": b"b"}) == [
-        "metrics: loss",
-        "adapter",
-    ]
-    assert bench.differences(one, {"metrics": [{"loss": 1.0}], "adapter": b"a"}) == ["metrics"]
-
-
-def test_a_row_tells_that_the_fault_was_met() -> None:
-    sign = counted("workers/restarts", "faults/timeout")
-    assert [sign(row) for row in ({}, {"workers/restarts": 0.0}, {"faults/timeout": 4.0})] == [
-        False,
-        False,
-        True,
-    ]
-
-
-def test_the_table_sums_runs_by_fault() -> None:
-    common = {"bound_s": 60.0, "injected": "so", "lost": 0, "dropped": 0, "left_behind": []}
-    rows = [
-        {"fault": "head", "run": 0, "outcome": "stopped", "seconds": 20.0, "equal": True, **common},
-        {"fault": "head", "run": 1, "outcome": "neither", "seconds": 600.0, "equal": None, **common},
-    ]
-    [summed] = bench.summed(rows)
-    assert (summed["stopped"], summed["neither"], summed["equal"], summed["compared"]) == (1, 1, 1, 1)
-    assert (summed["seconds_median"], summed["seconds_max"], summed["prompts_lost"]) == (310.0, 600.0, 0)
 
 
 def test_processes_are_found_by_who_started_them() -> None:

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from lab.contender import ContenderFailed
 from lab.pipeline import (
-    AS_FAST,
     Arm,
     Kept,
     Pipeline,
@@ -22,12 +20,10 @@ from lab.pipeline import (
     kept,
     overrides,
     summary,
-    table,
     turns,
 )
 from lab.pipeline_work import Window, Work, figures, write_prompts
 from lab.whole_runs import allowed_cores, confined
-from ostinato.cli.doctor import recommendation
 from ostinato.config import Recipe
 from ostinato.env.tasks import check_disjoint, load_tasks
 from ostinato.run import RunFolder
@@ -65,15 +61,6 @@ def test_every_arm_runs_once_in_a_round_and_another_one_begins() -> None:
     for seed in (4, 5, 6):
         assert Counter(arm for s, arm in order if s == seed) == Counter(Arm)
     assert len({next(arm for s, arm in order if s == seed) for seed in (4, 5, 6)}) == 3
-
-
-@pytest.mark.parametrize(
-    "wrong, words",
-    [({"staleness": 0}, "staleness is 0"), ({"drain": 2}, "drain is 2"), ({"steps": 6}, "steps is 6")],
-)
-def test_plans_that_measure_nothing_are_refused(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Pipeline(**wrong)
 
 
 def test_seats_are_found_with_which_both_sides_are_as_busy() -> None:
@@ -145,18 +132,6 @@ def test_figures_are_of_the_window_and_rewards_of_the_run(tmp_path: Path) -> Non
     assert found["reward"] == pytest.approx(0.45) and found["held_out"] == 0.75
 
 
-def test_a_run_that_ended_early_has_no_figures(tmp_path: Path) -> None:
-    with pytest.raises(ContenderFailed, match="has not finished step 9"):
-        figures(a_run(tmp_path / "run"), Window(steps=9, warm_up=2, drain=2))
-
-
-def test_a_run_without_a_timeline_has_no_utilisation(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "run")
-    folder.timeline.path.unlink()
-    found = figures(folder, Window(steps=8, warm_up=2, drain=2))
-    assert found["utilisation"] == {} and found["bubble_share"] is None and found["train_s"] == []
-
-
 # ---- what many runs come to
 
 SPEEDS = {
@@ -211,44 +186,13 @@ def test_rewards_are_compared_seed_by_seed_with_their_interval() -> None:
     assert found["synchronous"]["reward"] == {"difference": 0.0, "half_90": 0.0}
 
 
-def test_the_simplest_of_the_fastest_is_best() -> None:
-    assert summary(Pipeline(), runs(SPEEDS))["best"]["arm"] == "pipelined"
-    near = SPEEDS | {Arm.THREADS: 0.9 * AS_FAST + 1e-3}
-    chosen = summary(Pipeline(), runs(near))["best"]
-    assert chosen["arm"] == "two threads" and chosen["overrides"] == ("engine.threads=2",)
-
-
 def test_what_is_recommended_is_what_was_measured() -> None:
     """Workers were measured pinned, and recommended without ``cluster.pin``."""
     found = summary(Pipeline(), runs(SPEEDS))["best"]
     assert found["overrides"] == overrides(Arm.PIPELINED, 2) and "cluster.pin=true" in found["overrides"]
 
 
-def test_without_ray_there_is_no_headline_and_the_rest_is_told() -> None:
-    some = {arm: speed for arm, speed in SPEEDS.items() if arm not in (Arm.SYNCHRONOUS, Arm.PIPELINED)}
-    plan = Pipeline(arms=tuple(some))
-    found = summary(plan, runs(some))
-    assert found["steps_per_s"] is None and found["ratios"] == {} and found["best"]["arm"] == "colocated"
-    assert found["reward"]["colocated"]["reward"] == {"difference": None, "half_90": None}
-    assert table(found).row_count == 3
-
-
-def test_a_table_has_a_row_for_each_arm() -> None:
-    found = summary(Pipeline(), runs(SPEEDS))
-    assert table(found).row_count == 5
-
-
 # ---- kept for doctor
-
-
-def test_doctor_tells_what_was_measured_and_when(tmp_path: Path) -> None:
-    result = summary(Pipeline(), runs(SPEEDS)) | {"machine": {"load_average": 0.1, "cores": 2}, "at": 1.8e9}
-    keep(result, tmp_path / "kept.json")
-    found = kept(tmp_path / "kept.json")
-    assert found is not None and found.train_s == (1.0, 1.1) * 3 and found.rounds == 3
-    told = recommendation(found)
-    assert "pipelined makes most" in told and "pipeline.overlap=true" in told and "colocated 0.80" in told
-    assert "2027-01-1" in told and "measure again" not in told
 
 
 def test_one_round_does_not_replace_three(tmp_path: Path) -> None:
@@ -259,13 +203,6 @@ def test_one_round_does_not_replace_three(tmp_path: Path) -> None:
         keep(summary(plan, runs(SPEEDS)) | facts | {"at": at}, path)
         found = kept(path)
         assert found is not None and found.rounds == 3 and found.at == (at if len(seeds) == 3 else 1.0)
-
-
-def test_doctor_warns_of_a_busy_machine_and_of_one_round() -> None:
-    known = Kept(
-        arm="colocated", overrides=("engine.threads=1",), at=0.0, speeds={"colocated": 1.0}, busy=True
-    )
-    assert "in one round, while others used the machine: measure again" in recommendation(known)
 
 
 @pytest.mark.parametrize(
@@ -281,10 +218,3 @@ def test_what_cannot_be_read_was_not_measured(content: str | None, tmp_path: Pat
     if content is not None:
         path.write_text(content)
     assert kept(path) is None
-
-
-def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
-    result = summary(Pipeline(), runs(SPEEDS)) | {"machine": {"load_average": 9.0, "cores": 2}, "at": 0.0}
-    (tmp_path / "file").write_text("")
-    keep(result, tmp_path / "file" / "kept.json")
-    assert kept(tmp_path / "file" / "kept.json") is None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -13,10 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from lab import planted, replay, turns
-from lab.paired import Paired, alternate, wilson
+from lab.paired import Paired
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import alignment
@@ -29,13 +26,6 @@ from ostinato.observe.mismatch import arm, routers
 from ostinato.types import NO_EXPERT, Batch, Completion, Sample, Stop, Trajectory, Turn
 
 few = settings(max_examples=25, deadline=None)
-
-
-def shown(table: Any) -> str:
-    console = Console(file=StringIO(), width=200)
-    console.print(table)
-    assert isinstance(console.file, StringIO)
-    return console.file.getvalue()
 
 
 # ---- two ways in turn
@@ -62,22 +52,6 @@ def test_the_interval_of_a_median_is_the_widest_cut_that_keeps_95_percent(n: int
     assert outside(cut) <= 0.05 < outside(cut + 1)
 
 
-@pytest.mark.slow
-def test_who_begins_alternates_and_the_warm_up_does_not_count() -> None:
-    told: list[str] = []
-    pairs = alternate(lambda: told.append("a"), lambda: told.append("b"), rounds=2)
-    assert "".join(told) == "ab" + "abba" and len(pairs.base) == len(pairs.other) == 2
-
-
-@pytest.mark.slow
-def test_what_is_too_short_to_time_is_repeated() -> None:
-    clock = iter(np.arange(0, 1000, 0.25).tolist())  # every look at it takes a quarter of a second
-    calls: list[int] = []
-    pairs = alternate(lambda: calls.append(0), lambda: calls.append(1), 1, lambda: next(clock), least_s=1.0)
-    assert calls.count(0) == calls.count(1) == 1 + 4
-    assert pairs.base == (0.25 / 4,)
-
-
 # ---- rows of bench replay
 
 
@@ -89,20 +63,6 @@ def measured(native: np.ndarray, replayed: np.ndarray) -> dict[str, Any]:
         "routers": routers(routes, routes, np.ones((len(native), 1))),
         "coverage": 1.0,
     }
-
-
-def test_a_row_has_what_the_issue_asks_for() -> None:
-    rng = np.random.default_rng(0)
-    gap = rng.laplace(0, 0.02, 20_000)
-    row = replay.figures(measured(gap, gap / 10))
-    for name in ("k3_native", "k3_replay", "F_native", "F_replay", "tau", "routers_differ", "coverage"):
-        assert name in row
-    assert row["k3_ratio"] == pytest.approx(100, rel=0.05)
-    assert row["tokens"] == 20_000 and row["sequences"] == 2000 and row["floor"] is None
-    assert set(replay.judged(row)) == {"k3_ratio", "k3_apart", "F_ratio", "F_apart"}
-    assert all(replay.judged(row).values())
-    assert replay.judged(row | {"step_time_ratio": 1.2})["step_time_ratio"] is False
-    json.dumps(row, allow_nan=False)
 
 
 def test_tau_is_fixed_by_the_native_side_alone() -> None:
@@ -133,24 +93,6 @@ def test_no_token_beyond_tau_is_a_bound_and_not_an_infinite_ratio() -> None:
     assert row["k3_ratio"] is None and replay.judged(row)["k3_ratio"]
 
 
-def test_the_tables_show_every_row() -> None:
-    gap = np.random.default_rng(2).normal(0, 0.02, 500)
-    row = replay.figures(measured(gap, gap / 5)) | {"engine": "int8", "trainer": "float32", "steps": 0}
-    row |= {"step_time_ratio": 1.01, "step_time_low": 0.99, "step_time_high": 1.04}
-    bug = {"bug": "all zero", "where": "1 of 256", "caught": True, "cause": "zero", "right": True}
-    bug |= {"overlap": None, "lowest_sequence": None, "k3": None}
-    old = {"policy": "1 steps before", "distance": 1e-4, "overlap": 0.99, "lowest_sequence": 0.95, "k3": 1e-4}
-    result = {
-        "rows": [row | {"bars": replay.judged(row)}],
-        "planted": [bug],
-        "stale": [old | {"caught": False, "cause": ""}],
-        "bars": replay.BARS,
-    }
-    text = shown(replay.Replay.table(result))
-    for word in ("int8 / float32", "1.010", "all zero", "1 of 256", "1 steps before", "passes"):
-        assert word in text
-
-
 # ---- planted bugs
 
 
@@ -176,12 +118,6 @@ def test_a_bug_spoils_what_is_known_and_nothing_else(name: str) -> None:
         assert after.shape == before.shape and after.dtype == before.dtype
         assert np.array_equal(after[..., 0] == NO_EXPERT, before[..., 0] == NO_EXPERT)
     assert alignment(right, wrong).max() < 0.7
-
-
-def test_rows_are_shifted_by_one_in_both_directions() -> None:
-    rows = routes()[0]
-    (later,), (earlier,) = planted.shifted([rows], 1), planted.shifted([rows], -1)
-    assert np.array_equal(later[1:-1], rows[:-2]) and np.array_equal(earlier[:-2], rows[1:-1])
 
 
 @pytest.fixture(scope="module")
@@ -276,17 +212,3 @@ def test_a_history_found_whole_is_not_run_again() -> None:
     assert turns.prefill([trajectory([0, 3 + 3, 5])])["run_again"] == 8
     more = turns.prefill([trajectory([0, 9, 13])])  # a sibling said the same, so its context was there too
     assert more["run"] < more["new"] and more["run_again"] == 0
-
-
-@pytest.mark.slow
-def test_turns_that_cannot_fit_the_context_are_refused_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match="the context of asset:seed-moe is 1024; lower"):
-        turns.Turns(turns=400).measure(lambda line: None)
-
-
-def test_wilson_against_published_values() -> None:
-    low, high = wilson(5, 5)
-    assert (round(low, 4), high) == (0.5655, 1.0)
-    low, high = wilson(1, 10)
-    assert (round(low, 4), round(high, 4)) == (0.0179, 0.4042)
-    assert wilson(0, 0) == (0.0, 1.0)

@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 from lab.simulate import (
     ARMS,
     DATA,
-    LOG_NORMAL,
     RECORDED,
     Arm,
     Simulate,
     bound_s,
-    simulate_rows,
     work_s,
     world,
-    worlds,
 )
 from lab.simulator.events import Mode, simulate
 from lab.simulator.traces import Trace, read_cost
@@ -52,13 +49,3 @@ def test_nothing_is_faster_than_its_bound(arm: Arm, staleness: int, seed: int) -
         assert (
             done.steps_s[-1] * (1 + staleness / setup.steps) >= setup.steps * bound_s(setup, stream) * 0.999
         )
-
-
-def test_rows_compare_every_arm_with_static_placement() -> None:
-    plan = Simulate(traces=("scalerl", LOG_NORMAL), workers=(2,), staleness=(1,), slots=16, counted=2)
-    rows = [row for one in worlds(plan) for row in simulate_rows(one, ARMS)]
-    assert len(rows) == 2 * len(ARMS)
-    static = [row for row in rows if row["arm"] == "static"]
-    assert [row["gain_static"] for row in static] == [1.0, 1.0]
-    assert all(row["staleness_max"] <= 1 for row in rows)
-    assert Simulate.table({"rows": rows}).row_count == len(rows)

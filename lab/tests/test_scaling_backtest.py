@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lab import scaling as bench
-from lab.backtest import SCALERL, summary
+from lab.backtest import SCALERL
 from ostinato.run import to_json
 from ostinato.scaling.gates import Flag, assess
 from ostinato.scaling.noise import MEASURED
@@ -39,7 +39,3 @@ def test_healthy_runs_seldom_look_fallen() -> None:
         )
         tails += Flag.TAIL in assess(posterior(run, draws=512, cells=(24, 48))).flags
     assert tails / 150 <= 0.01
-
-
-def test_nothing_to_sum_up() -> None:
-    assert summary([]).curves == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lab.simulator.events import Gate, Mode, Setup, simulate
 from lab.simulator.policies import Policy
 from lab.simulator.sampler import Cost
-from lab.simulator.traces import H100_7B, Stream, log_normal, stability
+from lab.simulator.traces import Stream, log_normal, stability
 from lab.tests.plain_simulator import PlainGate, simulate_plain
 
 
@@ -132,18 +132,6 @@ def test_passes_is_the_inverse_of_span(seed: int, batch: int, attended: float, p
     assert cost.passes(batch, attended, seconds + 1e-4 * cost.base[1]) == passes + 1
 
 
-def test_costs_are_linear_between_knots_and_beyond() -> None:
-    cost = Cost.of([(1, 1.0), (3, 2.0), (4, 4.0)], slots=6)
-    assert cost.base == (1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0)
-    assert cost.slots == 6
-
-
-def test_a_roofline_reads_the_weights_or_computes() -> None:
-    cost = H100_7B.cost(600)
-    assert cost.base[1] == pytest.approx(15.2e9 / 2.68e12 + 0.5e-3)
-    assert cost.base[600] == pytest.approx(2 * 600 * 7.6e9 / 593.4e12 + 0.5e-3)
-
-
 def test_drawn_lengths_are_as_long_and_as_steady_as_they_were_asked_to_be() -> None:
     trace = log_normal("drawn", epochs=4, prompts=400, mean=3000.0, limit=16384)
     assert trace.lengths.mean() == pytest.approx(3000, rel=0.01)
@@ -154,16 +142,6 @@ def test_drawn_lengths_are_as_long_and_as_steady_as_they_were_asked_to_be() -> N
     assert sorted(again.uids[:400]) == sorted({str(n) for n in range(400)})
     first = dict(zip(again.uids[:400], again.lengths[:400], strict=True))
     assert all((first[str(n)] == trace.lengths[1, n]).all() for n in range(400)), "epoch 0 is history"
-
-
-def test_wrong_setups_are_refused_in_words() -> None:
-    cost = Cost(base=(0.0, 1.0))
-    with pytest.raises(ValueError, match=r"setup\.workers is 0; use at least 1"):
-        Setup(workers=0, cost=cost, prompts=1, steps=3)
-    with pytest.raises(ValueError, match=r"setup\.warmup is 2; use 0 to 1 with 4 steps, of which the last 2"):
-        Setup(workers=1, cost=cost, prompts=1, steps=4, staleness=2, warmup=2)
-    with pytest.raises(ValueError, match="the stream has 2 groups; 3 steps of 1 need 3"):
-        simulate(Setup(workers=1, cost=cost, prompts=1, steps=3), stream(np.array([[1], [1]])))
 
 
 @settings(max_examples=50, deadline=None)

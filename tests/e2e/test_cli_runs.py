@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,16 +162,6 @@ def trained(place: Path) -> tuple[Path, str]:
     return only_run(place, "tiny"), out
 
 
-def test_train_prints_what_it_does(trained: tuple[Path, str]) -> None:
-    _, out = trained
-    assert "algorithm    grpo with your clip_high=0.3" in out
-    for step in range(1, 5):
-        assert f"step {step}/4  reward 0." in out
-    assert "before" in out and "after" in out
-    assert "tok/s" in out and "rollout" in out and "ETA" in out
-    assert "\x1b" not in out
-
-
 def test_the_run_folder_is_complete(trained: tuple[Path, str]) -> None:
     folder, _ = trained
     for name in ("recipe.toml", "metrics.jsonl", "ledger.jsonl", "eval.jsonl", "trajectories.jsonl.zst"):
@@ -250,36 +239,9 @@ def test_resume_after_ctrl_c_equals_a_run_without_it(place: Path, trained: tuple
     assert_same(folder, reference)
 
 
-def test_resume_after_kill_9_equals_a_run_without_it(place: Path, trained: tuple[Path, str]) -> None:
-    reference, _ = trained
-    arguments = ("train", "tiny.toml", "trainer.lr=0.02", "algo.clip_high=0.3", "name=killed")
-    process = subprocess.Popen(
-        command(*arguments), cwd=place, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True
-    )
-    deadline = time.monotonic() + LIMIT_S
-    # the history is saved after its checkpoint, and only drafts would miss it; but then their books differ
-    while not list((place / "runs").glob("killed-*/history.bin")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
-    process.kill()
-    process.wait(LIMIT_S)
-    folder = only_run(place, "killed")
-    run(place, "resume", str(folder))
-    assert_same(folder, reference)
-
-
 def assert_same(folder: Path, reference: Path) -> None:
     for name in ("metrics.jsonl", "eval.jsonl"):
         assert same(rows(folder / name)) == same(rows(reference / name)), name
-
-
-def test_what_is_wrong_is_said_before_any_work(place: Path) -> None:
-    """As a process says it; what else can be wrong is in test_bad_input.py."""
-    before = sorted((place / "runs").glob("*"))
-    error = run(place, "train", "tiny.toml", "rollout.max_tokens=250", code=2)
-    assert error.startswith("ostinato: ") and error.count("\n") == 1
-    assert "exceeds the context of 256" in error
-    assert sorted((place / "runs").glob("*")) == before
 
 
 def test_learning_from_python(place: Path) -> None:

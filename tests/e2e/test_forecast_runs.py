@@ -135,14 +135,6 @@ def test_a_run_is_scored_by_compute_and_looks_ahead(whole: tuple[Path, str]) -> 
     assert 'id="forecast"' in (folder / "report.html").read_text()
 
 
-def test_the_command_says_the_same(whole: tuple[Path, str]) -> None:
-    """``ostinato scale`` on the folder, and ``ostinato eval`` on both sets."""
-    folder, _ = whole
-    out = ostinato(folder, "eval", str(folder))
-    last = {row["set"]: row["pass@1"] for row in rows(folder, "eval")}
-    assert f"pass@1  {last['eval']:.3f}" in out and f"pass@1  {last['hard']:.3f}" in out
-
-
 @pytest.mark.parametrize("step", [2, 9])
 def test_killed_and_resumed_it_scores_and_foretells_the_same(
     step: int, whole: tuple[Path, str], tmp_path: Path

@@ -79,10 +79,6 @@ def test_renderer_agrees_with_transformers(folder: Path) -> None:
     assert np.concatenate([ours.chat(QUESTION), answer, tail]).tolist() == ours.chat(answered).tolist()
 
 
-def test_digits_are_single_tokens(folder: Path) -> None:
-    assert len(Renderer(folder).encode("31415")) == 5
-
-
 def test_the_cached_folder_is_reused_until_its_source_changes(folder: Path) -> None:
     marker, config = folder / "ostinato.json", folder / "config.json"
     before = config.stat().st_mtime_ns

@@ -244,26 +244,3 @@ def test_a_lost_rank_ends_the_others_with_a_named_error_in_time(layout, lost, di
     del said[lost]  # it says nothing; on a busy machine, that others gave up before it came to that
     for rank, sentence in zip((n for n in range(world) if n != lost), said, strict=True):
         assert re.match(rf"stage {rank} waited \d+\.\d s for .*microbatch \d.*, in vain: ", sentence)
-
-
-def test_an_output_that_does_not_depend_on_the_input_is_named():
-    stages = Stages(shape=shape_of, dtype=torch.float64, virtual=2)
-    toy = Toy.fresh(Layout(pipeline=2))
-
-    def forward(chunk: int, part: Tensor, x: Tensor | None) -> tuple[Tensor, Any]:
-        return toy.forward(chunk, part, None)
-
-    with pytest.raises(ValueError, match="the output of chunk 1 does not depend on its input"):
-        stages.train(microbatches(2), forward, lambda part, hidden, _: toy.loss(part, hidden))
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"stage": 2, "stages": 2}, "stage is 2 of 2; use 0 to 1"),
-        ({"stages": 2}, "links is None; give the links"),
-    ],
-)
-def test_what_a_seat_refuses(changed, said):
-    with pytest.raises(ValueError, match=said):
-        Stages(shape=shape_of, dtype=torch.float64, **changed)

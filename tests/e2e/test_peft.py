@@ -130,24 +130,6 @@ def test_single_maps_of_a_mixture(targets: tuple[str, ...], tmp_path: Path) -> N
     check_peft(decoder, make_adapters(decoder, targets=targets), tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
-def test_our_file_gives_the_adapters_back(family: str, tmp_path: Path) -> None:
-    decoder = make_base(family, tmp_path / "base")
-    adapters = make_adapters(decoder, expert_rank=2)
-    save_peft(adapters, decoder, tmp_path / "adapter")
-    again = load_peft(tmp_path / "adapter", decoder)
-    assert again.spec == adapters.spec
-    assert all(tensor.requires_grad for tensor in again.parameters())
-    for one, other in zip(again.parameters(), adapters.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_the_same_base_in_another_dtype_is_the_same_base(tmp_path: Path) -> None:
-    decoder = make_base("llama", tmp_path / "base")
-    save_peft(make_adapters(decoder), decoder, tmp_path / "adapter")
-    load_peft(tmp_path / "adapter", load_model(tmp_path / "base", torch.bfloat16))
-
-
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     """Same shapes, other weights: it would load and silently be nonsense."""
     decoder = make_base("llama", tmp_path / "base")

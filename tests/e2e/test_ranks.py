@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import Any, NamedTuple
 
@@ -34,28 +32,10 @@ def raising(rank: int, world: int, culprit: int) -> None:
     dist.barrier()
 
 
-def dying(rank: int, world: int, how: int) -> str:
-    if rank == 1:
-        print("these were my words", flush=True)
-        os.kill(os.getpid(), how)
-        signal.pause()
-    with pytest.raises(RuntimeError):
-        dist.barrier()
-    return "saw it"
-
-
 def hanging(rank: int, world: int) -> None:
     if rank == 1:
         time.sleep(1000)
     dist.barrier()
-
-
-def with_children(rank: int, world: int) -> int:
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(1000)
-        os._exit(0)
-    return pid
 
 
 def leftovers() -> list[psutil.Process]:
@@ -88,26 +68,9 @@ def test_a_rank_that_raises_ends_all_and_its_traceback_is_told() -> None:
     assert not leftovers()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_rank_that_dies_is_told_or_excused(how: int) -> None:
-    assert on_ranks(2, dying, how, lost=[1]) == ["saw it", None]
-    with pytest.raises(RanksFailed, match=f"rank 1 of 2 died .signal {signal.Signals(how).name}.") as caught:
-        on_ranks(2, dying, how)
-    assert "these were my words" in str(caught.value)
-    assert not leftovers()
-
-
 def test_a_rank_that_hangs_is_told_with_its_stack() -> None:
     with pytest.raises(RanksFailed) as caught:
         on_ranks(2, hanging, timeout_s=2)
     assert "rank 1 of 2 had not ended" in str(caught.value)
     assert "in hanging" in str(caught.value)
     assert not leftovers()
-
-
-def test_what_ranks_start_ends_with_them() -> None:
-    pids = on_ranks(2, with_children)
-    deadline = time.monotonic() + 120
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, pids))

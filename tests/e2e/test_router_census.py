@@ -242,22 +242,6 @@ def test_a_router_replays_exactly_or_is_refused(module: str, name: str) -> None:
         print(f"{name}: {census(module, name)}")
 
 
-def test_a_hash_router_replays_exactly() -> None:
-    """DeepSeek-V4's first layers look experts up by token: there the twin is another table."""
-    model = tiny("transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4HashRouter")
-    tokens = torch.arange(18).view(2, 9)
-    given = torch.rand(18, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(3)).argsort(-1)[
-        ..., :TOP_K
-    ]
-    with attach_replay(model) as replay, replay.using(Routes.of(given, EXPERTS)):
-        logits, grads = run(model, tokens)
-    for layer, table in enumerate(table for name, table in model.named_buffers() if "tid2eid" in name):
-        table[:18] = given[:, layer]
-    twin_logits, twin_grads = run(model, tokens)
-    torch.testing.assert_close(logits, twin_logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grads, twin_grads, rtol=1e-4, atol=1e-5)
-
-
 def test_group_limits_do_not_zero_weights() -> None:
     """DeepSeek-V2 gathers weights from scores masked by group: swapping its top-k loses the other groups'.
 
@@ -340,16 +324,6 @@ def test_swapped_top_k_gives_the_closed_form(family: str) -> None:
             expected = inkling(out[0], ids, shared) * router.route_scale * router.global_scale
             found = out[1]
     torch.testing.assert_close(found, expected.detach())
-
-
-def test_doge_is_refused_by_name() -> None:
-    """Two top-k over the halves of a product key are no choice of K among M experts."""
-    config = transformers.DogeConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, is_moe=True, num_experts=16, num_experts_per_tok=2,
-    )  # fmt: skip
-    with pytest.raises(UnsupportedRouter, match="DogeCDMoE"):
-        attach_replay(transformers.DogeForCausalLM(config))
 
 
 def test_as_many_are_exact_as_before() -> None:

@@ -129,12 +129,6 @@ def test_template_names_of_transformers(tmp_path: Path) -> None:
     assert renderer.chat_text([USER, ANSWER]) == '1999 {"a": "é<"}Truewhat is 3+4? '
 
 
-def test_a_template_file_comes_before_the_config(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, "config")
-    (folder / "chat_template.jinja").write_text("file")
-    assert Renderer(folder).chat_text([USER]) == "file"
-
-
 def test_stop_tokens_come_from_all_files_and_from_the_template(tmp_path: Path, chatml: Renderer) -> None:
     assert chatml.stop_tokens == (0, 2)  # eos of the tokenizer, and what ChatML closes a turn with
     folder = make_folder(tmp_path, None)
@@ -168,20 +162,10 @@ def test_blanks_around_an_answer_are_the_policys_own(inst: Renderer) -> None:
         assert inst.decode(tail, skip_special=False) == closing + "[INST] and 5? [/INST]"
 
 
-def test_the_text_of_an_answer_plays_no_role_after_it(chatml: Renderer) -> None:
-    odd = {"role": "assistant", "content": "<think>hm</think>\n\n 7<|im_end|>\n"}
-    assert np.array_equal(chatml.after_turn([USER, odd], [REPLY]), chatml.after_turn([USER, ANSWER], [REPLY]))
-
-
 def test_a_template_that_rewrites_turns_is_refused(tmp_path: Path) -> None:
     renderer = Renderer(make_folder(tmp_path, REWRITES))
     with pytest.raises(ValueError, match="rewrites earlier turns when a turn is added"):
         renderer.after_turn([USER, ANSWER], [REPLY])
-
-
-def test_after_turn_needs_an_answer(chatml: Renderer) -> None:
-    with pytest.raises(ValueError, match="do not end with an assistant's answer"):
-        chatml.after_turn([USER], [REPLY])
 
 
 def test_chat_rows_without_a_template_are_refused_in_one_sentence(tmp_path: Path) -> None:

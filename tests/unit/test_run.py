@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,6 @@ from ostinato.run import (
     atomic_write,
     group_rows,
     new_run_path,
-    to_json,
 )
 from ostinato.types import Group, Prompt, Reward, Stop, Trajectory, Turn
 
@@ -126,12 +124,6 @@ def test_append_on_a_full_disk_writes_all_of_a_row_or_nothing(log_class, tmp_pat
     assert [row["step"] for row in log.rows()] == [1, 3]
 
 
-def test_json_of_numpy_and_of_what_json_lacks() -> None:
-    row = {"a": np.float32(0.1), "b": np.arange(2), "c": float("nan"), "d": np.float32("inf"), "e": Stop.EOS}
-    assert to_json(row) == '{"a":0.1,"b":[0,1],"c":null,"d":null,"e":"eos"}'
-    assert to_json({"day": datetime(2025, 1, 2), "ok": True}) == '{"day":"2025-01-02 00:00:00","ok":true}'
-
-
 @pytest.mark.parametrize("log_class", [Jsonl, JsonlZst])
 def test_a_text_that_is_no_unicode_is_written_and_reads_back(
     log_class: type[Jsonl] | type[JsonlZst], tmp_path: Path
@@ -147,11 +139,6 @@ def test_a_text_that_is_no_unicode_is_written_and_reads_back(
 def test_a_text_of_a_whole_file_is_always_written(tmp_path: Path) -> None:
     atomic_write(tmp_path / "page.html", "a\ud83d\U0001f600")
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == "a\\ud83d\U0001f600"
-
-
-def test_float32_survives_json() -> None:
-    values = np.random.default_rng(0).normal(size=200).astype(np.float32)
-    assert np.array_equal(np.array(json.loads(to_json({"x": values}))["x"], np.float32), values)
 
 
 def make_group(step: int) -> Group:

@@ -171,17 +171,6 @@ def test_kept_scores_are_those_that_are_asked_for(asked: Measure, message: str, 
         read_kept(path, asked)
 
 
-@pytest.mark.slow
-def test_the_options_reach_the_kept_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "runs.jsonl"
-    write_kept(path, [row | {"metric": "reward", "low": -1.0} for row in rows_of(REFERENCE, OTHER)])
-    for more, code in (([], 2), (["--metric", "reward"], 2), (["--metric", "reward", "--low", "-1"], 0)):
-        with pytest.raises(SystemExit) as done:
-            main(["ablate", str(path), *more])
-        assert done.value.code == code
-    capsys.readouterr()
-
-
 # -- where runs failed
 
 

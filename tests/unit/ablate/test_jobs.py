@@ -15,7 +15,7 @@ import pytest
 from kept_rows import LAWS, kept_row
 
 from ostinato.ablate.jobs import Job, State, check, plan, run
-from ostinato.ablate.kept import collect, ended, read_kept, series_of, slug, write_kept
+from ostinato.ablate.kept import collect, ended, read_kept, series_of, write_kept
 from ostinato.axis import Axis
 from ostinato.cli.app import main
 from ostinato.config import Recipe
@@ -51,20 +51,7 @@ def ostinato(*arguments: object) -> int:
     return int(caught.value.code or 0)
 
 
-def strict(text: str) -> Any:
-    def refuse(constant: str) -> None:
-        raise ValueError(constant)
-
-    return json.loads(text, parse_constant=refuse)
-
-
 # -- what is run
-
-
-def test_folders_have_the_names_that_are_agreed_upon() -> None:
-    assert slug("CISPO -> DAPO clip") == "cispo-dapo-clip"
-    assert slug(REFERENCE) == "recipe"
-    assert slug("PPO-off-policy-8") == "ppo-off-policy-8"
 
 
 def test_the_plan_is_every_arm_with_every_seed_and_one_change(recipe: Path, tmp_path: Path) -> None:
@@ -107,11 +94,6 @@ def test_arms_that_cannot_be_are_refused(tmp_path: Path, arms: str, message: str
     path.write_text(arms)
     with pytest.raises(ValueError, match=message):
         plan(path, [], seeds=(0,), out=tmp_path)
-
-
-def test_an_arm_that_is_not_there_is_named(recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'nope'; the arms of .* are 'no fp32 head', 'CISPO -> DAPO clip'"):
-        plan(recipe, [], seeds=(0,), arms=["nope"], out=tmp_path)
 
 
 def test_a_folder_of_another_recipe_is_not_gone_on_with(recipe: Path, tmp_path: Path) -> None:
@@ -222,62 +204,6 @@ def test_two_never_train_into_one_folder(recipe: Path, tmp_path: Path) -> None:
 def test_what_is_kept_is_written_again_byte_for_byte(kept: Path, tmp_path: Path) -> None:
     write_kept(tmp_path / "again.jsonl", read_kept(kept))
     assert (tmp_path / "again.jsonl").read_bytes() == kept.read_bytes()
-
-
-@pytest.mark.slow
-def test_the_table_of_the_paper(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ostinato("ablate", kept, "--json", "-") == 0
-    result = strict(capsys.readouterr().out)
-    arms = {arm["arm"]: arm for arm in result["arms"]}
-    assert arms["CISPO -> DAPO clip"]["verdict"] == "moves A (down)"
-    assert arms["CISPO -> DAPO clip"]["B_shared"] is None
-    assert arms["a | pipe"]["verdict"] == "no difference seen"
-    assert arms[REFERENCE]["verdict"] == "-"
-    assert result["common_compute"] == 6e12
-    assert ostinato("ablate", kept) == 0
-    told = capsys.readouterr().out
-    for part in (
-        "P(A lower)",
-        "moves A (down)",
-        "no difference seen",
-        "3 degrees",
-    ):
-        assert part in told
-
-
-def test_arms_that_are_too_short_are_not_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [kept_row(arm, seed, law) for arm, law in LAWS.items() for seed in range(2)]
-    for row in rows:
-        if row["arm"] == "a | pipe":
-            for key in ("score", "stderr"):
-                row[key] = row[key][:6]
-            row["held_out"] = "interrupted"  # it is compared all the same
-            row["compute"] = {axis: each[:6] for axis, each in row["compute"].items()}
-    short = {"score": [0.3], "stderr": [0.004], "compute": {"flops": [1e9], "steps": [8]}}
-    rows[1] |= {"ended": False, **short}
-    path = tmp_path / "runs.jsonl"
-    write_kept(path, rows)
-    assert ostinato("ablate", path, "--json", "-") == 0
-    answer = strict(capsys.readouterr().out)
-    told = " ".join(answer["notes"])
-    assert "the recipe, seed 1 is left out: a fit needs 3 evaluations, it has 1." in told
-    assert "the recipe, seed 1 has not ended." in told
-    assert "a | pipe, seed 0, 1: held-out prompts are answered otherwise than by the recipe, seed 0" in told
-    assert "the recipe has no run of seed 1 here." in told
-    arm = answer["arms"][2]
-    assert arm["verdict"] == "not ranked"
-    assert "seed 0: compute has reached" in arm["reason"]
-    assert arm["A"] is None
-    assert arm["lower"] == {}
-    assert arm["reached"]["median"] > 0.3
-
-
-def test_arms_with_other_prompts_do_not_compare(kept: Path, tmp_path: Path, capsys: Any) -> None:
-    rows = read_kept(kept)
-    rows[-1]["prompts"] = "others"
-    write_kept(tmp_path / "runs.jsonl", rows)
-    assert ostinato("ablate", tmp_path / "runs.jsonl") == 2
-    assert "held-out sets do not compare" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

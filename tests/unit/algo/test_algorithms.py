@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ostinato.algo import losses
 from ostinato.algo.advantages import Baseline, Pool, Scale, advantages
-from ostinato.algo.algorithms import BOUNDS, NAMED, Algorithm, Anchor, Loss, algorithm, policy_loss
+from ostinato.algo.algorithms import BOUNDS, NAMED, Algorithm, Loss, algorithm, policy_loss
 from ostinato.algo.offpolicy import Correction, importance_weights
 from ostinato.algo.pack import Aggregation
 
@@ -52,15 +51,6 @@ def test_defaults_of_the_papers() -> None:
         assert (chosen.kl_coef, chosen.entropy_coef, chosen.correction) == (0, 0, Correction.NONE)
         assert chosen.drop_zero_variance == (name in ("dapo", "cispo"))
     assert algorithm("grpo") == Algorithm()
-
-
-def test_overrides_are_visible_and_typed() -> None:
-    chosen = algorithm("dapo", clip_high=1, aggregation="prompt", mask_truncated=True)
-    assert chosen.overridden == ("clip_high", "aggregation", "mask_truncated")
-    assert chosen.aggregation is Aggregation.PROMPT
-    assert isinstance(chosen.clip_high, float)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        chosen.clip_high = 0.1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -201,13 +191,6 @@ def test_an_anchor_at_the_trainer_without_a_correction_ignores_the_sampler() -> 
     terms = policy_loss(ignoring, new, new.detach(), a, w, idx, num_samples=2, correction=weights)
     (gradient,) = torch.autograd.grad(terms.total, new)
     torch.testing.assert_close(gradient, -a * w)
-
-
-@pytest.mark.parametrize("anchor", Anchor)
-@pytest.mark.parametrize("correction", [Correction.NONE, Correction.TOKEN_TRUNCATE])
-def test_who_is_the_anchor(anchor: Anchor, correction: Correction) -> None:
-    chosen = Algorithm(anchor=anchor, correction=correction)
-    assert chosen.decoupled == (anchor is Anchor.TRAINER or correction is not Correction.NONE)
 
 
 def test_each_correction_has_the_bounds_of_its_paper() -> None:

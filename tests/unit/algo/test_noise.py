@@ -30,10 +30,6 @@ def test_key_is_sensitive_to_order_length_and_sign() -> None:
     assert len({key(seed) for seed in seeds}) == len(seeds)
 
 
-def test_key_accepts_numpy_integers() -> None:
-    assert key((np.int32(3), np.int64(4))) == key((3, 4))
-
-
 def test_key_refuses_what_would_alias() -> None:
     with pytest.raises(ValueError, match="64 signed bits"):
         key((2**63,))

@@ -77,8 +77,3 @@ def test_more_rows_never_cost_less(passes: list[tuple[int, float]]) -> None:
         table.observe(rows, 0.0, seconds)
     costs = table.seconds(np.arange(1, 4000), 0.0)
     assert (np.diff(costs) >= -1e-9 * costs[1:]).all() and (costs > 0).all()
-
-
-def test_a_table_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="give one for each"):
-        CostTable([1.0, 2.0])

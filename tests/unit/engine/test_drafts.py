@@ -15,10 +15,9 @@ from reference.scripted import ScriptedDrafter
 from worlds import DRAFTS_PAY, NATIVE, answers, same, tiny_decoder
 
 from ostinato.engine.cache import KVCache
-from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.requests import new_sequence
-from ostinato.types import Completion, DraftQuery, Drafts, Emitted, Request, SampledTokens, Sampling, Stop
+from ostinato.types import Completion, Emitted, Request, Sampling, Stop
 
 VOCAB = 31
 
@@ -146,44 +145,6 @@ def test_logits_that_are_not_finite_end_a_request_inside_a_draft() -> None:
         requests,
     )
     assert done.stop is Stop.ERROR and "finite" in done.error and len(done.tokens) == 0
-
-
-class Listener:
-    """Drafts nothing, and keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.texts: dict[int, list[int]] = {}
-        self.closed: set[int] = set()
-        self.requests: dict[int, Request] = {}
-
-    def open(self, request: Request) -> int:
-        handle = len(self.requests)
-        self.requests[handle], self.texts[handle] = request, []
-        return handle
-
-    def propose(self, running: DraftQuery) -> Drafts:
-        return Drafts(
-            counts=np.zeros(len(running.handles), np.int32),
-            tokens=np.zeros(0, np.int32),
-            parents=np.zeros(0, np.int32),
-        )
-
-    def observe(self, emitted: SampledTokens) -> None:
-        ends = np.cumsum(emitted.counts)
-        for handle, end, count, ended in zip(
-            emitted.handles.tolist(), ends, emitted.counts, emitted.ended, strict=True
-        ):
-            self.texts[handle] += emitted.tokens[end - count : end].tolist()
-            if ended:
-                self.closed.add(handle)
-
-
-def test_the_cost_of_passes_is_learnt() -> None:
-    requests = asked(4, max_tokens=90)
-    ours = engine(Listener(), cost=CostTable([1e-9] * len(KNOTS)))  # type: ignore[arg-type]
-    answers(ours, requests)
-    assert ours.cost is not None and 1e-5 < float(ours.cost.seconds(4, 0.0)) < 1.0
-    assert ours.counters.seconds_without > 0 and len(ours.trace) == ours.counters.steps
 
 
 def test_an_error_leaves_no_block_of_a_leaf_behind() -> None:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
-from reference.fake_engine import FakeEngine, draw, scripted
+from reference.fake_engine import FakeEngine, scripted
 
-from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
+from ostinato.types import Completion, Request, Sampling, Stop
 
 PROBS = np.array([0.5, 0.25, 0.15, 0.1])
 
@@ -49,12 +48,6 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution() -> None:
     np.testing.assert_allclose(logprobs, np.log(PROBS)[tokens], rtol=1e-6)
 
 
-def test_temperature_and_greedy() -> None:
-    assert draw(np.log(PROBS), 0.5, 0.0) == (0, pytest.approx(np.log(0.25 / (PROBS**2).sum())))
-    assert draw(np.log(PROBS), 0.0, 0.99) == (0, 0.0)
-    assert draw(np.log(PROBS), 1.0, 0.0, banned=[0]) == (1, pytest.approx(np.log(0.5)))
-
-
 def test_stops_and_order_of_finishing() -> None:
     answers = {0: [1, 1, 1, 1, 1], 1: [2, 3], 2: [1, 2, 1, 3]}
     engine = FakeEngine(scripted(lambda request: answers[request.seed[-1]], 4))
@@ -68,25 +61,3 @@ def test_stops_and_order_of_finishing() -> None:
     assert completions[1].text == "2"
     cut = generate(engine, [ask(2, stop_strings=(" 2",))])[0]
     assert (cut.stop, cut.text, cut.tokens.tolist()) == (Stop.STRING, "1", [1, 2])
-
-
-def test_versions_and_routes_are_aligned_with_tokens() -> None:
-    engine = FakeEngine(bandit, moe=(2, 3))
-    engine.publish(None, 5)
-    completion = generate(engine, [ask(0)])[0]
-    assert completion.versions.tolist() == [5] * len(completion.tokens)
-    assert completion.experts is not None and completion.prompt_experts is not None
-    assert completion.experts.shape == (len(completion.tokens), 2, 3)
-    assert completion.prompt_experts.shape == (3, 2, 3)
-    assert (completion.experts[-1] == NO_EXPERT).all() and (completion.experts[:-1] >= 0).all()
-
-
-def test_min_tokens_bans_the_stop_token() -> None:
-    completions = generate(FakeEngine(bandit), [ask(k, min_tokens=5) for k in range(50)])
-    assert all(3 not in c.tokens[:-1] for c in completions.values())
-    assert {len(c.tokens) for c in completions.values()} == {5}
-
-
-def test_a_filter_it_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sampling\.top_k is 2"):
-        generate(FakeEngine(bandit), [ask(0, top_k=2)])

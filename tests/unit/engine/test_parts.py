@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from worlds import DRAFTS_PAY, NATIVE, VOCAB, adapters_of, decode, same, tiny_de
 from ostinato.engine.local import LocalEngine
 from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.store import History
-from ostinato.observe.timeline import Kind
 from ostinato.types import Completion, Request, Sampling, Stop
 
 DECODER = tiny_decoder()
@@ -186,15 +184,3 @@ def test_parts_that_cannot_be_continued_are_refused_by_name() -> None:
     short = replace(ASKED[2], sampling=replace(ASKED[2].sampling, max_tokens=len(part.tokens)), partial=part)
     with pytest.raises(ValueError, match="nothing is left to continue"):
         run(engine(kernels=None), [short])
-
-
-def test_an_engine_tells_what_it_was_busy_with() -> None:
-    ours = engine(kernels=None, name="sampler-3", step_tokens=16)
-    run(ours, ASKED)
-    spans = ours.take_spans()
-    assert {span.worker for span in spans} == {"sampler-3"}
-    assert {span.kind for span in spans} == {Kind.PREFILL, Kind.DECODE}
-    assert all(before.stop <= after.start for before, after in pairwise(spans))
-    rows = ours.counters.prefilled + ours.counters.decoded
-    assert sum(span.amount for span in spans) == rows
-    assert ours.take_spans() == []

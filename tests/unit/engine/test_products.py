@@ -11,13 +11,12 @@ import pytest
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine import products
-from ostinato.engine.products import Seconds, choose, kept_file, measure, seconds_by_dtype, warning
+from ostinato.engine.products import choose, kept_file, seconds_by_dtype, warning
 from ostinato.files import atomic_write, read_cached
 from ostinato.launch.dtype import resolved
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.flops import FlopModel, Work
 from ostinato.model.named import model_folder
-from ostinato.model.ops import TORCH_OPS
 from ostinato.run import RunFolder
 
 HOW: dict[str, Any] = {"native": False, "fp32_head": True}
@@ -49,12 +48,6 @@ def test_the_products_are_all_of_a_tokens_forward(config: ModelConfig) -> None:
     router = 2.0 * len(moe.layers) * config.hidden_size * moe.num_experts
     mixing = 2.0 * len(moe.layers) * config.hidden_size * moe.top_k
     assert products.flops(products.products(config)) == rates - router - mixing
-
-
-def test_every_product_is_timed_in_both_dtypes(config: ModelConfig) -> None:
-    found = measure(products.products(config), TORCH_OPS, TORCH_OPS, fp32_head=True, budget_s=0.0)
-    assert all(one.sampled > 0 and one.trained > 0 for one in found.values())
-    assert set(found) == {"float32", "bfloat16"}
 
 
 def test_what_is_kept_decides_and_is_told(config: ModelConfig, own_cache: Path) -> None:
@@ -109,13 +102,6 @@ def test_a_spoilt_cache_is_measured_anew(config: ModelConfig, own_cache: Path, t
     (file,) = own_cache.rglob("products-*.json")
     assert read_cached(file, products.parsed, lines.append) is None
     assert len(lines) == 1 and "is not used" in lines[0]
-
-
-def test_figures_of_a_busy_machine_hold_until_it_is_quiet(config: ModelConfig, own_cache: Path) -> None:
-    keep(config, figures((1.0, 1.0), (2.0, 2.0), busy=True))
-    found = seconds_by_dtype(config, **HOW, budget_s=0.0, busy=True)
-    assert found["bfloat16"] == Seconds(sampled=2.0, trained=2.0)
-    assert seconds_by_dtype(config, **HOW, budget_s=0.0, busy=False) != found
 
 
 def test_what_is_measured_is_kept_and_anything_else_is_another_measurement(

@@ -205,11 +205,6 @@ def test_a_fake_engine_hands_out_the_same_part() -> None:
     np.testing.assert_array_equal(rest.experts, everything.experts)  # type: ignore[arg-type]
 
 
-def test_nothing_is_recorded_where_nobody_asked() -> None:
-    (done,) = run(engine(record_routing=False), request(text(5)))
-    assert done.experts is None and done.prompt_experts is None
-
-
 # ---- memory that runs out
 
 
@@ -269,34 +264,7 @@ def test_a_preempted_sequence_keeps_the_routes_that_it_was_sampled_through() -> 
     assert mixed, "nobody was computed again"
 
 
-def test_twice_preempted_sequences_have_the_routes_of_one_that_never_was() -> None:
-    asked = [request(text(5 + i, i), 60, i) for i in range(4)]
-    ours = engine(blocks=7, step_tokens=9)
-    together = run(ours, *asked)
-    assert ours.counters.preempted > 4
-    for one, done in zip(asked, together, strict=True):
-        np.testing.assert_array_equal(whole(one, done)[1], whole(one, run(engine(), one)[0])[1])
-
-
 # ---- policies
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_a_turn_after_a_publish_runs_everything_again(kernels: Kernels | None) -> None:
-    """What it samples goes through the new rows; what the turn before sampled, through the old ones, and they
-    stay. The last token of the turn before is the first of which only the new policy has a route."""
-    ours = engine(kernels)
-    talk = Talk(ours)
-    talk.say(21, 12)
-    first = talk.history
-    ours.publish(POLICIES[1], 1)
-    assert talk.say(6, 9).cached_tokens == 0
-    rows = len(talk.history) - 1
-    old, new = ran(first, (len(first) - 1, None)), ran(talk.history, (rows, POLICIES[1]))
-    routes = talk.routes()
-    np.testing.assert_array_equal(routes[: len(first) - 1], old)
-    np.testing.assert_array_equal(routes[len(first) - 1 :], new[len(first) - 1 :])
-    assert not np.array_equal(old, new[: len(old)])
 
 
 def test_a_policy_may_be_published_under_the_number_of_the_last_one() -> None:

@@ -163,12 +163,3 @@ def test_without_a_cut_the_support_is_the_whole_vocabulary(kernels: Kernels) -> 
         assert drawn.support.counts.tolist() == [0, 0, 0, 0, 0, 7]
         assert drawn.support.ids.tolist() == list(range(7))
         assert sample(logits, mixed, np.full(6, 0.5), kernel).support is None
-
-
-def test_a_banned_token_is_in_no_support(kernels: Kernels) -> None:
-    """Fewer tokens than top-k are allowed: what it keeps must not be filled up with banned ones."""
-    logits = torch.zeros(1, 40)
-    logits[0, 5:] = -math.inf
-    for kernel in (kernels, None):
-        drawn = sample(logits, settings(1, top_k=8), np.array([0.7]), kernel, want_support=True)
-        assert drawn.support is not None and drawn.support.ids.tolist() == [0, 1, 2, 3, 4]

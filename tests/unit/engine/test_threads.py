@@ -18,13 +18,6 @@ def write_cache(count: int, policy: str) -> None:
     threads.cache_file().write_text(json.dumps({"best": {"count": count, "policy": policy}}))
 
 
-def test_candidates_are_few_and_one_thread_comes_once() -> None:
-    assert threads.candidates(2, 2) == [(1, "passive"), (2, "active"), (2, "passive")]
-    assert threads.candidates(1, 1) == [(1, "passive")]
-    counts = [count for count, _ in threads.candidates(16, 8)]
-    assert counts == [1, 4, 4, 8, 8, 16, 16]
-
-
 def test_the_fastest_that_did_not_fail_wins() -> None:
     slow = Timing(count=1, policy="passive", ms_per_step=3.0)
     fast = Timing(count=2, policy="active", ms_per_step=2.0)
@@ -87,9 +80,3 @@ def test_configuring_after_torch_warns(own_cache: Path) -> None:
 
     with pytest.warns(UserWarning, match="call it first"):
         threads.configure(1, environ={})
-
-
-def test_cores_are_plausible() -> None:
-    assert 1 <= threads.physical_cores() <= threads.logical_cores()
-    assert threads.fingerprint() == threads.fingerprint()
-    assert str(Threads(count=2, policy="active", source="cache")) == "2 threads, wait policy active (cache)"

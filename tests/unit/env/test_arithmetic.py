@@ -53,17 +53,6 @@ def test_same_address_same_stream_and_more_rows_only_continue_it(split: str, see
     assert [fields(p) for p in short] == [fields(p) for p in long[:n]]
 
 
-def test_other_seeds_draw_other_problems() -> None:
-    first, second = ({p.uid for p in rows("train", seed, 200)} for seed in (0, 1))
-    assert len(first & second) < 40
-
-
-def test_uids_are_distinct_and_name_the_problem() -> None:
-    prompts = rows("train", 3, 1000)
-    assert len({p.uid for p in prompts}) == 1000
-    assert all(p.uid == f"arithmetic/{p.columns['expression']}" for p in prompts)
-
-
 def test_families_are_drawn_evenly_and_sentences_hold_the_expression() -> None:
     prompts = rows("train", 0, 1000)
     for family in Family:

@@ -90,11 +90,6 @@ def test_the_history_grows_by_answers_and_replies() -> None:
     assert [message["content"] for message in letters.turns[1][1]] == ["4", "6"]
 
 
-def test_the_last_turn_gets_no_reply() -> None:
-    replies, _ = play({"calculator": calculator}, call(), call(), max_turns=2)
-    assert replies == ["6", None]
-
-
 @pytest.mark.parametrize("stop", [Stop.LENGTH, Stop.ABORT, Stop.ERROR])
 def test_half_an_answer_ends_the_episode(stop: Stop) -> None:
     dialogue = Dialogue(ASK, Letters(), {"calculator": calculator}, 3)

@@ -42,11 +42,6 @@ def test_verl_and_skyrl_rows(key: str) -> None:
     assert prompt.columns["extra_info"] == {"index": 3}
 
 
-def test_columns_by_name() -> None:
-    prompt = prompt_from_row({"question": "2+2?", "label": "4", "answer": "no"}, "row 1", "question", "label")
-    assert (prompt.text, prompt.columns) == ("2+2?", {"label": "4", "answer": "4"})
-
-
 def test_a_uid_is_the_content_and_not_the_place() -> None:
     row = {"prompt": CHAT, "answer": "4"}
     assert prompt_from_row(row, "row 1").uid == prompt_from_row(row | {"more": 1}, "row 9").uid
@@ -85,11 +80,6 @@ def test_a_bad_row_is_named(tmp_path: Path, row: Any, sentence: str) -> None:
         read(source, "train")
 
 
-def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "rows.jsonl", '{"prompt": "\\ud83d\\ude00", "answer": "4"}')
-    assert read(source, "train")[0].text == "\U0001f600"
-
-
 def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -102,12 +92,6 @@ def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match=r"one of the rows 1 to 2 of .* not UTF-8"):
         read(str(tmp_path / "rows.parquet"), "train")
-
-
-def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "rows.jsonl", {"prompt": "1+1?", "answer": "2"}, "", {"prompt": "2+2?"})
-    with pytest.raises(ValueError, match="row 3 of"):
-        read(source, "train")
 
 
 def test_an_empty_or_foreign_file_is_named(tmp_path: Path) -> None:

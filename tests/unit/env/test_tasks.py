@@ -49,11 +49,6 @@ def test_the_order_of_a_seed_is_fixed_for_good() -> None:
     assert [Rows(prompts(8), seed=0).prompt(k).uid for k in range(8)] == list("02154367")
 
 
-def test_no_prompts_is_an_error() -> None:
-    with pytest.raises(ValueError, match="tasks are empty"):
-        Rows([], seed=0)
-
-
 @pytest.mark.parametrize("source", ["arithmetic", "gym:chain_sum", "gym:number_sorting"])
 def test_procedural_splits_are_disjoint_distinct_and_grow_in_place(source: str) -> None:
     if source.startswith("gym:"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.plain_blocks import PlainStore
 from reference.plain_drafter import LEAST_GAIN, Node, PlainDrafter
-from reference.plain_estimate import Estimator, margin
+from reference.plain_estimate import Estimator
 from reference.plain_lookup import Candidate
 from small_drafts import FREE, compiled, emitted, past, request, running
 
@@ -125,15 +123,6 @@ def test_text_of_another_prompt_is_no_sibling_and_nobody_shares_with_nobody() ->
         assert drafter.stats().sequences == 0
 
 
-def test_own_text_and_the_prompt_are_repeated() -> None:
-    drafter = HistoryDrafter(None, only(Source.OWN, use_noise=False))
-    handle = drafter.open(request([1, 2, 3, 40, 41, 42, 1, 2, 3]))
-    assert drafter.propose(running(handle)).tokens.tolist()[:3] == [40, 41, 42]
-    drafter.observe(emitted(handle, [50, 51, 52, 60, 61, 50, 51, 52]))
-    assert drafter.propose(running(handle)).tokens.tolist()[:2] == [60, 61]
-    assert drafter.stats().drafted[Source.SIBLING] == 0
-
-
 def test_other_prompts_help_those_that_have_no_history() -> None:
     history = History()
     history.add("old", 1, [past([1, 1, 1], [2, 2])])
@@ -216,15 +205,6 @@ def test_drafts_shrink_as_passes_grow_dearer() -> None:
     assert lengths[0] == 30 and lengths[-1] == 0
 
 
-def test_what_is_worth_more_is_drafted_first() -> None:
-    history = History()
-    history.add("p", 1, [past(CONTEXT, list(range(20, 30)))])
-    drafter = HistoryDrafter(history)
-    handles = [drafter.open(request(CONTEXT, seed=(n,))) for n in range(3)]
-    asked = replace(running(*handles, seconds=FREE[:9]), weights=np.array([0.5, 2, 0.5], np.float32))
-    assert drafter.propose(asked).counts.tolist() == [0, 8, 0]
-
-
 def test_where_there_is_nothing_to_find_the_drafter_sleeps_and_a_new_sequence_wakes_it() -> None:
     drafter = HistoryDrafter(None)
     handle = drafter.open(request(CONTEXT))
@@ -268,39 +248,6 @@ def test_estimates_become_calibrated_online() -> None:
     assert np.mean(errors[-300:]) < 0.05 < np.mean(errors[:64])
 
 
-def test_margins_are_positive_exactly_inside() -> None:
-    for u in (0.001, 0.2, 0.5, 0.9):
-        odds = float(np.log(u / (1 - u)))
-        for edge, prob in ((0.0, 0.3), (0.1, 0.2), (0.4, 0.6), (0.0, 1.0)):
-            assert (margin(odds, edge, prob) > 0) == (edge < u < edge + prob)
-
-
-def test_labels_are_candidates_whose_place_was_reached() -> None:
-    history = History()
-    history.add("p", 1, [past(CONTEXT, [20, 21, 22, 23])])
-    drafter = HistoryDrafter(history)
-    handle = drafter.open(request(CONTEXT))
-    drafter.propose(running(handle))
-    drafter.observe(emitted(handle, [20, 21, 99]))
-    stats = drafter.stats()
-    assert sum(stats.labels) == 3 and sum(stats.hits) == 2  # 23 was never reached
-    assert stats.drafted[Source.HISTORY] == 4 and stats.accepted[Source.HISTORY] == 2
-    assert stats.drafted_at[:5] == (1, 1, 1, 1, 0) and stats.accepted_at[:3] == (1, 1, 0)
-    assert stats.emitted == 3
-    assert 0 < sum(stats.predicted) <= 3
-
-
-def test_the_difference_of_two_stats_is_what_was_done_in_between() -> None:
-    drafter = HistoryDrafter(None)
-    handle = drafter.open(request(CONTEXT))
-    drafter.propose(running(handle))
-    before = drafter.stats()
-    drafter.observe(emitted(handle, [20, 21]))
-    since = drafter.stats() - before
-    assert (since.passes, since.emitted, since.sequences) == (0, 2, 1)
-    assert since.drafted[Source.OWN] == 0 and len(since.labels) == 10
-
-
 # ---- bounds and misuse
 
 
@@ -331,8 +278,3 @@ def test_rules_are_checked() -> None:
     for wrong in ({"length": 33}, {"least": 0}, {"epochs": 5}, {"live": (3, 6)}, {"walk": 0}, {"ring": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             replace(Rules(), **wrong)
-
-
-def test_the_drafter_loads_no_torch() -> None:
-    code = "import sys, ostinato.history.drafter; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=400).returncode == 0

@@ -57,34 +57,11 @@ def test_a_prompt_is_shrunk_towards_all_by_how_little_is_known(count: int) -> No
     assert lengths.predict("p") == (20 if count >= PRIOR else 100)  # the median follows the majority
 
 
-def test_what_has_just_been_seen_of_the_group_counts() -> None:
-    lengths = known(p=[10] * 8)
-    assert lengths.predict("p", siblings=[300] * 15) == 300
-    assert lengths.upper("p") == 10 and lengths.upper("p", siblings=[250]) == 250
-
-
-def test_survivors_are_expected_to_be_longer() -> None:
-    lengths = known(p=[10] * 9 + [400])
-    assert lengths.predict("p") == 10 and lengths.predict("p", generated=10) == 400
-    assert lengths.predict("p", generated=400, quantile=0.75) == 800  # beyond all: as long again
-
-
 def test_a_newer_policy_displaces_the_older_lengths() -> None:
     lengths = known(p=[10] * OWN)
     lengths.observe("p", [90] * OWN, [True] * OWN)
     assert lengths.predict("p", quantile=0.01) == 10  # of all prompts, PRIOR remains
     assert lengths.predict("p", quantile=0.2) == 90 and lengths.truncated_share("p") == 1
-
-
-def test_ranks() -> None:
-    lengths = known(a=[30] * 8, b=[10] * 8, c=[90] * 8)
-    assert lengths.ranks("abc") == {"b": 0.0, "a": 0.5, "c": 1.0}
-    assert Lengths().ranks(["x"]) == {"x": 0.0} and Lengths().ranks([]) == {}
-
-
-def test_nothing_known_is_the_longest_possible() -> None:
-    assert Lengths().predict("p") == Lengths().mean("p") == Lengths().upper("p") == math.inf
-    assert Lengths().truncated_share("p") == 0
 
 
 @pytest.mark.parametrize("quantile", [0.0, 1.0, float("nan")])

@@ -14,7 +14,6 @@ from reference import plain_blocks as plain
 from reference.plain_blocks import DEPTH, PlainStore, Span
 from small_drafts import compiled as has_compiler
 
-from ostinato.compiler import BuildError
 from ostinato.history import blocks
 from ostinato.history.blocks import CONTEXT, END, PROBS, Block
 from ostinato.history.native import library as native
@@ -226,12 +225,6 @@ def test_a_response_can_be_drafted_from_its_first_token() -> None:
 # ---- quantisation ----
 
 
-def test_probability_codes_rise_in_small_steps_from_nothing_to_one() -> None:
-    assert PROBS[0] == 0 and 0 < PROBS[1] < 1e-4 and PROBS[255] == 1
-    assert (PROBS[2:] / PROBS[1:-1] <= 1.05 + 1e-6).all() and (PROBS[2:] > PROBS[1:-1]).all()
-    assert (blocks.prob_codes(PROBS[1:]) == np.arange(1, 256)).all()
-
-
 @EXAMPLES
 @given(st.lists(st.floats(0, 1, width=32), min_size=1))
 def test_probabilities_are_kept_to_half_a_step(probs: list[float]) -> None:
@@ -240,11 +233,6 @@ def test_probabilities_are_kept_to_half_a_step(probs: list[float]) -> None:
     usual = given_ >= PROBS[1]
     assert (abs(kept / np.maximum(given_, PROBS[1]) - 1)[usual] <= 0.026).all()
     assert (abs(kept - given_) <= 0.0151).all()  # what it means for the end of an interval
-
-
-def test_what_is_no_number_counts_as_the_least_probability() -> None:
-    assert blocks.prob_codes(np.array([np.nan, -1.0, 2.0])).tolist() == [1, 1, 255]
-    assert blocks.edge_codes(np.array([np.nan, -1.0, 1.0])).tolist() == [0, 0, 65535]
 
 
 @pytest.mark.parametrize(
@@ -273,11 +261,6 @@ def test_a_response_without_its_intervals_is_refused(missing: str) -> None:
         History(store=PlainStore()).add("p", 1, [HistoryEntry(**{**parts, missing: np.zeros(0, np.float32)})])
 
 
-def test_negative_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="token -1"):
-        blocks.lay_out(1, [past([1, -1, 3])])
-
-
 # ---- the store ----
 
 
@@ -301,13 +284,6 @@ def test_a_step_that_is_told_again_replaces_what_was_there(store_of: Callable[[]
     assert history.counters["replaced_tokens"] == 3 and history.num_tokens == 3
     history.add("p", 1, [])
     assert [block.step for block in history.blocks("p")] == [2]
-
-
-def test_empty_responses_are_left_out() -> None:
-    history = History(store=PlainStore())
-    history.add("p", 1, [past([]), past([1], context=[5])])
-    history.add("q", 1, [past([])])
-    assert documents(history.blocks("p")[0]) == [[5, 1, END]] and history.num_prompts == 1
 
 
 @EXAMPLES
@@ -353,12 +329,6 @@ def test_bytes_per_token_are_few() -> None:
         assert history.bytes_per_token <= most
 
 
-@pytest.mark.parametrize("wrong", [{"memory_mb": 0}, {"memory_mb": float("nan")}, {"epochs": 0}])
-def test_limits_that_hold_nothing_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*; use"):
-        History(**wrong)  # type: ignore[arg-type]
-
-
 def test_adding_moves_nothing_that_is_kept(compiled: History) -> None:
     """A drafter holds spans while groups finish: what is kept stays; ``generation`` says ask again."""
     uid, library = "held", native.load_library()
@@ -372,12 +342,6 @@ def test_adding_moves_nothing_that_is_kept(compiled: History) -> None:
     assert Native(compiled, uid, 1).find([1, 2]) == before
     compiled.add(uid, 4, [past([5])])  # epochs=3: step 1 goes
     assert not library.history_block(compiled.native, prompt_key(uid), 1)
-
-
-def test_without_a_compiler_there_is_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(BuildError, match="compiler"):
-        History()
 
 
 # ---- the file ----

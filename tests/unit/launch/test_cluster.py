@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,16 +67,6 @@ def test_everybody_has_a_place_and_a_pool() -> None:
     assert "2 samplers, 1 grader, 1 trainer on a Ray of its own" in line and "3 threads each" in line
 
 
-def test_devices_are_gpus_where_there_are_some() -> None:
-    told = recipe(cluster={"samplers": 4, "graders": 2, "gpus_per_sampler": 0.5, "gpus_per_trainer": 2.0})
-    assert cluster.pools(told) == {"samplers": 2, "trainer": 2}
-    assert [want.gpus for want in cluster.wants(told)] == [0.5] * 4 + [0.0] * 2
-
-
-def test_who_stays_in_this_process_is_told() -> None:
-    assert [*cluster.lines(recipe())][1].strip() == "this process: the loop and the grader and the trainer"
-
-
 class Pool:
     """What the books see of an EnginePool."""
 
@@ -105,17 +94,6 @@ def test_figures_of_all_workers_are_added_up() -> None:
         "publish/bytes": 40.0,
         "publish/seconds": 0.75,
     }
-
-
-def test_what_is_remembered_here_is_told_to_the_samplers() -> None:
-    pool: Any = Pool()
-    added: deque[str] = deque()
-    history: Any = SimpleNamespace(add=lambda uid, step, pasts: added.append(uid), num_tokens=5, num_bytes=50)
-    store = cluster.Told(history, pool)
-    store.add("p1", 3, [])
-    assert (
-        [*added] == ["p1"] and pool.told == [("p1", 3, 0)] and (store.num_tokens, store.num_bytes) == (5, 50)
-    )
 
 
 def test_a_signal_while_the_workers_begin_ends_the_run_by_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from ostinato.config import DraftSection
 from ostinato.history.store import History
 from ostinato.launch.drafts import Memory, load_history, new_memory, save_history
-from ostinato.types import HistoryEntry, Request, Sampling
+from ostinato.types import HistoryEntry
 
 SECTION = DraftSection(memory_mb=1)
 
@@ -32,10 +32,6 @@ def memory() -> Memory:
     return made
 
 
-def test_a_recipe_without_drafts_has_no_memory() -> None:
-    assert new_memory(DraftSection(enabled=False), None, print) is None
-
-
 def test_without_a_compiler_drafts_are_off_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     notes: list[str] = []
@@ -49,23 +45,6 @@ def test_the_past_of_a_prompt_is_its_newest_answers_without_their_context() -> N
     mine.history.add("a", 2, [past(3, 4, 5), past(6)])
     assert [answer.tolist() for answer in mine.past("a")] == [[3, 4, 5], [6]]
     assert list(mine.past("b")) == []
-
-
-def test_a_request_is_expected_to_be_as_long_as_its_prompts_answers_were() -> None:
-    mine = memory()
-    request = Request(tokens=np.zeros(3, np.int32), sampling=Sampling(), seed=(0,), uid="a")
-    assert mine.expect(request) == 0.0  # nothing is known
-    mine.history.lengths.observe("a", [20] * 8, [False] * 8)
-    assert mine.expect(request) == 20.0
-
-
-def test_a_history_comes_back_with_its_run(tmp_path: Path) -> None:
-    notes: list[str] = []
-    saved = History(memory_mb=1)
-    saved.add("a", 1, [past(1, 2)])
-    save_history(saved, tmp_path / "history.bin", notes.append)
-    found = load_history(SECTION, tmp_path / "history.bin", notes.append)
-    assert found is not None and found.num_tokens == 2 and not notes
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed", "foreign"])

@@ -10,7 +10,7 @@ import pytest
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.every import NEVER, Every
-from ostinato.launch.expect import Lengths, Pace, expected, paced, span
+from ostinato.launch.expect import Lengths, Pace, expected, paced
 from ostinato.launch.loop import new_flops
 from ostinato.launch.trainer import new_adapters, new_trainer
 from ostinato.model.config import read_config
@@ -57,14 +57,6 @@ def test_a_run_is_its_steps_and_its_evaluations() -> None:
     later = expected(PACE, recipe(steps=10), LENGTH, flops, [evaluation()], done=8)
     assert later.steps == 2 and later.evaluations[1] == pytest.approx(once), "none before what goes on"
     assert "2 steps of 1.1 to 3.7 s" in str(expected(PACE, recipe(steps=2), LENGTH, flops, []))
-
-
-def test_times_are_said_in_a_fitting_unit() -> None:
-    assert span(2.14, 4.04) == "2.1 to 4 s"
-    assert span(240.0, 360.0) == "4 to 6 min"
-    assert span(90.0, 150.0) == "90 to 150 s"
-    assert span(0.5, 0.5) == "0.5 s"
-    assert span(7200.0, 36000.0) == "2 to 10 h"
 
 
 def test_what_is_timed_changes_neither_engine_nor_trainer() -> None:

@@ -61,18 +61,6 @@ def test_an_identified_curve_is_told_whole() -> None:
     }
 
 
-def test_a_rising_curve_goes_on() -> None:
-    row = outlook(run_of(8_000, n=40), 80_000, TERMS)
-    assert row["verdict"] == "continue" and row["sentence"].endswith("; go on")
-
-
-def test_where_the_budget_is_spent_the_ceiling_is_told_and_nothing_decided() -> None:
-    row = outlook(run_of(20_000), 20_000, TERMS)
-    assert (row["verdict"], row["at_budget"], row["gain"]) == ("no forecast", None, None)
-    assert row["A"][1] == pytest.approx(0.61, abs=0.02)
-    assert row["sentence"].endswith("the budget of 20,000 flops of the recipe is spent")
-
-
 def test_a_law_that_fits_better_is_heard() -> None:
     """Of a score that grows with the logarithm of compute the forecast was told without a word, 0.633 [0.608,
     0.665] at four times the compute where 0.708 came; only ``scale fit`` said that another law is better."""
@@ -217,17 +205,6 @@ def test_budgets_and_axes(tmp_path: Path) -> None:
         assert found["counted"] == words and f" {words} " in found["sentence"]
 
 
-def test_a_step_without_a_price_leaves_a_forecast_in_money_untold(tmp_path: Path) -> None:
-    recipe = recipe_of(axis="money")
-    run = a_run(tmp_path / "run", recipe, 1000)
-    row = eval_row(1100, 0.5)
-    run.eval.append(row | {"spent": {name: n for name, n in row["spent"].items() if "money" not in name}})
-    found = look(recipe, run, 1100)
-    assert (
-        found["verdict"] == "no forecast" and "not every step before it was paid in USD" in found["sentence"]
-    )
-
-
 @pytest.mark.parametrize("devices", [(1, 8), (8, 1)])
 def test_devices_that_change_leave_what_was_spent_before(tmp_path: Path, devices: tuple[int, int]) -> None:
     """Device hours were all seconds so far times the devices of now. Resumed on 8 devices instead of 1,
@@ -298,16 +275,6 @@ def test_at_the_last_step_the_budget_is_what_is_spent(steps: int, flops: float) 
     assert row["compute"] == row["budget"] == flops
 
 
-def test_other_sets_and_the_exported_policy_are_not_on_the_curve(tmp_path: Path) -> None:
-    recipe = recipe_of()
-    run = a_run(tmp_path / "run", recipe, 1500)
-    row = look(recipe, run, 1500)
-    for step in (0, 700, 1500):
-        run.eval.append(eval_row(step, 0.9, set="hard"))
-    run.eval.append(eval_row(1500, 0.2, weights="int8", exported=True))
-    assert look(recipe, run, 1500) == row
-
-
 @pytest.mark.slow
 def test_a_stop_is_asked_for_where_it_was_wanted_and_heard_again_after_a_restart(tmp_path: Path) -> None:
     """The rows are those of an uninterrupted run, wherever the run was killed and however often it looks."""
@@ -345,24 +312,6 @@ def test_a_plateau_early_in_the_run_does_not_end_it(tmp_path: Path) -> None:
         assert not (step >= 500 and should_stop(step))
     assert [row["verdict"] for row in run.forecast.rows()][-2:] == ["stop", "stop"]  # it looked like the end
     assert heard.said[-1].endswith("; goes on, for less than 30% of the budget is spent")
-
-
-def test_a_run_says_nothing_before_there_are_enough_evaluations(tmp_path: Path) -> None:
-    heard = Heard()
-    run = a_run(tmp_path / "run", recipe_of(), 400)
-    should_stop = new_forecaster(recipe_of(), run, [heard], heard.said.append)
-    assert should_stop is not None and not should_stop(400)
-    assert heard.said == [] and next(iter(run.forecast.rows()))["n"] == 4
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [{"forecast": {"enabled": False}}, {"eval": {"every": 0}}, {"eval": {"at_start": False}}],
-)
-def test_without_scores_over_the_run_there_is_nothing_to_foresee(
-    tree: dict[str, Any], tmp_path: Path
-) -> None:
-    assert new_forecaster(Recipe.parse(tree), RunFolder(tmp_path), [], print) is None
 
 
 def test_a_score_that_does_not_say_what_had_been_spent_is_named(tmp_path: Path) -> None:

@@ -47,12 +47,6 @@ def test_it_is_the_papers_recipe() -> None:
     assert trainer.warmup_steps > 0 and solved_at(RECIPE.reward) == pytest.approx(1, abs=1e-5)
 
 
-def test_its_length_penalty_is_a_switch() -> None:
-    """The lines that are commented out, as a person would put them in."""
-    chosen = check(Recipe.load("scalerl", "algo.overlong_buffer=0.14", "algo.overlong_scope=solved"))
-    assert (chosen.overlong_scope, chosen.overridden) == ("solved", ("overlong_buffer", "overlong_scope"))
-
-
 def sample_of(group: int, member: int, length: int) -> Sample:
     """An answer of ``length`` tokens to a prompt of 12."""
     return nouns.sample_of(12 + length, 12, group=group, uid=f"{group}#{member}")

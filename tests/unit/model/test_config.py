@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.model.config import QKNorm, RopeType, Scoring, parse_config, read_config
+from ostinato.model.config import QKNorm, RopeType, parse_config, read_config
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -98,21 +98,6 @@ def test_families_differ_where_they_do() -> None:
     )
 
 
-def test_qwen3_moe_mixes_dense_and_sparse_layers() -> None:
-    moe = parse_config({**QWEN3_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).moe
-    assert moe is not None and moe.layers == (1,)
-
-
-def test_deepseek_and_kimi_are_one_family() -> None:
-    for name in ("deepseek_v3", "kimi_k2"):
-        config = parse_config({**DEEPSEEK, "model_type": name, "scoring_func": "sigmoid", "ep_size": 1})
-        assert config.moe is not None and config.mla is not None
-        assert config.moe.layers == (1, 2, 3)
-        assert config.moe.scoring == Scoring.SIGMOID
-        assert config.moe.shared_intermediate_size == 64
-        assert config.head_dim == 20 and config.v_head_dim == 10 and config.num_kv_heads == 4
-
-
 def test_rope_in_both_spellings() -> None:
     new = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     new |= {"original_max_position_embeddings": 64, "rope_theta": 5e5}
@@ -160,20 +145,6 @@ def test_refusals_name_field_and_value(changes: dict[str, Any], words: tuple[str
     message = refusal(**changes)
     assert all(word in message for word in words), message
     assert "\n" not in message
-
-
-def test_windows_that_hide_nothing_are_accepted() -> None:
-    off = {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 2}
-    assert parse_config({**SMALL, "model_type": "qwen2", **off}).num_layers == 4
-    deep = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 4}
-    assert parse_config({**SMALL, "model_type": "qwen2", **deep}).num_layers == 4
-    mixtral = {
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 128,
-    }
-    assert parse_config({**SMALL, **mixtral}).num_layers == 4
 
 
 def test_files(tmp_path: Path) -> None:

@@ -91,11 +91,6 @@ def test_packed_siblings_equal_separate_sequences(prompt: int, answers: list[int
         torch.testing.assert_close(packed[segment.start : segment.stop], alone[prompt:], atol=bound, rtol=0)
 
 
-def test_routing_for_a_dense_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="no experts"):
-        tiny("llama")(TOKENS, POSITIONS, CausalAttention(), routing=torch.zeros(9, 1, 2, dtype=torch.int16))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
@@ -188,18 +183,6 @@ def test_fp32_head(family: str) -> None:
     assert decoder.logits(hidden).dtype == torch.bfloat16
 
 
-def test_parameters_are_frozen_until_asked() -> None:
-    decoder = tiny("deepseek_v3")
-    assert not any(p.requires_grad for p in decoder.parameters())
-    decoder.trainable(True)
-    frozen = [name for name, p in decoder.named_parameters() if not p.requires_grad]
-    assert frozen == ["layers.1.moe.correction_bias"]
-    hidden, _ = decoder(TOKENS, POSITIONS, CausalAttention())
-    decoder.logits(hidden).sum().backward()
-    assert all(p.grad is not None for p in decoder.parameters() if p.requires_grad)
-    assert not any(p.requires_grad for p in decoder.trainable(False).parameters())
-
-
 def test_full_training_gradients_match_finite_differences() -> None:
     """Every parameter of a float64 model, in one random direction each."""
     decoder = tiny("qwen3_moe", dtype=torch.float64).double().trainable(True)
@@ -242,35 +225,3 @@ def test_copies_and_moves_keep_slots_and_parameters_together() -> None:
     expected, _ = decoder(TOKENS, POSITIONS, CausalAttention())
     hidden, _ = twin(TOKENS, POSITIONS, CausalAttention())
     torch.testing.assert_close(hidden.float(), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_narrowing_by_to_is_refused() -> None:
-    """``to(bfloat16)`` would round the rotary frequencies and quietly turn far positions by wrong angles."""
-    with pytest.raises(ValueError, match="give the dtype when loading"):
-        tiny("llama").to(torch.bfloat16)(TOKENS, POSITIONS, CausalAttention())
-
-
-def test_weights_are_drawn_by_seed_alone() -> None:
-    def down(decoder: Decoder, layer: int) -> torch.Tensor:
-        weight = decoder.blocks[layer].mlp.down
-        assert isinstance(weight, torch.Tensor)
-        return weight
-
-    one, same, other = tiny("mixtral"), tiny("mixtral"), tiny("mixtral").init_weights(2)
-    assert torch.equal(down(one, 1), down(same, 1))
-    assert not torch.equal(down(one, 1), down(other, 1))
-    assert down(one, 0).std() == pytest.approx(0.2, rel=0.05)
-    assert (one.norm == 1).all()
-
-
-@pytest.mark.parametrize(("family", "shape"), [("llama", (2, 8, 8)), ("deepseek_v3", (4, 20, 8))])
-def test_kv_shape_is_what_attend_receives(family: str, shape: tuple[int, int, int]) -> None:
-    decoder, seen = tiny(family), []
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        seen.append((k.shape[1], k.shape[2], v.shape[2]))
-        return CausalAttention()(layer, q, k, v, scale)
-
-    decoder(TOKENS, POSITIONS, attend)
-    assert decoder.kv_shape == shape
-    assert set(seen) == {shape}

@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nouns import completion as said
 from nouns import sample_of
-from torch.utils.flop_counter import FlopCounterMode
 from worlds import KINDS, SIZES
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
@@ -21,13 +19,11 @@ from ostinato.model.attention import segment_mask
 from ostinato.model.config import parse_config
 from ostinato.model.flops import FlopModel, Part, Work
 from ostinato.model.lora import ROLES, AdapterSpec, ExpertScheme
-from ostinato.model.packed import MATH
 from ostinato.pipeline.work import (
     RolloutWork,
     batch_work,
     completion_work,
     rollout_work,
-    step_flops,
     trajectory_work,
 )
 from ostinato.rollout.health import prefilled_tokens, sampled_tokens
@@ -120,31 +116,6 @@ def test_a_token_costs_twice_the_parameters_that_it_meets(
     assert flops.forward(Work(pairs=1)) == pair
 
 
-def test_one_layer_written_out() -> None:
-    """q and v of one dense layer adapted: every product of forward and backward by hand."""
-    config = parse_config({**DENSE, "num_hidden_layers": 1, "num_key_value_heads": 1})
-    flops = FlopModel.of(config, AdapterSpec(rank=3, targets=("attn.q", "attn.v")))
-    D, F, V, H, G, dim, rank = 16, 24, 61, 2, 1, 8, 2 * 3
-    qkv, o, mlp = D * (H + 2 * G) * dim, H * dim * D, 3 * D * F
-    a, b = D * rank, rank * (H + 2 * G) * dim  # b with the zeros of k and of what is not its block
-    assert flops.forward(Work(tokens=1)) == 2 * (qkv + o + mlp + a + b)
-    # nothing below needs a gradient: of qkv only dA, dB and the slopes of the projection; dx of what follows
-    assert flops.backward(Work(tokens=1)) == 2 * (a + 2 * b + o + mlp)
-    assert flops.forward(Work(pairs=1)) == 2 * H * 2 * dim
-    assert flops.backward(Work(pairs=1)) == 2 * H * 5 * dim  # scores again, dP, dv, dq, dk
-    assert flops.forward(Work(logits=1)) == flops.backward(Work(logits=1)) == 2 * D * V
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_full_training_is_twice_forward_and_more(family: str) -> None:
-    """dx and dw of every product; attention makes its scores once more, and the head its logits."""
-    flops = flops_of(family)
-    assert flops.backward(Work(tokens=3)) == 2 * flops.forward(Work(tokens=3))
-    assert flops.backward(Work(logits=3)) == 3 * flops.forward(Work(logits=3))
-    assert flops.backward(Work(pairs=3)) == 2.5 * flops.forward(Work(pairs=3))
-    assert flops.base(WORK) == flops.forward(WORK)
-
-
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_laws_of_adapters(data: st.DataObject) -> None:
@@ -167,16 +138,6 @@ def test_laws_of_adapters(data: st.DataObject) -> None:
     assert entropy.backward(WORK) == flops.backward(WORK) + flops.forward(Work(logits=WORK.logits))
 
 
-def test_a_lower_adapter_costs_the_way_down_to_it() -> None:
-    """Only the dense layer in the middle has an MLP to adapt: backward stops there, and recompute with it."""
-    spec = AdapterSpec(rank=2, targets=("mlp",))
-    middle, everywhere = flops_of("softmax", spec), flops_of("softmax", AdapterSpec(rank=2))
-    assert middle.backward_rates.pairs == everywhere.backward_rates.pairs / 3  # of the last layer only
-    again = flops_of("softmax", spec, recompute=True)
-    more = again.backward(WORK) - middle.backward(WORK)
-    assert 0 < more < middle.forward(replace(WORK, logits=0))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_described_adds_up(family: str) -> None:
     for spec in (None, AdapterSpec(rank=2, targets=("attn", "mlp", "experts"))):
@@ -187,27 +148,6 @@ def test_what_is_described_adds_up(family: str) -> None:
         assert backward == flops.backward(Work(tokens=1, logits=1))
         assert pairs == (flops.forward(Work(pairs=1)), flops.backward(Work(pairs=1)))
         assert ("lora" in told) == (spec is not None) and ("experts" in told) == (family != "dense")
-
-
-def test_an_adapter_of_another_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"adapter.targets has 'attn.kv_b'; llama has attn.k, "):
-        flops_of("dense", AdapterSpec(targets=("attn.kv_b",)))
-
-
-def test_attention_is_what_torch_counts() -> None:
-    """The plain kernel that a packed batch may run on, by torch's own formulas: where nothing is masked, its
-    products are the pairs' price, keys and values of different widths."""
-    config = parse_config({**FAMILIES["sigmoid-bias-groups"], "v_head_dim": 4, "num_hidden_layers": 1})
-    flops, heads, rows, keys = FlopModel.of(config, None), config.num_heads, 5, 7
-    q, k = torch.randn(1, heads, rows, config.head_dim), torch.randn(1, heads, keys, config.head_dim)
-    v, grad = torch.randn(1, heads, keys, config.v_head_dim), torch.randn(1, heads, rows, config.v_head_dim)
-    with FlopCounterMode(display=False) as forward:
-        out, lse, state = MATH.forward(q, k, v, 1.0, False)
-    with FlopCounterMode(display=False) as backward:
-        MATH.backward(grad, q, k, v, out, lse, state, 1.0, False)
-    work = Work(pairs=rows * keys)
-    assert forward.get_total_flops() == flops.forward(work)
-    assert backward.get_total_flops() == flops.backward(work)
 
 
 # ---- batches
@@ -306,14 +246,3 @@ def test_turns_and_siblings_add_up() -> None:
     assert rollout_work([group, group]) == rollout_work([group]) + work + trajectory_work(sibling)
     assert rollout_work([group]).prefill.tokens == prefilled_tokens(episode) + prefilled_tokens(sibling)
     assert rollout_work([group]).total.logits == sampled_tokens(episode) + sampled_tokens(sibling)
-
-
-def test_a_step_pays_for_its_further_passes() -> None:
-    flops = flops_of("softmax", AdapterSpec(rank=2))
-    forward, backward = flops.forward(WORK), flops.backward(WORK)
-    plain = step_flops(flops, WORK, {})
-    assert (plain.train, plain.measure) == (forward + backward, 0)
-    passes = {"passes/extra": 0.5, "passes/repeated": 0.25, "passes/measure": 3.0, "loss": 1.0}
-    more = step_flops(flops, WORK, passes)
-    assert more.train == pytest.approx(1.25 * (forward + backward) + 0.5 * forward)
-    assert more.measure == 3 * forward

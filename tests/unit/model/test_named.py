@@ -9,12 +9,6 @@ import pytest
 from ostinato.model.named import is_hub_name, is_model_name, model_folder
 
 
-def test_a_folder_is_itself(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert model_folder(str(tmp_path)) == tmp_path
-    assert is_model_name(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -27,11 +21,6 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 def test_what_is_no_model_is_refused(name: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         model_folder(name)
-
-
-def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no Hugging Face folder; give .* a folder with config\.json"):
-        model_folder(str(tmp_path))
 
 
 def test_names_of_models_and_of_recipes_are_told_apart() -> None:

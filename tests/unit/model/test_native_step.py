@@ -268,24 +268,6 @@ def test_steps_alternate_and_grow_without_sharing_state(kernels: Kernels) -> Non
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
 
 
-def test_new_adapters_do_not_disturb_a_step_that_is_kept(kernels: Kernels) -> None:
-    decoder = model(FAMILIES["qwen3_moe"])
-    old = Twins(kernels, decoder, adapters(decoder, ExpertScheme.PER_EXPERT, ("attn", "experts"), 4), 1, 2)
-    positions, rows = old.rows([0], [5])
-    before = old.check(draw_tokens(5), positions, rows)
-    new = Twins(kernels, decoder, None, 1, 2)
-    new.check(draw_tokens(5), positions, rows)
-    assert torch.equal(old.check(draw_tokens(5), positions, rows), before)
-
-
-def test_no_rows_are_no_work(kernels: Kernels) -> None:
-    twins = Twins(kernels, model(FAMILIES["qwen3_moe"]), None, sequences=1, blocks=1)
-    empty = torch.zeros(0, dtype=torch.int64)
-    rows = Rows(empty, twins.tables, empty.int(), empty.int())
-    hidden, routing = twins.step.forward(empty, empty, rows, twins.ours.keys, twins.ours.values)
-    assert hidden.shape == (0, 48) and routing is not None and routing.shape == (0, 2, 2)
-
-
 @pytest.mark.parametrize("unknown", [MLA, {**OLMOE, "clip_qkv": 5.0}], ids=["latent attention", "clipped"])
 def test_what_the_step_does_not_know_it_leaves_to_the_twin(kernels: Kernels, unknown: dict[str, Any]) -> None:
     assert kernels.fused(model(unknown), None) is None

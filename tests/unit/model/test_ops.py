@@ -7,15 +7,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.naive_cache import NaiveCache
 from torch import Tensor
 
-from ostinato.model.attention import CausalAttention, DenseMaskAttention, segment_mask
 from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.lora import Lora, lora_linear
 from ostinato.model.moe import ExpertLora, experts, experts_loop, grouped_linear
 from ostinato.model.ops import TORCH_OPS
-from ostinato.types import Segment
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, grad: bool = False) -> Tensor:
@@ -154,25 +151,3 @@ def test_grouped_linear_with_any_group_sizes(sizes: list[int], dtype: torch.dtyp
         else x.new_zeros(0, 4)
     )
     torch.testing.assert_close(out, expected)
-
-
-def test_segment_mask_of_two_siblings() -> None:
-    """The example of types.Microbatch: prompt P P P, then siblings A A and B B, who never see each other."""
-    mask = segment_mask(
-        [Segment(start=0, stop=3), *(Segment(start=s, stop=s + 2, prefix_stop=3) for s in (3, 5))]
-    )
-    expected = ["1000000", "1100000", "1110000", "1111000", "1111100", "1110010", "1110011"]
-    assert ["".join(str(int(seen)) for seen in row) for row in mask] == expected
-
-
-def test_attends_agree_on_one_sequence() -> None:
-    q, k, v = normal(6, 4, 8), normal(6, 2, 8, seed=1), normal(6, 2, 5, seed=2)
-    causal = CausalAttention()(0, q, k, v, 0.3)
-    masked = DenseMaskAttention([Segment(start=0, stop=6)])(0, q, k, v, 0.3)
-    cache = NaiveCache()
-    pieces = torch.cat([cache(0, q[a:b], k[a:b], v[a:b], 0.3) for a, b in ((0, 4), (4, 5), (5, 6))])
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.3
-    scores = scores.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
-    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(2, 1))
-    for out in (causal, masked, pieces):
-        torch.testing.assert_close(out, expected)

@@ -142,12 +142,6 @@ def test_impossible_segments_are_refused(segments, message: str) -> None:
         PackedAttention(segments)
 
 
-def test_rows_of_another_microbatch_are_refused() -> None:
-    x = torch.zeros(3, 1, 8)
-    with pytest.raises(ValueError, match="q has 3 rows for segments of 2"):
-        PackedAttention((Segment(start=0, stop=2),))(0, x, x, x, 1.0)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)])

@@ -99,11 +99,6 @@ def test_a_product_of_codes_is_the_bf16_product_of_their_values(
         assert torch.equal(kernels.ops.linear(x[:rows], w, bias), ours[:rows])
 
 
-def test_products_refuse_other_activations(kernels: Kernels) -> None:
-    with pytest.raises(TypeError, match="quantised weights take"):
-        kernels.ops.linear(draw(2, 8), codes(draw(4, 8), Weights.INT8))
-
-
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("scheme", [None, *ExpertScheme])
 def test_experts(kernels: Kernels, kind: Weights, scheme: ExpertScheme | None) -> None:
@@ -262,9 +257,3 @@ def test_a_weight_that_is_not_finite_has_no_code(kind: Weights) -> None:
     weight[3, 5] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
         codes(weight, kind)
-
-
-def test_a_product_of_codes_does_not_drop_what_it_is_asked_for(kernels: Kernels) -> None:
-    weight, x = codes(draw(16, 32), Weights.INT8), draw(2, 32, dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="input's type"):
-        kernels.ops.linear(x, weight, None, torch.float32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +18,12 @@ from hypothesis import strategies as st
 
 import ostinato
 from ostinato.engine.local import LocalEngine
-from ostinato.env.arithmetic import Family, rows
+from ostinato.env.arithmetic import rows
 from ostinato.model.config import read_config
 from ostinato.model.hf import load_model
 from ostinato.render import Renderer
 from ostinato.reward.verify import exact
-from ostinato.types import Completion, Prompt, Request, Sampling
+from ostinato.types import Completion, Request, Sampling
 
 FOLDER = Path(ostinato.__file__).parent / "assets" / "seed-moe"
 RECIPE = Path(__file__).parents[3] / "recipes" / "seed_moe.py"
@@ -65,13 +64,6 @@ def test_it_is_small_and_sparse_with_one_dense_layer() -> None:
     assert set(range(config.num_layers)) - set(config.moe.layers) == {0}
 
 
-def test_the_log_ends_with_the_evaluation_that_the_foundation_asks_for() -> None:
-    settings, *steps, evaluation = read_log()
-    assert steps[-1]["step"] == settings["textbook_steps"] + settings["crowd_steps"]
-    assert 0.2 <= evaluation["pass@1"] <= 0.4
-    assert evaluation["pass@16"] > 0.7
-
-
 # ---- tokenizer and template --------------------------------------------------------------------
 
 
@@ -107,73 +99,7 @@ def test_the_recipe_writes_the_packaged_files(recipe: ModuleType, tmp_path: Path
 # ---- the annotators ----------------------------------------------------------------------------
 
 
-def said(text: str, prompt: Prompt) -> bool:
-    return exact([text], [prompt.columns["answer"]]) == [1.0]
-
-
-def test_the_careful_annotator_is_right_in_every_step(recipe: ModuleType) -> None:
-    careful = recipe.CROWD["careful"]
-    for prompt in rows("train", 0, 500, digits=4):
-        text = recipe.write_answer(prompt, careful, random.Random(0))
-        assert said(text, prompt), text
-        for step in text.partition(" ####")[0].split():
-            left, _, right = step.partition("=")
-            assert eval(left) == int(right), text
-
-
-def test_the_guessing_annotator_shows_no_work_and_is_wrong(recipe: ModuleType) -> None:
-    rng = random.Random(0)
-    for prompt in rows("train", 0, 300):
-        text = recipe.write_answer(prompt, recipe.CROWD["guessing"], rng)
-        assert text.startswith("#### ") and not said(text, prompt)
-
-
-def test_the_careless_annotator_is_often_wrong_and_still_answers_a_number(recipe: ModuleType) -> None:
-    rng, right = random.Random(0), []
-    for prompt in rows("train", 0, 1000):
-        text = recipe.write_answer(prompt, recipe.CROWD["careless"], rng)
-        right.append(said(text, prompt))
-        assert text.rpartition("#### ")[2].isdigit(), text
-    assert 0.2 < np.mean(right) < 0.6
-
-
-def test_by_hand(recipe: ModuleType) -> None:
-    prompts = {
-        "347 + 586": (Family.SUM, "7+6=13 4+8+1=13 3+5+1=9 #### 933"),
-        "812 - 347": (Family.DIFFERENCE, "12-7=5 11-4-1=6 8-3-1=4 #### 465"),
-        "7 * 468": (Family.PRODUCT, "7*8=56 7*6+5=47 7*4+4=32 #### 3276"),
-        "347 mod 7": (Family.REMAINDER, "34%7=6 67%7=4 #### 4"),
-        "7 + 8 - 5 + 9": (Family.CHAIN, "7+8=15 15-5=10 10+9=19 #### 19"),
-    }
-    for expression, (family, expected) in prompts.items():
-        prompt = Prompt(uid="", text="", columns={"family": family, "expression": expression})
-        assert recipe.write_answer(prompt, recipe.CROWD["careful"], random.Random(0)) == expected
-
-
 # ---- training ----------------------------------------------------------------------------------
-
-
-def test_balance_loss_is_one_when_balanced_and_the_number_of_experts_when_collapsed(
-    recipe: ModuleType,
-) -> None:
-    balanced = torch.tensor([[0, 1], [2, 3]]).unsqueeze(1)
-    assert recipe.balance_loss([torch.zeros(2, 4)], balanced).item() == pytest.approx(1.0)
-    collapsed = torch.tensor([[0], [0]]).unsqueeze(1)
-    logits = torch.tensor([[100.0, 0.0, 0.0, 0.0]] * 2)
-    assert recipe.balance_loss([logits], collapsed).item() == pytest.approx(4.0)
-
-
-def test_microbatches_are_a_function_of_the_seed_and_train_on_answers_only(
-    recipe: ModuleType, renderer: Renderer
-) -> None:
-    crowd = list(recipe.CROWD.values())
-    first, again = ([*recipe.microbatches(renderer, crowd, random.Random(5), 3, 8)] for _ in range(2))
-    assert len(first) == 3
-    for a, b in zip(first, again, strict=True):
-        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.targets, b.targets)
-        assert len(a.segments) == 8
-        assert (a.targets == renderer.encode(END)[0]).sum() == 8
-        assert a.weights.sum() == pytest.approx(1.0)
 
 
 # ---- the model ---------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ostinato.model.hf import fill, load_model, save_model
 from ostinato.model.hf_names import stored
 from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
 from ostinato.model.pieces import blocks
-from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
+from ostinato.model.share import Share, placed, size_of
 from ostinato.model.weights import Moe
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.pieces import cut, fresh_adapters, own_adapters, put
@@ -255,24 +254,6 @@ def test_experts_in_one_tensor(family: str, layout: str, tmp_path: Path) -> None
             assert torch.equal(weight, expected[name]), name
 
 
-def test_experts_may_lie_anywhere(tmp_path: Path) -> None:
-    """A placement is not of neighbours."""
-    family = "qwen3_moe"
-    whole, config = model_of(family), config_of(family)
-    folder, layers = saved(whole, tmp_path), 3
-    placement = [
-        [(5, 0, 6, 3), (7, 2, 1, 4)] if layer % 2 else [(0, 2, 4, 6), (7, 5, 3, 1)] for layer in range(layers)
-    ]
-    for rank in range(2):
-        (share,) = shares_of(Layout.parse("d2e2"), config, rank, placement)
-        part = load_model(folder, share=share)
-        for block, own, layer in zip(whole.blocks, part.blocks, range(4), strict=True):
-            if layer != 1:
-                ids = list(placement[[0, 2, 3].index(layer)][rank])
-                assert torch.equal(own.mlp.gate_up, block.mlp.gate_up[ids])  # type: ignore[union-attr]
-                assert torch.equal(own.mlp.down, block.mlp.down[ids])  # type: ignore[union-attr]
-
-
 def test_missing_is_told_by_whoever_keeps_it(tmp_path: Path) -> None:
     """A tensor of the second stage is nothing to the first; one that nobody knows is refused by all."""
     folder = saved(model_of("qwen3_moe"), tmp_path)
@@ -320,25 +301,6 @@ def test_the_adapters_of_ranks_are_parts_of_one(family: str, text: str, scheme: 
         own.prepared(torch.float32)  # the shapes of a local config
     for name, value in state.items():
         assert torch.equal(again[name], value), name
-
-
-@pytest.mark.parametrize(("family", "text"), CUT)
-def test_what_is_cut_is_told(family: str, text: str) -> None:
-    """``is_cut`` says for every tensor whether tensor ranks keep different parts of it."""
-    config, layout = config_of(family), Layout.parse(text)
-    for share in shares_of(layout, config, 0):
-        cut_width = share.expert_tensor > 1
-        other = replace(share, tensor_rank=int(share.tensor > 1), expert_tensor_rank=int(cut_width))
-        for name, value in Decoder(config, device="meta").named_parameters():
-            differ = placed(config, share, name, value.shape) != placed(config, other, name, value.shape)
-            assert differ == (is_cut(share, name, value.shape) and share.tensor > 1), name
-
-
-def test_experts_have_a_dimension_of_their_own() -> None:
-    config = config_of("qwen3_moe")
-    adapters = init_adapters(config, AdapterSpec(rank=2)).state_dict()
-    assert is_expert("layers.0.experts.gate.B", adapters["layers.0.experts.gate.B"].shape)
-    assert not is_expert("layers.0.experts.gate.A", adapters["layers.0.experts.gate.A"].shape)  # shared outer
 
 
 @given(st.permutations(range(8)))

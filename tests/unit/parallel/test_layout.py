@@ -60,15 +60,6 @@ def test_groups_of_an_axis_cut_the_world(layout: Layout) -> None:
     assert sizes["rows"] == layout.row_shards and sizes["s"] == layout.stage_ranks
 
 
-@given(SMALL)
-def test_all_experts_are_kept_by_every_replica(layout: Layout) -> None:
-    for rank in range(layout.world):
-        exchange = layout.group("e", rank)
-        assert {layout.place("e", other) for other in exchange} == set(range(layout.expert))
-        kept = {layout.place("e", other) for other in layout.group("r", rank)}
-        assert kept == {layout.place("e", rank)}
-
-
 @settings(deadline=None)
 @given(SMALL)
 def test_microbatches_are_coupled_where_experts_or_pieces_span_data_ranks(layout: Layout) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from ostinato.parallel.watch import GRACE_S, Doing, Judge, Member, Sign, Watch, position
 
 MEMBERS = [Member(rank=rank, host=f"host-{'ab'[rank // 2]}", pid=100 + rank) for rank in range(4)]
@@ -247,12 +245,6 @@ def test_a_position_is_the_innermost_line_of_ours() -> None:
     at, waits = found[0]
     assert at.startswith("watch.py:") and at.endswith(" sign") and not waits
     assert position(None) == ("", False)
-
-
-@pytest.mark.parametrize("call", ["", "step 2"])
-def test_a_sign_says_where(call: str) -> None:
-    doing = Doing(call=call, thread=threading.get_ident())
-    assert doing.sign(1, 1.0).doing().startswith("in step 2 at watch.py:" if call else "between two calls")
 
 
 def test_nobody_is_in_the_store_any_more_once_it_was_stopped() -> None:

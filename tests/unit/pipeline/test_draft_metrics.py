@@ -62,12 +62,6 @@ def test_what_cannot_be_searched_by_noise_is_counted_and_left_out() -> None:
     assert [past.tokens.tolist() for past in kept["a"]] == [[1]] and num_skipped == 2
 
 
-def test_a_prompt_that_comes_twice_in_a_step_is_one_block() -> None:
-    """The store replaces what it has of a step: two calls for one prompt would forget the first group."""
-    kept, _ = pasts([group("a", completion([1])), group("b", completion([2])), group("a", completion([3]))])
-    assert {uid: len(answers) for uid, answers in kept.items()} == {"a": 2, "b": 1}
-
-
 # -- what is counted
 
 

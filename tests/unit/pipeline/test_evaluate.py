@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reference.fake_engine import FakeEngine
 
 from ostinato.axis import Axis
-from ostinato.every import NEVER, Every
+from ostinato.every import Every
 from ostinato.pipeline.evaluate import (
     Evaluation,
     answer_error,
@@ -111,12 +111,6 @@ def test_the_unjudged_are_excluded_and_not_scored_zero() -> None:
     )
 
 
-def test_a_mean_of_one_has_no_error() -> None:
-    assert mean_and_error([0.5]) == (0.5, pytest.approx(math.nan, nan_ok=True))
-    assert all(map(math.isnan, mean_and_error([])))
-    assert mean_and_error([0.0, 1.0]) == (0.5, 0.5)
-
-
 def test_an_evaluation_that_cannot_be_made_is_refused() -> None:
     with pytest.raises(ValueError, match=r"eval\.k is 3"):
         Evaluation(split="eval", prompts=prompts(1), sampling=SAMPLING, samples=2, k=3)
@@ -154,15 +148,6 @@ def test_which_spread_the_two_errors_estimate(shape: tuple[float, float], seed: 
     assert within == pytest.approx(fixed.mean((1, 2)).std(), rel=0.05)
     assert over == pytest.approx(fresh.mean((1, 2)).std(), rel=0.05)
     assert within < 0.9 * over
-
-
-def test_without_a_second_answer_there_is_no_error_for_these_prompts() -> None:
-    assert math.isnan(answer_error([np.ones(1), np.ones(3)])) and math.isnan(answer_error([]))
-    alone = row(Evaluation(split="eval", prompts=prompts(8), sampling=SAMPLING))
-    assert math.isnan(alone["answer_stderr"]) and alone["stderr"] > 0
-    both = row(Evaluation(split="eval", prompts=prompts(64), sampling=SAMPLING, samples=8))
-    assert both["answer_stderr"] == both["reward_answer_stderr"]
-    assert both["answer_stderr"] == pytest.approx(0.5 / math.sqrt(64 * 8), rel=0.2)
 
 
 # ---- before training, and by name
@@ -251,18 +236,6 @@ def test_the_prompts_have_a_name_of_their_own() -> None:
 # ---- when
 
 
-def test_what_is_spent() -> None:
-    totals = {"total/compute_flops": 4e9, "total/wasted_flops": 1e9, "total/sampled_tokens": 70.0}
-    assert spent_in_steps(4, totals | {"total/seconds": 1800.0, "total/device_seconds": 10_800.0}) == {
-        "flops": 4e9,
-        "tokens": 70.0,
-        "device_hours": 3.0,
-        "seconds": 1800.0,
-        "steps": 4.0,
-    }
-    assert set(spent_in_steps(0, {}).values()) == {0.0}
-
-
 @given(
     st.lists(st.floats(0.01, 50), min_size=1, max_size=40),
     st.floats(0.1, 100),
@@ -292,10 +265,3 @@ def test_a_schedule_in_compute(costs: list[float], amount: float, skipped: set[i
     for step in crossed:
         later = next((n for n in range(step, len(sums)) if n not in skipped), None)
         assert later is None or later in made_up
-
-
-def test_before_and_after_are_always_due() -> None:
-    never = replace(MEASURE, every=NEVER)
-    assert due(never, spent_in_steps(0, {}), None, ended=False)
-    assert not due(never, spent_in_steps(5, {}), {"step": 0, "spent": spent_in_steps(0, {})}, ended=False)
-    assert due(never, spent_in_steps(5, {}), {"step": 0, "spent": spent_in_steps(0, {})}, ended=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_loop import Bench, IsRight, LoopState
 
-from ostinato.pipeline.failed import RewardFails, failures
+from ostinato.pipeline.failed import RewardFails
 from ostinato.types import Group, Reward
 
 TRACE = "Traceback (most recent call last):\n  File \"/rewards.py\", line 3, in graded\nKeyError: 'gold'"
@@ -52,18 +51,6 @@ def test_a_reward_that_fails_for_all_of_the_first_evaluation_ends_the_run(tmp_pa
     assert not list(again.folder.failed.rows())
 
 
-def test_a_reward_that_fails_for_all_of_the_first_step_ends_the_run(tmp_path: Path) -> None:
-    """The groups of the step are graded anew when the run is resumed: the spool kept their failures."""
-    broken = Bench(tmp_path, grader=Failing(lambda number: True), eval_at_start=False)
-    with pytest.raises(RewardFails, match="any of the 32 answers of training at step 1"):
-        broken.run()
-    assert not broken.rows and not broken.saved
-    mended = Bench(tmp_path, eval_at_start=False, steps=2)
-    mended.run()
-    assert [row["rollout/no_verdict"] for row in mended.rows] == [0, 0]
-    assert mended.rows[0]["rollout/from_spool"] == 0
-
-
 def test_a_reward_that_fails_later_is_counted_and_its_last_traceback_kept(tmp_path: Path) -> None:
     bench = Bench(tmp_path, grader=Failing(lambda number: number in (3, 8, 9)), steps=2)
     bench.run()
@@ -82,16 +69,3 @@ def test_a_reward_that_fails_later_is_counted_and_its_last_traceback_kept(tmp_pa
     later = Bench(tmp_path, state=LoopState(step=0), steps=1)
     later.folder.truncate_after(0)
     assert [row["step"] for row in later.folder.failed.rows()] == [0]
-
-
-def test_nothing_is_kept_of_rewards_that_skip_or_work(tmp_path: Path) -> None:
-    """None is an opinion that a function does not have: for some rows, or for all of a step."""
-
-    class Skips(IsRight):
-        async def grade(self, group: Group) -> list[Reward]:
-            return [replace(one, value=None, reason="skipped") for one in await super().grade(group)]
-
-    bench = Bench(tmp_path, grader=Skips(), steps=2)
-    bench.run()
-    assert len(bench.rows) == 2 and not bench.folder.failed.path.exists()
-    assert failures([]) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import threading
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference.fake_engine import FakeEngine
 from small_loop import (
     TEN_A_ROW,
     Bench,
@@ -23,7 +21,6 @@ from small_loop import (
     IsRight,
     Killed,
     as_saved,
-    bandit,
     deterministic,
     raises_at,
     send,
@@ -157,28 +154,6 @@ def test_groups_that_come_back_from_the_spool_are_remembered_too(tmp_path: Path)
     assert resumed.rows[0]["draft/tokens_per_pass"] == 2.0  # as it was when they were played
 
 
-def test_answers_of_an_engine_that_tells_no_edges_are_counted(tmp_path: Path) -> None:
-    memory = FakeMemory()
-    bench = Bench(tmp_path, steps=1, drafting=memory)
-    bench.engine = FakeEngine(bandit)
-    bench.loop.stage = replace(bench.loop.stage, engine=bench.engine)
-    bench.run()
-    assert memory.added == [] and bench.rows[0]["draft/not_remembered"] == 32
-
-
-def test_a_changed_recipe_finds_nothing_in_the_spool(tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        Bench(tmp_path, grader=Dies(lambda group: group.step == 2)).run()
-    for name in ("seed", "sampler"):
-        shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-{name}")
-    again = Bench(tmp_path.parent / f"{tmp_path.name}-seed", seed=1)
-    other = Bench(tmp_path.parent / f"{tmp_path.name}-sampler")
-    other.loop.stage = replace(other.loop.stage, identity="int8")
-    for bench in (again, other):
-        bench.run()
-        assert sum(row["rollout/from_spool"] for row in bench.rows) == 0
-
-
 def test_zero_variance_everywhere_is_reported_then_a_named_stop(tmp_path: Path) -> None:
     """A reward that never differs: the field's commonest question, 'why does it not learn?'."""
     bench = Bench(tmp_path, grader=IsRight(value=0.0), algorithm=algorithm("dapo"), max_empty_steps=3)
@@ -189,15 +164,6 @@ def test_zero_variance_everywhere_is_reported_then_a_named_stop(tmp_path: Path) 
     assert bench.rows[0]["tokens/wasted/zero_variance"] == 64
     assert bench.rows[0]["tokens/trained"] == 0
     assert bench.saved[-1][0]["step"] == 3 and bench.saved[-1][0]["version"] == 0
-
-
-def test_a_refused_step_is_counted_named_and_gone_over(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, steps=2, flops=TEN_A_ROW)
-    bench.trainer.refuse = True
-    assert bench.run().why is Finish.DONE
-    assert [row["refused_step"] for row in bench.rows] == [1, 1]
-    assert bench.rows[0]["flops/useful"] == 0
-    assert "step 1 was refused: the loss is nan (p" in bench.notes[0]
 
 
 @pytest.mark.parametrize("ahead", [{}, {"overlap": True, "staleness": 2}], ids=["lockstep", "overlap"])
@@ -357,13 +323,6 @@ def test_a_second_ctrl_c_ends_at_once_and_loses_nothing_reported(tmp_path: Path)
         bench.run()
     assert [row["step"] for row in bench.folder.metrics.rows()] == [1, 2]
     assert bench.saved[-1][0]["step"] == 2
-
-
-def test_a_group_of_one_is_refused_where_siblings_are_compared(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="group size is 1"):
-        Bench(tmp_path, group_size=1)
-    with pytest.raises(ValueError, match=r"plan\.steps is 0"):
-        Bench(tmp_path, steps=0)
 
 
 class GoesWrong:

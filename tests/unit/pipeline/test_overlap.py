@@ -4,7 +4,6 @@ that no prompt is lost or trained on twice, however it is slowed down, killed an
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -35,7 +34,6 @@ from small_loop import (
 from ostinato.config import Recipe
 from ostinato.launch.checks import check
 from ostinato.observe.ledger import Ledger, Terms, read, summary
-from ostinato.observe.timeline import Kind, Span
 from ostinato.pipeline.buffer import Late
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.pipeline.signals import Stalled
@@ -192,19 +190,6 @@ def test_a_policy_that_is_not_there_yet_has_sampled_nothing(tmp_path: Path) -> N
     again = overlapped(tmp_path, steps=9, state=state, logits=logits)
     assert again.run().why is Finish.DONE
     assert all(min(ages) >= 0 for ages in again.trainer.ages)
-
-
-def test_who_leaves_for_good_leaves_with_overlap_too(tmp_path: Path) -> None:
-    class Easy(Slow):
-        async def grade(self, group: Group) -> list[Reward]:
-            await super().grade(group)
-            return [Reward(value=1.0)] * len(group.trajectories)
-
-    bench = overlapped(tmp_path, steps=50, epoch=7, solved_for_good=0.9, grader=Easy())
-    finished = bench.run()
-    assert finished.why is Finish.SOLVED and not finished.state.ahead
-    assert sorted(finished.state.retired) == [f"p{n}" for n in range(7)]
-    adds_up(finished.state)
 
 
 def test_more_staleness_or_less_when_a_run_goes_on(tmp_path: Path) -> None:
@@ -432,42 +417,6 @@ def test_the_tokens_of_what_had_ended_and_is_stale_are_wasted(tmp_path: Path) ->
     assert found.useful + sum(found.wasted.values()) == sum(found.flops.values())
 
 
-def test_pools_have_the_seconds_that_their_workers_tell(tmp_path: Path) -> None:
-    """Two samplers and a trainer: busy and idle add up to devices x seconds in every row."""
-
-    class Sampler:
-        def __init__(self) -> None:
-            self.told = 0.0
-
-        def take_spans(self) -> list[Span]:
-            now = bench.loop._books.clock()
-            start, self.told = max(self.told, now - 0.5), now
-            kinds = [("sampler-0", Kind.DECODE), ("sampler-1", Kind.PREFILL), ("sampler-1", Kind.WAIT)]
-            return [Span(worker=name, kind=kind, start=start, stop=now) for name, kind in kinds[:2]]
-
-    bench = overlapped(tmp_path, steps=4)
-    bench.loop.evaluations = Bench(tmp_path / "other").loop.evaluations
-    pools = {"samplers": 2, "trainer": 1}
-    bench.loop.ledger = Ledger(folder=bench.folder, terms=Terms(devices=3, pools=pools))
-    bench.loop.span_sources = [Sampler()]
-    bench.run()
-    rows = read(bench.folder)
-    assert {name: pool["devices"] for name, pool in rows[0]["pools"].items()} == pools
-    for row in rows:
-        for pool in row["pools"].values() if row["event"] in ("step", "eval") else ():
-            assert sum(pool["busy"].values()) + pool["idle"] == pytest.approx(row["seconds"])
-    steps = [row["pools"] for row in rows if row["event"] == "step"]
-    assert all(set(row["samplers"]["busy"]) == {"sample"} for row in steps)
-    assert sum(row["trainer"]["busy"].get("train", 0) >= 0.001 for row in steps) == len(bench.trainer.ages)
-    assert all(row["pools"]["samplers"]["busy"]["eval"] > 0 for row in rows if row["event"] == "eval")
-    found = summary(rows)
-    for name, pool in found.pools.items():
-        assert pool.total == pytest.approx(pools[name] * sum(found.wall.values()))
-    for row in bench.rows:
-        assert 0 <= row["pipeline/bubble_share"] <= 1
-        assert row["pipeline/bubble_share/samplers"] == pytest.approx(0, abs=0.2)
-
-
 def test_with_workers_lockstep_trains_in_a_thread_and_is_the_same(tmp_path: Path) -> None:
     """A pool hears its workers in the event loop of the run: were it blocked by the trainer, they would seem
     to be silent."""
@@ -485,16 +434,6 @@ def test_with_workers_lockstep_trains_in_a_thread_and_is_the_same(tmp_path: Path
         bench.run()
     assert threading.get_ident() not in threads
     assert other.trainer.logits.tobytes() == plain.trainer.logits.tobytes()
-
-
-def test_the_timeline_has_what_the_trainer_did(tmp_path: Path) -> None:
-    bench = overlapped(tmp_path, steps=3, train_s=0.01, checkpoint_every=1)
-    bench.run()
-    spans = [Span.of(row) for row in bench.folder.timeline.rows()]
-    assert sum(span.kind is Kind.TRAIN for span in spans) == len(bench.trainer.ages)
-    assert {Kind.WAIT, Kind.TRAIN, Kind.PUBLISH, Kind.SAVE} <= {span.kind for span in spans}
-    by_start = sorted(spans, key=lambda span: span.start)
-    assert all(a.stop <= b.start + 1e-3 for a, b in itertools.pairwise(by_start))
 
 
 def test_sampling_goes_on_while_the_trainer_learns(tmp_path: Path) -> None:

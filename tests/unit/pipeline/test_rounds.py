@@ -63,13 +63,6 @@ def test_a_solved_prompt_never_comes_again_and_the_last_one_ends_the_run(tmp_pat
     assert again.run().why is Finish.SOLVED and not again.rows
 
 
-def test_without_the_rule_nobody_leaves_and_nothing_is_told(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, steps=8, grader=GetsEasy(), **{**EASY, "solved_for_good": 0.0})
-    finished = bench.run()
-    assert finished.why is Finish.DONE and not finished.state.retired and finished.state.cursor == 16
-    assert not any("retired" in name for row in bench.rows for name in row)
-
-
 def stale(path: Path, staleness: int, **changes: Any) -> Bench:
     """A loop whose policy plays ahead."""
     often: dict[str, Any] = {"trajectories_every": 1, "max_empty_steps": 99}
@@ -152,15 +145,6 @@ def test_from_the_older_of_two_checkpoints_it_is_the_same_run_too(tmp_path: Path
     assert list(map(deterministic, resumed.folder.metrics.rows())) == rows
     assert [row["rollout/from_spool"] for row in resumed.rows] == [2, 2, 2]
     assert not any("anew" in note for note in resumed.notes)
-
-
-def test_when_all_have_left_what_was_played_is_still_trained_on(tmp_path: Path) -> None:
-    bench = stale(tmp_path, 2, steps=50, grader=GetsEasy(), **EASY)
-    finished = bench.run()
-    assert finished.why is Finish.SOLVED and finished.state.ahead == ()
-    assert len(finished.state.retired) == 6
-    last = [row["groups/retired_total"] for row in bench.rows][-3:]
-    assert last == [6, 6, 6]  # all had left while two rounds were in the queue
 
 
 def test_a_queue_that_is_lost_is_played_anew_and_said_to_be(tmp_path: Path) -> None:

@@ -28,11 +28,9 @@ from ostinato.pipeline.step_metrics import (
     Costs,
     add_totals,
     busy_by_pool,
-    evaluation_work,
     pipeline_row,
     sampling_flops,
     step_costs,
-    step_work,
     token_counts,
     trained_tokens,
 )
@@ -43,7 +41,6 @@ from ostinato.types import (
     Microbatch,
     Segment,
     StepReport,
-    Stop,
     Trajectory,
 )
 
@@ -126,14 +123,6 @@ def test_further_passes_are_training_and_what_a_refused_step_cost_is_wasted() ->
     assert all_of_it.useful == 0 and everything(all_of_it) == 480
 
 
-def test_a_step_without_anything_to_learn_is_all_wasted() -> None:
-    costs = step_costs(TEN, [group(answer(7), answer(3))], credit(truncated=7, zero_variance=3))
-    assert costs.useful == 0 and everything(costs) == 180 == sum(costs.wasted.values())
-    assert costs.wasted == {"truncated": 126, "zero_variance": 54}
-    nothing = Trajectory(turns=(), stop=Stop.ERROR, seed=(0,), error="env: broken")
-    assert everything(step_costs(TEN, [group(nothing)], credit())) == 0
-
-
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Sequence[Group], Credit, Batch | None, StepReport | None]:
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
@@ -176,21 +165,6 @@ def test_useful_and_wasted_are_all(
     else:  # in proportion to tokens, but for rounding
         part = told.wasted_tokens.total() / token_counts(groups)["sampled"]
         assert abs(shares - part * sampling) <= len(told.wasted_tokens) + 1e-9 * sampling
-
-
-def test_what_the_ledger_is_told_of_a_step() -> None:
-    groups = [group(answer(8, drafted=3, accepted=1)), group(answer(4))]
-    made, told = batch(12, 8), credit(zero_variance=4)
-    costs = step_costs(TEN, groups, told, made, report())
-    row = step_work(groups, told, made, report(), costs, groups, groups[1:], TEN)
-    assert row["tokens"] == {
-        **{"prefilled": 10, "sampled": 12, "drafted": 3, "accepted": 1, "injected": 0, "recomputed": 0},
-        **{"trained": 8, "trained_context": 4, "dropped": {"zero_variance": 4}},
-    }
-    assert row["useful"] + sum(row["wasted"].values()) == sum(row["flops"].values())
-    assert row["reused"]["sampled"] == 4 and row["reused"]["flops"] == 80
-    assert set(step_work(groups, told, None, None, None, groups)) == {"tokens"}
-    assert evaluation_work(groups, TEN) == {"tokens": token_counts(groups), "flops": {"eval": 220}}
 
 
 def test_tokens_of_a_refused_step_have_trained_nothing(tmp_path: Path) -> None:
@@ -249,14 +223,6 @@ def test_money_is_known_while_every_step_was_paid_in_one_currency(paid: list[tup
     assert list(money) == [f"{MONEY}{paid[-1][2]}"] * known
     assert sum(money.values()) == pytest.approx(known * sum(n * price / 2 for n, price, _ in paid))
     assert totals.get("total/device_seconds", 0.0) == sum(n * 1800 for n, *_ in paid)
-
-
-def test_injected_tokens_are_read_and_not_sampled() -> None:
-    one = answer(8)
-    said = replace(one.turns[0].completion, injected=np.arange(8) == 3)
-    told = group(replace(one, turns=(replace(one.turns[0], completion=said),)))
-    assert token_counts([told])["injected"] == 1 and token_counts([told])["sampled"] == 7
-    assert sampling_flops(TEN, [told])[0] == 120  # rows are rows
 
 
 def test_the_parts_of_a_step_are_all_of_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.observe.stability import Alarm, Limits, Rule, alarms, watch_after
+from ostinato.observe.stability import Limits, Rule, alarms, watch_after
 
 NAMES = {
     "reward": "reward",
@@ -176,21 +176,6 @@ def test_noise_of_a_rare_reward_is_no_fall() -> None:
         assert alarms(rows) == []
 
 
-def test_numbers_at_the_end_of_their_range_raise_nothing() -> None:
-    rows = run()
-    for row in rows[10::3]:
-        row |= dict.fromkeys(NAMES.values(), 1.7e308)
-    assert all(alarm.sentence for alarm in alarms(rows))
-
-
-def test_what_is_missing_neither_goes_on_with_a_streak_nor_ends_it() -> None:
-    rows = run(tail=lambda step: 0.2 if step >= 31 else 0.0)
-    for step, value in ((33, None), (34, math.nan), (36, "?")):
-        rows[step - 1]["sampling/tail_2"] = value
-    del rows[36]["sampling/tail_2"]
-    assert told(rows) == [(Rule.TAIL, 31, 39)]
-
-
 values = st.one_of(
     st.none(),
     st.just(math.nan),
@@ -276,16 +261,3 @@ def test_only_the_past_counts(rows: list[dict[str, Any]], cut: int) -> None:
     later = [alarm for row in rows[cut:] for alarm in rebuilt.see(row)]
     assert later == [alarm for alarm in whole if alarm.step > cut]
     assert rebuilt.collapsed == any(alarm.collapse for alarm in whole)
-
-
-def test_an_alarm_is_a_row() -> None:
-    (alarm,) = alarms(run(tail=lambda step: 0.2 if step >= 31 else 0.0))
-    assert isinstance(alarm, Alarm)
-    assert alarm.to_json() | {"sentence": ""} == {
-        "step": 35,
-        "since": 31,
-        "rule": "tail",
-        "collapse": True,
-        "sentence": "",
-        "figures": alarm.figures,
-    }

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from ostinato.cli.app import app
 from ostinato.plan.calibrate import Calibration, keep, kept_file
 from ostinato.plan.named import find_model
-from ostinato.run import RunFolder
 
 ARGUMENTS = ["plan", "qwen3-30b-a3b", "--gpus", "2xH100-80", "--lora-rank", "16", "--max-answer", "4096"]
 SHORT = ["--answer-tokens", "1024"]
@@ -37,24 +36,6 @@ def test_tables_say_what_was_asked_what_won_and_why() -> None:
         "2 is ",
     ):
         assert words in told
-
-
-def test_json_holds_the_same(tmp_path: Path) -> None:
-    found = json.loads(run(*ARGUMENTS, *SHORT, "--json", "-"))
-    first = found["plans"][0]
-    assert first["why_not"] == "" and found["plan_seconds"] < 60
-    for memory in first["memory"].values():
-        assert memory["total"] == pytest.approx(sum(memory["terms"].values()))
-        assert memory["total"] <= found["gpu_bytes"]
-    total = sum(sum(terms.values()) for terms in first["seconds"].values())
-    assert first["seconds_total"] == pytest.approx(total)
-    file = tmp_path / "plan.json"
-    run(*ARGUMENTS, *SHORT, "--json", str(file))
-    assert json.loads(file.read_text())["plans"][0]["train"] == first["train"]
-
-
-def test_the_first_plan_as_a_recipe() -> None:
-    assert "[parallel]" in run(*ARGUMENTS, *SHORT, "--launch")
 
 
 def test_a_folder_is_a_model(tmp_path: Path) -> None:
@@ -108,22 +89,6 @@ def test_planning_loads_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=False
     )
     assert done.stderr.strip().endswith("light"), done.stderr
-
-
-def test_a_launch_file_comes_beside_what_is_kept(tmp_path: Path) -> None:
-    folder, file = tmp_path / "run", tmp_path / "plan.json"
-    RunFolder.create(folder, 'name = "planned"\n')
-    told = run(*ARGUMENTS, *SHORT, "--launch", "--json", str(file), "--record", str(folder))
-    assert told.startswith("# trainer ")
-    assert json.loads(file.read_text())["plans"] and (folder / "plan.json").is_file()
-
-
-def test_a_shared_base_says_what_it_needs() -> None:
-    asked = [*ARGUMENTS, *SHORT, "--share", "shared"]
-    told = run(*asked)
-    assert "shared*" in told and "A shared base needs an engine that maps" in told
-    assert "vLLM does not" in json.loads(run(*asked, "--json", "-"))["plans"][0]["needs"]
-    assert "needs an engine" not in run(*ARGUMENTS, *SHORT, "--share", "swapped")
 
 
 @pytest.mark.slow

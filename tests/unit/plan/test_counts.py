@@ -6,7 +6,6 @@ released adapters hold. Both as quoted in the project's notes on LoRA over mixtu
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import KINDS, SIZES
 
-from ostinato.model.config import ModelConfig, MoEConfig, parse_config
+from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
 from ostinato.model.shapes import layer_shapes
@@ -25,7 +24,6 @@ from ostinato.plan.counts import (
     adapter_counts,
     counts,
     expert_adapter_unit,
-    kv_values,
     logical_shapes,
 )
 from ostinato.plan.named import find_model, known_models
@@ -71,18 +69,6 @@ def test_totals_of_published_checkpoints(name: str, total: int) -> None:
     assert counts(config_of(name)).total == total
 
 
-def test_kimi_k2_by_part() -> None:
-    """Section 2 of the notes: attention 101.1M a layer, an expert 44.04M, routed 1014.7B, the rest 11.7B."""
-    found = counts(config_of("kimi-k2"))
-    assert round(sum(found.projections.values()) / 61 / 1e6, 1) == 101.1
-    assert found.roles[Role.EXPERTS] == 60 * 384 * 3 * 7168 * 2048
-    assert round(found.roles[Role.EXPERTS] / 1e9, 1) == 1014.7
-    assert round((found.total - found.roles[Role.EXPERTS]) / 1e9, 1) == 11.7
-    assert round(found.total / 1e9, 1) == 1026.4
-    assert round(found.active / 1e9, 2) == 32.86
-    assert round(found.active_without_embedding / 1e9, 1) == 31.7
-
-
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
     [
@@ -117,39 +103,6 @@ def test_tinker_counts_of_mlp_adapters(name: str, published: int) -> None:
     assert mlp_unit(config_of(name)) == published
 
 
-def test_tinker_count_of_attention_adapters_on_kimi_k2() -> None:
-    config = config_of("kimi-k2")
-    unit = adapter_counts(config, AdapterSpec(rank=1, targets=("attn.q_a", "attn.kv_a", "attn.o")))
-    assert unit == {Role.ATTENTION: 1_940_288}
-    assert adapter_counts(config, AdapterSpec(rank=1, targets=("attn",))) == {Role.ATTENTION: 3_814_208}
-    assert adapter_counts(config, AdapterSpec(rank=1, targets=("attn.o",))) == {Role.ATTENTION: 936_960}
-
-
-def mixture(hidden: int, width: int, experts: int, layers: int) -> ModelConfig:
-    """The dimensions that adapters on experts depend on, and nothing else that matters."""
-    base = parse_config({**SIZES, **KINDS["softmax"], "hidden_size": hidden, "num_hidden_layers": layers})
-    moe = MoEConfig(num_experts=experts, top_k=8, intermediate_size=width, layers=tuple(range(layers)))
-    return replace(base, moe=moe)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "form", "rank", "ranks", "published"),
-    [
-        # V1-Preview: 32 of 256 experts a layer have adapters, one of each expert-parallel rank's
-        ((6144, 2048, 256, 75), "rank", 16, 32, 943_718_400),
-        ((6144, 2048, 256, 75), ExpertForm.PER_EXPERT, 16, 1, 7_549_747_200),  # V1-Venti
-        ((2048, 512, 256, 40), ExpertForm.PER_EXPERT_FUSED, 64, 1, 3_690_987_520),  # V1-Tall
-    ],
-)
-def test_macaron_adapters(
-    sizes: tuple[int, int, int, int], form: ExpertForm | str, rank: int, ranks: int, published: int
-) -> None:
-    config = mixture(*sizes)
-    if form == "rank":  # gate and up apart there: the canonical form, for as many experts as there are ranks
-        config, form = mixture(sizes[0], sizes[1], ranks, sizes[3]), ExpertForm.PER_EXPERT
-    assert rank * expert_adapter_unit(config, ExpertForm(form)) == published
-
-
 @pytest.mark.parametrize(
     ("form", "billions"),
     [
@@ -181,21 +134,6 @@ def other_adapter_unit(config: ModelConfig, *, fused: bool) -> int:
     return total
 
 
-def test_what_comes_beside_the_experts() -> None:
-    """(+0.65B) and (+0.71B) at r = 128; in bytes of BF16 122, 164 and 38 GB with it."""
-    config = config_of("kimi-k2")
-    fused, canonical = (128 * other_adapter_unit(config, fused=flag) for flag in (True, False))
-    assert (round(fused / 1e9, 2), round(canonical / 1e9, 2)) == (0.65, 0.71)
-    for form, beside, gigabytes in (
-        (ExpertForm.PER_EXPERT_FUSED, fused, 122),
-        (ExpertForm.PER_EXPERT, canonical, 164),
-        (ExpertForm.SHARED_OUTER, fused, 38),
-        (ExpertForm.PER_RANK_FUSED, fused, 11),
-    ):
-        bytes_ = 2 * (128 * expert_adapter_unit(config, form, 32) + beside)
-        assert round(bytes_ / 1e9) == gigabytes
-
-
 def test_closed_forms_are_what_adapters_have() -> None:
     """The forms that are ours, against the shapes that are trained."""
     for name in ("kimi-k2", "qwen3-30b-a3b", "seed-moe"):
@@ -225,15 +163,6 @@ def test_adapter_counts_are_those_of_tensors(
     assert sum(adapter_counts(config, spec).values()) == made.num_parameters
 
 
-def test_cache_per_token() -> None:
-    """70,272 bytes of latents for Kimi K2 in BF16; all heads, expanded, as our engine keeps them."""
-    config = config_of("kimi-k2")
-    assert 2 * kv_values(config, latent=True) == 70_272
-    assert kv_values(config, latent=False) == 61 * 64 * (192 + 128)
-    small = config_of("smollm2-135m")
-    assert kv_values(small, latent=True) == kv_values(small, latent=False) == 30 * 3 * 2 * 64
-
-
 def test_models_by_name(tmp_path: Any) -> None:
     assert "kimi-k2" in known_models()
     assert find_model("asset:seed-moe").config == config_of("seed-moe")
@@ -246,8 +175,3 @@ def test_models_by_name(tmp_path: Any) -> None:
     broken.write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
         find_model(str(broken))
-
-
-def test_a_dense_model_has_no_expert_adapters() -> None:
-    with pytest.raises(ValueError, match="has none"):
-        expert_adapter_unit(config_of("qwen3-8b"), ExpertForm.PER_EXPERT)

@@ -8,9 +8,9 @@ import pytest
 from plan_world import arrangement, problem, setup
 
 from ostinato.parallel.layout import Layout
-from ostinato.plan.engines import as_kept, engine_layout, refuse, replicas
+from ostinato.plan.engines import engine_layout, refuse
 from ostinato.plan.layouts import layouts
-from ostinato.plan.memory import cache_bytes, mapped, sampler_weights, sequences_for, tokens_in_flight
+from ostinato.plan.memory import mapped, tokens_in_flight
 from ostinato.plan.parts import stage_elements
 from ostinato.plan.problem import DType, Phase, Precision, Problem, Sampler, Work
 from ostinato.plan.roofline import Efficiency
@@ -36,15 +36,6 @@ def test_vllm_spreads_experts_over_whole_engines_or_cuts_their_width() -> None:
     assert not {"d2t4e2", "d2t4e2x4", "d2t4x4", "d2t4e4x4"} & found
 
 
-def test_the_local_engine_is_one_replica() -> None:
-    found = {str(one) for one in layouts(local(problem(gpus="4xH100-80")), 4, Phase.ROLLOUT)}
-    assert {"t4", "t4x4", "d4e4", "d2t2e4", "d2t2e2x2"} <= found
-    assert not {"d4", "d2t2", "d2t2e2"} & found
-    dense = problem("qwen3-8b", "4xH100-80")
-    assert [str(one) for one in layouts(local(dense), 4, Phase.ROLLOUT)] == ["t4"]
-    assert replicas(LOCAL, of("d2t2e4")) == 1 and replicas(VLLM, of("d2t2e4")) == 2
-
-
 @pytest.mark.parametrize(
     ("sampler", "text", "words"),
     [
@@ -63,10 +54,6 @@ def test_what_an_engine_has_not_is_refused(sampler: Sampler, text: str, words: s
     assert "\n" not in str(caught.value)
 
 
-def test_stages_are_there_for_an_engine_that_has_them() -> None:
-    refuse(replace(VLLM, pipeline=True), problem("qwen3-8b").config, of("d4p2"))
-
-
 def test_a_server_is_those_ranks_that_share_experts() -> None:
     moe, dense = problem().config, problem("qwen3-8b").config
     assert engine_layout(moe, of("d8t2e8")) == (of("d4t2e8"), 2)
@@ -76,24 +63,6 @@ def test_a_server_is_those_ranks_that_share_experts() -> None:
 
 
 # ---- bytes
-
-
-def test_without_e_vllm_keeps_a_part_of_every_expert() -> None:
-    one = problem()
-    whole, cut = (sampler_weights(one, setup(text))["sampler weights"] for text in ("d16", "d4t4"))
-    assert cut < 0.3 * whole  # as many bytes of experts as with e4
-    assert cut == sampler_weights(one, setup("d4t4e4"))["sampler weights"]
-    assert as_kept(VLLM, of("d4t4")) == of("d4t4x4") and as_kept(LOCAL, of("t4")) == of("t4")
-
-
-def test_data_ranks_of_the_local_engine_have_all_the_cache() -> None:
-    one = local(problem(gpus="4xH100-80"))
-    wide, narrow = (sequences_for(one, setup(text), 3e9) for text in ("d4e4", "d2t2e4"))
-    assert 0 < wide < narrow  # heads are cut by t alone
-    assert cache_bytes(one, setup("d4e4")) > cache_bytes(one, setup("d2t2e4"))
-    terms = rollout_seconds(one, setup("d4e4"), Efficiency())
-    assert terms["tensor"] > 0 and terms["expert exchange"] == 0
-    assert terms["decode"] > rollout_seconds(problem(gpus="4xH100-80"), setup("d4e4"), Efficiency())["decode"]
 
 
 def test_a_group_over_several_replicas_has_its_prompt_in_each() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from plan_world import arrangement, problem
 from typer.testing import CliRunner
 
 from ostinato.cli.app import app
-from ostinato.plan.calibrate import Calibration, keep, kept, kept_file
+from ostinato.plan.calibrate import Calibration, kept, kept_file
 from ostinato.plan.fit import Fit, Lesson, fit, lesson
 from ostinato.plan.problem import Arrangement, Times
-from ostinato.plan.record import FILE, observations, record
+from ostinato.plan.record import FILE, record
 from ostinato.plan.time import BYTES, CALLS, Efficiency, Roofline
 from ostinato.run import RunFolder
 
@@ -126,14 +125,6 @@ def test_fitting_again_moves_nothing_further_than_what_was_left(
     assert unmoved.calibration.factors == pytest.approx(second.calibration.factors)
 
 
-def test_terms_that_no_run_has_keep_their_factors() -> None:
-    before = Calibration(factors={"train/expert exchange": 3.0, "train/products": 2.0, CALLS: 1.5}, **ERRORS)
-    assert "expert exchange" not in times(0).terms["train"]
-    after = fit([taught(0, dict.fromkeys(names(), 1.0), before)], before).calibration
-    assert after.factors["train/expert exchange"] == 3.0 and after.factors[CALLS] == 1.5
-    assert after.factors["train/products"] < 2.0 and after.observations == 9
-
-
 @pytest.mark.parametrize(
     "kept_now",
     [
@@ -148,14 +139,6 @@ def test_other_efficiencies_than_those_of_the_plan_are_refused(kept_now: Calibra
         fit([one], kept_now)
     same = Calibration(factors={}, efficiency={"latency": Efficiency().latency}, **ERRORS)
     assert fit([one], same).calibration.efficiency == same.efficiency
-
-
-def test_what_cannot_be_fitted_together_is_refused() -> None:
-    one = taught(0, {})
-    with pytest.raises(ValueError, match="planned for H100-80 and cpu; fit the runs of one kind"):
-        fit([one, replace(one, device="cpu")], None)
-    with pytest.raises(ValueError, match="no run is named"):
-        fit([], None)
 
 
 def test_a_run_that_teaches_nothing_is_refused_by_name() -> None:
@@ -188,13 +171,6 @@ def test_of_overlap_only_the_trainer_and_what_it_publishes_teach() -> None:
     assert "rollouts of a teach nothing" in found.note
     with pytest.raises(ValueError, match=r"a samples while it trains.* without pipeline\.overlap"):
         lesson("a", plan, rows, layout)
-
-
-def test_steps_without_a_part_do_not_count_for_it() -> None:
-    plan = planned(0)
-    rows = [*measured(times(0).terms, {}), *({"time/rollout_s": 1.0, "time/train_s": 0.0} for _ in range(9))]
-    rollout, train = observations("a", plan, rows)
-    assert rollout.seconds == 1.0 and train.seconds == pytest.approx(train.predicted)
 
 
 # ---- the command
@@ -257,13 +233,6 @@ def test_a_second_fit_starts_from_the_first(tmp_path: Path) -> None:
     last = kept(file)
     assert first is not None and last is not None
     assert last.factors == pytest.approx(first.factors)
-
-
-def test_a_file_of_another_version_is_replaced_and_said_so(tmp_path: Path) -> None:
-    run, file = slow_run(tmp_path / "run", 2.0), kept_file("H100-80")
-    keep(Calibration(factors={}, **ERRORS), file)
-    file.write_text(file.read_text().replace("efficiency", "efficiencies"))
-    assert "in place of what another version had kept" in told("plan", "fit", str(run.path))
 
 
 def test_folders_that_teach_nothing_are_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ostinato.config import Recipe
 from ostinato.model.shapes import AdapterSpec
 from ostinato.plan import launch
 from ostinato.plan.memory import cache_bytes
-from ostinato.plan.problem import Base, DType, Placement, Precision, Recompute, Sampler, Work
+from ostinato.plan.problem import Base, DType, Precision, Recompute, Sampler, Work
 
 WORK = Work(prompts=64, group=16, prompt_tokens=1024, answers=(2048,), max_answer=8192, updates=2, steps=300)
 KIMI = problem("kimi-k2", "64xH800-80", adapter=AdapterSpec(rank=32, alpha=64.0), work=WORK)
@@ -74,16 +74,6 @@ def test_ours_says_what_ostinato_has_not() -> None:
     assert "words for vLLM's weights in int4" in lacking(launch.ostinato(int4, PLAN))
 
 
-def test_ours_is_one_server_and_apart_is_by_hand() -> None:
-    apart = arrangement("d8", "d4t2e4", placement=Placement.APART, base=Base.TWO)
-    text = launch.ostinato(replace(KIMI, adapter=None), apart)
-    assert "2 vLLM servers for one trainer" in lacking(text)
-    flags = "--tensor-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel"
-    assert recipe_of(text).engine.server_args == (*flags.split(), launch.ROUTES)
-    assert f"start vLLM there by hand ({flags})" in lacking(text)
-    assert "all weights for vLLM" in lacking(text)
-
-
 def test_the_local_engine_is_one_process_and_may_have_a_copy() -> None:
     ours = replace(problem(gpus="4xH100-80"), sampler=Sampler(name="local", latent_kv=False))
     text = launch.ostinato(ours, arrangement("d4e4", "d4e4"))
@@ -92,11 +82,3 @@ def test_the_local_engine_is_one_process_and_may_have_a_copy() -> None:
     assert recipe_of(launch.ostinato(eight, arrangement("1", "1"))).engine.weights == "int8"
     full = replace(eight, adapter=None)
     assert "sampler weights in int8" in lacking(launch.ostinato(full, arrangement("1", "1")))
-
-
-def test_ours_without_an_adapter_and_late() -> None:
-    full = replace(KIMI, adapter=None)
-    late = arrangement("d8", "d8", placement=Placement.APART, base=Base.TWO, lag=2)
-    recipe = Recipe.model_validate(tomllib.loads(launch.ostinato(full, late)))
-    assert recipe.adapter.kind == "full"
-    assert recipe.pipeline.overlap and recipe.pipeline.staleness == 2

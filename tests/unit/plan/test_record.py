@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import pytest
 from plan_world import arrangement, problem
 
 from ostinato.observe.report import plan as shown
-from ostinato.observe.report.page import html
 from ostinato.observe.report.plan import plan_sections
 from ostinato.observe.report.reading import read_run
-from ostinato.observe.report.samples import pack_samples
 from ostinato.plan.calibrate import calibrate
 from ostinato.plan.memory import memory
 from ostinato.plan.problem import Phase
@@ -45,11 +42,6 @@ def folder(path: Path, plan: dict, steps: int = 4) -> RunFolder:
     return run
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    write(tmp_path / FILE, planned())
-    assert json.loads((tmp_path / FILE).read_text()) == planned()
-
-
 def test_a_run_teaches_the_factors_of_its_phases(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", planned())
     seen = observations("run", planned(), run.metrics.rows())
@@ -58,22 +50,6 @@ def test_a_run_teaches_the_factors_of_its_phases(tmp_path: Path) -> None:
     factors = calibrate(seen).factors
     assert seen[1].under(factors) == pytest.approx(seen[1].seconds, rel=0.1)
     assert observations("none", planned(), []) == []
-
-
-def test_the_report_shows_both(tmp_path: Path) -> None:
-    run = folder(tmp_path / "run", planned())
-    data = read_run(run)
-    (section,) = plan_sections(data)
-    (table,) = section.tables
-    lines = {name.partition("\n")[0]: cells for name, *cells in table.rows}
-    assert lines["train"][2] == "2.00" and lines["rollout"][2] == "1.00"
-    assert table.rows[0][0].startswith("rollout\ns; mostly ")
-    sent = [row for row in table.rows if row[0].endswith("bytes sent")]
-    assert sent and all(row[3] == "1.000" for row in sent)
-    assert "publishes" in table.note
-    assert "train d8t2, logprobs d8t2, rollout d16" in section.lead
-    page = html(data, pack_samples(run.trajectories, None))
-    assert "Plan against run" in page and "measured / planned" in page
 
 
 def test_the_report_measures_what_a_fit_learns_from() -> None:

@@ -142,20 +142,8 @@ def test_supports_are_merged_over_turns_and_context_is_free() -> None:
     assert sample.support.ids.tolist() == [1, 2, 0, 3, 9]
 
 
-def test_members_without_an_advantage_are_left_out_and_the_others_keep_their_number() -> None:
-    broken = Trajectory(turns=(), stop=Stop.ERROR, seed=(0, 1, 0, 1), error="env: no")
-    made = samples(group(trajectory([(2, 2)]), broken, trajectory([(2, 1)])), 3, np.array([1, np.nan, -1]))
-    assert [sample.uid for sample in made] == ["p#0", "p#2"]
-    assert {sample.group for sample in made} == {3}
-
-
 def test_wrong_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="2 advantages for 1 trajectories"):
         samples(group(trajectory([(1, 1)])), 0, np.zeros(2))
     with pytest.raises(ValueError, match="no turns"):
         samples(group(Trajectory(turns=(), stop=Stop.ERROR, seed=())), 0, np.zeros(1))
-
-
-def test_truncation_travels_with_the_sample() -> None:
-    cut = Trajectory(turns=trajectory([(1, 2)]).turns, stop=Stop.LENGTH, seed=())
-    assert samples(group(cut), 0, np.array([1.0]))[0].truncated

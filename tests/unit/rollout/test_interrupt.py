@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from reference.fake_engine import FakeEngine, draw, scripted
-from small_loop import a_spool
 
 from ostinato.algo.noise import key, uniform
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -23,8 +21,7 @@ from ostinato.pipeline.draft_metrics import counts, pasts
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
 from ostinato.rollout.interrupt import Interruption
-from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play_episode
-from ostinato.run import group_rows
+from ostinato.rollout.rollout import RolloutContext, play_episode
 from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory
 
 LETTERS = "abcdefgh"
@@ -230,16 +227,6 @@ def test_budgets_are_addressed_and_within_their_range(
     assert budget == rule.budget((seed, 1, 2, 3), place)
 
 
-def test_budgets_are_uniform_differ_by_turn_and_share_no_noise_with_tokens() -> None:
-    rule = interruption(3, 6)
-    drawn = Counter(rule.budget((0, 1, k, 0), 10) for k in range(4000))
-    assert set(drawn) == {3, 4, 5, 6} and max(drawn.values()) - min(drawn.values()) < 200
-    assert len({rule.budget(SEED, place) for place in range(20)}) == 4
-    by_token = [3 + int(uniform(key((0, 1, k, 0)), 10) * 4) for k in range(400)]
-    same = np.mean([one == rule.budget((0, 1, k, 0), 10) for k, one in enumerate(by_token)])
-    assert same < 0.35  # a quarter by chance
-
-
 def interrupted_twice(engine: FakeEngine | None = None) -> tuple[Trajectory, Talk]:
     """Two turns of an agent, both interrupted: "ddd" "fg" "aah", a reply "bb", "eee" "fg" "bh"."""
     env = Talk("bb")
@@ -290,14 +277,6 @@ def test_the_phrase_runs_as_a_prompt_and_is_counted_there() -> None:
     assert second.completion.cached_tokens == -(3 + 8 + 2 + 3 - 1)
 
 
-def test_only_an_answer_that_is_cut_again_is_truncated() -> None:
-    rule = interruption(3, 3, 2)
-    cut = episode(stage(says("ddd", "aa"), Talk("bb"), interruption=rule))
-    assert (cut.stop, len(cut.turns), cut.turns[0].completion.text) == (Stop.LENGTH, 1, "dddfgaa")
-    ended = episode(stage(says("ddd", "ah"), interruption=rule))
-    assert ended.stop is Stop.EOS
-
-
 def test_a_thought_makes_room_for_its_answer_in_a_narrow_context() -> None:
     """A context of 12: 3 of prompt, 2 of phrase, 4 of answer leave 3 for a thought with a budget of 9."""
     rule = interruption(9, 9, 4)
@@ -308,17 +287,6 @@ def test_a_thought_makes_room_for_its_answer_in_a_narrow_context() -> None:
     narrower = says("dddddd")
     answer = only_answer(stage(narrower, interruption=rule, context_limit=9))
     assert len(narrower.calls) == 1 and len(answer.tokens) == 6 and answer.injected is None
-
-
-def test_an_engine_that_gives_less_than_asked_has_its_own_limit() -> None:
-    class Short(FakeEngine):
-        async def generate(self, requests: Sequence[Request]):
-            short = [replace(r, sampling=replace(r.sampling, max_tokens=2)) for r in requests]
-            async for item in super().generate(short):
-                yield item
-
-    answer = only_answer(stage(Short(scripted(lambda request: [3] * 9, 8), decode=WORDS.decode)))
-    assert (answer.text, answer.stop, answer.injected) == ("dd", Stop.LENGTH, None)
 
 
 def test_a_fault_behind_the_phrase_is_the_episodes() -> None:
@@ -372,19 +340,6 @@ def test_health_says_how_many_were_told_and_what_came_of_it() -> None:
     assert row["completions/clipped_ratio"] == pytest.approx(1 / 3)
     calm = health([group_of(ended)])
     assert (calm["interrupt/rate"], calm["tokens/injected"]) == (0, 0) and "interrupt/answered" not in calm
-
-
-def test_the_spool_and_the_log_carry_what_was_put_in(tmp_path: Path) -> None:
-    played, _ = interrupted_twice()
-    ask = RolloutRequest(prompt=PROMPT, seed=(0, 1, 2), group_size=1, step=1)
-    a_spool(tmp_path / "spool").put("here", group_of(played))
-    found = a_spool(tmp_path / "spool").take("here", ask, 0.0)
-    assert found is not None
-    for ours, theirs in zip(played.turns, found.group.trajectories[0].turns, strict=True):
-        np.testing.assert_array_equal(ours.completion.injected, theirs.completion.injected)
-        assert theirs.completion.injected is not None and theirs.completion.injected.dtype == bool
-    (row,) = group_rows(group_of(played))
-    assert [np.asarray(turn["injected"]).tolist() for turn in row["turns"]] == [[3, 4], [3, 4]]
 
 
 def test_a_tool_call_behind_the_phrase_is_made() -> None:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import least_squares
 
-from ostinato.axis import Axis
 from ostinato.scaling.ablation import (
     REFERENCE,
     SPREAD,
@@ -74,15 +73,6 @@ def test_the_choice_that_lowers_the_ceiling_is_found(found: Ablation) -> None:
     assert one.B_shared is None  # at the recipe's ceiling it would be another curve
 
 
-def test_a_choice_that_only_slows_moves_only_efficiency(found: Ablation) -> None:
-    one = arm(found, "slower")
-    assert (one.verdict, one.moves) == (Verdict.MOVES_EFFICIENCY, ("C_mid",))
-    assert one.C_mid_ratio is not None
-    assert one.C_mid_ratio.low < 1.8 < one.C_mid_ratio.high
-    flatter = arm(found, "flatter")
-    assert "B" in flatter.moves or flatter.verdict is Verdict.UNSETTLED  # its ceiling is less well known
-
-
 def test_no_difference_is_seen_where_there_is_none(found: Ablation) -> None:
     one = arm(found, "same")
     assert (one.verdict, one.moves) == (Verdict.NONE, ())
@@ -97,14 +87,6 @@ def test_a_collapsed_arm_shows_what_it_reached_and_nothing_else(found: Ablation)
     assert (one.A, one.B, one.C_mid, one.A_less, dict(one.lower)) == (None, None, None, None, {})
     assert one.reached is not None
     assert one.reached.low < 0.13 < one.reached.high
-
-
-def test_the_recipe_is_first_and_compared_with_nothing(found: Ablation) -> None:
-    assert found.arms[0].name == REFERENCE
-    assert found.arms[0].verdict is Verdict.REFERENCE
-    assert not found.arms[0].lower
-    assert found.shared_A == pytest.approx(0.6, abs=0.02)
-    assert found.tail == pytest.approx(0.1 / 2 / 5)
 
 
 def test_nobody_is_ranked_against_a_recipe_that_is_not_identified() -> None:
@@ -159,18 +141,6 @@ def test_the_rule(lower: dict[str, float], apart: float, verdict: Verdict, moves
     assert judge(lower, apart, tail=0.01) == (verdict, moves)
 
 
-def test_what_does_not_compare_is_refused_in_words() -> None:
-    two = runs({REFERENCE: RECIPE, "other": RECIPE}, seeds=1)
-    with pytest.raises(ValueError, match="no run of 'the recipe'"):
-        ablate(two[1:])
-    with pytest.raises(ValueError, match="seed 0 more than once"):
-        ablate([*two, two[1]])
-    with pytest.raises(ValueError, match="same axis"):
-        ablate([two[0], replace(two[1], series=replace(two[1].series, axis=Axis.FLOPS))])
-    with pytest.raises(ValueError, match="held-out sets"):
-        ablate([two[0], replace(two[1], series=replace(two[1].series, held_out="x"))])
-
-
 # -- between seeds
 
 
@@ -212,12 +182,6 @@ def test_the_spread_moves_with_the_scale_and_not_with_the_place(
     plain = spread([(x, errors)], SCALE, np.random.default_rng(0), 50)
     moved = spread([(factor * (x + shift), factor * errors)], factor * SCALE, np.random.default_rng(0), 50)
     np.testing.assert_allclose(moved, factor * plain, rtol=1e-6)
-
-
-def test_one_seed_says_nothing_of_the_spread() -> None:
-    one = spread([(np.array([0.7]), np.array([0.01]))], SCALE, np.random.default_rng(0), 100)
-    none = spread([], SCALE, np.random.default_rng(0), 100)
-    np.testing.assert_allclose(one, none, rtol=1e-9)
 
 
 @pytest.mark.parametrize("tau", [0.006, 0.012, 0.05])

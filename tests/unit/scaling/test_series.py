@@ -16,21 +16,6 @@ from ostinato.scaling.series import read_csv, read_run, require_comparable, seri
 C, R = [1.0, 2.0, 3.0], [0.5, 0.55, 0.6]
 
 
-def test_the_evaluation_at_0_is_R0() -> None:
-    one = series("run", [0, *C], [0.4, *R], stderr=[0.01, 0.02, 0.02, 0.02])
-    assert (one.R0, one.R0_stderr, len(one)) == (0.4, 0.01, 3)
-    assert one.compute.tolist() == C
-
-
-def test_rewards_are_mapped_to_scores() -> None:
-    one = series("run", [0, *C], [-0.2, *(2 * r - 1 for r in R)], stderr=[0.02] * 4, low=-1, high=1)
-    assert pytest.approx(0.4) == one.R0
-    np.testing.assert_allclose(one.score, R)
-    assert one.stderr is not None
-    np.testing.assert_allclose(one.stderr, 0.01)
-    assert series("run", C, R, R0=-1, low=-1, high=1).R0 == 0
-
-
 @pytest.mark.parametrize(
     ("compute", "score", "said"),
     [
@@ -59,22 +44,6 @@ def test_R0_is_needed_and_has_to_be_a_score() -> None:
         series("run", C, R, R0=0.4, stderr=[0.1, -0.1, 0.1])
     with pytest.raises(ValueError, match="use low below high"):
         series("run", C, R, R0=0.4, low=1, high=0)
-
-
-def test_runs_that_do_not_compare_are_refused() -> None:
-    one = series("one", C, R, R0=0.4, held_out="math")
-    require_comparable(one, series("two", C, R, R0=0.4, held_out="math"))
-    with pytest.raises(ValueError, match="one counts compute in device-hours and two in steps"):
-        require_comparable(one, series("two", C, R, R0=0.4, held_out="math", axis=Axis.STEPS))
-    with pytest.raises(ValueError, match="'math' and two on 'code'"):
-        require_comparable(one, series("two", C, R, R0=0.4, held_out="code"))
-
-
-def test_windows() -> None:
-    one = series("run", C, R, R0=0.4, stderr=[0.1, 0.2, 0.3])
-    kept = one.between(2, 3)
-    assert kept.compute.tolist() == [2, 3]
-    assert kept.stderr is not None and kept.stderr.tolist() == [0.2, 0.3]
 
 
 # ---- CSV
@@ -140,21 +109,6 @@ def test_a_run_by_every_axis_of_its_ledger(tmp_path: Path, axis: Axis, per_step:
     np.testing.assert_allclose(one.score, [0.35, 0.45, 0.55, 0.65])
     assert (one.R0, one.held_out, one.axis) == (0.25, "eval, 100 prompts", axis)
     assert one.R0_stderr == pytest.approx(math.sqrt(0.25 * 0.75 / 360), rel=0.01)
-
-
-def test_a_torn_ledger_line_is_left_out(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    with run.ledger.path.open("ab") as file:
-        file.write(b'{"event":"step","step":41,"seco')  # killed in the middle of a line
-    assert len(read_run(run.path)) == 4
-
-
-def test_rewards_of_a_run(tmp_path: Path) -> None:
-    one = read_run(a_run(tmp_path / "run").path, metric="reward", low=-1, high=1)
-    assert one.R0 == 0.25
-    np.testing.assert_allclose(one.score, [0.35, 0.45, 0.55, 0.65])
-    assert one.stderr is not None
-    assert one.stderr[0] == pytest.approx(math.sqrt(0.35 * 0.65 / 360), rel=0.01)
 
 
 def test_what_a_run_does_not_have_is_said(tmp_path: Path) -> None:
@@ -255,14 +209,6 @@ def test_a_resumed_run_is_read_with_all_that_it_cost(tmp_path: Path) -> None:
     for step in range(4):
         run.eval.append({"step": step, "split": "eval", "n": 9, "pass@1": step / 10})
     assert read_run(run.path).compute.tolist() == [3500, 13_000, 16_500]
-
-
-def test_steps_need_no_ledger(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    run.ledger.path.write_text("damaged\n" * 2)
-    assert read_run(run.path, Axis.STEPS).compute.tolist() == [10, 20, 30, 40]
-    with pytest.raises(ValueError, match=r"run run: line 1 of .* is not JSON"):
-        read_run(run.path)
 
 
 def test_the_mark_that_spreadsheets_put_before_a_header_is_no_part_of_a_name(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from small_replay import (
-    DENSE,
     FAST,
     adapters_of,
     batch_of,
@@ -50,28 +49,6 @@ def test_the_arm_in_use_is_what_the_step_says(replay: bool) -> None:
     assert tail(arm, 1.5) == pytest.approx(report.metrics["sampling/tail_1.5"])
     assert row["arms"]["native"]["k3"] != row["arms"]["replay"]["k3"]
     assert row["replay"] is replay and row["decision"].startswith(f"replay is {'on' if replay else 'off'}")
-
-
-def test_a_row_has_what_a_report_needs() -> None:
-    decoder = decoder_of()
-    adapters = adapters_of(decoder)
-    batch = batch_of(samples_of(decoder, adapters), budget=60)
-    row = trainer_of(decoder, adapters).measure(batch)
-    assert row["arms"].keys() == {"native", "replay", "floor"}
-    assert row["arms"]["native"]["tokens"] == batch.num_tokens
-    assert row["arms"]["native"]["sequences"] == batch.num_samples
-    assert row["arms"]["floor"]["abs_max"] < 1e-4, "rows do not see each other"
-    assert row["arms"]["native"]["pearson"] == pytest.approx(1)
-    assert row["routers"]["differ"] == 0 and row["routers"]["overlap"] == 1
-    assert [layer["layer"] for layer in row["routers"]["layers"]] == [1, 2, 3], "layer 0 is dense"
-    assert row["routers"]["margin_median"] > 0
-    assert row["versions"] == {"0": batch.num_tokens}
-    assert row["coverage"] == 1 and row["route_bytes_per_token"] == 2 * 3 * 4
-    assert row["seconds"] > 0 and row["direction"] == "KL(sampler || trainer)"
-    dense = decoder_of(DENSE)
-    row = trainer_of(dense).measure(batch_of(samples_of(dense, None)), floor=False)
-    assert row["arms"].keys() == {"native"} and row["routers"] is None
-    assert row["coverage"] == 0 and row["route_bytes_per_token"] is None
 
 
 def test_the_floor_is_of_the_same_sequences_packed_otherwise() -> None:
@@ -167,13 +144,3 @@ def test_the_interval_is_over_prompts() -> None:
     few, many = (batch_of(samples_of(decoder, adapters, groups=n, siblings=2), budget=80) for n in (3, 6))
     assert math.isnan(trainer.measure(few, floor=False)["arms"]["native"]["k3_low"])
     assert math.isfinite(trainer.measure(many, floor=False)["arms"]["native"]["k3_low"])
-
-
-def test_several_optimizer_steps_replay_without_asking() -> None:
-    decoder = decoder_of()
-    trainer = auto(decoder, replay_threshold=0.0)
-    batch = batch_of(samples_of(decoder, adapters_of(decoder)), minibatches=2)
-    report = trainer.step(batch)
-    assert report.metrics["routing/replay"] == 1 and "2 optimizer steps" in report.note
-    assert report.mismatch is not None, "auto measures once even where nothing else would"
-    assert trainer.step(batch).mismatch is None

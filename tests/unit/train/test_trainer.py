@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rounding import rounding
 from small_replay import local_passes
 from worlds import KERNELS, VOCAB, tiny_dense, tiny_moe
 
@@ -20,7 +19,6 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
-from ostinato.model.peft_io import base_fingerprint
 from ostinato.train.inputs import Inputs
 from ostinato.train.leaves import trained_parameters
 from ostinato.train.optimizer import OptimizerSettings
@@ -257,23 +255,6 @@ def test_cutting_a_step_into_microbatches_changes_memory_not_gradients(name: str
         torch.testing.assert_close(gradient, whole[parameter], rtol=1e-4, atol=1e-7, msg=parameter)
 
 
-def test_minibatches_are_optimizer_steps_whose_losses_average_to_the_batch() -> None:
-    """Of three groups, of which nobody can make more than three steps."""
-    decoder = decoder_of(DENSE)
-    samples = samples_of(decoder, groups=3)
-    still = OptimizerSettings(lr=1e-12)  # nothing moves, so that the losses can be compared
-    one, many, more = (
-        trainer_of(decoder, optimizer=still).step(batch_of(samples, budget=20, minibatches=n)).metrics
-        for n in (1, 3, 99)
-    )
-    assert (one["optimizer_steps"], many["optimizer_steps"], more["optimizer_steps"]) == (1, 3, 3)
-    # a mean over trained tokens, whose ratios are 1, of their advantages
-    largest = max(float(abs(sample.advantages).max()) for sample in samples)
-    apart = rounding(torch.float32, sum(int(sample.loss_mask.sum()) for sample in samples), largest)
-    assert many["loss"] == pytest.approx(one["loss"], abs=apart)
-    assert one["clip_ratio/region_mean"] == many["clip_ratio/region_mean"] == 0
-
-
 def test_minibatches_are_steps_one_after_the_other() -> None:
     """The twin: a batch of its own for each, with the weights that it has among the others."""
     decoder = decoder_of(DENSE)
@@ -285,15 +266,6 @@ def test_minibatches_are_steps_one_after_the_other() -> None:
         parts = tuple(replace(part, weights=2 * part.weights) for part in minibatch)
         apart.step(replace(whole, microbatches=parts))
     assert bytes_of(together) == bytes_of(apart)
-
-
-def test_later_minibatches_have_a_ratio() -> None:
-    """With a large step the policy leaves the clip range of its old self: the ratio is not 1 throughout."""
-    decoder = decoder_of(DENSE)
-    hot = OptimizerSettings(lr=0.3)
-    trainer = PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=hot)
-    batch = batch_of(samples_of(decoder), budget=20, minibatches=3)
-    assert trainer.step(batch).metrics["clip_ratio/region_mean"] > 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -370,16 +342,6 @@ def test_restoring_is_bitwise(raw: dict, full: bool) -> None:
     assert resumed.counters() == straight.counters()
 
 
-def test_restoring_another_adapter_names_the_parameter() -> None:
-    decoder = decoder_of(DENSE)
-    trainer = trainer_of(decoder)
-    tensors = dict(trainer.tensors())
-    missing = next(name for name in tensors if name.startswith("parameters."))
-    del tensors[missing]
-    with pytest.raises(ValueError, match=missing.removeprefix("parameters.")):
-        trainer.restore(tensors, trainer.counters())
-
-
 def test_kl_is_measured_from_the_base() -> None:
     decoder = decoder_of(MOE)
     options = {"algorithm": algorithm("grpo", kl_coef=0.1), "replay": False}
@@ -390,15 +352,6 @@ def test_kl_is_measured_from_the_base() -> None:
     assert trainer_of(decoder, **options).step(batch).metrics["kl"] > 1e-4
 
 
-def test_full_parameter_training_moves_the_decoder() -> None:
-    decoder = decoder_of(MOE).trainable(True)
-    trainer = PolicyTrainer(decoder, None, GRPO, optimizer=LR, replay_threshold=0.0)
-    before = base_fingerprint(decoder)
-    assert not trainer.step(batch_of(samples_of(decoder))).skipped
-    assert base_fingerprint(decoder) != before
-    assert trainer.adapters() is None
-
-
 def test_published_adapters_stay_what_they_were() -> None:
     decoder = decoder_of(DENSE)
     trainer = trainer_of(decoder)
@@ -407,35 +360,6 @@ def test_published_adapters_stay_what_they_were() -> None:
     before = {name: t.clone() for name, t in published.state_dict().items()}
     trainer.step(batch_of(samples_of(decoder)))
     assert all(torch.equal(t, before[name]) for name, t in published.state_dict().items())
-
-
-def test_identity_tells_bases_and_adapters_apart() -> None:
-    decoder, other = decoder_of(DENSE), decoder_of(DENSE).init_weights(seed=9)
-    identity = trainer_of(decoder).identity()
-    assert identity == trainer_of(decoder_of(DENSE)).identity()
-    assert identity["base"] != trainer_of(other).identity()["base"]
-    wider = init_adapters(decoder.config, AdapterSpec(rank=8, alpha=8, targets=("attn",)), seed=1)
-    assert identity["adapter"] != PolicyTrainer(decoder, wider, GRPO, optimizer=LR).identity()["adapter"]
-
-
-def test_metrics_have_their_names() -> None:
-    decoder = decoder_of(DENSE)
-    settings = replace(LR, warmup_steps=4)
-    trainer = PolicyTrainer(decoder, adapters_of(decoder), GRPO, optimizer=settings)
-    batch = batch_of(samples_of(decoder), version=2)
-    metrics = trainer.step(batch).metrics
-    assert metrics["learning_rate"] == pytest.approx(settings.lr / 4)
-    assert trainer.step(batch).metrics["learning_rate"] == pytest.approx(settings.lr / 2)
-    assert metrics["num_rows"] == batch.num_tokens + batch.num_context_tokens
-    assert metrics["staleness/mean"] == metrics["staleness/max"] == 2
-    assert 0 < metrics["entropy"] < math.log(VOCAB) * 1.01
-    assert {
-        "loss",
-        "grad_norm",
-        "clip_ratio/low_mean",
-        "clip_ratio/high_mean",
-        "sampling/truncated",
-    } <= metrics.keys()
 
 
 def test_settings_that_cannot_work_are_refused_by_name() -> None:

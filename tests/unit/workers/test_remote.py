@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.engine.serve import SamplerLink
-from ostinato.reward.remote import GraderLink, GraderServer, without_routes
+from ostinato.reward.remote import GraderLink, GraderServer
 from ostinato.train.remote import TrainerLink, TrainerServer
 from ostinato.types import (
     Batch,
@@ -404,11 +404,6 @@ def test_graders_that_only_die_end_the_run_by_name() -> None:
         asyncio.run(run())
 
 
-def test_graders_are_not_sent_routes() -> None:
-    lean = without_routes(group(4)).trajectories[0].turns[0].completion
-    assert lean.experts is None and len(lean.tokens) == 4
-
-
 # ---- the trainer
 
 
@@ -503,12 +498,6 @@ def test_what_the_trainer_refuses_is_no_loss() -> None:
     with pytest.raises(Misaligned, match="thirteen"):
         link.step(batch(7, num_samples=13))
     assert not link.losses and link.counters() == {"steps": 1}
-
-
-def test_trainers_that_only_die_end_the_run_by_name() -> None:
-    link = trainer(lambda call: "before" if call > 3 else "", max_restarts=2)
-    with pytest.raises(WorkerLost, match=r"3 trainers in a row were lost.*worker-0 was lost while it did"):
-        link.step(batch(7))
 
 
 # ---- samplers
