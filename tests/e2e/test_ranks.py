@@ -41,7 +41,8 @@ def hanging(rank: int, world: int) -> None:
 def leftovers() -> list[psutil.Process]:
     """Processes below the fork server, which is a child of this process."""
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    mine = [child for child in alive if "ranks.serve" in " ".join(child.cmdline())]
+    mine = [child for child in alive if "forkserver" in " ".join(child.cmdline())]
+    assert mine
     return [below for server in mine for below in server.children(recursive=True)]
 
 
