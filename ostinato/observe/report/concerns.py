@@ -1,27 +1,23 @@
 """What a person should look at first, in words: each concern is one sentence with the step and the figure.
 
 Rules are about the run as a whole or its last tenth, so that a healthy run has none. The thresholds are
-judgements, kept together here.
+judgements, kept together here; entropy, gradient norm and truncation are the stability watch's.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from ostinato.observe.report.facts import difference, ends, estimate, steps_text
+from ostinato.observe.report.facts import best_score, difference, ends, estimate, steps_text
 from ostinato.observe.report.mismatch import arm, measured
 from ostinato.observe.report.reading import Row, RunData, column, first_step, last_step, mean, number, total
 from ostinato.observe.report.verdicts import failed_rewards, unsolved
 
 ZERO_VARIANCE_SHARE = 0.5  # of groups: half of the sampling taught nothing
-TRUNCATED_SHARE = 0.1
-ENTROPY_LEFT = 0.2  # of where it began
 K3_NATS = 1e-3  # per token; exact arithmetic gives 0, bf16 rounding about 1e-4
 ESS_LEFT = 0.9
-SPIKE = 10.0  # gradient norm over its median
 COVERED = 0.999  # of trained rows, with a recorded route
 FAULT_SHARE = 0.01  # of answers
 DRAFT_LOSS = 0.03  # of the rollouts' time, beyond what the estimate of it can be trusted with
@@ -62,13 +58,12 @@ def _score(data: RunData) -> Iterator[Concern]:
     if not scores:
         yield Concern(Level.NOTE, "No held-out score was measured: nothing here shows generalisation.")
         return
-    if ends(data)[0] is None:
+    if ends(data.evals)[0] is None:
         text = "The model before training was not measured (eval.at_start), so no gain can be stated."
         yield Concern(Level.LOOK, text)
-    best_at, best = max(scores, key=lambda item: item[1].value)
+    best_at, best = best_score(data) or scores[-1]
     last_at, last = scores[-1]
-    fall = difference(best, last).interval
-    if fall is not None and fall[1] < 0:
+    if (fall := difference(best, last).interval) is not None and fall[1] < 0:
         peak = f"The held-out score peaked at step {best_at} ({best.value:.3f})"
         fell = f"fell to {last.value:.3f} at step {last_at}, more than chance explains."
         yield Concern(Level.BAD, f"{peak} and {fell}")
@@ -92,20 +87,6 @@ def _training(data: RunData) -> Iterator[Concern]:
     if empty := _when(rows, "empty_step"):
         why = "empty: no sample was left to learn from"
         yield Concern(Level.LOOK, f"{_steps(empty)} {why} (step {steps_text(empty)}).")
-    entropy = [row for row in rows if number(row, "entropy") is not None]
-    tenth = _tenth(entropy)
-    if len(entropy) >= 5 and (start := mean(entropy[: len(tenth)], "entropy")):
-        left = (mean(tenth, "entropy") or 0.0) / start
-        if left < ENTROPY_LEFT:
-            began = f"where it began ({start:.3g} nats per token)"
-            yield Concern(Level.LOOK, f"Entropy fell to {left:.0%} of {began}: little is left to explore.")
-    norms = _with_steps(rows, "grad_norm")
-    if len(norms) >= 10:
-        norm, at = max(norms)
-        typical = statistics.median(value for value, _ in norms)
-        if typical > 0 and norm > SPIKE * typical:
-            times = f"{norm / typical:.0f} times its median"
-            yield Concern(Level.LOOK, f"The gradient norm spiked to {norm:.3g} at step {at}, {times}.")
 
 
 def _alarms(data: RunData) -> Iterator[Concern]:
@@ -144,10 +125,6 @@ def _signal(data: RunData) -> Iterator[Concern]:
         side = "all: the task is too easy" if every > none else "none: it is too hard"
         text = f"{share:.0%} of groups had equal rewards and taught nothing, mostly solved by {side}."
         yield Concern(Level.LOOK, f"In {_span(tenth)}, {text}")
-    truncated = mean(tenth, "completions/clipped_ratio")
-    if truncated is not None and truncated > TRUNCATED_SHARE:
-        text = f"In {_span(tenth)}, {truncated:.0%} of answers were cut off, at {data.longest_answer}."
-        yield Concern(Level.LOOK, text)
 
 
 def _mismatch(data: RunData) -> Iterator[Concern]:

@@ -1,5 +1,5 @@
-"""The section "Drafts from history": what drafting was good for, whether its estimates can be trusted, and
-how alike the answers of neighbouring policies are. Absent where a run drafted nothing."""
+"""The section "Drafts from history": what drafting was good for, and whether its estimates can be trusted.
+Absent where a run drafted nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ostinato.observe.report.charts import Chart, Section, Series, Values, figure, lines, plotted
 from ostinato.observe.report.facts import seconds_text, wilson
-from ostinato.observe.report.reading import Row, RunData, mean, names_under, number, total
+from ostinato.observe.report.reading import Row, RunData, mean, names_under, total
 
 SOURCES = {  # of drafts, as the metrics name them
     "history": ("past answers", "--blue"),
@@ -23,7 +23,7 @@ def draft_sections(data: RunData) -> list[Section]:
     rows = [row for row in data.metrics if any(key.startswith("draft/") for key in row)]
     if not rows:
         return []
-    charts = [*_gain(rows), *_estimates(data.drafts), _budget(data.drafts), *_likeness(rows)]
+    charts = [*_gain(rows), *_estimates(data.drafts)]
     return [Section(title="Drafts from history", charts=charts, lead=lead(rows))]
 
 
@@ -60,8 +60,6 @@ def _gain(rows: Sequence[Row]) -> Iterator[Chart]:
     accepted = {"draft/acceptance": ("accepted", "--teal"), "draft/cpu_share": ("drafting time", "--orange")}
     note = "Share of guesses that were right; share of the rollouts' time that guessing took."
     yield figure(rows, "Acceptance and price", note, "%", accepted, low=0.0, high=1.0)
-    note = "Estimate: plain decoding of the same tokens by the engine's cost table, minus what they took."
-    yield figure(rows, "Seconds saved", note, "s", {"draft/seconds_saved": "saved"}, low=0.0)
 
 
 def _rest(values: Sequence[float | None]) -> float | None:
@@ -70,9 +68,8 @@ def _rest(values: Sequence[float | None]) -> float | None:
 
 
 def _estimates(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Over the whole run: predicted against observed acceptance, and how many drafts stand behind it."""
+    """Over the whole run: predicted against observed acceptance, and what came of a draft by its length."""
     labels, hits, predicted = (_summed(rows, key) for key in ("labels", "hits", "predicted"))
-    middles = [round(100 * (i + 0.5) / len(labels)) for i in range(len(labels))]
     shares = _shares(hits, labels)
     bands = [
         None if p is None else wilson(p, (p * (1 - p) / n) ** 0.5, n)
@@ -82,54 +79,16 @@ def _estimates(rows: Sequence[Row]) -> Iterator[Chart]:
     expected = Series(label="expected", values=_shares(predicted, labels), color="--grey")
     observed = Series(label="observed", values=shares, color="--blue", low=low, high=high)
     note = "How often guesses came true (band: 95 % interval), by how often they were expected to."
-    along: dict[str, Any] = {"steps": middles, "along": "expected #\u202f%"}
-    yield plotted("Calibration", note, "%", [expected, observed], low=0.0, high=1.0, **along)
-    wrong: Values = [n - a for a, n in zip(hits, labels, strict=True)]
-    right = Series(label="right", values=[*hits], color="--teal")
-    note = "How many there were of each expectation; only those worth their time became drafts."
-    guesses = [right, Series(label="wrong", values=wrong, color="--red")] if any(labels) else []
-    yield plotted("Guesses", note, "tokens", guesses, stacked=True, **along)
+    ends: dict[str, Any] = {"low": 0.0, "high": 1.0}
+    middles = [round(100 * (i + 0.5) / len(labels)) for i in range(len(labels))]
+    axis = {"steps": middles, "along": "expected #\u202f%"}
+    yield plotted("Calibration", note, "%", [expected, observed], **ends, **axis)
     drafted, accepted = _summed(rows, "drafted_at"), _summed(rows, "accepted_at")
     accepted += [0.0] * (len(drafted) - len(accepted))  # the deepest drafts may all have been wrong
     note = "Share of drafted tokens that were right, by their place in the draft: a wrong one ends it."
     depth = [Series(label="right", values=_shares(accepted, drafted), color="--teal")]
-    steps = list(range(1, len(drafted) + 1))
-    yield plotted("Acceptance by depth", note, "%", depth, low=0.0, high=1.0, steps=steps, along="depth #")
-
-
-def _budget(rows: Sequence[Row]) -> Chart:
-    """Over the last step that has a trace."""
-    traced = [row for row in rows if row.get("trace")]
-    trace = traced[-1]["trace"] if traced else []
-    where = f" Step {int(traced[-1]['step'])}." if traced else ""
-    sizes = (("sequences", "--grey"), ("draft rows", "--orange"), ("tokens given", "--blue"))
-    series = [
-        Series(label=label, values=[float(point[i]) for point in trace], color=color)
-        for i, (label, color) in enumerate(sizes)
-    ]
-    note = f"Sequences that ran, draft rows verified and tokens given, pass by pass.{where}"
-    steps = list(range(1, len(trace) + 1))
-    return plotted("Budget over a step", note, "", series, low=0.0, steps=steps, along="pass #")
-
-
-def _likeness(rows: Sequence[Row]) -> Iterator[Chart]:
-    """The two observations of RhymeRL, measured on this run."""
-    if not any(number(row, "draft/reuse") is not None for row in rows):
-        return
-    note = (
-        "New tokens that an answer of the prompt's last epoch has after the same three; "
-        "notes on RhymeRL (arXiv 2508.18588) name 75 to 95 %."
-    )
-    yield figure(rows, "Token reuse", note, "%", {"draft/reuse": "reusable"}, low=0.0, high=1.0)
-    ranks = {
-        "draft/length_rank_correlation": "rank correlation",
-        "draft/length_rank_moved": ("share that moved", "--orange"),
-    }
-    note = (
-        "Do prompts keep their order by answer length? Moved: by more than 10 points; "
-        "notes on RhymeRL name 2 to 4 % of answers."
-    )
-    yield figure(rows, "Length ranks", note, "", ranks, low=0.0, high=1.0)
+    axis = {"steps": list(range(1, len(drafted) + 1)), "along": "depth #"}
+    yield plotted("Acceptance by depth", note, "%", depth, **ends, **axis)
 
 
 def _shares(parts: Sequence[float], wholes: Sequence[float]) -> Values:

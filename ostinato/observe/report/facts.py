@@ -47,19 +47,16 @@ class Estimate:
     interval: tuple[float, float] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headline:
-    """The big number. ``before`` is None when step 0 was not evaluated, ``after`` when nothing later was."""
+class Headline(NamedTuple):
+    """The big number before and after training, with its interval, or "not measured"."""
 
-    before: str | None
-    before_interval: str
-    after: str | None
-    after_interval: str
+    before: str
+    after: str
     after_step: int
     change: str
     verdict: str  # one sentence
     tone: str  # good, bad or plain
-    beside: tuple[str, ...]  # the other held-out figures, before and after
+    beside: Sequence[str]  # the other held-out figures, before and after
 
 
 def estimate(row: Row, name: str) -> Estimate | None:
@@ -103,12 +100,8 @@ def difference(before: Estimate, after: Estimate) -> Estimate:
     return Estimate(value=change, interval=(change - down, change + up))
 
 
-def ends(data: RunData) -> tuple[Row | None, Row | None]:
+def ends(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
     """The held-out rows of step 0 and of the last step that was evaluated; None where there is none."""
-    return _ends(data.evals)
-
-
-def _ends(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
     before = next((row for row in rows if row["step"] == 0), None)
     after = rows[-1] if rows and rows[-1]["step"] > 0 else None
     return before, after
@@ -116,53 +109,35 @@ def _ends(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
 
 def headline(data: RunData) -> Headline:
     """Held-out pass@1 before and after, and what to make of it."""
-    rows = ends(data)
-    before, after = (None if row is None else estimate(row, "pass@1") for row in rows)
-    change = difference(before, after) if before and after else None
-    verdict, tone = _verdict(change)
-    if change is None:
-        verdict = _missing(before, after)
-    return Headline(
-        before=None if before is None else f"{before.value:.3f}",
-        before_interval=interval_text(before),
-        after=None if after is None else f"{after.value:.3f}",
-        after_interval=interval_text(after),
-        after_step=last_step(data.evals),
-        change=score_text(change, "+.3f"),
-        verdict=verdict,
-        tone=tone,
-        beside=tuple(f"{name} {before} → {after}" for name, before, after in _beside(data)),
-    )
+    lines = {name.partition("\n")[0]: cells for name, *cells in comparisons(data).rows}
+    before, after, change = lines.get("pass@1", (NOT_MEASURED, NOT_MEASURED, ""))
+    old, new = (None if row is None else estimate(row, "pass@1") for row in ends(data.evals))
+    verdict, tone = _verdict(old, new)
+    shown = [name for name in ("mean reward", "pass@1, greedy") if name in lines]
+    beside = [f"{name} {lines[name][0]} → {lines[name][1]}" for name in shown]
+    return Headline(before, after, last_step(data.evals), change, verdict, tone, beside)
 
 
-def _verdict(change: Estimate | None) -> tuple[str, str]:
-    if change is None or change.interval is None:
+def _verdict(before: Estimate | None, after: Estimate | None) -> tuple[str, str]:
+    if before is None and after is None:
+        return "No held-out score has been measured in this run (eval.jsonl has none).", "plain"
+    if after is None:
+        return "Only the model before training has been measured so far.", "plain"
+    if before is None:
+        missing = "the model before training was not measured (eval.at_start)"
+        return f"There is nothing to compare with: {missing}.", "plain"
+    if (interval := difference(before, after).interval) is None:
         return "The change has no interval: too few prompts were judged.", "plain"
-    low, high = change.interval
-    if low > 0:
+    if interval[0] > 0:
         return "The policy improved: the 95 % interval of the change lies above 0.", "good"
-    if high < 0:
+    if interval[1] < 0:
         return "The policy got worse: the 95 % interval of the change lies below 0.", "bad"
     return "No change can be told from chance: the 95 % interval of the change contains 0.", "plain"
 
 
-def _missing(before: Estimate | None, after: Estimate | None) -> str:
-    if before is None and after is None:
-        return "No held-out score has been measured in this run (eval.jsonl has none)."
-    if after is None:
-        return "Only the model before training has been measured so far."
-    return "There is nothing to compare with: the model before training was not measured (eval.at_start)."
-
-
-def _beside(data: RunData) -> Iterator[tuple[str, str, str]]:
-    for name, before, after, _ in comparisons(data).rows:
-        if (measure := name.partition("\n")[0]) in ("mean reward", "pass@1, greedy"):
-            yield measure, before, after
-
-
 def comparisons(data: RunData) -> Table:
     """Side by side with the baseline: the model at step 0, on the same prompts."""
-    before, after = ends(data)
+    before, after = ends(data.evals)
     step = f"step {last_step(data.evals)}" if after else "not yet"
     head = ("before\nstep 0, the baseline", f"after\n{step}", "change")
     rows = [] if (row := after or before) is None else [*_compared(data, row, before, after)]
@@ -175,7 +150,7 @@ def _compared(data: RunData, row: Row, before: Row | None, after: Row | None) ->
         yield change_line(f"pass@{k:.0f}\nshare of prompts", before, after, "pass@k")
     yield change_line("mean reward\nper answer", before, after, "reward")
     if data.greedy:
-        greedy = _ends(data.greedy)
+        greedy = ends(data.greedy)
         yield change_line("pass@1, greedy\nshare of prompts, one answer at temperature 0", *greedy, "pass@1")
         yield change_line("mean reward, greedy\nper answer, at temperature 0", *greedy, "reward")
     for name, key, form in (

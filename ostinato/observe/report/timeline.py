@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ostinato.observe.report.charts import Chart, Section, Series, figure, lines, plotted
+from ostinato.observe.report.charts import Chart, Section, Series, figure, lines
 from ostinato.observe.report.facts import Fact, Line, Table, seconds_text
 from ostinato.observe.report.gantt import Step, recorded, steps_of
-from ostinato.observe.report.reading import Row, RunData, column, names_under, number, total
+from ostinato.observe.report.reading import Row, RunData, column, names_under, number
 from ostinato.observe.timeline import Kind, Usage, together
 
 ANCHOR = "pipeline"
@@ -130,12 +130,6 @@ def _staleness(rows: Sequence[Row]) -> Iterator[Chart]:
         for age, color in zip(ages, (*AGES, *["--grey"] * len(ages)), strict=False)
     ]
     yield figure(rows, "Age of tokens", "Trained tokens by age.", "%", parts, stacked=True)
-    counts: list[float | None] = [total(rows, f"staleness/hist/{age}") for age in ages]
-    bars = [Series(label="tokens", values=counts, color="--blue")]
-    note = "Trained tokens by how many steps old their policy was."
-    places = {"steps": [int(age) for age in ages], "labels": ages, "along": "age #"}
-    key = "age-histogram"
-    yield plotted("Ages over the whole run", note, "tokens", bars, key=key, stacked=True, **places)
 
 
 def _share_of_age(rows: Sequence[Row], age: str, ages: Sequence[str], color: str) -> Series:

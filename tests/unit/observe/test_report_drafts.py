@@ -84,17 +84,12 @@ def test_calibration_is_over_the_whole_run() -> None:
     assert (observed.values[5], observed.values[9]) == (0.5, 0.9)
     assert observed.low is not None and observed.low[5] is not None and 0.25 < observed.low[5] < 0.5
     assert observed.values[0] is None
-    right, wrong = shown["guesses"].series
-    assert (right.values[9], wrong.values[9]) == (162, 18)
     assert shown["acceptance-by-depth"].series[0].values == pytest.approx([0.9, 0.8, 0.0])
-    budget = shown["budget-over-a-step"]
-    assert budget.series[1].values == [6.0, 3.0] and "Step 2." in budget.note and budget.along == "pass #"
 
 
 def test_without_details_the_charts_say_so() -> None:
     shown = charts(data([row(1)]))
-    assert all(shown[key].empty for key in ("calibration", "guesses", "acceptance-by-depth"))
-    assert "token-reuse" not in shown  # no prompt has returned
+    assert all(shown[key].empty for key in ("calibration", "acceptance-by-depth"))
 
 
 def test_the_lead_says_what_it_comes_to() -> None:

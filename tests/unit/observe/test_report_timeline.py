@@ -156,16 +156,13 @@ def test_without_a_timeline_the_loop_s_own_figure_is_drawn() -> None:
     assert [one.label for one in idle.series] == ["all"] and list(idle.series[0].values) == [0.1] * 3
 
 
-def test_ages_by_step_and_over_the_run() -> None:
+def test_ages_by_step() -> None:
     drawn = charts(data())
     ages = drawn["Age of tokens"]
     assert [one.label for one in ages.series] == ["0", "1", "2"]
     assert [
         sum(shares) for shares in zip(*(one.values for one in ages.series), strict=True)
     ] == pytest.approx([1.0] * 3)
-    whole = drawn["Ages over the whole run"]
-    counts = [sum(pipeline_metrics(n)[f"staleness/hist/{age}"] for n in (1, 2, 3)) for age in range(3)]
-    assert list(whole.series[0].values) == counts and whole.along == "age #"
     assert list(drawn["Staleness"].series[1].values) == [2.0] * 3
 
 
