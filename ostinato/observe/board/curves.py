@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ostinato.observe.report.charts import Chart, Lines, figure, held_out, reward, speed, times, to_plain
+from ostinato.observe.report.charts import figure, held_out, sections, to_plain
+from ostinato.observe.report.mismatch import gap_chart
 from ostinato.observe.report.reading import Row, RunData, number, numbers
+from ostinato.observe.report.timeline import pipeline_charts
 
 PLACES = 400  # along the steps, before two become one
 
@@ -57,40 +59,17 @@ def _joined(one: Place, other: Place) -> Place:
     return other[0], one[1], one[2]
 
 
-QUEUE: Lines = {"queue/running": "in play", "queue/ready": "ready"}
-LENGTH: Lines = {"completions/mean_length": "mean", "completions/max_length": "longest"}
-
-
 def charts(curves: Curves, data: RunData, chosen: Sequence[str]) -> list[dict[str, Any]]:
-    """What there is to draw of the metrics, the held-out score (rows in ``data``) second, and then ``chosen``
+    """The report's charts as far as there is something to draw, the held-out score first, and then ``chosen``
     metrics, one to a chart."""
     rows = curves.rows()
-    apart = {"log": any(row.get("sampling/kl_k3", 0) > 0 for row in rows)}
-    age = {"staleness/mean": "mean", "staleness/max": "max"}
-    aged = "Age of the policy that sampled what was trained on."
-    drawn: list[Chart] = [
-        reward(rows),
-        *([held_out(data)] if data.evals else []),
-        figure(rows, "Loss", "", "", {"loss": "loss"}),
-        figure(rows, "Entropy", "", "nats", {"entropy": "entropy"}, low=0.0),
-        figure(
-            rows,
-            "Sampler against trainer",
-            "KL per trained token.",
-            "nats",
-            {"sampling/kl_k3": "k3"},
-            **apart,
-        ),
-        figure(rows, "Staleness", aged, "steps", age, low=0.0),
-        speed(rows),
-        figure(rows, "Answer length", "", "tokens", LENGTH, low=0.0),
-        times(rows),
-        figure(rows, "Idle time", "", "%", {"pipeline/bubble_share": "all workers"}, low=0.0),
-        figure(rows, "Queue", "", "groups", QUEUE, low=0.0),
+    joined = f" Each point joins {curves.each} steps." if curves.each > 1 else ""
+    data = replace(data, metrics=rows)
+    drawn = [
+        *(chart for section in sections(data) for chart in section.charts),
+        gap_chart(data),
+        *pipeline_charts(data),
         *(figure(rows, name, "", "", {name: "value"}, key=f"metric {name}") for name in chosen),
     ]
-    joined = f" Each point joins {curves.each} steps." if curves.each > 1 else ""
-    notes = [one.note if one.key == "held-out" else f"{one.note}{joined}".strip() for one in drawn]
-    return [
-        to_plain(replace(one, note=note)) for one, note in zip(drawn, notes, strict=True) if not one.empty
-    ]
+    found = [held_out(data), *(replace(one, note=f"{one.note}{joined}".strip()) for one in drawn)]
+    return [to_plain(one) for one in found if not one.empty]

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from ostinato.inputs import parse_json, parse_toml
 from ostinato.observe.board.curves import Curves, charts
 from ostinato.observe.board.tail import Tail
 from ostinato.observe.ledger import Event
-from ostinato.observe.report.facts import estimate, seconds_text, si
+from ostinato.observe.report.facts import estimate, interval_text, seconds_text, si
 from ostinato.observe.report.gantt import picture, steps_of
 from ostinato.observe.report.reading import Row, RunData, main_scores, number
 from ostinato.observe.report.verdicts import failed_rewards, unsolved
@@ -38,15 +38,6 @@ class Tone(StrEnum):
     LIVE = "live"
     OPEN = "open"
     BAD = "bad"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
-    """The last sign of life of the run's process: its row, and when it was first seen."""
-
-    row: Row
-    seen: float  # our monotonic clock
-    first: bool  # was it there when we began to look?
 
 
 class Follower:
@@ -73,10 +64,10 @@ class Follower:
         }
         self._rows |= {"watch": deque(maxlen=ALARMS), "ledger": deque(maxlen=STEPS)}
         self._spans: deque[Span] = deque(maxlen=SPANS)
-        self._beat: Beat | None = None
+        self._beat: Row | None = None  # the last sign of life of the run's process
+        self._heard = 0.0  # when it was given, by our monotonic clock
         self._began = False
         self.revisions: dict[str, int] = {"charts": 0, "timeline": 0}
-        self._recipe_of: tuple[int, int] | None = None
         self.data = RunData(name=run.path.resolve().name, recipe_text="", recipe={}, **EMPTY)
 
     def look(self) -> None:
@@ -88,41 +79,34 @@ class Follower:
         self._read_recipe()
         for name, log in self._logs.items():
             anew, rows = log.read()
-            if anew and self._began:
-                self._forget(name)
             if anew or rows:
-                self._take(name, rows)
+                self._take(name, rows, anew=anew)
                 self.revisions["timeline" if name in ("timeline", "ledger") else "charts"] += 1
         beat = _json(self._run.path / "alive.json")
         if not isinstance(beat, dict):
             self._beat = None
-        elif self._beat is None or beat != self._beat.row:
-            self._beat = Beat(row=beat, seen=now, first=not self._began)
+        elif beat != self._beat:  # one that was there before us may be old
+            at = None if self._began else number(beat, "at")
+            self._beat, self._heard = beat, now - (max(0.0, time.time() - at) if at is not None else 0.0)
         self._began = True
 
     def _read_recipe(self) -> None:
         """A run that is resumed may have another one."""
         with suppress(OSError, ValueError):
-            status = self._run.recipe.stat()
-            if (mark := (status.st_mtime_ns, status.st_size)) != self._recipe_of:
-                text = self._run.recipe.read_text(encoding="utf-8", errors="replace")
-                self.data = replace(self.data, recipe_text=text, recipe=parse_toml(text))
-                self._recipe_of = mark
+            recipe = parse_toml(self._run.recipe.read_text(encoding="utf-8", errors="replace"))
+            self.data = replace(self.data, recipe=recipe)
 
-    def _forget(self, name: str) -> None:
-        """The log was replaced: its run has gone back to a checkpoint."""
+    def _take(self, name: str, rows: Sequence[Row], *, anew: bool) -> None:
+        """``anew``: the log was replaced, for its run has gone back to a checkpoint."""
         if name == "metrics":
-            self._curves = Curves()
-        elif name == "timeline":
-            self._spans.clear()
-        else:
-            self._rows[name].clear()
-
-    def _take(self, name: str, rows: Sequence[Row]) -> None:
-        if name == "metrics":
+            self._curves = Curves() if anew else self._curves
             for row in rows:
                 self._curves.add(row)
-        elif name == "timeline":
+            return
+        kept = self._spans if name == "timeline" else self._rows[name]
+        if anew:
+            kept.clear()
+        if name == "timeline":
             self._spans += _spans(rows)
             newest = max((span.stop for span in self._spans), default=0.0)
             while self._spans and self._spans[0].stop < newest - HORIZON_S:
@@ -162,7 +146,7 @@ class Follower:
         if silent is None and not last:
             return {"tone": Tone.OPEN, "text": "has not begun yet"}
         if silent is None or silent < SILENT_S:
-            part = "evaluating" if self._beat and self._beat.row.get("part") == "eval" else "running"
+            part = "evaluating" if self._beat and self._beat.get("part") == "eval" else "running"
             return {"tone": Tone.LIVE, "text": part if step else f"{part}, the first step"}
         text = f"no sign of life for {seconds_text(silent)}: it was killed, or its machine is gone"
         return {"tone": Tone.BAD, "text": f"{text}. ostinato resume {self._run.path} goes on with it"}
@@ -173,9 +157,7 @@ class Follower:
             ends = (number(row, name) for row in self._rows["ledger"] for name in ("at", "ended_at"))
             newest = max((end for end in ends if end is not None), default=None)
             return None if newest is None else max(0.0, time.time() - newest)
-        waited = self._clock() - self._beat.seen
-        at = number(self._beat.row, "at")
-        return max(waited, time.time() - at) if self._beat.first and at is not None else waited
+        return self._clock() - self._heard
 
     def progress(self) -> dict[str, Any]:
         """Finished steps, those that are planned, and a guess at the seconds that are left."""
@@ -199,8 +181,7 @@ class Follower:
             ("held-out pass@1, greedy", self.data.greedy, "pass@1"),
         ):
             if rows and (scored := estimate(rows[-1], key)):
-                span = f"[{scored.interval[0]:.3f}, {scored.interval[1]:.3f}]" if scored.interval else ""
-                note = f"{span} at step {rows[-1]['step']}".strip()
+                note = f"{interval_text(scored)} at step {rows[-1]['step']}".strip()
                 found.append({"name": name, "value": f"{scored.value:.3f}", "note": note})
         tile("tokens/s", "tokens_per_s", si)
         tile("a step", "step_time", seconds_text)
@@ -219,7 +200,7 @@ class Follower:
             if log.left:
                 notes.append(f"{name}.jsonl is being read: {si(log.left)}B are left")
             if log.damaged:
-                notes.append(f"{log.damaged} lines of {name}.jsonl are damaged and left out")
+                notes.append(f"{name}.jsonl has a line that is no JSON; what follows it is not shown")
         return notes
 
     def charts(self, chosen: Sequence[str]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from ostinato.inputs import escaped
 from ostinato.observe.board.answers import Answers, Query, Verdict
 from ostinato.observe.board.follow import Follower
 from ostinato.observe.report.page import solved_at
-from ostinato.observe.report.page.offline import FOLDER, digest, read, render
+from ostinato.observe.report.page.offline import FOLDER, render
 from ostinato.run import RunFolder
 
 FOLDERS = (Path(__file__).parent / "page", FOLDER)
@@ -57,16 +57,9 @@ class Board:
         }
 
     @cached_property
-    def page(self) -> tuple[bytes, str]:
-        """The page, and its Content-Security-Policy: its own scripts, and no connection but to us."""
-        text = render(
-            "board.html.jinja",
-            SCRIPTS,
-            folders=FOLDERS,
-            styles=("report.css", "board.css"),
-            name=self._follower.data.name,
-        )
-        return escaped(text).encode(), policy()
+    def page(self) -> bytes:
+        look = {"folders": FOLDERS, "styles": ("report.css", "board.css")}
+        return escaped(render("board.html.jinja", SCRIPTS, **look, name=self._follower.data.name)).encode()
 
     def _state(self, params: Params) -> dict[str, Any]:
         with self._following:
@@ -100,14 +93,6 @@ class Board:
         )
         with self._browsing:
             return self._answers.browse(query)
-
-
-def policy() -> str:
-    digests = " ".join(f"'{digest(read(name, FOLDERS))}'" for name in SCRIPTS)
-    return (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src {digests}; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
 
 
 def _number(params: Params, name: str, default: float) -> float:
@@ -153,8 +138,7 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         board = self.server.board
         if url.path == "/":
-            page, rules = board.page
-            self._send(HTTPStatus.OK, page, "text/html; charset=utf-8", {"Content-Security-Policy": rules})
+            self._send(HTTPStatus.OK, board.page, "text/html; charset=utf-8")
             return
         if url.path not in board.routes:
             self._send(HTTPStatus.NOT_FOUND, b"no such page\n", "text/plain")
@@ -178,17 +162,15 @@ class Handler(BaseHTTPRequestHandler):
             return False
         return name is not None and is_loopback(name)
 
-    def _send(
-        self, status: HTTPStatus, content: bytes, kind: str, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
         self.send_response(status)
         for name, value in {
             "Content-Type": kind,
             "Content-Length": str(len(content)),
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
             "Referrer-Policy": "no-referrer",
-            **(headers or {}),
         }.items():
             self.send_header(name, value)
         self.end_headers()

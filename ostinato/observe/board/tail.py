@@ -17,46 +17,56 @@ from ostinato.inputs import parse_json
 
 CHUNK = 8 << 20  # bytes read at once, so that the first answer comes soon
 WITNESS = 64  # bytes before the offset, by which a log is known again
-PATIENCE = 5  # looks at a line that is no JSON, before it is passed over: a far disk may be behind
+
+
+class Mark:
+    """How far a log has been read, and by what it is known again."""
+
+    def __init__(self) -> None:
+        self.offset, self._before, self._inode = 0, b"", -1
+
+    @property
+    def begun(self) -> bool:
+        return self._inode != -1
+
+    def known(self, file: BinaryIO) -> bool:
+        """Is it the log that was read so far, perhaps longer by now?"""
+        file.seek(self.offset - len(self._before))
+        same = file.read(len(self._before)) == self._before
+        return same and os.fstat(file.fileno()).st_ino == self._inode
+
+    def put(self, file: BinaryIO, offset: int) -> None:
+        start = max(0, offset - WITNESS)
+        file.seek(start)
+        self.offset, self._before = offset, file.read(offset - start)
+        self._inode = os.fstat(file.fileno()).st_ino
 
 
 class Tail:
-    """The complete rows of a JSON-lines log, each of them once."""
+    """The complete rows of a JSON-lines log, each of them once, up to a line that is none."""
 
     def __init__(self, path: Path, *, last: int | None = None) -> None:
         """``last``: begin so many bytes before the end of what is there."""
         self.path = path
-        self.damaged = 0  # lines that were passed over
-        self._last = last
-        self._forget()
-
-    def _forget(self) -> None:
-        self._offset, self._witness, self._inode, self._tries = 0, b"", -1, 0
+        self.damaged = False  # has it a line that is no JSON? A far disk may only be behind
         self.left = 0  # bytes that are there and not read yet
+        self._last, self._mark = last, Mark()
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
         """(is this another log than before: forget its rows, its next rows: all there are, or ``CHUNK``
         bytes of them; see ``left``)."""
         try:
             with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                anew = not self._known(file, status)
-                if anew:
-                    self._forget()
-                    self._inode = status.st_ino
-                    self._offset = self._beginning(file, status.st_size)
-                return anew, self._rows(file, status.st_size)
+                anew = not self._mark.known(file)
+                size = file.seek(0, os.SEEK_END)
+                start = self._beginning(file, size) if anew else self._mark.offset
+                rows, stop = self._rows(file, start)
+                self._mark.put(file, stop)
+                self.left = max(0, size - stop) if rows else 0
+                return anew, rows
         except FileNotFoundError:
-            anew = self._inode != -1
-            self._forget()
+            anew, self._mark, self.left = self._mark.begun, Mark(), 0
             return anew, []
-
-    def _known(self, file: BinaryIO, status: os.stat_result) -> bool:
-        """Is it the log that we have read so far, perhaps longer by now?"""
-        if self._inode == -1 or status.st_size < self._offset or status.st_ino != self._inode:
-            return False
-        file.seek(self._offset - len(self._witness))
-        return file.read(len(self._witness)) == self._witness
 
     def _beginning(self, file: BinaryIO, size: int) -> int:
         """Where to begin: behind the first line end of the last ``last`` bytes."""
@@ -65,29 +75,22 @@ class Tail:
         file.seek(size - self._last)
         return file.tell() + len(file.readline())
 
-    def _rows(self, file: BinaryIO, size: int) -> list[dict[str, Any]]:
-        file.seek(self._offset)
+    def _rows(self, file: BinaryIO, start: int) -> tuple[list[dict[str, Any]], int]:
+        """The rows from ``start`` on, and where they end."""
+        file.seek(start)
         data = file.read(CHUNK)
         while data and b"\n" not in data and (more := file.read(CHUNK)):  # a line longer than a chunk
             data += more
-        found, consumed = [], 0
+        found, self.damaged = [], False
         for line in data.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break  # torn, or not all there yet
-            if (row := _object(line)) is not None:
-                found.append(row)
-            elif self._tries < PATIENCE:
-                self._tries += 1
+            if (row := _object(line)) is None:
+                self.damaged = True
                 break
-            else:
-                self.damaged += 1
-            self._tries = 0
-            consumed += len(line)
-        if consumed:
-            self._offset += consumed
-            self._witness = data[max(0, consumed - WITNESS) : consumed]
-        self.left = max(0, size - self._offset) if consumed else 0
-        return found
+            found.append(row)
+            start += len(line)
+        return found, start
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -116,28 +119,19 @@ class Frames:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.frames: list[Frame] = []
-        self._inode, self._witness = -1, b""
+        self._mark = Mark()
 
     def refresh(self) -> None:
         """Look for frames behind those that are known; all anew where the log is another one."""
         try:
             with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or self._last_bytes(file) != self._witness:
-                    self._inode, self.frames = status.st_ino, []
-                self.frames += _frames(file, self._end, status.st_size)
-                self._witness = self._last_bytes(file)
+                if not self._mark.known(file):
+                    self.frames, self._mark = [], Mark()
+                self.frames += _frames(file, self._mark.offset, file.seek(0, os.SEEK_END))
+                end = self.frames[-1].offset + self.frames[-1].size if self.frames else 0
+                self._mark.put(file, end)
         except FileNotFoundError:
-            self._inode, self.frames = -1, []
-
-    @property
-    def _end(self) -> int:
-        return self.frames[-1].offset + self.frames[-1].size if self.frames else 0
-
-    def _last_bytes(self, file: BinaryIO) -> bytes:
-        """Of what is known: the same as before in a log that has only grown."""
-        file.seek(max(0, self._end - WITNESS))
-        return file.read(min(WITNESS, self._end))
+            self.frames, self._mark = [], Mark()
 
     def rows(self, frame: Frame) -> list[dict[str, Any]]:
         """The trajectories of a frame; empty where it is not what it was."""

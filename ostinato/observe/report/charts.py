@@ -79,10 +79,21 @@ def lines(rows: Sequence[Row], named: Lines, *, missing: float | None = None) ->
     ]
 
 
-def plotted(title: str, note: str, unit: str, series: list[Series], **options: Any) -> Chart:
-    """A chart that is ready; its key is its title."""
-    named = {"key": title.lower().replace(" ", "-"), **options}
-    return ready(Chart(title=title, note=note, unit=unit, series=series, **named))
+def plotted(
+    title: str, note: str, unit: str, series: list[Series], *, steps: Sequence[float], **options: Any
+) -> Chart:
+    """A chart without series that have no value, and with a sentence when none is left; its key is its
+    title."""
+    options = {"key": title.lower().replace(" ", "-"), "empty": "", **options}
+    drawn = [one for one in series if any(v is not None for v in (*one.values, *(one.low or ())))]
+    if drawn:
+        options["empty"] = ""
+    else:
+        options["empty"] = options["empty"] or (
+            "Not recorded in this run." if steps else "No step has been finished yet."
+        )
+        options, steps = {**options, "labels": ()}, ()
+    return Chart(title=title, note=note, unit=unit, series=drawn, steps=steps, **options)
 
 
 def figure(
@@ -91,21 +102,6 @@ def figure(
     """A chart over the steps of ``rows``."""
     drawn = series if isinstance(series, list) else lines(rows, series)
     return plotted(title, note, unit, drawn, steps=[int(row["step"]) for row in rows], **options)
-
-
-def ready(chart: Chart) -> Chart:
-    """Without series that have no value, and with a sentence when none is left."""
-    series = [one for one in chart.series if any(v is not None for v in (*one.values, *(one.low or ())))]
-    if series:
-        return replace(chart, series=series)
-    sentence = "Not recorded in this run." if chart.steps else "No step has been finished yet."
-    return replace(chart, series=[], steps=[], labels=[], empty=chart.empty or sentence)
-
-
-def banded(rows: Sequence[Row], keys: str, label: str) -> Series:
-    """The mean in a band from the minimum to the maximum; ``keys`` has a place for "mean", "min", "max"."""
-    mean, low, high = (column(rows, keys.format(name)) for name in ("mean", "min", "max"))
-    return Series(label=label, values=mean, color="--blue", low=low, high=high)
 
 
 def scored(rows: Sequence[Row], key: str, label: str, color: str, marker: str = "") -> Series:
@@ -169,17 +165,18 @@ def _signal(rows: Sequence[Row]) -> list[Chart]:
     if any(column(rows, "interrupt/rate")):
         lost |= {"interrupt/rate": ("interrupted answers", "--blue")}
         lost_note += " Interrupted answers were told to end (rollout.interrupt_after)."
-    length = [banded(rows, "completions/{}_length", "mean")]
+    mean, low, high = (column(rows, f"completions/{name}_length") for name in ("mean", "min", "max"))
+    length = [Series(label="mean", values=mean, color="--blue", low=low, high=high)]
     length_note = "Sampled tokens per answer; band: shortest to longest."
     return [
-        reward(rows),
+        _reward(rows),
         figure(rows, "Prompts solved", solved_note, "%", solved, stacked=True),
         figure(rows, "Lost signal", lost_note, "%", lost, low=0.0),
         figure(rows, "Answer length", length_note, "tokens", length, low=0.0),
     ]
 
 
-def reward(rows: Sequence[Row]) -> Chart:
+def _reward(rows: Sequence[Row]) -> Chart:
     """The total with its spread, and each function where there are several."""
     means, spread = column(rows, "reward"), column(rows, "reward_std")
     low, high = (
@@ -188,39 +185,31 @@ def reward(rows: Sequence[Row]) -> Chart:
     )
     whole = Series(label="reward", values=means, color="--blue", low=low, high=high)
     keys = [key for key in names_under(rows, "rewards/") if key.endswith("/mean")]
-    functions = {
-        f"rewards/{key}": (key.removesuffix("/mean"), color)
-        for key, color in zip(keys, COLORS[1:], strict=False)
-    }
+    named = zip(keys, COLORS[1:], strict=False)
+    functions = {f"rewards/{key}": (key.removesuffix("/mean"), color) for key, color in named}
     note = "Mean of training answers; band: ± their standard deviation."
     return figure(rows, "Reward", note, "", [whole, *lines(rows, functions if len(keys) > 1 else {})])
 
 
 def _policy(data: RunData) -> list[Chart]:
-    rows = data.metrics
-    limit = data.setting("trainer.max_grad_norm")
+    """The last ones only where an algorithm has them."""
+    rows, limit = data.metrics, data.setting("trainer.max_grad_norm")
     clip = (float(limit), "clip") if isinstance(limit, int | float) and math.isfinite(limit) else None
-    entropy_note = "Mean over trained tokens, at the sampling temperature."
-    charts = [
-        figure(rows, "Entropy", entropy_note, "nats", {"entropy": ("entropy", "--purple")}, low=0.0),
-        figure(rows, "Gradient norm", "Before clipping.", "", {"grad_norm": "norm"}, low=0.0, mark=clip),
-        figure(
-            rows, "Learning rate", "Of each step's optimizer update.", "", {"learning_rate": "lr"}, low=0.0
-        ),
+    note = "Mean over trained tokens, at the sampling temperature."
+    clipped = {f"clip_ratio/{key}": key.removesuffix("_mean") for key in names_under(rows, "clip_ratio/")}
+    clipped |= {"cispo_clip_ratio": "capped"}
+    share, kl = "Share of tokens beyond the trust region.", {"kl": ("KL", "--teal")}
+    own = [
+        figure(rows, "Clipped tokens", share, "%", clipped, low=0.0),
+        figure(rows, "KL to the base", "Estimate per trained token.", "nats", kl, low=0.0),
     ]
-    clipped: Lines = {
-        f"clip_ratio/{key}": key.removesuffix("_mean") for key in names_under(rows, "clip_ratio/")
-    }
-    if any("cispo_clip_ratio" in row for row in rows):
-        clipped = {**clipped, "cispo_clip_ratio": "capped"}
-    if clipped:
-        charts.append(
-            figure(rows, "Clipped tokens", "Share of tokens beyond the trust region.", "%", clipped, low=0.0)
-        )
-    if any("kl" in row for row in rows):
-        kl = {"kl": ("KL", "--teal")}
-        charts.append(figure(rows, "KL to the base", "Estimate per trained token.", "nats", kl, low=0.0))
-    return charts
+    return [
+        figure(rows, "Loss", "Of each step's batch.", "", {"loss": "loss"}),
+        figure(rows, "Entropy", note, "nats", {"entropy": ("entropy", "--purple")}, low=0.0),
+        figure(rows, "Gradient norm", "Before clipping.", "", {"grad_norm": "norm"}, low=0.0, mark=clip),
+        figure(rows, "Learning rate", "Of each step's update.", "", {"learning_rate": "lr"}, low=0.0),
+        *(chart for chart in own if not chart.empty),
+    ]
 
 
 TIMES = {
@@ -232,31 +221,20 @@ TIMES = {
 }
 
 
-def times(rows: Sequence[Row]) -> Chart:
-    note = "Where the seconds went; rewards only where training waited; measure: sampler against trainer."
-    return figure(rows, "Time per step", note, "s", TIMES, stacked=True)
-
-
-def speed(rows: Sequence[Row]) -> Chart:
-    note = "Sampled tokens per second of the whole step."
-    return figure(rows, "Throughput", note, "tokens/s", {"tokens_per_s": "speed"}, low=0.0)
-
-
 def _cost(rows: Sequence[Row]) -> list[Chart]:
-    reasons = names_under(rows, "tokens/wasted/")
     palette = ("--red", "--orange", "--purple", "--grey", "--teal", "--gold", "--pink") * 3
-    wasted = {
-        f"tokens/wasted/{name}": (name.replace("_", " "), color)
-        for name, color in zip(reasons, palette, strict=False)
-    }
+    reasons = zip(names_under(rows, "tokens/wasted/"), palette, strict=False)
+    wasted = {f"tokens/wasted/{name}": (name.replace("_", " "), color) for name, color in reasons}
     tokens = [*lines(rows, {"tokens/trained": "trained on"}), *lines(rows, wasted, missing=0.0)]
     flops = {"flops/useful": ("useful", "--blue"), "flops/wasted": ("wasted", "--red")}
-    flops_note = "By the model's shapes; wasted: not trained on, failed drafts, measuring, refused steps."
+    seconds = "Where they went; rewards only where training waited; measure: sampler against trainer."
+    speed = "Sampled tokens per second of the whole step."
+    work = "By the model's shapes; wasted: not trained on, failed drafts, measuring, refused steps."
     return [
-        times(rows),
-        speed(rows),
+        figure(rows, "Time per step", seconds, "s", TIMES, stacked=True),
+        figure(rows, "Throughput", speed, "tokens/s", {"tokens_per_s": "speed"}, low=0.0),
         figure(rows, "Sampled tokens", "Trained on, or wasted and why.", "tokens", tokens, stacked=True),
-        figure(rows, "FLOPs", flops_note, "FLOP", flops, stacked=True),
+        figure(rows, "FLOPs", work, "FLOP", flops, stacked=True),
     ]
 
 

@@ -33,7 +33,7 @@ def mismatch_section(data: RunData) -> Section:
         lead=lead(data),
         facts=facts(data),
         tables=tables(data),
-        charts=[_gap(data), _agreement(data)],
+        charts=[gap_chart(data), _agreement(data)],
     )
 
 
@@ -202,7 +202,7 @@ def _cell(one: Row, key: str) -> str:
 # -- over the steps
 
 
-def _gap(data: RunData) -> Chart:
+def gap_chart(data: RunData) -> Chart:
     """Of every step, and k3 of both arms where the batch was measured in full."""
     rows, gap = data.metrics, "sampling/sampling_logp_difference"
     gaps = {

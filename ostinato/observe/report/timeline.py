@@ -34,8 +34,7 @@ def pipeline_sections(data: RunData) -> list[Section]:
     """The section, or nothing."""
     steps = steps_of(data.ledger)
     per_step = recorded(data.spans, steps)
-    charts = [_idle(data, per_step), *_staleness(data.metrics), *_rest(data.metrics)]
-    drawn = [one for one in charts if not one.empty]
+    drawn = pipeline_charts(data, per_step)
     facts = _facts(data.metrics)
     if not (drawn or data.spans or facts):
         return []
@@ -50,6 +49,12 @@ def pipeline_sections(data: RunData) -> list[Section]:
             tables=[workers_table(whole)] if whole else [],
         )
     ]
+
+
+def pipeline_charts(data: RunData, per_step: PerStep = ()) -> list[Chart]:
+    """Those of which there is something to draw."""
+    charts = [_idle(data, per_step), *_staleness(data.metrics), *_rest(data.metrics)]
+    return [one for one in charts if not one.empty]
 
 
 def lead(data: RunData, whole: Usage) -> str:
