@@ -23,7 +23,7 @@ import numpy as np
 from ostinato.inputs import has_surrogate, parse_json
 from ostinato.types import Prompt
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 # Stands for an answer while a template is rendered; no template treats it specially and no message holds it.
 _ANSWER = "\u2402ostinato-answer\u2403"
@@ -90,18 +90,33 @@ class Renderer:
         tokens = self.encode(prompt.text)
         return tokens if bos is None else np.concatenate([np.array([bos], np.int32), tokens])
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> np.ndarray:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> np.ndarray:
         """[P] int32: the chat through the template. ValueError without one, or when it refuses the chat."""
-        return self.encode(self.chat_text(messages, add_generation_prompt))
+        return self.encode(self.chat_text(messages, add_generation_prompt, tools))
 
-    def chat_text(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Does the chat template write the tools that it is given?"""
+        return self._template_text is not None and "tools" in self._template_text
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The chat as the template writes it."""
         from jinja2 import TemplateError
 
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_names,
@@ -116,6 +131,7 @@ class Renderer:
         messages: Sequence[Message],
         new_messages: Sequence[Message],
         answer: Sequence[int] | np.ndarray = (),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> np.ndarray:
         """[C] int32: what comes between the policy's last answer and its next one.
 
@@ -131,8 +147,8 @@ class Renderer:
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("messages do not end with an assistant's answer; after_turn follows one")
         chat = [_without_text(message) for message in messages]
-        before = self.chat_text(chat[:-1])
-        head, answered, tail = self.chat_text([*chat, *new_messages]).rpartition(_ANSWER)
+        before = self.chat_text(chat[:-1], tools=tools)
+        head, answered, tail = self.chat_text([*chat, *new_messages], tools=tools).rpartition(_ANSWER)
         if not answered or head.rstrip() != before.rstrip():  # blanks before its answer are the policy's own
             raise ValueError(
                 f"the chat template of {self.folder} rewrites earlier turns when a turn is added; "

@@ -102,6 +102,39 @@ def generate(
 
 
 @app.command()
+def serve(
+    target: ModelOrRun,
+    overrides: Overrides = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=PATH", help="A run or PEFT adapter of the same base."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="What clients call the model; its own name by default.")] = "",
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key: Annotated[str, typer.Option(help="What clients send; also $OSTINATO_API_KEY.")] = "",
+    origins: Annotated[
+        list[str] | None, typer.Option("--origin", help="A web page that may call it (CORS).")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="At once; more get 429.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 4096,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Of a request.")] = 600.0,
+) -> None:
+    """Serve a policy at an OpenAI-compatible address, with a chat page; a run's while it learns."""
+    from ostinato.cli.serve import Address, named_adapters
+    from ostinato.cli.serve import serve as command
+
+    command(
+        target,
+        overrides or [],
+        named_adapters(adapters or []),
+        Address(host=host, port=port, key=api_key, origins=tuple(origins or ())),
+        name=name,
+        limits={"sequences": max_sequences, "max_tokens": max_tokens, "timeout_s": timeout_s},
+    )
+
+
+@app.command()
 def place(
     run: RunPath,
     ranks: Annotated[int, typer.Option(min=1, help="Expert ranks: e of the layout.")],

@@ -180,6 +180,11 @@ class LocalEngine:
         waiting = [(sequence, len(sequence.text)) for sequence in self._scheduler.waiting]
         return [(one.request, length - one.prompt_len) for one, length in (*running, *waiting)]
 
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that are free, or would be after eviction."""
+        return self._scheduler.cache.available
+
     def take_spans(self) -> list[Span]:
         """Spans of the passes since the last call."""
         return self._busy.take()

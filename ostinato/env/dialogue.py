@@ -34,7 +34,7 @@ from ostinato.inputs import parse_json, replaced
 from ostinato.types import Completion, Prompt, Stop
 
 Tool = Callable[..., Any]
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_CALLS = 8  # per answer; more are refused, and counted
@@ -223,13 +223,16 @@ async def _in_thread(tool: Tool, arguments: Mapping[str, Any], timeout_s: float)
 
 
 def _with_tools(prompt: Prompt, tools: Mapping[str, Tool]) -> Prompt:
-    instructions = _INSTRUCTIONS.format(
-        tools="\n".join(_describe(name, tool) for name, tool in tools.items())
-    )
-    messages = list(prompt.messages or ())
-    if messages and messages[0]["role"] == "system":
-        instructions = f"{messages.pop(0)['content']}\n\n{instructions}"
-    return replace(prompt, messages=({"role": "system", "content": instructions}, *messages))
+    lines = [_describe(name, tool) for name, tool in tools.items()]
+    return replace(prompt, messages=tuple(with_instructions(prompt.messages or (), lines)))
+
+
+def with_instructions(messages: Sequence[Message], tools: Sequence[str]) -> list[dict[str, Any]]:
+    """The chat with a system message that says how to call ``tools``, a line for each."""
+    instructions, chat = _INSTRUCTIONS.format(tools="\n".join(tools)), [dict(one) for one in messages]
+    if chat and chat[0]["role"] == "system":
+        instructions = f"{chat.pop(0)['content']}\n\n{instructions}"
+    return [{"role": "system", "content": instructions}, *chat]
 
 
 def _describe(name: str, tool: Tool) -> str:

@@ -57,12 +57,13 @@ ARROWS: dict[str, set[str]] = {
     "ablate": LEAVES | {"launch", "pipeline", "scaling", "observe.report"},
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger", "observe.report"},
+    "serve": {"types", "inputs", "render", "engine", "env"},
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
-    | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", ""},
+    | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", "serve", ""},
     "cli": LEAVES
     | {"model", "engine", "pipeline", "launch", "observe.report", "observe.board", "interop", "ablate"}
-    | {"scaling", "isa", "parallel", "plan", "reward", "compiler", ""},
+    | {"scaling", "isa", "parallel", "plan", "reward", "compiler", "serve", ""},
     "": {"config", "cli", "launch"},  # the lazy names of __init__, and __main__
 }
 

@@ -1,0 +1,94 @@
+"""``ostinato serve``: a policy behind an OpenAI-compatible address, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from ostinato.engine import threads
+from ostinato.launch.models import recipe_of
+
+KEY = "OSTINATO_API_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where the server listens, and who may call it."""
+
+    host: str
+    port: int
+    key: str = ""  # "": that of the environment
+    origins: tuple[str, ...] = ()
+    drain_s: float = 30.0
+
+
+def named_adapters(given: Sequence[str]) -> dict[str, str]:
+    """NAME=PATH, NAME=PATH, ... Raises ValueError for anything else."""
+    pairs = [text.partition("=") for text in given]
+    for text, (name, _, path) in zip(given, pairs, strict=True):
+        if not name or not path:
+            raise ValueError(f"--adapter {text!r} is not NAME=PATH, e.g. --adapter maths=runs/maths")
+    return {name: path for name, _, path in pairs}
+
+
+def serve(
+    target: str,
+    overrides: Sequence[str],
+    adapters: Mapping[str, str],
+    where: Address,
+    *,
+    name: str,
+    limits: Mapping[str, Any],
+) -> None:
+    """Serve until a signal. Raises ValueError for what cannot be served."""
+    try:
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+
+        from ostinato.serve.server import HttpServer, address, bound, is_loopback
+    except ModuleNotFoundError as error:
+        raise ValueError(f'serve needs {error.name}; install it: pip install "ostinato[serve]"') from None
+    key = where.key or os.environ.get(KEY, "")
+    if not key and not is_loopback(where.host):
+        raise ValueError(
+            f"--host {where.host} can be reached by other machines; give a key: --api-key, or {KEY} in the "
+            "environment"
+        )
+    listening = bound(where.host, where.port)
+    with listening:
+        recipe, _ = recipe_of(target, *overrides)
+        threads.configure_early(recipe.engine.threads)
+        from ostinato.launch.served import Serving, follow, open_service
+        from ostinato.serve.app import new_app
+        from ostinato.serve.service import Limits
+
+        serving = Serving(
+            target=target,
+            overrides=tuple(overrides),
+            adapters=adapters,
+            limits=Limits(context=0, **limits),
+            name=name,
+        )
+
+        with open_service(serving) as served:
+
+            @contextlib.asynccontextmanager
+            async def lifespan(app: object) -> AsyncIterator[None]:
+                following = asyncio.create_task(follow(served))
+                try:
+                    yield
+                finally:
+                    following.cancel()
+
+            app = new_app(served.service, key=key, origins=list(where.origins), lifespan=lifespan)
+            base = address(listening)
+            for model in served.service.models.values():
+                typer.echo(f"{model.name:24} version {model.version}")
+            typer.echo(f"OpenAI address {base}/v1, chat page {base}/ (Ctrl-C ends it)")
+            HttpServer(app, listening, where.drain_s).serve_until_signal()

@@ -1,0 +1,149 @@
+"""From what a user names to a service: the engine in its thread, the policies by name, and those of a run
+that still learns, published as their checkpoints come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ostinato.config import Recipe
+from ostinato.launch import RunFailed
+from ostinato.launch.models import newest_checkpoint, recipe_of
+from ostinato.launch.policy import load_policy, serve
+from ostinato.launch.trainer import new_adapters, new_trainer
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.model.peft_io import load_peft
+from ostinato.run import RunFolder
+from ostinato.serve.metrics import Metrics
+from ostinato.serve.service import Limits, Model, Service
+from ostinato.serve.thread import EngineThread
+from ostinato.train.checkpoint import checkpoints
+
+log = logging.getLogger(__name__)
+BASE = ""  # the engine's own policy without adapters
+LOOK_S = 2.0  # between two looks for a newer checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What to serve, and within which limits."""
+
+    target: str  # a run, a recipe or a model
+    overrides: tuple[str, ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)  # name: run folder or PEFT adapter
+    limits: Limits  # context 0: the model's
+    name: str = ""  # of the target; "": its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A service at work."""
+
+    service: Service
+    thread: EngineThread
+    decoder: Decoder
+    runs: Mapping[str, RunFolder]  # by the name under which their newest policies are served
+
+
+@contextlib.contextmanager
+def open_service(serving: Serving) -> Iterator[Served]:
+    """The service of what is named, while the context lasts.
+
+    Raises ValueError for a target or an adapter that cannot be served.
+    """
+    policy = load_policy(serving.target, *serving.overrides)
+    engine = serve(replace(policy, adapters=None, step=0))
+    runs: dict[str, RunFolder] = {}
+    models: dict[str, Model] = {}
+    base = _base_name(policy.recipe)
+    created = int(time.time())
+    run = recipe_of(serving.target)[1]
+    if policy.adapters is not None:
+        name = serving.name or (run.path.resolve().name if run else "adapter")
+        engine.publish(policy.adapters, policy.step, name)
+        models[name] = Model(name=name, policy=name, created=created, version=policy.step, parent=base)
+        if run is not None:
+            runs[name] = run
+    base = base if policy.adapters is not None or not serving.name else serving.name
+    models[base] = Model(name=base, policy=BASE, created=created, version=0 if models else policy.step)
+    for name, where in serving.adapters.items():
+        if name in models:
+            raise ValueError(f"--adapter {name}={where}: the name {name!r} is taken; choose another one")
+        step, adapters, run = _adapter(where, policy.decoder)
+        engine.publish(adapters, step, name)
+        models[name] = Model(name=name, policy=name, created=created, version=step, parent=base)
+        if run is not None:
+            runs[name] = run
+    metrics = Metrics()
+    metrics.watch(engine)
+    limits = replace(serving.limits, context=serving.limits.context or engine.context_limit)
+    thread = EngineThread(engine)
+    try:
+        service = Service(thread, policy.renderer, models, limits, metrics)
+        yield Served(service=service, thread=thread, decoder=policy.decoder, runs=runs)
+    finally:
+        thread.close()
+
+
+def _base_name(recipe: Recipe) -> str:
+    path = recipe.model.path
+    return Path(path).name if "/" in path and Path(path).exists() else path.removeprefix("asset:")
+
+
+def _adapter(where: str, decoder: Decoder) -> tuple[int, Adapters, RunFolder | None]:
+    """(step, adapters, run) of a run folder or a PEFT folder, for this base."""
+    folder = Path(where).expanduser()
+    if not (folder / "recipe.toml").is_file():
+        return 0, load_peft(folder, decoder), None
+    run = RunFolder.open(folder)
+    step, adapters = newest(run, decoder)
+    return step, adapters, run
+
+
+def newest(run: RunFolder, decoder: Decoder) -> tuple[int, Adapters]:
+    """(step, adapters) of the newest whole checkpoint of a run on this base. ValueError without one."""
+    recipe = Recipe.load(run.recipe)
+    adapters = new_adapters(recipe, decoder) if recipe.adapter.kind == "lora" else None
+    if adapters is None:
+        raise ValueError(f"run {run.path} trains all weights, so it is no adapter; serve it by itself")
+    trainer = new_trainer(recipe, decoder, adapters)
+    checkpoint = newest_checkpoint(run, trainer, log.warning)
+    if checkpoint is None:
+        raise ValueError(f"run {run.path} has no checkpoint yet; let it train first")
+    trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
+    return checkpoint.step, adapters
+
+
+async def follow(served: Served) -> None:
+    """Publish what the runs have learned, checkpoint by checkpoint, until it is cancelled. Requests that run
+    end under the policy that they began with."""
+    service, thread = served.service, served.thread
+    seen = {name: _newest_name(run) for name, run in served.runs.items()}
+    while True:
+        await asyncio.sleep(LOOK_S)
+        for name, run in served.runs.items():
+            if (last := _newest_name(run)) == seen[name]:
+                continue
+            seen[name] = last
+            try:
+                step, adapters = await asyncio.to_thread(newest, run, served.decoder)
+                await thread.call(lambda engine, a=adapters, s=step, n=name: engine.publish(a, s, n))
+            except (ValueError, RunFailed, OSError) as error:  # the next checkpoint may be better
+                log.warning("the newest policy of %s is not served: %s", run.path, error)
+                continue
+            service.models[name] = replace(service.models[name], version=step)
+            log.info("%s is at step %d", name, step)
+
+
+def _newest_name(run: RunFolder) -> str:
+    found = checkpoints(run.checkpoints)
+    return found[-1].name if found else ""
+
+
+__all__ = ["Served", "Serving", "follow", "newest", "open_service"]

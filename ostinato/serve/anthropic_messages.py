@@ -1,0 +1,202 @@
+"""Anthropic's messages: the parts that agents use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ostinato.serve.bodies import Lenient, checked
+from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
+from ostinato.serve.openai_chat import sse
+from ostinato.types import Stop
+
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class Block(Lenient):
+    """A part of a message."""
+
+    type: str
+    text: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: str = ""
+    content: Any = None
+
+
+class _Message(Lenient):
+    role: str
+    content: str | list[Block]
+
+
+class MessagesBody(Lenient):
+    """POST /v1/messages and /v1/messages/count_tokens."""
+
+    model: str = ""
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    system: str | list[Block] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    stream: bool | None = False
+    seed: int | None = None  # ours: a request with it is answered alike each time
+
+    def to_call(self) -> Call:
+        choice = (self.tool_choice or {}).get("type", "auto")
+        if choice not in ("auto", "none"):
+            raise ApiError(
+                f"tool_choice {choice!r} cannot be enforced; use auto or none", param="tool_choice"
+            )
+        return Call(
+            model=self.model,
+            messages=tuple(self._messages()),
+            tools=tuple(_tool(tool) for tool in self.tools or ()),
+            tool_choice=choice,
+            seed=self.seed,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences or ()),
+        )
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        if self.system:
+            yield {"role": "system", "content": _text(self.system)}
+        for message in self.messages:
+            yield from _plain(message)
+
+
+def _text(content: str | list[Block]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _plain(message: _Message) -> Iterator[dict[str, Any]]:
+    """Results of tools come before the user's own words."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    for block in message.content:
+        if block.type not in ("text", "tool_use", "tool_result", "thinking"):
+            raise ApiError(
+                f"blocks of type {block.type!r} are not supported by this server", param="messages"
+            )
+        if block.type == "tool_result":
+            result = block.content
+            if not isinstance(result, str):
+                result = "".join(checked(Block, part).text for part in result or ())
+            yield {"role": "tool", "content": result, "tool_call_id": block.tool_use_id}
+    text = "".join(block.text for block in message.content if block.type == "text")
+    calls = [
+        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": json.dumps(b.input or {})}}
+        for b in message.content
+        if b.type == "tool_use"
+    ]
+    if text or calls:
+        yield {"role": message.role, "content": text} | ({"tool_calls": calls} if calls else {})
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(tool.get("name"), str) or "input_schema" not in tool:
+        raise ApiError("a tool has no name or no input_schema; server tools are not supported", param="tools")
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description", ""),
+        "parameters": tool["input_schema"],
+    }
+    return {"type": "function", "function": function}
+
+
+def message(id_: str, model: str, answers: list[Answer]) -> dict[str, Any]:
+    """The response to a request that does not stream; without answers, its beginning."""
+    blocks: list[dict[str, Any]] = []
+    for answer in answers:
+        blocks += [{"type": "text", "text": answer.content}] if answer.content else []
+        blocks += [_tool_use(call.id, call.name, json.loads(call.arguments)) for call in answer.tool_calls]
+    return {
+        "id": f"msg_{id_}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": blocks,
+        "stop_reason": stop_reason(answers[0]) if answers else None,
+        "stop_sequence": None,
+        "usage": _usage(answers),
+    }
+
+
+def _tool_use(id_: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id_, "name": name, "input": arguments}
+
+
+def _usage(answers: list[Answer]) -> dict[str, int]:
+    usage = Usage.of(answers)
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.sampled,
+    }
+
+
+def stop_reason(answer: Answer) -> str:
+    if answer.finish_reason == "length":
+        return "max_tokens"
+    if answer.tool_calls:
+        return "tool_use"
+    return "stop_sequence" if answer.completion.stop is Stop.STRING else "end_turn"
+
+
+async def events(
+    id_: str, model: str, parts: AsyncIterator[tuple[int, Piece | Answer]]
+) -> AsyncIterator[str]:
+    """The event stream of one answer."""
+
+    def event(kind: str, **data: Any) -> str:
+        return sse({"type": kind, **data}, kind)
+
+    yield event("message_start", message=message(id_, model, []))
+    begun, index = False, 0
+    async for _, part in parts:
+        text = part.text if isinstance(part, Piece) else part.rest
+        if text and not begun:
+            begun = True
+            yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        if text:
+            yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+        if isinstance(part, Answer):
+            if begun:
+                yield event("content_block_stop", index=0)
+            index = int(begun)
+            for call in part.tool_calls:
+                block = _tool_use(call.id, call.name, {})
+                yield event("content_block_start", index=index, content_block=block)
+                delta = {"type": "input_json_delta", "partial_json": call.arguments}
+                yield event("content_block_delta", index=index, delta=delta)
+                yield event("content_block_stop", index=index)
+                index += 1
+            end = {"stop_reason": stop_reason(part), "stop_sequence": None}
+            yield event("message_delta", delta=end, usage=_usage([part]))
+            yield event("message_stop")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Anthropic's form."""
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+__all__ = ["MessagesBody", "error_body", "events", "message"]

@@ -1,0 +1,358 @@
+"""The HTTP side: routes, keys, limits, errors in the dialect of the request, and clients that hang up.
+
+POST /v1/chat/completions  /v1/completions  /v1/responses  /v1/messages  /v1/messages/count_tokens
+POST /tokenize  /detokenize        GET /v1/models  /v1/models/{name}  /health  /metrics  /
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from pathlib import Path
+from typing import Any
+
+import anyio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ostinato.serve import anthropic_messages, openai_responses
+from ostinato.serve.bodies import ChatBody, CompletionBody, Lenient, Sampled, parsed
+from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
+from ostinato.serve.openai_chat import Shape, sse
+from ostinato.serve.service import Model, Service
+
+Handler = Callable[[Request], Awaitable[Response]]
+Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
+log = logging.getLogger(__name__)
+PAGE = Path(__file__).parent / "page.html"
+
+
+class Door:
+    """The handlers of one service. ``key``: what clients have to send; empty: nothing."""
+
+    def __init__(self, service: Service, key: str = "") -> None:
+        self._service, self._key, self._numbers = service, key, 0
+
+    # ---- dialects
+
+    async def chat(self, request: Request) -> Response:
+        body = parsed(ChatBody, await self._body(request))
+        return await self._openai(request, body, [body.to_call()], chat=True)
+
+    async def completions(self, request: Request) -> Response:
+        body = parsed(CompletionBody, await self._body(request))
+        return await self._openai(request, body, body.to_calls(), chat=False)
+
+    async def _openai(self, request: Request, body: Sampled, calls: list[Call], *, chat: bool) -> Response:
+        model = self._service.model(calls[0].model)
+        shape = Shape(
+            id=self._id("chatcmpl" if chat else "cmpl"),
+            model=model.name,
+            fingerprint=f"{model.name}@{model.version}",
+            renderer=self._service.renderer,
+            call=calls[0],
+            body=body,
+            chat=chat,
+        )
+        parts = self._parts(calls)
+        if body.stream:
+            return await _stream(parts, shape.events)
+        answers = await _collected(request, parts)
+        return JSONResponse(
+            shape.whole([answers[index] for index in sorted(answers)], _usage(calls, answers))
+        )
+
+    async def responses(self, request: Request) -> Response:
+        body = parsed(openai_responses.ResponsesBody, await self._body(request))
+        call, id_ = body.to_call(), self._id("resp")
+        model, parts = self._service.model(call.model).name, self._parts([call])
+        if body.stream:
+            return await _stream(parts, lambda parts: openai_responses.events(id_, model, parts))
+        answers = await _collected(request, parts)
+        return JSONResponse(openai_responses.response(id_, model, [answers[0]]))
+
+    async def messages(self, request: Request) -> Response:
+        body = parsed(anthropic_messages.MessagesBody, await self._body(request))
+        call, id_ = body.to_call(), self._id("")
+        model, parts = self._service.model(call.model).name, self._parts([call])
+        if body.stream:
+            return await _stream(parts, lambda parts: anthropic_messages.events(id_, model, parts))
+        answers = await _collected(request, parts)
+        return JSONResponse(anthropic_messages.message(id_, model, [answers[0]]))
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = parsed(anthropic_messages.MessagesBody, await self._body(request))
+        return JSONResponse({"input_tokens": len(self._service.prompt(body.to_call()))})
+
+    def _parts(self, calls: list[Call]) -> Parts:
+        """All answers of all calls at once, numbered on from call to call. What is wrong is raised here."""
+        requests = [self._service.requests(call) for call in calls]
+
+        async def one(call: Call, mine: list[Any], first: int) -> Parts:
+            async with aclosing(self._service.answer(call, mine)) as parts:
+                async for part in parts:
+                    yield first + part.index, part
+
+        if len(calls) == 1:
+            return one(calls[0], requests[0], 0)
+        firsts = [sum(map(len, requests[:k])) for k in range(len(calls))]
+        return _merged([one(*each) for each in zip(calls, requests, firsts, strict=True)])
+
+    # ---- the rest
+
+    async def models(self, request: Request) -> Response:
+        listed = [_model(model) for model in self._service.models.values()]
+        return JSONResponse({"object": "list", "data": listed, "has_more": False})
+
+    async def model(self, request: Request) -> Response:
+        return JSONResponse(_model(self._service.model(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> Response:
+        """vLLM's: a text, or messages through the chat template."""
+        body = parsed(_Tokenize, await self._body(request))
+        if body.messages is not None:
+            chat = parsed(ChatBody, json.dumps({"messages": body.messages}).encode()).to_call()
+            tokens = self._service.prompt(chat)
+        else:
+            tokens = self._service.renderer.encode(body.prompt)
+        limit = self._service.limits.context
+        return JSONResponse({"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": limit})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = parsed(_Detokenize, await self._body(request))
+        top = self._service.renderer.vocab_size
+        if any(not 0 <= token < top for token in body.tokens):
+            raise ApiError(f"tokens holds an id outside 0 to {top - 1}", param="tokens")
+        return JSONResponse({"prompt": self._service.renderer.decode(body.tokens, skip_special=False)})
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "under_way": self._service.under_way})
+
+    async def metrics(self, request: Request) -> Response:
+        text = self._service.metrics.text()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self, request: Request) -> Response:
+        policy = (
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        )
+        headers = {"Content-Security-Policy": f"{policy}; base-uri 'none'; frame-ancestors 'none'"}
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
+
+    # ---- around all of them
+
+    def guarded(self, handler: Handler, dialect: str = "openai") -> Handler:
+        """With the key checked, errors in the dialect's form, and the request counted."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                response = await handler(request)
+            except ClientDisconnect:
+                self._service.metrics.left.inc()
+                response = Response(status_code=499)
+            except ApiError as error:
+                response = _refusal(error, dialect)
+            except Exception as error:
+                log.exception("a request failed")
+                failed = ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
+                response = _refusal(failed, dialect)
+            self._service.metrics.requests.labels(request.url.path, response.status_code).inc()
+            return response
+
+        return guarded
+
+    def _check_key(self, request: Request) -> None:
+        if not self._key:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = given or request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode(), self._key.encode()):
+            raise ApiError(
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                status=401,
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+
+    async def _body(self, request: Request) -> bytes:
+        most, data = self._service.limits.body_bytes, bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > most:
+                raise ApiError(f"the body has more than {most} bytes, this server's limit", status=413)
+        return bytes(data)
+
+    def _id(self, kind: str) -> str:
+        self._numbers += 1
+        return f"{kind}-{self._numbers:08x}" if kind else f"{self._numbers:08x}"
+
+
+class _Tokenize(Lenient):
+    prompt: str = ""
+    messages: list[dict[str, Any]] | None = None
+
+
+class _Detokenize(Lenient):
+    tokens: list[int]
+
+
+def _model(model: Model) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "ostinato",
+        "parent": model.parent or None,
+        "version": model.version,
+    }
+
+
+def _usage(calls: list[Call], answers: dict[int, Answer]) -> Usage:
+    """Each prompt counts once, whatever its number of answers."""
+    parts, first = [], 0
+    for call in calls:
+        parts.append(Usage.of([answers[first + k] for k in range(call.n)]))
+        first += call.n
+    return Usage(
+        prompt=sum(p.prompt for p in parts),
+        cached=sum(p.cached for p in parts),
+        sampled=sum(p.sampled for p in parts),
+    )
+
+
+def _refusal(error: ApiError, dialect: str) -> Response:
+    body = anthropic_messages.error_body(error) if dialect == "anthropic" else error.body()
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
+    return JSONResponse(body, status_code=error.status, headers=headers)
+
+
+async def _stream(parts: Parts, events: Callable[[Parts], AsyncIterator[str]]) -> Response:
+    """Server-sent events. What goes wrong before the first part has a status of its own; later it is the last
+    event. Starlette cancels the stream of a client that hangs up, which frees what its answer holds."""
+    first = await anext(parts)
+
+    async def lines() -> AsyncIterator[str]:
+        async with aclosing(parts):
+            try:
+                async for line in events(_after(first, parts)):
+                    yield line
+            except ApiError as error:
+                yield sse(error.body(), "error")
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _after(first: tuple[int, Piece | Answer], parts: Parts) -> Parts:
+    yield first
+    async for part in parts:
+        yield part
+
+
+async def _collected(request: Request, parts: Parts) -> dict[int, Answer]:
+    """The answers by number; ClientDisconnect, and nothing goes on, where the client hangs up."""
+    answers: dict[int, Answer] = {}
+
+    async def collect() -> None:
+        async with aclosing(parts):
+            async for index, part in parts:
+                if isinstance(part, Answer):
+                    answers[index] = part
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    work, gone = asyncio.create_task(collect()), asyncio.create_task(left())
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        work.result()
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+    return answers
+
+
+async def _merged(streams: list[Parts]) -> Parts:
+    """What all streams yield, as it comes."""
+    send, receive = anyio.create_memory_object_stream[tuple[int, Piece | Answer] | BaseException](1024)
+
+    async def forward(stream: Parts) -> None:
+        try:
+            async with aclosing(stream):
+                async for part in stream:
+                    await send.send(part)
+        except Exception as error:
+            await send.send(error)
+
+    tasks = [asyncio.create_task(forward(stream)) for stream in streams]
+    ended = asyncio.gather(*tasks)
+    ended.add_done_callback(lambda _: send.close())
+    try:
+        async for part in receive:
+            if isinstance(part, BaseException):
+                raise part
+            yield part
+    finally:
+        ended.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        receive.close()
+
+
+def new_app(
+    service: Service,
+    *,
+    key: str = "",
+    origins: list[str] | None = None,
+    lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
+) -> Starlette:
+    """The application. ``key``: what clients have to send; ``origins``: web pages that may call it;
+    ``lifespan``: what goes on beside it, in its event loop."""
+    door = Door(service, key)
+
+    def route(path: str, handler: Handler, method: str = "POST", dialect: str = "openai") -> Route:
+        return Route(path, door.guarded(handler, dialect), methods=[method])
+
+    async def failed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = f"{request.method} {request.url.path}: {error.detail}"
+        return _refusal(ApiError(what, status=error.status_code), "openai")
+
+    return Starlette(
+        routes=[
+            route("/v1/chat/completions", door.chat),
+            route("/v1/completions", door.completions),
+            route("/v1/responses", door.responses),
+            route("/v1/messages", door.messages, dialect="anthropic"),
+            route("/v1/messages/count_tokens", door.count_tokens, dialect="anthropic"),
+            route("/v1/models", door.models, "GET"),
+            route("/v1/models/{name:path}", door.model, "GET"),
+            route("/tokenize", door.tokenize),
+            route("/detokenize", door.detokenize),
+            Route("/metrics", door.metrics),
+            Route("/health", door.health),
+            Route("/", door.page),
+        ],
+        exception_handlers={HTTPException: failed},
+        lifespan=lifespan,
+        middleware=[
+            Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        ]
+        if origins
+        else [],
+    )
+
+
+__all__ = ["Door", "new_app"]

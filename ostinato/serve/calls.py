@@ -1,0 +1,135 @@
+"""What every dialect is turned into before it reaches the engine, and what comes back from it.
+
+request body --parse--> Call --Service.answer--> Piece, Piece, ..., Answer --write--> response or events
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ostinato.types import Completion, Emitted, Stop
+
+Message = Mapping[str, Any]  # as chat templates take it: role, content, tool_calls, ...
+
+
+class ApiError(Exception):
+    """A request that gets no answer: HTTP status, one sentence, and OpenAI's type, parameter and code."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int = 0,  # seconds
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code = status, kind, param, code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request for ``n`` answers. Exactly one of ``messages``, ``text`` and ``tokens`` is the prompt."""
+
+    model: str
+    messages: tuple[Message, ...] | None = None
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    tools: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # {"type": "function", "function": {name, description, parameters}}
+    tool_choice: str = "auto"  # or "none"
+    n: int = 1
+    seed: int | None = None  # None: drawn by the server
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int | None = None  # None: what the context leaves, up to the server's limit
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()  # beside the model's own
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the policy wrote; ``arguments`` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """A part of answer ``index`` on its way: text that is certain by now, and the tokens since the last."""
+
+    index: int
+    text: str
+    emitted: Emitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer:
+    """Answer ``index``, whole. ``content`` is without tool calls, ``rest`` what no Piece has had of it."""
+
+    index: int
+    content: str
+    rest: str
+    tool_calls: tuple[ToolCall, ...]
+    completion: Completion
+    emitted: tuple[Emitted, ...]
+    prompt: np.ndarray  # [P] int32
+    seed: tuple[int, ...]
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's word for why it ended."""
+        if self.completion.stop in (Stop.LENGTH, Stop.ABORT):
+            return "length"
+        return "tool_calls" if self.tool_calls else "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a call: of its prompt, found in the prefix tree, sampled."""
+
+    prompt: int
+    cached: int
+    sampled: int
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> Usage:
+        """Of all answers to one prompt."""
+        return cls(
+            prompt=len(answers[0].prompt) if answers else 0,
+            cached=max((answer.completion.cached_tokens for answer in answers), default=0),
+            sampled=sum(len(answer.completion.tokens) for answer in answers),
+        )
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.sampled,
+            "total_tokens": self.prompt + self.sampled,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+__all__ = ["Answer", "ApiError", "Call", "Message", "Piece", "ToolCall", "Usage"]

@@ -1,0 +1,49 @@
+"""What the server counts, in Prometheus' text form; times in seconds."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ostinato.engine.local import LocalEngine
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """One registry for each server."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "ostinato_requests", "Requests that ended", ["endpoint", "status"], registry=registry
+        )
+        self.tokens = Counter("ostinato_tokens", "Tokens by kind", ["kind"], registry=registry)
+        self.first = Histogram(
+            "ostinato_time_to_first_token_seconds", "From arrival", buckets=_SECONDS, registry=registry
+        )
+        self.between = Histogram(
+            "ostinato_time_per_output_token_seconds",
+            "Mean of an answer behind its first token",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.total = Histogram(
+            "ostinato_request_seconds", "From arrival to the end", buckets=_SECONDS, registry=registry
+        )
+        self.left = Counter("ostinato_clients_left", "Clients that hung up", registry=registry)
+
+    def watch(self, engine: LocalEngine) -> None:
+        """Show the engine's queue, cache and counters as they are when they are read."""
+        for name, help_, read in (
+            ("running_sequences", "Sequences that run or wait", lambda: len(engine.under_way())),
+            ("kv_blocks_free", "KV blocks free or evictable", lambda: engine.free_blocks),
+            ("engine_passes", "Passes of the model", lambda: engine.counters.steps),
+            ("preemptions", "Sequences that lost their blocks", lambda: engine.counters.preempted),
+        ):
+            Gauge(f"ostinato_{name}", help_, registry=self._registry).set_function(read)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+__all__ = ["Metrics"]

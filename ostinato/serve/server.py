@@ -1,0 +1,53 @@
+"""The HTTP server of an application: its socket, its signals, and the drain at the end."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from ipaddress import ip_address
+
+import uvicorn
+from starlette.applications import Starlette
+
+BACKLOG = 2048
+
+
+def is_loopback(host: str) -> bool:
+    """Is it a name of this machine that no other one can reach?"""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any that is free. ValueError where the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {host} port {port} ({error.strerror}); choose another --port"
+        ) from error
+
+
+def address(listening: socket.socket) -> str:
+    """http://host:port of a socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer(uvicorn.Server):
+    """Serves ``app`` on ``listening`` until SIGTERM or Ctrl-C: then it takes no more connections, and what
+    runs has ``drain_s`` to end."""
+
+    def __init__(self, app: Starlette, listening: socket.socket, drain_s: float) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(drain_s)))
+        self._listening = listening
+
+    def serve_until_signal(self) -> None:
+        with suppress(KeyboardInterrupt):  # which uvicorn raises again at the end
+            self.run(sockets=[self._listening])
+
+
+__all__ = ["HttpServer", "address", "bound", "is_loopback"]

@@ -1,0 +1,255 @@
+"""Calls in, answers out: which policy, which tokens, whether there is room, and what becomes of a request."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ostinato.inputs import has_surrogate
+from ostinato.render import Renderer
+from ostinato.serve.calls import Answer, ApiError, Call, Piece
+from ostinato.serve.metrics import Metrics
+from ostinato.serve.thread import EngineThread
+from ostinato.serve.toolcalls import TextStream, for_template, read_calls
+from ostinato.types import Completion, Emitted, Prompt, Request, Sampling, Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a server accepts."""
+
+    context: int  # tokens of a sequence
+    sequences: int = 1024  # running and waiting together; more are refused with 429
+    max_tokens: int = 4096  # of an answer
+    n: int = 64  # answers to one prompt
+    timeout_s: float = 600.0  # of a request
+    body_bytes: int = 4 << 20
+    top_logprobs: int = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A policy by the name that clients use."""
+
+    name: str
+    policy: str  # in the engine
+    created: int  # seconds since 1970
+    version: int = 0  # training steps behind it
+    parent: str = ""  # the base, for an adapter
+
+
+class Service:
+    """Answers calls from one engine. ``models`` may change while it runs."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        renderer: Renderer,
+        models: Mapping[str, Model],
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
+        self.renderer, self.limits, self.metrics = renderer, limits, metrics
+        self.models = dict(models)
+        self._thread, self._sequences = thread, 0
+
+    def model(self, name: str) -> Model:
+        """ApiError 404 where there is none of this name; without a name the first."""
+        if not name:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            known = ", ".join(self.models)
+            raise ApiError(
+                f"the model {name!r} is not served here; there are {known}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return self.models[name]
+
+    def prompt(self, call: Call) -> np.ndarray:
+        """[P] int32. ApiError where the chat template refuses the messages, or nothing fits behind them."""
+        try:
+            if call.tokens is not None:
+                tokens = np.array(call.tokens, np.int64)
+            elif call.messages is not None:
+                if has_surrogate(call.messages):
+                    raise ValueError("a message holds half of a surrogate pair, which is no character")
+                tools = () if call.tool_choice == "none" else call.tools
+                chat, native = for_template(self.renderer, call.messages, tools)
+                tokens = self.renderer.chat(chat, tools=native)
+            else:
+                tokens = self.renderer.prompt(Prompt(uid="", text=call.text or ""))
+        except ValueError as error:
+            raise ApiError(str(error), param="prompt" if call.messages is None else "messages") from error
+        if not len(tokens):
+            raise ApiError("the prompt has no tokens; give at least one", param="prompt")
+        if tokens.min() < 0 or tokens.max() >= self.renderer.vocab_size:
+            raise ApiError(
+                f"a prompt has the token {tokens.max()}; the model's are 0 to {self.renderer.vocab_size - 1}",
+                param="prompt",
+            )
+        if len(tokens) >= self.limits.context:
+            raise ApiError(
+                f"the prompt has {len(tokens)} tokens and the context {self.limits.context}; shorten it",
+                param="prompt" if call.messages is None else "messages",
+                code="context_length_exceeded",
+            )
+        return tokens.astype(np.int32)
+
+    def sampling(self, call: Call, prompt: np.ndarray) -> Sampling:
+        """ApiError for what cannot be sampled so."""
+        room = self.limits.context - len(prompt)
+        most = self.limits.max_tokens if call.max_tokens is None else call.max_tokens
+        if call.max_tokens is not None and most > self.limits.max_tokens:
+            raise ApiError(
+                f"max_tokens is {most}; this server gives {self.limits.max_tokens} at most",
+                param="max_tokens",
+            )
+        if call.max_tokens is not None and most > room:
+            raise ApiError(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {most}, which exceeds the context of "
+                f"{self.limits.context}; lower max_tokens to {room} or shorten the prompt",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        eos = () if call.ignore_eos else self.renderer.stop_tokens
+        try:
+            return Sampling(
+                temperature=call.temperature,
+                top_k=call.top_k,
+                top_p=call.top_p,
+                min_p=call.min_p,
+                max_tokens=min(most, room),
+                min_tokens=call.min_tokens,
+                stop_tokens=tuple(sorted({*eos, *call.stop_tokens})),
+                stop_strings=call.stop,
+            )
+        except ValueError as error:
+            raise ApiError(str(error).removeprefix("sampling.")) from error
+
+    def requests(self, call: Call) -> list[Request]:
+        """One for each of the ``n`` answers; answer k samples with the noise of (seed, k)."""
+        if call.n > self.limits.n:
+            raise ApiError(f"n is {call.n}; this server gives {self.limits.n} at most", param="n")
+        if call.top_logprobs > self.limits.top_logprobs:
+            raise ApiError(
+                f"top_logprobs is {call.top_logprobs}; use 0 to {self.limits.top_logprobs}",
+                param="top_logprobs",
+            )
+        policy = self.model(call.model).policy
+        prompt = self.prompt(call)
+        sampling = self.sampling(call, prompt)
+        seed = secrets.randbits(63) if call.seed is None else (call.seed + 2**63) % 2**64 - 2**63
+        greedy = int(call.logprobs and call.temperature == 0)  # what it was chosen by stands in the first
+        return [
+            Request(
+                tokens=prompt,
+                sampling=sampling,
+                seed=(seed, k),
+                policy=policy,
+                top_logprobs=max(call.top_logprobs, greedy),
+            )
+            for k in range(call.n)
+        ]
+
+    async def answer(self, call: Call, requests: list[Request]) -> AsyncGenerator[Piece | Answer, None]:
+        """Pieces of all answers as they come, and each Answer at its end; to be closed by its reader.
+
+        ApiError: 429 where too many sequences are under way, 504 after the time limit, 500 where the model's
+        numbers are not finite.
+        """
+        if self._sequences + len(requests) > self.limits.sequences:
+            raise ApiError(
+                f"{self._sequences} sequences are under way, and this server takes {self.limits.sequences}; "
+                "try again later",
+                status=429,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after=1,
+            )
+        open_ = [_Open(request, self.renderer, call) for request in requests]
+        self._sequences += len(requests)
+        start = time.perf_counter()
+        events = self._thread.generate(requests, self.limits.timeout_s)
+        try:
+            async for index, event in events:
+                if isinstance(event, Emitted):
+                    if not open_[index].emitted and index == 0:
+                        self.metrics.first.observe(time.perf_counter() - start)
+                    yield open_[index].piece(index, event)
+                    continue
+                if event.stop is Stop.ERROR:
+                    raise ApiError(
+                        f"the model failed: {event.error}",
+                        status=500,
+                        kind="server_error",
+                        code="model_error",
+                    )
+                self._count(event, len(requests[index].tokens) if index == 0 else 0, start)
+                yield open_[index].answer(index, event)
+        except TimeoutError:
+            raise ApiError(
+                f"the answer was not whole after {self.limits.timeout_s:g} s, this server's limit",
+                status=504,
+                kind="timeout_error",
+                code="timeout",
+            ) from None
+        except ValueError as error:  # what the engine refuses
+            raise ApiError(str(error)) from error
+        finally:
+            self._sequences -= len(requests)
+            await events.aclose()
+
+    def _count(self, done: Completion, prompt: int, start: float) -> None:
+        seconds, metrics = time.perf_counter() - start, self.metrics
+        metrics.total.observe(seconds)
+        metrics.tokens.labels("prompt").inc(prompt)
+        metrics.tokens.labels("cached").inc(done.cached_tokens)
+        metrics.tokens.labels("sampled").inc(len(done.tokens))
+        if len(done.tokens) > 1:
+            metrics.between.observe(seconds / len(done.tokens))
+
+    @property
+    def under_way(self) -> int:
+        """Sequences that were admitted and have not ended."""
+        return self._sequences
+
+
+class _Open:
+    """An answer on its way."""
+
+    def __init__(self, request: Request, renderer: Renderer, call: Call) -> None:
+        self.emitted: list[Emitted] = []
+        self._request = request
+        self._tools = bool(call.tools) and call.tool_choice != "none"
+        self._stream = TextStream(renderer, call.stop, tools=self._tools)
+
+    def piece(self, index: int, emitted: Emitted) -> Piece:
+        self.emitted.append(emitted)
+        stop = self._request.sampling.stop_tokens
+        text = self._stream.push([token for token in emitted.tokens.tolist() if token not in stop])
+        return Piece(index=index, text=text, emitted=emitted)
+
+    def answer(self, index: int, done: Completion) -> Answer:
+        request = self._request
+        content, calls = done.text, ()
+        if self._tools:
+            content, calls = read_calls(done.text, f"{request.seed[0] % 2**48:012x}{index}")
+        return Answer(
+            index=index,
+            content=content,
+            rest=self._stream.rest(content),
+            tool_calls=calls,
+            completion=done,
+            emitted=tuple(self.emitted),
+            prompt=request.tokens,
+            seed=request.seed,
+        )
+
+
+__all__ = ["Limits", "Model", "Service"]

@@ -1,0 +1,118 @@
+"""Tools in prompts, tool calls in answers, and the text of an answer while it comes.
+
+A chat template that takes ``tools`` writes them its own way; for any other, they go into the system message
+as ``env.dialogue`` writes them. Calls are read in the form of both, which Qwen, Hermes and SmolLM3 use:
+
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1, "b": 2}}
+    </tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ostinato.env.dialogue import OPEN, parse_calls, with_instructions
+from ostinato.render import IncrementalDecoder, Renderer
+from ostinato.serve.calls import Message, ToolCall
+
+
+def for_template(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+    """(messages, tools) as the template takes them: plain texts, and for a template that does not know tools
+    the tools within the system message and calls within the assistant's text."""
+    native = renderer.takes_tools
+    chat = [_plain(message, native) for message in messages]
+    if not tools or native:
+        return chat, list(tools)
+    lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    return with_instructions(chat, lines), []
+
+
+def _plain(message: Message, native: bool) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
+    if "name" in message:
+        plain["name"] = message["name"]
+    if calls := message.get("tool_calls"):
+        functions = [{"name": c["function"]["name"], "arguments": _object(c)} for c in calls]
+        if native:
+            plain["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        else:
+            texts = [f"{OPEN}\n{json.dumps(f, ensure_ascii=False)}\n</tool_call>" for f in functions]
+            plain["content"] = "\n".join(filter(None, [plain["content"], *texts]))
+    return plain
+
+
+def _object(call: Mapping[str, Any]) -> Any:
+    """Arguments as a value: templates write them as JSON themselves."""
+    arguments = call["function"].get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def read_calls(text: str, prefix: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """(text without its tool calls, the calls). Calls that cannot be read stay text, all of them.
+
+    ids are ``prefix`` and a number, so that the same request gives the same answer.
+    """
+    calls = parse_calls(text)
+    if not calls or any(call.error for call in calls):
+        return text, ()
+    made = tuple(
+        ToolCall(
+            id=f"call_{prefix}{number}",
+            name=call.name,
+            arguments=json.dumps(call.arguments or {}, ensure_ascii=False),
+        )
+        for number, call in enumerate(calls)
+    )
+    return text.partition(OPEN)[0].rstrip(), made
+
+
+class TextStream:
+    """The text of a growing answer that is certain: nothing that a stop string or a tool call may still take
+    back."""
+
+    def __init__(self, renderer: Renderer, stop: Sequence[str], *, tools: bool) -> None:
+        self._decoder = IncrementalDecoder(renderer, stop)
+        self._held = (*stop, OPEN) if tools else tuple(stop)
+        self._tools, self._sent, self._stopped = tools, 0, False
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that has become certain by ``tokens``."""
+        for token in tokens:
+            if self._stopped:
+                break
+            self._stopped = self._decoder.push(token)
+        text = self._decoder.text
+        if self._tools and OPEN in text:
+            text = text[: text.index(OPEN)].rstrip()
+        else:
+            text = text if self._stopped else text[: len(text) - _overhang(text, self._held)]
+            text = text.rstrip() if self._tools else text  # blanks before a call belong to no content
+        fresh = text[self._sent :]
+        self._sent = max(self._sent, len(text))
+        return fresh
+
+    def rest(self, content: str) -> str:
+        """What of the whole ``content`` has not been returned."""
+        return content[self._sent :]
+
+
+def _overhang(text: str, strings: Sequence[str]) -> int:
+    """Length of the longest end of ``text`` with which one of ``strings`` begins."""
+    most = max((len(string) for string in strings), default=0)
+    for length in range(min(most, len(text)), 0, -1):
+        if any(string.startswith(text[-length:]) for string in strings):
+            return length
+    return 0
+
+
+__all__ = ["TextStream", "for_template", "read_calls"]

@@ -1,0 +1,56 @@
+"""A server in this process, on a port of its own, for tests of ``ostinato.serve``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from ostinato.launch.served import Served, Serving, open_service
+from ostinato.serve.app import new_app
+from ostinato.serve.server import address, bound
+from ostinato.serve.service import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """A server that answers at ``url``."""
+
+    url: str
+    served: Served
+
+
+@contextlib.contextmanager
+def server(
+    target: str = "asset:seed-moe", *, key: str = "", adapters: dict[str, str] | None = None, **limits: Any
+) -> Iterator[At]:
+    """Serve ``target`` while the context lasts."""
+    overrides = () if "/" in target else ("model.dtype=float32",)
+    serving = Serving(
+        target=target, overrides=overrides, adapters=adapters or {}, limits=Limits(context=0, **limits)
+    )
+    with open_service(serving) as served, bound("127.0.0.1", 0) as listening:
+        app = new_app(served.service, key=key)
+        runner = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        thread = threading.Thread(target=lambda: runner.run(sockets=[listening]), daemon=True)
+        thread.start()
+        while not runner.started:
+            time.sleep(0.01)
+        try:
+            yield At(address(listening), served)
+        finally:
+            runner.should_exit = True
+            thread.join(20)
+
+
+def until(what: Any, seconds: float = 20.0) -> None:
+    """Wait until ``what()`` is true."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.02)
