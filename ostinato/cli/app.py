@@ -143,9 +143,8 @@ def place(
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="On so many nodes, which are made even first.")] = 1,
     current: Annotated[
-        Path | None, typer.Option("--from", help="A placement in use: move from it what pays.")
+        Path | None, typer.Option("--against", help="A placement in use, to compare with.")
     ] = None,
-    link_gb_s: Annotated[float, typer.Option(min=1e-6, help="GB/s between ranks, for --from.")] = 1.0,
 ) -> None:
     """Which expert rank keeps which experts, from the routes that a run has recorded."""
     from ostinato.plan.place import Asked, command
@@ -157,7 +156,6 @@ def place(
             out=out or run / "placement.json",
             nodes=nodes,
             current=current,
-            link_gb_s=link_gb_s,
         )
     )
 

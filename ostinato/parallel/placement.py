@@ -6,14 +6,13 @@ layer: multiway partition with equal cardinality. Longest processing time first 
 expert to the lightest rank that has room), then swaps of two experts while one lowers the largest load;
 ``lower_bound`` says how far from the best that may be.
 
-L MoE layers, E experts, R ranks, W windows of time.
+L MoE layers, E experts, R ranks.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -137,74 +136,6 @@ def slots(owner: np.ndarray) -> np.ndarray:
     return found
 
 
-# ---- moving what is there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Move:
-    """A new placement, what it is expected to save and what it costs to get there."""
-
-    owner: np.ndarray  # [L, E]
-    moved: int  # (layer, expert) that change ranks
-    moved_bytes: int  # on the wire
-    gain_s: float  # over the steps that are left
-    cost_s: float
-
-
-def rebalanced(
-    owner: np.ndarray,
-    windows: np.ndarray,
-    *,
-    ranks: int,
-    steps: int,
-    row_s: float,
-    expert_bytes: int,
-    bytes_per_s: float,
-) -> Move:
-    """A placement for the ``steps`` that are left, reached from ``owner`` [L, E] by the swaps that pay.
-
-    ``windows`` [W, L, E]: loads of single steps, two at least. Swaps are chosen by every second of them and
-    judged by the others, as loads that were looked at flatter what was chosen by them. ``row_s``: seconds
-    that a rank needs for one (token, expert) pair, forward and backward; ``expert_bytes``: of all that moves
-    with an expert of one layer; ``bytes_per_s``: of a link. In every layer swaps are taken up to where what
-    they save by the end exceeds what they cost by most, as if all bytes moved one after another.
-    """
-    if len(windows) < 2:
-        raise ValueError(f"a placement is judged by {len(windows)} steps of loads; record two at least")
-    chosen_by, judged_by = windows[::2].sum(axis=0), windows[1::2]
-    new, gain, moved = owner.copy(), 0.0, 0
-    expert_s = expert_bytes / bytes_per_s
-    for layer in range(owner.shape[0]):
-        taken, saved = _worth(
-            chosen_by[layer], judged_by[:, layer], owner[layer], ranks, steps * row_s, expert_s
-        )
-        new[layer] = taken
-        gain += saved
-        moved += int((taken != owner[layer]).sum())
-    return Move(
-        owner=new, moved=moved, moved_bytes=moved * expert_bytes, gain_s=gain, cost_s=moved * expert_s
-    )
-
-
-def _worth(
-    chosen_by: np.ndarray, judged_by: np.ndarray, owner: np.ndarray, ranks: int, row_s: float, expert_s: float
-) -> tuple[np.ndarray, float]:
-    """Of one layer: (its owner [E] after the swaps that pay best, seconds that they save)."""
-    totals = np.stack([np.bincount(owner, weights=loads, minlength=ranks) for loads in judged_by])
-    before = totals.max(axis=1).mean()
-    best, best_owner, best_gain, now = 0.0, owner, 0.0, owner.copy()
-    for one, other in swaps(chosen_by, owner, ranks):
-        lighter = judged_by[:, one] - judged_by[:, other]
-        totals[:, now[one]] -= lighter
-        totals[:, now[other]] += lighter
-        now[one], now[other] = now[other], now[one]
-        gain = float(before - totals.max(axis=1).mean()) * row_s
-        net = gain - int((now != owner).sum()) * expert_s
-        if net > best:
-            best, best_owner, best_gain = net, now.copy(), gain
-    return best_owner, best_gain
-
-
 def _each(experts: int, ranks: int) -> int:
     if experts % ranks:
         raise ValueError(f"{experts} experts on {ranks} ranks do not come out even; use a divisor")
@@ -212,13 +143,11 @@ def _each(experts: int, ranks: int) -> int:
 
 
 __all__ = [
-    "Move",
     "contiguous",
     "lower_bound",
     "owner_of",
     "place",
     "placed_experts",
-    "rebalanced",
     "scattered",
     "slots",
     "swaps",

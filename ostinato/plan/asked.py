@@ -9,12 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ostinato.inputs import parse_json
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.options import options_of
 from ostinato.parallel.layout import Layout
-from ostinato.plan import calibrate
 from ostinato.plan.cluster import parse_cluster
+from ostinato.plan.fit import kept, kept_file
 from ostinato.plan.lengths import SPREAD, lognormal_lengths, read_lengths
 from ostinato.plan.named import find_model
 from ostinato.plan.problem import (
@@ -22,7 +21,6 @@ from ostinato.plan.problem import (
     Base,
     Cluster,
     DType,
-    Imbalance,
     Placement,
     Precision,
     Problem,
@@ -61,17 +59,10 @@ class Options:
     ] = None
     updates: Annotated[int, typer.Option(min=1, help="Optimizer steps of one RL step.")] = 1
     steps: Annotated[int, typer.Option(min=1, help="RL steps of the run, for its price.")] = 1000
-    loads: Annotated[
-        Path | None, typer.Option(help="Measured expert loads: JSON [layers][experts].", show_default=False)
-    ] = None
     engine: Annotated[str, typer.Option(help="vllm, or local: ours, which caches MLA expanded.")] = "vllm"
     placement: Annotated[str, typer.Option(help="Of the phases: colocated, apart or both.")] = "colocated"
     lag: Annotated[int, typer.Option(min=0, help="Steps that a sampler apart may be behind.")] = 0
     share: Annotated[str, typer.Option(help="The base, any of shared, two, swapped.")] = ",".join(BASES)
-    optimizer_on_host: Annotated[
-        bool, typer.Option("--optimizer-on-host", help="Master weights and moments in host memory.")
-    ] = False
-    microbatch: Annotated[int, typer.Option(min=0, help="Rows; 0: from the longest sequence on.")] = 0
     train_layout: Annotated[str, typer.Option(help="Only this one, e.g. d64e64.", show_default=False)] = ""
     rollout_layout: Annotated[str, typer.Option(help="Only this one.", show_default=False)] = ""
     price: Annotated[float, typer.Option(min=0, help="Money per GPU and hour; 0: a built-in guess.")] = 0.0
@@ -89,7 +80,6 @@ class Asked:
     allowed: Allowed
     clock: Roofline
     measured: str  # where efficiency factors come from
-    calibration: calibrate.Calibration | None = None  # that the clock has
 
 
 def asked_json(model: str, gpus: str, options: Options) -> dict[str, Any]:
@@ -106,7 +96,7 @@ def asked_json(model: str, gpus: str, options: Options) -> dict[str, Any]:
 
 def asked_again(said: Mapping[str, Any]) -> Asked:
     """The question of ``asked_json``. Raises ValueError as ``ask`` does."""
-    kinds = {"expert_scheme": ExpertScheme, "base": DType, "sampler": DType, "answers": Path, "loads": Path}
+    kinds = {"expert_scheme": ExpertScheme, "base": DType, "sampler": DType, "answers": Path}
     options = {name: kinds.get(name, lambda value: value)(value) for name, value in said["options"].items()}
     return ask(said["model"], said["gpus"], Options(**options))
 
@@ -120,25 +110,18 @@ def ask(model: str, gpus: str, options: Options) -> Asked:
         work=_work(options),
         cluster=_cluster(gpus, options),
         sampler=_engine(options.engine),
-        imbalance=_loads(options.loads),
     )
     allowed = Allowed(
         placements=_placements(options.placement),
         bases=_bases(options.share),
-        microbatches=(options.microbatch,) if options.microbatch else (),
-        optimizer_on_host=options.optimizer_on_host,
         lag=options.lag,
         train_layout=Layout.parse(options.train_layout) if options.train_layout else None,
         rollout_layout=Layout.parse(options.rollout_layout) if options.rollout_layout else None,
     )
-    file = calibrate.kept_file(problem.cluster.gpu.name)
-    kept = calibrate.kept(file)
-    if kept is None:
-        told = f"data sheets; {file} is of another version, measure anew" if file.is_file() else UNMEASURED
-        return Asked(problem=problem, allowed=allowed, clock=Roofline(), measured=told)
-    told = f"from {kept.observations} measured steps, median error {kept.median:.0%}"
-    clock = Roofline.measured(kept)
-    return Asked(problem=problem, allowed=allowed, clock=clock, measured=told, calibration=kept)
+    found = kept(kept_file(problem.cluster.gpu.name))
+    told = UNMEASURED if found is None else f"data sheets, phases by factors of {found.runs} runs"
+    clock = Roofline() if found is None else Roofline(factors=found.phases)
+    return Asked(problem=problem, allowed=allowed, clock=clock, measured=told)
 
 
 def _adapter(options: Options) -> AdapterSpec:
@@ -194,16 +177,6 @@ def _bases(text: str) -> tuple[Base, ...]:
         if one not in BASES:
             raise ValueError(f"--share has {one!r}; use some of {', '.join(BASES)}")
     return tuple(BASES[one] for one in chosen)
-
-
-def _loads(path: Path | None) -> Imbalance:
-    if path is None:
-        return Imbalance()
-    try:
-        read = parse_json(path.read_text(encoding="utf-8"))
-        return Imbalance(loads=tuple(tuple(float(one) for one in layer) for layer in read))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"--loads is {path}, which is no JSON [layers][experts] ({error})") from error
 
 
 __all__ = ["Asked", "Options", "ask", "asked_again", "asked_json", "plan_options"]

@@ -17,29 +17,24 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.plan import launch
-from ostinato.plan.again import note, recorded, weigh
 from ostinato.plan.asked import Asked, Options, ask, asked_json, plan_options
-from ostinato.plan.fit_command import app as fit_app
-from ostinato.plan.memory import limit, margin
-from ostinato.plan.money import cost
+from ostinato.plan.counts import adapter_counts, counts, kv_values
+from ostinato.plan.fit import app as fit_app
+from ostinato.plan.imbalance import SIGMA
+from ostinato.plan.memory import limit, mapped, margin
 from ostinato.plan.named import known_models
-from ostinato.plan.problem import GB, Arrangement, Memory, Phase, Placement, Problem, Recompute
-from ostinato.plan.record import FILE, write
-from ostinato.plan.search import (
-    Candidate,
-    Found,
-    Plan,
-    binding,
-    distinct,
-    resized,
-    search,
-    smallest,
-    why_lost,
-)
+from ostinato.plan.problem import GB, Arrangement, Base, Memory, Placement, Problem, Recompute
+from ostinato.plan.record import FILE, record, write
+from ostinato.plan.search import Found, Plan, binding, distinct, resized, search, smallest, why_lost
 from ostinato.plan.time import refit_bytes
 from ostinato.plan.traffic import step_traffic
-from ostinato.plan.words import UNMAPPED, needs_mapping, question
 from ostinato.run import RunFolder, atomic_write, to_json
+
+UNMAPPED = (
+    "A shared base needs an engine that maps the tensors of the trainer: vLLM does not; Ostinato's own does, "
+    "where one process trains and samples"
+)
+HOUR = 3600.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -65,26 +60,19 @@ def plan(
     run: Annotated[
         Path | None, typer.Option("--record", help="A run folder, or a file: keep the best plan there.")
     ] = None,
-    against: Annotated[
-        Path | None, typer.Option("--against", help="A run that was planned: is its layout still right?")
-    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="One JSON object into this file, - for standard output.")
     ] = None,
 ) -> None:
-    """Rank parallel layouts for each phase of RL by memory and time. Figures are for one RL step."""
+    """Rank parallel layouts of trainer and sampler by memory and time. Figures are for one RL step."""
     started = time.perf_counter()
-    _refuse_together(start=start, against=against, run=run, json_file=json_file, least=least)
-    if against is not None:
-        weighed = RunFolder.open(against)
-        advice = weigh(ask(model, gpus, options), weighed)
-        note(weighed, [*weighed.metrics.rows()][-1]["step"], advice)
-        typer.echo(f"{'switch' if advice.switch else 'stay'}: {advice.reason}")
-        return
+    if start and str(json_file) == "-":
+        raise ValueError("--launch and --json - both write to standard output; give --json a file")
     found, asked = _answer(ask(model, gpus, options), least=least)
+    problem, best = asked.problem, found.plans[0]
     if run is not None:
         said = asked_json(model, gpus, options)
-        write(_file_of(run), recorded(asked, found.plans[0], said))
+        write(_file_of(run), record(problem, best, asked=said, factors=asked.clock.factors))
     seconds = time.perf_counter() - started
     if json_file is not None:
         text = to_json(as_json(asked, found, top) | {"plan_seconds": round(seconds, 3)})
@@ -93,7 +81,7 @@ def plan(
             return
         atomic_write(json_file, text.encode())
     if start:
-        typer.echo(launch.ostinato(asked.problem, found.plans[0].arrangement), nl=False)
+        typer.echo(launch.ostinato(problem, best.arrangement), nl=False)
         return
     tell(Console(), asked, found, top, seconds)
 
@@ -101,18 +89,6 @@ def plan(
 def _file_of(run: Path) -> Path:
     """plan.json of a run folder, or the file itself."""
     return run if run.suffix == ".json" else RunFolder.open(run).path / FILE
-
-
-def _refuse_together(
-    *, start: bool, against: Path | None, run: Path | None, json_file: Path | None, least: bool
-) -> None:
-    """Raise ValueError, in one sentence, for options of which one would be left out."""
-    given = {"--launch": start, "--record": run, "--json": json_file, "--smallest": least}
-    beside = [name for name, value in given.items() if value]
-    if against is not None and beside:
-        raise ValueError(f"--against and {beside[0]} are two questions; ask one, then the other")
-    if start and str(json_file) == "-":
-        raise ValueError("--launch and --json - both write to standard output; give --json a file")
 
 
 def _answer(asked: Asked, *, least: bool) -> tuple[Found, Asked]:
@@ -135,24 +111,70 @@ def nothing_fits(problem: Problem, found: Found) -> str:
     """One sentence: which phase misses by how much, and what would help."""
     told = []
     for phase, near in found.near.items():
-        if not found.phases.get(phase):
-            over = near.memory.total - limit(problem)
-            term = max(near.memory.terms, key=lambda name: near.memory.terms[name])
-            told.append(
-                f"{phase} misses by {over / GB:.1f} GB at best ({near.setup.layout}, mostly {term} "
-                f"{near.memory.terms[term] / GB:.1f})"
-            )
+        over = near.memory.total - limit(problem)
+        term = max(near.memory.terms, key=lambda name: near.memory.terms[name])
+        told.append(
+            f"{phase} misses by {over / GB:.1f} GB at best ({near.setup.layout}, mostly {term} "
+            f"{near.memory.terms[term] / GB:.1f})"
+        )
     told += [f"{base}: {why}" for base, why in found.reasons.items()] if not told else []
     what = f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}"
-    mend = "use more GPUs (--smallest finds how many), fewer bytes (--base fp8) or --optimizer-on-host"
+    mend = "use more GPUs (--smallest finds how many), or fewer bytes (--base fp8)"
     return f"{what} does not fit: {'; '.join(told) or 'no layout divides the model'}; {mend}"
+
+
+def needs_mapping(problem: Problem, a: Arrangement) -> bool:
+    """Is it a plan with one copy of the base that no engine holds so today?"""
+    shared = a.base == Base.SHARED and a.placement == Placement.COLOCATED
+    return shared and not mapped(problem, a.train, a.rollout)
+
+
+def question(problem: Problem) -> dict[str, str]:
+    """Everything that a plan depends on, defaults as well, in words."""
+    work, precision, cluster, found = problem.work, problem.precision, problem.cluster, counts(problem.config)
+    gpu, kv = (
+        cluster.gpu,
+        kv_values(problem.config, latent=problem.sampler.latent_kv) * precision.kv.num_bytes,
+    )
+    return {
+        "model": f"{problem.model.name}: {found.total / 1e9:,.2f}B parameters, "
+        f"{found.active / 1e9:,.2f}B active",
+        "trained": _trained(problem),
+        "precision": f"base {precision.base}, sampler {precision.sampler}, compute {precision.compute}, "
+        f"gradients {precision.gradient}, master {precision.master}, moments {precision.moments}",
+        "work": f"{work.prompts} prompts x {work.group} answers, prompt {work.prompt_tokens}, answers mean "
+        f"{work.mean_answer:,.0f} up to {work.max_answer:,} tokens, {work.updates} optimizer steps",
+        "cluster": f"{cluster.nodes} x {cluster.per_node} {gpu.name}, host "
+        f"{cluster.host_memory / GB:,.0f} GB a node; per GPU and direction "
+        f"{gpu.link / GB:g} GB/s in the node, {gpu.nic / GB:g} between nodes",
+        "sampler": f"{problem.sampler.name}, cache {kv / 1e3:,.1f} kB a token, "
+        f"up to {problem.sampler.sequences} sequences a replica",
+        "reserve": f"context and NCCL {problem.reserve.context / GB:g} GB, "
+        f"fragmentation {problem.reserve.fragmentation:.0%} of activations",
+        "imbalance": f"lognormal popularity, sigma {SIGMA}",
+        "price": f"{gpu.price:g} per GPU and hour, assumed; {work.steps:,} steps",
+    }
+
+
+def _trained(problem: Problem) -> str:
+    spec = problem.adapter
+    if spec is None:
+        return "all parameters"
+    number = sum(adapter_counts(problem.config, spec).values())
+    scheme = f", experts {spec.expert_scheme}" if problem.config.moe else ""
+    return f"LoRA r={spec.rank} on {', '.join(spec.targets)}{scheme}: {number / 1e6:,.1f}M parameters"
+
+
+def cost(problem: Problem, plan: Plan) -> float:
+    """Of one RL step, in the currency of the price."""
+    return plan.arrangement.num_gpus * problem.cluster.gpu.price * plan.times.total / HOUR
 
 
 # ---- what is told
 
 
 def tell(console: Console, asked: Asked, found: Found, top: int, seconds: float) -> None:
-    """Tables: what was asked, the plans, memory and time of the first, each phase by itself."""
+    """Tables: what was asked, the plans, memory and time of the first."""
     problem, plans = asked.problem, distinct(found.plans, top)
     console.print(_question(asked))
     console.print(_plans(problem, plans))
@@ -165,10 +187,7 @@ def tell(console: Console, asked: Asked, found: Found, top: int, seconds: float)
         console.print(f"[bold]{base}[/bold] is not possible: {why}")
     console.print(_memory(problem, plans[0]))
     console.print(_time(plans[0]))
-    for phase, candidates in found.phases.items():
-        if candidates and sum(candidates[0].seconds.values()):
-            console.print(_phase(problem, phase, candidates[:top], found))
-    console.print(f"searched {sum(found.tried.values())} setups in {seconds:.1f} s on one CPU core")
+    console.print(f"searched {found.tried} setups in {seconds:.1f} s on one CPU core")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -204,7 +223,7 @@ def _plans(problem: Problem, plans: Sequence[Plan]) -> Table:
             f"{worst.total / GB:.1f}",
             f"{margin(problem, worst) / GB:.1f}",
             f"{plan.times.total:.1f}",
-            f"{cost(problem, a, plan.times).step:.2f}",
+            f"{cost(problem, plan):.2f}",
         )
     return table
 
@@ -213,7 +232,7 @@ def _held(problem: Problem, a: Arrangement) -> str:
     """How the base is."""
     if a.placement == Placement.APART:
         return "apart"
-    return f"{a.base}{'*' if needs_mapping(problem, a) else ''}{', asleep' if a.slept else ''}"
+    return f"{a.base}{'*' if needs_mapping(problem, a) else ''}"
 
 
 def _memory(problem: Problem, plan: Plan) -> Table:
@@ -243,22 +262,6 @@ def _time(plan: Plan) -> Table:
     return table
 
 
-def _phase(problem: Problem, phase: Phase, candidates: Sequence[Candidate], found: Found) -> Table:
-    lost = sum(found.refused[phase].values())
-    title = f"{phase} alone: {found.tried[phase]} setups, {lost} do not fit"
-    table = _table(title, "layout", "rows", "recompute", "seq", "GB", "s")
-    for one in candidates:
-        table.add_row(
-            str(one.setup.layout),
-            str(one.setup.microbatch or ""),
-            str(one.setup.recompute),
-            str(one.setup.sequences or ""),
-            f"{one.memory.total / GB:.1f}",
-            f"{one.total:.2f}",
-        )
-    return table
-
-
 def as_json(asked: Asked, found: Found, top: int) -> dict[str, Any]:
     """Everything that the tables say, in bytes and seconds."""
     problem, plans = asked.problem, distinct(found.plans, top)
@@ -272,21 +275,12 @@ def as_json(asked: Asked, found: Found, top: int) -> dict[str, Any]:
         ],
         "binding": binding(problem, plans[0]),
         "not_possible": {str(base): why for base, why in found.reasons.items()},
-        "phases": {
-            str(phase): [
-                {**_setup_json(one), "memory": _memory_json(one.memory), "seconds": dict(one.seconds)}
-                for one in candidates[:top]
-            ]
-            for phase, candidates in found.phases.items()
-        },
-        "tried": {str(phase): number for phase, number in found.tried.items()},
-        "refused": {str(phase): dict(terms) for phase, terms in found.refused.items()},
+        "tried": found.tried,
     }
 
 
 def _plan_json(problem: Problem, plan: Plan) -> dict[str, Any]:
     a = plan.arrangement
-    money = cost(problem, a, plan.times)
     return {
         "train": str(a.train.layout),
         "logprobs": str(a.logprobs.layout),
@@ -294,7 +288,6 @@ def _plan_json(problem: Problem, plan: Plan) -> dict[str, Any]:
         "placement": str(a.placement),
         "base": str(a.base),
         "needs": UNMAPPED if needs_mapping(problem, a) else "",
-        "slept": sorted(a.slept),
         "microbatch": a.train.microbatch,
         "recompute": a.train.recompute == Recompute.FULL,
         "sequences": a.rollout.sequences,
@@ -302,21 +295,11 @@ def _plan_json(problem: Problem, plan: Plan) -> dict[str, Any]:
         "seconds": {part: dict(terms) for part, terms in plan.times.terms.items()},
         "seconds_total": plan.times.total,
         "seconds_band": [plan.times.total * plan.times.low, plan.times.total * plan.times.high],
-        "price_per_gpu_hour": money.price,
-        "cost_per_step": money.step,
-        "cost_of_run": money.run,
+        "price_per_gpu_hour": problem.cluster.gpu.price,
+        "cost_per_step": cost(problem, plan),
+        "cost_of_run": cost(problem, plan) * problem.work.steps,
         "sent_by_a_rank": {"/".join(key): sent.bytes for key, sent in step_traffic(problem, a).items()},
         "refit_bytes": refit_bytes(problem, a),
-    }
-
-
-def _setup_json(one: Candidate) -> dict[str, Any]:
-    setup = one.setup
-    return {
-        "layout": str(setup.layout),
-        "microbatch": setup.microbatch,
-        "recompute": setup.recompute == Recompute.FULL,
-        "sequences": setup.sequences,
     }
 
 

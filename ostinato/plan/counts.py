@@ -1,8 +1,7 @@
 """Exact parameter counts: of a model by structural role, of adapters by scheme, of the cache per token.
 
 Everything is a sum over ``logical_shapes``, the tensors that the decoder really has, so there is no second
-formula that could drift from it. The schemes of other programs (fused gate and up, one adapter per expert-
-parallel rank) are counted in closed form, to compare published adapters with ours.
+formula that could drift from it.
 """
 
 from __future__ import annotations
@@ -83,12 +82,10 @@ def role_of(name: str) -> Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Parameters of a model. ``projections``: of attention, by projection, over all layers."""
+    """Parameters of a model."""
 
     roles: Mapping[Role, int]
-    projections: Mapping[str, int]
     active: int  # that one token goes through, head and embedding included
-    active_without_embedding: int  # the embedding is a lookup
 
     @property
     def total(self) -> int:
@@ -97,22 +94,15 @@ class Counts:
 
 def counts(config: ModelConfig) -> Counts:
     """Parameters of ``config`` by role; tied heads count once, as the embedding."""
-    roles, projections = dict.fromkeys(Role, 0), dict[str, int]()
+    roles = dict.fromkeys(Role, 0)
     for name, shape in logical_shapes(config).items():
         roles[role_of(name)] += prod(shape)
-        if role_of(name) == Role.ATTENTION:
-            part = name.split(".")[3]
-            projections[part] = projections.get(part, 0) + prod(shape)
     idle, moe = 0, config.moe
     if moe is not None:
         idle = roles[Role.EXPERTS] // moe.num_experts * (moe.num_experts - moe.top_k)
-    active = sum(roles.values()) - idle
-    lookup = 0 if config.tie_embeddings else roles[Role.EMBEDDING]
     return Counts(
         roles={role: number for role, number in roles.items() if number},
-        projections=projections,
-        active=active,
-        active_without_embedding=active - lookup,
+        active=sum(roles.values()) - idle,
     )
 
 
@@ -136,46 +126,12 @@ def kv_values(config: ModelConfig, *, latent: bool) -> int:
     return config.num_layers * config.num_kv_heads * (config.head_dim + config.v_head_dim)
 
 
-class ExpertForm(StrEnum):
-    """How programs put low-rank factors on routed experts; the first two are ours."""
-
-    PER_EXPERT = "per expert, canonical"  # gate, up, down of every expert have their own A and B
-    SHARED_OUTER = "shared-outer"  # A of gate and up, B of down are shared by all experts
-    PER_EXPERT_FUSED = "per expert, fused"  # gate and up are one map with one A
-    PER_RANK_FUSED = "per expert-parallel rank, fused"  # one adapter per rank, for all its experts
-    ONE_PER_LAYER = "one per layer, fused"
-
-
-def expert_adapter_unit(config: ModelConfig, form: ExpertForm, expert_ranks: int = 1) -> int:
-    """Parameters per unit of rank of the adapters on all routed experts.
-
-    ``expert_ranks``: expert-parallel ranks, of which only PER_RANK_FUSED depends: there the function that is
-    trained changes with the layout. Raises ValueError for a model without experts.
-    """
-    if config.moe is None:
-        raise ValueError(f"adapters on experts were asked for, but this {config.model_type} model has none")
-    h, m, experts = config.hidden_size, config.moe.intermediate_size, config.moe.num_experts
-    fused = (h + 2 * m) + (m + h)
-    return (
-        len(config.moe.layers)
-        * {
-            ExpertForm.PER_EXPERT: 3 * (h + m) * experts,
-            ExpertForm.SHARED_OUTER: 3 * h + 3 * m * experts,
-            ExpertForm.PER_EXPERT_FUSED: fused * experts,
-            ExpertForm.PER_RANK_FUSED: fused * expert_ranks,
-            ExpertForm.ONE_PER_LAYER: fused,
-        }[form]
-    )
-
-
 __all__ = [
     "Counts",
-    "ExpertForm",
     "Role",
     "adapter_counts",
     "counts",
     "end_tensors",
-    "expert_adapter_unit",
     "kv_values",
     "layer_tensors",
     "logical_shapes",

@@ -43,7 +43,7 @@ def engine_layout(config: ModelConfig, layout: Layout) -> tuple[Layout, int]:
 
 def vllm_flags(layout: Layout) -> list[str]:
     """Of a server with this layout."""
-    sizes = {"tensor": layout.tensor, "data": layout.data, "pipeline": layout.pipeline}
+    sizes = {"tensor": layout.tensor, "data": layout.data}
     found = [(f"--{name}-parallel-size", str(size)) for name, size in sizes.items() if size > 1]
     words = [word for pair in found for word in pair]
     return words + (["--enable-expert-parallel"] if layout.expert > 1 else [])
@@ -51,9 +51,7 @@ def vllm_flags(layout: Layout) -> list[str]:
 
 def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
     """Raise ValueError, in one sentence, for a layout of sampling that the engine does not have."""
-    odd = {"c": layout.context, "v": layout.virtual, "f": layout.shard}
-    if not sampler.pipeline:
-        odd["p"] = layout.pipeline
+    odd = {"c": layout.context, "v": layout.virtual, "f": layout.shard, "p": layout.pipeline}
     if found := [letter for letter, size in odd.items() if size > 1]:
         raise ValueError(
             f"layout {layout} has {found[0]}{odd[found[0]]}, but {sampler.name} samples without it; use d, t "

@@ -1,8 +1,8 @@
-"""How much longer the fullest expert rank takes than the mean one: measured loads, or lognormal popularity.
+"""How much longer the fullest expert rank takes than the mean one, for lognormal popularity of experts.
 
 A layer waits for the rank with most rows, so its expert products and exchanges take the straggler factor, max
 over mean load, times what they would take if rows were spread evenly (``parallel.load``). Experts are placed
-in their order; a placement by load (``parallel.placement``) does better, and is given as measured loads.
+in their order; a placement by load (``parallel.placement``) does better.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from ostinato.parallel.load import rank_loads, stragglers
-from ostinato.parallel.placement import contiguous
-from ostinato.plan.problem import Imbalance
+from ostinato.parallel.load import stragglers
 
 DRAWS = 1000  # of lognormal popularity: the mean is then known to about 1 %
-WIDEST = 4.0  # sigma: beyond all that was ever measured
+SIGMA = 0.7  # of ln popularity: assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,38 +27,14 @@ class Straggler:
 
 
 @lru_cache(maxsize=256)
-def straggler(imbalance: Imbalance, num_experts: int, ranks: int) -> Straggler:
-    """Of ``ranks`` that keep equally many of ``num_experts`` each. Raises ValueError where loads are measured
-    for another number of experts."""
+def straggler(num_experts: int, ranks: int) -> Straggler:
+    """Of ``ranks`` that keep equally many of ``num_experts`` each."""
     if ranks == 1:
         return Straggler(mean=1.0, high=1.0)
-    if imbalance.loads is None:
-        rng = np.random.default_rng(0)
-        drawn = np.exp(imbalance.sigma * rng.standard_normal((DRAWS, num_experts)))
-        factors = stragglers(drawn.reshape(DRAWS, ranks, -1).sum(axis=-1))
-    else:
-        loads = np.asarray(imbalance.loads, np.float64)
-        if loads.shape[1] != num_experts:
-            raise ValueError(
-                f"loads were measured for {loads.shape[1]} experts, this model has {num_experts}; "
-                "measure them with this model"
-            )
-        factors = stragglers(rank_loads(loads, contiguous(len(loads), num_experts, ranks), ranks))
+    rng = np.random.default_rng(0)
+    drawn = np.exp(SIGMA * rng.standard_normal((DRAWS, num_experts)))
+    factors = stragglers(drawn.reshape(DRAWS, ranks, -1).sum(axis=-1))
     return Straggler(mean=float(factors.mean()), high=float(np.quantile(factors, 0.95)))
-
-
-@lru_cache(maxsize=64)
-def sigma_of(mean: float, num_experts: int, ranks: int) -> float:
-    """The spread of lognormal popularity with which ``ranks`` have the straggler factor ``mean``: a measured
-    factor is so carried over to other numbers of ranks. 0 for 1 rank, and ``WIDEST`` at most."""
-    low, high = 0.0, WIDEST
-    if ranks == 1 or straggler(Imbalance(sigma=high), num_experts, ranks).mean <= mean:
-        return 0.0 if ranks == 1 else high
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        less = straggler(Imbalance(sigma=middle), num_experts, ranks).mean < mean
-        low, high = (middle, high) if less else (low, middle)
-    return (low + high) / 2
 
 
 def distinct_ranks(num_experts: int, top_k: int, ranks: int) -> float:
@@ -72,4 +46,4 @@ def distinct_ranks(num_experts: int, top_k: int, ranks: int) -> float:
     return ranks * (1.0 - missed)
 
 
-__all__ = ["Straggler", "distinct_ranks", "sigma_of", "straggler"]
+__all__ = ["SIGMA", "Straggler", "distinct_ranks", "straggler"]

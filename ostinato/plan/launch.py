@@ -92,11 +92,6 @@ def _lacking(problem: Problem, arrangement: Arrangement) -> list[str]:
     precision, found = problem.precision, list[str]()
     if precision.base not in (DType.BF16, DType.FP32):
         found.append(f"a base in {precision.base}: the trainer holds it in bf16, in more memory than planned")
-    if arrangement.train.optimizer_on_host:
-        found.append("an optimizer in host memory: it stays on the GPUs")
-    if arrangement.slept:
-        slept = " and ".join(sorted(arrangement.slept))
-        found.append(f"a trainer whose {slept} wait in host memory while the sampler runs: they stay on GPUs")
     if arrangement.placement == Placement.APART:
         flags = (
             " ".join(vllm_flags(engine_layout(problem.config, arrangement.rollout.layout)[0])) or "one rank"

@@ -33,7 +33,7 @@ def layouts(problem: Problem, world: int, phase: Phase) -> Iterator[Layout]:
             continue
         pipelines = divisors(world // tensor)
         pipelines = tuple(p for p in pipelines if p <= config.num_layers)
-        for pipeline in (1,) if sampling and not problem.sampler.pipeline else pipelines:
+        for pipeline in (1,) if sampling else pipelines:
             ranks = world // tensor // pipeline
             for context in (1,) if sampling else _contexts(problem, tensor, ranks):
                 data = ranks // context

@@ -54,8 +54,8 @@ def trained_elements(problem: Problem, elements: Elements, shard: int) -> float:
     return elements.trainable - (elements.matrices + elements.routers) * (1 - 1 / shard)
 
 
-def state_terms(problem: Problem, elements: Elements, setup: Setup) -> tuple[dict[str, float], float]:
-    """(bytes on the GPU by term, bytes on the host) of weights, gradients and optimizer of one rank."""
+def state_terms(problem: Problem, elements: Elements, setup: Setup) -> dict[str, float]:
+    """Bytes by term of weights, gradients and optimizer of one rank."""
     precision, shard = problem.precision, setup.layout.shard
     trained = trained_elements(problem, elements, shard)
     gradients, moments = trained * precision.gradient.num_bytes, 2 * trained * precision.moments.num_bytes
@@ -63,12 +63,11 @@ def state_terms(problem: Problem, elements: Elements, setup: Setup) -> tuple[dic
     master = trained * precision.master.num_bytes
     if problem.adapter is None and precision.base == precision.master:
         master = 0.0  # the weights themselves
-    host = master + moments if setup.optimizer_on_host else 0.0
     names = (
         ("adapters", "gradients", "optimizer") if problem.adapter else ("master", "gradients", "optimizer")
     )
-    held = (0.0, gradients, 0.0) if setup.optimizer_on_host else (master, gradients, moments)
-    return terms | {name: size for name, size in zip(names, held, strict=True) if size}, host
+    held = (master, gradients, moments)
+    return terms | {name: size for name, size in zip(names, held, strict=True) if size}
 
 
 def microbatches(problem: Problem, setup: Setup) -> int:
@@ -84,7 +83,7 @@ def rows_of(problem: Problem, setup: Setup) -> Rows:
     received = own if layout.expert_tensor == 1 else total / layout.context
     copies = 0.0
     if moe is not None:
-        uneven = straggler(problem.imbalance, moe.num_experts, layout.expert).high
+        uneven = straggler(moe.num_experts, layout.expert).high
         copies = received * moe.top_k * uneven
         if layout.expert > 1:
             received *= distinct_ranks(moe.num_experts, moe.top_k, layout.expert) * uneven
@@ -118,12 +117,12 @@ def kinds_kept(problem: Problem, setup: Setup) -> dict[bool, float]:
 
 def trainer_terms(
     problem: Problem, phase: Phase, setup: Setup, stage: int, kept: Mapping[bool, float] | None = None
-) -> tuple[dict[str, float], float]:
-    """(bytes by term, host bytes) of a rank of ``stage`` while it trains or scores old log-probabilities.
+) -> dict[str, float]:
+    """Bytes by term of a rank of ``stage`` while it trains or scores old log-probabilities.
     ``kept``: ``kinds_kept``, which is the same for all stages."""
     layout, config = setup.layout, problem.config
     elements = parts.stage_elements(config, problem.adapter, layout, stage)
-    terms, host = state_terms(problem, elements, setup)
+    terms = state_terms(problem, elements, setup)
     rows, compute = rows_of(problem, setup), problem.precision.compute
     kinds = kept or kinds_kept(problem, setup)
     chunks = parts.chunk_layers(config, layout, stage)
@@ -147,12 +146,12 @@ def trainer_terms(
             gathered
         )  # one layer at a time, and once more while it is put together
     if layout.expert > 1:
-        sent = rows.received / straggler(problem.imbalance, config.moe.num_experts, layout.expert).high  # type: ignore[union-attr]
+        sent = rows.received / straggler(config.moe.num_experts, layout.expert).high  # type: ignore[union-attr]
         terms["dispatch"] = 2 * (sent + rows.received) * config.hidden_size * compute.num_bytes
     if layout.pipeline > 1:
         tensors = 5 if layout.virtual == 1 else 8  # received and not used yet, sent and not confirmed
         terms["pipeline buffers"] = tensors * rows.own * config.hidden_size * compute.num_bytes
-    return terms, host
+    return terms
 
 
 def _flying(problem: Problem, phase: Phase, setup: Setup, stage: int) -> int:
@@ -206,11 +205,10 @@ def trainer_memory(problem: Problem, phase: Phase, setup: Setup) -> Memory:
     """Of the fullest stage, without whatever a colocated sampler keeps."""
     found, kept = [], kinds_kept(problem, setup)
     for stage in _stages(setup.layout.pipeline):
-        terms, host = trainer_terms(problem, phase, setup, stage, kept)
-        found.append((sum(terms.values()), terms, stage, host))
-    _, terms, stage, host = max(found, key=lambda one: one[0])
-    each = min(problem.cluster.per_node, setup.layout.world)
-    return _reserved(problem, Memory(terms=terms, stage=stage, host=max(one[3] for one in found) * each))
+        terms = trainer_terms(problem, phase, setup, stage, kept)
+        found.append((sum(terms.values()), terms, stage))
+    _, terms, stage = max(found, key=lambda one: one[0])
+    return _reserved(problem, Memory(terms=terms, stage=stage))
 
 
 def _stages(pipeline: int) -> tuple[int, ...]:
@@ -229,13 +227,9 @@ def _reserved(problem: Problem, memory: Memory) -> Memory:
 
 
 def sampler_weights(problem: Problem, setup: Setup) -> dict[str, float]:
-    """Of the fullest stage of a sampler: its weights, and adapters as its forward uses them."""
+    """Of a sampler: its weights, and adapters as its forward uses them."""
     layout = as_kept(problem.sampler, setup.layout)
-    found = [
-        parts.stage_elements(problem.config, problem.adapter, layout, stage)
-        for stage in _stages(layout.pipeline)
-    ]
-    elements = max(found, key=lambda one: weight_bytes(one, problem.precision.sampler))
+    elements = parts.stage_elements(problem.config, problem.adapter, layout, 0)
     terms = {"sampler weights": weight_bytes(elements, problem.precision.sampler)}
     if problem.adapter is not None:
         terms["sampler adapters"] = elements.copies * problem.precision.compute.num_bytes
@@ -251,7 +245,7 @@ def sampler_workspace(problem: Problem, setup: Setup) -> float:
     )
     width = max(c.intermediate_size, c.num_heads * (c.head_dim + c.v_head_dim))
     if c.moe is not None:
-        uneven = straggler(problem.imbalance, c.moe.num_experts, setup.layout.expert).high
+        uneven = straggler(c.moe.num_experts, setup.layout.expert).high
         width = max(width, uneven * c.moe.top_k * (problem.config.hidden_size / t + c.moe.intermediate_size))
     rows = problem.sampler.prefill_rows * (3 * width + 4 * c.hidden_size) * b
     return rows + problem.sampler.sequences * problem.config.vocab_size / t * FP32 * 2
@@ -260,7 +254,7 @@ def sampler_workspace(problem: Problem, setup: Setup) -> float:
 def kv_bytes(problem: Problem, setup: Setup) -> float:
     """Of one token on one GPU. Latents are not cut by t, heads are."""
     layout, sampler = setup.layout, problem.sampler
-    values = kv_values(problem.config, latent=sampler.latent_kv) / layout.pipeline
+    values = float(kv_values(problem.config, latent=sampler.latent_kv))
     if problem.config.mla is None or not sampler.latent_kv:
         values /= layout.tensor
     return values * problem.precision.kv.num_bytes
@@ -321,7 +315,7 @@ def shares_base(problem: Problem, train: Setup, rollout: Setup) -> str:
         return f"the base is {precision.base}, the sampler's weights are {precision.sampler}"
     if a.world != b.world:
         return f"{a.world} ranks train, {b.world} sample"
-    if a.pipeline != b.pipeline or a.virtual != 1:
+    if a.pipeline > 1:
         return "a stage of the trainer has only some of the layers"
     if a.shard > 1:
         return "the trainer's weights lie in pieces (f)"
@@ -347,9 +341,9 @@ def memory(problem: Problem, arrangement: Arrangement, phase: Phase, trained: Me
         known = trained if phase == Phase.TRAIN else None
         found = known or trainer_memory(problem, phase, setup)
         extra = sampler_weights(problem, arrangement.rollout) if colocated else {}
-        host = found.host
+        host = 0.0
         if arrangement.base == Base.SWAPPED:
-            host += each * (extra.pop("sampler weights", 0.0) + found.terms["base weights"])
+            host = each * (extra.pop("sampler weights", 0.0) + found.terms["base weights"])
         elif arrangement.base == Base.SHARED:
             extra.pop("sampler weights", None)
         return Memory(terms={**found.terms, **extra}, stage=found.stage, host=host)
@@ -360,21 +354,19 @@ def memory(problem: Problem, arrangement: Arrangement, phase: Phase, trained: Me
     rest = max(stages, key=lambda terms: sum(terms.values()))
     base = rest.pop("base weights")
     found = sampler_memory(problem, setup, shared=base if arrangement.base == Base.SHARED else 0.0)
-    kept = {f"trainer's {name}": size for name, size in rest.items() if "adapters" not in arrangement.slept}
+    kept = {f"trainer's {name}": size for name, size in rest.items()}
     if arrangement.base == Base.TWO:
         kept["trainer's base weights"] = base
     host = 0.0
     if arrangement.base == Base.SWAPPED:  # both stay in host memory: what is frozen need not be written back
-        host += each * (base + found.terms["sampler weights"])
-    host += each * (sum(rest.values()) if "adapters" in arrangement.slept else 0.0)
-    host += (trained or trainer_memory(problem, Phase.TRAIN, train)).host
+        host = each * (base + found.terms["sampler weights"])
     return Memory(terms={**found.terms, **kept}, host=host)
 
 
 def trainer_rest(problem: Problem, train: Setup, stage: int) -> dict[str, float]:
     """What the trainer holds while it does not run: weights, adapters, optimizer; no gradients."""
     elements = parts.stage_elements(problem.config, problem.adapter, train.layout, stage)
-    terms, _ = state_terms(problem, elements, train)
+    terms = state_terms(problem, elements, train)
     terms.pop("gradients", None)
     return terms
 

@@ -1,6 +1,6 @@
 """The nouns of planning: what is asked (Problem), what is chosen (Setup, Arrangement), what it costs.
 
-    Problem     model, what is trained, precisions, work of one RL step, cluster, sampler, expert imbalance
+    Problem     model, what is trained, precisions, work of one RL step, cluster, sampler
     Setup       how one phase runs: a layout, rows of a microbatch, recompute
     Arrangement one Setup per phase, on the same GPUs or apart, with one copy of the base or two
     Memory      bytes of the fullest GPU by term            Times   seconds by phase and term
@@ -181,17 +181,8 @@ class Sampler:
 
     name: str = "vllm"
     latent_kv: bool = True  # MLA caches latents (vLLM); ours caches expanded keys and values
-    pipeline: bool = False  # pipeline stages in sampling
     sequences: int = 256  # most sequences that one replica decodes at once
     prefill_rows: int = 8192  # most rows of one pass: its activations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Imbalance:
-    """How unevenly experts are chosen: measured loads, or lognormal popularity."""
-
-    sigma: float = 0.7  # of ln popularity, where nothing was measured
-    loads: tuple[tuple[float, ...], ...] | None = None  # [MoE layers][experts], measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +195,7 @@ class Problem:
     work: Work
     cluster: Cluster
     sampler: Sampler = field(default_factory=Sampler)
-    imbalance: Imbalance = field(default_factory=Imbalance)
     reserve: Reserve = field(default_factory=Reserve)
-    schedule: str = "1f1b"  # of the pipeline; "interleaved" where a layout has virtual stages
 
     @property
     def config(self) -> ModelConfig:
@@ -225,7 +214,6 @@ class Setup:
     microbatch: int = 0
     recompute: Recompute = Recompute.NONE
     sequences: int = 0
-    optimizer_on_host: bool = False  # master weights, gradients' sums and moments live in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +221,7 @@ class Arrangement:
     """One setup per phase. Colocated phases have layouts of the same world size; apart, of the parts.
 
     ``lag``: optimizer steps that the sampler may be behind; 0 is synchronous, and apart the phases overlap
-    only with 1 or more. ``slept``: what of the trainer waits in host memory while sampling: "adapters"
-    (weights, gradients, optimizer), "base".
+    only with 1 or more.
     """
 
     train: Setup
@@ -243,7 +230,6 @@ class Arrangement:
     placement: Placement = Placement.COLOCATED
     base: Base = Base.SHARED
     lag: int = 0
-    slept: frozenset[str] = frozenset()
 
     def setup(self, phase: Phase) -> Setup:
         return {Phase.TRAIN: self.train, Phase.LOGPROBS: self.logprobs, Phase.ROLLOUT: self.rollout}[phase]
@@ -308,7 +294,6 @@ __all__ = [
     "Cluster",
     "DType",
     "Gpu",
-    "Imbalance",
     "Memory",
     "Model",
     "Phase",

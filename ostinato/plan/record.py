@@ -3,64 +3,47 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ostinato.plan.calibrate import Calibration, Observation, as_json
-from ostinato.plan.comm import Traffic
-from ostinato.plan.imbalance import straggler
-from ostinato.plan.problem import Arrangement, Memory, Phase, Problem, Times
-from ostinato.run import atomic_write
+from ostinato.inputs import parse_json
+from ostinato.plan.launch import lacking
+from ostinato.plan.problem import Phase, Problem
+from ostinato.plan.search import Plan
+from ostinato.plan.traffic import step_traffic
+from ostinato.run import RunFolder, atomic_write
 
 FILE = "plan.json"
-PUBLISH = "time/publish_s"  # in metrics.jsonl where rollouts go on while the trainer learns, and only there
-# Part -> what metrics.jsonl measures, phases of the plan in it. The trainer scores old log-probabilities
-# within its own time. In turns it publishes in it, too; with overlap time/rollout_s is only its waiting.
-IN_TURNS = {
-    "rollout": ("time/rollout_s", ("rollout",)),
-    "train": ("time/train_s", ("train", "logprobs", "refit")),
-}
-OVERLAPPED = {"train": ("time/train_s", ("train", "logprobs")), "refit": (PUBLISH, ("refit",))}
 
 
 def record(
-    problem: Problem,
-    arrangement: Arrangement,
-    times: Times,
-    memory: Mapping[Phase, Memory],
-    traffic: Traffic,
-    *,
-    asked: Mapping[str, Any] | None = None,
-    calibration: Calibration | None = None,
+    problem: Problem, plan: Plan, *, asked: Mapping[str, Any], factors: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The JSON object. ``traffic``: of one RL step, of the first rank (``traffic.step_traffic``). ``asked``:
-    the question, in the words of whoever can ask it again; ``calibration``: what ``times`` were made with."""
-    cluster = problem.cluster
+    """The JSON object. ``asked``: the question, in the words of whoever can ask it again; ``factors``: of
+    phases, with which the seconds were made; "lacking": what Ostinato has not."""
+    cluster, chosen, times = problem.cluster, plan.arrangement, plan.times
+    traffic = step_traffic(problem, chosen)
     return {
         "model": problem.model.name,
         "cluster": f"{cluster.nodes}x{cluster.per_node}x{cluster.gpu.name}",
-        "layouts": {phase.value: str(arrangement.setup(phase).layout) for phase in Phase},
-        "world": {"answers": list(problem.work.answers), "imbalance": _imbalance(problem, arrangement)},
+        "layouts": {phase.value: str(chosen.setup(phase).layout) for phase in Phase},
+        "answers": list(problem.work.answers),
         "tokens": problem.work.trained_tokens,  # sampled in a step
-        "asked": dict(asked or {}),
+        "asked": dict(asked),
         "device": cluster.gpu.name,
-        "calibration": None if calibration is None else as_json(calibration),
-        "placement": str(arrangement.placement),
-        "base": str(arrangement.base),
+        "factors": dict(factors),
+        "placement": str(chosen.placement),
+        "sampler": problem.sampler.name,
+        "base": str(chosen.base),
         "seconds": {phase: dict(terms) for phase, terms in times.terms.items()},
         "total": times.total,
         "low": times.low,
         "high": times.high,
-        "memory": {phase.value: dict(found.terms) for phase, found in memory.items()},
+        "memory": {phase.value: dict(found.terms) for phase, found in plan.memory.items()},
         "traffic": {f"{operation}/{axis}": sent.bytes for (operation, axis), sent in traffic.items()},
+        "lacking": lacking(problem, chosen),
     }
-
-
-def _imbalance(problem: Problem, arrangement: Arrangement) -> float:
-    moe, ranks = problem.config.moe, arrangement.train.layout.expert
-    return 1.0 if moe is None else straggler(problem.imbalance, moe.num_experts, ranks).mean
 
 
 def write(path: Path, plan: Mapping[str, Any]) -> None:
@@ -68,31 +51,17 @@ def write(path: Path, plan: Mapping[str, Any]) -> None:
     atomic_write(path, json.dumps(plan, indent=1).encode())
 
 
-def overlaps(metrics: Iterable[Mapping[str, Any]]) -> bool:
-    """Did the run sample while it trained (``pipeline.overlap``)?"""
-    return any(PUBLISH in row for row in metrics)
+def plan_of(run: RunFolder) -> Mapping[str, Any]:
+    """plan.json of the run. Raises ValueError where it has none that can be read."""
+    path = run.path / FILE
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; plan the run first, with --record {run.path}")
+    try:
+        return parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no JSON ({error}); plan the run anew, with --record {run.path}"
+        ) from error
 
 
-def observations(
-    name: str, plan: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], skip: int = 1
-) -> list[Observation]:
-    """What ``calibrate`` can learn from a run: the median seconds of each part of a step, "NAME train", with
-    the plan's terms of it, "phase/term". The first ``skip`` steps are left out, for they warm up, and of a
-    part those that had none of it. Empty where nothing was measured or planned. Of a run that overlaps there
-    is no rollout: nobody measured it alone. ``plan.fit`` multiplies what is found onto the factors that the
-    plan was made with."""
-    rows = list(metrics)
-    found = []
-    for part, (key, phases) in (OVERLAPPED if overlaps(rows) else IN_TURNS).items():
-        terms = {
-            f"{phase}/{term}": float(seconds)
-            for phase in phases
-            for term, seconds in plan["seconds"].get(phase, {}).items()
-        }
-        taken = [row[key] for row in rows[skip:] if row.get(key, 0.0) > 0]
-        if taken and sum(terms.values()) > 0:
-            found.append(Observation(name=f"{name} {part}", terms=terms, seconds=statistics.median(taken)))
-    return found
-
-
-__all__ = ["FILE", "observations", "overlaps", "record", "write"]
+__all__ = ["FILE", "plan_of", "record", "write"]

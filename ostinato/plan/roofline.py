@@ -14,7 +14,7 @@ from ostinato.plan.problem import Cluster
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """Shares of peaks that real programs reach, and seconds that pass whatever the size. Assumptions, until a
-    run has been measured (``plan.calibrate``); of H100-class devices, large products in bf16."""
+    run has been measured (``plan.fit``); of H100-class devices, large products in bf16."""
 
     products: float = 0.55  # of peak FLOP/s: dense products of thousands of rows
     grouped: float = 0.40  # the same of grouped products, one group per expert

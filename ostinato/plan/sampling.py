@@ -102,11 +102,7 @@ class _Pass:
     @property
     def straggler(self) -> float:
         moe, ranks = self.problem.config.moe, self.layout.expert
-        return (
-            1.0
-            if moe is None or ranks == 1
-            else straggler(self.problem.imbalance, moe.num_experts, ranks).mean
-        )
+        return 1.0 if moe is None or ranks == 1 else straggler(moe.num_experts, ranks).mean
 
     @property
     def crowd(self) -> float:
@@ -118,7 +114,7 @@ class _Pass:
     def weights(self) -> tuple[float, float]:
         """Bytes on a rank: (of everything but routed experts, of these)."""
         config, dtype = self.problem.config, self.problem.precision.sampler
-        elements = stage_elements(config, None, replace(self.layout, pipeline=1, virtual=1), 0)
+        elements = stage_elements(config, None, self.layout, 0)
         sizes = end_sizes(config, self.layout)
         head = sizes["head"] if "head" in sizes else sizes["embed"]  # tied: the embedding is read as the head
         rest = replace(elements, experts=0, ends=head)  # of the embedding itself a few rows are looked up
@@ -208,8 +204,7 @@ class _Pass:
         """Of the factors on a rank; experts' that nobody chose are not read, which is not counted on."""
         if self.problem.adapter is None:
             return 0.0
-        alone = replace(self.layout, pipeline=1, virtual=1)
-        values = stage_elements(self.problem.config, self.problem.adapter, alone, 0).adapters
+        values = stage_elements(self.problem.config, self.problem.adapter, self.layout, 0).adapters
         return values * self.problem.precision.compute.num_bytes
 
 

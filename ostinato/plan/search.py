@@ -1,7 +1,7 @@
 """Which arrangement is fastest among those that fit, what binds it, and why the others lost.
 
-    layouts of each phase --memory--> those that fit --seconds--> ranked per phase
-        --pairs of trainer and sampler: one base, two copies, swapped; adapters slept or not--> fit together
+    layouts of each phase --memory--> those that fit --seconds--> ranked
+        --pairs of trainer and sampler: one base, two copies, swapped--> fit together
         --cache that is left decides how many sequences decode at once--> seconds of the step --> ranked
 
 Every sampler meets the fastest and the leanest of the trainer (``BREADTH`` of each), and for a shared base
@@ -47,9 +47,6 @@ class Allowed:
     placements: tuple[Placement, ...] = (Placement.COLOCATED,)
     bases: tuple[Base, ...] = (Base.SHARED, Base.TWO, Base.SWAPPED)
     recompute: tuple[Recompute, ...] = (Recompute.NONE, Recompute.FULL)
-    microbatches: tuple[int, ...] = ()  # rows; empty: the longest sequence, twice and four times that
-    optimizer_on_host: bool = False
-    sleep: bool = True  # may the trainer's adapters wait in host memory while sampling
     lag: int = 0  # optimizer steps that a sampler apart may be behind
     train_layout: Layout | None = None  # only this one
     rollout_layout: Layout | None = None
@@ -82,13 +79,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search found. ``refused``: how many setups of a phase did not fit, by the term that was largest;
-    ``near``: the one of each phase that missed by least."""
+    """What a search found. ``near``: of each phase of which nothing fits, what missed by least."""
 
     plans: tuple[Plan, ...]  # fastest first
-    phases: Mapping[Phase, tuple[Candidate, ...]]  # of each phase by itself, fastest first
-    tried: Mapping[Phase, int]
-    refused: Mapping[Phase, Counter[str]]
+    tried: int  # setups
     near: Mapping[Phase, Candidate]
     reasons: Mapping[Base, str] = field(default_factory=dict)  # why a way to hold the base came to nothing
 
@@ -106,7 +100,10 @@ def search(problem: Problem, clock: Clock, allowed: Allowed | None = None) -> Fo
         (one for one in found if one.plans), key=lambda one: one.plans[0].times.total, default=found[0]
     )
     plans = sorted((plan for one in found for plan in one.plans), key=lambda plan: plan.times.total)
-    return _told(problem, clock, allowed, first, plans)
+    sieves = {Phase.TRAIN: first.train, Phase.ROLLOUT: first.rollout}
+    near = {phase: one.near for phase, one in sieves.items() if one.near is not None and not one.fit}
+    tried = sum(one.tried for one in sieves.values())
+    return Found(plans=tuple(plans), tried=tried, near=near, reasons=first.reasons)
 
 
 def _refuse(problem: Problem, allowed: Allowed) -> None:
@@ -152,10 +149,8 @@ def _worlds(problem: Problem, allowed: Allowed) -> Iterator[tuple[int, int, Plac
 class _Paired:
     """What one way to divide the GPUs came to."""
 
-    ranks: int  # that train
     train: Sieve
     rollout: Sieve
-    alone: list[Candidate]  # samplers with all the seats that they have by themselves
     plans: list[Plan]
     reasons: dict[Base, str]
 
@@ -168,32 +163,14 @@ def _paired(
     rollout_world: int,
     placement: Placement,
 ) -> _Paired:
-    train = trainers(problem, clock, allowed, train_world, Phase.TRAIN)
+    train = trainers(problem, clock, allowed, train_world)
     rollout = samplers(problem, allowed, rollout_world)
     alone = [replace(one, seconds=clock.phase(problem, Phase.ROLLOUT, one.setup)) for one in rollout.fit]
     alone.sort(key=lambda one: one.total)
     pairs, reasons = _pairs(problem, clock, allowed, train.fit, alone, placement)
     plans = [_plan(problem, clock, arrangement) for arrangement in pairs]
     ranked = sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.times.total)
-    return _Paired(
-        ranks=train_world, train=train, rollout=rollout, alone=alone, plans=ranked, reasons=reasons
-    )
-
-
-def _told(problem: Problem, clock: Clock, allowed: Allowed, one: _Paired, plans: Sequence[Plan]) -> Found:
-    """With the tables of each phase by itself."""
-    likely = one.train.fit[: BREADTH * 4]
-    scored = trainers(problem, clock, allowed, one.ranks, Phase.LOGPROBS, like=likely)
-    sieves = {Phase.TRAIN: one.train, Phase.LOGPROBS: scored, Phase.ROLLOUT: one.rollout}
-    fitting = {Phase.TRAIN: one.train.fit, Phase.LOGPROBS: scored.fit, Phase.ROLLOUT: one.alone}
-    return Found(
-        plans=tuple(plans),
-        phases={phase: tuple(candidates[:BREADTH]) for phase, candidates in fitting.items()},
-        tried={phase: sieve.tried for phase, sieve in sieves.items()},
-        refused={phase: sieve.refused for phase, sieve in sieves.items()},
-        near={phase: sieve.near for phase, sieve in sieves.items() if sieve.near is not None},
-        reasons=one.reasons,
-    )
+    return _Paired(train=train, rollout=rollout, plans=ranked, reasons=reasons)
 
 
 @dataclass(slots=True)
@@ -202,7 +179,6 @@ class Sieve:
 
     fit: list[Candidate] = field(default_factory=list)
     tried: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
     near: Candidate | None = None
 
     def take(self, problem: Problem, setup: Setup, found: Memory) -> Candidate | None:
@@ -211,7 +187,6 @@ class Sieve:
         candidate = Candidate(setup=setup, memory=found, seconds={})
         if margin(problem, found) >= 0 and host_margin(problem, found) >= 0:
             return candidate
-        self.refused[max(found.terms, key=lambda term: found.terms[term])] += 1
         if self.near is None or (_partial(self.near), self.near.memory.total) > (
             _partial(candidate),
             found.total,
@@ -225,36 +200,24 @@ def _partial(candidate: Candidate) -> bool:
     return not candidate.setup.microbatch and not candidate.setup.sequences
 
 
-def row_choices(problem: Problem, allowed: Allowed) -> tuple[int, ...]:
-    """Rows of a microbatch to try: it holds the longest sequence that may occur."""
-    if allowed.microbatches:
-        return allowed.microbatches
+def row_choices(problem: Problem) -> tuple[int, ...]:
+    """Rows of a microbatch to try: the longest sequence that may occur, twice and four times that."""
     least = -(-problem.work.longest // 1024) * 1024
     return (least, 2 * least, 4 * least)
 
 
-def trainers(
-    problem: Problem,
-    clock: Clock,
-    allowed: Allowed,
-    world: int,
-    phase: Phase,
-    like: Iterable[Candidate] | None = None,
-) -> Sieve:
-    """Setups of the trainer that fit, fastest first. ``like``: only the layouts of these.
+def trainers(problem: Problem, clock: Clock, allowed: Allowed, world: int) -> Sieve:
+    """Setups of the trainer that fit, fastest first.
 
     More rows are tried where fewer fit, and where keeping fits, recomputing with the fewest only: it is
     slower, but leaves room for a sampler.
     """
-    sieve, choices = Sieve(), row_choices(problem, allowed)
-    if like is not None:
-        chosen: Iterable[Layout] = dict.fromkeys(one.setup.layout for one in like)
-    elif allowed.train_layout is not None:
-        chosen = (allowed.train_layout,) if allowed.train_layout.world == world else ()
-    else:
-        chosen = layouts(problem, world, phase)
+    sieve, choices = Sieve(), row_choices(problem)
+    chosen = layouts(problem, world, Phase.TRAIN)
+    if allowed.train_layout is not None:
+        chosen = iter((allowed.train_layout,) if allowed.train_layout.world == world else ())
     for layout in chosen:
-        if phase == Phase.TRAIN and not _weights_fit(problem, allowed, layout, sieve):
+        if not _weights_fit(problem, layout, sieve):
             continue
         fits_kept = False
         for recompute in allowed.recompute:
@@ -265,12 +228,11 @@ def trainers(
                     layout=layout,
                     microbatch=-(-rows // layout.row_shards) * layout.row_shards,
                     recompute=recompute,
-                    optimizer_on_host=allowed.optimizer_on_host,
                 )
-                found = sieve.take(problem, setup, bytes_of.trainer_memory(problem, phase, setup))
+                found = sieve.take(problem, setup, bytes_of.trainer_memory(problem, Phase.TRAIN, setup))
                 if found is None:
                     break
-                sieve.fit.append(replace(found, seconds=clock.phase(problem, phase, setup)))
+                sieve.fit.append(replace(found, seconds=clock.phase(problem, Phase.TRAIN, setup)))
                 fits_kept = fits_kept or recompute == Recompute.NONE
                 if rows * layout.data >= problem.work.rows / problem.work.updates:
                     break  # one microbatch holds it all
@@ -278,9 +240,9 @@ def trainers(
     return sieve
 
 
-def _weights_fit(problem: Problem, allowed: Allowed, layout: Layout, sieve: Sieve) -> bool:
+def _weights_fit(problem: Problem, layout: Layout, sieve: Sieve) -> bool:
     """A quick look that spares most layouts the rest."""
-    setup = Setup(layout=layout, optimizer_on_host=allowed.optimizer_on_host)
+    setup = Setup(layout=layout)
     terms = bytes_of.trainer_rest(problem, setup, 0)
     if sum(terms.values()) <= limit(problem):
         return True
@@ -337,11 +299,13 @@ def _pairs(
             if base == Base.SHARED and (reason := shares_base(problem, one.setup, other.setup)):
                 why[reason] += 1
                 continue
-            for arrangement in _together(problem, allowed, one, other, base, placement):
-                setup = arrangement.rollout
-                if setup not in priced:
-                    priced[setup] = sum(clock.phase(problem, Phase.ROLLOUT, setup).values())
-                insort(best, (one.total + priced[setup], len(best), arrangement))
+            arrangement = _together(problem, allowed, one, other, base, placement)
+            if arrangement is None:
+                continue
+            setup = arrangement.rollout
+            if setup not in priced:
+                priced[setup] = sum(clock.phase(problem, Phase.ROLLOUT, setup).values())
+            insort(best, (one.total + priced[setup], len(best), arrangement))
         found += [arrangement for *_, arrangement in best[:FINAL]]
         if not best:
             reasons[base] = why.most_common(1)[0][0] if why else _shortage(problem, partners, rollout, base)
@@ -376,7 +340,6 @@ def _shortage(problem: Problem, train: Sequence[Candidate], rollout: Sequence[Ca
                 logprobs=one.setup,
                 rollout=replace(other.setup, sequences=1),
                 base=base,
-                slept=frozenset({"adapters"}),
             )
             over = {phase: _over(problem, pair, phase, one) for phase in (Phase.TRAIN, Phase.ROLLOUT)}
             phase = max(over, key=lambda one: over[one])
@@ -400,30 +363,23 @@ def _together(
     rollout: Candidate,
     base: Base,
     placement: Placement,
-) -> Iterator[Arrangement]:
-    """The pair where it fits, the adapters awake if they can be."""
-    for slept in (frozenset(), frozenset({"adapters"})) if allowed.sleep else (frozenset(),):
-        arrangement = Arrangement(
-            train=train.setup,
-            logprobs=train.setup,
-            rollout=replace(rollout.setup, sequences=0),
-            placement=placement,
-            base=base,
-            lag=allowed.lag if placement == Placement.APART else 0,
-            slept=slept,
-        )
-        trained = bytes_of.memory(problem, arrangement, Phase.TRAIN, train.memory)
-        if margin(problem, trained) < 0 or host_margin(problem, trained) < 0:
-            return
-        bare = bytes_of.memory(problem, arrangement, Phase.ROLLOUT, train.memory)
-        if host_margin(problem, bare) < 0:
-            continue
-        free = margin(problem, bare) + bare.terms["KV cache"]
-        sequences = sequences_for(problem, arrangement.rollout, free)
-        if sequences:
-            yield replace(arrangement, rollout=replace(rollout.setup, sequences=sequences))
-            if placement == Placement.APART or sequences == rollout.setup.sequences:
-                return  # sleeping would give nothing
+) -> Arrangement | None:
+    """The pair, with as many sequences as its cache has room for; None where it does not fit."""
+    arrangement = Arrangement(
+        train=train.setup,
+        logprobs=train.setup,
+        rollout=replace(rollout.setup, sequences=0),
+        placement=placement,
+        base=base,
+        lag=allowed.lag if placement == Placement.APART else 0,
+    )
+    for phase in (Phase.TRAIN, Phase.ROLLOUT):
+        found = bytes_of.memory(problem, arrangement, phase, train.memory)
+        if host_margin(problem, found) < 0 or (phase == Phase.TRAIN and margin(problem, found) < 0):
+            return None
+    free = margin(problem, found) + found.terms["KV cache"]
+    sequences = sequences_for(problem, arrangement.rollout, free)
+    return replace(arrangement, rollout=replace(rollout.setup, sequences=sequences)) if sequences else None
 
 
 def _plan(problem: Problem, clock: Clock, arrangement: Arrangement) -> Plan | None:
@@ -503,44 +459,16 @@ def smallest(
     problem: Problem, clock: Clock, allowed: Allowed | None = None, most: int = 1024
 ) -> Found | None:
     """The plans on the fewest GPUs of this kind on which anything fits; None beyond ``most``."""
-    _refuse(problem, allowed or Allowed())
     allowed = allowed or Allowed()
+    _refuse(problem, allowed)
+    weights = counts(problem.config).total * problem.precision.base.num_bytes
     for number in sizes(problem.cluster.per_node, most):
+        if weights > number * limit(problem):
+            continue  # not even the weights, cut evenly
         here = replace(problem, cluster=resized(problem.cluster, number))
-        if fits(here, allowed) and (found := search(here, clock, allowed)).plans:
+        if any(_worlds(here, allowed)) and (found := search(here, clock, allowed)).plans:
             return found
     return None
-
-
-def fits(problem: Problem, allowed: Allowed) -> Arrangement | None:
-    """An arrangement that fits, the leanest first, whatever it takes; None where there is none."""
-    counted = counts(problem.config).total * problem.precision.base.num_bytes
-    if counted > problem.cluster.num_gpus * limit(problem):
-        return None  # not even the weights, cut evenly
-    lean = replace(allowed, recompute=(Recompute.FULL,), microbatches=row_choices(problem, allowed)[:1])
-    for train_world, rollout_world, placement in _worlds(problem, allowed):
-        train = trainers(problem, _Timeless(), lean, train_world, Phase.TRAIN).fit
-        train.sort(key=lambda one: one.memory.total)
-        rollout = samplers(problem, allowed, rollout_world).fit
-        rollout.sort(key=lambda one: one.memory.total)
-        for base in allowed.bases if placement == Placement.COLOCATED else (Base.TWO,):
-            for one in train if base == Base.SHARED else leanest(train):
-                for other in rollout:
-                    if base == Base.SHARED and shares_base(problem, one.setup, other.setup):
-                        continue
-                    for arrangement in _together(problem, allowed, one, other, base, placement):
-                        return arrangement
-    return None
-
-
-class _Timeless:
-    """A clock for whom nothing takes time."""
-
-    def phase(self, problem: Problem, phase: Phase, setup: Setup) -> Mapping[str, float]:
-        return {}
-
-    def step(self, problem: Problem, arrangement: Arrangement) -> Times:
-        return Times(terms={})
 
 
 __all__ = [
@@ -550,11 +478,9 @@ __all__ = [
     "Plan",
     "binding",
     "distinct",
-    "fits",
     "resized",
     "samplers",
     "search",
-    "slowest",
     "smallest",
     "trainers",
     "why_lost",

@@ -17,21 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ostinato.parallel.layout import Layout
-from ostinato.plan.calibrate import Calibration
 from ostinato.plan.engines import as_kept
 from ostinato.plan.problem import Arrangement, Base, Phase, Placement, Problem, Setup, Times
 from ostinato.plan.roofline import Efficiency
 from ostinato.plan.sampling import rollout_seconds
-from ostinato.plan.training import local_bytes, state_bytes, train_seconds
+from ostinato.plan.training import local_bytes, train_seconds
 from ostinato.plan.training import trained_values as trained_of
 
-CALLS, BYTES = "train/calls", "train/bytes"  # factors of messages, whatever their axis
-# Relative standard deviations of what a term depends on and nobody has measured; ``plan.calibrate`` narrows
-# them.
+# Relative standard deviations of what a term depends on and nobody has measured.
 SPREAD: Mapping[str, float] = MappingProxyType(
     {"train": 0.20, "logprobs": 0.20, "rollout": 0.25, "refit": 0.5, "switch": 0.4}
 )
@@ -39,30 +36,10 @@ SPREAD: Mapping[str, float] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """A ``problem.Clock``. ``factors`` multiply the seconds of a term, named "phase/term": those that
-    ``plan.calibrate`` found; ``spread``: of each phase, relative."""
+    """A ``problem.Clock``. ``factors`` multiply the seconds of a phase: those that ``plan.fit`` found."""
 
     efficiency: Efficiency = field(default_factory=Efficiency)
     factors: Mapping[str, float] = field(default_factory=dict)
-    spread: Mapping[str, float] = field(default_factory=lambda: SPREAD)
-
-    @classmethod
-    def measured(cls, kept: Calibration) -> Roofline:
-        """With what was measured on a kind of device: factors of terms, of a message's latency (CALLS), of
-        what its bytes take (BYTES); training's spread is the error that was left."""
-        factors = dict(kept.factors)
-        e = replace(Efficiency(), **kept.efficiency)
-        calls, sent = factors.pop(CALLS, 1.0), factors.pop(BYTES, 1.0)
-        efficiency = replace(
-            e,
-            latency=e.latency * calls,
-            far_latency=e.far_latency * calls,
-            links=e.links / sent,
-            network=e.network / sent,
-            exchange=e.exchange / sent,
-        )
-        error = max(0.05, 1.5 * kept.median)  # a standard deviation, for errors that are normal
-        return cls(efficiency=efficiency, factors=factors, spread={**SPREAD, "train": error})
 
     def phase(self, problem: Problem, phase: Phase, setup: Setup) -> Mapping[str, float]:
         """Exposed seconds of one phase of one RL step by term; empty where the phase has nothing to do (our
@@ -72,23 +49,24 @@ class Roofline:
             terms = rollout_seconds(problem, setup, self.efficiency)
         else:
             terms = train_seconds(problem, setup, self.efficiency, backward=phase == Phase.TRAIN)
-        return self._calibrated(phase, terms)
+        return self._fitted(phase, terms)
 
     def step(self, problem: Problem, arrangement: Arrangement) -> Times:
         """All of an RL step."""
         terms = {phase.value: self.phase(problem, phase, arrangement.setup(phase)) for phase in Phase}
-        terms["refit"] = self._calibrated("refit", refit_seconds(problem, arrangement, self.efficiency))
-        terms["switch"] = self._calibrated("switch", switch_seconds(problem, arrangement, self.efficiency))
+        terms["refit"] = self._fitted("refit", refit_seconds(problem, arrangement, self.efficiency))
+        terms["switch"] = self._fitted("switch", switch_seconds(problem, arrangement, self.efficiency))
         sums = {name: sum(parts.values()) for name, parts in terms.items()}
         overlapped = 0.0
         if arrangement.placement == Placement.APART and arrangement.lag > 0:
             overlapped = min(sums["rollout"], sums["train"] + sums["logprobs"])
         whole = sum(sums.values()) or 1.0
-        spread = math.sqrt(sum((self.spread.get(name, 0.3) * s) ** 2 for name, s in sums.items())) / whole
+        spread = math.sqrt(sum((SPREAD.get(name, 0.3) * s) ** 2 for name, s in sums.items())) / whole
         return Times(terms=terms, low=1 / (1 + spread), high=1 + spread, overlapped=overlapped)
 
-    def _calibrated(self, phase: str, terms: Mapping[str, float]) -> dict[str, float]:
-        return {term: s * self.factors.get(f"{phase}/{term}", 1.0) for term, s in terms.items() if s}
+    def _fitted(self, phase: str, terms: Mapping[str, float]) -> dict[str, float]:
+        factor = self.factors.get(phase, 1.0)
+        return {term: s * factor for term, s in terms.items() if s}
 
 
 def refit_bytes(problem: Problem, arrangement: Arrangement) -> float:
@@ -132,16 +110,10 @@ def switch_seconds(problem: Problem, arrangement: Arrangement, efficiency: Effic
         own = local_bytes(problem, arrangement.train.layout, problem.precision.base)
         theirs = local_bytes(problem, _sampling(problem, arrangement), problem.precision.sampler)
         found["base"] = (both * own + theirs) / pcie
-    elif "base" in arrangement.slept:
-        found["base"] = both * local_bytes(problem, arrangement.train.layout, problem.precision.base) / pcie
-    if "adapters" in arrangement.slept:
-        found["adapters"] = 2.0 * state_bytes(problem, arrangement.train) / pcie
     return found
 
 
 __all__ = [
-    "BYTES",
-    "CALLS",
     "SPREAD",
     "Efficiency",
     "Roofline",

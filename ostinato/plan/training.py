@@ -20,7 +20,7 @@ from ostinato.plan.cluster import peak
 from ostinato.plan.comm import Layer, Message, Talk, layers_of, ring
 from ostinato.plan.imbalance import straggler
 from ostinato.plan.leaves import end_sizes, gathered_values, gradient_messages, gradient_sizes
-from ostinato.plan.memory import state_terms, weight_bytes
+from ostinato.plan.memory import weight_bytes
 from ostinato.plan.parts import layer_elements, stage_elements
 from ostinato.plan.problem import DType, Problem, Recompute, Setup
 from ostinato.plan.roofline import Efficiency, Wires
@@ -28,7 +28,6 @@ from ostinato.plan.roofline import Efficiency, Wires
 AXIS_TERMS = {"t": "tensor", "c": "context", "e": "expert exchange", "f": "weight gather", "p": "pipeline"}
 HEAD_SWEEPS = 6.0  # times that a chunk of logits is read or written, in fp32
 OPTIMIZER_BYTES = 28.0  # read and written per value by AdamW: weight, both moments, and the gradient read
-HOST_RATE = 20e9  # bytes/s of AdamW in host memory, per device: assumed
 
 Terms = defaultdict[str, float]
 
@@ -227,7 +226,7 @@ class _Price:
         moe = self.problem.config.moe
         if moe is None or self.layout.expert == 1:
             return 1.0
-        return straggler(self.problem.imbalance, moe.num_experts, self.layout.expert).mean
+        return straggler(moe.num_experts, self.layout.expert).mean
 
     def gather(self, kind: Kind, operation: str = "all_gather") -> list[Message]:
         values = gathered_values(self.problem.config, self.layout, moe=kind.messages.mixture)
@@ -273,12 +272,7 @@ class _Price:
         sums = gradient_messages(problem.config, problem.adapter, self.layout, stage, width)
         terms = _terms({"gradients": self.seconds(sums)})
         values = sum(gradient_sizes(problem.config, problem.adapter, self.layout, stage).values())
-        if self.setup.optimizer_on_host:
-            pcie = problem.cluster.gpu.pcie * e.pcie
-            moved = values * (width + problem.precision.compute.num_bytes)
-            terms["optimizer"] = moved / pcie + values * OPTIMIZER_BYTES / HOST_RATE
-        else:
-            terms["optimizer"] = values * OPTIMIZER_BYTES / (problem.cluster.gpu.hbm * e.memory)
+        terms["optimizer"] = values * OPTIMIZER_BYTES / (problem.cluster.gpu.hbm * e.memory)
         return terms
 
 
@@ -313,23 +307,12 @@ def local_bytes(problem: Problem, layout: Layout, dtype: DType) -> float:
     return max(weight_bytes(elements, dtype, layout.shard) for elements in found)
 
 
-def state_bytes(problem: Problem, setup: Setup) -> float:
-    """Of the fullest rank: trained weights, gradients and moments, where they are on the device."""
-    found = (
-        stage_elements(problem.config, problem.adapter, setup.layout, stage)
-        for stage in range(setup.layout.pipeline)
-    )
-    terms = (state_terms(problem, elements, setup)[0] for elements in found)
-    return max(sum(size for name, size in one.items() if name != "base weights") for one in terms)
-
-
 __all__ = [
     "Load",
     "all_pairs",
     "kinds_of",
     "load_of",
     "local_bytes",
-    "state_bytes",
     "train_seconds",
     "trained_values",
 ]

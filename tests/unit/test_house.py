@@ -66,7 +66,7 @@ BUDGETS = {
     "observe": 6_100,
     "engine": 5_900,
     "model": 5_900,
-    "plan": 5_800,
+    "plan": 4_950,
     "cli": 1_100,  # 1,000 and the options of serve
     "serve": 3_000,  # what the plan gives to it
     "ablate": 800,

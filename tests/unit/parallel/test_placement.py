@@ -166,57 +166,6 @@ def test_slots_are_places_among_all_that_ranks_keep() -> None:
     assert (placement.slots(placement.contiguous(1, 6, 3)) == np.arange(6)).all()
 
 
-# ---- moving
-
-
-def moved(windows: np.ndarray, owner: np.ndarray, **changed: float) -> placement.Move:
-    terms = {"ranks": 4, "steps": 1000, "row_s": 1e-6, "expert_bytes": 10**6, "bytes_per_s": 1e9, **changed}
-    return placement.rebalanced(owner, windows, **terms)  # type: ignore[arg-type]
-
-
-def windows_of(popularity: np.ndarray, steps: int, tokens: int, seed: int = 0) -> np.ndarray:
-    """[W, L, E] loads of steps that draw from the same popularity."""
-    rng = np.random.default_rng(seed)
-    shares = popularity / popularity.sum(axis=1, keepdims=True)
-    return np.stack([[rng.multinomial(tokens, one) for one in shares] for _ in range(steps)])
-
-
-def test_a_move_pays_and_moves_little() -> None:
-    windows = windows_of(drawn(5, 3, 32), 8, 20_000)
-    owner = placement.contiguous(3, 32, 4)
-    move = moved(windows, owner)
-    before, after = (load.imbalance(windows.sum(0), one, 4).straggler for one in (owner, move.owner))
-    best = load.imbalance(windows.sum(0), placement.place(windows.sum(0), 4), 4).straggler
-    assert after < before and after - best < 0.25 * (before - best)
-    assert move.moved == (move.owner != owner).sum() < 3 * 32 / 2  # not everything
-    assert move.moved_bytes == move.moved * 10**6
-    assert move.gain_s > move.cost_s > 0
-    assert (np.sort(move.owner, axis=1) == owner).all()
-
-
-def test_dear_moves_and_short_runs_stay() -> None:
-    windows, owner = windows_of(drawn(5, 3, 32), 8, 20_000), placement.contiguous(3, 32, 4)
-    for changed in ({"bytes_per_s": 1.0}, {"steps": 0}):
-        move = moved(windows, owner, **changed)
-        assert (move.owner == owner).all() and move.moved == move.gain_s == move.cost_s == 0
-    moves = [moved(windows, owner, bytes_per_s=speed).moved for speed in (1e6, 1e7, 1e8, 1e9)]
-    assert moves == sorted(moves)
-
-
-def test_noise_is_no_reason_to_move() -> None:
-    """Experts that are equally popular are never equally loaded; what was chosen by one half of the steps
-    does nothing for the other, where a judge that had seen them all would have moved."""
-    windows, owner = windows_of(np.ones((20, 32)), 16, 3000), placement.contiguous(20, 32, 4)
-    honest = moved(windows, owner)
-    flattered = moved(np.repeat(windows.sum(0)[None] / 16, 2, axis=0), owner)
-    assert honest.gain_s < 0.35 * flattered.gain_s
-
-
-def test_one_step_is_no_judge() -> None:
-    with pytest.raises(ValueError, match="two at least"):
-        moved(np.ones((1, 1, 4)), placement.contiguous(1, 4, 4))
-
-
 @settings(max_examples=50, deadline=None)
 @given(problems())
 def test_swaps_only_improve(problem: tuple[np.ndarray, int]) -> None:

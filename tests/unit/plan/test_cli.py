@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from ostinato.cli.app import app
-from ostinato.plan.calibrate import Calibration, keep, kept_file
 from ostinato.plan.named import find_model
 
 ARGUMENTS = ["plan", "qwen3-30b-a3b", "--gpus", "2xH100-80", "--lora-rank", "16", "--max-answer", "4096"]
@@ -58,11 +57,8 @@ def test_a_folder_is_a_model(tmp_path: Path) -> None:
         (["--rollout-layout", "d1c2"], "rollout-layout: layout c2 has c2"),
         (["--rollout-layout", "d4"], "rollout-layout is d4 of 4 ranks, but of 2 GPUs 2 train and 2 sample"),
         (["--launch", "--json", "-"], "--launch and --json - both write"),
-        (["--against", "/nowhere", "--launch"], "--against and --launch are two questions"),
-        (["--against", "/nowhere", "--json", "x.json"], "--against and --json are two questions"),
         (["--gpus", "many"], "gpus is 'many'"),
         (["--answers", "/nowhere.json"], "cannot be read"),
-        (["--loads", "/nowhere.json"], "--loads is"),
     ],
 )
 def test_mistakes_are_one_sentence(more: list[str], words: str) -> None:
@@ -91,18 +87,7 @@ def test_planning_loads_no_torch() -> None:
     assert done.stderr.strip().endswith("light"), done.stderr
 
 
-@pytest.mark.slow
-def test_factors_of_another_version_are_left_alone_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file = kept_file("H100-80")
-    keep(Calibration(factors={"train/experts": 2.0}, median=0.1, worst=0.2, observations=9), file)
-    assert "from 9 measured steps" in run(*ARGUMENTS, *SHORT)
-    kept = json.loads(file.read_text())
-    for odd in ({"efficiency": {"warp": 0.5}}, {"efficiency": None}, {"factors": {"train/experts": -1}}):
-        file.write_text(json.dumps(kept | odd))
-        assert "is of another version" in " ".join(run(*ARGUMENTS, *SHORT).split())
-    del kept["efficiency"]
-    file.write_text(json.dumps(kept))
-    assert "is of another version" in " ".join(run(*ARGUMENTS, *SHORT).split())
+def test_money_is_devices_times_hours() -> None:
+    first = json.loads(run(*ARGUMENTS, *SHORT, "--json", "-", "--price", "3"))["plans"][0]
+    assert first["cost_per_step"] == pytest.approx(2 * 3 * first["seconds_total"] / 3600)
+    assert first["cost_of_run"] == pytest.approx(1000 * first["cost_per_step"])

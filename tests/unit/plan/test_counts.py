@@ -17,13 +17,9 @@ from worlds import KINDS, SIZES
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
-from ostinato.model.shapes import layer_shapes
 from ostinato.plan.counts import (
-    ExpertForm,
-    Role,
     adapter_counts,
     counts,
-    expert_adapter_unit,
     logical_shapes,
 )
 from ostinato.plan.named import find_model, known_models
@@ -101,51 +97,6 @@ def mlp_unit(config: ModelConfig) -> int:
 )
 def test_tinker_counts_of_mlp_adapters(name: str, published: int) -> None:
     assert mlp_unit(config_of(name)) == published
-
-
-@pytest.mark.parametrize(
-    ("form", "billions"),
-    [
-        (ExpertForm.PER_EXPERT_FUSED, (3.8, 7.6, 15.1, 60.4)),
-        (ExpertForm.PER_EXPERT, (5.1, 10.2, 20.4, 81.5)),
-        (ExpertForm.SHARED_OUTER, (1.14, 2.3, 4.6, 18.3)),
-        (ExpertForm.PER_RANK_FUSED, (0.31, 0.63, 1.26, 5.0)),
-        (ExpertForm.ONE_PER_LAYER, (0.01, 0.02, 0.04, 0.16)),
-    ],
-)
-def test_the_table_of_kimi_k2_adapters(form: ExpertForm, billions: tuple[float, ...]) -> None:
-    """Section 4 of the notes, r = 8, 16, 32, 128."""
-    unit = expert_adapter_unit(config_of("kimi-k2"), form, expert_ranks=32)
-    for rank, published in zip((8, 16, 32, 128), billions, strict=True):
-        places = len(str(published).partition(".")[2])
-        assert unit * rank / 1e9 == pytest.approx(published, abs=0.51 * 10**-places)  # 7.55 is printed 7.6
-
-
-def other_adapter_unit(config: ModelConfig, *, fused: bool) -> int:
-    """Parameters per unit of rank of the adapters on everything but routed experts, router and head."""
-    total = 0
-    for layer in range(config.num_layers):
-        shapes = layer_shapes(config, layer)
-        for name, (*experts, out, into) in shapes.items():
-            if experts or name == "router" or (fused and name.endswith(".up")):
-                continue
-            twice = fused and name.endswith(".gate")  # B of gate and up, one A
-            total += into + out * (2 if twice else 1)
-    return total
-
-
-def test_closed_forms_are_what_adapters_have() -> None:
-    """The forms that are ours, against the shapes that are trained."""
-    for name in ("kimi-k2", "qwen3-30b-a3b", "seed-moe"):
-        config = config_of(name)
-        for form, scheme in {
-            ExpertForm.PER_EXPERT: ExpertScheme.PER_EXPERT,
-            ExpertForm.SHARED_OUTER: ExpertScheme.SHARED_OUTER,
-        }.items():
-            spec = AdapterSpec(rank=3, targets=("experts",), expert_scheme=scheme)
-            assert adapter_counts(config, spec) == {Role.EXPERTS: 3 * expert_adapter_unit(config, form)}
-        spec = AdapterSpec(rank=1, targets=("attn", "mlp", "shared"))
-        assert sum(adapter_counts(config, spec).values()) == other_adapter_unit(config, fused=False)
 
 
 @given(

@@ -164,11 +164,11 @@ def test_states_of_adapters_and_of_all_parameters() -> None:
     case = kimi()
     setup = Setup(layout=Layout.parse("d64e64"))
     elements = stage_elements(case.config, case.adapter, setup.layout, 0)
-    terms, host = memory.state_terms(case, elements, setup)
-    assert sum(terms.values()) - terms["base weights"] == 16 * elements.adapters and host == 0
+    terms = memory.state_terms(case, elements, setup)
+    assert sum(terms.values()) - terms["base weights"] == 16 * elements.adapters
     for base, each in ((DType.BF16, 18), (DType.FP32, 16)):
         full = kimi(None, base=base)
-        terms, _ = memory.state_terms(full, elements, setup)
+        terms = memory.state_terms(full, elements, setup)
         assert sum(terms.values()) == each * elements.trainable + 4 * elements.untrained
 
 
@@ -184,7 +184,7 @@ def test_pieces_cut_matrices_of_layers_only(shard: int) -> None:
     )
     layout = Layout(data=4, shard=shard)
     elements = stage_elements(config, None, layout, 0)
-    terms, _ = memory.state_terms(case, elements, Setup(layout=layout))
+    terms = memory.state_terms(case, elements, Setup(layout=layout))
     cut = elements.matrices + elements.routers
     assert sum(terms.values()) == 16 * (elements.trainable - cut + cut / shard) + 4 * elements.untrained
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import pytest
 from plan_world import arrangement, problem
 
 from ostinato.observe.report import plan as shown
 from ostinato.observe.report.plan import plan_sections
 from ostinato.observe.report.reading import read_run
-from ostinato.plan.calibrate import calibrate
+from ostinato.plan.fit import IN_TURNS, OVERLAPPED
 from ostinato.plan.memory import memory
 from ostinato.plan.problem import Phase
-from ostinato.plan.record import FILE, IN_TURNS, OVERLAPPED, observations, record, write
+from ostinato.plan.record import FILE, record, write
+from ostinato.plan.search import Plan
 from ostinato.plan.time import Roofline
 from ostinato.plan.traffic import step_traffic, traffic
 from ostinato.run import RunFolder
@@ -22,13 +23,13 @@ from ostinato.run import RunFolder
 ONE, CHOSEN = problem(), arrangement("d8t2", "d16")
 
 
-def planned() -> dict:
+def planned(**more: Any) -> dict[str, Any]:
     found = {phase: memory(ONE, CHOSEN, phase) for phase in Phase}
-    sent = traffic(ONE, Phase.TRAIN, CHOSEN.train)
-    return record(ONE, CHOSEN, Roofline().step(ONE, CHOSEN), found, sent)
+    plan = Plan(arrangement=CHOSEN, memory=found, times=Roofline().step(ONE, CHOSEN))
+    return record(ONE, plan, asked={}, factors={}) | more
 
 
-def folder(path: Path, plan: dict, steps: int = 4) -> RunFolder:
+def folder(path: Path, plan: dict[str, Any], steps: int = 4) -> RunFolder:
     """A run of the plan that takes twice as long to train as it was planned to."""
     run = RunFolder.create(path, 'name = "planned"\n')
     write(path / FILE, plan)
@@ -42,16 +43,6 @@ def folder(path: Path, plan: dict, steps: int = 4) -> RunFolder:
     return run
 
 
-def test_a_run_teaches_the_factors_of_its_phases(tmp_path: Path) -> None:
-    run = folder(tmp_path / "run", planned())
-    seen = observations("run", planned(), run.metrics.rows())
-    assert [one.name for one in seen] == ["run rollout", "run train"]
-    assert seen[1].seconds == pytest.approx(2 * seen[1].predicted)
-    factors = calibrate(seen).factors
-    assert seen[1].under(factors) == pytest.approx(seen[1].seconds, rel=0.1)
-    assert observations("none", planned(), []) == []
-
-
 def test_the_report_measures_what_a_fit_learns_from() -> None:
     """Training had been compared with the plan's without the publish that is in it."""
     assert shown.IN_TURNS == IN_TURNS and shown.OVERLAPPED == OVERLAPPED
@@ -59,7 +50,7 @@ def test_the_report_measures_what_a_fit_learns_from() -> None:
 
 def test_what_was_weighed_is_shown_with_a_plan_or_without(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", planned())
-    run.replan.append({"step": 4, "switch": True, "reason": "shorter answers", "saved_s": 3.0, "world": None})
+    run.replan.append({"step": 4, "switch": True, "reason": "shorter answers", "answers": []})
     data = read_run(run)
     for one in (data, replace(data, plan={})):
         (section,) = plan_sections(one)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from plan_world import arrangement, problem, setup
 
 from ostinato.plan.cluster import peak
-from ostinato.plan.money import cost
 from ostinato.plan.problem import Base, DType, Phase, Placement, Problem, Setup, Work
 from ostinato.plan.roofline import Efficiency
 from ostinato.plan.time import Roofline
@@ -90,14 +89,6 @@ def test_the_bubble_is_that_of_1f1b(stages: int) -> None:
     assert twice["bubble"] == pytest.approx(terms["bubble"] / 2, rel=0.2)
 
 
-def test_stragglers_cost_what_they_are_behind() -> None:
-    one = problem("qwen3-30b-a3b", "16xH100-80")
-    even = replace(one, imbalance=replace(one.imbalance, sigma=0.0))
-    how = setup("d16e16")
-    assert "imbalance" not in CLOCK.phase(even, Phase.TRAIN, how)
-    assert CLOCK.phase(one, Phase.TRAIN, how)["imbalance"] > 0
-
-
 def test_the_longest_answer_is_waited_for() -> None:
     """The same number of tokens, one of them in a long tail: decoding takes as many steps as the tail is
     long."""
@@ -121,10 +112,8 @@ def test_apart_and_late_runs_side_by_side() -> None:
     assert 0 < late.low < 1 < late.high
 
 
-def test_money_is_devices_times_hours() -> None:
-    one, plan = problem(gpus="8xH100-80"), arrangement("d8", "d8")
-    times = CLOCK.step(one, plan)
-    money = cost(one, plan, times)
-    assert money.step == pytest.approx(8 * one.cluster.gpu.price * times.total / 3600)
-    assert money.run == pytest.approx(1000 * money.step)
-    assert "8 devices" in money.assumption() and "$2.5" in money.assumption()
+def test_factors_multiply_their_phase() -> None:
+    one, how = problem(), setup("d16")
+    before = CLOCK.phase(one, Phase.TRAIN, how)
+    after = Roofline(factors={"train": 2.0, "rollout": 9.0}).phase(one, Phase.TRAIN, how)
+    assert after == {term: 2 * seconds for term, seconds in before.items()}
