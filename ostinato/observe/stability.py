@@ -1,7 +1,7 @@
 """The stability watch: does a run still learn, or has it begun to come apart?
 
 Mixtures of experts rarely break in one step. Sampler and trainer drift apart, the gradient answers for tokens
-that the sampler would not have drawn, and the reward follows some tens of steps later. ``alarms`` reads that
+that the sampler would not have drawn, and the reward follows some tens of steps later. ``Watch`` reads that
 from columns which every run writes. The condition of a rule has to hold for several steps in a row; a rule is
 reported once, from the past alone: the alarms after n steps are those of the first n of a longer run.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from numbers import Real
@@ -104,7 +104,6 @@ class Alarm:
     rule: Rule
     collapse: bool
     sentence: str  # for people; names neither step
-    figures: Mapping[str, float]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -164,11 +163,11 @@ class Sign(NamedTuple):
     steps: int
     holds: bool
     sentence: str
-    figures: Mapping[str, float]
 
 
 class Watch:
-    """``alarms`` row by row, for a run that goes on: some tens of microseconds and a few numbers a step."""
+    """Row by row, for a run that goes on: some tens of microseconds and a few numbers a step. Each rule is
+    reported once; values that are missing or not finite raise nothing."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
@@ -188,22 +187,20 @@ class Watch:
     def see(self, row: Row) -> list[Alarm]:
         """The rules that are met with this row of metrics.jsonl. What is missing, null or not finite is no
         value: it neither goes on with a streak nor ends it."""
-        reward = _number(row, "reward")
-        spread = _number(row, "reward_std")
-        for course, value in ((self._reward, reward), (self._spread, spread)):
-            if value is not None:
-                course.add(value)
-        signs = [
-            self._tail(_number(row, "sampling/tail_2")),
-            self._kl(_number(row, "sampling/kl_k3")),
-            None if reward is None else self._fall(),
-            self._gradient(_number(row, "grad_norm")),
-            *self._entropies(_number(row, "entropy")),
-            *self._cut_short(_number(row, "completions/clipped_ratio")),
-        ]
-        step = int(_number(row, "step") or 0)
-        judged = [self._judge(step, sign) for sign in signs if sign is not None]
-        return [alarm for alarm in judged if alarm is not None]
+        if (spread := _number(row, "reward_std")) is not None:
+            self._spread.add(spread)
+        step, found = int(_number(row, "step") or 0), list[Alarm]()
+        for key, rule in (
+            ("sampling/tail_2", self._tail),
+            ("sampling/kl_k3", self._kl),
+            ("reward", self._fall),
+            ("grad_norm", self._gradient),
+            ("entropy", self._entropies),
+            ("completions/clipped_ratio", self._cut_short),
+        ):
+            if (value := _number(row, key)) is not None:
+                found += [alarm for sign in rule(value) if (alarm := self._judge(step, sign))]
+        return found
 
     def _judge(self, step: int, sign: Sign) -> Alarm | None:
         streak = self._streaks[sign.rule]
@@ -214,129 +211,94 @@ class Watch:
         if len(streak) < sign.steps or sign.rule in self._reported:
             return None
         self._reported.add(sign.rule)
-        return Alarm(step, streak[0], sign.rule, sign.rule in COLLAPSES, sign.sentence, sign.figures)
+        return Alarm(step, streak[0], sign.rule, sign.rule in COLLAPSES, sign.sentence)
 
-    def _tail(self, share: float | None) -> Sign | None:
-        if share is None:
-            return None
+    def _tail(self, share: float) -> Iterator[Sign]:
         limit = self._limits.tail
         sentence = (
             f"F(2) is {share:.2g}: trainer and sampler give that share of the tokens probabilities "
             f"more than a factor of 2 apart (limit {limit:g}), so what is learned is not what was sampled"
         )
-        figures = {"tail_2": share, "limit": limit}
-        return Sign(Rule.TAIL, self._limits.tail_steps, share > limit, sentence, figures)
+        yield Sign(Rule.TAIL, self._limits.tail_steps, share > limit, sentence)
 
-    def _kl(self, k3: float | None) -> Sign | None:
-        if k3 is None:
-            return None
+    def _kl(self, k3: float) -> Iterator[Sign]:
         limits, early = self._limits, list(self._early)
         if len(early) < limits.kl_early:
             self._early.append(k3)
         if len(early) < limits.least:
-            return None
+            return
         start = median(early)
         limit = max(limits.kl_times * start, limits.kl_nats)
         sentence = (
             f"KL(sampler || trainer) is {k3:.2g} nats per token by k3, where its first steps had a "
             f"median of {start:.2g} (limit {limit:.2g})"
         )
-        figures = {"k3": k3, "early_median": start, "limit": limit}
-        return Sign(Rule.KL, limits.kl_steps, k3 > limit, sentence, figures)
+        yield Sign(Rule.KL, limits.kl_steps, k3 > limit, sentence)
 
-    def _lost(self) -> float:
-        """How far the reward has fallen from its highest, in units of what it had gained, or of the deviation
-        between answers where that is more; neither depends on what a reward of 0 means."""
-        course = self._reward
-        if course.now is None or course.now >= course.best:
-            return 0.0
-        scale = max(course.best - course.start, self._spread.now or 0.0)
-        return (course.best - course.now) / scale if scale > 0 else math.inf
-
-    def _fall(self) -> Sign | None:
+    def _fall(self, reward: float) -> Iterator[Sign]:
         limits, course = self._limits, self._reward
+        course.add(reward)
         if course.now is None:
-            return None
-        beyond_noise = course.best - course.now > limits.reward_errors * course.error
+            return
+        # how far it has fallen, in units of what it had gained, or of the deviation between answers where
+        # that is more; neither depends on what a reward of 0 means
+        lost, scale = course.best - course.now, max(course.best - course.start, self._spread.now or 0.0)
+        deep = lost > 0 and (lost / scale if scale > 0 else math.inf) > limits.reward_lost
+        beyond_noise = lost > limits.reward_errors * course.error
         # where no reward was below 0, 0 is their zero, and a collapse is below half of the highest as well
         halved = course.lowest < 0 or course.now < course.best / 2
         sentence = (
             f"the reward is {course.now:.3g} after {course.best:.3g} at its highest and "
             f"{course.start:.3g} at the start (means of {course.window} steps)"
         )
-        figures = {"reward": course.now, "highest": course.best, "start": course.start}
-        holds = self._lost() > limits.reward_lost and beyond_noise and halved
-        return Sign(Rule.REWARD, limits.reward_steps, holds, sentence, figures)
+        yield Sign(Rule.REWARD, limits.reward_steps, deep and beyond_noise and halved, sentence)
 
-    def _gradient(self, norm: float | None) -> Sign | None:
-        if norm is None or norm <= 0:  # a step without a gradient
-            return None
+    def _gradient(self, norm: float) -> Iterator[Sign]:
+        if norm <= 0:  # a step without a gradient
+            return
         limits, before = self._limits, len(self._norms)
         typical = median(self._norms) if before else 0.0
         insort(self._norms, norm)
         if before < limits.gradient_before:
-            return None
+            return
         sentence = f"the gradient norm is {norm:.3g}, {norm / typical:.0f} times the median before it"
-        figures = {"grad_norm": norm, "median": typical}
-        return Sign(
-            Rule.GRADIENT, limits.gradient_steps, norm > limits.gradient_times * typical, sentence, figures
-        )
+        yield Sign(Rule.GRADIENT, limits.gradient_steps, norm > limits.gradient_times * typical, sentence)
 
-    def _entropies(self, entropy: float | None) -> list[Sign]:
-        if entropy is None:
-            return []
-        limits, course = self._limits, self._entropy
+    def _entropies(self, entropy: float) -> Iterator[Sign]:
+        limits, course, reward = self._limits, self._entropy, self._reward
         course.add(entropy)
         if course.now is None:
-            return []
+            return
         now, start = course.now, course.start
-        reward = self._reward
         needed = reward.start + limits.thriving * (reward.best - reward.start)
         thriving = reward.now is not None and reward.now >= needed
-        figures = {"entropy": now, "start": start}
-        sentence = f"entropy is {now:.3g} nats per token after {start:.3g} at the start"
         low = now < limits.entropy_left * start and not thriving
         high = now > max(limits.entropy_times * start, start + limits.entropy_nats) and course.rising
-        return [
-            Sign(rule, limits.entropy_steps, holds, sentence + why, figures)
-            for rule, holds, why in (
-                (Rule.ENTROPY_LOW, low, ", and the reward is not near its best: the policy has narrowed"),
-                (Rule.ENTROPY_HIGH, high, " and rising: the policy is dissolving"),
-            )
-        ]
+        sentence = f"entropy is {now:.3g} nats per token after {start:.3g} at the start"
+        narrowed = f"{sentence}, and the reward is not near its best: the policy has narrowed"
+        dissolving = f"{sentence} and rising: the policy is dissolving"
+        yield Sign(Rule.ENTROPY_LOW, limits.entropy_steps, low, narrowed)
+        yield Sign(Rule.ENTROPY_HIGH, limits.entropy_steps, high, dissolving)
 
-    def _cut_short(self, share: float | None) -> list[Sign]:
-        if share is None:
-            return []
+    def _cut_short(self, share: float) -> Iterator[Sign]:
         limits, course = self._limits, self._truncated
         course.add(share)
         if course.now is None:
-            return []
-        now, start = course.now, course.start
+            return
+        now, start, steps = course.now, course.start, limits.truncated_steps
         warning, alarm = limits.truncated_warning, limits.truncated_alarm
         was_low = course.least <= warning  # what began high and came down may rise again
         much = alarm if was_low or start <= alarm else start + limits.truncated_rise
         sentence = f"{now:.0%} of the answers were cut by length (mean of {course.window} steps)"
         rose = f"{sentence} after {start:.0%} at the start"
-        figures = {"truncated": now, "start": start}
-        rules = (
-            (Rule.TRUNCATED_EARLY, start > warning, f"the run begins with truncated answers: {sentence}"),
-            (Rule.TRUNCATED, was_low and now > warning, f"truncation has risen: {rose}"),
-            (
-                Rule.TRUNCATED_MUCH,
-                now > much,
-                f"truncation has risen to where published runs did not recover, and rollout.interrupt_after, "
-                f"algo.overlong_buffer or more rollout.max_tokens end it: {rose}",
-            ),
+        early = f"the run begins with truncated answers: {sentence}"
+        lost = (
+            "truncation has risen to where published runs did not recover, and rollout.interrupt_after, "
+            f"algo.overlong_buffer or more rollout.max_tokens end it: {rose}"
         )
-        return [Sign(rule, limits.truncated_steps, holds, text, figures) for rule, holds, text in rules]
-
-
-def alarms(rows: Iterable[Row], limits: Limits | None = None) -> list[Alarm]:
-    """Every alarm of a run, from its rows of metrics.jsonl in order; each rule at most once. Raises nothing
-    for values that are missing or not finite."""
-    watch = Watch(limits)
-    return [alarm for row in rows for alarm in watch.see(row)]
+        yield Sign(Rule.TRUNCATED_EARLY, steps, start > warning, early)
+        yield Sign(Rule.TRUNCATED, steps, was_low and now > warning, f"truncation has risen: {rose}")
+        yield Sign(Rule.TRUNCATED_MUCH, steps, now > much, lost)
 
 
 def watch_after(rows: Iterable[Row], limits: Limits | None = None) -> Watch:

@@ -197,18 +197,16 @@ class Usage:
         return sum(shares) / len(shares) if shares else None
 
 
-def usage(spans: Iterable[Span], start: float, stop: float, workers: Sequence[str] = ()) -> Usage:
-    """Of one window. ``workers`` are looked at even where they did nothing."""
-    return usages(spans, [(start, stop)], workers)[0]
+def usage(spans: Iterable[Span], start: float, stop: float) -> Usage:
+    """Of one window."""
+    return usages(spans, [(start, stop)])[0]
 
 
-def usages(
-    spans: Iterable[Span], windows: Sequence[tuple[float, float]], workers: Sequence[str] = ()
-) -> list[Usage]:
+def usages(spans: Iterable[Span], windows: Sequence[tuple[float, float]]) -> list[Usage]:
     """Of each of many windows, which are in order and do not overlap."""
     stops = [stop for _, stop in windows]
     sums: list[dict[tuple[str, Kind], float]] = [defaultdict(float) for _ in windows]
-    until: dict[str, float] = dict.fromkeys(workers, float("-inf"))
+    until: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.start):
         start = max(span.start, until.get(span.worker, span.start))
         if start >= span.stop > span.start:  # all of it is within an earlier one

@@ -37,7 +37,7 @@ def _flops(spell: Spell) -> float:
 
 def _tokens(spell: Spell) -> float:
     row = spell.row
-    return row["tokens"]["sampled"] - _reused(row, "sampled") if spell.event is Event.STEP else 0
+    return _sampled(row) - _reused(row, "sampled") if spell.event is Event.STEP else 0
 
 
 AXES: Mapping[Axis, Callable[[Spell], float]] = {
@@ -111,6 +111,10 @@ def _all_flops(row: Row) -> int:
     return sum(row["flops"].values())
 
 
+def _sampled(row: Row) -> int:
+    return row["tokens"]["sampled"]
+
+
 def _reused(row: Row, what: str) -> int:
     return row.get("reused", {}).get(what, 0)
 
@@ -175,19 +179,21 @@ def summary(rows: Iterable[Row]) -> Summary:
     kept, again = _kept_and_repeated(passed)
     every = [*kept, *again]
     left = "unused" if passed and passed[-1].event is Event.END else "pending"
-    useful, wasted = _useful_and_wasted(kept, again, left)
-    tokens, dropped = _token_sums(kept, again, left)
+    counted = all("flops" in row for row in every)
+    tokens, trained = _net(every, "tokens", {name: name for name in SAMPLED}), _net(kept, "tokens", {})
     return Summary(
         sessions=sum(spell.event is Event.START for spell in passed),
         steps=len(kept),
         repeated=len(again),
         wall=_wall(passed),
         pools={name: _pool(passed, name) for name in _pool_names(passed)},
-        tokens=tokens,
-        dropped=dropped,
+        tokens={name: n if name in SAMPLED else trained.get(name, 0) for name, n in tokens.items()},
+        dropped=_in_vain(
+            kept, again, left, "sampled", _sampled, lambda row: row["tokens"].get("dropped", {})
+        ),
         flops=_net(every, "flops", {"sample": "flops"}),
-        useful=useful,
-        wasted=wasted,
+        useful=sum(row["useful"] for row in kept) if counted else None,
+        wasted=_in_vain(kept, again, left, "flops", _all_flops, lambda row: row["wasted"]) if counted else {},
         evaluation=_evaluated(passed),
         compute=_compute(rows=[spell.row for spell in passed]),
         money=_bill(passed),
@@ -219,51 +225,34 @@ def _net(rows: Sequence[Row], key: str, reused: Mapping[str, str]) -> dict[str, 
     return dict(sums)
 
 
-def _pending(kept: Sequence[Row], what: str, name: str) -> dict[str, int]:
-    """What was played ahead and not trained on, under ``name``; empty without any."""
-    count = sum(row.get("pending", {}).get(what, 0) for row in kept)
-    return {name: count} if count else {}
-
-
-def _useful_and_wasted(
-    kept: Sequence[Row], again: Sequence[Row], left: str
-) -> tuple[int | None, dict[str, int]]:
-    every = [*kept, *again]
-    if not all("flops" in row for row in every):
-        return None, {}
-    wasted = Counter[str](_pending(kept, "flops", left))
+def _in_vain(
+    kept: Sequence[Row],
+    again: Sequence[Row],
+    left: str,
+    what: str,
+    of: Callable[[Row], int],
+    reasons: Callable[[Row], Mapping[str, int]],
+) -> dict[str, int]:
+    """By reason; what was played ahead and not trained on is ``left``, what steps that were done again have
+    spent twice is "repeated"."""
+    found = Counter[str]()
+    if pending := sum(row.get("pending", {}).get(what, 0) for row in kept):
+        found[left] = pending
     for row in kept:
-        wasted.update(row["wasted"])
+        found.update(reasons(row))
     if again:
-        wasted["repeated"] = sum(map(_all_flops, again)) - sum(_reused(row, "flops") for row in every)
-    return sum(row["useful"] for row in kept), dict(wasted)
+        found["repeated"] = sum(map(of, again)) - sum(_reused(row, what) for row in (*kept, *again))
+    return dict(found)
 
 
 # paid for by whoever sampled first
 SAMPLED = ("prefilled", "sampled", "drafted", "accepted", "injected", "recomputed")
 
 
-def _token_sums(
-    kept: Sequence[Row], again: Sequence[Row], left: str
-) -> tuple[dict[str, int], dict[str, int]]:
-    every = [*kept, *again]
-    sums = _net(every, "tokens", {name: name for name in SAMPLED})
-    trained = _net(kept, "tokens", {})
-    sums = {name: n if name in SAMPLED else trained.get(name, 0) for name, n in sums.items()}
-    dropped = Counter[str](_pending(kept, "sampled", left))
-    for row in kept:
-        dropped.update(row["tokens"].get("dropped", {}))
-    if again:
-        spent_twice = sum(row["tokens"]["sampled"] for row in again)
-        dropped["repeated"] = spent_twice - sum(_reused(row, "sampled") for row in every)
-    return sums, dict(dropped)
-
-
 def _wall(passed: Sequence[Spell]) -> dict[str, float]:
     own = {Event.STEP: "steps", Event.EVAL: "evaluation", Event.SAVE: "saving", Event.LOST: "lost"}
-    sums: dict[str, float] = dict.fromkeys(
-        ("steps", "evaluation", "saving", "loading", "between", "lost"), 0.0
-    )
+    names = ("steps", "evaluation", "saving", "loading", "between", "lost")
+    sums = dict.fromkeys(names, 0.0)
     for spell in passed:
         sums[own.get(spell.event, "between")] += spell.seconds
         sums["loading" if spell.event is Event.START else "between"] += spell.gap
@@ -271,9 +260,8 @@ def _wall(passed: Sequence[Spell]) -> dict[str, float]:
 
 
 def _pool_names(passed: Sequence[Spell]) -> list[str]:
-    return list(
-        dict.fromkeys(name for spell in passed for name in [*devices_of(spell.start), *spell.devices])
-    )
+    names = (name for spell in passed for name in (*devices_of(spell.start), *spell.devices))
+    return list(dict.fromkeys(names))
 
 
 def _pool(passed: Sequence[Spell], name: str) -> Pool:

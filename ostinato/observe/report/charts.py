@@ -150,6 +150,21 @@ def held_out(data: RunData) -> Chart:
     return figure(rows, "Held-out score", note, "", series, empty=empty, key="held-out", **ends)
 
 
+def downstream_sections(data: RunData) -> list[Section]:
+    """pass@1 of each set that is not trained on; empty for a run that has none."""
+    if not data.downstream:
+        return []
+    steps = sorted({int(row["step"]) for rows in data.downstream.values() for row in rows})
+    series = []
+    for (name, rows), color in zip(data.downstream.items(), COLORS * len(data.downstream), strict=False):
+        of_step = {int(row["step"]): row for row in rows}
+        series.append(scored([of_step.get(step, {}) for step in steps], "pass@1", name, color, "dot"))
+    note = "pass@1 of sets that are not trained on; band: 95 % interval."
+    at = [{"step": step} for step in steps]
+    chart = figure(at, "Downstream scores", note, "", series, low=0.0, high=1.0)
+    return [Section(title="Downstream", anchor="downstream", charts=[chart])]
+
+
 def _signal(rows: Sequence[Row]) -> list[Chart]:
     solved_note = "Share of prompts solved by none, some or all of their answers; only “some” teaches."
     solved = {

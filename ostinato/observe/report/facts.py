@@ -137,16 +137,16 @@ def _verdict(before: Estimate | None, after: Estimate | None) -> tuple[str, str]
 
 def comparisons(data: RunData) -> Table:
     """Side by side with the baseline: the model at step 0, on the same prompts."""
-    before, after = ends(data.evals)
-    step = f"step {last_step(data.evals)}" if after else "not yet"
+    step = f"step {last_step(data.evals)}" if ends(data.evals)[1] else "not yet"
     head = ("before\nstep 0, the baseline", f"after\n{step}", "change")
-    rows = [] if (row := after or before) is None else [*_compared(data, row, before, after)]
+    rows = [*(_compared(data) if data.evals else ()), *_downstream(data)]
     return Table(title="held out", head=head, rows=rows, note=protocol(data))
 
 
-def _compared(data: RunData, row: Row, before: Row | None, after: Row | None) -> Iterator[Line]:
+def _compared(data: RunData) -> Iterator[Line]:
+    before, after = ends(data.evals)
     yield change_line("pass@1\nshare of prompts", before, after, "pass@1")
-    if (k := number(row, "k") or 1) > 1:
+    if (k := number(data.evals[-1], "k") or 1) > 1:
         yield change_line(f"pass@{k:.0f}\nshare of prompts", before, after, "pass@k")
     yield change_line("mean reward\nper answer", before, after, "reward")
     if data.greedy:
@@ -160,6 +160,15 @@ def _compared(data: RunData, row: Row, before: Row | None, after: Row | None) ->
         old, new = (None if one is None else number(one, key) for one in (before, after))
         change = "" if old is None or new is None else format(new - old, f"+{form}")
         yield name, *(NOT_MEASURED if one is None else format(one, form) for one in (old, new)), change
+
+
+def _downstream(data: RunData) -> Iterator[Line]:
+    """pass@1 of the sets that are not trained on, and the mean reward where their rows have one."""
+    for name, rows in data.downstream.items():
+        size = f"{number(rows[-1], 'n') or 0:.0f} prompts; after step {rows[-1]['step']}"
+        for key, kind in (("pass@1", "pass@1"), ("reward", "mean reward")):
+            if any(key in row for row in rows):
+                yield change_line(f"{name}, {kind}\n{size}", *ends(rows), key)
 
 
 def change_line(name: str, before: Row | None, after: Row | None, key: str) -> Line:

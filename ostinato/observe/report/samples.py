@@ -85,18 +85,15 @@ def _groups_per_step(log: JsonlZst, budget: int) -> int:
 
 def choose(by_step: Mapping[int, Sequence[Chunk]], budget: int) -> dict[int, list[Chunk]]:
     """As many chunks as fit into ``budget`` bytes, spread over the steps; one is kept in any case."""
-    order = [sorted(by_step)[index] for index in spread(len(by_step))]
-    rounds = max((len(chunks) for chunks in by_step.values()), default=0)
-    kept: dict[int, list[Chunk]] = {step: [] for step in by_step}
-    left, empty = budget, True
-    for turn in range(rounds):
-        for step in order:
-            if turn < len(by_step[step]):
-                chunk = by_step[step][turn]
-                if len(chunk.data) <= left or empty:
-                    kept[step].append(chunk)
-                    left, empty = left - len(chunk.data), False
-    return {step: chunks for step, chunks in kept.items() if chunks}
+    ranks = {sorted(by_step)[index]: rank for rank, index in enumerate(spread(len(by_step)))}
+    places = [(turn, ranks[step], step) for step, chunks in by_step.items() for turn in range(len(chunks))]
+    kept: dict[int, list[Chunk]] = {}
+    for turn, _, step in sorted(places):
+        chunk = by_step[step][turn]
+        if len(chunk.data) <= budget or not kept:
+            kept.setdefault(step, []).append(chunk)
+            budget -= len(chunk.data)
+    return kept
 
 
 def spread(n: int) -> list[int]:

@@ -12,8 +12,8 @@ import pytest
 from ostinato.config import ForecastSection
 from ostinato.launch.forecast import outlook
 from ostinato.observe.report import write_report
-from ostinato.observe.report.charts import Chart, to_plain
-from ostinato.observe.report.downstream import downstream_sections
+from ostinato.observe.report.charts import Chart, downstream_sections, to_plain
+from ostinato.observe.report.facts import comparisons
 from ostinato.observe.report.forecast import forecast_sections
 from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder
@@ -108,8 +108,8 @@ def test_downstream_sets_stand_beside_the_main_one(tmp_path: Path) -> None:
     hard, late = section.charts[0].series
     assert section.charts[0].steps == [0, 20]
     assert (hard.values, late.values) == ([0.1, 0.5], [None, 0.9])
-    cells = [row[1:] for row in section.tables[0].rows]
-    names = [row[0].partition("\n")[0] for row in section.tables[0].rows]
+    lines = [row for row in comparisons(data).rows if ", " in row[0].partition("\n")[0]]
+    cells, names = [row[1:] for row in lines], [row[0].partition("\n")[0] for row in lines]
     assert names == ["<b>hard, pass@1", "late, pass@1", "late, mean reward"]
     assert cells[2][1] == "1.500 [1.304, 1.696]"
     assert cells[0][2].startswith("+0.400 [") and cells[1][0] == "not measured" and cells[1][2] == ""

@@ -179,8 +179,9 @@ def test_the_bubble_share_by_hand() -> None:
         span("sampler-1", Kind.PUBLISH, 8, 12),
         span("trainer", Kind.WAIT, 0, 5),
         span("trainer", Kind.TRAIN, 5, 8),
+        span("grader-0", Kind.START, 9, 10),
     ]
-    found = usage(spans, 0, 10, workers=("grader-0",))
+    found = usage(spans, 0, 10)
     shares = {name: round(found.utilisation(name), 9) for name in found.seconds}
     assert shares == {"sampler-0": 0.8, "sampler-1": 0.6, "trainer": 0.3, "grader-0": 0.0}
     assert list(shares) == ["sampler-0", "sampler-1", "trainer", "grader-0"]

@@ -12,9 +12,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from ostinato.observe.report.charts import held_out, sections, to_plain
+from ostinato.observe.report.charts import downstream_sections, held_out, sections, to_plain
 from ostinato.observe.report.concerns import concerns
-from ostinato.observe.report.downstream import downstream_sections
 from ostinato.observe.report.drafts import draft_sections
 from ostinato.observe.report.facts import (
     comparisons,
