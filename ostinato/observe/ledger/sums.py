@@ -115,6 +115,10 @@ def _sampled(row: Row) -> int:
     return row["tokens"]["sampled"]
 
 
+def _dropped(row: Row) -> Mapping[str, int]:
+    return row["tokens"].get("dropped", {})
+
+
 def _reused(row: Row, what: str) -> int:
     return row.get("reused", {}).get(what, 0)
 
@@ -188,9 +192,7 @@ def summary(rows: Iterable[Row]) -> Summary:
         wall=_wall(passed),
         pools={name: _pool(passed, name) for name in _pool_names(passed)},
         tokens={name: n if name in SAMPLED else trained.get(name, 0) for name, n in tokens.items()},
-        dropped=_in_vain(
-            kept, again, left, "sampled", _sampled, lambda row: row["tokens"].get("dropped", {})
-        ),
+        dropped=_in_vain(kept, again, left, "sampled", _sampled, _dropped),
         flops=_net(every, "flops", {"sample": "flops"}),
         useful=sum(row["useful"] for row in kept) if counted else None,
         wasted=_in_vain(kept, again, left, "flops", _all_flops, lambda row: row["wasted"]) if counted else {},
@@ -252,7 +254,7 @@ SAMPLED = ("prefilled", "sampled", "drafted", "accepted", "injected", "recompute
 def _wall(passed: Sequence[Spell]) -> dict[str, float]:
     own = {Event.STEP: "steps", Event.EVAL: "evaluation", Event.SAVE: "saving", Event.LOST: "lost"}
     names = ("steps", "evaluation", "saving", "loading", "between", "lost")
-    sums = dict.fromkeys(names, 0.0)
+    sums: dict[str, float] = dict.fromkeys(names, 0.0)
     for spell in passed:
         sums[own.get(spell.event, "between")] += spell.seconds
         sums["loading" if spell.event is Event.START else "between"] += spell.gap
