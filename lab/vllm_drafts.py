@@ -103,7 +103,7 @@ def contender(bench: VllmDrafts, method: str, logs: Path) -> Contender:
         "speculative_config": METHODS[method],
     }
     if method in ("ngram", "suffix"):
-        engine["worker_extension_cls"] = "ostinato.interop.vllm_cured.Worker"
+        engine["worker_extension_cls"] = "lab.vllm_cured.Worker"
     code = Path(__file__).parents[1]
     openmp = Path(bench.vllm_python).parent.parent / "lib" / "libiomp5.so"  # as vLLM asks for on CPU
     return Contender(

@@ -1,4 +1,4 @@
-"""The experts that tokens went to, as data: made from what an engine returns, merged, laid out, stored.
+"""The experts that tokens went to, as data: made from what an engine returns, merged, laid out.
 
 Row t belongs to token t as an *input* of the model (its output predicts token t + 1). An engine that sampled
 T tokens in all has T - 1 rows: the last one was never an input. Rows that nobody recorded are unknown, and
@@ -7,18 +7,13 @@ choose their experts natively.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ostinato.routes import id_bits, pack_ids, unpack_ids
 from ostinato.types import NO_EXPERT, Completion
-
-_MAGIC = b"OSTROUT2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -172,50 +167,6 @@ class Routes:
     def dense(self) -> np.ndarray:
         """[T, L, K] int32 with NO_EXPERT in unknown rows, as in ``types.Completion``."""
         return np.where(self.known[:, None, None], self.ids.astype(np.int32), NO_EXPERT)
-
-    def to_bytes(self) -> bytes:
-        """Compact: as many bits for an id as the experts need, and what compression finds beyond that."""
-        import zstandard
-
-        bits = pack_ids(self.ids[self.known], id_bits(self.num_experts))
-        header = json.dumps([*self.ids.shape, self.num_experts, int(self.known.sum())]).encode()
-        payload = np.packbits(self.known).tobytes() + bits
-        return (
-            _MAGIC
-            + len(header).to_bytes(4, "little")
-            + header
-            + zstandard.ZstdCompressor(3).compress(payload)
-        )
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Routes:
-        """What ``to_bytes`` gave. Raises ValueError for anything else."""
-        import zstandard
-
-        if data[: len(_MAGIC)] != _MAGIC:
-            raise ValueError("these bytes are no routes; give what Routes.to_bytes or Routes.save wrote")
-        at = len(_MAGIC) + 4
-        end = at + int.from_bytes(data[at - 4 : at], "little")
-        try:
-            rows, layers, top_k, num_experts, count = json.loads(data[at:end])
-            payload = zstandard.ZstdDecompressor().decompress(data[end:])
-        except (ValueError, zstandard.ZstdError) as error:
-            raise ValueError(f"these routes are damaged: {error}") from None
-        bitmap = np.frombuffer(payload[: (rows + 7) // 8], np.uint8)
-        known = np.unpackbits(bitmap, count=rows).astype(bool)
-        ids = np.zeros((rows, layers, top_k), id_dtype(num_experts))
-        some = unpack_ids(payload[len(bitmap) :], count * layers * top_k, id_bits(num_experts))
-        ids[known] = some.reshape(count, layers, top_k)
-        return cls(ids=ids, known=known, num_experts=num_experts)
-
-    def save(self, path: Path | str) -> None:
-        """Write ``to_bytes`` to a file."""
-        Path(path).write_bytes(self.to_bytes())
-
-    @classmethod
-    def load(cls, path: Path | str) -> Routes:
-        """Read what ``save`` wrote."""
-        return cls.from_bytes(Path(path).read_bytes())
 
 
 def id_dtype(num_experts: int) -> np.dtype[Any]:

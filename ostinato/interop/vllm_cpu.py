@@ -5,7 +5,7 @@ from requests to their draft tokens writes into a copy that is dropped, so every
 included, emits noise at any temperature but 0 (vllm issue 55005). vLLM has a registry for such replacements;
 what is registered there is put right, if it is wrong.
 
-``HistoryProposer`` does it by itself; vllm_cured.py is for engines that draft without us.
+``HistoryProposer`` does it by itself.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     vllm    tensor ranks, and data ranks that are replicas. Experts are cut by width over t (e1), or spread
             over all ranks of d and t of one engine: e = t k is k data ranks an engine; the layout then has
             d / k engines. No context, no pieces, no virtual stages, and x is not to be chosen
-    local   one replica: all ranks see all rows, so e and x cut weights, and d without them buys nothing.
-            Ostinato's own engine runs in one process: more of them are a price, not something to start
+    local   Ostinato's own engine samples in one process: d of them are as many samplers
 
 What a layout means to the other rooms of ``plan`` is asked here: bytes, seconds and launch files agree.
 """
@@ -20,14 +19,9 @@ from ostinato.plan.problem import Sampler
 LOCAL = "local"
 
 
-def replicas(sampler: Sampler, layout: Layout) -> int:
-    """How many parts the answers are dealt into."""
-    return 1 if sampler.name == LOCAL else layout.data
-
-
-def as_kept(sampler: Sampler, layout: Layout) -> Layout:
+def as_kept(layout: Layout) -> Layout:
     """The layout by which weights lie: vLLM cuts the width of experts over t if it does not spread them."""
-    if sampler.name == LOCAL or layout.expert > 1 or layout.expert_tensor > 1:
+    if layout.expert > 1 or layout.expert_tensor > 1:
         return layout
     return replace(layout, expert_tensor=layout.tensor)
 
@@ -58,7 +52,8 @@ def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
             "and e"
         )
     if sampler.name == LOCAL:
-        _refuse_local(layout)
+        if layout.data < layout.world or layout.expert > 1:
+            raise ValueError(f"layout {layout} cuts a model that the local engine has whole; use d alone")
         return
     if layout.expert_tensor > 1:
         raise ValueError(
@@ -72,15 +67,7 @@ def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
             f"none; use a multiple of t{layout.tensor} that divides the {layout.stage_ranks} ranks, or drop e"
         )
     if config.moe is not None:
-        as_kept(sampler, layout).refuse(config)
+        as_kept(layout).refuse(config)
 
 
-def _refuse_local(layout: Layout) -> None:
-    if layout.data > 1 and layout.expert_replicas > 1:
-        raise ValueError(
-            f"layout {layout} has d{layout.data}, but ranks of the local engine see the same rows, and its "
-            "data ranks only keep experts; use e times x = d times t, or t alone"
-        )
-
-
-__all__ = ["LOCAL", "as_kept", "engine_layout", "refuse", "replicas", "vllm_flags"]
+__all__ = ["LOCAL", "as_kept", "engine_layout", "refuse", "vllm_flags"]

@@ -116,7 +116,7 @@ def _engine_lacks(problem: Problem, arrangement: Arrangement) -> list[str]:
     sampler = problem.precision.sampler
     if problem.sampler.name == LOCAL:
         if layout.world > 1:
-            found.append(f"a sampler of our own over {layout.world} ranks ({layout}): one process samples")
+            found.append(f"{layout.world} samplers of our own beside one trainer: one process samples")
         copy = _copy(problem)
         if sampler == DType.INT4 or (copy and spec is None):
             found.append(f"sampler weights in {sampler} beside this trainer: they are the trainer's own")

@@ -17,26 +17,12 @@ from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
 from ostinato.parallel.layout import Layout
 from ostinato.plan.comm import Message, ring
 from ostinato.plan.counts import end_tensors, layer_tensors
-from ostinato.plan.parts import is_moe, layer_of
+from ostinato.plan.parts import is_moe, layer_of, share_of
 
 Axes = tuple[str, ...]  # over which a gradient is summed, one after the other
 Sizes = Counter[Axes]  # values by axes
 
 NORM_BYTES = 8.0  # the sum of squares, in fp64
-
-
-def share_of(config: ModelConfig, layout: Layout) -> Share:
-    """The first rank's part of every layer; all ranks' parts are of one size."""
-    moe = config.moe
-    experts = None
-    if moe is not None and layout.expert > 1:
-        experts = (tuple(range(moe.num_experts // layout.expert)),) * len(moe.layers)
-    return Share(
-        layers=tuple(range(config.num_layers)),
-        tensor=layout.tensor,
-        experts=experts,
-        expert_tensor=layout.expert_tensor,
-    )
 
 
 def axes_of(share: Share, name: str, shape: tuple[int, ...], *, in_pieces: bool = False) -> Axes:
@@ -66,7 +52,7 @@ def _layer(config: ModelConfig, adapter: AdapterSpec | None, cuts: Layout, shard
     layer, found = layer_of(config, moe=moe), Counter[Axes]()
     if layer is None:
         return found
-    share = share_of(config, cuts)
+    share = share_of(config, cuts.tensor, cuts.expert, cuts.expert_tensor)
     for name, shape in _trained(config, adapter, layer):
         in_pieces = shard > 1 and adapter is None and len(shape) == 2
         if not in_pieces:
@@ -129,7 +115,7 @@ def _gathered(config: ModelConfig, tensor: int, shard: int, moe: bool) -> int:
 
 def end_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
     """Values on a rank of what is in no layer, by name."""
-    share = share_of(config, layout)
+    share = share_of(config, layout.tensor, layout.expert, layout.expert_tensor)
     return {name: size_of(placed(config, share, name, shape)) for name, shape in end_tensors(config).items()}
 
 
@@ -185,5 +171,4 @@ __all__ = [
     "gradient_messages",
     "gradient_sizes",
     "layer_sizes",
-    "share_of",
 ]

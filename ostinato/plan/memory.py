@@ -19,7 +19,7 @@ from ostinato.parallel.schedule import Schedule, in_flight
 from ostinato.plan import parts
 from ostinato.plan.activations import CHUNK, FP32, Rows, boundary, ends, once, saved, slots_of
 from ostinato.plan.counts import kv_values
-from ostinato.plan.engines import LOCAL, as_kept, replicas
+from ostinato.plan.engines import LOCAL, as_kept
 from ostinato.plan.imbalance import distinct_ranks, straggler
 from ostinato.plan.parts import Elements
 from ostinato.plan.problem import (
@@ -228,7 +228,7 @@ def _reserved(problem: Problem, memory: Memory) -> Memory:
 
 def sampler_weights(problem: Problem, setup: Setup) -> dict[str, float]:
     """Of a sampler: its weights, and adapters as its forward uses them."""
-    layout = as_kept(problem.sampler, setup.layout)
+    layout = as_kept(setup.layout)
     elements = parts.stage_elements(problem.config, problem.adapter, layout, 0)
     terms = {"sampler weights": weight_bytes(elements, problem.precision.sampler)}
     if problem.adapter is not None:
@@ -239,7 +239,7 @@ def sampler_weights(problem: Problem, setup: Setup) -> dict[str, float]:
 def sampler_workspace(problem: Problem, setup: Setup) -> float:
     """Bytes of a prefill pass and of the logits of all sequences."""
     c, t, b = (
-        parts.local(problem.config, as_kept(problem.sampler, setup.layout)),
+        parts.local(problem.config, as_kept(setup.layout)),
         setup.layout.tensor,
         problem.precision.compute.num_bytes,
     )
@@ -279,7 +279,7 @@ def sequences_for(problem: Problem, setup: Setup, free: float) -> int:
     each = kv_bytes(problem, setup)
     if free < each * problem.work.longest:
         return 0
-    over = replicas(problem.sampler, setup.layout)
+    over = setup.layout.data
     wanted = math.ceil(problem.work.num_answers / over)
     fitting = int(free / (each * tokens_in_flight(problem.work, over)))
     return min(problem.sampler.sequences, wanted, fitting)
@@ -287,7 +287,7 @@ def sequences_for(problem: Problem, setup: Setup, free: float) -> int:
 
 def cache_bytes(problem: Problem, setup: Setup) -> float:
     """Of ``setup.sequences``, at least one of the longest."""
-    each = tokens_in_flight(problem.work, replicas(problem.sampler, setup.layout))
+    each = tokens_in_flight(problem.work, setup.layout.data)
     tokens = max(setup.sequences * each, problem.work.longest)
     return tokens * kv_bytes(problem, setup)
 
@@ -308,7 +308,7 @@ def shares_base(problem: Problem, train: Setup, rollout: Setup) -> str:
     By the tensors they can where every GPU of the sampler needs a part of what the trainer keeps there, in an
     engine that reads those of others. Which one does is another question (``mapped``).
     """
-    a, b, precision = train.layout, as_kept(problem.sampler, rollout.layout), problem.precision
+    a, b, precision = train.layout, as_kept(rollout.layout), problem.precision
     if problem.adapter is None:
         return "all weights are trained"
     if precision.base != precision.sampler:

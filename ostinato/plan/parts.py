@@ -50,7 +50,7 @@ def local(config: ModelConfig, layout: Layout) -> ModelConfig:
 
 @lru_cache(maxsize=1024)
 def _local(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> ModelConfig:
-    return local_config(config, _share(config, tensor, expert, expert_tensor))
+    return local_config(config, share_of(config, tensor, expert, expert_tensor))
 
 
 @lru_cache(maxsize=8192)
@@ -98,7 +98,7 @@ def _layer(
     layer = layer_of(config, moe=moe)
     if layer is None:
         return Elements()
-    share, prefix = _share(config, tensor, expert, expert_tensor), f"layers.{layer}."
+    share, prefix = share_of(config, tensor, expert, expert_tensor), f"layers.{layer}."
 
     def kept(name: str, shape: tuple[int, ...]) -> int:
         return size_of(placed(config, share, prefix + name, shape))
@@ -156,13 +156,13 @@ def _copies(
 
 
 def _ends(config: ModelConfig, tensor: int, first: bool, last: bool) -> Elements:
-    share = _share(config, tensor, 1, 1)
+    share = share_of(config, tensor, 1, 1)
     table = size_of(placed(config, share, "embed", (config.vocab_size, config.hidden_size)))
     tables = first + (last and not (config.tie_embeddings and first))
     return Elements(ends=tables * table, vectors=config.hidden_size * last)
 
 
-def _share(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> Share:
+def share_of(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> Share:
     """Of the first rank: all others keep as much."""
     kept = None
     if config.moe is not None and expert > 1:
@@ -172,4 +172,13 @@ def _share(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) ->
     )
 
 
-__all__ = ["Elements", "chunk_layers", "is_moe", "layer_elements", "layer_of", "local", "stage_elements"]
+__all__ = [
+    "Elements",
+    "chunk_layers",
+    "is_moe",
+    "layer_elements",
+    "layer_of",
+    "local",
+    "share_of",
+    "stage_elements",
+]

@@ -1,7 +1,6 @@
 """Seconds of the sampler: prompts are read, then answers decoded, one token of every sequence per step.
 
-A replica is one data rank with its tensor ranks; of the local engine all ranks are one, and see all rows
-(``plan.engines``). It decodes its part of the answers, ``setup.sequences`` at
+A replica is one data rank with its tensor ranks. It decodes its part of the answers, ``setup.sequences`` at
 once, and all wait for the one with the longest answer. Prompts are read before, as one phase: interleaving
 hides some of it, which a plan does not count on.
 """
@@ -21,7 +20,7 @@ from ostinato.plan.cluster import peak
 from ostinato.plan.comm import Message, remote_copies, ring
 from ostinato.plan.counts import kv_values
 from ostinato.plan.decode import Floats, Occupancy, dealt, decode_seconds, occupancy
-from ostinato.plan.engines import LOCAL, as_kept, replicas
+from ostinato.plan.engines import as_kept
 from ostinato.plan.imbalance import straggler
 from ostinato.plan.leaves import end_sizes
 from ostinato.plan.memory import weight_bytes
@@ -64,16 +63,16 @@ def _rooms(answers: tuple[int, ...], number: int, replicas: int, seats: int) -> 
 
 def rollout_seconds(problem: Problem, setup: Setup, efficiency: Efficiency) -> dict[str, float]:
     """Of one RL step by term; "decode" is what the roofline of its products and caches says."""
-    work, layout = problem.work, as_kept(problem.sampler, setup.layout)
+    work, layout = problem.work, as_kept(setup.layout)
     pass_ = _Pass(problem=problem, layout=layout, efficiency=efficiency)
     seats = max(1, min(setup.sequences or problem.sampler.sequences, problem.sampler.sequences))
-    rooms = _rooms(work.answers, work.num_answers, replicas(problem.sampler, layout), seats)
+    rooms = _rooms(work.answers, work.num_answers, layout.data, seats)
 
     terms = {
         "prefill": pass_.prefill(),
         "decode": decode_seconds(rooms, pass_.products),
         "cache": decode_seconds(rooms, pass_.cache),
-        "tensor": decode_seconds(rooms, lambda seqs, said: pass_.talk(seqs, "ts")),
+        "tensor": decode_seconds(rooms, lambda seqs, said: pass_.talk(seqs, "t")),
         "expert exchange": decode_seconds(rooms, lambda seqs, said: pass_.talk(seqs, "e")),
     }
     busy = sum(terms.values()) - terms["prefill"]
@@ -106,9 +105,7 @@ class _Pass:
 
     @property
     def crowd(self) -> float:
-        """Replicas whose rows meet at the same experts; the local engine has one."""
-        if self.problem.sampler.name == LOCAL:
-            return 1.0
+        """Replicas whose rows meet at the same experts."""
         return max(1.0, self.layout.expert * self.layout.expert_tensor / self.layout.tensor)
 
     def weights(self) -> tuple[float, float]:
@@ -164,7 +161,7 @@ class _Pass:
         work, e, t = self.problem.work, self.efficiency, self.layout.tensor
         prompts = work.prompts if work.prompt_once else work.num_answers
         # one at least: a group that is split over replicas has its prompt read in each
-        prompts = max(1.0, prompts / replicas(self.problem.sampler, self.layout))
+        prompts = max(1.0, prompts / self.layout.data)
         rows = prompts * work.prompt_tokens
         rates = rates_of(self.problem.config, self.problem.adapter)
         flops = rows * (rates.dense + rates.lora) / t / (self.speed * e.products)
@@ -182,13 +179,6 @@ class _Pass:
         on the ranks of several replicas get their rows in an exchange, the others' shares are in the sum."""
         config, layout = self.problem.config, self.layout
         row = config.hidden_size * self.problem.precision.compute.num_bytes
-        if self.problem.sampler.name == LOCAL:  # gathers the parts of a sum, to add them in order
-            cuts = {"t": layout.tensor, "s": layout.stage_ranks}  # after attention, after the MLP
-            return [
-                Message("all_gather", axis, rows * row * (ranks - 1), config.num_layers)
-                for axis, ranks in cuts.items()
-                if ranks > 1
-            ]
         found = [
             one._replace(calls=2.0 * config.num_layers)
             for one in ring("all_reduce", "t", layout.tensor, rows * row)

@@ -98,7 +98,7 @@ def refit_seconds(problem: Problem, arrangement: Arrangement, efficiency: Effici
 
 def _sampling(problem: Problem, arrangement: Arrangement) -> Layout:
     """By which the sampler's weights lie."""
-    return as_kept(problem.sampler, arrangement.rollout.layout)
+    return as_kept(arrangement.rollout.layout)
 
 
 def switch_seconds(problem: Problem, arrangement: Arrangement, efficiency: Efficiency) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -59,7 +58,7 @@ def fit(window: Window) -> Answer:
     return Answer(
         result=about(known) | _fitted(known, cuts, forms),
         lead=sentences,
-        tables=[_parameters(known), *([_laws(forms)] if forms else [])],
+        tables=[_parameters(known)],
     )
 
 
@@ -106,26 +105,6 @@ def _parameters(known: Known) -> Table:
     ]
     lines.append(line("R0", "score; before training", f"{series.R0:.3f}{error}", "measured", NONE))
     return table(known.name, ("median", "90 % interval", "least squares"), lines)
-
-
-def _laws(forms: Sequence[Choice]) -> Table:
-    """All forms, the best first; the ceiling of a law that has none is 1."""
-
-    def error(one: float | None) -> str:
-        return NONE if one is None or not math.isfinite(one) else f"{one:.4f}"
-
-    lines = []
-    for one in forms:
-        by_origin = [error(each) for each in one.by_origin or [None] * len(ORIGINS)]
-        ceiling = NONE if one.law is None else f"{one.law.parameters.get('A', 1.0):.3f}"
-        lines.append(line(one.form, "score", error(one.error), *by_origin, ceiling))
-    note = (
-        "Error: root mean square over what came after so many of the evaluations, by a law fitted to those"
-        " before. Forecasts are by the posterior whatever comes first."
-    )
-    note += "".join(f" No {one.form}: {one.reason}." for one in forms if one.reason)
-    origins = [f"from {origin:.0%}" for origin in ORIGINS]
-    return table("Law", ("rolling-origin error", *origins, "ceiling"), lines, note)
 
 
 # -- forecast and decide

@@ -66,18 +66,18 @@ BUDGETS = {
     "observe": 6_100,
     "engine": 5_900,
     "model": 5_900,
-    "plan": 4_950,
+    "plan": 4_900,
     "cli": 1_100,  # 1,000 and the options of serve
     "serve": 3_000,  # what the plan gives to it
     "ablate": 800,
     "parallel": 3_900,
     "launch": 3_700,
     "pipeline": 3_150,
-    "scaling": 2_850,  # with its commands
+    "scaling": 2_800,  # with its commands
     "train": 2_650,
     "(files of their own)": 2_400,
     "algo": 2_200,
-    "interop": 1_800,
+    "interop": 1_650,
     "reward": 1_700,
     "workers": 1_300,
     "rollout": 1_300,

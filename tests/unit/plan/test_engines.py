@@ -44,7 +44,7 @@ def test_vllm_spreads_experts_over_whole_engines_or_cuts_their_width() -> None:
         (VLLM, "d4f2", "has f2"),
         (VLLM, "t4e2", "over all ranks of an engine or none"),
         (VLLM, "d2t4e2x4", "x4, which vLLM does not take"),
-        (LOCAL, "d8", "ranks of the local engine see the same rows"),
+        (LOCAL, "t2", "cuts a model that the local engine has whole; use d alone"),
         (LOCAL, "p2", "has p2, but local samples without it"),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_step_of_decoding_reads_what_is_kept() -> None:
 
 
 def test_one_copy_is_mapped_by_the_local_engine_in_the_process_that_trains() -> None:
-    cpu, one, four = problem(gpus="1xcpu"), arrangement("1", "1"), arrangement("d4e4", "d4e4")
+    cpu, one, four = problem(gpus="1xcpu"), arrangement("1", "1"), arrangement("d4e4", "d4")
     assert mapped(local(cpu), one.train, one.rollout)
     assert not mapped(cpu, one.train, one.rollout)
     assert not mapped(local(problem(gpus="4xcpu")), four.train, four.rollout)

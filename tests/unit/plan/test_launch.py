@@ -74,8 +74,8 @@ def test_ours_says_what_ostinato_has_not() -> None:
 
 def test_the_local_engine_is_one_process_and_may_have_a_copy() -> None:
     ours = replace(problem(gpus="4xH100-80"), sampler=Sampler(name="local", latent_kv=False))
-    text = launch.ostinato(ours, arrangement("d4e4", "d4e4"))
-    assert "a sampler of our own over 4 ranks (d4e4): one process samples" in lacking(text)
+    text = launch.ostinato(ours, arrangement("d4e4", "d4"))
+    assert "4 samplers of our own beside one trainer: one process samples" in lacking(text)
     eight = replace(ours, precision=Precision(sampler=DType.INT8))
     assert recipe_of(launch.ostinato(eight, arrangement("1", "1"))).engine.weights == "int8"
     full = replace(eight, adapter=None)

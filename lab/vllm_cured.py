@@ -1,4 +1,4 @@
-"""vLLM's own draft methods on CPU, cured: ``worker_extension_cls="ostinato.interop.vllm_cured.Worker"``.
+"""vLLM's own draft methods on CPU, cured: ``worker_extension_cls="lab.vllm_cured.Worker"``.
 
 vLLM imports a worker extension when its worker begins, the one moment at which its kernels can be replaced:
 so here is a module that does something when it is imported, and nothing else.
