@@ -270,6 +270,7 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
     ]
     return {
         "seed": trajectory.seed,
+        "env_reward": trajectory.env_reward,
         "stop": trajectory.stop,
         "error": trajectory.error,
         "reward": None if reward is None else reward.value,

@@ -312,6 +312,7 @@ class Trajectory:
     stop: Stop
     seed: tuple[int, ...]
     reward: Reward | None = None
+    env_reward: float | None = None  # of the environment itself, where it gives one
     error: str = ""
 
     __repr__ = _brief

@@ -72,7 +72,8 @@ class Recipe(Section):
                 f"pipeline.staleness is {stale} with {steps} trainer.steps, so the policy of the beginning "
                 "would sample every batch; lower it, or take more steps"
             )
-        if self.task.max_turns > 1 and not self.task.tools:
+        self._check_env()
+        if self.task.max_turns > 1 and not self.task.tools and not self.task.env:
             raise ValueError(
                 f"task.max_turns is {self.task.max_turns} but task.tools is empty, so no turn follows; "
                 'name a tool, e.g. ["calculator"], or set max_turns=1'
@@ -126,6 +127,17 @@ class Recipe(Section):
                 f"{kept} with parallel.layout {layout!r}, and shares of a model are stored as they are "
                 'computed; use model.storage="same", or one rank'
             )
+
+    def _check_env(self) -> None:
+        task = self.task
+        if task.env and task.tools:
+            raise ValueError(
+                f"task.tools is {list(task.tools)} with task.env {task.env!r}; name methods of the class "
+                "as its tools"
+            )
+        if not task.env and (task.source == "seeds" or "env" in self.reward.functions):
+            key = "task.source" if task.source == "seeds" else "reward.functions"
+            raise ValueError(f"{key} is for an environment, and task.env is empty; name its class")
 
     def _check_bounds(self) -> None:
         """Nothing that has a bound of its own may take longer than what ends the whole run."""

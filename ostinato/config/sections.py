@@ -55,7 +55,8 @@ class AdapterSection(Section):
 
 
 class TaskSection(Section):
-    """``source``: "arithmetic", "gym:<name>", a .jsonl or .parquet file, a dataset folder, or "hf:<name>"."""
+    """``source``: "arithmetic", "gym:<name>", a .jsonl or .parquet file, a dataset folder, "hf:<name>", or
+    "seeds": numbers for ``env``."""
 
     source: str = "arithmetic"
     n_train: Count = 4096  # 0: every row of a file
@@ -64,6 +65,8 @@ class TaskSection(Section):
     system_prompt: str = ""
     max_turns: Positive = 1
     tools: Names = ()  # built-in names, "module:function" or "file.py:function"
+    env: str = ""  # an environment of your own, "module:Class" or "file.py:Class" (docs/guide/environment.md)
+    env_params: dict[str, Any] = Field(default_factory=dict)  # what the class is made with
 
 
 class RewardSection(Section):

@@ -7,47 +7,19 @@
 
 Tokens in, tokens out: an answer stays the tokens that were sampled. A call that cannot be read, an unknown
 tool, a tool that raises or takes too long are ordinary replies which say so: the policy's to learn from.
-
-Tools are trusted code that runs in a thread of this process. A tool that exceeds its limit is abandoned,
-not killed; one that never lets go of the interpreter (a C loop) blocks it.
 """
 
 from __future__ import annotations
 
-import ast
-import asyncio
-import importlib
-import importlib.util
-import inspect
-import operator
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
-from ostinato.inputs import parse_json, replaced
+from ostinato.env.tools import Message, Tool, Toolbox
 from ostinato.types import Completion, Prompt, Stop
-
-Tool = Callable[..., Any]
-Message = Mapping[str, Any]
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MAX_CALLS = 8  # per answer; more are refused, and counted
-MAX_REPLY_CHARS = 4000
-
-_INSTRUCTIONS = """You may call functions. Their signatures:
-<tools>
-{tools}
-</tools>
-For each call return a JSON object with the function's name and arguments within <tool_call></tool_call>:
-<tool_call>
-{{"name": <name>, "arguments": <object>}}
-</tool_call>"""
 
 
 class Words(Protocol):
@@ -61,15 +33,6 @@ class Words(Protocol):
         new_messages: Sequence[Message],
         answer: Sequence[int] | np.ndarray = (),
     ) -> np.ndarray: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One tool call as the policy wrote it; ``error`` says why it cannot be read."""
-
-    name: str = ""
-    arguments: Mapping[str, Any] | None = None
-    error: str = ""
 
 
 class Dialogue:
@@ -90,21 +53,23 @@ class Dialogue:
         tool_timeout_s: float = 5.0,
         counters: Counter[str] | None = None,
     ) -> None:
-        self._tools = dict(tools or {})
+        self._tools = Toolbox(tools or {}, tool_timeout_s, Counter() if counters is None else counters)
         if max_turns < 1:
             raise ValueError(f"task.max_turns is {max_turns}; use at least 1")
-        if self._tools and max_turns == 1:
+        if tools and max_turns == 1:
             raise ValueError(
-                f"task.tools has {list(self._tools)} but max_turns is 1; use 2 or more to read a reply"
+                f"task.tools has {list(tools)} but max_turns is 1; use 2 or more to read a reply"
             )
-        if self._tools and prompt.messages is None:
+        if tools and prompt.messages is None:
             raise ValueError(f"task.tools are set but prompt {prompt.uid} is plain text; use chat rows")
-        self._prompt = _with_tools(prompt, self._tools) if self._tools else prompt
-        self._renderer = renderer
-        self._turns_left = max_turns
-        self._tool_timeout_s = tool_timeout_s
-        self._messages: list[Message] = list(self._prompt.messages or ())
-        self.counters = Counter() if counters is None else counters
+        if tools:
+            prompt = replace(prompt, messages=tuple(self._tools.described(prompt.messages or ())))
+        self._prompt, self._renderer, self._turns_left = prompt, renderer, max_turns
+        self._messages: list[Message] = list(prompt.messages or ())
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self._tools.counters
 
     def start(self) -> np.ndarray:
         """[P] int32: the context of turn 0."""
@@ -113,216 +78,15 @@ class Dialogue:
     async def step(self, completion: Completion) -> np.ndarray | None:
         """[C] int32: the replies to the answer's tool calls, or None when the episode is over."""
         self._turns_left -= 1
-        if not self._tools or not self._turns_left or completion.stop not in (Stop.EOS, Stop.STRING):
+        if not self._turns_left or completion.stop not in (Stop.EOS, Stop.STRING):
             return None
-        calls = parse_calls(completion.text)
-        if not calls:
+        replies = await self._tools.replies(completion.text)
+        if not replies:
             return None
-        replies = [
-            {"role": "tool", "content": self._readable(await self._reply(call))} for call in calls[:MAX_CALLS]
-        ]
-        if len(calls) > MAX_CALLS:
-            self.counters["tools/refused"] += len(calls) - MAX_CALLS
-            replies[-1]["content"] += f"\nError: only the first {MAX_CALLS} calls of an answer are made."
         self._messages.append({"role": "assistant", "content": completion.text})
         context = self._renderer.after_turn(self._messages, replies, completion.tokens)
         self._messages.extend(replies)
         return context
 
-    async def _reply(self, call: Call) -> str:
-        self.counters["tools/calls"] += 1
-        if call.error:
-            return self._error("unreadable", call.error)
-        if call.name not in self._tools:
-            return self._error(
-                "unknown", f"there is no function {call.name!r}, only {', '.join(self._tools)}."
-            )
-        tool, arguments = self._tools[call.name], call.arguments or {}
-        try:
-            inspect.signature(tool).bind(**arguments)
-        except TypeError as error:
-            return self._error("unreadable", f"{call.name}: {error}.")
-        try:
-            text = str(await _in_thread(tool, arguments, self._tool_timeout_s))
-        except TimeoutError:
-            return self._error("timeout", f"{call.name} gave no result in {self._tool_timeout_s:g} s.")
-        except Exception as error:  # a user's code: its failure is what the policy is told
-            return self._error("raised", f"{call.name}: {type(error).__name__}: {error}")
-        if len(text) > MAX_REPLY_CHARS:
-            self.counters["tools/cut"] += 1
-            text = f"{text[:MAX_REPLY_CHARS]}... ({len(text)} characters in all)"
-        return text
 
-    def _readable(self, text: str) -> str:
-        """No tokenizer takes half of a surrogate pair; a policy can have a tool say one (``"\\ud83d"``)."""
-        readable = replaced(text)
-        if readable != text:
-            self.counters["tools/replaced"] += 1
-        return readable
-
-    def _error(self, kind: str, sentence: str) -> str:
-        self.counters[f"tools/{kind}"] += 1
-        return f"Error: {sentence[:MAX_REPLY_CHARS]}"
-
-
-def parse_calls(text: str) -> list[Call]:
-    """The tool calls of an answer, in order; calls inside thoughts (before ``</think>``) are not made.
-
-    A call whose closing tag is missing reads to the end: it may have been the stop string.
-    """
-    _, closed, rest = text.rpartition("</think>")
-    if not closed and "<think>" in rest:
-        return []
-    return [_parse_call(part.partition(CLOSE)[0]) for part in rest.split(OPEN)[1:]]
-
-
-def _parse_call(text: str) -> Call:
-    try:
-        call = parse_json(text, surrogates=True)
-    except ValueError as error:
-        return Call(error=f"the call is not JSON ({error}).")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return Call(error='the call has no "name"; write {"name": .., "arguments": {..}}.')
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return Call(error=f'"arguments" of {call["name"]} is not an object.')
-    return Call(name=call["name"], arguments=arguments)
-
-
-async def _in_thread(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-    """The tool's result, TimeoutError after ``timeout_s``. A daemon thread: an abandoned tool must not keep
-    the process from exiting, as the threads of asyncio's executor would."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return  # abandoned
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = tool(**arguments)
-        except BaseException as error:  # SystemExit of a tool is a failure of the tool
-            failure = (
-                error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-            )
-        if isinstance(
-            failure, TimeoutError | StopIteration
-        ):  # the one means ours, the other no future may hold
-            failure = RuntimeError(f"{type(failure).__name__}: {failure}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, daemon=True, name=f"tool {getattr(tool, '__name__', '')}").start()
-    return await asyncio.wait_for(future, timeout_s)
-
-
-def _with_tools(prompt: Prompt, tools: Mapping[str, Tool]) -> Prompt:
-    lines = [_describe(name, tool) for name, tool in tools.items()]
-    return replace(prompt, messages=tuple(with_instructions(prompt.messages or (), lines)))
-
-
-def with_instructions(messages: Sequence[Message], tools: Sequence[str]) -> list[dict[str, Any]]:
-    """The chat with a system message that says how to call ``tools``, a line for each."""
-    instructions, chat = _INSTRUCTIONS.format(tools="\n".join(tools)), [dict(one) for one in messages]
-    if chat and chat[0]["role"] == "system":
-        instructions = f"{chat.pop(0)['content']}\n\n{instructions}"
-    return [{"role": "system", "content": instructions}, *chat]
-
-
-def _describe(name: str, tool: Tool) -> str:
-    """``calculator(expression: str) -> str: Evaluate ...``: the signature and the docstring's first line."""
-    signature = str(inspect.signature(tool)).replace("'", "")
-    summary = (inspect.getdoc(tool) or "").partition("\n")[0]
-    return f"{name}{signature}: {summary}".rstrip(": ")
-
-
-# --- tools by name -----------------------------------------------------------------------------------------
-
-MAX_EXPRESSION_CHARS = 200
-MAX_BITS = 2048  # of a power; keeps every result printable and every step short
-
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-
-
-def calculator(expression: str) -> str:
-    """Evaluate an arithmetic expression of numbers with + - * / // % ** and parentheses."""
-    if len(expression) > MAX_EXPRESSION_CHARS:
-        raise ValueError(
-            f"the expression has {len(expression)} characters, at most {MAX_EXPRESSION_CHARS} are read"
-        )
-    return str(_value(ast.parse(expression.strip(), mode="eval").body))
-
-
-def _value(node: ast.expr) -> int | float:
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return number
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left), _value(right))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](_value(left), _value(right))
-    raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use numbers, + - * / // % ** and parentheses")
-
-
-def _power(base: int | float, exponent: int | float) -> int | float:
-    if isinstance(base, int) and base.bit_length() * abs(exponent) > MAX_BITS:
-        raise ValueError(f"{base} ** {exponent} is too large")
-    result = base**exponent
-    if isinstance(result, complex):
-        raise ValueError(f"{base} ** {exponent} is not a real number")
-    return result
-
-
-BUILT_IN: dict[str, Tool] = {"calculator": calculator}
-
-
-def resolve_tools(specs: Sequence[str]) -> dict[str, Tool]:
-    """Tools by name: a built-in (``calculator``), ``module:function`` or ``path.py:function``.
-
-    Raises ValueError with one sentence.
-    """
-    return {spec.rpartition(":")[2]: BUILT_IN.get(spec) or _import_tool(spec) for spec in specs}
-
-
-def _import_tool(spec: str) -> Tool:
-    where, _, name = spec.rpartition(":")
-    if not where or not name:
-        nearest = get_close_matches(spec, BUILT_IN, n=1, cutoff=0)[0]
-        raise ValueError(f"tool {spec!r} is unknown; use {nearest!r}, module:function or path.py:function")
-    if where.endswith(".py") and not Path(where).is_file():
-        raise ValueError(f"tool {spec!r}: there is no file {where}; check the path")
-    if where.endswith(".py"):
-        loader = importlib.util.spec_from_file_location(Path(where).stem, where)
-        assert loader is not None and loader.loader is not None
-        module = importlib.util.module_from_spec(loader)
-        try:
-            loader.loader.exec_module(module)
-        except Exception as error:  # a user's file can raise anything while it is imported
-            raise ValueError(
-                f"tool {spec!r}: importing {where} raised {type(error).__name__}: {error}; mend the file"
-            ) from error
-    elif importlib.util.find_spec(where.partition(".")[0]) is None:
-        raise ValueError(f"tool {spec!r}: there is no module {where!r}; check the name")
-    else:
-        module = importlib.import_module(where)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"tool {spec!r}: {where} has no function {name!r}; define it there")
-    return function
+__all__ = ["Dialogue", "Words"]

@@ -83,7 +83,7 @@ def load_tasks(
     else:
         _check_params(rows.read, params, source, skip=("source", "split"))
         prompts = _subset(rows.read(_existing(source), split, **params), seed, n)
-    return [_with_system(prompt, system_prompt) for prompt in prompts] if system_prompt else prompts
+    return [with_system(prompt, system_prompt) for prompt in prompts] if system_prompt else prompts
 
 
 def check_disjoint(train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> None:
@@ -138,7 +138,7 @@ def _subset(prompts: list[Prompt], seed: int, n: int | None) -> list[Prompt]:
     return [prompts[k] for k in sorted(_order(seed, SUBSET_EPOCH, len(prompts))[:n].tolist())]
 
 
-def _with_system(prompt: Prompt, system_prompt: str) -> Prompt:
+def with_system(prompt: Prompt, system_prompt: str) -> Prompt:
     if prompt.messages is None:
         raise ValueError(f"task.system_prompt is set but prompt {prompt.uid} is plain text; use chat rows")
     if prompt.messages[0]["role"] == "system":

@@ -17,8 +17,10 @@ from typing import Protocol
 import numpy as np
 
 from ostinato.config import Recipe
-from ostinato.env.dialogue import Dialogue, resolve_tools
-from ostinato.env.tasks import check_disjoint, load_tasks
+from ostinato.env.custom import SEEDS, EnvEpisode, factory, seeds
+from ostinato.env.dialogue import Dialogue
+from ostinato.env.tasks import check_disjoint, load_tasks, with_system
+from ostinato.env.tools import resolve_tools
 from ostinato.launch.checks import check
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
@@ -27,7 +29,7 @@ from ostinato.launch.models import load_decoder
 from ostinato.launch.solved import check_solvable
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
-from ostinato.protocols import Engine, Grader
+from ostinato.protocols import Engine, Env, Grader
 from ostinato.render import Renderer
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.rollout import RolloutContext
@@ -73,7 +75,7 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     renderer = Renderer(folder)
     train_prompts = prompts(recipe, "train", recipe.task.n_train or None) if training else []
     eval_prompts = prompts(recipe, recipe.eval.split, recipe.eval.n)
-    if training and recipe.eval.split == "eval":
+    if training and recipe.eval.split == "eval" and recipe.task.source != SEEDS:
         check_disjoint(train_prompts, eval_prompts)
     downstream = downstream_prompts(recipe, train_prompts)
     scored = [*eval_prompts, *(prompt for each in downstream.values() for prompt in each)]
@@ -106,7 +108,12 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
 
 def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
     task = recipe.task
-    return load_tasks(task.source, split, task.seed, n, task.params, task.system_prompt)
+    if task.source != SEEDS:
+        return load_tasks(task.source, split, task.seed, n, task.params, task.system_prompt)
+    if n is None:
+        raise ValueError(f"task.n_train is 0; task.source {SEEDS!r} is endless, say how many prompts to draw")
+    rows = seeds(factory(task.env, task.env_params), task.env, split, task.seed, n)
+    return [with_system(row, task.system_prompt) for row in rows] if task.system_prompt else rows
 
 
 def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context: int) -> None:
@@ -199,7 +206,11 @@ def stage_identity(recipe: Recipe) -> str:
 
 def environment(
     recipe: Recipe, renderer: Renderer, counters: Counter[str] | None = None
-) -> Callable[[Prompt], Dialogue]:
-    """A fresh episode per prompt: one turn, or a conversation with tools, whose calls ``counters`` counts."""
+) -> Callable[[Prompt], Env]:
+    """A fresh episode per prompt: of an environment of one's own, one turn, or a conversation with tools,
+    whose calls ``counters`` counts."""
     tools, turns = resolve_tools(recipe.task.tools), recipe.task.max_turns
+    if recipe.task.env:
+        make = factory(recipe.task.env, recipe.task.env_params)
+        return lambda prompt: EnvEpisode(prompt, renderer, make, turns, counters=counters)
     return lambda prompt: Dialogue(prompt, renderer, tools=tools, max_turns=turns, counters=counters)

@@ -105,6 +105,7 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
         "turns": [{"context": _pack(t.context), **_completion_row(t.completion)} for t in trajectory.turns],
         "stop": trajectory.stop,
         "seed": trajectory.seed,
+        "env_reward": trajectory.env_reward,
         "reward": None
         if reward is None
         else {name: value for name, value in asdict(reward).items() if value or name != "failed"},
@@ -118,6 +119,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         stop=Stop(row["stop"]),
         seed=tuple(row["seed"]),
         reward=None if row["reward"] is None else Reward(**row["reward"]),
+        env_reward=row.get("env_reward"),
         error=row["error"],
     )
 

@@ -268,7 +268,13 @@ def answer_tags(completions: Sequence[Any], **_: Any) -> list[float]:
     return verdicts
 
 
+def env(completions: Sequence[Any], env_reward: Sequence[float | None], **_: Any) -> list[float | None]:
+    """What the environment of ``task.env`` itself has given; None where the episode has none."""
+    return list(env_reward)
+
+
 BUILT_IN: dict[str, RewardFunction] = {
+    "env": env,
     "exact": exact,
     "numeric": numeric,
     "math_verify": math_verify,

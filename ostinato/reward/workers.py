@@ -222,6 +222,7 @@ class WorkerGrader:
             return []
         texts = [_reference(prompt), ""]
         columns = _columns(prompt, [([text], list(encode(text))) for text in texts])
+        columns["env_reward"] = [0.0] * len(texts)
         warnings = []
         for function, name in zip(self._functions, self._names, strict=True):
             verdicts, trace = self._threads.submit(self._ask, function, 2, columns, True).result()
@@ -243,6 +244,7 @@ class WorkerGrader:
         if not played:
             return [_unplayed(trajectory) for trajectory in group.trajectories]
         columns = _columns(group.prompt, [_answers(trajectory) for trajectory in played])
+        columns["env_reward"] = [trajectory.env_reward for trajectory in played]
         loop = asyncio.get_running_loop()
         calls = [
             loop.run_in_executor(self._threads, self._ask, function, len(played), columns)

@@ -116,7 +116,11 @@ async def rollout_group(
 ) -> RolloutResult:
     """The siblings of one prompt, played and graded together; ``generated`` is called in between."""
     episodes = [_Episode(stage, ask.prompt, (*ask.seed, k)) for k in range(ask.group_size)]
-    await _play_together(stage.engine, episodes)
+    try:
+        await _play_together(stage.engine, episodes)
+    finally:
+        for episode in episodes:
+            episode.close()
     generated_at = time.perf_counter()
     generated()
     trajectories = tuple(episode.trajectory() for episode in episodes)
@@ -127,7 +131,10 @@ async def rollout_group(
 async def play_episode(stage: RolloutContext, prompt: Prompt, seed: tuple[int, ...]) -> Trajectory:
     """One episode by itself, ungraded: what each member of ``rollout_group`` does, one call at a time."""
     episode = _Episode(stage, prompt, seed)
-    await _play_on(stage.engine, episode)
+    try:
+        await _play_on(stage.engine, episode)
+    finally:
+        episode.close()
     return episode.trajectory()
 
 
@@ -180,6 +187,7 @@ class _Episode:
         self._stop, self._error = Stop.ABORT, ""
         self._history = np.zeros(0, np.int32)
         self._begun: tuple[Request, Completion] | None = None  # the thought that ``request`` goes on with
+        self._env: Env | None = None
         try:
             self._env = stage.env(prompt)
             context = self._env.start()
@@ -189,7 +197,23 @@ class _Episode:
             self._ask(context)
 
     def trajectory(self) -> Trajectory:
-        return Trajectory(turns=tuple(self._turns), stop=self._stop, seed=self._seed, error=self._error)
+        return Trajectory(
+            turns=tuple(self._turns),
+            stop=self._stop,
+            seed=self._seed,
+            env_reward=getattr(self._env, "reward", None),
+            error=self._error,
+        )
+
+    def close(self) -> None:
+        """End the environment, whether or not the episode has ended."""
+        close = getattr(self._env, "close", None)
+        try:
+            if close is not None:
+                close()
+        except Exception as error:  # a user's code
+            if not self._error:
+                self._fail(_sentence(Fault.ENV, error))
 
     async def hear(self, said: Completion) -> None:
         """Take the answer to ``request``: a whole one, then the environment says what comes next, or the
@@ -206,6 +230,7 @@ class _Episode:
             return self._fail(f"{Fault.ENGINE}: {completion.error or 'no reason given'}")
         if completion.stop in (Stop.LENGTH, Stop.ABORT):
             return  # a reply to half an answer would teach nothing
+        assert self._env is not None
         try:
             reply = await self._env.step(completion)
         except Exception as error:  # a user's code: counted, and the siblings go on

@@ -1,7 +1,7 @@
 """Tools in prompts, tool calls in answers, and the text of an answer while it comes.
 
 A chat template that takes ``tools`` writes them its own way; for any other, they go into the system message
-as ``env.dialogue`` writes them. Calls are read in the form of both, which Qwen, Hermes and SmolLM3 use:
+as ``env.tools`` writes them. Calls are read in the form of both, which Qwen, Hermes and SmolLM3 use:
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ostinato.env.dialogue import OPEN, parse_calls, with_instructions
+from ostinato.env.tools import OPEN, parse_calls, with_instructions
 from ostinato.render import IncrementalDecoder, Renderer
 from ostinato.serve.calls import Message, ToolCall
 

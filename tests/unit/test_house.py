@@ -82,7 +82,7 @@ BUDGETS = {
     "workers": 1_300,
     "rollout": 1_300,
     "history": 1_200,
-    "env": 1_100,
+    "env": 1_250,  # 1,100 and environments of one's own
     "config": 1_100,  # the reference of all keys is generated there
 }
 LAB, TESTS = 9_300, 52_000

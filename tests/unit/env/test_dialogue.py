@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nouns import completion
 
-from ostinato.env.dialogue import Dialogue, calculator, parse_calls, resolve_tools
+from ostinato.env.dialogue import Dialogue
+from ostinato.env.tools import calculator, parse_calls, resolve_tools
 from ostinato.types import Completion, Prompt, Stop
 
 ASK = Prompt(uid="p", messages=({"role": "user", "content": "2*3?"},))

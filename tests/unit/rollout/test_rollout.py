@@ -136,6 +136,23 @@ def test_a_broken_episode_is_excluded_by_name_and_its_siblings_are_graded() -> N
     assert drop_reason(group, 2) is None and drop_reason(group, 3) is Drop.TOO_FEW_EPISODES
 
 
+class Scored(Talk):
+    """Gives a reward of its own, and counts how often it is closed."""
+
+    closed = 0
+    reward = 2.5
+
+    def close(self) -> None:
+        Scored.closed += 1
+
+
+def test_an_environments_own_reward_travels_and_every_episode_is_closed() -> None:
+    broken = lambda prompt: Scored([5, 6], [RuntimeError("broken")])  # noqa: E731
+    group = play_one(stage(answers(2, 3), broken), 2)
+    assert [t.env_reward for t in group.trajectories] == [2.5, 2.5] and Scored.closed == 2
+    assert all(fault_name(t.error) == "env" for t in group.trajectories)
+
+
 def test_an_env_that_cannot_start_is_an_error_of_the_episode() -> None:
     def env(prompt: Prompt) -> Talk:
         raise KeyError("answer")

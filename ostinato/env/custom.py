@@ -1,0 +1,157 @@
+"""An environment of one's own, named by ``task.env``: a class with gymnasium's methods, on text.
+
+    class Game:
+        def __init__(self, **params): ...                    # task.env_params; one object for each episode
+        def reset(self, *, seed, options): ...               # -> (what the policy reads first, info)
+        def step(self, action: str): ...                     # -> (reply, reward, terminated, truncated, info)
+        def close(self): ...                                 # optional
+        tools = ("look",)                                    # optional: methods that the policy may call
+
+``options`` are the columns of the row. A first text of "" means the row's own prompt. The rewards of an
+episode add up to what the reward function ``env`` gives. ``step`` and tools run in threads, each call within
+a time limit; what they raise ends the episode as a fault that is counted, never as a reward of 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from ostinato.env.tools import Message, Toolbox, imported, in_thread
+from ostinato.render import Renderer
+from ostinato.types import Completion, Prompt, Stop
+
+SEEDS = "seeds"  # as task.source: rows are numbers for ``reset``
+STEP_S = 10.0
+
+
+class TextEnv(Protocol):
+    """What ``task.env`` names makes these."""
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]: ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]: ...
+
+
+Factory = Callable[[], TextEnv]
+
+
+def factory(spec: str, params: Mapping[str, Any]) -> Factory:
+    """What makes an episode's environment. Raises ValueError where there is none, or it is not made so."""
+    make = imported(spec, "task.env", nearest="ostinato.env.games:GuessNumber")
+    try:
+        made = make(**params)
+    except Exception as error:  # a user's code
+        raise ValueError(
+            f"task.env {spec!r} with {dict(params)} raised {type(error).__name__}: {error}"
+        ) from error
+    for name in ("reset", "step"):
+        if not callable(getattr(made, name, None)):
+            raise ValueError(f"task.env {spec!r} has no method {name}(); see docs/guide/environment.md")
+    _close(made)
+    return lambda: make(**params)
+
+
+def seeds(make: Factory, spec: str, split: str, seed: int, n: int) -> list[Prompt]:
+    """``n`` prompts of ``split``, each the first text of an environment with a seed of its own. The seeds of
+    the splits differ; whether their games do is up to the environment."""
+    prompts = []
+    for k in range(n):
+        number = int.from_bytes(hashlib.sha256(f"{split}/{seed}/{k}".encode()).digest()[:4], "big") >> 1
+        made = make()
+        text = _first(made, number, {"seed": number})
+        _close(made)
+        if not text:
+            raise ValueError(
+                f'task.env {spec!r}: reset() gives no text, and task.source = "seeds" has none either'
+            )
+        messages = ({"role": "user", "content": text},)
+        prompts.append(Prompt(uid=f"env/{split}/{number}", messages=messages, columns={"seed": number}))
+    return prompts
+
+
+def _first(made: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
+    found = made.reset(seed=seed, options=options)
+    text = found[0] if isinstance(found, tuple) else found
+    if not isinstance(text, str):
+        raise TypeError(f"reset() gives a {type(text).__name__}; return (text, info)")
+    return text
+
+
+def _close(made: TextEnv) -> None:
+    close = getattr(made, "close", None)
+    if callable(close):
+        close()
+
+
+class EnvEpisode:
+    """One episode of an environment of ``make`` on ``prompt``: at most ``max_turns`` answers.
+
+    ``reward`` is the sum of the rewards so far. ``counters``: ``env/steps`` and those of ``Toolbox``.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        renderer: Renderer,
+        make: Factory,
+        max_turns: int,
+        *,
+        timeout_s: float = STEP_S,
+        counters: Counter[str] | None = None,
+    ) -> None:
+        self.reward = 0.0
+        self._prompt, self._renderer, self._turns_left = prompt, renderer, max_turns
+        self._timeout_s, self._counters = timeout_s, Counter() if counters is None else counters
+        self._env: TextEnv | None = make()
+        tools = {name: getattr(self._env, name) for name in getattr(self._env, "tools", ())}
+        self._tools = Toolbox(tools, timeout_s, self._counters)
+        self._messages: list[Message] = []
+
+    def start(self) -> np.ndarray:
+        """[P] int32: the context of turn 0."""
+        assert self._env is not None and self._prompt.messages is not None
+        columns, given = self._prompt.columns, list(self._prompt.messages)
+        seed = int.from_bytes(hashlib.sha256(self._prompt.uid.encode()).digest()[:4], "big") >> 1
+        text = _first(self._env, int(columns.get("seed", seed)), columns)
+        chat = [*given[:-1], {"role": "user", "content": text}] if text else given
+        self._messages = list(self._tools.described(chat) if len(self._tools) else chat)
+        return self._renderer.prompt(Prompt(uid=self._prompt.uid, messages=tuple(self._messages)))
+
+    async def step(self, completion: Completion) -> np.ndarray | None:
+        """[C] int32: replies of tools, or of the environment; None when the episode is over."""
+        self._turns_left -= 1
+        if completion.stop not in (Stop.EOS, Stop.STRING):
+            return None
+        replies = await self._tools.replies(completion.text)
+        over = False
+        if not replies:
+            assert self._env is not None
+            self._counters["env/steps"] += 1
+            action = completion.text
+            if completion.stop is Stop.STRING:  # which is a part of what it says
+                action = self._renderer.decode(completion.tokens)
+            reply, reward, ended, cut, *_ = await in_thread(
+                self._env.step, {"action": action}, self._timeout_s
+            )
+            self.reward += float(reward)
+            replies, over = [{"role": "user", "content": reply}], bool(ended or cut)
+        if over or not self._turns_left:
+            return None
+        self._messages.append({"role": "assistant", "content": completion.text})
+        context = self._renderer.after_turn(self._messages, replies, completion.tokens)
+        self._messages.extend(replies)
+        return context
+
+    def close(self) -> None:
+        """End the environment; once."""
+        if self._env is not None:
+            made, self._env = self._env, None
+            _close(made)
+
+
+__all__ = ["SEEDS", "EnvEpisode", "TextEnv", "factory", "seeds"]

@@ -1,0 +1,69 @@
+"""Small environments for ``task.env`` that our own small model learns on a laptop."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_NUMBER = re.compile(r"-?[0-9]+")
+
+
+class GuessNumber:
+    """A number from ``low`` to ``high`` is to be found in ``tries`` guesses; each wrong one is answered by
+    "higher" or "lower". The last number of an answer is the guess. Reward 1 for finding it."""
+
+    def __init__(self, low: int = 1, high: int = 10, tries: int = 4) -> None:
+        if not low < high or tries < 1:
+            raise ValueError(f"low is {low}, high {high}, tries {tries}; use low < high and at least one try")
+        self._low, self._high, self._tries = low, high, tries
+        self._secret = low
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        self._secret, self._left = random.Random(seed).randint(self._low, self._high), self._tries
+        return f"Guess a number from {self._low} to {self._high}.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._left -= 1
+        found = _NUMBER.findall(action)
+        if found and int(found[-1]) == self._secret:
+            return "right", 1.0, True, False, {}
+        reply = "no number" if not found else "higher" if int(found[-1]) < self._secret else "lower"
+        return reply, 0.0, self._left == 0, False, {}
+
+
+class PriceList:
+    """A price that only a tool knows: an answer that ends in "item =" is a lookup and gets the price of this
+    item, any other is final. Use ``rollout.stop = ["="]``, so that the policy does not write the price
+    itself, as with the calculator of GSM8K (arXiv 2110.14168). Prices are new in each episode, from 1 to
+    ``items``; ``lookups`` at most. The right lookup is worth 0.3, the right price behind it 0.7 more."""
+
+    def __init__(self, items: int = 9, lookups: int = 2) -> None:
+        if items < 2 or lookups < 1:
+            raise ValueError(f"items is {items}, lookups {lookups}; use at least 2 items and 1 lookup")
+        self._items, self._lookups = items, lookups
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        draw = random.Random(seed)
+        self._prices = [draw.randint(1, self._items) for _ in range(self._items)]
+        self._item, self._left, self._found = draw.randint(1, self._items), self._lookups, False
+        return f"What is the price of {self._item}? Look up: {self._item}=", {}
+
+    def lookup(self, item: int) -> int | None:
+        """The price of an item; None where there is no such item."""
+        return self._prices[item - 1] if 1 <= item <= self._items else None
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        asked = _LOOKUP.search(action)
+        if asked and self._left:
+            self._left -= 1
+            price, first = self.lookup(int(asked[1])), int(asked[1]) == self._item and not self._found
+            self._found, reward = self._found or first, 0.3 if first else 0.0
+            return ("none" if price is None else str(price)), reward, False, False, {"lookups": 1}
+        found = _NUMBER.findall(action)
+        right = bool(found) and int(found[-1]) == self._prices[self._item - 1]
+        return "", 0.7 if right and self._found else 0.0, True, False, {}
+
+
+_LOOKUP = re.compile(r"([0-9]{1,6}) *=\s*$")
