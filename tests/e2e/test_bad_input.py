@@ -7,18 +7,16 @@ The commands run in this process, as ``main`` would in a new one; the last test 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from commands import LIMIT_S, command, ended, environment
 
-from ostinato.cli.app import main
 from ostinato.model.named import ASSETS
 
 ASSET = ASSETS / "seed-moe"
@@ -95,12 +93,6 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def ostinato(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    return int(caught.value.code or 0)
-
-
 def begun(out: str) -> list[str]:
     """What was printed, but for what this machine's figures say of the dtype in the recipe."""
     return [line for line in out.splitlines() if not line.startswith("model.dtype")]
@@ -113,7 +105,7 @@ def refusal(capsys: pytest.CaptureFixture[str], here: Path) -> Refusal:
     def run(*arguments: str, code: int = 2) -> str:
         before = sorted((here / "runs").glob("*"))
         capsys.readouterr()
-        assert ostinato(*arguments) == code
+        assert ended(Path(), *arguments) == code
         printed = capsys.readouterr()
         *note, sentence = printed.err.splitlines()
         assert sentence.startswith("ostinato: "), printed.err
@@ -163,9 +155,7 @@ def test_what_is_wrong_is_refused_before_any_work(
 def trained(place: Path) -> Path:
     """A run of two steps with a checkpoint of each, on a model of its own."""
     write_model(place / "base")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.chdir(place)
-        assert ostinato("train", "tiny.toml", "model.path=base", "log.dir=trained") == 0
+    assert ended(place, "train", "tiny.toml", "model.path=base", "log.dir=trained") == 0
     (run,) = (place / "trained").iterdir()
     return run
 
@@ -187,9 +177,9 @@ def commands(run: Path, out: Path) -> list[list[str]]:
 
 def test_a_run_without_a_checkpoint(refusal: Refusal, run: Path, tmp_path: Path) -> None:
     shutil.rmtree(run / "checkpoints")
-    for command in commands(run, tmp_path / "out"):
+    for words in commands(run, tmp_path / "out"):
         assert f"run {run} has no checkpoint yet; let it train first: ostinato resume {run}" in refusal(
-            *command
+            *words
         )
 
 
@@ -204,8 +194,8 @@ def test_an_adapter_of_another_base(refusal: Refusal, run: Path, here: Path, tmp
     shutil.move(tmp_path / "weights/model.safetensors", tmp_path / "other")
     recipe = (run / "recipe.toml").read_text()
     (run / "recipe.toml").write_text(recipe.replace('"base"', f'"{tmp_path / "other"}"'))
-    for command in (*commands(run, tmp_path / "out"), ["resume", str(run), "trainer.steps=3"]):
-        sentence = refusal(*command)
+    for words in (*commands(run, tmp_path / "out"), ["resume", str(run), "trainer.steps=3"]):
+        sentence = refusal(*words)
         assert f"checkpoint {run}/checkpoints/step-00000002 was made with base = " in sentence
         assert "use the recipe and the model that it was made with" in sentence
     assert not (tmp_path / "out").exists()
@@ -221,12 +211,12 @@ def test_a_checkpoint_truncated_in_the_middle_is_skipped_for_the_one_before(
 ) -> None:
     truncate(run / "checkpoints/step-00000002/tensors.safetensors")
     damaged = f"checkpoint {run}/checkpoints/step-00000002 is damaged (tensors.safetensors has "
-    assert ostinato("eval", str(run)) == 0
+    assert ended(Path(), "eval", str(run)) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith(f"ostinato: {damaged}") and printed.err.count("\n") == 1
     assert "after 1 steps" in printed.out
     before = (run / "metrics.jsonl").read_text().splitlines()
-    assert ostinato("resume", str(run)) == 0
+    assert ended(Path(), "resume", str(run)) == 0
     assert damaged in capsys.readouterr().out
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
@@ -238,8 +228,8 @@ def test_only_truncated_checkpoints_are_a_named_error(
 ) -> None:
     for file in run.glob("checkpoints/*/tensors.safetensors"):
         truncate(file)
-    for command in (*commands(run, tmp_path / "out"), ["resume", str(run)]):
-        assert ostinato(*command) == 1
+    for words in (*commands(run, tmp_path / "out"), ["resume", str(run)]):
+        assert ended(Path(), *words) == 1
         *notes, last = capsys.readouterr().err.splitlines()
         assert last == f"ostinato: none of the 2 checkpoints in {run}/checkpoints is whole; start a new run"
         assert all("is damaged" in note for note in notes)
@@ -277,17 +267,17 @@ def test_a_full_disk_while_exporting(refusal: Refusal, run: Path, tmp_path: Path
         assert f"{out}/" in sentence and "could not be written" in sentence
         assert "File too large" in sentence and "free disk space" in sentence
         assert list(out.iterdir()) == [], "no half file"
-        assert ostinato("export", str(run), str(out), *merged) == 0
+        assert ended(Path(), "export", str(run), str(out), *merged) == 0
 
 
 def test_a_process_of_its_own_says_the_same(place: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ostinato", *TRAIN, 'reward.functions=["rewards.py:short"]'],
+        command(*TRAIN, 'reward.functions=["rewards.py:short"]'),
         cwd=place,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert (done.returncode, begun(done.stdout)) == (2, [])
     *note, last = done.stderr.splitlines()

@@ -1,25 +1,20 @@
-"""The command line on a tiny random model with experts: train, stop, resume, evaluate, generate, export.
+"""The command line on the packaged model: train, stop, resume, evaluate, generate, export.
 
 What trains, is stopped or reads stdin is a process of its own, as for a user; the rest runs in this process.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import LIMIT_S, command, ended, environment, only_run, rows, run
 
 from lab.same_run import same
-from ostinato.cli.app import main
 
-LIMIT_S = 300
 Here = Callable[..., str]  # a command in this process: what it prints, as ``run`` of another one
 
 REWARD = """
@@ -30,7 +25,6 @@ def sevens(completions, **columns):
 
 RECIPE = """
 [model]
-path = "{model}"
 dtype = "float32"
 [adapter]
 rank = 4
@@ -58,108 +52,29 @@ trajectories_every = 1
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with a model, a reward and a recipe in it."""
+    """A working directory with a reward and a recipe in it."""
     folder = tmp_path_factory.mktemp("place")
-    write_model(folder / "model")
     (folder / "reward.py").write_text(REWARD)
-    (folder / "tiny.toml").write_text(RECIPE.format(model=folder / "model"))
+    (folder / "tiny.toml").write_text(RECIPE)
     return folder
-
-
-def write_model(folder: Path) -> None:
-    """A qwen3_moe of two layers with random weights, a character tokenizer and a chat template."""
-    from tokenizers import AddedToken, Tokenizer
-    from tokenizers.decoders import Fuse
-    from tokenizers.models import BPE
-
-    from ostinato.model.config import parse_config
-    from ostinato.model.decoder import Decoder
-    from ostinato.model.hf import save_model
-
-    characters = [chr(code) for code in range(32, 127)] + ["\n", "<unk>"]
-    tokenizer = Tokenizer(BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>"))
-    tokenizer.decoder = Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
-    end = tokenizer.token_to_id("<end>")
-    raw: dict[str, Any] = {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-        "eos_token_id": end,
-    }
-    save_model(Decoder(parse_config(raw)).init_weights(0), folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}<end>\n{% endfor %}a: "
-    config = {"eos_token": "<end>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "ostinato", *arguments]
-
-
-def environment() -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-
-
-def run(place: Path, *arguments: str, code: int = 0, stdin: str = "") -> str:
-    """stdout of a command that ends with ``code``."""
-    done = subprocess.run(
-        command(*arguments),
-        cwd=place,
-        env=environment(),
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
 
 
 @pytest.fixture
-def here(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    monkeypatch.chdir(place)
-
+def here(place: Path, capsys: pytest.CaptureFixture[str]) -> Here:
     def ostinato(*arguments: str, code: int = 0) -> str:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
+        assert ended(place, *arguments) == code
         printed = capsys.readouterr()
-        assert int(caught.value.code or 0) == code, printed
         return printed.out if code == 0 else printed.err
 
     return ostinato
-
-
-def rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def only_run(place: Path, name: str) -> Path:
-    (folder,) = (place / "runs").glob(f"{name}-*")
-    return folder
 
 
 @pytest.fixture(scope="module")
 def trained(place: Path) -> tuple[Path, str]:
     """(the folder of a run of 4 steps, what the command printed)."""
     out = run(place, "train", "tiny.toml", "trainer.lr=0.02", "algo.clip_high=0.3")
-    return only_run(place, "tiny"), out
+    return only_run(place, "tiny-*"), out
 
 
 def test_the_run_folder_is_complete(trained: tuple[Path, str]) -> None:
@@ -233,7 +148,7 @@ def test_resume_after_ctrl_c_equals_a_run_without_it(place: Path, trained: tuple
                 break
         process.stdout.read()
         assert process.wait(LIMIT_S) == 130
-    folder = only_run(place, "stopped")
+    folder = only_run(place, "stopped-*")
     assert len(rows(folder / "metrics.jsonl")) < 4
     run(place, "resume", str(folder))
     assert_same(folder, reference)
@@ -252,12 +167,4 @@ def test_learning_from_python(place: Path) -> None:
         "outcome = learn(recipe, quiet=True)\n"
         "print(outcome.step, outcome.before['n'], outcome.after['n'], outcome.folder.name[:6])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=place,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.stdout == "1 8 8 script\n", done.stdout + done.stderr
+    assert run(place, "-c", script) == "1 8 8 script\n"

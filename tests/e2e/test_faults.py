@@ -9,7 +9,6 @@ process or fills its disk, so every fault strikes at the same place every time. 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -21,46 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import LAUNCHER, LIMIT_S, ended, environment, gone, only_run, rows, wait_until
 
 from lab.same_run import same
-from ostinato.cli.app import main
 from ostinato.model.native import BuildError
 from ostinato.model.native import load as load_kernels
 from ostinato.run import JsonlZst
 
 pytestmark = pytest.mark.slow
 
-LIMIT_S = 500
 SAVED = re.compile(r"what was saved is in (\S+), to go on: ostinato resume \1")
-
-# python -c LAUNCHER '["open", "/metrics.jsonl", 3, "kill"]' train recipe.toml ...
-LAUNCHER = """
-import json, os, resource, signal, sys, time
-
-event, wanted, left, action = json.loads(sys.argv[1])
-
-def strike(path):
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    while action == "wait" and not os.path.exists("go"):
-        time.sleep(0.01)
-    if action == "wait":
-        return
-    room = 20 + (os.path.getsize(path) if os.path.exists(path) else 0)  # a torn write, then EFBIG
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-def hook(name, arguments):
-    global left
-    paths = [str(value) for value in arguments if isinstance(value, str | os.PathLike)]
-    if name == event and (hit := [path for path in paths if wanted in path + "$"]):
-        left -= 1
-        if left == 0:
-            strike(hit[0])
-
-sys.addaudithook(hook)
-from ostinato.cli.app import main
-main(sys.argv[2:])
-"""
 
 # The n-th group that is graded, counted over all processes of a run, meets the fault that faults.json names.
 REWARD = """
@@ -139,11 +108,10 @@ class Place:
 
     @property
     def run(self) -> Path:
-        (folder,) = (self.path / "runs").iterdir()
-        return folder
+        return only_run(self.path)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run / name).read_text().splitlines()]
+        return rows(self.run / name)
 
     @contextmanager
     def training(self, *overrides: str, fault: tuple[str, str, int, str] | None = None) -> Iterator[Any]:
@@ -152,7 +120,7 @@ class Place:
         process = subprocess.Popen(
             [*arguments, "train", "tiny.toml", *overrides],
             cwd=self.path,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -169,12 +137,8 @@ class Place:
             out, error = process.communicate(timeout=LIMIT_S)
             return process.returncode, out, error
 
-    def command(self, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-        """The exit code of a command in this process: it costs a tenth of a new one."""
-        monkeypatch.chdir(self.path)
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        return int(caught.value.code or 0)
+    def command(self, *arguments: str) -> int:
+        return ended(self.path, *arguments)
 
 
 @pytest.fixture
@@ -185,8 +149,7 @@ def place(tmp_path: Path) -> Place:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = Place(tmp_path_factory.mktemp("undisturbed"))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert place.command(monkeypatch, "train", "tiny.toml") == 0
+    assert place.command("train", "tiny.toml") == 0
     return place
 
 
@@ -207,21 +170,6 @@ def skip_without_native_kernels() -> None:
         load_kernels()
     except BuildError as error:
         pytest.skip(f"bitwise only with the native kernels: {error}")
-
-
-def gone(pid: int) -> bool:
-    """Not running: no such process, or one that only waits to be reaped by whoever inherited it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def wait_until(condition: Any, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 # --- rewards ----------------------------------------------------------------------------------------------
@@ -294,12 +242,12 @@ def assert_no_fault_was_scored(place: Place) -> None:
 
 @pytest.mark.parametrize("at_start", [True, False], ids=["first evaluation", "first step"])
 def test_a_reward_that_never_works_ends_the_run_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], at_start: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], at_start: bool
 ) -> None:
     """It went on for ten steps, or to its end with an adapter where fewer were planned."""
     place = Place(tmp_path, dict.fromkeys(range(1000), "raises"))
     start = f"eval.at_start={str(at_start).lower()}"
-    code = place.command(monkeypatch, "train", "tiny.toml", "trainer.steps=99", start, "eval.k=3")
+    code = place.command("train", "tiny.toml", "trainer.steps=99", start, "eval.k=3")
     printed = capsys.readouterr()
     assert code == 2
     *note, sentence = printed.err.splitlines()
@@ -318,11 +266,11 @@ def test_a_reward_that_never_works_ends_the_run_by_name(
 
 
 def test_a_policy_that_has_diverged_is_named_and_scores_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The table at the end once subtracted the score before from one that could not be measured."""
     overrides = ("trainer.steps=3", "trainer.lr=1e30", "trainer.max_grad_norm=inf")
-    code = place.command(monkeypatch, "train", "tiny.toml", *overrides)
+    code = place.command("train", "tiny.toml", *overrides)
     printed = capsys.readouterr()
     assert (code, printed.err) == (0, "")
     assert "step 2: engine: the logits are not finite (told once; faults/engine counts them)" in printed.out
@@ -346,7 +294,6 @@ def test_a_policy_that_has_diverged_is_named_and_scores_nothing(
 def test_kill_9_then_resume_is_as_if_nothing_had_happened(
     place: Place,
     undisturbed: Place,
-    monkeypatch: pytest.MonkeyPatch,
     fault: tuple[str, str, int, str],
     last_row: int,
     last_checkpoint: int,
@@ -357,7 +304,7 @@ def test_kill_9_then_resume_is_as_if_nothing_had_happened(
     assert max(path.name for path in place.run.glob("checkpoints/step-*")) == f"step-{last_checkpoint:08d}"
     workers = {int(pid) for pid in (place.path / "workers").read_text().split()}
     assert wait_until(lambda: all(gone(pid) for pid in workers), 10), "a reward worker outlived its trainer"
-    assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    assert place.command("resume", str(place.run)) == 0
     if "inflight" in fault[1]:
         skip_without_native_kernels()
     assert_as_if_nothing_had_happened(place, undisturbed)
@@ -406,7 +353,6 @@ def test_kill_9_then_resume_is_as_if_nothing_had_happened(
 def test_a_full_disk_is_named_and_the_last_checkpoint_goes_on(
     place: Place,
     undisturbed: Place,
-    monkeypatch: pytest.MonkeyPatch,
     fault: tuple[str, str, int, str],
     named: str,
     last_row: int,
@@ -418,7 +364,7 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_goes_on(
     assert re.search(named, error) and SAVED.search(error)
     assert place.rows("metrics.jsonl")[-1]["step"] == last_row, "whole rows only"
     assert max(path.name for path in place.run.glob("checkpoints/step-*")) == f"step-{last_checkpoint:08d}"
-    assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    assert place.command("resume", str(place.run)) == 0
     if "inflight" in fault[1]:
         skip_without_native_kernels()
     assert_as_if_nothing_had_happened(place, undisturbed)
@@ -427,9 +373,7 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_goes_on(
 # --- a person or a scheduler wants it to stop ---------------------------------------------------------------
 
 
-def test_sigterm_finishes_the_step_and_saves(
-    place: Place, undisturbed: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_finishes_the_step_and_saves(place: Place, undisturbed: Place) -> None:
     with place.training() as process:
         for line in process.stdout:
             if line.startswith("step 1/"):
@@ -442,12 +386,12 @@ def test_sigterm_finishes_the_step_and_saves(
         f"terminated after step {done}; to go on: ostinato resume {place.run.relative_to(place.path)}" in out
     )
     assert (place.run / f"checkpoints/step-{done:08d}").is_dir() and done < STEPS
-    assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    assert place.command("resume", str(place.run)) == 0
     assert_as_if_nothing_had_happened(place, undisturbed)
 
 
 def test_a_run_into_head_refuses_a_second_one_is_hung_up_and_resumed(
-    place: Place, undisturbed: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place, undisturbed: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`train | head` ended silently with 1 and "failed: SystemExit" in the ledger. Two runs in one folder
     removed each other's checkpoints. The run waits before the row of step 3 until both have happened."""
@@ -456,7 +400,7 @@ def test_a_run_into_head_refuses_a_second_one_is_hung_up_and_resumed(
             if line.startswith("step 2/"):
                 break
         capsys.readouterr()
-        assert place.command(monkeypatch, "resume", str(place.run)) == 2
+        assert place.command("resume", str(place.run)) == 2
         told = capsys.readouterr().err
         assert re.match(
             rf"ostinato: run folder \S+ is in use by process {process.pid} on .*; wait until", told
@@ -468,13 +412,11 @@ def test_a_run_into_head_refuses_a_second_one_is_hung_up_and_resumed(
     assert re.fullmatch(r"ostinato: hung up \(.*\) after step 3; to go on: ostinato resume \S+\n", error)
     assert [row["step"] for row in place.rows("metrics.jsonl")] == [1, 2, 3]
     assert place.rows("ledger.jsonl")[-1]["why"] == "hung_up"
-    assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    assert place.command("resume", str(place.run)) == 0
     assert_as_if_nothing_had_happened(place, undisturbed)
 
 
-def test_ctrl_c_twice_ends_a_hanging_run_at_once(
-    tmp_path: Path, undisturbed: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_twice_ends_a_hanging_run_at_once(tmp_path: Path, undisturbed: Place) -> None:
     """The reward hangs in the second step, for longer than the test would wait: the first Ctrl-C asks to
     finish that step, the second ends it. Groups that were graded come from the spool afterwards."""
     hanging = EVAL_GROUPS + GROUPS_PER_STEP + 2
@@ -492,7 +434,7 @@ def test_ctrl_c_twice_ends_a_hanging_run_at_once(
         assert time.monotonic() - stopped < 25, "less than the reward's limit of 30 s"
     assert error.startswith("ostinato: stopped at once; ") and error.count("\n") == 1 and SAVED.search(error)
     assert [row["step"] for row in place.rows("metrics.jsonl")] == [1]
-    assert place.command(monkeypatch, "resume", str(place.run)) == 0
+    assert place.command("resume", str(place.run)) == 0
     skip_without_native_kernels()
     assert_as_if_nothing_had_happened(place, undisturbed)
     assert [row["rollout/from_spool"] for row in place.rows("metrics.jsonl")] == [3, 1, 0, 0, 0]

@@ -4,16 +4,14 @@ Killed and resumed they say what they would have said."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import LIMIT_S, command, environment, only_run, rows, run
 
 from lab.same_run import same
 from ostinato.observe.report.forecast import forecast_sections
@@ -22,8 +20,6 @@ from ostinato.run import RunFolder
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 240
 STEPS = 14
 OVERRIDES = (
     "model.dtype=float32",  # runs are compared, and "auto" is another one where the measurement is
@@ -45,23 +41,6 @@ OVERRIDES = (
 )
 
 
-def environment() -> dict[str, str]:
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return {**os.environ, **settings}
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "ostinato", *arguments]
-
-
-def ostinato(place: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        command(*arguments), cwd=place, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def killed_after(place: Path, step: int, *arguments: str) -> None:
     """Train, and be gone (SIGKILL) as soon as the row of ``step`` is there, wherever that is."""
     process = subprocess.Popen(
@@ -73,25 +52,13 @@ def killed_after(place: Path, step: int, *arguments: str) -> None:
     )
     until = time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < until:
-        if any(row["step"] >= step for folder in place.glob("runs/*") for row in rows(folder, "metrics")):
+        if any(
+            row["step"] >= step for folder in place.glob("runs/*") for row in rows(folder / "metrics.jsonl")
+        ):
             process.send_signal(signal.SIGKILL)
             break
         time.sleep(0.02)
     assert process.wait(timeout=60) == -signal.SIGKILL
-
-
-def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    file = folder / f"{name}.jsonl"
-    return (
-        [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        if (file.exists())
-        else []
-    )
-
-
-def only_run(place: Path) -> Path:
-    (folder,) = (place / "runs").iterdir()
-    return folder
 
 
 def crossings(sums: list[float], amount: float) -> list[int]:
@@ -101,32 +68,32 @@ def crossings(sums: list[float], amount: float) -> list[int]:
 
 def scores(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """eval.jsonl by set and step, without what the clock and the prefix cache decide."""
-    return {(row["set"], row["step"]): row for row in same(rows(folder, "eval"))}
+    return {(row["set"], row["step"]): row for row in same(rows(folder / "eval.jsonl"))}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """(folder of a run that nobody interrupted, what it printed)."""
     place = tmp_path_factory.mktemp("whole")
-    out = ostinato(place, "train", "quickstart", *OVERRIDES)
+    out = run(place, "train", "quickstart", *OVERRIDES)
     return only_run(place), out
 
 
 def test_a_run_is_scored_by_compute_and_looks_ahead(whole: tuple[Path, str]) -> None:
     folder, out = whole
-    evals = rows(folder, "eval")
+    evals = rows(folder / "eval.jsonl")
     main = [row for row in evals if row["set"] == "eval"]
     steps = [row["step"] for row in main]
     assert 6 <= len(steps) <= STEPS
     tokens, flops = [0.0], [0.0]
-    for row in rows(folder, "metrics"):
+    for row in rows(folder / "metrics.jsonl"):
         tokens.append(row["total/sampled_tokens"])
         flops.append(row["total/compute_flops"])
     assert steps == [0, *crossings(tokens, 250), STEPS]
     assert [row["step"] for row in evals if row["set"] == "hard"] == [0, *crossings(flops, 1e10), STEPS]
     assert [row["samples"] for row in main] == [6] + [2] * (len(main) - 1)
     assert len({row["held_out"] for row in main}) == 1
-    ahead = rows(folder, "forecast")
+    ahead = rows(folder / "forecast.jsonl")
     assert [row["step"] for row in ahead] == steps[1:]
     assert [row["compute"] for row in ahead] == [row["spent"]["flops"] for row in main[1:]]
     assert ahead[-1]["n"] == len(main) - 1 >= 5
@@ -144,10 +111,10 @@ def test_killed_and_resumed_it_scores_and_foretells_the_same(
     kill the prefix cache is cold."""
     killed_after(tmp_path, step, "train", "quickstart", *OVERRIDES)
     folder = only_run(tmp_path)
-    assert len(rows(folder, "metrics")) < STEPS
-    ostinato(tmp_path, "resume", str(folder))
+    assert len(rows(folder / "metrics.jsonl")) < STEPS
+    run(tmp_path, "resume", str(folder))
     assert scores(folder) == scores(whole[0])
-    assert rows(folder, "forecast") == rows(whole[0], "forecast")
+    assert rows(folder / "forecast.jsonl") == rows(whole[0] / "forecast.jsonl")
 
 
 PLANTED = """
@@ -173,16 +140,16 @@ def test_a_forecast_that_stops_the_run_ends_it_in_order(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(PLANTED)
     reward = ('reward.functions=["planted.py:planted"]', "eval.every=1", "eval.n=128")
     terms = ("forecast.stop=true", "forecast.min_gain=1.0", "forecast.axis=steps", f"forecast.budget={STEPS}")
-    out = ostinato(tmp_path, "train", "quickstart", *OVERRIDES, *reward, *terms)
+    out = run(tmp_path, "train", "quickstart", *OVERRIDES, *reward, *terms)
     folder = only_run(tmp_path)
-    *_, before, last = rows(folder, "forecast")
-    step = rows(folder, "metrics")[-1]["step"]
+    *_, before, last = rows(folder / "forecast.jsonl")
+    step = rows(folder / "metrics.jsonl")[-1]["step"]
     assert 0.3 * STEPS <= step < STEPS
     for row, at in ((before, step - 1), (last, step)):
         assert (row["verdict"], row["step"], row["gate"]) == ("stop", at, "identified")
-    assert {row["set"] for row in rows(folder, "eval") if row["step"] == step} == {
+    assert {row["set"] for row in rows(folder / "eval.jsonl") if row["step"] == step} == {
         *("eval", "greedy", "hard")
     }
     assert "by its own forecast" in out and "goes on, for the next look has to say so too" in out
-    assert rows(folder, "ledger")[-1]["why"] == "enough"
+    assert rows(folder / "ledger.jsonl")[-1]["why"] == "enough"
     assert (folder / "checkpoints").is_dir() and (folder / "report.html").exists()

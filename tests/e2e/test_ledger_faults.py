@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ROOT, command, environment
 
 from ostinato.observe.ledger import Event, Ledger, read, spent, summary
 from ostinato.run import RunFolder
@@ -25,7 +26,6 @@ from ostinato.run import RunFolder
 pytestmark = pytest.mark.slow
 
 STEPS, EVERY, TOKENS = 12, 3, 8 * 2  # sampled in a group
-ROOT = Path(__file__).parents[2]
 
 
 # ---- the run
@@ -82,9 +82,13 @@ def run(folder: Path, devices: int) -> None:
 
 def start(folder: Path, devices: int) -> subprocess.Popen[str]:
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(folder), str(devices)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    return subprocess.Popen(
+        [sys.executable, __file__, str(folder), str(devices)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment() | {"PYTHONPATH": os.pathsep.join(paths)},
+        cwd=ROOT,
+    )
 
 
 # ---- the tests
@@ -155,10 +159,9 @@ with life, books.session(0), books.work(), books.evaluating():
 
 def test_a_killed_process_has_told_until_when_it_lived(tmp_path: Path) -> None:
     """No row, no file of the run: nothing but its sign of life says that it worked, and on what."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     began = time.time()
-    command = [sys.executable, "-c", SLEEPER, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    sleeper = [sys.executable, "-c", SLEEPER, str(tmp_path)]
+    process = subprocess.Popen(sleeper, stdout=subprocess.PIPE, text=True, env=environment())
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     while '"part":"eval"' not in (tmp_path / "alive.json").read_text():
         time.sleep(0.01)
@@ -190,16 +193,11 @@ def held(rows: list[dict[str, Any]]) -> float:
 
 def test_a_run_of_the_command_line_is_killed_and_goes_on_with_other_devices(tmp_path: Path) -> None:
     """From recipe to `scale ledger`, with the packaged model: wall clock is bounded by what the test saw."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
 
     def ostinato(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "ostinato", *arguments]
-        return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE)
+        return subprocess.Popen(
+            command(*arguments), cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE
+        )
 
     sizes = ("rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_tokens=12", "eval.n=4")
     every = ("trainer.steps=5", "trainer.checkpoint_every=2", "log.mismatch_every=0", "eval.every=2")

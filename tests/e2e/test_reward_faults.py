@@ -10,15 +10,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from commands import gone, wait_until
+from nouns import completion, episode, group_of
 
 from ostinato.reward.workers import WorkerGrader
-from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
+from ostinato.types import Group, Prompt, Reward
 
 pytestmark = pytest.mark.slow
 
@@ -106,40 +107,13 @@ FAULTS = {name: value for name, value in globals().items() if callable(value)}
 
 
 def group(fault: Any, pids: Path) -> Group:
-    completion = Completion(
-        tokens=np.ones(1, np.int32),
-        logprobs=np.zeros(1, np.float32),
-        versions=np.zeros(1, np.int32),
-        stop=Stop.EOS,
-        text="a",
-    )
-    turns = (Turn(context=np.ones(1, np.int32), completion=completion),)
-    trajectories = tuple(Trajectory(turns=turns, stop=Stop.EOS, seed=(k,)) for k in range(3))
-    return Group(
-        prompt=Prompt(uid="p", text="?", columns={"fault": fault, "pids": str(pids)}),
-        trajectories=trajectories,
-        step=0,
-    )
+    asked = Prompt(uid="p", text="?", columns={"fault": fault, "pids": str(pids)})
+    said = [episode(completion(1, text="a"), seed=(k,)) for k in range(3)]
+    return replace(group_of(*said), prompt=asked, step=0)
 
 
 def grade(grader: WorkerGrader, group: Group) -> list[Reward]:
     return asyncio.run(grader.grade(group))
-
-
-def gone(pid: int) -> bool:
-    """Neither running nor a zombie of ours (a killed grandchild is init's to reap)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return True
-    return state[0] == "Z" and int(state[1]) != os.getpid()
-
-
-def wait_until(condition: Any, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 def is_locked(path: Path) -> bool:
@@ -274,7 +248,7 @@ def test_no_worker_outlives_a_killed_trainer(file: Path, fault: str, isolation: 
     pids = file.with_name("pids")
     pids.touch()
     script = (
-        "import asyncio, sys; sys.path[:0] = sys.argv[1:3]\n"
+        "import asyncio, sys; sys.path[:0] = sys.argv[1:]\n"
         "from test_reward_faults import group\n"
         "from ostinato.reward.workers import WorkerGrader\n"
         "from pathlib import Path\n"
@@ -285,7 +259,8 @@ def test_no_worker_outlives_a_killed_trainer(file: Path, fault: str, isolation: 
         f"asyncio.run(grader.grade(group({fault!r}, Path({str(pids)!r}))))\n"
     )
     here = Path(__file__)
-    trainer = subprocess.Popen([sys.executable, "-c", script, str(here.parent), str(here.parents[2])])
+    paths = [str(folder) for folder in here.parents[:3]]
+    trainer = subprocess.Popen([sys.executable, "-c", script, *paths])
     try:
         assert wait_until(lambda: pids.read_text().endswith("\n") or is_locked(pids), PATIENCE_S)
     finally:

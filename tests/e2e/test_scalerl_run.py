@@ -8,18 +8,14 @@ stream and a checkpoint.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import LAUNCHER, ended, only_run, rows, run
 
 from lab.same_run import same
-from ostinato.cli.app import main
 from ostinato.model.native import BuildError, load
 
 pytestmark = pytest.mark.lab
@@ -45,47 +41,12 @@ TINY = (
     "forecast.enabled=false",
     "engine.threads=1",
 )
-# kill -9 at the n-th opening of a file whose path ends so
-KILLED = """
-import os, signal, sys
-from fnmatch import fnmatch
-
-wanted, left = sys.argv[1], int(sys.argv[2])
-
-def hook(name, arguments):
-    global left
-    if name == "open" and fnmatch(str(arguments[0]), "*" + wanted):
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(hook)
-from ostinato.cli.app import main
-main(sys.argv[3:])
-"""
-
-
-def command(place: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.chdir(place)
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    return int(caught.value.code or 0)
 
 
 def killed(place: Path, file: str, count: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    arguments = [sys.executable, "-c", KILLED, file, str(count), "train", "scalerl", *TINY]
-    done = subprocess.run(arguments, cwd=place, env=environment, capture_output=True, timeout=400)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-
-
-def only_run(place: Path) -> Path:
-    (folder,) = (place / "runs").iterdir()
-    return folder
-
-
-def rows(place: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (only_run(place) / name).read_text().splitlines()]
+    """kill -9 at the n-th opening of a file whose path has ``file`` in it; "$" is its end."""
+    fault = json.dumps(["open", file, count, "kill"])
+    run(place, "-c", LAUNCHER, fault, "train", "scalerl", *TINY, code=-signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +56,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except BuildError as error:
         pytest.skip(f"bitwise only with the native kernels: {error}")
     place = tmp_path_factory.mktemp("undisturbed")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert command(place, monkeypatch, "train", "scalerl", *TINY) == 0
+    assert ended(place, "train", "scalerl", *TINY) == 0
     return place
 
 
 def test_every_part_acts(undisturbed: Path) -> None:
     """Or the runs below would be equal for want of anything to lose."""
-    seen = rows(undisturbed)
+    seen = rows(only_run(undisturbed) / "metrics.jsonl")
     assert len(seen) == STEPS
     assert max(row.get("staleness/max", 0) for row in seen) == 2 * 2 + 1, "two policies, and a minibatch"
     assert max(row.get("optimizer_steps", 0) for row in seen) == 2
@@ -115,15 +75,14 @@ def test_every_part_acts(undisturbed: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "count", "rows_left"),
     [
-        pytest.param("/inflight.jsonl.zst", 28, 3, id="while a round is played ahead"),
-        pytest.param("/metrics.jsonl", 5, 4, id="after training, before the report"),
-        pytest.param(".step-00000006.*", 2, 6, id="inside a checkpoint"),
+        pytest.param("/inflight.jsonl.zst$", 28, 3, id="while a round is played ahead"),
+        pytest.param("/metrics.jsonl$", 5, 4, id="after training, before the report"),
+        pytest.param(".step-00000006.", 2, 6, id="inside a checkpoint"),
     ],
 )
 def test_killed_and_resumed_it_is_the_run_that_was_not(
     tmp_path: Path,
     undisturbed: Path,
-    monkeypatch: pytest.MonkeyPatch,
     file: str,
     count: int,
     rows_left: int,
@@ -131,31 +90,29 @@ def test_killed_and_resumed_it_is_the_run_that_was_not(
     """Between two checkpoints, and while one is written: rounds that were played ahead, by policies that are
     gone, come from the spool, and the last bit of scores, adapter and optimizer is the same."""
     killed(tmp_path, file, count)
-    assert len(rows(tmp_path)) == rows_left
-    assert command(tmp_path, monkeypatch, "resume", str(only_run(tmp_path))) == 0
+    assert len(rows(only_run(tmp_path) / "metrics.jsonl")) == rows_left
+    assert ended(tmp_path, "resume", str(only_run(tmp_path))) == 0
     assert_same(tmp_path, undisturbed)
 
 
-def test_from_the_older_checkpoint_it_is_the_same_run_too(
-    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_the_older_checkpoint_it_is_the_same_run_too(tmp_path: Path, undisturbed: Path) -> None:
     """The newest checkpoint is damaged, and the one before names rounds that were played ahead: the spool had
     forgotten them as soon as the newest was written. Only the drafter knows more than it did: its history is
     not in the checkpoints, and has the answers up to the newest."""
     shutil.copytree(only_run(undisturbed), tmp_path / "runs" / "copy")
     newest = tmp_path / f"runs/copy/checkpoints/step-{STEPS:08d}/tensors.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
-    assert command(tmp_path, monkeypatch, "resume", "runs/copy") == 0
+    assert ended(tmp_path, "resume", "runs/copy") == 0
     assert_same(tmp_path, undisturbed, but="draft/reuse")
 
 
 def assert_same(place: Path, undisturbed: Path, but: str = "") -> None:
     for name in ("metrics.jsonl", "eval.jsonl"):
-        ours, theirs = (same(rows(where, name)) for where in (place, undisturbed))
+        ours, theirs = (same(rows(only_run(where) / name)) for where in (place, undisturbed))
         for row in (*ours, *theirs):
             row.pop(but, None)
         assert ours == theirs, name
-    assert sum(row["rollout/from_spool"] for row in rows(place)) > 5
+    assert sum(row["rollout/from_spool"] for row in rows(only_run(place) / "metrics.jsonl")) > 5
     for name in (
         "adapter/adapter_model.safetensors",
         f"checkpoints/step-{STEPS:08d}/tensors.safetensors",

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import command
 from short_run import SHORT, STEPS
 
 pytestmark = pytest.mark.slow
@@ -31,8 +31,7 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     folder.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     with (folder / "log").open("ab") as log:
-        command = [sys.executable, "-m", "ostinato", *arguments]
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(command(*arguments), stdout=log, stderr=log, env=environment)
     try:
         yield process
     finally:
