@@ -105,33 +105,25 @@ def test_all_ranks_do_the_same(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_that_is_killed_in_a_step_ends_all_by_name(tmp_path: Path) -> None:
-    found, left = troubled(tmp_path, Trouble(what="kill", rank=1, step=2))
+@pytest.mark.parametrize(
+    ("what", "rank", "step", "why"),
+    [
+        ("kill", 1, 2, "gave no sign of life for"),
+        ("stop", 2, 1, "gave no sign of life for"),
+        ("hang", 1, 2, "hangs, for"),
+        ("raise", 2, 3, "raised ValueError: step 3 does not suit rank 2, last seen in step 3"),
+    ],
+)
+def test_a_rank_that_is_lost_in_a_step_ends_all_by_name(
+    tmp_path: Path, what: str, rank: int, step: int, why: str
+) -> None:
+    found, left = troubled(tmp_path, Trouble(what=what, rank=rank, step=step))
     assert found["error"] == "WorkerLost"
-    assert found["text"].startswith("rank 1 on ") and "gave no sign of life for" in found["text"]
-    assert "rank 0 in step 2 at " in found["text"]
-    assert said(left[2]) == found["text"]
-    assert not left[1].exists()
-
-
-def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
-    found, left = troubled(tmp_path, Trouble(what="stop", rank=2, step=1))
-    assert found["text"].startswith("rank 2 on ") and "gave no sign of life for" in found["text"]
-    assert said(left[1]) == found["text"]
-
-
-def test_a_rank_that_hangs_but_lives_is_named(tmp_path: Path) -> None:
-    found, left = troubled(tmp_path, Trouble(what="hang", rank=1, step=2))
-    assert found["error"] == "WorkerLost"
-    assert found["text"].startswith("rank 1 on ") and "hangs, for" in found["text"]
-    assert said(left[2]) == said(left[1]) == found["text"]
-
-
-def test_what_one_rank_raises_is_told_with_its_name(tmp_path: Path) -> None:
-    found, left = troubled(tmp_path, Trouble(what="raise", rank=2, step=3))
-    assert found["error"] == "WorkerLost"
-    assert "raised ValueError: step 3 does not suit rank 2, last seen in step 3" in found["text"]
-    assert said(left[1]) == said(left[2]) == found["text"]
+    assert found["text"].startswith(f"rank {rank} on ") and why in found["text"]
+    assert f"rank 0 in step {step} at " in found["text"]
+    gone = {rank} if what in ("kill", "stop") else set()
+    assert all(said(path) == found["text"] for other, path in left.items() if other not in gone)
+    assert not any(left[other].exists() for other in gone)
 
 
 def test_what_rank_0_raises_comes_as_itself(tmp_path: Path) -> None:

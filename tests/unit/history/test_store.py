@@ -301,15 +301,6 @@ def test_bytes_are_counted_and_bounded(store_of: Callable[[], Store | None], dat
     assert came - sum(history.counters[why] for why in went) == history.num_tokens
 
 
-def test_what_a_prompt_has_newer_goes_first_and_the_oldest_of_that() -> None:
-    room = 4 * (blocks.bytes_needed(101, 1, False) + OVERHEAD)
-    history = History(memory_mb=room / 2**20, store=PlainStore())
-    for uid, step in (("a", 1), ("b", 2), ("a", 3), ("b", 4), ("c", 5), ("d", 6)):
-        history.add(uid, step, [past([1] * 100)])
-    assert [[block.step for block in history.blocks(uid)] for uid in "abcd"] == [[3], [4], [5], [6]]
-    assert history.counters["evicted_blocks"] == 2
-
-
 def test_a_round_larger_than_the_memory_keeps_its_share() -> None:
     """Least recently used would have dropped every block just before its prompt came round again."""
     each = blocks.bytes_needed(101, 1, False) + OVERHEAD
@@ -320,13 +311,6 @@ def test_a_round_larger_than_the_memory_keeps_its_share() -> None:
         found.append(bool(history.blocks(uid)))
         history.add(uid, step, [past([1] * 100)])
     assert sum(found[40:]) >= 0.45 * len(found[40:])
-
-
-def test_bytes_per_token_are_few() -> None:
-    history = History(store=PlainStore())
-    for vocabulary, most in ((0, 9.5), (100_000, 11.5)):
-        history.add("p", 1, [past([vocabulary] * 1220, context=range(8)) for _ in range(16)])
-        assert history.bytes_per_token <= most
 
 
 def test_adding_moves_nothing_that_is_kept(compiled: History) -> None:

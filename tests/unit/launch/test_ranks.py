@@ -47,18 +47,6 @@ def test_recipes_that_are_refused(tree: dict[str, Any], sentence: str) -> None:
     assert str(caught.value) == sentence
 
 
-def test_one_rank_is_bound_by_nothing() -> None:
-    for layout in ("", "1"):
-        recipe = Recipe.parse({"parallel": {"layout": layout, "timeout_s": 9000.0}})
-        assert not recipe.parallel.sharded
-    assert Recipe.parse({"parallel": {"layout": "d2"}}).parallel.sharded
-
-
-def test_a_layout_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="z9"):
-        check(Recipe.parse({"parallel": {"layout": "z9"}}))
-
-
 @pytest.mark.parametrize("layout", ["", "d2t2"])
 def test_other_ranks_than_the_layout_has_are_refused(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     recipe = Recipe.parse({"parallel": {"layout": layout}})

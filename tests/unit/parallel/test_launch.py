@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ostinato.parallel.launch import Place, Ranks, interface_towards, local_place, loopback
+from ostinato.parallel.launch import Place, Ranks, interface_towards, loopback
 
 TORCHRUN = {
     "RANK": "3",
@@ -51,12 +51,6 @@ def test_a_place_that_cannot_be_is_refused(name: str, value: str, sentence: str)
     with pytest.raises(ValueError) as caught:
         Place.of(TORCHRUN | {name: value})
     assert str(caught.value) == f"{sentence} the ranks with torchrun"
-
-
-def test_local_places_are_told_by_the_environment() -> None:
-    place = local_place(3, 4711, rank=2)
-    assert Place.of(place.environment()) == place
-    assert (place.local_rank, place.local_world) == (2, 3)
 
 
 SAYS = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True); "

@@ -80,18 +80,6 @@ def test_the_factors_by_hand() -> None:
     assert idle.straggler == idle.worst_straggler == idle.capacity == 1.0
 
 
-def test_over_how_many_ranks_tokens_are_spread() -> None:
-    routes = np.array([[[0, 1, 2]], [[0, 1, 3]], [[2, 3, 0]], [[NO_EXPERT] * 3]], np.int8)
-    assert load.ranks_per_token(routes, np.array([[0, 0, 1, 1]])).tolist() == [2.0]
-    assert load.ranks_per_token(routes, np.array([[0, 0, 0, 1]])).tolist() == [1 + 2 / 3]
-    assert np.isnan(load.ranks_per_token(routes[3:], np.array([[0, 0, 0, 1]]))).all()
-
-
-@pytest.mark.parametrize(("experts", "ranks"), [(16, 8), (60, 6), (384, 8), (7, 7), (11, 1)])
-def test_nominal_ranks(experts: int, ranks: int) -> None:
-    assert load.nominal_ranks(experts) == ranks
-
-
 PUBLISHED = {8: (1.17, 1.08, 1.30), 16: (1.32, 1.18, 1.52), 32: (1.58, 1.36, 1.92), 64: (2.05, 1.65, 2.66)}
 
 
@@ -121,22 +109,6 @@ def test_near_the_optimum_and_never_below_the_bound(problem: tuple[np.ndarray, i
     best = optimum(loads[0], ranks)
     assert placement.lower_bound(loads, ranks)[0] <= best + 1e-9
     assert best <= largest <= best * 4 / 3 + 1e-9  # Graham's bound for LPT, which swaps only improve
-
-
-@pytest.mark.parametrize("ranks", [8, 16, 32, 64])
-def test_384_experts_are_even_to_a_few_percent(ranks: int) -> None:
-    loads = drawn(2, 20, 384)
-    owner = placement.place(loads, ranks)
-    bound = placement.lower_bound(loads, ranks)
-    assert (load.rank_loads(loads, owner, ranks).max(axis=1) / bound).mean() < (1.01 if ranks < 64 else 1.03)
-
-
-def test_equal_loads_and_one_expert_per_rank() -> None:
-    even = np.ones((2, 8))
-    assert load.imbalance(even, placement.place(even, 4), 4).straggler == 1.0
-    alone = drawn(3, 2, 4)
-    assert sorted(placement.place(alone, 4)[0].tolist()) == [0, 1, 2, 3]
-    assert placement.lower_bound(alone, 4) == pytest.approx(alone.max(axis=1))
 
 
 def test_nodes_are_even_before_their_ranks() -> None:

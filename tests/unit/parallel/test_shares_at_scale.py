@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
-from ostinato.model.shapes import AdapterSpec, ExpertScheme, adapter_shapes
-from ostinato.model.share import Share, is_cut, is_expert, local_config, placed, size_of
+from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.shares import shares_of
@@ -121,35 +120,6 @@ def alike(share: Share) -> Share:
     """One that keeps as much of the same layers, and other parts of them."""
     ids = None if share.experts is None else (tuple(range(len(share.experts[0]))),) * 60
     return replace(share, tensor_rank=0, expert_tensor_rank=0, experts=ids)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["p8t8e8", "p4d8t2e16", "p2d4t8e4x8", "d64e64"])
-@pytest.mark.parametrize(
-    ("spec", "published"),
-    [
-        (AdapterSpec(rank=32, targets=("experts",)), 4.6e9),
-        (AdapterSpec(rank=128, expert_scheme=ExpertScheme.PER_EXPERT), 82.2e9),
-    ],
-)
-def test_adapters_are_cut_as_their_layers(text: str, spec: AdapterSpec, published: float) -> None:
-    """The local shapes, from which a rank makes room, are those that ``placed`` cuts out of the whole."""
-    layout, pairs = Layout.parse(text), adapter_shapes(kimi(), spec)
-    shapes = {f"{name}.{part}": pair[i] for name, pair in pairs.items() for i, part in enumerate("AB")}
-    seen: dict[Share, float] = {}
-    for _, share in shares(layout):
-        if share not in seen:
-            local = adapter_shapes(local_config(kimi(), share), spec)
-            seen[share] = 0.0
-            for name, pair in local.items():
-                if int(name.split(".")[1]) in share.layers:
-                    for factor, shape in zip((f"{name}.A", f"{name}.B"), pair, strict=True):
-                        kept = placed(kimi(), share, factor, shapes[factor])
-                        assert shape == tuple(sum(map(len, spans)) for spans in kept), factor
-                        seen[share] += prod(shape) / replicas(layout, share, factor, shapes[factor])
-    total = sum(seen[share] for _, share in shares(layout))
-    assert total == pytest.approx(sum(map(prod, shapes.values())), rel=1e-12)
-    assert total == pytest.approx(published, rel=0.01)
 
 
 def test_under_a_group_of_64_ranks() -> None:

@@ -45,10 +45,6 @@ def counted(path: Path, dies: int = 0, **changes: Any) -> tuple[Bench, Counts]:
     return bench, grader
 
 
-def rows_of(bench: Bench, event: str = "step") -> list[dict[str, Any]]:
-    return [row for row in read(bench.folder) if row["event"] == event]
-
-
 def adds_up(rows: list[dict[str, Any]]) -> Summary:
     """Row by row and in sum."""
     for row in (row for row in rows if row["event"] == "step"):
@@ -86,26 +82,6 @@ def test_compute_is_counted_when_the_device_computes_it(staleness: int, steps: i
         ahead = min(staleness, steps - bench.loop.state.step) * (why is Finish.ENOUGH)
         assert found.dropped.get("unused", 0) == ahead * 4 * 8 * 2  # prompts x answers x tokens
         assert ("unused" in found.wasted) == bool(ahead) and "pending" not in found.wasted
-
-
-def test_what_is_pending_is_told_as_such_while_the_run_goes_on(tmp_path: Path) -> None:
-    bench, _ = counted(tmp_path, staleness=2, steps=5)
-    bench.run()
-    rows = read(bench.folder)
-    middle = rows[
-        : 1 + next(at for at, row in enumerate(rows) if row.get("step") == 2 and row["event"] == "step")
-    ]
-    found = adds_up(middle)
-    assert found.dropped["pending"] == 2 * 64 and "unused" not in found.dropped
-    assert [row.get("pending", {}).get("sampled", 0) for row in rows_of(bench)] == [128, 0, 0, -64, -64]
-    assert [row.get("tokens/pending", 0.0) for row in bench.rows] == [128, 0, 0, -64, -64]
-    assert bench.rows[0]["total/pending_flops"] == 2 * 1280 and bench.rows[-1]["total/pending_flops"] == 0
-
-
-def test_without_staleness_nothing_is_pending(tmp_path: Path) -> None:
-    bench, _ = counted(tmp_path, steps=3)
-    bench.run()
-    assert not any("pending" in name for row in [*bench.rows, *rows_of(bench)] for name in row)
 
 
 @pytest.mark.parametrize("lose_spool", [False, True])

@@ -13,7 +13,6 @@ from ostinato.plan.cluster import peak
 from ostinato.plan.problem import Base, DType, Phase, Placement, Problem, Setup, Work
 from ostinato.plan.roofline import Efficiency
 from ostinato.plan.time import Roofline
-from ostinato.plan.training import load_of
 
 CLOCK = Roofline()
 LAYOUTS = ["d16", "d8t2", "d4t4e8", "p2d4t2e4", "p4d4", "d2t8e16", "d8c2e4", "d16f4", "p2v2d4t2e8", "t8x8d2"]
@@ -73,20 +72,6 @@ def test_products_are_flops_over_the_peak_by_hand() -> None:
     )
     flops = 4 * per_layer * config.num_layers * one.work.rows
     assert terms["products"] == pytest.approx(flops / peak(one.cluster.gpu, DType.BF16), rel=0.02)
-
-
-@pytest.mark.parametrize("stages", [2, 3, 4, 6])
-def test_the_bubble_is_that_of_1f1b(stages: int) -> None:
-    """(p - 1) / m of the work of equal stages (arXiv 2104.04473 section 2.2), and its v-th part interleaved;
-    the last stage is longer by the head, so the others leave a little less."""
-    work = Work(prompts=64, group=8, prompt_tokens=64, answers=(960,))
-    one, how = problem("qwen3-8b", f"{stages}xH100-80", work=work), setup(f"p{stages}", 8192)
-    terms = CLOCK.phase(one, Phase.TRAIN, how)
-    busy = sum(terms.values()) - terms["bubble"] - terms["optimizer"]
-    equal = (busy - terms["head"]) * (stages - 1) / load_of(one, how).number
-    assert terms["bubble"] == pytest.approx(equal, rel=0.1)
-    twice = CLOCK.phase(one, Phase.TRAIN, setup(f"p{stages}v2", 8192))
-    assert twice["bubble"] == pytest.approx(terms["bubble"] / 2, rel=0.2)
 
 
 def test_the_longest_answer_is_waited_for() -> None:
