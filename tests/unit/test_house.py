@@ -63,7 +63,7 @@ def test_classes_can_be_read() -> None:
 # Lines of Python: what was reached on 2026-11-23. The aims are 40,000 for the wheel, 8,000 for the lab
 # and 32,000 for the tests (with those of the lab), so these come down.
 BUDGETS = {
-    "observe": 6_100,
+    "observe": 5_100,
     "engine": 5_900,
     "model": 5_900,
     "plan": 4_900,

@@ -168,29 +168,22 @@ class Follower:
 
     def tiles(self) -> list[dict[str, str]]:
         """The figures of now."""
-        last, found = self._curves.last, list[dict[str, str]]()
-
-        def tile(name: str, key: str, form: Callable[[float], str], note: str = "") -> None:
-            if key in last:
-                found.append({"name": name, "value": form(last[key]), "note": note})
-
-        tile("reward", "reward", "{:.3f}".format)
-        for name, rows, key in (
-            ("held-out pass@1", self.data.evals, "pass@1"),
-            ("held-out reward", self.data.evals, "reward"),
-            ("held-out pass@1, greedy", self.data.greedy, "pass@1"),
-        ):
-            if rows and (scored := estimate(rows[-1], key)):
-                note = f"{interval_text(scored)} at step {rows[-1]['step']}".strip()
-                found.append({"name": name, "value": f"{scored.value:.3f}", "note": note})
-        tile("tokens/s", "tokens_per_s", si)
-        tile("a step", "step_time", seconds_text)
-        tile("entropy", "entropy", "{:.3g}".format, "nats")
-        if last.get("staleness/max"):
-            tile("staleness", "staleness/mean", "{:.2f}".format, f"at most {last['staleness/max']:.0f}")
-        tile("idle", "pipeline/bubble_share", "{:.0%}".format, "of all workers' time")
-        tile("sampled", "total/sampled_tokens", si, "tokens in all")
-        return found
+        last = self._curves.last
+        now = [
+            {"name": name, "value": form(last[key]), "note": note}
+            for name, key, form, note in TILES
+            if key in last
+        ]
+        held = [
+            {"name": name, "value": f"{scored.value:.3f}", "note": f"{interval_text(scored)} {at}".strip()}
+            for name, rows, key in (
+                ("held-out pass@1", self.data.evals, "pass@1"),
+                ("held-out reward", self.data.evals, "reward"),
+                ("held-out pass@1, greedy", self.data.greedy, "pass@1"),
+            )
+            if rows and (scored := estimate(rows[-1], key)) and (at := f"at step {rows[-1]['step']}")
+        ]
+        return [*held, *now]
 
     def notes(self) -> list[str]:
         """What a reader should know of the reading itself."""
@@ -217,6 +210,15 @@ class Follower:
         return [picture(last, start, stop, steps_of(self._rows["ledger"])) | {"end": end}]
 
 
+TILES: Sequence[tuple[str, str, Callable[[float], str], str]] = (
+    ("reward", "reward", "{:.3f}".format, ""),
+    ("tokens/s", "tokens_per_s", si, ""),
+    ("a step", "step_time", seconds_text, ""),
+    ("entropy", "entropy", "{:.3g}".format, "nats"),
+    ("staleness", "staleness/mean", "{:.2f}".format, "steps"),
+    ("idle", "pipeline/bubble_share", "{:.0%}".format, "of all workers' time"),
+    ("sampled", "total/sampled_tokens", si, "tokens in all"),
+)
 ENDS = {
     "done": "finished",
     "interrupted": "interrupted by Ctrl-C",

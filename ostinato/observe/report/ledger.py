@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ostinato.axis import Axis
 from ostinato.observe.ledger import Summary
-from ostinato.observe.report.facts import Table, seconds_text, si
+from ostinato.observe.report.facts import NONE, Table, seconds_text, si
 from ostinato.run import RunFolder
 
 Books = Mapping[str, Summary]  # by the name of the run
@@ -47,29 +47,21 @@ def torn(run: RunFolder) -> bool:
 
 
 def tables(books: Books) -> list[Table]:
-    """One column of sums, and one of shares, for each run; without lines that no run has a value for."""
-    found: dict[str, dict[str, dict[str, tuple[str, str]]]] = {}  # by title, line and run: value, share
+    """A column for each run, values with their shares; without lines that no run has a value for. Sums come
+    last."""
+    found: dict[str, dict[str, dict[str, str]]] = {}  # by title, line and run
     for run, one in books.items():
         for title, name, value, whole, form in _entries(one):
             cells = found.setdefault(title, {}).setdefault(name, {})
             if value is not None:
-                cells[run] = form(value), f"{value / whole:.1%}" if whole else ""
-    made = [_table(title, books, lines) for title, lines in found.items()]
+                share = f"{value / whole:.1%}" if whole else NONE
+                cells[run] = form(value) if title == "Compute" else f"{form(value)}  {share:>6}"
+    made = []
+    for title, lines in found.items():
+        last = sorted(lines.items(), key=lambda line: line[0].partition("\n")[0] == "all")
+        rows = [(name, *(cells.get(run, "") for run in books)) for name, cells in last if cells]
+        made.append(Table(title=title, head=list(books), rows=rows, note=NOTES.get(title, "")))
     return [table for table in made if table.rows]
-
-
-def _table(title: str, books: Books, lines: Mapping[str, Mapping[str, tuple[str, str]]]) -> Table:
-    """Sums come last, and shares are left out where there are none."""
-    rows = [
-        (name, *(text for run in books for text in cells.get(run, ("", ""))))
-        for name, cells in sorted(lines.items(), key=lambda line: line[0].partition("\n")[0] == "all")
-        if cells
-    ]
-    note = NOTES.get(title, "")
-    if any(share for row in rows for share in row[2::2]):
-        head = [name for run in books for name in (run, "share")]
-        return Table(title=title, head=head, rows=rows, note=note)
-    return Table(title=title, head=list(books), rows=[(row[0], *row[1::2]) for row in rows], note=note)
 
 
 NOTES = {

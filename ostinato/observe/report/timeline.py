@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ostinato.observe.report.charts import Chart, Section, Series, figure, lines
+from ostinato.observe.report.charts import Chart, Section, figure, lines
 from ostinato.observe.report.facts import Fact, Line, Table, seconds_text
 from ostinato.observe.report.gantt import Step, recorded, steps_of
 from ostinato.observe.report.reading import Row, RunData, column, names_under, number
@@ -17,7 +17,6 @@ POOLS = {
     name: (name, color)
     for name, color in (("samplers", "--blue"), ("trainer", "--teal"), ("graders", "--orange"))
 }
-AGES = ("--teal", "--blue", "--purple", "--orange", "--red", "--gold", "--pink", "--grey")
 LOSSES = {
     "workers/restarts": ("replaced workers", "--red"),
     "workers/redispatched": ("answers begun again", "--orange"),
@@ -62,15 +61,9 @@ def lead(data: RunData, whole: Usage) -> str:
     parts = {name: whole.idle(name) for name in POOLS}
     shares = [f"{name} {share:.1%}" for name, share in parts.items() if share is not None]
     idle = f"Idle from the first step to the last: {', '.join(shares)} of their time." if shares else ""
-    if not shares_cores(data):
+    if {name for row in data.ledger for name in row.get("pools", {})} != {LOCAL}:
         return idle
     return f"{idle} They share this machine's cores, so one's idle time is mostly the other's work."
-
-
-def shares_cores(data: RunData) -> bool:
-    """Is it a run in one process?"""
-    pools = {name for row in data.ledger for name in row.get("pools", {})}
-    return pools == {LOCAL}
 
 
 def workers_table(whole: Usage) -> Table:
@@ -104,10 +97,8 @@ def _line(whole: Usage, name: str, workers: Sequence[str], kinds: Sequence[Kind]
 def _idle(data: RunData, per_step: PerStep) -> Chart:
     """By pool from the timeline; without one, what the loop itself measured."""
     if not per_step:
-        note, parts = (
-            "Share of all workers' time in which they did no work.",
-            {"pipeline/bubble_share": ("all", "--grey")},
-        )
+        note = "Share of all workers' time in which they did no work."
+        parts = {"pipeline/bubble_share": ("all", "--grey")}
         return figure(data.metrics, "Idle time", note, "%", parts, low=0.0)
     note = "Share of each pool's time in which it did no work."
     if len(per_step) < len(data.metrics):
@@ -130,18 +121,8 @@ def _staleness(rows: Sequence[Row]) -> Iterator[Chart]:
     yield figure(rows, "Staleness", note, "steps", spread, low=0.0)
     if not ages:
         return
-    parts = [
-        _share_of_age(rows, age, ages, color)
-        for age, color in zip(ages, (*AGES, *["--grey"] * len(ages)), strict=False)
-    ]
-    yield figure(rows, "Age of tokens", "Trained tokens by age.", "%", parts, stacked=True)
-
-
-def _share_of_age(rows: Sequence[Row], age: str, ages: Sequence[str], color: str) -> Series:
-    wholes = [sum(number(row, f"staleness/hist/{one}") or 0.0 for one in ages) for row in rows]
-    own = column(rows, f"staleness/hist/{age}")
-    values = [(n or 0.0) / whole if whole else None for n, whole in zip(own, wholes, strict=True)]
-    return Series(label=age, values=values, color=color)
+    parts = lines(rows, {f"staleness/hist/{age}": age for age in ages}, missing=0.0)
+    yield figure(rows, "Age of tokens", "Trained tokens by age.", "tokens", parts, stacked=True)
 
 
 def _rest(rows: Sequence[Row]) -> Iterator[Chart]:
