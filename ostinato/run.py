@@ -255,6 +255,7 @@ def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
     turns = [
         {
             "context": turn.context,
+            "new_row": turn.new_row,
             "tokens": turn.completion.tokens,
             "logprobs": turn.completion.logprobs,
             "versions": turn.completion.versions,

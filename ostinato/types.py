@@ -281,12 +281,20 @@ class Prompt:
             raise ValueError(f"prompt {self.uid}: give exactly one of text and messages")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NewRow:
+    """A context that does not continue the one before: an agent's other conversation, or a compacted one."""
+
+    tokens: np.ndarray  # [P] int32
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
     """Tokens put before the policy since its last word, and its answer."""
 
     context: np.ndarray  # [C] int32: the prompt in turn 0, a tool's reply later
     completion: Completion
+    new_row: bool = False  # the context is a whole prompt: nothing of the turns before stands in front of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +313,8 @@ class Reward:
 class Trajectory:
     """One episode: turns in order, token in and token out, never re-tokenised.
 
-    tokens = context_0 answer_0 context_1 answer_1 ...; ``stop`` is why the episode ended.
+    tokens = context_0 answer_0 context_1 answer_1 ...; ``stop`` is why the episode ended. A turn with
+    ``new_row`` begins another row of tokens.
     """
 
     turns: tuple[Turn, ...]
@@ -316,6 +325,12 @@ class Trajectory:
     error: str = ""
 
     __repr__ = _brief
+
+    @property
+    def rows(self) -> list[tuple[Turn, ...]]:
+        """The turns of each row of tokens; one row for an episode that only grows."""
+        starts = [k for k, turn in enumerate(self.turns) if turn.new_row or not k]
+        return [self.turns[a:b] for a, b in zip(starts, [*starts, len(self.turns)][1:], strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -348,6 +363,7 @@ class Sample:
     group: int  # index of the group in the step: siblings share a prompt
     prompt_len: int  # length of the context of turn 0, equal for siblings
     uid: str = ""  # "prompt uid#sample": what a refused step names
+    member: int | None = None  # of the group: rows of one episode count as one; None: a row by itself
     experts: np.ndarray | None = None  # [L, moe_layers, top_k], typed as in Completion
     support: Support | None = None  # of L tokens; None: the whole vocabulary everywhere
     truncated: bool = False

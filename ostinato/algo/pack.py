@@ -34,7 +34,8 @@ def aggregation_weights(
     """Per-token weights [L] float64 of each sample, 0 outside its mask: loss = sum(weights * token loss).
 
     They sum to 1 over the step, except ``constant`` (at most 1, and blind to lengths by intention).
-    Samples and prompts without a trained token do not count in the means of ``sample`` and ``prompt``.
+    Samples and prompts without a trained token do not count in the means of ``sample`` and ``prompt``. The
+    rows of one episode (same ``group`` and ``member``) are one sample here.
     Raises ValueError when ``constant`` is asked for without ``max_tokens``, the longest completion allowed.
     """
     lengths = np.array([int(sample.loss_mask.sum()) for sample in samples], dtype=np.int64)
@@ -42,7 +43,9 @@ def aggregation_weights(
         case Aggregation.TOKEN:
             denominators = np.full(len(samples), lengths.sum())
         case Aggregation.SAMPLE:
-            denominators = lengths * np.count_nonzero(lengths)
+            episode = _episodes(samples)
+            tokens = np.bincount(episode, weights=lengths)
+            denominators = tokens[episode] * np.count_nonzero(tokens)
         case Aggregation.PROMPT:
             _, group_idx = np.unique([sample.group for sample in samples], return_inverse=True)
             tokens = np.bincount(group_idx, weights=lengths)
@@ -52,11 +55,19 @@ def aggregation_weights(
                 raise ValueError(
                     f"max_tokens is {max_tokens} but aggregation 'constant' divides by it; use 1 or more"
                 )
-            denominators = np.full(len(samples), len(samples) * max_tokens)
+            episodes = int(_episodes(samples).max(initial=-1)) + 1
+            denominators = np.full(len(samples), episodes * max_tokens)
     return [
         sample.loss_mask / np.float64(max(denominator, 1))
         for sample, denominator in zip(samples, denominators, strict=True)
     ]
+
+
+def _episodes(samples: Sequence[Sample]) -> np.ndarray:
+    """[S] which episode each sample is of, numbered from 0."""
+    numbers: dict[tuple[int, int | None, int], int] = {}
+    keys = [(s.group, s.member, index if s.member is None else -1) for index, s in enumerate(samples)]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
 def pack(

@@ -73,7 +73,7 @@ class Recipe(Section):
                 "would sample every batch; lower it, or take more steps"
             )
         self._check_env()
-        if self.task.max_turns > 1 and not self.task.tools and not self.task.env:
+        if self.task.max_turns > 1 and not (self.task.tools or self.task.env or self.task.has_agent):
             raise ValueError(
                 f"task.max_turns is {self.task.max_turns} but task.tools is empty, so no turn follows; "
                 'name a tool, e.g. ["calculator"], or set max_turns=1'
@@ -135,9 +135,17 @@ class Recipe(Section):
                 f"task.tools is {list(task.tools)} with task.env {task.env!r}; name methods of the class "
                 "as its tools"
             )
-        if not task.env and (task.source == "seeds" or "env" in self.reward.functions):
-            key = "task.source" if task.source == "seeds" else "reward.functions"
-            raise ValueError(f"{key} is for an environment, and task.env is empty; name its class")
+        if task.has_agent and (task.env or task.tools or (task.agent and task.agent_command)):
+            raise ValueError(
+                "an agent has its own environment and tools; of task.agent, task.agent_command, task.env and "
+                "task.tools only one can be given"
+            )
+        if task.has_agent and self.rollout.interrupt_after:
+            raise ValueError("rollout.interrupt_after is not done for agents; leave it out")
+        if not task.env and task.source == "seeds":
+            raise ValueError("task.source is for an environment, and task.env is empty; name its class")
+        if not (task.env or task.has_agent) and "env" in self.reward.functions:
+            raise ValueError("reward.functions is for an environment, and task.env is empty; name its class")
 
     def _check_bounds(self) -> None:
         """Nothing that has a bound of its own may take longer than what ends the whole run."""

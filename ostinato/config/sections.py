@@ -67,6 +67,15 @@ class TaskSection(Section):
     tools: Names = ()  # built-in names, "module:function" or "file.py:function"
     env: str = ""  # an environment of your own, "module:Class" or "file.py:Class" (docs/guide/environment.md)
     env_params: dict[str, Any] = Field(default_factory=dict)  # what the class is made with
+    agent: str = (
+        ""  # a program with an OpenAI client, "module:function" or "file.py:function" (docs/agents.md)
+    )
+    agent_command: Names = ()  # the same as a command line
+    agent_silence_s: Annotated[float, Field(gt=0)] = 60.0  # between two calls of an agent
+
+    @property
+    def has_agent(self) -> bool:
+        return bool(self.agent or self.agent_command)
 
 
 class RewardSection(Section):

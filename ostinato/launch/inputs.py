@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ostinato.config import Recipe
+from ostinato.config.sections import TaskSection
 from ostinato.env.custom import SEEDS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.tasks import check_disjoint, load_tasks, with_system
@@ -34,6 +35,9 @@ from ostinato.render import Renderer
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.rollout import RolloutContext
 from ostinato.types import Prompt, Sampling
+
+if TYPE_CHECKING:
+    from ostinato.serve.agents import AgentServer
 
 
 class ClosingGrader(Grader, Protocol):
@@ -56,6 +60,7 @@ class RunInputs:
     train_prompts: Sequence[Prompt]  # empty for an evaluation
     eval_prompts: Sequence[Prompt]
     downstream: Mapping[str, Sequence[Prompt]]  # by name of the set
+    agents: AgentServer | None = None
     tool_counters: Counter[str] = dataclasses.field(default_factory=Counter)
     left_open: Sequence[str] = ()  # what reward.isolation cannot prevent on this machine, in words
     warnings: Sequence[str] = ()  # of the dry run of rewards; a sentence, and lines under it
@@ -65,6 +70,8 @@ class RunInputs:
 
     def __exit__(self, *exception: object) -> None:
         self.grader.close()
+        if self.agents is not None:
+            self.agents.close()
 
 
 def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
@@ -94,6 +101,7 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
         raise
     return RunInputs(
         recipe=recipe,
+        agents=_agents(recipe, renderer),
         folder=folder,
         decoder=decoder,
         renderer=renderer,
@@ -104,6 +112,19 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
         left_open=grader.left_open,
         warnings=list({warning.partition("\n")[0]: warning for warning in found}.values()),
     )
+
+
+def _agents(recipe: Recipe, renderer: Renderer) -> AgentServer | None:
+    """The server that agents call. ValueError without what it needs."""
+    if not recipe.task.has_agent:
+        return None
+    try:
+        from ostinato.serve.agents import AgentServer
+    except ModuleNotFoundError as error:
+        raise ValueError(f'agents need {error.name}; install it: pip install "ostinato[serve]"') from None
+    if not renderer.has_chat_template:
+        raise ValueError(f"task.agent needs a chat template, and {renderer.folder} has none")
+    return AgentServer(renderer)
 
 
 def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
@@ -176,7 +197,7 @@ def new_stage(prepared: RunInputs, engine: Engine, grader: Grader) -> RolloutCon
     recipe = prepared.recipe
     return RolloutContext(
         engine=engine,
-        env=environment(recipe, prepared.renderer, prepared.tool_counters),
+        env=environment(recipe, prepared.renderer, prepared.tool_counters, prepared.agents),
         grader=grader,
         sampling=Sampling(
             temperature=recipe.rollout.temperature,
@@ -205,12 +226,37 @@ def stage_identity(recipe: Recipe) -> str:
 
 
 def environment(
-    recipe: Recipe, renderer: Renderer, counters: Counter[str] | None = None
+    recipe: Recipe,
+    renderer: Renderer,
+    counters: Counter[str] | None = None,
+    agents: AgentServer | None = None,
 ) -> Callable[[Prompt], Env]:
     """A fresh episode per prompt: of an environment of one's own, one turn, or a conversation with tools,
     whose calls ``counters`` counts."""
     tools, turns = resolve_tools(recipe.task.tools), recipe.task.max_turns
+    if agents is not None:
+        return _agent_episodes(recipe.task, agents, Counter() if counters is None else counters)
     if recipe.task.env:
         make = factory(recipe.task.env, recipe.task.env_params)
         return lambda prompt: EnvEpisode(prompt, renderer, make, turns, counters=counters)
     return lambda prompt: Dialogue(prompt, renderer, tools=tools, max_turns=turns, counters=counters)
+
+
+def _agent_episodes(
+    task: TaskSection, agents: AgentServer, counters: Counter[str]
+) -> Callable[[Prompt], Env]:
+    from ostinato.serve.agents import AgentEpisode, agent_of
+
+    agent = agent_of(task.agent, task.agent_command)
+
+    def episode(prompt: Prompt) -> Env:
+        return AgentEpisode(
+            agents,
+            agent,
+            prompt,
+            max_calls=task.max_turns,
+            silence_s=task.agent_silence_s,
+            counters=counters,
+        )
+
+    return episode

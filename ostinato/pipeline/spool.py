@@ -102,7 +102,10 @@ def _group(row: Mapping[str, Any], ask: RolloutRequest) -> Group:
 def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
     reward = trajectory.reward
     return {
-        "turns": [{"context": _pack(t.context), **_completion_row(t.completion)} for t in trajectory.turns],
+        "turns": [
+            {"context": _pack(t.context), "new_row": t.new_row, **_completion_row(t.completion)}
+            for t in trajectory.turns
+        ],
         "stop": trajectory.stop,
         "seed": trajectory.seed,
         "env_reward": trajectory.env_reward,
@@ -126,9 +129,9 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
 
 def _turn(row: Mapping[str, Any]) -> Turn:
     values = {name: _unpack(value) for name, value in row.items()}
-    context = values.pop("context")
+    context, new_row = values.pop("context"), values.pop("new_row", False)
     values["stop"] = Stop(values["stop"])
-    return Turn(context=context, completion=Completion(**values))
+    return Turn(context=context, completion=Completion(**values), new_row=new_row)
 
 
 def _completion_row(completion: Completion) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def trajectory_work(trajectory: Trajectory) -> RolloutWork:
     before, was not computed again."""
     work, history = RolloutWork(), 0
     for turn in trajectory.turns:
-        history += len(turn.context)
+        history = (0 if turn.new_row else history) + len(turn.context)
         work += completion_work(history, turn.completion)
         history += len(turn.completion.tokens)
     return work
@@ -98,6 +98,8 @@ def needed_work(groups: Iterable[Group]) -> Work:
             there = 0 if begun is None else _shared(begun, turns[0].context[:-1])
             begun, history = (turns[0].context if begun is None else begun), 0
             for turn in turns:
+                if turn.new_row:
+                    there = history = 0
                 history += len(turn.context)
                 work = _answer_work(history, there, turn.completion)
                 total += work.prefill + work.decode

@@ -1,4 +1,4 @@
-"""Group -> Samples: the turns of each trajectory merged into one sequence, token in, token out.
+"""Group -> Samples: the turns of each row of a trajectory merged into one sequence, token in, token out.
 
 Pure. Nothing is re-tokenised, re-computed or repaired: what the engine returned is what is trained on. Tokens
 that were put into an answer and not sampled (``Completion.injected``) are context.
@@ -6,30 +6,42 @@ that were put into an answer and not sampled (``Completion.injected``) are conte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from ostinato.types import NO_EXPERT, Group, Sample, Stop, Support, Trajectory
+from ostinato.types import NO_EXPERT, Group, Sample, Stop, Support, Trajectory, Turn
 
 
 def samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Sample]:
-    """One Sample for each member with a finite advantage ([G], NaN = not trained on), in member order.
+    """One Sample for each row of each member with a finite advantage ([G], NaN = not trained on), in order.
 
-    The uid is "prompt uid#member". ``experts`` is None where any token but the last lacks its route.
+    All rows of a member have its advantage. The uid is "prompt uid#member", of further rows with ".row"
+    behind it. ``experts`` is None where any token but the last lacks its route.
     """
     if len(advantages) != len(group.trajectories):
         raise ValueError(f"{len(advantages)} advantages for {len(group.trajectories)} trajectories")
     return [
-        _sample(trajectory, float(advantage), group_index, f"{group.prompt.uid}#{member}")
+        _sample(turns, trajectory, float(advantage), group_index, member, uid + f".{row}" * (row > 0))
         for member, (trajectory, advantage) in enumerate(zip(group.trajectories, advantages, strict=True))
         if np.isfinite(advantage)
+        for uid in (f"{group.prompt.uid}#{member}",)
+        for row, turns in enumerate(trajectory.rows or [()])
     ]
 
 
-def _sample(trajectory: Trajectory, advantage: float, group_index: int, uid: str) -> Sample:
-    if not trajectory.turns:
+def _sample(
+    turns: tuple[Turn, ...],
+    trajectory: Trajectory,
+    advantage: float,
+    group_index: int,
+    member: int,
+    uid: str,
+) -> Sample:
+    if not turns:
         raise ValueError(f"sample {uid} has an advantage but no turns; give it NaN")
     tokens, masks, logprobs, versions = [], [], [], []
-    for turn in trajectory.turns:
+    for turn in turns:
         said, context_len = turn.completion, len(turn.context)
         tokens += [turn.context, said.tokens]
         sampled = np.ones(len(said.tokens), bool) if said.injected is None else ~said.injected
@@ -44,28 +56,29 @@ def _sample(trajectory: Trajectory, advantage: float, group_index: int, uid: str
         advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
         versions=np.concatenate(versions).astype(np.int32, copy=False),
         group=group_index,
-        prompt_len=len(trajectory.turns[0].context),
+        prompt_len=len(turns[0].context),
         uid=uid,
-        experts=_routes(trajectory),
-        support=_support(trajectory),
+        member=member,
+        experts=_routes(turns),
+        support=_support(turns),
         truncated=trajectory.stop is Stop.LENGTH,
     )
 
 
-def _support(trajectory: Trajectory) -> Support | None:
+def _support(turns: Sequence[Turn]) -> Support | None:
     """What every token of the merged sequence was drawn from, context from the whole vocabulary; None where
     no turn has a record."""
-    if all(turn.completion.support is None for turn in trajectory.turns):
+    if all(turn.completion.support is None for turn in turns):
         return None
     parts: list[Support] = []
-    for turn in trajectory.turns:
+    for turn in turns:
         said = turn.completion
         drawn = Support.whole(len(said.tokens)) if said.support is None else said.support
         parts += [Support.whole(len(turn.context)), drawn]
     return Support.concatenate(parts)
 
 
-def _routes(trajectory: Trajectory) -> np.ndarray | None:
+def _routes(turns: Sequence[Turn]) -> np.ndarray | None:
     """Routes [L, moe_layers, top_k] of the merged sequence, or None when a part was not recorded.
 
     A turn's ``prompt_experts`` cover its context from some row on. Turns may overlap, and where the later one
@@ -76,12 +89,12 @@ def _routes(trajectory: Trajectory) -> np.ndarray | None:
     last token, which became an input only when the episode went on: the later turn fills it in.
     """
     records: list[np.ndarray] = []
-    for turn in trajectory.turns:
+    for turn in turns:
         prompt, said = turn.completion.prompt_experts, turn.completion.experts
         if prompt is None or said is None:
             return None
         records.append(np.concatenate([prompt, said]))
-    lengths = [len(turn.context) + len(turn.completion.tokens) for turn in trajectory.turns]
+    lengths = [len(turn.context) + len(turn.completion.tokens) for turn in turns]
     routes = np.full((sum(lengths), *records[0].shape[1:]), NO_EXPERT, records[0].dtype)
     for record, end in zip(records, np.cumsum(lengths).tolist(), strict=True):
         rows = routes[end - len(record) : end]

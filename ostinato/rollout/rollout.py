@@ -15,9 +15,11 @@ is raised.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -26,7 +28,18 @@ import numpy as np
 
 from ostinato.protocols import Engine, Env, Grader
 from ostinato.rollout.interrupt import Interruption
-from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory, Turn
+from ostinato.types import (
+    Completion,
+    Group,
+    NewRow,
+    Prompt,
+    Request,
+    Reward,
+    Sampling,
+    Stop,
+    Trajectory,
+    Turn,
+)
 
 END_S = 10.0  # for what was cancelled to end
 FAILED = (Stop.ERROR, Stop.ABORT)  # ends after which a trajectory is neither graded nor trained on
@@ -132,6 +145,8 @@ async def play_episode(stage: RolloutContext, prompt: Prompt, seed: tuple[int, .
     """One episode by itself, ungraded: what each member of ``rollout_group`` does, one call at a time."""
     episode = _Episode(stage, prompt, seed)
     try:
+        if episode.starting:
+            await episode.begin()
         await _play_on(stage.engine, episode)
     finally:
         episode.close()
@@ -188,13 +203,33 @@ class _Episode:
         self._history = np.zeros(0, np.int32)
         self._begun: tuple[Request, Completion] | None = None  # the thought that ``request`` goes on with
         self._env: Env | None = None
+        self._new_row, self._row_seed, self._begun_rows = False, seed, Counter[int]()
+        self._starting: Awaitable[Any] | None = None
         try:
             self._env = stage.env(prompt)
             context = self._env.start()
         except Exception as error:  # a user's code: counted, and the siblings go on
             self._fail(_sentence(Fault.ENV, error))
         else:
-            self._ask(context)
+            if isinstance(context, Awaitable):
+                self._starting = context
+            else:
+                self._ask(context)
+
+    @property
+    def starting(self) -> bool:
+        """Does its first context still have to come (an agent's first call)?"""
+        return self._starting is not None
+
+    async def begin(self) -> None:
+        """Wait for the first context."""
+        assert self._starting is not None
+        starting, self._starting = self._starting, None
+        try:
+            context = await starting
+        except Exception as error:  # a user's code: counted, and the siblings go on
+            return self._fail(_sentence(Fault.ENV, error))
+        self._ask(context)
 
     def trajectory(self) -> Trajectory:
         return Trajectory(
@@ -207,6 +242,8 @@ class _Episode:
 
     def close(self) -> None:
         """End the environment, whether or not the episode has ended."""
+        if isinstance(self._starting, Coroutine):
+            self._starting.close()  # nobody waits for it any more
         close = getattr(self._env, "close", None)
         try:
             if close is not None:
@@ -223,12 +260,14 @@ class _Episode:
         if completion is None:
             return
         context = asked.tokens[len(self._history) :]
-        self._turns.append(Turn(context=context, completion=completion))
+        self._turns.append(Turn(context=context, completion=completion, new_row=self._new_row))
+        self._new_row = False
         self._history = np.concatenate([asked.tokens, completion.tokens])
         self.request, self._stop = None, completion.stop
         if completion.stop is Stop.ERROR:
             return self._fail(f"{Fault.ENGINE}: {completion.error or 'no reason given'}")
-        if completion.stop in (Stop.LENGTH, Stop.ABORT):
+        takes_half = getattr(self._env, "takes_half", False) and completion.stop is Stop.LENGTH
+        if completion.stop in (Stop.LENGTH, Stop.ABORT) and not takes_half:
             return  # a reply to half an answer would teach nothing
         assert self._env is not None
         try:
@@ -253,18 +292,23 @@ class _Episode:
         return asked, None
 
     def _ask(self, context: Any) -> None:
+        seed = self._seed
+        if isinstance(context, NewRow):
+            self._new_row, self._history = bool(self._turns), np.zeros(0, np.int32)
+            context, seed = context.tokens, self._seed_of_row(context.tokens)
+        self._row_seed = seed if not len(self._history) else self._row_seed
         tokens = np.concatenate([self._history, np.asarray(context, np.int32)])
         room = self._stage.context_limit - len(tokens)
         if room > 0:
             sampling, interruption = self._stage.sampling, self._stage.interruption
             most = min(sampling.max_tokens, room)
             if interruption is not None:
-                most = interruption.first(self._seed, len(tokens), room)
+                most = interruption.first(self._row_seed, len(tokens), room)
             sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
             self.request = Request(
                 tokens=tokens,
                 sampling=sampling,
-                seed=self._seed,
+                seed=self._row_seed,
                 uid=self._uid,
                 routes_from=max(0, len(self._history) - 1),  # what was sampled last had not run yet
             )
@@ -276,6 +320,16 @@ class _Episode:
                 f"{self._stage.context_limit}; shorten the prompt or raise the limit"
             )
 
+    def _seed_of_row(self, tokens: np.ndarray) -> tuple[int, ...]:
+        """Rows of an episode share no noise, and theirs depends on what they begin with, not on their order;
+        the first has the episode's own."""
+        if not self._turns:
+            return self._seed
+        digest = hashlib.sha256(tokens.astype("<i4").tobytes()).digest()
+        address = int.from_bytes(digest[:8], "little", signed=True)
+        self._begun_rows[address] += 1
+        return (*self._seed, address, self._begun_rows[address])
+
     def _fail(self, sentence: str) -> None:
         self._stop, self._error = Stop.ERROR, sentence
 
@@ -286,19 +340,24 @@ async def _play_together(engine: Engine, episodes: Sequence[_Episode]) -> None:
     requests = [episode.request for episode in asked if episode.request is not None]
     tasks: list[asyncio.Task[None]] = []
 
+    async def start(episode: _Episode) -> None:
+        await episode.begin()
+        await _play_on(engine, episode)
+
     async def go_on(episode: _Episode, completion: Completion) -> None:
         await episode.hear(completion)
         await _play_on(engine, episode)
 
+    late = [asyncio.create_task(start(episode)) for episode in episodes if episode.starting]
     try:
         if asked:
             async for index, completion in engine.generate(requests):
                 tasks.append(asyncio.create_task(go_on(asked[index], completion)))
         if len(tasks) != len(asked):
             raise RuntimeError(f"the engine gave {len(tasks)} completions for {len(asked)} requests")
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks, *late)
     finally:
-        await end_tasks(tasks)
+        await end_tasks([*tasks, *late])
 
 
 async def _play_on(engine: Engine, episode: _Episode) -> None:

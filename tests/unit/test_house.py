@@ -71,7 +71,7 @@ BUDGETS = {
     "serve": 3_000,  # what the plan gives to it
     "ablate": 800,
     "parallel": 3_900,
-    "launch": 3_700,
+    "launch": 3_900,  # 3,700, and what serves policies and agents
     "pipeline": 3_150,
     "scaling": 2_800,  # with its commands
     "train": 2_650,

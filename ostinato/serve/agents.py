@@ -1,0 +1,441 @@
+"""Agents as they are: programs with an OpenAI client, each rollout of which has an address of its own.
+
+    agent --/rollout/{id}/v1/chat/completions--> AgentServer --> AgentEpisode <-- step(answer) -- the rollout
+
+The episode is an environment (``protocols.Env``) turned inside out: what the agent requests next is the next
+context. A request that continues the conversation is answered on the tokens of the turns before, as they were
+sampled; any other (a subagent, a compacted context, a retry) begins a new row of tokens. The requests of an
+agent are answered one after the other. Sampling, seeds and the model are the run's, whatever it requests.
+
+An agent is a function ``agent(base_url, row)``, a coroutine function, or a command that finds the address in
+OPENAI_BASE_URL and the row as JSON on its standard input. What it returns, or posts to ``{base_url}/reward``,
+is the reward of the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ostinato.env.tools import imported
+from ostinato.inputs import parse_json
+from ostinato.render import Renderer
+from ostinato.serve.anthropic_messages import MessagesBody, error_body, message
+from ostinato.serve.anthropic_messages import events as message_events
+from ostinato.serve.bodies import ChatBody, parsed
+from ostinato.serve.calls import Answer, ApiError, Call, Message, Piece, Usage
+from ostinato.serve.openai_chat import Shape, message_of
+from ostinato.serve.openai_responses import ResponsesBody, response
+from ostinato.serve.openai_responses import events as response_events
+from ostinato.serve.server import address, bound
+from ostinato.serve.toolcalls import for_template, read_calls
+from ostinato.types import Completion, Emitted, NewRow, Prompt
+
+MODEL = "policy"  # the name of the model that agents use
+END_S = 5.0  # for an agent that was told to end
+Agent = Callable[[str, Mapping[str, Any]], Any]
+
+
+def agent_of(spec: str, command: Sequence[str]) -> Agent:
+    """The agent that a recipe names: a function ("module:function", "file.py:function"), or a command.
+
+    Raises ValueError where there is none.
+    """
+    if command:
+        return lambda base_url, row: _run(command, base_url, row)
+    return imported(spec, "task.agent", nearest="agent.py:agent")
+
+
+async def _run(command: Sequence[str], base_url: str, row: Mapping[str, Any]) -> None:
+    """The command in a process group of its own, which is killed as a whole. RuntimeError for a failure."""
+    variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **variables},
+        start_new_session=True,
+    )
+    try:
+        _, errors = await process.communicate(json.dumps(dict(row), default=str).encode())
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RuntimeError(f"{command[0]} ended with {process.returncode}: {last[:500]}")
+
+
+class Waiting:
+    """A request of an agent that has no answer yet. Made and answered in different threads."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._loop, self._answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def settle(self, answer: Answer | ApiError) -> None:
+        def settle() -> None:
+            if self._answer.done():
+                return  # the agent has hung up
+            if isinstance(answer, ApiError):
+                self._answer.set_exception(answer)
+            else:
+                self._answer.set_result(answer)
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(settle)
+
+    async def answer(self) -> Answer:
+        return await self._answer
+
+
+class AgentEpisode:
+    """One rollout of an agent, as a ``protocols.Env`` in the event loop of the run.
+
+    ``reward`` is what the agent gave, None for nothing. Counters: ``agent/{calls,rows,refused,after_end}``.
+    Raises RuntimeError for an agent that never calls, fails, or lets ``silence_s`` pass between two calls.
+    """
+
+    takes_half = True  # an answer that was cut off is answered as such
+
+    def __init__(
+        self,
+        server: AgentServer,
+        agent: Agent,
+        prompt: Prompt,
+        *,
+        max_calls: int,
+        silence_s: float,
+        counters: Counter[str],
+    ) -> None:
+        self.reward: float | None = None
+        self._server, self._agent, self._prompt = server, agent, prompt
+        self._calls_left, self._silence_s, self._counters = max_calls, silence_s, counters
+        self._events: asyncio.Queue[Waiting | BaseException | None] = asyncio.Queue()
+        self._now: Waiting | None = None
+        self._context = np.zeros(0, np.int32)
+        self._chat: list[dict[str, Any]] = []  # as the template takes it, the last answer included
+        self._said: list[Message] = []  # as the agent has it
+        self._answer_tokens = np.zeros(0, np.int32)
+        self._ended = False
+
+    async def start(self) -> np.ndarray:
+        """[P] int32: what the agent's first request is."""
+        self._loop = asyncio.get_running_loop()
+        self.base_url = self._server.begin(self, self._agent, self._row())
+        waiting = await self._next()
+        if waiting is None:
+            raise RuntimeError("the agent ended without a call; its base_url is the first argument")
+        return self._whole(waiting.call)
+
+    async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
+        """What the agent requests next, given the answer to the request before; None when it has ended."""
+        assert self._now is not None
+        answer = self._answered(self._now.call, completion)
+        said = message_of(answer)
+        self._said.append({key: said[key] for key in ("role", "content", "tool_calls") if key in said})
+        self._chat.append({"role": "assistant", "content": completion.text})
+        self._answer_tokens = completion.tokens
+        self._context = np.concatenate([self._context, completion.tokens])
+        self._now.settle(answer)
+        self._now = None
+        self._calls_left -= 1
+        waiting = await self._next()
+        if waiting is None:
+            return None
+        return self._continued(waiting.call)
+
+    def close(self) -> None:
+        """End the agent, and refuse what it still requests."""
+        self._ended = True
+        if self._now is not None:
+            self._now.settle(ApiError("the rollout has ended", status=410, code="rollout_ended"))
+        if hasattr(self, "base_url"):
+            self._server.end(self)
+
+    # ---- in the event loop of the run
+
+    def _row(self) -> dict[str, Any]:
+        messages = [dict(message) for message in self._prompt.messages or ()]
+        prompt = {"messages": messages} if messages else {"text": self._prompt.text}
+        return {"uid": self._prompt.uid, **prompt, **self._prompt.columns}
+
+    async def _next(self) -> Waiting | None:
+        """The agent's next request, which is then the one to answer; None when it has ended."""
+        try:
+            event = await asyncio.wait_for(self._events.get(), self._silence_s)
+        except TimeoutError:
+            raise RuntimeError(f"the agent made no call for {self._silence_s:g} s") from None
+        if isinstance(event, BaseException):
+            raise RuntimeError(f"the agent raised {type(event).__name__}: {event}") from event
+        if event is None:
+            return None
+        if not self._calls_left:
+            self._counters["agent/refused"] += 1
+            event.settle(ApiError("no more calls: task.max_turns is used up", status=429, code="max_turns"))
+            return None
+        self._counters["agent/calls"] += 1
+        self._now = event
+        return event
+
+    def _whole(self, call: Call) -> np.ndarray:
+        """The prompt of a request by itself."""
+        assert call.messages is not None
+        chat, native = for_template(self._server.renderer, call.messages, call.tools)
+        self._chat, self._said, self._native = list(chat), [*call.messages], native
+        self._tools, self._context = call.tools, self._server.renderer.chat(chat, tools=native)
+        self._counters["agent/rows"] += 1
+        return self._context
+
+    def _continued(self, call: Call) -> np.ndarray | NewRow:
+        """What comes behind the last answer, where the request goes on from there; else a new row."""
+        assert call.messages is not None
+        before = len(self._said)
+        if call.tools == self._tools and _same(call.messages[:before], self._said):
+            new = call.messages[before:]
+            chat, _ = for_template(self._server.renderer, new, ())
+            try:
+                bridge = self._server.renderer.after_turn(
+                    self._chat, chat, self._answer_tokens, tools=self._native
+                )
+            except ValueError:
+                return NewRow(self._whole(call))
+            self._chat += chat
+            self._said += new
+            self._context = np.concatenate([self._context, bridge])
+            return bridge
+        return NewRow(self._whole(call))
+
+    def _answered(self, call: Call, completion: Completion) -> Answer:
+        number = f"{len(self._said):04x}"
+        content, calls = read_calls(completion.text, number) if call.tools else (completion.text, ())
+        emitted = Emitted(tokens=completion.tokens, logprobs=completion.logprobs)
+        return Answer(
+            index=0,
+            content=content,
+            rest=content,
+            tool_calls=calls,
+            completion=completion,
+            emitted=(emitted,),
+            prompt=self._context,
+            seed=(),
+        )
+
+    # ---- from the thread of the server
+
+    def put(self, event: Waiting | BaseException | None) -> None:
+        """A request, or the agent's end."""
+        if self._ended:
+            self._counters["agent/after_end"] += 1
+            if isinstance(event, Waiting):
+                event.settle(ApiError("the rollout has ended", status=410, code="rollout_ended"))
+            return
+        with suppress(RuntimeError):  # the run's loop is closed
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+
+def _same(new: Sequence[Message], old: Sequence[Message]) -> bool:
+    """Are these messages those, whatever ids and empty fields a client adds?"""
+    return len(new) == len(old) and all(map(_same_message, new, old))
+
+
+def _same_message(new: Message, old: Message) -> bool:
+    return (new["role"], new.get("content") or "") == (old["role"], old.get("content") or "") and [
+        (call["function"]["name"], call["function"]["arguments"]) for call in new.get("tool_calls") or ()
+    ] == [(call["function"]["name"], call["function"]["arguments"]) for call in old.get("tool_calls") or ()]
+
+
+class AgentServer:
+    """The addresses of all rollouts, in a thread with an event loop of its own, in which agents run too."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+        self._episodes: dict[str, AgentEpisode] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ids = 0
+        self._listening = bound("127.0.0.1", 0)
+        self._loop = asyncio.new_event_loop()
+        config = uvicorn.Config(self._app(), log_level="error", lifespan="off", timeout_keep_alive=600)
+        self._http = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the run has its own
+        self._loop.run_until_complete(self._http._serve(sockets=[self._listening]))
+
+    def begin(self, episode: AgentEpisode, agent: Agent, row: Mapping[str, Any]) -> str:
+        """Start the agent of an episode; the address that it gets."""
+        self._ids += 1
+        id_ = f"{self._ids:x}"
+        base_url = f"{address(self._listening)}/rollout/{id_}/v1"
+        self._episodes[id_] = episode
+        self._loop.call_soon_threadsafe(self._start, id_, episode, agent, base_url, row)
+        return base_url
+
+    def _start(
+        self, id_: str, episode: AgentEpisode, agent: Agent, base_url: str, row: Mapping[str, Any]
+    ) -> None:
+        async def run() -> None:
+            try:
+                if inspect.iscoroutinefunction(agent):
+                    given = await agent(base_url, row)
+                else:
+                    given = await asyncio.to_thread(agent, base_url, row)
+                    given = await given if inspect.isawaitable(given) else given
+                if isinstance(given, int | float) and episode.reward is None:
+                    episode.reward = float(given)
+            except Exception as error:  # a user's code
+                episode.put(error)
+            else:
+                episode.put(None)
+
+        self._tasks[id_] = self._loop.create_task(run())
+
+    def end(self, episode: AgentEpisode) -> None:
+        """Cancel an episode's agent and forget its address."""
+        id_ = episode.base_url.split("/")[-2]
+
+        def end() -> None:
+            self._episodes.pop(id_, None)
+            if task := self._tasks.pop(id_, None):
+                task.cancel()
+
+        self._loop.call_soon_threadsafe(end)
+
+    def close(self) -> None:
+        self._http.should_exit = self._http.force_exit = True
+        self._thread.join(END_S)
+        self._listening.close()
+
+    # ---- HTTP
+
+    def _app(self) -> Starlette:
+        handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/responses": self._responses,
+            "/v1/messages": self._messages,
+            "/v1/reward": self._reward,
+        }
+        return Starlette(
+            routes=[
+                Route("/rollout/{id}" + path, _guarded(handler, path), methods=["POST"])
+                for path, handler in handlers.items()
+            ]
+        )
+
+    def _episode(self, request: Request) -> AgentEpisode:
+        id_ = request.path_params["id"]
+        if id_ not in self._episodes:
+            raise ApiError(
+                f"there is no rollout {id_!r}, or it has ended", status=404, code="rollout_not_found"
+            )
+        return self._episodes[id_]
+
+    async def _answer(self, request: Request, call: Call) -> Answer:
+        if call.model not in ("", MODEL):
+            raise ApiError(
+                f"the model {call.model!r} is not served to agents; use {MODEL!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        if call.n != 1:
+            raise ApiError(f"n is {call.n}; a rollout has one answer to a request", param="n")
+        waiting = Waiting(call)
+        self._episode(request).put(waiting)
+        return await waiting.answer()
+
+    async def _chat(self, request: Request) -> Response:
+        body = parsed(ChatBody, await request.body())
+        call = body.to_call()
+        answer = await self._answer(request, call)
+        shape = Shape(
+            id="chatcmpl-rollout",
+            model=MODEL,
+            fingerprint=_version(answer),
+            renderer=self.renderer,
+            call=call,
+            body=body,
+            chat=True,
+        )
+        if body.stream:
+            return await _whole_stream(answer, shape.events)
+        return JSONResponse(shape.whole([answer], Usage.of([answer])))
+
+    async def _responses(self, request: Request) -> Response:
+        body = parsed(ResponsesBody, await request.body())
+        answer = await self._answer(request, body.to_call())
+        if body.stream:
+            return await _whole_stream(answer, lambda parts: response_events("rollout", MODEL, parts))
+        return JSONResponse(response("rollout", MODEL, [answer]))
+
+    async def _messages(self, request: Request) -> Response:
+        body = parsed(MessagesBody, await request.body())
+        answer = await self._answer(request, body.to_call())
+        if body.stream:
+            return await _whole_stream(answer, lambda parts: message_events("rollout", MODEL, parts))
+        return JSONResponse(message("rollout", MODEL, [answer]))
+
+    async def _reward(self, request: Request) -> Response:
+        """Once for each rollout; 409 for a second one."""
+        try:
+            value = parse_json(await request.body())["value"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ApiError('send {"value": number}', param="value") from error
+        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+            raise ApiError(f"value is {value!r}; send a finite number", param="value")
+        episode = self._episode(request)
+        if episode.reward is not None:
+            raise ApiError(f"the rollout has its reward, {episode.reward:g}", status=409, code="reward_given")
+        episode.reward = float(value)
+        return JSONResponse({"reward": episode.reward})
+
+
+def _version(answer: Answer) -> str:
+    versions = answer.completion.versions
+    return f"{MODEL}@{int(versions[-1]) if len(versions) else 0}"
+
+
+async def _whole_stream(answer: Answer, events: Callable[[Any], Any]) -> Response:
+    """An answer that is there already, as events."""
+
+    async def parts() -> Any:
+        yield 0, Piece(index=0, text="", emitted=answer.emitted[0])
+        yield 0, answer
+
+    return StreamingResponse(events(parts()), media_type="text/event-stream")
+
+
+def _guarded(
+    handler: Callable[[Request], Awaitable[Response]], path: str
+) -> Callable[[Request], Awaitable[Response]]:
+    async def guarded(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            body = error_body(error) if path == "/v1/messages" else error.body()
+            return JSONResponse(body, status_code=error.status)
+
+    return guarded
+
+
+__all__ = ["MODEL", "AgentEpisode", "AgentServer", "agent_of"]

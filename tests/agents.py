@@ -1,0 +1,101 @@
+"""Agents for tests: programs with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from ostinato.env.games import GuessNumber
+
+CLIENT = AsyncOpenAI(api_key="none", base_url="http://127.0.0.1:9", max_retries=0)
+
+
+async def guess(base_url: str, row: Mapping[str, Any]) -> float:
+    """Plays ``GuessNumber`` as the built-in environment does."""
+    client, game = CLIENT.with_options(base_url=base_url), GuessNumber()
+    text, _ = game.reset(seed=row["seed"], options=row)
+    messages: list[Any] = [{"role": "user", "content": text}]
+    while True:
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        said, total = answer.choices[0], 0.0
+        if said.finish_reason == "length":
+            return total
+        reply, reward, ended, *_ = game.step(said.message.content or "")
+        if ended:
+            return reward
+        messages += [said.message.model_dump(exclude_none=True), {"role": "user", "content": reply}]
+
+
+async def two_rows(base_url: str, row: Mapping[str, Any]) -> float:
+    """A question, another conversation, the same one a second time, and the first one again."""
+    client = CLIENT.with_options(base_url=base_url)
+    first: list[Any] = [{"role": "user", "content": "1+1="}]
+    other: list[Any] = [{"role": "user", "content": "2+2="}]
+    for messages in (first, other, other):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+        if messages is other:
+            messages.pop()
+    first.append({"role": "user", "content": "3+3="})
+    await client.chat.completions.create(model="policy", messages=first)
+    return 1.0
+
+
+async def dialects(base_url: str, row: Mapping[str, Any]) -> None:
+    """Responses, messages, a stream; the reward by an event."""
+    from anthropic import AsyncAnthropic
+
+    client = CLIENT.with_options(base_url=base_url)
+    await client.responses.create(model="policy", input="1+1=")
+    async with AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key="none") as other:
+        await other.messages.create(
+            model="policy", max_tokens=9, messages=[{"role": "user", "content": "2+2="}]
+        )
+    async for _ in await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "3+3="}], stream=True
+    ):
+        pass
+    await client.post("/reward", body={"value": 0.5}, cast_to=object)
+
+
+async def silent(base_url: str, row: Mapping[str, Any]) -> float:
+    return 1.0
+
+
+async def hangs(base_url: str, row: Mapping[str, Any]) -> float:
+    await asyncio.sleep(1000)
+    return 1.0
+
+
+async def breaks(base_url: str, row: Mapping[str, Any]) -> float:
+    raise KeyError("no such tool")
+
+
+async def wrong_model(base_url: str, row: Mapping[str, Any]) -> float:
+    await CLIENT.with_options(base_url=base_url).chat.completions.create(
+        model="gpt-4", messages=[{"role": "user", "content": "1+1="}]
+    )
+    return 1.0
+
+
+async def for_ever(base_url: str, row: Mapping[str, Any]) -> float:
+    client = CLIENT.with_options(base_url=base_url)
+    while True:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "1+1="}])
+
+
+def plain(base_url: str, row: Mapping[str, Any]) -> float:
+    """Not a coroutine: runs in a thread."""
+    import httpx2
+
+    body = {"model": "policy", "messages": [{"role": "user", "content": "1+1="}]}
+    reply = httpx2.post(f"{base_url}/chat/completions", json=body, timeout=60)
+    rewards = [
+        httpx2.post(f"{base_url}/reward", json={"value": 0.25}, timeout=60).status_code for _ in range(2)
+    ]
+    assert rewards == [200, 409] and os.getpid()
+    return float(reply.status_code == 200)
