@@ -46,7 +46,6 @@ class Allowed:
 
     placements: tuple[Placement, ...] = (Placement.COLOCATED,)
     bases: tuple[Base, ...] = (Base.SHARED, Base.TWO, Base.SWAPPED)
-    recompute: tuple[Recompute, ...] = (Recompute.NONE, Recompute.FULL)
     lag: int = 0  # optimizer steps that a sampler apart may be behind
     train_layout: Layout | None = None  # only this one
     rollout_layout: Layout | None = None
@@ -220,7 +219,7 @@ def trainers(problem: Problem, clock: Clock, allowed: Allowed, world: int) -> Si
         if not _weights_fit(problem, layout, sieve):
             continue
         fits_kept = False
-        for recompute in allowed.recompute:
+        for recompute in Recompute:
             if layout.shard > 1 and recompute == Recompute.NONE:
                 continue  # gathered weights would stay until backward
             for rows in choices[:1] if fits_kept else choices:
