@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from nouns import sample_of
 from torch import Tensor
 
 from ostinato.algo.algorithms import Algorithm, algorithm
@@ -218,16 +219,13 @@ def _sample(
     mask = np.arange(len(tokens)) >= len(prompt[0])
     routes = np.concatenate((prompt[1], _routes(rng, config, length)))
     routes[-1] = NO_EXPERT
-    return Sample(
-        tokens=tokens,
-        loss_mask=mask,
-        logprobs=np.where(mask, 0.1 * rng.standard_normal(len(tokens)) - np.log(config.vocab_size), 0).astype(
-            "f4"
-        ),
+    logprobs = 0.1 * rng.standard_normal(len(tokens)) - np.log(config.vocab_size)
+    return sample_of(
+        tokens,
+        len(prompt[0]),
+        logprobs=np.where(mask, logprobs, 0).astype("f4"),
         advantages=np.where(mask, 1 + rng.standard_normal(), 0).astype("f4"),
-        versions=np.where(mask, 0, -1).astype(np.int32),
         group=group,
-        prompt_len=len(prompt[0]),
         uid=f"{group}#{sibling}",
         experts=routes,
     )

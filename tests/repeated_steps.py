@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from nouns import sample_of
 from worlds import VOCAB, tiny_dense, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
@@ -56,14 +57,11 @@ def samples(moe: MoEConfig | None, siblings: int) -> list[Sample]:
             drawn = np.random.default_rng(1).random(shape)
             experts = drawn.argsort(axis=-1)[..., : moe.top_k].astype(np.int16)
         found.append(
-            Sample(
-                tokens=tokens,
-                loss_mask=mask,
+            sample_of(
+                tokens,
+                len(prompt),
                 logprobs=np.where(mask, -np.log(VOCAB), 0).astype("f4"),
                 advantages=np.where(mask, rng.standard_normal(), 0).astype("f4"),
-                versions=np.where(mask, 0, -1).astype(np.int32),
-                group=0,
-                prompt_len=len(prompt),
                 uid=str(sibling),
                 experts=experts,
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from nouns import sample_of
 from worlds import VOCAB, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
@@ -74,14 +75,12 @@ def samples_of(
             if experts is not None:
                 experts[-1] = NO_EXPERT
             samples.append(
-                Sample(
-                    tokens=tokens,
-                    loss_mask=mask,
+                sample_of(
+                    tokens,
+                    prompt,
                     logprobs=np.where(mask, logprobs, 0),
                     advantages=advantages,
-                    versions=np.where(mask, 0, -1).astype(np.int32),
                     group=group,
-                    prompt_len=prompt,
                     uid=f"{group}#{sibling}",
                     experts=experts,
                 )

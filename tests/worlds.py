@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nouns import sample_of
 from torch import Tensor
 
 from ostinato.engine.cost import KNOTS, CostTable
@@ -231,17 +232,7 @@ def siblings(decoder: Decoder, prompt: int, answers: list[int], seed: int) -> li
         tokens = np.concatenate([context, rng.integers(0, VOCAB, length)]).astype(np.int32)
         own = random_routes(decoder, length, seed + index + 1).numpy()
         own[-1] = NO_EXPERT
-        mask, zeros = np.arange(len(tokens)) >= prompt, np.zeros(len(tokens), np.float32)
-        found.append(
-            Sample(
-                tokens=tokens,
-                loss_mask=mask,
-                logprobs=zeros,
-                advantages=zeros,
-                versions=np.zeros(len(tokens), np.int32),
-                group=seed % 2,
-                prompt_len=prompt,
-                experts=np.concatenate([common, own]),
-            )
-        )
+        experts = np.concatenate([common, own])
+        zeros = {"advantages": np.zeros(len(tokens), np.float32), "versions": np.zeros(len(tokens), np.int32)}
+        found.append(sample_of(tokens, prompt, group=seed % 2, experts=experts, **zeros))
     return found

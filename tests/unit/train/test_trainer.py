@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from nouns import sample_of
 from small_replay import local_passes
 from worlds import KERNELS, VOCAB, tiny_dense, tiny_moe
 
@@ -66,14 +67,13 @@ def samples_of(decoder: Decoder, groups: int = 3, siblings: int = 3, seed: int =
                 experts = np.concatenate([prompt_experts, experts_of(rng, len(answer), moe)])
                 experts[-1] = NO_EXPERT
             samples.append(
-                Sample(
-                    tokens=tokens,
+                sample_of(
+                    tokens,
+                    len(prompt),
                     loss_mask=mask,
                     logprobs=np.where(mask, logprobs, 0).astype("f4"),
                     advantages=np.where(mask, rng.standard_normal(), 0).astype("f4"),
-                    versions=np.where(mask, 0, -1).astype(np.int32),
                     group=group,
-                    prompt_len=len(prompt),
                     uid=f"{group}#{sibling}",
                     experts=experts,
                 )
