@@ -316,3 +316,9 @@ def test_aggregation_by_hand() -> None:
 def test_aggregation_sums_to_one(samples: list[Sample], mode: Aggregation) -> None:
     total = sum(weight.sum() for weight in aggregation_weights(samples, mode))
     assert total == pytest.approx(1 if any(s.loss_mask.any() for s in samples) else 0)
+
+
+def test_constant_aggregation_needs_a_length() -> None:
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        aggregation_weights(aggregation_step(), Aggregation.CONSTANT)
+    assert aggregation_weights([], Aggregation.PROMPT) == []

@@ -237,3 +237,9 @@ def test_one_bad_sequence_among_good_ones_is_found() -> None:
     replayed = [*ids[:5], np.concatenate([ids[5][:1], ids[5][:-1]])]
     with pytest.raises(Misaligned, match="1 of 6 sequences"):
         require_aligned(ids, replayed)
+
+
+def test_shapes_have_to_agree() -> None:
+    ids = native(1)
+    with pytest.raises(ValueError, match="sequence 0"):
+        alignment(ids, [ids[0][:-1]])
