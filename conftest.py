@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -23,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, la
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+logging.getLogger("ostinato").setLevel(logging.INFO)  # for caplog
 
 settings.register_profile(
     "ostinato", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True

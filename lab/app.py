@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from importlib import import_module
 
-from lab.harness import Bench, main, say
+from lab.harness import Bench, main
 from ostinato.engine import threads
 
 BENCHES = {
@@ -53,7 +54,9 @@ def run(args: Sequence[str]) -> int:
         if name == of and flag in rest:
             name, rest = other, [word for word in rest if word != flag or flag == "--weights"]
     if name not in OF_PROCESSES:
-        threads.configure_early("auto", say=say)  # before torch is imported
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger(threads.__name__).setLevel(logging.INFO)
+        threads.configure_early("auto")  # before torch is imported
     return main(f"ostinato bench {name}", load(name), rest)
 
 

@@ -6,6 +6,7 @@ What does not prove whole is made again.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from ostinato.inputs import escaped, parse_json
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def atomic_write(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
@@ -75,13 +77,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ostinato"
 
 
-def read_cached(
-    file: Path, parse: Callable[[Any], T], warn: Callable[[str], None] = lambda line: None
-) -> T | None:
+def read_cached(file: Path, parse: Callable[[Any], T]) -> T | None:
     """What ``parse`` makes of the JSON in a file of the cache; None where there is none.
 
     ``parse`` raises ValueError, TypeError, LookupError, AttributeError or ArithmeticError for what is not of
-    its form: that is None too, and one line to ``warn``.
+    its form: that is None too, and a warning.
     """
     try:
         data = file.read_bytes()
@@ -90,7 +90,8 @@ def read_cached(
     try:
         return parse(parse_json(data))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        warn(f"{file} is damaged or of another version ({type(error).__name__}: {error}) and is not used")
+        why = f"{type(error).__name__}: {error}"
+        logger.warning(f"{file} is damaged or of another version ({why}) and is not used")
         return None
 
 

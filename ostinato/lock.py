@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 LOCK = ".lock"
+logger = logging.getLogger(__name__)
 
 
 class Locked(ValueError):
@@ -24,10 +26,10 @@ class Locked(ValueError):
 
 
 @contextmanager
-def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """In here no other process writes into ``folder``, which exists. Child processes do not inherit the lock.
 
-    Raises Locked at once where another one does; ``say`` gets a line where the file system has no locks.
+    Raises Locked at once where another one does; a file system without locks is a warning.
     """
     path = folder / LOCK
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0) as file:
@@ -36,7 +38,7 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         except BlockingIOError:
             raise Locked(_refusal(folder, file.read())) from None
         except OSError as error:  # of some network file systems
-            say(f"{path} cannot be locked ({error}): nothing keeps another process from writing there too")
+            logger.warning(f"{path} cannot be locked ({error}): another process may write there too")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
         file.truncate(0)
         file.write(json.dumps(holder).encode())

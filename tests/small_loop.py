@@ -171,7 +171,6 @@ class Recorder:
     """``pipeline.observer.Observer`` of functions; ``replan`` is called in a thread."""
 
     on_step: Callable[[Mapping[str, float]], None]
-    on_note: Callable[[str], None]
     on_eval: Callable[[Mapping[str, Any]], None] = lambda row: None
     should_stop: Callable[[int], bool] = lambda step: False
     replan: Callable[[int], bool] | None = None
@@ -257,8 +256,7 @@ class Bench:
             self.trainer.logits = np.array(logits)
         self.saved: list[tuple[dict[str, Any], np.ndarray]] = []
         self.rows: list[Mapping[str, float]] = []
-        self.notes: list[str] = []
-        self.observer = Recorder(on_step=self.rows.append, on_note=self.notes.append)
+        self.observer = Recorder(on_step=self.rows.append)
         self.workers = Elsewhere()
         self.keep = options.get("keep", 1)  # checkpoints
         evaluation = Evaluation(

@@ -206,7 +206,7 @@ def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | Non
     """(the child, "") or (None, why not)."""
     job.folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(job.folder, say=lambda line: None):  # the child tells
+        with locked(job.folder):
             if not (job.folder / "recipe.toml").is_file():
                 RunFolder.create(job.folder, dump_toml(job.recipe))
     except Locked as error:

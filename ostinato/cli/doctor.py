@@ -18,6 +18,7 @@ from rich.table import Table
 from ostinato import __version__, compiler
 from ostinato.engine import threads
 from ostinato.engine.cores import Kept, kept, kept_file
+from ostinato.launch.output import logged
 from ostinato.reward import isolation
 
 EXTRAS = {
@@ -47,10 +48,9 @@ def doctor(model: str, *, measure: bool) -> int:
     """Print the table, with products of the shapes of ``model``; return the exit code, 1 when something that
     every run needs is at fault. Raises ValueError for a model that is none."""
     console = Console()
-    choice = threads.measure(say=console.print) if measure else None
-    choice = (
-        threads.configure(choice.count, choice.policy) if choice else threads.configure(say=console.print)
-    )
+    with logged(threads.__name__):
+        choice = threads.measure() if measure else None
+        choice = threads.configure(choice.count, choice.policy) if choice else threads.configure()
     findings = [
         *machine(),
         Finding(name="threads", value=str(choice)),

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
-
-from rich.console import Console
+from collections.abc import Iterator, Sequence
 
 from ostinato.engine import threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.models import recipe_of
+from ostinato.launch.output import logged
 from ostinato.launch.policy import trained
 from ostinato.launch.progress import Row, interval
 from ostinato.observe.report.verdicts import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
 
 
+@logged()
 def evaluate(target: str, overrides: Sequence[str]) -> None:
     """Print pass@1 (and pass@k where k > 1) and mean reward of the last policy of a run, or of an untrained
     model, on the main set, the same one greedily, and each downstream one. Raises RewardFails, a ValueError,
@@ -26,9 +25,8 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
     override ``engine.weights=...`` scores a sampler of others.
     """
     recipe, run = recipe_of(target, "engine.weights=model", *overrides)
-    say = partial(Console().print, highlight=False, markup=False, soft_wrap=True)
-    threads.configure_early(recipe.engine.threads, say=say)
-    recipe = resolved(recipe, say)
+    threads.configure_early(recipe.engine.threads)
+    recipe = resolved(recipe)
     from ostinato.launch.engine import new_engine
     from ostinato.launch.inputs import new_stage, prepare
     from ostinato.launch.loop import new_evaluations
@@ -37,29 +35,29 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
 
     with prepare(recipe, training=False) as prepared:
         step, adapters = trained(recipe, run, prepared.decoder) if run else (0, None)
-        engine = new_engine(recipe, prepared.decoder, prepared.renderer, say)
+        engine = new_engine(recipe, prepared.decoder, prepared.renderer)
         engine.publish(adapters, step)
         stage = new_stage(prepared, engine, prepared.grader)
         for warning in prepared.warnings:
-            say(f"warning: {warning}")
+            print(f"warning: {warning}", flush=True)
         weights = "" if recipe.engine.weights == "model" else f", {recipe.engine.weights} weights"
         for evaluation in new_evaluations(prepared):
             row, groups = asyncio.run(measure(stage, evaluation, step))
             refuse(failures(groups), f"the evaluation of the set {evaluation.name}")
             of = {MAIN_SET: f"{row['split']} split", GREEDY_SET: f"{row['split']} split, greedy"}
             name = of.get(row["set"], row["set"])
-            say(f"{target} after {step} steps{weights}, {name}, {row['n']} prompts, {row['seconds']:.1f} s")
-            tell(row, say)
+            head = f"{target} after {step} steps{weights}, {name}, {row['n']} prompts, {row['seconds']:.1f} s"
+            print(head, *summary(row), sep="\n", flush=True)
 
 
-def tell(row: Row, say: Callable[[str], None]) -> None:
+def summary(row: Row) -> Iterator[str]:
     """A row of eval.jsonl in a few lines."""
-    say(f"pass@1  {interval(row, 'pass@1')}")
+    yield f"pass@1  {interval(row, 'pass@1')}"
     if row["k"] > 1:
-        say(f"pass@{row['k']}  {interval(row, 'pass@k')}")
-    say(f"reward  {interval(row, 'reward')} (mean)")
+        yield f"pass@{row['k']}  {interval(row, 'pass@k')}"
+    yield f"reward  {interval(row, 'reward')} (mean)"
     if row["set"] != GREEDY_SET and (why := unsolved([row])):
-        say(f"warning: {why}")
+        yield f"warning: {why}"
     if row["excluded"]:
         why = [f"{row[key]:.0f} {key}" for key in row if key.startswith("faults/")]
-        say(f"{row['excluded']} prompts without enough verdicts were left out ({', '.join(why)})")
+        yield f"{row['excluded']} prompts without enough verdicts were left out ({', '.join(why)})"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from ostinato.cli.report import write_report
-from ostinato.launch.output import lasting
+from ostinato.inputs import escaped
+from ostinato.launch.output import lasting, logged
 from ostinato.launch.progress import before_after
 from ostinato.launch.ranks import follow, followed
 from ostinato.launch.session import Outcome, learn
@@ -37,6 +37,7 @@ def resume(run: Path, overrides: Sequence[str]) -> int:
     return _finish(lambda: resume_run(run, *overrides))
 
 
+@logged()
 def _finish(work: Callable[[], Outcome]) -> int:
     error = lasting(sys.stderr)
     try:
@@ -46,40 +47,36 @@ def _finish(work: Callable[[], Outcome]) -> int:
         how = {"hung_up": HUNG_UP, "interrupted": "stopped at once"}.get(why, why)
         print(f"ostinato: {how}; {str(stop) or 'nothing had begun'}", file=error)
         return EXIT[why]
-    console = Console(file=lasting(sys.stdout))
+    out = lasting(sys.stdout)
     if outcome.after is not None:
-        console.print(before_after(outcome.before, outcome.after, outcome.greedy))
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    _tell_verdicts(RunFolder(outcome.folder), say)
-    console.print(f"adapter      {RunFolder(outcome.folder).adapter}", highlight=False, soft_wrap=True)
-    console.print(
-        f"report       {write_report(RunFolder.open(outcome.folder))}", highlight=False, soft_wrap=True
-    )
+        Console(file=out).print(before_after(outcome.before, outcome.after, outcome.greedy))
+    for line in _last_lines(outcome):
+        print(escaped(line), file=out, flush=True)
     if outcome.why == "hung_up":
         line = f"ostinato: {HUNG_UP} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
         print(line, file=error)
-        return EXIT[outcome.why]
-    if code := EXIT.get(outcome.why, 0):
-        line = f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
-        console.print(line, highlight=False, soft_wrap=True)
-        return code
+    return EXIT.get(outcome.why, 0)
+
+
+def _last_lines(outcome: Outcome) -> Iterator[str]:
+    """What was written, and where and why the run has ended early."""
+    yield from _verdicts(RunFolder(outcome.folder))
+    yield f"adapter      {RunFolder(outcome.folder).adapter}"
+    yield f"report       {write_report(RunFolder.open(outcome.folder))}"
+    if outcome.why in EXIT and outcome.why != "hung_up":
+        yield f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
     if outcome.why == "replanned":
-        line = f"stopped after step {outcome.step} for a better layout (replan.jsonl says why); to go on: "
-        console.print(f"{line}{outcome.resume}", highlight=False, soft_wrap=True)
+        why = "for a better layout (replan.jsonl says why)"
+        yield f"stopped after step {outcome.step} {why}; to go on: {outcome.resume}"
     if outcome.why == "enough":
-        line = f"stopped after step {outcome.step}: by its own forecast the rest is not worth its compute; "
-        line += f"to go on all the same: ostinato resume {outcome.folder} forecast.stop=false"
-        console.print(line, highlight=False, soft_wrap=True)
-    return 0
+        why = "by its own forecast the rest is not worth its compute"
+        anyway = f"ostinato resume {outcome.folder} forecast.stop=false"
+        yield f"stopped after step {outcome.step}: {why}; to go on all the same: {anyway}"
 
 
-def _tell_verdicts(run: RunFolder, say: Callable[[str], None]) -> None:
+def _verdicts(run: RunFolder) -> Iterator[str]:
     """Where nothing was ever solved, and each reward function that failed, with its last traceback."""
     if why := unsolved([row for row in run.eval.rows() if row.get("set") == MAIN_SET]):
-        say(f"warning      {why}")
+        yield f"warning      {why}"
     for failed in failed_rewards(list(run.failed.rows())):
-        say(
-            "\n".join(
-                part for part in (f"warning      {failed.sentence}", failed.trace, failed.answer) if part
-            )
-        )
+        yield from filter(None, (f"warning      {failed.sentence}", failed.trace, failed.answer))

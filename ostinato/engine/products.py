@@ -33,8 +33,6 @@ from ostinato.model.native.build import library
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.shapes import STACKED, layer_shapes
 
-Say = Callable[[str], None]
-
 DTYPES = ("float32", "bfloat16")
 SAMPLED_ROWS, TRAINED_ROWS = 16, 256  # of a product: of a decoding batch, of a microbatch
 BUDGET_S = 1.0  # for all products together
@@ -76,26 +74,22 @@ class Choice:
     reason: str
 
 
-def _quiet(line: str) -> None:
-    pass
-
-
-def choose(config: ModelConfig, *, device: str, native: bool, fp32_head: bool, say: Say = _quiet) -> Choice:
+def choose(config: ModelConfig, *, device: str, native: bool, fp32_head: bool) -> Choice:
     """The dtype in which an RL step of the model takes least. ``device``: "cpu" or "cuda"; ``native``: with
     the native kernels, where they can be had."""
     if device.startswith("cuda"):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return Choice(dtype="bfloat16", reason="the GPU has bf16 products")
         return Choice(dtype="float32", reason="the GPU has no bf16 products")
-    measured = seconds_by_dtype(config, native=native, fp32_head=fp32_head, say=say)
+    measured = seconds_by_dtype(config, native=native, fp32_head=fp32_head)
     wide, narrow = measured["float32"], measured["bfloat16"]
     dtype = "bfloat16" if wide.both >= GAIN * narrow.both else "float32"
     return Choice(dtype=dtype, reason=_compared(measured, dtype))
 
 
-def warning(config: ModelConfig, dtype: str, *, native: bool, fp32_head: bool, say: Say = _quiet) -> str:
+def warning(config: ModelConfig, dtype: str, *, native: bool, fp32_head: bool) -> str:
     """Why ``dtype`` is the wrong one on this processor, "" unless it is much slower than the other."""
-    measured = seconds_by_dtype(config, native=native, fp32_head=fp32_head, say=say)
+    measured = seconds_by_dtype(config, native=native, fp32_head=fp32_head)
     other = next(name for name in DTYPES if name != dtype)
     if measured[dtype].both < MUCH_SLOWER * measured[other].both:
         return ""
@@ -124,17 +118,15 @@ def seconds_by_dtype(
     *,
     native: bool,
     fp32_head: bool,
-    say: Say = _quiet,
     budget_s: float = BUDGET_S,
     busy: bool | None = None,
 ) -> dict[str, Seconds]:
     """The kept figures of this machine for these shapes, or those of a measurement, which are then kept.
-    Figures of a ``busy`` machine (None: as this one is now) hold while it is busy. ``say``: a line where the
-    cache is damaged."""
+    Figures of a ``busy`` machine (None: as this one is now) hold while it is busy."""
     wanted = products(config)
     inference, training, built = _arithmetic(native)
     file, busy = kept_file(wanted, built, fp32_head=fp32_head), threads.is_busy() if busy is None else busy
-    kept = read_cached(file, parsed, say)
+    kept = read_cached(file, parsed)
     if kept is not None and (busy or not kept.busy):
         return kept.seconds
     found = measure(wanted, inference, training, fp32_head=fp32_head, budget_s=budget_s)

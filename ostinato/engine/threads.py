@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any, Literal
 
 from ostinato.files import atomic_write, cache_folder, read_cached
 
+logger = logging.getLogger(__name__)
 Policy = Literal["active", "passive"]  # spin before sleeping, or sleep at once, while waiting for work
 # OMP_WAIT_POLICY=active alone spins for minutes and starves whatever shares the cores. Some 0.3 ms bridges
 # the gap between two kernels of a decode step, which is all that spinning is good for here.
@@ -62,12 +64,11 @@ def configure(
     policy: Policy | Literal["auto"] = "auto",
     *,
     environ: MutableMapping[str, str] = os.environ,
-    say: Callable[[str], None] = lambda line: None,
 ) -> Threads:
     """Choose, and write the choice into the environment that torch will read. Call it before importing torch.
 
     What the caller gives wins, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then
-    the cache of this machine, then a measurement of a few seconds (announced through ``say``).
+    the cache of this machine, then a measurement of a few seconds.
     """
     if "torch" in sys.modules:
         warnings.warn(
@@ -75,7 +76,7 @@ def configure(
             "call it first",
             stacklevel=2,
         )
-    choice = _choose(threads, policy, environ, say)
+    choice = _choose(threads, policy, environ)
     environ["OMP_NUM_THREADS"] = str(choice.count)
     environ["OMP_WAIT_POLICY"] = choice.policy.upper()
     if policy != "auto" or "GOMP_SPINCOUNT" not in environ:
@@ -83,18 +84,13 @@ def configure(
     return choice
 
 
-def configure_early(
-    threads: int | Literal["auto"] = "auto", say: Callable[[str], None] = lambda line: None
-) -> Threads | None:
+def configure_early(threads: int | Literal["auto"] = "auto") -> Threads | None:
     """``configure`` where it can still have an effect; None, and nothing done, once torch is imported."""
-    return None if "torch" in sys.modules else configure(threads, say=say)
+    return None if "torch" in sys.modules else configure(threads)
 
 
 def _choose(
-    threads: int | Literal["auto"],
-    policy: Policy | Literal["auto"],
-    environ: MutableMapping[str, str],
-    say: Callable[[str], None],
+    threads: int | Literal["auto"], policy: Policy | Literal["auto"], environ: MutableMapping[str, str]
 ) -> Threads:
     set_count, set_policy = environ.get("OMP_NUM_THREADS", ""), environ.get("OMP_WAIT_POLICY", "").lower()
     if threads != "auto":
@@ -102,7 +98,7 @@ def _choose(
     elif set_count.isdecimal() and int(set_count) > 0:
         choice = Threads(count=int(set_count), policy="passive", source="environment")
     else:
-        choice = cached(say) or measure(say=say)
+        choice = cached() or measure()
     if policy == "auto":
         policy = (
             "active" if set_policy == "active" else "passive" if set_policy == "passive" else choice.policy
@@ -110,10 +106,9 @@ def _choose(
     return replace(choice, policy=policy)
 
 
-def cached(say: Callable[[str], None] = lambda line: None) -> Threads | None:
-    """The choice measured earlier on this machine; None when there is none, or (one line to ``say``) its file
-    does not hold one."""
-    return read_cached(cache_file(), _parsed, say)
+def cached() -> Threads | None:
+    """The choice measured earlier on this machine; None when there is none, or its file does not hold one."""
+    return read_cached(cache_file(), _parsed)
 
 
 def _parsed(read: Any) -> Threads:
@@ -124,12 +119,12 @@ def _parsed(read: Any) -> Threads:
     return Threads(count=count, policy=policy, source="cache")
 
 
-def measure(*, say: Callable[[str], None] = lambda line: None) -> Threads:
+def measure() -> Threads:
     """Time every candidate and return the fastest, kept in the cache file unless the machine is busy."""
     options = candidates(logical_cores(), physical_cores())
     busy = is_busy()
     when = "again next time, since the machine is busy" if busy else "once on this machine"
-    say(f"measuring {len(options)} thread settings, {when}")
+    logger.info(f"measuring {len(options)} thread settings, {when}")
     timings = [Timing(count=n, policy=p, ms_per_step=probe(n, p)) for n, p in options]
     best = fastest(timings)
     if best is None:
@@ -137,7 +132,7 @@ def measure(*, say: Callable[[str], None] = lambda line: None) -> Threads:
     for timing in timings:
         mark = " <- fastest" if timing is best else ""
         ms = "failed" if timing.ms_per_step is None else f"{timing.ms_per_step:.2f} ms per step"
-        say(f"  {timing.count:3d} threads {timing.policy:8s} {ms}{mark}")
+        logger.info(f"  {timing.count:3d} threads {timing.policy:8s} {ms}{mark}")
     if not busy:
         _write_cache(best, timings)
     return Threads(count=best.count, policy=best.policy, source="measured")

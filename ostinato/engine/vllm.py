@@ -21,6 +21,7 @@ function of the numerics of its batch, so there is no law that tokens are the sa
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import threading
 import time
@@ -48,6 +49,7 @@ from ostinato.types import Completion, Request, Sampling
 from ostinato.workers.lost import WorkerLost
 from ostinato.workers.restarts import Restarts
 
+logger = logging.getLogger(__name__)
 LORA = "ostinato"  # the name of the adapter there
 COLDEST = 0.01  # vLLM raises temperatures between 0 and this to it
 BEAT_S = 5.0  # between two signs of life of a server with requests
@@ -78,7 +80,7 @@ class VllmEngine:
 
     ``folder`` is written to, and has to be read by the server under the same path. ``decode`` turns token ids
     into text. ``probe`` ([T] token ids) is what the base is asked before any work; no policy's k3 may reach
-    ``bound``. ``name`` is the worker's in the timeline, ``say`` hears of restarts.
+    ``bound``. ``name`` is the worker's in the timeline.
 
     Raises ValueError for a server that cannot do what is asked of it, WorkerLost where it is not there.
     """
@@ -96,12 +98,11 @@ class VllmEngine:
         max_restarts: int = 5,
         max_quarantined: int = 8,
         name: str = "sampler-0",
-        say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self._server, self._decoder, self._folder, self._decode = server, decoder, folder, decode
         self._probe, self._silence_s = probe, silence_s
         self._restarts, self._max_quarantined = Restarts(most=max_restarts), max_quarantined
-        self._say, self._time = say, _Time(name)
+        self._time = _Time(name)
         self._lock = threading.RLock()  # of the server's life and of what it serves
         self._epoch = 0
         self._desk: _Desk | None = None
@@ -383,7 +384,7 @@ class VllmEngine:
             lost, most = self._restarts.in_a_row, self._restarts.most
             if self._restarts.spent or self._closed:
                 raise vllm_lost(f"vLLM was lost {lost} times in a row: {why}; {self._server.why()}")
-            self._say(f"vLLM was lost and is started anew ({lost} of {most}): {why}")
+            logger.warning(f"vLLM was lost and is started anew ({lost} of {most}): {why}")
             try:
                 with self._time.of(Kind.START):
                     self._proofs.forget()

@@ -25,7 +25,7 @@ from ostinato.history.store import History
 from ostinato.launch import RunFailed
 from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory
-from ostinato.launch.engine import Say, kernels
+from ostinato.launch.engine import kernels
 from ostinato.launch.inputs import RunInputs
 from ostinato.launch.ranks import open_trainer
 from ostinato.model.decoder import Decoder
@@ -48,7 +48,7 @@ IMPORT_S = 60.0  # that a child of a grader may take to import the reward functi
 
 @contextlib.contextmanager
 def clustered(
-    prepared: RunInputs, folder: Path, memory: Memory | None, say: Say, workers: str
+    prepared: RunInputs, folder: Path, memory: Memory | None, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
     """Start or join Ray and open what the recipe asks for, made by the functions of the module ``workers``;
     all of it has ended when the context does.
@@ -56,7 +56,7 @@ def clustered(
     Raises ValueError where no Ray answers or the workers do not fit.
     """
     recipe, section = prepared.recipe, prepared.recipe.cluster
-    kernels(recipe, prepared.decoder, say)  # compiled once, here, and not by every worker at once
+    kernels(recipe, prepared.decoder)  # compiled once, here, and not by every worker at once
     sweep()  # copies of the base that a killed run left behind
     with contextlib.ExitStack() as held:
         opened = Cluster.open(
@@ -75,7 +75,7 @@ def clustered(
             trainer = link = _started(factory.trainer)
             held.callback(link.close)
         else:
-            trainer, link = held.enter_context(open_trainer(prepared, folder, say)), None
+            trainer, link = held.enter_context(open_trainer(prepared, folder)), None
         publication = adapters_only
         if recipe.adapter.kind == "full":
             publication = held.enter_context(all_weights(prepared.decoder))

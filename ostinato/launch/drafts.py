@@ -1,13 +1,14 @@
 """Drafts of a run: the history that they come from, kept in its folder, and the drafter on it.
 
 A history costs time when it is lost and nothing else, so nothing here can end a run: what goes wrong with the
-file is one note.
+file is a warning.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from ostinato.history.store import History
 from ostinato.types import Request
 
 LOOKED_AT = 4  # most epochs that the drafter looks at
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,33 +49,33 @@ class Memory:
         return length if math.isfinite(length) else 0.0
 
 
-def new_memory(section: DraftSection, saved: Path | None, say: Say) -> Memory | None:
+def new_memory(section: DraftSection, saved: Path | None) -> Memory | None:
     """The memory of a run, with what is ``saved``; None where the recipe wants no drafts, or where there is
     no compiler."""
     if not section.enabled:
         return None
     try:
-        history = load_history(section, saved, say) if saved else None
+        history = load_history(section, saved) if saved else None
         if history is None:
             history = History(memory_mb=section.memory_mb, epochs=section.epochs)
     except BuildError as error:
-        say(f"nothing is drafted: {error}")
+        logger.warning(f"nothing is drafted: {error}")
         return None
     rules = replace(Rules(), epochs=min(section.epochs, LOOKED_AT))
     return Memory(history=history, drafter=HistoryDrafter(history, rules))
 
 
-def load_history(section: DraftSection, path: Path, say: Say) -> History | None:
-    """The history in ``path``; None, and a note, where there is none or it cannot be used."""
+def load_history(section: DraftSection, path: Path) -> History | None:
+    """The history in ``path``; None, and a warning, where there is none or it cannot be used."""
     try:
         return History.load(path, memory_mb=section.memory_mb, epochs=section.epochs)
     except (OSError, ValueError) as error:
-        say(f"the run goes on without its history, so its drafts begin anew: {error}")
+        logger.warning(f"the run goes on without its history, so its drafts begin anew: {error}")
         return None
 
 
-def save_history(history: History, path: Path, say: Say) -> None:
+def save_history(history: History, path: Path) -> None:
     try:
         history.save(path)
     except OSError as error:
-        say(f"the history was not saved, so drafts of a resumed run would begin anew: {error}")
+        logger.warning(f"the history was not saved, so drafts of a resumed run would begin anew: {error}")

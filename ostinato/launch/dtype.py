@@ -5,28 +5,26 @@ Nothing heavy is imported at the top: threads have to be chosen before torch is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from pathlib import Path
 
 from ostinato.config import Recipe
 from ostinato.run import RunFolder
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
-def resolved(
-    recipe: Recipe, say: Say = lambda line: None, *, run: Path | None = None, warn: bool = False
-) -> Recipe:
-    """``recipe`` with a dtype in place of "auto", and a line for ``say`` with the reason. ``run``: the folder
-    of the run that goes on, whose dtype is kept. ``warn``: also a line where a dtype that is written is much
-    slower here than the other. Raises ValueError for a model that cannot be read."""
+def resolved(recipe: Recipe, *, run: Path | None = None, warn: bool = False) -> Recipe:
+    """``recipe`` with a dtype in place of "auto"; the reason is logged. ``run``: the folder of the run that
+    goes on, whose dtype is kept. ``warn``: also of a dtype that is written and much slower here than the
+    other. Raises ValueError for a model that cannot be read."""
     section = recipe.model
     if section.dtype == "auto" and run is not None:
         before = Recipe.load(RunFolder.open(run).recipe).model.dtype
         if before != "auto":
             return _with(recipe, before)
     if section.dtype == "auto" and recipe.adapter.kind == "full":
-        say('model.dtype auto: float32; adapter.kind = "full" trains fp32 parameters')
+        logger.info('model.dtype auto: float32; adapter.kind = "full" trains fp32 parameters')
         return _with(recipe, "float32")
     if section.dtype != "auto" and not warn:
         return recipe
@@ -38,16 +36,16 @@ def resolved(
     device, config = device_of(section), read_config(model_folder(section.path))
     if section.dtype == "auto":
         chosen = products.choose(
-            config, device=device, native=recipe.engine.native, fp32_head=section.fp32_head, say=say
+            config, device=device, native=recipe.engine.native, fp32_head=section.fp32_head
         )
-        say(f"model.dtype auto: {chosen.dtype}; {chosen.reason}")
+        logger.info(f"model.dtype auto: {chosen.dtype}; {chosen.reason}")
         return _with(recipe, chosen.dtype)
     if device == "cpu" and recipe.adapter.kind != "full":
         slow = products.warning(
-            config, section.dtype, native=recipe.engine.native, fp32_head=section.fp32_head, say=say
+            config, section.dtype, native=recipe.engine.native, fp32_head=section.fp32_head
         )
         if slow:
-            say(f'model.dtype {section.dtype}, as written: {slow}; "auto" would choose')
+            logger.warning(f'model.dtype {section.dtype}, as written: {slow}; "auto" would choose')
     return recipe
 
 

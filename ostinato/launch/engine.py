@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,7 @@ from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.render import Renderer
 from ostinato.workers.lost import WorkerLost
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 PROBE_TOKENS = 48  # of the prompt that policies are proven on
 
 
@@ -49,7 +51,6 @@ def vllm_engine(
     model: Path,
     prompt: np.ndarray,
     folder: Path,
-    say: Callable[[str], None],
 ) -> Iterator[VllmEngine]:
     """The engine on a server that is started in, or found, and left with the context. ``model`` is the base's
     folder, ``prompt`` ([P] token ids) any of the run's, ``folder`` where adapters and the log go.
@@ -59,7 +60,7 @@ def vllm_engine(
     check_model(recipe, decoder)
     cluster, server = recipe.cluster, _server(recipe, decoder, model, folder)
     where = recipe.engine.address or f"started here, its log {folder / 'server.log'}"
-    say(f"vLLM         {where}; waited for {cluster.start_s:g} s at most")
+    logger.info(f"vLLM         {where}; waited for {cluster.start_s:g} s at most")
     try:
         engine = VllmEngine(
             server,
@@ -70,7 +71,6 @@ def vllm_engine(
             silence_s=cluster.silence_s,
             max_restarts=cluster.max_restarts,
             max_quarantined=cluster.max_quarantined,
-            say=say,
         )
     except WorkerLost as error:
         raise RunFailed(f"{error}; no run was begun") from error
@@ -115,16 +115,15 @@ def new_engine(
     recipe: Recipe,
     decoder: Decoder,
     renderer: Renderer,
-    say: Say,
     memory: Memory | None = None,
     *,
     name: str = "sampler-0",
 ) -> LocalEngine:
     """The in-process engine, serving the base, on the decoder's own tensors or a copy (``engine.weights``);
     with drafts from ``memory``. ``name`` is the worker's in the timeline."""
-    found = kernels(recipe, decoder, say)
+    found = kernels(recipe, decoder)
     return LocalEngine(
-        sampler_decoder(recipe, decoder, found, say),
+        sampler_decoder(recipe, decoder, found),
         kernels=found,
         decode=renderer.decode,
         kv_memory_mb=recipe.engine.kv_memory_mb,
@@ -137,26 +136,32 @@ def new_engine(
     )
 
 
-def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None, say: Say) -> Decoder:
-    """What the engine samples from (``engine.weights``); ``say`` hears what a copy costs."""
+def sampler_decoder(recipe: Recipe, decoder: Decoder, kernels: Kernels | None) -> Decoder:
+    """What the engine samples from (``engine.weights``); what a copy costs is logged."""
     weights = Weights(recipe.engine.weights)
     sampler = quantise(decoder, weights)
     if sampler is not decoder:
         own, model = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
         slow = "" if kernels and kernels.fast_codes else "; on this machine they save memory and cost time"
-        say(f"engine weights {weights}: {own:,.0f} MB beside the model's {model:,.0f} MB{slow}")
+        logger.info(f"engine weights {weights}: {own:,.0f} MB beside the model's {model:,.0f} MB{slow}")
     return sampler
 
 
-def kernels(recipe: Recipe, decoder: Decoder, say: Say) -> Kernels | None:
-    """The native kernels where they are wanted and can be had; torch does the work otherwise, and says so."""
+def kernels(recipe: Recipe, decoder: Decoder) -> Kernels | None:
+    """The native kernels if the recipe has them; None, for torch, and a warning if they cannot be built."""
     if not recipe.engine.native or decoder.device.type != "cpu":
         return None
     try:
         return load_kernels()
     except BuildError as error:
-        say(f"native kernels are not used: {error}")
+        _warn_once(f"native kernels are not used: {error}")
         return None
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    """Engine and trainer each ask for the kernels."""
+    logger.warning(sentence)
 
 
 def shares(recipe: Recipe) -> bool:

@@ -10,6 +10,7 @@ which has what was really paid.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from ostinato.scaling.gates import FEWEST, TOLD, Assessment, Standing, assess
 from ostinato.scaling.posterior import Posterior, interval, posterior
 from ostinato.scaling.series import Series, read_run
 
+logger = logging.getLogger(__name__)
 PLACES = 24  # of the curve, evenly in ln C: a report joins them
 BAND = {"q05": 0.05, "q95": 0.95}
 CURVE = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
@@ -35,13 +37,13 @@ LEAST_SPENT = 0.3  # of the budget, before a run ends by its own forecast: a sec
 
 
 def new_forecaster(
-    recipe: Recipe, run: RunFolder, writers: Sequence[MetricWriter], say: Callable[[str], None]
+    recipe: Recipe, run: RunFolder, writers: Sequence[MetricWriter]
 ) -> Callable[[int], bool] | None:
     """For ``Observer.should_stop``: does the run end after a score of the main set, because the rest of it is
     not worth its compute? Always False without ``forecast.stop``; see ``goes_on``. None where a run is not
     scored before and while it trains.
 
-    ``writers`` get forecast/*, and ``say`` one line as soon as there are enough evaluations for a curve, or
+    ``writers`` get forecast/*, and the log one line as soon as there are enough evaluations for a curve, or
     why there is no curve, once.
     """
     terms = recipe.forecast
@@ -59,7 +61,7 @@ def new_forecaster(
                 writer.write(step, metrics(row))
             news = row["failed"] and row["sentence"] not in [each["sentence"] for each in told]
             if row["n"] >= FEWEST or news:
-                say(f"step {step}: forecast: {row['sentence']}{but and f'; goes on, for {but}'}")
+                logger.info(f"step {step}: forecast: {row['sentence']}{but and f'; goes on, for {but}'}")
         return stop and not but
 
     return should_stop

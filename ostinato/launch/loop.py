@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from ostinato.launch.caveats import own_weights
 from ostinato.launch.checks import check
 from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory, save_history
-from ostinato.launch.engine import Say, new_engine
+from ostinato.launch.engine import new_engine
 from ostinato.launch.evaluations import evaluations
 from ostinato.launch.inputs import RunInputs, longest_answer, new_stage
 from ostinato.launch.models import newest_checkpoint
@@ -31,6 +32,8 @@ from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.protocols import MetricWriter, RestorableTrainer
 from ostinato.run import RunFolder
 from ostinato.train.checkpoint import Checkpoint, mend, oldest_step, save_checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 def new_evaluations(prepared: RunInputs) -> list[Evaluation]:
@@ -57,7 +60,7 @@ async def score_exported(
     with."""
     sampler = prepared.recipe.engine.model_copy(update={"weights": "model"})
     exact = dataclasses.replace(prepared, recipe=prepared.recipe.model_copy(update={"engine": sampler}))
-    engine = new_engine(exact.recipe, exact.decoder, exact.renderer, lambda line: None)
+    engine = new_engine(exact.recipe, exact.decoder, exact.renderer)
     engine.publish(adapters, state.step)
     stage, main = new_stage(exact, engine, exact.grader), new_evaluations(exact)[0]
     with ledger.work(), ledger.evaluating():
@@ -124,7 +127,7 @@ def new_loop(
         )
         save_checkpoint(run.checkpoints, checkpoint, keep=recipe.trainer.keep_checkpoints)
         if memory is not None:
-            save_history(memory.history, run.history, observer.on_note)
+            save_history(memory.history, run.history)
         return oldest_step(run.checkpoints)
 
     return Loop(
@@ -156,13 +159,13 @@ def new_drafting(memory: Memory, engine: LocalEngine) -> Drafting:
     )
 
 
-def restore(run: RunFolder, trainer: RestorableTrainer, say: Say) -> LoopState:
+def restore(run: RunFolder, trainer: RestorableTrainer) -> LoopState:
     """Put ``trainer`` where the newest whole checkpoint of ``run`` was taken; the start without one. What a
     killed process left half written goes: only for whoever holds the lock of the run."""
     mend(run.checkpoints)
-    checkpoint = newest_checkpoint(run, trainer, say)
+    checkpoint = newest_checkpoint(run, trainer)
     if checkpoint is None:
-        say(f"{run.path} has no checkpoint, so the run begins again")
+        logger.info(f"{run.path} has no checkpoint, so the run begins again")
         return LoopState()
     trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
     return LoopState(**checkpoint.state["loop"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,16 +88,14 @@ def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
         ) from error
 
 
-def newest_checkpoint(
-    run: RunFolder, trainer: RestorableTrainer, say: Callable[[str], None]
-) -> Checkpoint | None:
-    """The newest whole checkpoint of ``run``, None without any; ``say`` hears of damaged ones.
+def newest_checkpoint(run: RunFolder, trainer: RestorableTrainer) -> Checkpoint | None:
+    """The newest whole checkpoint of ``run``, None without any; damaged ones are skipped.
 
     Raises ValueError for one of another base, and RunFailed when all are damaged.
     """
     from ostinato.train.checkpoint import CheckpointError, load_checkpoint
 
     try:
-        return load_checkpoint(run.checkpoints, identity=trainer.identity(), warn=say)
+        return load_checkpoint(run.checkpoints, identity=trainer.identity())
     except CheckpointError as error:
         raise RunFailed(str(error)) from error

@@ -32,9 +32,6 @@ class RunObserver:
     def on_eval(self, row: Mapping[str, Any]) -> None:
         self.monitor.evaluated(row)
 
-    def on_note(self, sentence: str) -> None:
-        self.monitor.say(sentence)
-
     def should_stop(self, step: int) -> bool:
         return self.forecaster is not None and self.forecaster(step)
 
@@ -55,5 +52,5 @@ def new_observer(
         from ostinato.plan.again import Replanner
 
         replanner = Replanner(run)
-    forecaster = new_forecaster(recipe, run, writers, monitor.say)
+    forecaster = new_forecaster(recipe, run, writers)
     return RunObserver(monitor=monitor, forecaster=forecaster, replanner=replanner)

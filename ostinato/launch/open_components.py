@@ -10,7 +10,7 @@ from pathlib import Path
 from ostinato.engine.vllm_proof import Verdict
 from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory
-from ostinato.launch.engine import Say, new_engine, vllm_engine
+from ostinato.launch.engine import new_engine, vllm_engine
 from ostinato.launch.inputs import RunInputs, environment
 from ostinato.launch.loop import new_drafting
 from ostinato.launch.ranks import open_trainer
@@ -19,23 +19,23 @@ from ostinato.protocols import RestorableTrainer
 
 @contextlib.contextmanager
 def open_components(
-    prepared: RunInputs, folder: Path, memory: Memory | None, say: Say, workers: str
+    prepared: RunInputs, folder: Path, memory: Memory | None, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
     """The components that the recipe asks for, and the inputs they work with, until the context ends.
     ``folder`` is of the run, ``workers`` the module that makes those of a cluster."""
     if prepared.recipe.cluster.samplers:
         from ostinato.launch.cluster import clustered
 
-        with clustered(prepared, folder, memory, say, workers) as found:
+        with clustered(prepared, folder, memory, workers) as found:
             yield found
         return
     recipe, decoder = prepared.recipe, prepared.decoder
     with contextlib.ExitStack() as held:
-        trainer = held.enter_context(open_trainer(prepared, folder, say))
+        trainer = held.enter_context(open_trainer(prepared, folder))
         if recipe.engine.backend == "vllm":
-            yield prepared, held.enter_context(_sampling_by_vllm(prepared, trainer, folder, say))
+            yield prepared, held.enter_context(_sampling_by_vllm(prepared, trainer, folder))
             return
-        engine = new_engine(recipe, decoder, prepared.renderer, say, memory)
+        engine = new_engine(recipe, decoder, prepared.renderer, memory)
         yield (
             prepared,
             RunComponents(
@@ -51,7 +51,7 @@ def open_components(
 
 @contextlib.contextmanager
 def _sampling_by_vllm(
-    prepared: RunInputs, trainer: RestorableTrainer, folder: Path, say: Say
+    prepared: RunInputs, trainer: RestorableTrainer, folder: Path
 ) -> Iterator[RunComponents]:
     """Components without drafts; what policies were proven by is in each row of metrics."""
     recipe, renderer = prepared.recipe, prepared.renderer
@@ -63,7 +63,6 @@ def _sampling_by_vllm(
         model=prepared.folder,
         prompt=prompt,
         folder=folder / "vllm",
-        say=say,
     ) as engine:
 
         async def end() -> None:

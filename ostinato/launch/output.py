@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
+
+from ostinato.inputs import escaped
 
 GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 
@@ -52,4 +57,27 @@ class _Lasting:
             os.kill(os.getpid(), signal.SIGHUP)  # to the process: it wakes the main thread
 
 
-__all__ = ["lasting"]
+class _Lines(logging.Handler):
+    """Records as plain lines on standard output, which rich replaces while it shows the live line of a run:
+    what is written there appears above that line. Errors of the stream are raised."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(escaped(self.format(record)), file=lasting(sys.stdout), flush=True)
+
+
+@contextmanager
+def logged(name: str = "ostinato") -> Iterator[None]:
+    """For the body of a command: records of the logger ``name``, information included, are shown. This is
+    the only place that configures logging; without it, Python shows warnings on stderr."""
+    logger, handler = logging.getLogger(name), _Lines()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+__all__ = ["lasting", "logged"]

@@ -5,8 +5,6 @@ Nothing heavy is imported at the top: threads have to be chosen before torch is 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +68,7 @@ def trained(recipe: Recipe, run: RunFolder, decoder: Decoder) -> tuple[int, Adap
 
     adapters = new_adapters(recipe, decoder)
     trainer = new_trainer(recipe, decoder, adapters)
-    checkpoint = newest_checkpoint(run, trainer, lambda line: print(f"ostinato: {line}", file=sys.stderr))
+    checkpoint = newest_checkpoint(run, trainer)
     if checkpoint is None:
         raise ValueError(
             f"run {run.path} has no checkpoint yet; let it train first: ostinato resume {run.path}"
@@ -80,11 +78,11 @@ def trained(recipe: Recipe, run: RunFolder, decoder: Decoder) -> tuple[int, Adap
     return checkpoint.step, trainer.adapters()
 
 
-def serve(policy: Policy, say: Callable[[str], None] = lambda line: None) -> LocalEngine:
+def serve(policy: Policy) -> LocalEngine:
     """An engine that samples from ``policy``."""
     from ostinato.launch.engine import new_engine
 
-    engine = new_engine(policy.recipe, policy.decoder, policy.renderer, say)
+    engine = new_engine(policy.recipe, policy.decoder, policy.renderer)
     engine.publish(policy.adapters, policy.step)
     return engine
 

@@ -10,6 +10,7 @@ under the same path or name on every host.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -25,11 +26,11 @@ from ostinato.parallel.layout import Layout
 from ostinato.workers.process import end_with_parent
 
 if TYPE_CHECKING:
-    from ostinato.launch.engine import Say
     from ostinato.launch.inputs import RunInputs
     from ostinato.parallel.follow import Local, Ready
     from ostinato.protocols import RestorableTrainer
 
+logger = logging.getLogger(__name__)
 LATER_S = 5.0  # that further ranks stay after a rank was lost
 LOST = 1  # exit code of a rank that ends because one is lost
 
@@ -86,7 +87,7 @@ def _leave_later(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def sharded_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[RestorableTrainer]:
+def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
     """The trainer over all ranks of ``parallel.layout``, until the context ends. ``folder`` is of the run.
 
     Raises ValueError where other ranks were started than the layout has, RunFailed where they do not come.
@@ -117,7 +118,7 @@ def sharded_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[Res
             else:
                 store, ended, where = meet(place), dict, f"meeting at {place.address}:{place.port}"
             choose_interface(place, os.environ)
-            say(f"ranks        {layout.world} of layout {layout}, {where}")
+            logger.info(f"ranks        {layout.world} of layout {layout}, {where}")
             terms = Terms(
                 backend=backend(recipe, prepared.decoder.device.type),
                 timeout_s=recipe.parallel.timeout_s,
@@ -137,13 +138,13 @@ def sharded_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[Res
 
 
 @contextlib.contextmanager
-def open_trainer(prepared: RunInputs, folder: Path, say: Say) -> Iterator[RestorableTrainer]:
+def open_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
     """What the loop calls its trainer: in this process, or over the ranks of ``parallel.layout``."""
     from ostinato.launch.trainer import new_adapters, new_trainer, save_refused
 
     recipe, decoder = prepared.recipe, prepared.decoder
     if recipe.parallel.sharded:
-        with sharded_trainer(prepared, folder, say) as trainer:
+        with sharded_trainer(prepared, folder) as trainer:
             yield trainer
         return
     adapters = new_adapters(recipe, decoder)

@@ -113,7 +113,7 @@ def newest(run: RunFolder, decoder: Decoder) -> tuple[int, Adapters]:
     if adapters is None:
         raise ValueError(f"run {run.path} trains all weights, so it is no adapter; serve it by itself")
     trainer = new_trainer(recipe, decoder, adapters)
-    checkpoint = newest_checkpoint(run, trainer, log.warning)
+    checkpoint = newest_checkpoint(run, trainer)
     if checkpoint is None:
         raise ValueError(f"run {run.path} has no checkpoint yet; let it train first")
     trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])

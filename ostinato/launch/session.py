@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,7 @@ def learn(
     elif overrides:
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
     console = Console(file=lasting(sys.stdout), quiet=quiet)
-    with _new_folder(recipe, console) as path:
+    with _new_folder(recipe) as path:
         return _train(recipe, path, console, again=False, workers=workers)
 
 
@@ -84,18 +83,18 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
     """
     run = RunFolder.open(path)
     console = Console(file=lasting(sys.stdout), quiet=quiet)
-    with locked(path, _say(console)):
+    with locked(path):
         run.sweep()
         recipe = Recipe.load(run.recipe, *overrides)
         return _train(recipe, path, console, again=True, workers=workers)
 
 
 @contextlib.contextmanager
-def _new_folder(recipe: Recipe, console: Console) -> Iterator[Path]:
+def _new_folder(recipe: Recipe) -> Iterator[Path]:
     """The folder of a new run, locked; it is gone where the run did not begin."""
     path = new_run_path(Path(recipe.log.dir), recipe.name)
     try:
-        with locked(path, _say(console)):
+        with locked(path):
             try:
                 yield path
             finally:
@@ -104,10 +103,6 @@ def _new_folder(recipe: Recipe, console: Console) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):  # it is not empty
             path.rmdir()
-
-
-def _say(console: Console) -> Callable[[str], None]:
-    return partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
 
 @ending()
@@ -139,9 +134,8 @@ def _session(
     better (``parallel.replan``)."""
     clock = SteadyClock()
     with new_life(RunFolder(path), clock) as life, contextlib.ExitStack() as held:
-        say = _say(console)
-        chosen = threads.configure_early(recipe.engine.threads, say=say)
-        recipe = resolved(recipe, say, run=path if resume else None, warn=True)
+        chosen = threads.configure_early(recipe.engine.threads)
+        recipe = resolved(recipe, run=path if resume else None, warn=True)
         from ostinato.launch.checks import check
         from ostinato.launch.drafts import new_memory
         from ostinato.launch.inputs import prepare
@@ -153,9 +147,9 @@ def _session(
         from ostinato.pipeline.state import LoopState
 
         prepared = held.enter_context(prepare(recipe, training=True))
-        memory = new_memory(recipe.draft, RunFolder(path).history if resume else None, say)
-        prepared, components = held.enter_context(open_components(prepared, path, memory, say, workers))
-        state = restore(RunFolder.open(path), components.trainer, say) if resume else LoopState()
+        memory = new_memory(recipe.draft, RunFolder(path).history if resume else None)
+        prepared, components = held.enter_context(open_components(prepared, path, memory, workers))
+        state = restore(RunFolder.open(path), components.trainer) if resume else LoopState()
         if memory is not None:
             memory.history.forget_after(state.step)  # an older checkpoint than the history is of
         check_writers(recipe.log.writers)

@@ -103,7 +103,7 @@ def quickstart() -> str:
     ValueError."""
     recipe = resolved(Recipe.load("quickstart"))
     with prepare(recipe, training=True) as prepared:
-        engine = new_engine(recipe, prepared.decoder, prepared.renderer, lambda line: None)
+        engine = new_engine(recipe, prepared.decoder, prepared.renderer)
         adapters = new_adapters(recipe, prepared.decoder)
         trainer = new_trainer(recipe, prepared.decoder, adapters)
         found = forecast(prepared, engine, trainer)

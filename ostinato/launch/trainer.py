@@ -117,7 +117,7 @@ def _trainer_settings(
 ) -> dict[str, Any]:
     settings = recipe.trainer
     beta1, beta2 = settings.betas
-    found = kernels(recipe, decoder, lambda line: None)
+    found = kernels(recipe, decoder)
     return {
         "optimizer": OptimizerSettings(
             lr=settings.lr,

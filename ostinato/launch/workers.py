@@ -29,8 +29,8 @@ def sampler(recipe: str, name: str, history: str = "") -> SamplerServer:
     told, folder = _read(recipe)
     decoder = load_decoder(told.model, folder, shared=shares(told))
     saved = Path(history) if history and Path(history).exists() else None
-    memory = new_memory(told.draft, saved, _say)
-    engine = new_engine(told, decoder, Renderer(folder), _say, memory, name=name)
+    memory = new_memory(told.draft, saved)
+    engine = new_engine(told, decoder, Renderer(folder), memory, name=name)
     remember = None if memory is None else Remembering(memory)
     return SamplerServer(engine, name, lambda payload: unpack(payload, decoder.config), remember=remember)
 
@@ -58,10 +58,6 @@ def _read(recipe: str) -> tuple[Recipe, Path]:
     sweep()  # what a killed run left on this host, which may be another than the driver's
     told = Recipe.parse(tomllib.loads(recipe))
     return told, model_folder(told.model.path)
-
-
-def _say(line: str) -> None:
-    """The driver has said it."""
 
 
 __all__ = ["sampler", "trainer"]

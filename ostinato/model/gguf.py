@@ -60,7 +60,7 @@ def smollm2_folder(cache: Path | None = None) -> Path:
 
 
 def _is_whole(folder: Path, source: dict[str, Any]) -> bool:
-    known = read_cached(folder / _MARKER, dict, warnings.warn)
+    known = read_cached(folder / _MARKER, dict)
     if known is None or {**known, "files": None} != {**source, "files": None}:
         return False
     if known["files"] == _sizes(folder):

@@ -8,7 +8,8 @@ completion for which it failed. ``stopped`` where the run ended by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ostinato.rollout.health import failure
@@ -19,7 +20,7 @@ from ostinato.types import Group, Trajectory
 TRAIN = "train"  # the part of the answers of a step, beside the names of evaluation sets
 MAX_SHOWN = 1000  # characters of a completion
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 class RewardFails(ValueError):
@@ -72,8 +73,8 @@ def refuse(rows: Sequence[dict[str, Any]], where: str) -> None:
 class Failures:
     """What has failed in a run, kept in its folder and told: each kind of fault of each function once."""
 
-    def __init__(self, folder: RunFolder, say: Say) -> None:
-        self._folder, self._say = folder, say
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
         self._told = set[tuple[str, ...]]()
 
     def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
@@ -102,10 +103,10 @@ class Failures:
             kind = fault_name(sentence)
             if kind != sentence and (key := (kind, *failed)) not in self._told:
                 self._told.add(key)
-                self._say(f"step {step}: {sentence} (told once; faults/{kind} counts them)")
+                logger.warning(f"step {step}: {sentence} (told once; faults/{kind} counts them)")
                 for trace in (told.partition("\n")[2] for told in failed.values()):
                     if trace:
-                        self._say(trace)
+                        logger.warning(trace)
 
 
 __all__ = ["Failures", "RewardFails", "failures", "refuse"]

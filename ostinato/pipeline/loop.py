@@ -7,7 +7,7 @@
 Steps are numbered from 1; ``LoopState.step`` counts the finished ones and is all the history there is.
 Randomness is addressed by (seed, round, index of the prompt in the stream, sample), so a run resumed from
 ``LoopState`` draws what the interrupted one would have drawn; groups that it had already finished are read
-back from the spool. The loop prints nothing: it calls its ``Observer``.
+back from the spool. The loop prints nothing: it logs, and calls its ``Observer``.
 
 With ``Plan.overlap`` a step trains in a thread while groups play on, and what it learned is published while
 they do: PipelineRL (arXiv 2509.19128, algorithm 2). The feed says who is admitted and who is trained on. A
@@ -18,6 +18,7 @@ kill, and asserted in every step.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ from ostinato.rollout.rollout import RolloutContext, RolloutResult
 from ostinato.run import RunFolder
 from ostinato.types import Group
 
+logger = logging.getLogger(__name__)
 EVERYTHING_SOLVED = (
     "every prompt is solved for good, so nothing is left to sample; more or harder tasks would go on, or "
     "rollout.solved_for_good = 0"
@@ -112,9 +114,9 @@ class Loop:
             on_progress=lambda: self._dog.on_progress(),
         )
         if changed := recall(self._feed, self.state, self._spool):
-            self.observer.on_note(changed)
+            logger.info(changed)
         self._saved_step, self._between_steps = self.state.step, False
-        self._failures = Failures(self.folder, self.observer.on_note)
+        self._failures = Failures(self.folder)
         self._recorder = StepRecorder(
             plan=self.plan,
             folder=self.folder,
@@ -147,7 +149,7 @@ class Loop:
                 with self._books.work():
                     await self._train(self._signals)
             except Abandoned:
-                self.observer.on_note(
+                logger.warning(
                     f"what followed step {self.state.step} was abandoned: "
                     f"it was not done {self.plan.grace_s:g} s after {self._signals.name}"
                 )
@@ -298,7 +300,7 @@ class Loop:
         """Is this the end, because every prompt has left the stream?"""
         if not self._feed.is_dry:
             return None
-        self.observer.on_note(f"step {self.state.step}: {EVERYTHING_SOLVED}")
+        logger.info(f"step {self.state.step}: {EVERYTHING_SOLVED}")
         return Finish.SOLVED
 
     @contextmanager
@@ -356,7 +358,7 @@ class Loop:
         try:
             self._checkpoint()
         except (OSError, RuntimeError) as error:
-            self.observer.on_note(f"step {self.state.step} could not be saved: {error}")
+            logger.warning(f"step {self.state.step} could not be saved: {error}")
 
 
 def of_step(step: int, group: Group) -> Group:

@@ -15,9 +15,6 @@ class Observer(Protocol):
     def on_eval(self, row: Mapping[str, Any], /) -> None:
         """A row of eval.jsonl."""
 
-    def on_note(self, sentence: str, /) -> None:
-        """What a person should know, in one sentence."""
-
     def should_stop(self, step: int, /) -> bool:
         """After a score of the main set at ``step``: is the rest of the run not worth its compute?"""
         return False

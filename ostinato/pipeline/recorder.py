@@ -6,6 +6,7 @@ report(...)   the row is written everywhere, and watched for signs of a collapse
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ from ostinato.protocols import MetricWriter, Timed
 from ostinato.rollout.rollout import RolloutResult
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Batch, Group, StepReport
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,19 +193,19 @@ class StepRecorder:
         if report is not None and report.mismatch is not None:
             self.folder.mismatch.append({"step": step, **report.mismatch})
         if report is not None and report.note:
-            self.observer.on_note(f"step {step}: {report.note}")
+            logger.info(f"step {step}: {report.note}")
         if report is not None and report.skipped:
-            self.observer.on_note(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
+            logger.warning(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
         self.observer.on_step({"step": step, **row})
         return Finish.COLLAPSED if collapsed else None
 
     def _watched(self, step: int, row: dict[str, float]) -> tuple[dict[str, float], bool]:
-        """The row with ``watch/collapsed``; alarms are kept and told the moment they are met."""
+        """The row with ``watch/collapsed``; alarms are kept and logged the moment they are met."""
         before = self._watch.collapsed
         for alarm in self._watch.see({"step": step, **row}):
             self.folder.watch.append(alarm.to_json())
             what = "collapse" if alarm.collapse else "look"
-            self.observer.on_note(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
+            logger.warning(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
         collapsed = bool(self._watch.collapsed and not before)
         return row | {"watch/collapsed": float(self._watch.collapsed)}, collapsed
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from torch import Tensor
 from ostinato.inputs import parse_json
 from ostinato.run import atomic_folder
 
+logger = logging.getLogger(__name__)
 FORMAT = 1
 ASIDE = ".old"  # see `run.atomic_folder`
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
@@ -100,11 +101,10 @@ def load_checkpoint(
     *,
     identity: Mapping[str, str],
     step: int | None = None,
-    warn: Callable[[str], None] = warnings.warn,
 ) -> Checkpoint | None:
     """The newest whole checkpoint in ``folder``, or that of ``step``; None when the folder has none at all.
 
-    Damaged checkpoints are skipped with one sentence to ``warn``. Nothing is written, and the run may go on
+    Damaged checkpoints are skipped with a warning. Nothing is written, and the run may go on
     meanwhile: where it deletes a checkpoint that is being read, its newer ones are looked at.
 
     Raises:
@@ -122,7 +122,7 @@ def load_checkpoint(
         if said and not all(map(Path.exists, found)):
             continue
         for sentence in said:
-            warn(sentence)
+            logger.warning(sentence)
         return checkpoint
 
 

@@ -105,12 +105,12 @@ def build(
     """A run in ``path``; ``plan`` is more of the plan."""
     folder, (decoder, trainer) = RunFolder(path), trained()
     folder.path.mkdir(exist_ok=True)
-    memory = new_memory(DraftSection(memory_mb=4), None, print) if drafts else None
+    memory = new_memory(DraftSection(memory_mb=4), None) if drafts else None
     engine = sampler(decoder, memory)
 
     def save(state: LoopState) -> int:
         if memory is not None:
-            save_history(memory.history, folder.history, print)
+            save_history(memory.history, folder.history)
         return state.step
 
     loop = Loop(

@@ -191,7 +191,7 @@ def test_two_never_train_into_one_folder(recipe: Path, tmp_path: Path) -> None:
     """A killed parent leaves its children at work, and another ablation would train beside them."""
     jobs = jobs_of(recipe, tmp_path)[:1]
     jobs[0].folder.mkdir(parents=True)
-    with locked(jobs[0].folder, print):
+    with locked(jobs[0].folder):
         (state,) = run(jobs, 1, ignore, command=child(DONE), pause=short)
     assert state.what == "failed" and f"is in use by process {os.getpid()} on" in state.error
     assert not (jobs[0].folder / "train.log").exists()

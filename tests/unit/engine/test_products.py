@@ -50,17 +50,18 @@ def test_the_products_are_all_of_a_tokens_forward(config: ModelConfig) -> None:
     assert products.flops(products.products(config)) == rates - router - mixing
 
 
-def test_what_is_kept_decides_and_is_told(config: ModelConfig, own_cache: Path) -> None:
+def test_what_is_kept_decides_and_is_told(
+    config: ModelConfig, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     keep(config, figures((1e-6, 1e-6), (1.2e-6, 7.1e-6)))
     chosen = choose(config, device="cpu", **HOW)
     assert chosen.dtype == "float32"
     assert chosen.reason.endswith("bfloat16 would be 7.1x slower in training and 1.2x slower in sampling")
     assert "bfloat16 would be 7.1x" in warning(config, "bfloat16", **HOW)
     assert warning(config, "float32", **HOW) == ""
-    lines: list[str] = []
     recipe = Recipe.parse({"model": {"fp32_head": True}, "engine": {"native": False}})
-    assert resolved(recipe, lines.append).model.dtype == "float32"
-    assert lines == [f"model.dtype auto: float32; {chosen.reason}"]
+    assert resolved(recipe).model.dtype == "float32"
+    assert caplog.messages == [f"model.dtype auto: float32; {chosen.reason}"]
     keep(config, figures((3e-6, 3e-6), (1e-6, 1e-6)))
     assert choose(config, device="cpu", **HOW).dtype == "bfloat16"
     keep(config, figures((1.05e-6, 1e-6), (1e-6, 1e-6)))
@@ -68,16 +69,15 @@ def test_what_is_kept_decides_and_is_told(config: ModelConfig, own_cache: Path) 
 
 
 def test_a_dtype_that_is_written_is_obeyed_with_a_line_where_it_is_much_slower(
-    config: ModelConfig, own_cache: Path
+    config: ModelConfig, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep(config, figures((1e-6, 1e-6), (1.2e-6, 7.1e-6)))
     tree = {"model": {"fp32_head": True, "dtype": "bfloat16"}, "engine": {"native": False}}
-    lines: list[str] = []
-    assert resolved(Recipe.parse(tree), lines.append, warn=True).model.dtype == "bfloat16"
-    assert "model.dtype bfloat16" in lines[0] and "7.1x slower in training" in lines[0]
+    assert resolved(Recipe.parse(tree), warn=True).model.dtype == "bfloat16"
+    assert "model.dtype bfloat16" in caplog.text and "7.1x slower in training" in caplog.text
     tree["model"] |= {"dtype": "float32"}
-    assert resolved(Recipe.parse(tree), lines.append, warn=True).model.dtype == "float32"
-    assert len(lines) == 1
+    assert resolved(Recipe.parse(tree), warn=True).model.dtype == "float32"
+    assert len(caplog.messages) == 1
 
 
 def test_a_run_that_goes_on_keeps_its_dtype_and_full_training_is_fp32(tmp_path: Path) -> None:
@@ -95,13 +95,14 @@ def test_a_run_that_goes_on_keeps_its_dtype_and_full_training_is_fp32(tmp_path: 
     + [figures((1e-6, value), (1e-6, 1e-6)) for value in (0.0, -1.0, float("nan"), float("inf"))]
     + [figures((1e-6, 1e-6), (1e-6, 1e-6), busy=None)],
 )
-def test_a_spoilt_cache_is_measured_anew(config: ModelConfig, own_cache: Path, text: str) -> None:
+def test_a_spoilt_cache_is_measured_anew(
+    config: ModelConfig, own_cache: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Anybody may write into a cache: a bad thread cache once ended runs in KeyError or OverflowError."""
     keep(config, text)
-    lines: list[str] = []
     (file,) = own_cache.rglob("products-*.json")
-    assert read_cached(file, products.parsed, lines.append) is None
-    assert len(lines) == 1 and "is not used" in lines[0]
+    assert read_cached(file, products.parsed) is None
+    assert len(caplog.messages) == 1 and "is not used" in caplog.text
 
 
 def test_what_is_measured_is_kept_and_anything_else_is_another_measurement(

@@ -64,14 +64,15 @@ def test_given_then_environment_then_cache(own_cache: Path) -> None:
     ],
     ids=repr,
 )
-def test_a_broken_cache_is_as_none(own_cache: Path, text: str | bytes) -> None:
+def test_a_broken_cache_is_as_none(
+    own_cache: Path, text: str | bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     """An unknown policy was a KeyError, one that is null an AttributeError, and an infinity an OverflowError:
     every command ended there until somebody removed the file."""
     threads.cache_file().parent.mkdir(parents=True)
     threads.cache_file().write_bytes(text if isinstance(text, bytes) else text.encode())
-    said: list[str] = []
-    assert threads.cached(said.append) is None
-    (line,) = said
+    assert threads.cached() is None
+    (line,) = caplog.messages
     assert "is damaged or of another version" in line and "\n" not in line
 
 

@@ -356,7 +356,9 @@ def test_a_policy_is_judged_by_enough_tokens() -> None:
 # ---- a server that is lost
 
 
-def test_a_server_that_dies_is_started_anew_and_asked_again(server: FakeVllm, tmp_path: Path) -> None:
+def test_a_server_that_dies_is_started_anew_and_asked_again(
+    server: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def killed_under_way() -> list[Completion]:
         engine.publish(POLICIES[0], 1)
         answers = engine.generate([ask(max_tokens=20) for _ in range(4)])
@@ -365,11 +367,10 @@ def test_a_server_that_dies_is_started_anew_and_asked_again(server: FakeVllm, tm
         server.broken = "dead"
         return await running
 
-    told: list[str] = []
-    engine = new_engine(server, tmp_path, say=told.append)
+    engine = new_engine(server, tmp_path)
     server.token_s, lives = 0.01, server.lives
     answers = asyncio.run(killed_under_way())
-    assert server.lives == lives + 1 and len(told) == 1 and "started anew (1 of 2)" in told[0]
+    assert server.lives == lives + 1 and len(caplog.messages) == 1 and "started anew (1 of 2)" in caplog.text
     assert all(said.stop is Stop.LENGTH and (said.versions == 1).all() for said in answers)
     assert engine.served == (1, fingerprint(POLICIES[0]))
     spans = engine.take_spans()

@@ -26,17 +26,18 @@ def past(*tokens: int) -> HistoryEntry:
 
 
 def memory() -> Memory:
-    made = new_memory(SECTION, None, print)
+    made = new_memory(SECTION, None)
     if made is None:
         pytest.skip("no compiler: runs do not draft")
     return made
 
 
-def test_without_a_compiler_drafts_are_off_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_drafts_are_off_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("PATH", "")
-    notes: list[str] = []
-    assert new_memory(SECTION, None, notes.append) is None
-    assert len(notes) == 1 and notes[0].startswith("nothing is drafted: ")
+    assert new_memory(SECTION, None) is None
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("nothing is drafted: ")
 
 
 def test_the_past_of_a_prompt_is_its_newest_answers_without_their_context() -> None:
@@ -48,8 +49,10 @@ def test_the_past_of_a_prompt_is_its_newest_answers_without_their_context() -> N
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed", "foreign"])
-def test_a_lost_history_is_one_note_and_the_run_goes_on(tmp_path: Path, damage: str) -> None:
-    path, notes = tmp_path / "history.bin", list[str]()
+def test_a_lost_history_is_one_note_and_the_run_goes_on(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "history.bin"
     saved = History(memory_mb=1)
     saved.add("a", 1, [past(*range(50))])
     saved.save(path)
@@ -59,12 +62,12 @@ def test_a_lost_history_is_one_note_and_the_run_goes_on(tmp_path: Path, damage: 
     else:
         broken = {"cut": whole[:-30], "changed": whole[:-50] + b"?" + whole[-49:], "foreign": b"{}" * 30}
         path.write_bytes(broken[damage])
-    assert load_history(SECTION, path, notes.append) is None
-    assert len(notes) == 1 and "history" in notes[0] and "\n" not in notes[0]
+    assert load_history(SECTION, path) is None
+    (note,) = caplog.messages
+    assert "history" in note and "\n" not in note
 
 
-def test_a_full_disk_is_one_note(tmp_path: Path) -> None:
-    notes: list[str] = []
+def test_a_full_disk_is_one_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "history.bin").mkdir()  # a file cannot take the place of a folder
-    save_history(History(memory_mb=1), tmp_path / "history.bin", notes.append)
-    assert len(notes) == 1 and "not saved" in notes[0]
+    save_history(History(memory_mb=1), tmp_path / "history.bin")
+    assert len(caplog.messages) == 1 and "not saved" in caplog.text

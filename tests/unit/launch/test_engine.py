@@ -73,7 +73,7 @@ def test_keys_that_nothing_would_use_are_refused(engine: dict[str, Any], sentenc
 def test_a_server_that_cannot_be_is_refused(engine: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     asked, decoder = recipe(engine=engine), moe(layers=())
     places: dict[str, Any] = {"model": tmp_path, "folder": tmp_path, "prompt": None}
-    rest: dict[str, Any] = {"renderer": None, "say": print, **places}
+    rest: dict[str, Any] = {"renderer": None, **places}
     with pytest.raises(ValueError, match=sentence), vllm_engine(asked, decoder, **rest):
         pass
 

@@ -144,11 +144,10 @@ def test_every_row_is_json_with_ordered_quantiles(reach: float, n: int, seed: in
 
 
 class Heard:
-    """A writer and a screen."""
+    """A writer."""
 
     def __init__(self) -> None:
         self.metrics: list[tuple[int, dict[str, float]]] = []
-        self.said: list[str] = []
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append((step, dict(metrics)))
@@ -225,36 +224,38 @@ def test_devices_that_change_leave_what_was_spent_before(tmp_path: Path, devices
     assert row["A"][0] < SCALERL.A < row["A"][2] and row["C_mid"][1] == pytest.approx(2542 / 5000, rel=0.05)
 
 
-def test_a_score_that_is_missing_is_told_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_score_that_is_missing_is_told_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One evaluation whose pass@1 was null made the series unreadable at every later look: no forecast, no
     stop, and not a word. It is left out, which every later line says."""
     recipe, heard = recipe_of(), Heard()
     run = a_run(tmp_path / "run", recipe, 1500)
     run.eval.append(eval_row(1600, 0.5, **{"pass@1": None}))
-    should_stop = new_forecaster(recipe, run, [heard], heard.said.append)
+    should_stop = new_forecaster(recipe, run, [heard])
     assert should_stop is not None and should_stop(1600) is False
     (row,) = run.forecast.rows()
     whole = look(recipe, a_run(tmp_path / "whole", recipe, 1500), 1500)
     told = "1 evaluation without a score left out"
     assert row["reasons"] == [*whole["reasons"], told] and row["A"] == whole["A"]
-    assert heard.said == [f"step 1600: forecast: {whole['sentence']}; {told}"]
+    assert caplog.messages == [f"step 1600: forecast: {whole['sentence']}; {told}"]
 
 
-def test_why_nothing_can_be_foretold_is_said_once(tmp_path: Path) -> None:
+def test_why_nothing_can_be_foretold_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A resume that changed the held-out set had the same end: silence, with the last good forecast still
     in the report."""
     recipe, heard = recipe_of(stop=True), Heard()
     run = a_run(tmp_path / "run", recipe, 1500)
-    should_stop = new_forecaster(recipe, run, [heard], heard.said.append)
+    should_stop = new_forecaster(recipe, run, [heard])
     assert should_stop is not None and not should_stop(1500)
     for step in (1600, 1700):
         run.eval.append(eval_row(step, 0.5, held_out="ffffffffffff"))
         assert should_stop(step) is False
     assert heard.metrics[-1] == (1700, {"forecast/identified": 0.0})
-    assert len(heard.said) == 2
-    assert "scored on another eval set at step 1600 than before" in heard.said[1]
-    again = new_forecaster(recipe, run, [heard], heard.said.append)
-    assert again is not None and not again(1700) and len(heard.said) == 2
+    assert len(caplog.messages) == 2
+    assert "scored on another eval set at step 1600 than before" in caplog.messages[1]
+    again = new_forecaster(recipe, run, [heard])
+    assert again is not None and not again(1700) and len(caplog.messages) == 2
     lead = forecast_sections(read_folder(run))[0].lead
     assert lead.startswith("After the evaluation of step 1500: A 0.6")
     assert "At step 1700 no more could be foretold: none yet: run run was scored on another" in lead
@@ -276,27 +277,30 @@ def test_at_the_last_step_the_budget_is_what_is_spent(steps: int, flops: float) 
 
 
 @pytest.mark.slow
-def test_a_stop_is_asked_for_where_it_was_wanted_and_heard_again_after_a_restart(tmp_path: Path) -> None:
+def test_a_stop_is_asked_for_where_it_was_wanted_and_heard_again_after_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The rows are those of an uninterrupted run, wherever the run was killed and however often it looks."""
     recipe, heard = recipe_of(stop=True, min_gain=0.02), Heard()
     run = a_run(tmp_path / "run", recipe, 2900)
-    should_stop = new_forecaster(recipe, run, [heard], heard.said.append)
+    should_stop = new_forecaster(recipe, run, [heard])
     assert should_stop is not None and not should_stop(2900)  # two have to say so
     add_scores(run, [3000])
     assert should_stop(3000)
-    assert should_stop(3000) and new_forecaster(recipe, run, [], print)(3000)  # pyright: ignore[reportOptionalCall]
-    assert len(list(run.forecast.rows())) == len(heard.metrics) == len(heard.said) == 2
-    assert heard.said[0].endswith("not worth the rest; goes on, for the next look has to say so too")
-    assert heard.said[1].startswith("step 3000: forecast: A 0.6") and heard.said[1].endswith("the rest")
-    patient = new_forecaster(recipe_of(min_gain=0.02), run, [heard], heard.said.append)
+    assert should_stop(3000) and new_forecaster(recipe, run, [])(3000)  # pyright: ignore[reportOptionalCall]
+    assert len(list(run.forecast.rows())) == len(heard.metrics) == len(caplog.messages) == 2
+    assert caplog.messages[0].endswith("not worth the rest; goes on, for the next look has to say so too")
+    last = caplog.messages[1]
+    assert last.startswith("step 3000: forecast: A 0.6") and last.endswith("the rest")
+    patient = new_forecaster(recipe_of(min_gain=0.02), run, [heard])
     assert patient is not None and not patient(3000)
-    wanting = new_forecaster(recipe_of(stop=True, min_gain=1e-6), run, [heard], heard.said.append)
+    wanting = new_forecaster(recipe_of(stop=True, min_gain=1e-6), run, [heard])
     assert wanting is not None and not wanting(3000)  # other terms: it looks anew
     assert len(list(run.forecast.rows())) == 3
 
 
 @pytest.mark.slow
-def test_a_plateau_early_in_the_run_does_not_end_it(tmp_path: Path) -> None:
+def test_a_plateau_early_in_the_run_does_not_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A curve of two phases, 0.2 to 0.4 and later to 0.7, was ended at evaluation 12 of 40 with "A 0.403
     [0.394, 0.412]": one look on a plateau was enough, however little had been spent."""
     recipe, heard = recipe_of(stop=True, min_gain=0.02), Heard()
@@ -304,14 +308,14 @@ def test_a_plateau_early_in_the_run_does_not_end_it(tmp_path: Path) -> None:
     run.recipe.write_text("")
     first, later = (Sigmoid(R0=0.0, A=A, B=B, C_mid=C) for A, B, C in ((0.2, 3.0, 2e11), (0.3, 8.0, 2e12)))
     noise = 0.003 * np.random.default_rng(0).standard_normal(41)
-    should_stop = new_forecaster(recipe, run, [heard], heard.said.append)
+    should_stop = new_forecaster(recipe, run, [heard])
     assert should_stop is not None
     for step in range(0, 1200, 100):
         gained = first.score(1e9 * step) + later.score(1e9 * step) if step else 0.0
         run.eval.append(eval_row(step, float(0.2 + gained + noise[step // 100])))
         assert not (step >= 500 and should_stop(step))
     assert [row["verdict"] for row in run.forecast.rows()][-2:] == ["stop", "stop"]  # it looked like the end
-    assert heard.said[-1].endswith("; goes on, for less than 30% of the budget is spent")
+    assert caplog.messages[-1].endswith("; goes on, for less than 30% of the budget is spent")
 
 
 def test_a_score_that_does_not_say_what_had_been_spent_is_named(tmp_path: Path) -> None:

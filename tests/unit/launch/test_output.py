@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import signal
 import sys
@@ -13,7 +14,8 @@ import pytest
 from rich.console import Console
 from small_loop import Bench
 
-from ostinato.launch.output import lasting
+from ostinato.launch.output import lasting, logged
+from ostinato.launch.progress import Monitor
 from ostinato.observe.ledger import read
 from ostinato.pipeline.recorder import StepRecorder
 from ostinato.pipeline.signals import Ended, ending
@@ -43,17 +45,30 @@ def test_a_run_into_head_is_hung_up_and_has_all_rows_of_its_steps(tmp_path: Path
 def test_a_note_that_nobody_reads_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes come before the row of their step is written."""
     with broken_pipe() as stream:
-        console = Console(file=lasting(stream))
         bench = Bench(tmp_path)
-        plain = StepRecorder._watched  # which says what the stability watch has seen
+        plain = StepRecorder._watched  # which logs what the stability watch has seen
 
         def watched(self: StepRecorder, step: int, row: dict[str, float]) -> tuple[dict[str, float], bool]:
-            console.print("look")
+            logging.getLogger("ostinato.pipeline.recorder").warning("look")
             return plain(self, step, row)
 
         monkeypatch.setattr(StepRecorder, "_watched", watched)
-        assert bench.run().why is Finish.HUNG_UP
+        monkeypatch.setattr(sys, "stdout", stream)
+        with logged():
+            assert bench.run().why is Finish.HUNG_UP
     assert [row["step"] for row in bench.folder.metrics.rows()] == [1]
+
+
+def test_notes_appear_above_the_live_line_and_only_while_a_command_shows_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logger, out = logging.getLogger("ostinato.launch.engine"), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    with logged(), Monitor(3, console=Console(file=out, force_terminal=True, width=60)):
+        logger.info("[a] note")
+    logger.warning("another")
+    assert "\n[a] note\n" in out.getvalue().replace("\x1b[2K", "").replace("\r", "\n")
+    assert "another" not in out.getvalue()
 
 
 def test_before_the_loop_it_ends_what_is_open() -> None:

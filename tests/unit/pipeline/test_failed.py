@@ -51,7 +51,9 @@ def test_a_reward_that_fails_for_all_of_the_first_evaluation_ends_the_run(tmp_pa
     assert not list(again.folder.failed.rows())
 
 
-def test_a_reward_that_fails_later_is_counted_and_its_last_traceback_kept(tmp_path: Path) -> None:
+def test_a_reward_that_fails_later_is_counted_and_its_last_traceback_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = Bench(tmp_path, grader=Failing(lambda number: number in (3, 8, 9)), steps=2)
     bench.run()
     rows = list(bench.folder.failed.rows())
@@ -61,11 +63,11 @@ def test_a_reward_that_fails_later_is_counted_and_its_last_traceback_kept(tmp_pa
     ]
     assert rows[1]["function"] == "graded" and rows[1]["trace"] == TRACE
     assert rows[1]["detail"] == TOLD and not rows[1]["stopped"]
-    told = [note for note in bench.notes if "told once" in note]
+    told = [note for note in caplog.messages if "told once" in note]
     assert told == [
         "step 0: raised: graded: KeyError: 'gold' (rewards.py:3) (told once; faults/raised counts them)"
     ]
-    assert TRACE in bench.notes
+    assert TRACE in caplog.messages
     later = Bench(tmp_path, state=LoopState(step=0), steps=1)
     later.folder.truncate_after(0)
     assert [row["step"] for row in later.folder.failed.rows()] == [0]

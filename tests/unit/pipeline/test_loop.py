@@ -200,7 +200,9 @@ def test_a_run_goes_on_once_the_recorder_is_mended(tmp_path: Path, steps_taken: 
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError])
-def test_a_checkpoint_that_fails_hides_no_refusal(tmp_path: Path, error: type[Exception]) -> None:
+def test_a_checkpoint_that_fails_hides_no_refusal(
+    tmp_path: Path, error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     """It came first, and raised instead: the groups stayed in the spool, and every resumed run took them up
     and was refused again."""
     bench = Bench(tmp_path, steps=5, checkpoint_every=2)
@@ -214,14 +216,16 @@ def test_a_checkpoint_that_fails_hides_no_refusal(tmp_path: Path, error: type[Ex
     bench.loop.save = save
     with pytest.raises(Misaligned):
         bench.run()
-    assert bench.notes == ["step 3 could not be saved: no more room"]
+    assert caplog.messages == ["step 3 could not be saved: no more room"]
     assert bench.saved[-1][0]["step"] == 2
     mended = Bench(tmp_path, steps=5, **as_saved(bench))
     assert mended.run().why is Finish.DONE
     assert [row["rollout/from_spool"] for row in mended.rows] == [4, 0, 0]
 
 
-def test_what_was_measured_has_a_file_and_a_pool_of_seconds_of_its_own(tmp_path: Path) -> None:
+def test_what_was_measured_has_a_file_and_a_pool_of_seconds_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Three arms are three forward passes over the batch, and teach nothing."""
     bench = Bench(tmp_path, steps=2, flops=TEN_A_ROW)
     measured = {"seconds": 0.005, "arms": {"native": {}, "replay": {}, "floor": {}}}
@@ -241,7 +245,7 @@ def test_what_was_measured_has_a_file_and_a_pool_of_seconds_of_its_own(tmp_path:
     first, second = bench.rows
     assert first["flops/measure"] == first["flops/train"] > 0  # 3 x 10 a row, and 10 + 20
     assert second["flops/measure"] == 0
-    assert bench.notes == ["step 1: replay is on"]
+    assert caplog.messages == ["step 1: replay is on"]
     assert [row["time/measure_s"] for row in bench.rows] == [0.005, 0]
     assert bench.rows[0]["time/train_s"] >= 0.005
 
@@ -289,7 +293,9 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_sigterm_abandons_a_step_that_takes_too_long(tmp_path: Path) -> None:
+def test_sigterm_abandons_a_step_that_takes_too_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The run saves what it has; the groups that were finished stay in the spool for the resumed run."""
 
     class Stuck(IsRight):
@@ -303,7 +309,7 @@ def test_sigterm_abandons_a_step_that_takes_too_long(tmp_path: Path) -> None:
     finished = bench.run()
     assert (finished.why, finished.state.step) == (Finish.TERMINATED, 1)
     assert bench.saved[-1][0]["step"] == 1
-    assert "what followed step 1 was abandoned" in bench.notes[0]
+    assert "what followed step 1 was abandoned" in caplog.messages[0]
     resumed = Bench(tmp_path, state=finished.state, logits=bench.trainer.logits)
     resumed.run()
     assert resumed.rows[0]["rollout/from_spool"] == 2
@@ -334,10 +340,12 @@ class GoesWrong:
 
 
 @pytest.mark.slow
-def test_the_loop_tells_a_collapse_once_and_stops_where_it_was_asked_to(tmp_path: Path) -> None:
+def test_the_loop_tells_a_collapse_once_and_stops_where_it_was_asked_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = Bench(tmp_path / "goes-on", steps=40, grader=GoesWrong(), max_empty_steps=99)
     assert bench.run().why is Finish.DONE
-    told = zip(bench.folder.watch.rows(), bench.notes, strict=True)
+    told = zip(bench.folder.watch.rows(), caplog.messages, strict=True)
     early, (alarm, note) = told  # a bandit never ends an answer by itself
     assert early[0]["rule"] == "truncated_early" and "look: the run begins" in early[1]
     assert alarm["rule"] == "reward" and alarm["collapse"] and "collapse: the reward is" in note
@@ -355,17 +363,20 @@ def test_the_loop_tells_a_collapse_once_and_stops_where_it_was_asked_to(tmp_path
 
 
 @pytest.mark.slow
-def test_a_resumed_run_remembers_what_it_was_told_and_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_remembers_what_it_was_told_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """To resume a run that stopped is to say that it shall go on: the same collapse stops it no more."""
     stops: dict[str, Any] = {"grader": GoesWrong(), "max_empty_steps": 99, "stop_on_collapse": True}
     first = Bench(tmp_path, steps=40, **stops)
     state = first.run().state
+    caplog.clear()
     again = Bench(
         tmp_path, steps=40, state=LoopState(**state.to_json()), logits=first.trainer.logits, **stops
     )
     assert again.run().why is Finish.DONE
     assert {row["watch/collapsed"] for row in again.rows} == {1.0}
-    assert len(list(again.folder.watch.rows())) == 2 and not again.notes
+    assert len(list(again.folder.watch.rows())) == 2 and not caplog.messages
 
 
 def test_a_schedule_in_tokens_and_a_set_with_its_own(tmp_path: Path) -> None:

@@ -45,10 +45,12 @@ class GetsEasy(IsRight):
 EASY: dict[str, Any] = {"epoch": 6, "prompts_per_step": 2, "solved_for_good": 0.9, "max_empty_steps": 99}
 
 
-def test_a_solved_prompt_never_comes_again_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
+def test_a_solved_prompt_never_comes_again_and_the_last_one_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = Bench(tmp_path, steps=50, grader=GetsEasy(), trajectories_every=1, eval_every=50, **EASY)
     finished = bench.run()
-    assert finished.why is Finish.SOLVED and "every prompt is solved for good" in bench.notes[-1]
+    assert finished.why is Finish.SOLVED and "every prompt is solved for good" in caplog.messages[-1]
     assert sorted(finished.state.retired) == [f"p{n}" for n in range(6)]
     steps: dict[str, list[int]] = {}
     for row in bench.folder.trajectories.rows():
@@ -106,7 +108,7 @@ def test_without_staleness_the_loop_is_what_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("staleness", "dies_at"), [(0, 4), (0, 6), (2, 1), (2, 4), (2, 6), (2, 8)])
 def test_a_stale_run_that_was_killed_is_the_run_that_was_not(
-    tmp_path: Path, staleness: int, dies_at: int
+    tmp_path: Path, staleness: int, dies_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The policies that sampled the queue are gone; their groups are in the spool, their rounds in the
     checkpoint, and who had left the stream when each was asked for is known again."""
@@ -125,10 +127,12 @@ def test_a_stale_run_that_was_killed_is_the_run_that_was_not(
     rows = [list(map(deterministic, bench.folder.metrics.rows())) for bench in (whole, resumed)]
     assert rows[0] == rows[1]
     assert resumed.loop.state.retired == whole.loop.state.retired and whole.loop.state.retired
-    assert not any("anew" in note for note in resumed.notes)
+    assert "anew" not in caplog.text
 
 
-def test_from_the_older_of_two_checkpoints_it_is_the_same_run_too(tmp_path: Path) -> None:
+def test_from_the_older_of_two_checkpoints_it_is_the_same_run_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The newest checkpoint may turn out to be damaged. The one before it names rounds that were played
     ahead, and the spool had dropped their groups when the newest was written: they were played anew by a
     later policy, with a note that this was not quite the run. Nothing is sampled again."""
@@ -144,10 +148,12 @@ def test_from_the_older_of_two_checkpoints_it_is_the_same_run_too(tmp_path: Path
     assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
     assert list(map(deterministic, resumed.folder.metrics.rows())) == rows
     assert [row["rollout/from_spool"] for row in resumed.rows] == [2, 2, 2]
-    assert not any("anew" in note for note in resumed.notes)
+    assert "anew" not in caplog.text
 
 
-def test_a_queue_that_is_lost_is_played_anew_and_said_to_be(tmp_path: Path) -> None:
+def test_a_queue_that_is_lost_is_played_anew_and_said_to_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = stale(tmp_path, 2, steps=4)
     first.run()
     saved, logits = first.saved[-1]
@@ -161,13 +167,15 @@ def test_a_queue_that_is_lost_is_played_anew_and_said_to_be(tmp_path: Path) -> N
     resumed = stale(tmp_path / "cut", 2, steps=9, state=LoopState(**saved), logits=logits)
     resumed.run()
     told = "does not have 8, which policies 2 to 3 sampled; policy 4 plays them anew"
-    assert sum(told in note for note in resumed.notes) == 1
+    assert caplog.text.count(told) == 1
     assert [row.get("groups/played_anew") for row in resumed.rows] == [8, None, None, None, None]
     assert resumed.trainer.ages == [{0}, {1}, {2}, {2}, {2}]
     assert resumed.loop.state.cursor == 36  # no prompt is lost
 
 
-def test_one_refused_round_is_played_anew_and_no_other(tmp_path: Path) -> None:
+def test_one_refused_round_is_played_anew_and_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A step whose routes the trainer refused took the whole queue with it: the spool drops that round, and a
     resumed run threw away those behind it too, whose groups were all there, wound the stream back and gave
     their places to other steps, while prompts that had left by them stayed away."""
@@ -203,7 +211,7 @@ def test_one_refused_round_is_played_anew_and_no_other(tmp_path: Path) -> None:
     assert resumed.trainer.ages[0] == {0}
     found = resumed.loop.state.retired
     assert found[: len(state.retired)] == state.retired and len(set(found)) == len(found) > 0
-    assert sum(f"policy {state.version} plays them anew" in note for note in resumed.notes) == 1
+    assert caplog.text.count(f"policy {state.version} plays them anew") == 1
     rows = [row for row in resumed.folder.trajectories.rows() if row["step"] == 5]
     assert {row["uid"] for row in rows} == {Stream(12).prompt(one.place).uid for one in state.ahead[:3]}
 

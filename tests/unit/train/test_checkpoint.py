@@ -37,20 +37,18 @@ def checkpoint_of(step: int, size: int = 10) -> Checkpoint:
     )
 
 
-def load(folder: Path, **options) -> tuple[Checkpoint | None, list[str]]:
-    warned: list[str] = []
-    options = {"identity": IDENTITY, **options}
-    return load_checkpoint(folder, warn=warned.append, **options), warned
+def load(folder: Path, **options) -> Checkpoint | None:
+    return load_checkpoint(folder, **{"identity": IDENTITY, **options})
 
 
-def test_round_trip_is_exact(tmp_path: Path) -> None:
+def test_round_trip_is_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = checkpoint_of(20)
     path = save_checkpoint(tmp_path, saved)
     assert path.name == "step-00000020"
     assert find_damage(path) == ""
-    loaded, warned = load(tmp_path)
+    loaded = load(tmp_path)
     assert loaded is not None
-    assert not warned
+    assert not caplog.messages
     assert (loaded.step, loaded.state, loaded.identity, loaded.files) == (
         20,
         saved.state,
@@ -66,7 +64,7 @@ def test_the_newest_k_are_kept(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, checkpoint_of(step), keep=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000030", "step-00000100"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000100"]
-    early, _ = load(tmp_path, step=30)
+    early = load(tmp_path, step=30)
     assert early is not None
     assert early.step == 30
 
@@ -75,7 +73,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, checkpoint_of(5))
     again = Checkpoint(step=5, tensors={"y": torch.ones(2)}, state={}, identity=IDENTITY)
     save_checkpoint(tmp_path, again)
-    loaded, _ = load(tmp_path)
+    loaded = load(tmp_path)
     assert loaded is not None
     assert list(loaded.tensors) == ["y"]
     assert loaded.files == {}
@@ -118,15 +116,17 @@ def another_format(path: Path) -> None:
         (another_format, "its format is 99"),
     ],
 )
-def test_a_damaged_checkpoint_is_skipped_with_a_sentence_or_named(tmp_path: Path, harm, told: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_sentence_or_named(
+    tmp_path: Path, harm, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, checkpoint_of(step))
     harm(tmp_path / "step-00000002")
-    loaded, warned = load(tmp_path)
+    loaded = load(tmp_path)
     assert loaded is not None
     assert loaded.step == 1
-    assert len(warned) == 1
-    assert told in warned[0]
+    (warned,) = caplog.messages
+    assert told in warned
     with pytest.raises(CheckpointError, match=f"step-00000002 is damaged .*{told}"):
         load(tmp_path, step=2)
     harm(tmp_path / "step-00000001")
@@ -140,25 +140,29 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -
         load(tmp_path, step=9)
 
 
-def test_what_a_killed_process_left_is_ignored_and_cleared(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_ignored_and_cleared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_checkpoint(tmp_path, checkpoint_of(1))
     torn = tmp_path / ".step-00000002.abc"
     torn.mkdir()
     (torn / "tensors.safetensors").write_bytes(b"half")
-    loaded, warned = load(tmp_path)
+    loaded = load(tmp_path)
     assert loaded is not None
-    assert (loaded.step, warned) == (1, [])
+    assert (loaded.step, caplog.messages) == (1, [])
     save_checkpoint(tmp_path, checkpoint_of(3))
     assert not torn.exists()
 
 
-def test_a_replacement_that_was_killed_between_two_renames_is_found(tmp_path: Path) -> None:
+def test_a_replacement_that_was_killed_between_two_renames_is_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Replacing a folder takes two renames; killed between them, the old version lies under a hidden name."""
     path = save_checkpoint(tmp_path, checkpoint_of(1))
     path.rename(tmp_path / ".step-00000001.old")
     for found in (load(tmp_path), load(tmp_path, step=1)):
-        assert found[0] is not None
-        assert (found[0].step, found[1]) == (1, [])
+        assert found is not None
+        assert (found.step, caplog.messages) == (1, [])
     assert not path.exists(), "who only reads, beside a run, moves nothing"
     (tmp_path / ".step-00000002.abc").mkdir()
     mend(tmp_path)
@@ -167,7 +171,7 @@ def test_a_replacement_that_was_killed_between_two_renames_is_found(tmp_path: Pa
 
 @pytest.mark.parametrize("when", ["before it is looked at", "while it is read"])
 def test_a_reader_beside_a_run_finds_the_next_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`eval` of a live run: the run saves two more and deletes the one that is being read."""
     save_checkpoint(tmp_path, checkpoint_of(1), keep=1)
@@ -181,13 +185,15 @@ def test_a_reader_beside_a_run_finds_the_next_checkpoint(
         return plain(path, *more)
 
     monkeypatch.setattr(module, name, overtaken)
-    loaded, warned = load(tmp_path)
+    loaded = load(tmp_path)
     assert loaded is not None
-    assert (loaded.step, warned) == (2, [])
+    assert (loaded.step, caplog.messages) == (2, [])
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
-def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, size: int) -> None:
+def test_a_full_disk_leaves_the_last_good_checkpoint(
+    tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """A limit on file size stands for the full disk: to the writer both are an error of write()."""
     save_checkpoint(tmp_path, checkpoint_of(1), keep=1)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -200,8 +206,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path, size: int) 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    loaded, warned = load(tmp_path)
+    loaded = load(tmp_path)
     assert loaded is not None
-    assert (loaded.step, warned) == (1, [])
+    assert (loaded.step, caplog.messages) == (1, [])
     save_checkpoint(tmp_path, checkpoint_of(2, size), keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
