@@ -205,7 +205,8 @@ def gap_chart(data: RunData) -> Chart:
         for key, (name, _, color) in ARMS.items()
         if key != "floor"
     ]
-    note = "Trainer minus sampler, per token in nats; 0 is exact agreement. Dots: measured in full."
+    dots = " Dots: measured in full." if full else ""
+    note = f"Trainer minus sampler, per token in nats; 0 is exact agreement.{dots}"
     return figure(rows, "Log-probability gap", note, "", [*lines(rows, gaps), *arms], log=True)
 
 
