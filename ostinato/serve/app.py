@@ -143,7 +143,7 @@ class Door:
 
     async def page(self, request: Request) -> Response:
         policy = (
-            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
         )
         headers = {"Content-Security-Policy": f"{policy}; base-uri 'none'; frame-ancestors 'none'"}
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
