@@ -63,6 +63,7 @@ def _last_lines(outcome: Outcome) -> Iterator[str]:
     yield from _verdicts(RunFolder(outcome.folder))
     yield f"adapter      {RunFolder(outcome.folder).adapter}"
     yield f"report       {write_report(RunFolder.open(outcome.folder))}"
+    yield f"talk to it   ostinato serve {outcome.folder}"
     if outcome.why in EXIT and outcome.why != "hung_up":
         yield f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
     if outcome.why == "replanned":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +15,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+from commands import command, environment, only_run, run
 from serving import At, server, until
 from worlds import adapters_of
 
@@ -285,7 +288,8 @@ def test_a_key_is_checked_and_a_time_limit_kept() -> None:
         assert httpx2.get(f"{at.url}/health").json() == {"status": "ok", "under_way": 0}
 
 
-def test_metrics_tokens_and_the_page(at: At) -> None:
+def test_metrics_tokens_and_the_page(at: At, client: Any) -> None:
+    chat(client)
     tokens = post(at, "/tokenize", {"prompt": "1+1="}).json()
     assert post(at, "/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "1+1="}
     assert post(at, "/tokenize", {"messages": QUESTION}).json()["count"] > 4
@@ -301,3 +305,66 @@ def test_a_service_says_what_it_serves(at: At) -> None:
         replace(model, created=0).version == 0
         and httpx2.get(f"{at.url}/v1/models/{MODEL}").json()["id"] == MODEL
     )
+
+
+# ---- the command, as a user has it
+
+
+@pytest.mark.slow  # two runs of the trainer, and a server of its own
+def test_a_run_is_served_while_it_learns_and_the_server_drains_at_sigterm(tmp_path: Any) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def sixes(completions, **columns):\n"
+        "    return [c[-1]['content'].count('6') / 9 for c in completions]\n"
+    )
+    tiny = (
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=8",
+        "eval.n=2",
+        "eval.every=0",
+        "task.n_train=8",
+    )
+    tiny += ('reward.functions=["reward.py:sixes"]', "trainer.lr=0.03", "trainer.warmup_steps=0")
+    run(tmp_path, "train", "quickstart", "trainer.steps=1", "trainer.checkpoint_every=1", *tiny)
+    folder = only_run(tmp_path)
+    serving = subprocess.Popen(
+        command("serve", str(folder), "--port", "0", "--name", "learns"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert serving.stdout is not None
+    try:
+        lines = iter(serving.stdout.readline, "")
+        url = next(line for line in lines if "OpenAI address" in line).split()[2].removesuffix("/v1,")
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            asked = {"model": "learns", "seed": 1, "logprobs": True}
+            before = chat(client, **asked)
+            assert before.system_fingerprint == "learns@1" and chat(client, model=MODEL).choices
+            run(tmp_path, "resume", str(folder), "trainer.steps=3")
+            until(lambda: client.models.retrieve("learns").version == 3, 60)
+            after = chat(client, **asked)
+            assert after.system_fingerprint == "learns@3"
+            assert after.choices[0].logprobs != before.choices[0].logprobs
+            with ThreadPoolExecutor(1) as pool:
+                long = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
+                answer = pool.submit(chat, client, model="learns", **long)
+                until(lambda: httpx2.get(f"{url}/health").json()["under_way"] == 1)
+                serving.send_signal(signal.SIGTERM)
+                assert answer.result().usage.completion_tokens == 900  # what runs ends
+        assert serving.wait(60) in (0, -signal.SIGTERM, 143)
+    finally:
+        serving.kill()
+        serving.wait()
+        serving.stdout.close()
+
+
+def test_what_cannot_be_served_is_refused_in_one_sentence(tmp_path: Any) -> None:
+    for arguments, sentence in (
+        (["asset:seed-moe", "--host", "0.0.0.0"], "can be reached by other machines; give a key"),
+        (["asset:seed-moe", "--adapter", "maths"], "is not NAME=PATH"),
+        (["asset:seed-moe", "--port", "0", "--adapter", "a=nowhere"], "nowhere"),
+        (["nothing-of-this-name", "--port", "0"], "is no run folder, recipe or model"),
+    ):
+        assert sentence in run(tmp_path, "serve", *arguments, code=2)
