@@ -86,18 +86,18 @@ def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def interruption_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """``interrupt/rate``: share of answers (turns) that were told to answer. Where there are some:
+    """``interrupt/rate``: share of answers (turns) that were interrupted. Where there are some:
     ``answered``, the share of them that ended by themselves then, and ``answer_length``, the tokens that were
     sampled behind the phrase."""
     answers = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
-    told = [answer for answer in answers if answer.injected is not None]
+    interrupted = [answer for answer in answers if answer.injected is not None]
     rate = {"interrupt/rate": _mean([answer.injected is not None for answer in answers])}
-    if not told:
+    if not interrupted:
         return rate
     return {
         **rate,
-        "interrupt/answered": _mean([answer.stop is not Stop.LENGTH for answer in told]),
-        "interrupt/answer_length": _mean([_behind_phrase(answer) for answer in told]),
+        "interrupt/answered": _mean([answer.stop is not Stop.LENGTH for answer in interrupted]),
+        "interrupt/answer_length": _mean([_behind_phrase(answer) for answer in interrupted]),
     }
 
 

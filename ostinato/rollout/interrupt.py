@@ -1,4 +1,4 @@
-"""Forced interruption of thinking: who has thought long enough is told to answer (ScaleRL, arXiv 2510.13786,
+"""Forced interruption of thinking: a phrase behind a thought that is long enough (ScaleRL, arXiv 2510.13786,
 A.10).
 
     request b tokens -> ended by itself              the answer
@@ -81,34 +81,34 @@ class Interruption:
         return min(self.budget(seed, position), room - self._reserved) if room > self._reserved else room
 
     def second(
-        self, asked: Request, said: Completion, sampling: Sampling, context_limit: int
+        self, request: Request, answer: Completion, sampling: Sampling, context_limit: int
     ) -> Request | None:
-        """What to ask after ``said``, the answer to ``asked``; None when it is whole. ``sampling`` is that of
-        the whole answer."""
-        if said.stop is not Stop.LENGTH or len(said.tokens) < asked.sampling.max_tokens:
-            return None  # fewer than asked for: the engine's own limit
-        closed = self.think_end and self.think_end in self.words.decode(said.tokens, skip_special=False)
-        tokens = np.concatenate([asked.tokens, said.tokens, self.phrase[: 0 if closed else None]])
+        """What to request after ``answer`` to ``request``; None when that is whole. ``sampling`` is that of the
+        whole answer."""
+        if answer.stop is not Stop.LENGTH or len(answer.tokens) < request.sampling.max_tokens:
+            return None  # fewer than requested: the engine's own limit
+        closed = self.think_end and self.think_end in self.words.decode(answer.tokens, skip_special=False)
+        tokens = np.concatenate([request.tokens, answer.tokens, self.phrase[: 0 if closed else None]])
         most = min(self.answer_tokens, context_limit - len(tokens))
         if most < 1:
             return None
-        least = min(max(0, sampling.min_tokens - len(said.tokens)), most)
+        least = min(max(0, sampling.min_tokens - len(answer.tokens)), most)
         return replace(
-            asked,
+            request,
             tokens=tokens.astype(np.int32, copy=False),
             sampling=replace(sampling, max_tokens=most, min_tokens=least),
-            routes_from=len(asked.tokens) + len(said.tokens) - 1,  # what was said last had not run yet
+            routes_from=len(request.tokens) + len(answer.tokens) - 1,  # the last token had not run yet
         )
 
-    def joined(self, asked: Request, said: Completion, again: Request, more: Completion) -> Completion:
-        """One answer to ``asked``: ``said``, what ``again`` put behind it, and ``more``, the answer to that.
+    def joined(self, request: Request, answer: Completion, again: Request, more: Completion) -> Completion:
+        """``answer`` to ``request``, what ``again`` put behind it, and ``more``, the answer to that, as one.
 
         Where thinking went on without the phrase, a stop string may lie across the seam, where the engine
         could not see it: the answer ends there, as that of one request would have.
         """
-        known = len(asked.tokens) + len(said.tokens)
-        whole, strings = merged(said, again.tokens[known:], more, known), asked.sampling.stop_strings
-        if whole.injected is None and (end := self._across(whole, len(said.tokens), strings)):
+        known = len(request.tokens) + len(answer.tokens)
+        whole, strings = merged(answer, again.tokens[known:], more, known), request.sampling.stop_strings
+        if whole.injected is None and (end := self._across(whole, len(answer.tokens), strings)):
             whole = _leading(whole, end)
         text = self.words.decode(whole.tokens[: -1 if whole.stop is Stop.EOS else None])
         if whole.stop is Stop.STRING and whole.injected is None:
@@ -131,45 +131,45 @@ class Interruption:
         return next((end for end in range(seam + 1, last + 1) if holds(end)), 0)
 
 
-def merged(said: Completion, phrase: np.ndarray, more: Completion, known: int) -> Completion:
-    """``said``, the tokens of ``phrase`` (marked as injected) and ``more`` as one completion without text.
+def merged(before: Completion, phrase: np.ndarray, more: Completion, known: int) -> Completion:
+    """``before``, the tokens of ``phrase`` (marked as injected) and ``more`` as one completion without text.
 
     ``known`` tokens stood before the phrase; all but the last of them had run, so what of them the second
     request did not find in the cache was computed twice, and is taken from ``cached_tokens``.
     """
     put_in = len(phrase)
-    again = [one.recomputed for one in (said, more) if one.recomputed is not None]
-    edges, routes = (said.edges, more.edges), (said.experts, more.prompt_experts, more.experts)
+    again = [one.recomputed for one in (before, more) if one.recomputed is not None]
+    edges, routes = (before.edges, more.edges), (before.experts, more.prompt_experts, more.experts)
     return Completion(
-        tokens=np.concatenate([said.tokens, phrase, more.tokens]),
-        logprobs=np.concatenate([said.logprobs, np.zeros(put_in, np.float32), more.logprobs]),
+        tokens=np.concatenate([before.tokens, phrase, more.tokens]),
+        logprobs=np.concatenate([before.logprobs, np.zeros(put_in, np.float32), more.logprobs]),
         edges=None
         if edges[0] is None or edges[1] is None
         else np.concatenate([edges[0], np.zeros(put_in, np.float32), edges[1]]),
-        versions=np.concatenate([said.versions, np.full(put_in, -1, np.int32), more.versions]),
-        injected=np.repeat([False, True, False], [len(said.tokens), put_in, len(more.tokens)])
+        versions=np.concatenate([before.versions, np.full(put_in, -1, np.int32), more.versions]),
+        injected=np.repeat([False, True, False], [len(before.tokens), put_in, len(more.tokens)])
         if put_in
         else None,
         stop=more.stop,
         experts=None
         if routes[0] is None or routes[1] is None or routes[2] is None
         else np.concatenate([routes[0][:-1], routes[1], routes[2]]),
-        prompt_experts=said.prompt_experts,
-        support=_support(said, put_in, more),
-        drafted=said.drafted + more.drafted,
-        accepted=said.accepted + more.accepted,
-        passes=said.passes + more.passes,
-        cached_tokens=said.cached_tokens + more.cached_tokens - (known - 1),
+        prompt_experts=before.prompt_experts,
+        support=_support(before, put_in, more),
+        drafted=before.drafted + more.drafted,
+        accepted=before.accepted + more.accepted,
+        passes=before.passes + more.passes,
+        cached_tokens=before.cached_tokens + more.cached_tokens - (known - 1),
         recomputed=np.concatenate(again) if again else None,
         error=more.error,
     )
 
 
-def _support(said: Completion, put_in: int, more: Completion) -> Support | None:
-    if said.support is None and more.support is None:
+def _support(before: Completion, put_in: int, more: Completion) -> Support | None:
+    if before.support is None and more.support is None:
         return None
     first, last = (
-        Support.whole(len(one.tokens)) if one.support is None else one.support for one in (said, more)
+        Support.whole(len(one.tokens)) if one.support is None else one.support for one in (before, more)
     )
     return Support.concatenate([first, Support.whole(put_in), last])
 

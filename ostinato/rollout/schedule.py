@@ -161,7 +161,7 @@ def tiers(
         one = pass_s(batch, batch * context)
         return one * max(longest[i], tokens[i] / count / batch)
 
-    def wanted(z: float) -> list[int]:
+    def needed(z: float) -> list[int]:
         """The least workers of each with which it ends by its share of z; one too many where none do."""
         every = range(1, workers + 1)
         return [
@@ -176,8 +176,8 @@ def tiers(
     low, high = 0.0, 1.001 * max(seconds(i, 1) / share for i, share in enumerate(shares))  # one each suffice
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if sum(wanted(middle)) <= workers else (middle, high)
-    counts = [min(count, workers) for count in wanted(high)]
+        low, high = (low, middle) if sum(needed(middle)) <= workers else (middle, high)
+    counts = [min(count, workers) for count in needed(high)]
     while sum(counts) > workers:  # a batch that is not divided evenly may take longer with one worker more
         counts[counts.index(max(counts))] -= 1
     for _ in range(workers - sum(counts)):  # what is left goes where the target is missed most
