@@ -228,8 +228,8 @@ class RolloutBuffer:
                 self._begin(one)
 
     def fresh(self) -> list[RolloutResult]:
-        """Who has ended since this was last asked, in the order of the stream: what the row of a step pays
-        for."""
+        """The groups that have ended since the last call, in the order of the stream: the row of a step pays
+        for them."""
         self._hear()
         self._judge()
         fresh, self._fresh = self._fresh, {}

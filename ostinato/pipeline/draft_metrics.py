@@ -1,4 +1,4 @@
-"""Drafts in a run: what a step leaves for the next ones, and the books of what drafting did.
+"""Drafts in a run: what a step leaves for the next ones, and the account of what drafting did.
 
     finished groups -> pasts -> store       the drafts of each prompt's next epoch come from here
                     -> lengths              how long its answers will be: the longest are admitted first
@@ -51,7 +51,7 @@ class Lengths(Protocol):
 
 
 class Drafter(Protocol):
-    """The books and the live text of ``history.drafter.HistoryDrafter``."""
+    """Statistics and live text of ``history.drafter.HistoryDrafter``."""
 
     def stats(self) -> DraftStats: ...
 
@@ -103,9 +103,9 @@ class Drafting:
         self.meter.trace.clear()
 
     def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> Drafted:
-        """Books of the step, whose rollouts took ``rollout_s``; then its answers are remembered."""
+        """The metrics of the step, whose rollouts took ``rollout_s``; then its answers are remembered."""
         stats = self.drafter.stats() - self._stats
-        sampled = sum(_sampled(one) for told in _by_prompt(groups).values() for one in told)
+        sampled = sum(_sampled(one) for answers in _by_prompt(groups).values() for one in answers)
         row = counts(groups) | figures(stats, sampled, rollout_s)
         row["draft/seconds_saved"] = _saved_s(self.meter.counters) - self._saved_s
         detail = {
@@ -146,8 +146,8 @@ def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[HistoryEntry]], int]:
 
     Each turn is an answer of its own, behind the last tokens of all that came before it, with the reward of
     its episode; so is what followed an interruption, behind the phrase, which nobody sampled. Kept are those
-    whose sampler told where each uniform fell (``Completion.edges``), but for failed ones, whose numbers may
-    be broken.
+    with records of where each uniform fell (``Completion.edges``), but for failed ones, whose numbers may be
+    broken.
     """
     kept: dict[str, list[HistoryEntry]] = {}
     num_skipped = 0
@@ -199,7 +199,7 @@ def _tail(before: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def counts(groups: Sequence[Group]) -> dict[str, float]:
-    """What the answers say themselves, those that were read back from the spool included."""
+    """What the answers have themselves, those that were read back from the spool included."""
     passed = [one for completions in _by_prompt(groups).values() for one in completions if one.passes]
     passes, tokens = sum(one.passes for one in passed), sum(map(_sampled, passed))
     drafted, accepted = sum(one.drafted for one in passed), sum(one.accepted for one in passed)
@@ -213,8 +213,8 @@ def counts(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def figures(stats: DraftStats, sampled: int, rollout_s: float) -> dict[str, float]:
-    """What the drafter counted in a step; shares are of all tokens ``sampled`` in it, also where the drafter
-    was not asked."""
+    """What the drafter counted in a step; shares are of all tokens ``sampled`` in it, also where nothing
+    was drafted."""
     shares = {f"draft/share_{name}": _ratio(count, sampled) for name, count in stats.accepted.items()}
     return shares | {"draft/cpu_share": _ratio(stats.seconds, rollout_s)}
 
@@ -249,8 +249,8 @@ class Likeness:
     def compare(self, groups: Sequence[Group], past: Answers) -> dict[str, float]:
         """Figures of the step's groups against what was before them; empty when no prompt returns."""
         answers = {
-            uid: [one.tokens[part] for one in told for part in _sampled_parts(one)]
-            for uid, told in _by_prompt(groups).items()
+            uid: [one.tokens[part] for one in entries for part in _sampled_parts(one)]
+            for uid, entries in _by_prompt(groups).items()
         }
         pairs = [(uid, old, new) for uid, new in answers.items() if len(old := past(uid))]
         if not pairs:

@@ -42,11 +42,11 @@ def failures(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def _rows(judged: Sequence[tuple[Group, Trajectory]]) -> Iterator[dict[str, Any]]:
     by_function: dict[str, list[tuple[Group, Trajectory, str]]] = {}
     for group, one in judged:
-        for name, told in one.reward.failed.items() if one.reward else ():
-            by_function.setdefault(name, []).append((group, one, told))
+        for name, report in one.reward.failed.items() if one.reward else ():
+            by_function.setdefault(name, []).append((group, one, report))
     for name, failed in by_function.items():
-        group, one, told = failed[-1]
-        detail, _, trace = told.partition("\n")
+        group, one, report = failed[-1]
+        detail, _, trace = report.partition("\n")
         yield {
             "function": name,
             "count": len(failed),
@@ -71,11 +71,11 @@ def refuse(rows: Sequence[dict[str, Any]], where: str) -> None:
 
 
 class Failures:
-    """What has failed in a run, kept in its folder and told: each kind of fault of each function once."""
+    """What has failed in a run, kept in its folder and logged: each kind of fault of each function once."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._told = set[tuple[str, ...]]()
+        self._logged = set[tuple[str, ...]]()
 
     def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
         """The answers of ``step`` to which ``part`` gave rise. Raises RewardFails where they are the
@@ -89,22 +89,22 @@ class Failures:
             self._keep(step, part, rows, stopped=True)
             raise
         self._keep(step, part, rows, stopped=False)
-        self._tell(step, groups)
+        self._log(step, groups)
 
     def _keep(self, step: int, part: str, rows: Sequence[dict[str, Any]], *, stopped: bool) -> None:
         if rows:
             about = {"step": step, "part": part, "stopped": stopped}
             self._folder.failed.append(*({**about, **row} for row in rows))
 
-    def _tell(self, step: int, groups: Sequence[Group]) -> None:
+    def _log(self, step: int, groups: Sequence[Group]) -> None:
         """Each kind of failure once, in its own words (a skip has none); the rows count them all."""
         for one in (trajectory for group in groups for trajectory in group.trajectories):
             sentence, failed = failure(one), one.reward.failed if one.reward else {}
             kind = fault_name(sentence)
-            if kind != sentence and (key := (kind, *failed)) not in self._told:
-                self._told.add(key)
+            if kind != sentence and (key := (kind, *failed)) not in self._logged:
+                self._logged.add(key)
                 logger.warning(f"step {step}: {sentence} (told once; faults/{kind} counts them)")
-                for trace in (told.partition("\n")[2] for told in failed.values()):
+                for trace in (report.partition("\n")[2] for report in failed.values()):
                     if trace:
                         logger.warning(trace)
 

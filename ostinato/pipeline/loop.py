@@ -79,10 +79,10 @@ class Loop:
     observer: Observer = field(default_factory=Silent)
     workers: Workers = field(default_factory=InProcess)
     writers: Sequence[MetricWriter] = ()  # beside metrics.jsonl
-    ledger: Ledger | None = None  # None: one that knows neither price nor devices
+    ledger: Ledger | None = None  # None: one without price and devices
     counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
     span_sources: Sequence[Timed] = ()  # beside the loop itself, whose spans are those of ``worker``
-    worker: str = TRAINER  # another name: the trainer is elsewhere, and tells its own
+    worker: str = TRAINER  # another name: the trainer is elsewhere, and has its own
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
     save: Callable[[LoopState], int] = lambda state: state.step
 
@@ -95,16 +95,16 @@ class Loop:
         ``watch_s``. What the engine and the trainer raise passes through, after a checkpoint unless the
         trainer is between two steps. A batch that it refuses as ``Misaligned`` is not spooled any more, so
         a resumed run plays it anew, and has mostly not changed the trainer."""
-        self._books = self.ledger or Ledger(folder=self.folder)
-        with self._books.session(self.state.step):
+        self._ledger = self.ledger or Ledger(folder=self.folder)
+        with self._ledger.session(self.state.step):
             finished = await self._run()
-            self._books.why = finished.why
+            self._ledger.why = finished.why
         return finished
 
     def _open(self) -> None:
         """What lives as long as the run."""
         self.folder.truncate_after(self.state.step)
-        self._spool = Spool(self.folder.path / "inflight.jsonl.zst", self._books, self.state.step)
+        self._spool = Spool(self.folder.path / "inflight.jsonl.zst", self._ledger, self.state.step)
         self._feed = new_buffer(
             self.plan,
             self.state,
@@ -120,7 +120,7 @@ class Loop:
         self._recorder = StepRecorder(
             plan=self.plan,
             folder=self.folder,
-            ledger=self._books,
+            ledger=self._ledger,
             observer=self.observer,
             workers=self.workers,
             writers=self.writers,
@@ -132,7 +132,7 @@ class Loop:
             stage=self.stage,
             evaluations=self.evaluations,
             folder=self.folder,
-            ledger=self._books,
+            ledger=self._ledger,
             recorder=self._recorder,
             failures=self._failures,
             observer=self.observer,
@@ -146,7 +146,7 @@ class Loop:
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
         with StopSignals(self.plan.grace_s) as self._signals, self._watchdog():
             try:
-                with self._books.work():
+                with self._ledger.work():
                     await self._train(self._signals)
             except Abandoned:
                 logger.warning(
@@ -201,7 +201,7 @@ class Loop:
     async def _step(self) -> None:
         """Play, learn, publish, report. Nothing after the training awaits: a step happens or it does not."""
         step, overlap = self.state.step + 1, self.plan.overlap
-        clock = Clock(step, self._books.clock, self.worker)
+        clock = Clock(step, self._ledger.clock, self.worker)
         self._doing = f"step {step} waits for its groups"
         if self.drafting is not None and not overlap:
             self.drafting.begin()
@@ -235,7 +235,7 @@ class Loop:
         self._dog.on_progress()
 
     def _drafted(self, ended: Sequence[RolloutResult], clock: Clock) -> Drafted | None:
-        """The books of drafts, and what has ended is remembered."""
+        """The metrics of drafts, and what has ended is remembered."""
         if self.drafting is None:
             return None
         # where rollouts go on all the time a drafter has the whole step to work in
@@ -248,7 +248,7 @@ class Loop:
     async def _learned(self, groups: Sequence[Group], clock: Clock) -> Learned:
         """Train on the groups: in a thread where workers need the event loop meanwhile."""
         self._doing = f"step {self.state.step + 1} is training"
-        if self.plan.overlap or self._books.terms.pools:
+        if self.plan.overlap or self._ledger.terms.pools:
             with self._signals.finishing():
                 return await in_thread(lambda: self._learn(groups, clock))
         with self._signals.blocking():
@@ -273,7 +273,7 @@ class Loop:
     def _end_step(
         self, step: int, version: int, taken: TrainBatch, learned: Learned, row: dict[str, float]
     ) -> None:
-        """The step has happened; ``row`` gets what the new state says."""
+        """The step has happened; ``row`` gets what the new state has."""
         self._feed.trained()
         before, gone = self.state, learned.credit.dropped_groups
         dropped = Counter(before.dropped) + gone
@@ -288,7 +288,7 @@ class Loop:
             admitted=before.admitted + taken.num_admitted,
             trained=before.trained + len(taken.batch) + taken.num_stale - gone.total(),
             dropped=dict(sorted(dropped.items())),
-            totals=add_totals(before.totals, row, self._books.terms),
+            totals=add_totals(before.totals, row, self._ledger.terms),
         )
         self._between_steps = False
         row |= self.state.left(before, len(self.tasks)) if self.plan.solved_for_good else {}
@@ -320,7 +320,7 @@ class Loop:
             watching.cancel()
 
     async def _evaluate(self) -> None:
-        """Score what is due, and hear what the scores of the main set foretell. The end of a run is due for
+        """Score what is due, and get the forecast by those of the main set. The end of a run is due for
         every set."""
         self._doing = f"the evaluation after step {self.state.step}"
         await self._scores.score(self.state, ended=self._due(0))
@@ -336,10 +336,10 @@ class Loop:
 
     def _checkpoint(self) -> None:
         if self.state.step > self._saved_step:
-            clock = Clock(self.state.step, self._books.clock, self.worker)
+            clock = Clock(self.state.step, self._ledger.clock, self.worker)
             with clock.doing("", Kind.SAVE):
                 oldest = self.save(self.state)
-            self._books.saved(self.state.step, clock.spans[0].seconds)
+            self._ledger.saved(self.state.step, clock.spans[0].seconds)
             self._recorder.spans += clock.spans
             self._saved_step = self.state.step
             self._spool.forget(oldest)

@@ -1,4 +1,4 @@
-"""The two seams of the loop beside engine and trainer: who hears of a run, and who works for it elsewhere."""
+"""The two seams of the loop beside engine and trainer: who gets its rows, and who works for it."""
 
 from __future__ import annotations
 

@@ -142,22 +142,22 @@ class StepRecorder:
     def _by_pool(
         self, feed: RolloutBuffer, spans: Sequence[Span], row: dict[str, float], waited_s: float
     ) -> dict[str, dict[str, float]] | None:
-        """What each pool was busy with, for the ledger; None where everything is one pool. ``row`` gets what
-        it says of the pipeline, where there is one."""
-        told, seconds = self.ledger.terms.pools, row["step_time"]
-        if not (told or self.plan.overlap):
+        """What each pool was busy with, for the ledger; None where everything is one pool. ``row`` gets its
+        metrics of the pipeline, where there is one."""
+        known, seconds = self.ledger.terms.pools, row["step_time"]
+        if not (known or self.plan.overlap):
             return None
-        pools = told or Counter(pool_of(worker) for worker in {span.worker for span in spans})
+        pools = known or Counter(pool_of(worker) for worker in {span.worker for span in spans})
         by_pool, self._over = busy_by_pool(spans, self._over, pools, seconds)
         row |= pipeline_row(by_pool, pools, seconds) | {"pipeline/wait_s": waited_s}
         row |= {"queue/running": float(feed.running), "queue/ready": float(feed.ready)}
-        if told:
+        if known:
             return by_pool
         together = sum(map(Counter, by_pool.values()), Counter[str]())
         return {POOL: in_turn(together, seconds)}
 
     def new_spans(self, *, kept: bool = True) -> list[Span]:
-        """What everybody was busy with since this was last asked, behind what was ``kept`` for the row."""
+        """What all workers were busy with since the last call, behind what was ``kept`` for the row."""
         new = [span for worker in self.span_sources for span in worker.take_spans()]
         if not kept:
             return new
@@ -210,7 +210,7 @@ class StepRecorder:
         return row | {"watch/collapsed": float(self._watch.collapsed)}, collapsed
 
     def new_counts(self) -> dict[str, float]:
-        """What the counters have counted since they were last asked."""
+        """What the counters have counted since the last call."""
         now = sum(self.counters, Counter[str]())
         new, self._counted = now - self._counted, now
         return {name: float(count) for name, count in sorted(new.items())}

@@ -1,4 +1,4 @@
-"""How a run is asked to stop: Ctrl-C once, Ctrl-C twice, SIGTERM, SIGHUP.
+"""How a run is stopped: Ctrl-C once, Ctrl-C twice, SIGTERM, SIGHUP.
 
 Ctrl-C        the running step is finished, then the run saves and ends
 Ctrl-C again  what runs is cancelled and KeyboardInterrupt raised; all that was reported is on the disk
@@ -27,7 +27,7 @@ ENDERS = {signal.SIGTERM: "terminated", signal.SIGHUP: "hung_up"}
 
 
 def enders() -> list[signal.Signals]:
-    """Those that are heard: SIGHUP is not where it is ignored, for ``nohup`` lets a run outlive its
+    """Those that are handled: SIGHUP is not where it is ignored, for ``nohup`` lets a run outlive its
     terminal."""
     return [one for one in ENDERS if one is signal.SIGTERM or signal.getsignal(one) is not signal.SIG_IGN]
 
@@ -72,8 +72,8 @@ class Stalled(RuntimeError):
 
 
 class StopSignals:
-    """A context in which the signals above are heard; outside the main thread, where Python delivers no
-    signals, it hears nothing. To be entered inside a running event loop. ``at_once``: the first Ctrl-C is as
+    """A context in which the signals above are handled; outside the main thread, where Python delivers no
+    signals, it handles none. To be entered inside a running event loop. ``at_once``: the first Ctrl-C is as
     the second."""
 
     def __init__(self, grace_s: float, *, at_once: bool = False) -> None:

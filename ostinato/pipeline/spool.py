@@ -1,7 +1,7 @@
 """Graded groups that not every checkpoint covers, so that a resumed run does not pay for them twice.
 
 Randomness is addressed, so a resumed run would play the same groups again, token for token; reading them
-back is the same and free. A group is found by its whole address: what was asked, of which policy version, and
+back is the same and free. A group is found by its whole address: the request, the policy version, and
 the stage that played it (model, sampler, task, rewards). So a recipe that changed one of these finds nothing
 and plays anew. Prompts are not stored: the stream gives them again.
 
@@ -46,7 +46,7 @@ class Spool:
                 self._found[row["address"]] = {**self._found.get(row["address"], {}), **row}
 
     def put(self, address: str, group: Group, until: int = 0) -> None:
-        """Keep it for the step that asked for it, and up to step ``until``."""
+        """Keep it for the step that requested it, and up to step ``until``."""
         trajectories = [_trajectory_row(trajectory) for trajectory in group.trajectories]
         self._sign(max(group.step, until), address, trajectories=trajectories)
 
@@ -77,15 +77,15 @@ class Spool:
         """Drop these groups: the trainer refused them, and would again."""
         self._keep(lambda row: row["address"] not in addresses)
 
-    def _keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        self._log.keep(wanted)
-        self._found = {key: row for key, row in self._found.items() if wanted(row)}
+    def _keep(self, predicate: Callable[[Mapping[str, Any]], bool]) -> None:
+        self._log.keep(predicate)
+        self._found = {key: row for key, row in self._found.items() if predicate(row)}
 
 
 def address(ask: RolloutRequest, stage: RolloutContext, version: int) -> str:
-    """All that a played group is a function of: what was asked, of which policy version, on which stage."""
-    asked = f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version}"
-    return f"{asked} context={stage.context_limit} stage={stage.identity} {stage.sampling}"
+    """All that a played group is a function of: the request, the policy version and the stage."""
+    request = f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version}"
+    return f"{request} context={stage.context_limit} stage={stage.identity} {stage.sampling}"
 
 
 def newest_version(group: Group) -> int:

@@ -30,7 +30,7 @@ class Finish(StrEnum):
     INTERRUPTED = "interrupted"  # Ctrl-C: the step was finished
     TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
     HUNG_UP = "hung_up"  # SIGHUP, or the reader of the output is gone: the same
-    COLLAPSED = "collapsed"  # the stability watch said so, and the plan was to stop then
+    COLLAPSED = "collapsed"  # by the stability watch, where the plan was to stop then
     SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
     REPLANNED = "replanned"  # at a checkpoint from which another layout is better
     ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
@@ -61,7 +61,7 @@ class Plan:
     checkpoint_every: int = 0
     trajectories_every: int = 0
     max_empty_steps: int = 10  # in a row without anything to learn from
-    stop_on_collapse: bool = False  # end after the step in which the stability watch first tells of one
+    stop_on_collapse: bool = False  # end after the step in which the stability watch first reports one
     grace_s: float = 20.0  # for a step, and what is on its way, to end after SIGTERM
     watch_s: float = 600.0  # without any progress, before the run ends and says who waits for whom
     flops: FlopModel | None = None  # None: unknown, no FLOPs are reported

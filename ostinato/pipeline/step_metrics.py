@@ -1,4 +1,4 @@
-"""The books of a step: where seconds, tokens and FLOPs went, useful and wasted. Pure, but for the clock."""
+"""The account of a step: where seconds, tokens and FLOPs went, useful and wasted. Pure, but for the clock."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Clock:
 
     Grading overlaps with generation; only what is left of it after the last token counts as "reward".
     Passes that measure the mismatch and train nothing are "measure". Where rollouts overlap with training,
-    "rollout" is what the trainer waited for them, and "publish" is told apart.
+    "rollout" is what the trainer waited for them, and "publish" is apart.
     """
 
     def __init__(self, step: int = 0, unix: Callable[[], float] = time.time, worker: str = "trainer") -> None:
@@ -171,17 +171,17 @@ def busy_by_pool(
     """(seconds by pool and part that ``seconds`` of a step have room for, what is left over for the next
     one).
 
-    ``pools`` are numbers of devices; a second of a pool is one of each of its devices. Spans are told when
+    ``pools`` are numbers of devices; a second of a pool is one of each of its devices. Spans come when
     they have ended, so what began in an earlier step may be more than this one has: ``over`` was left by the
-    step before. Nothing is told twice or lost."""
-    told = {pool: dict(over.get(pool, {})) for pool in pools}
+    step before. Nothing is counted twice or lost."""
+    spent = {pool: dict(over.get(pool, {})) for pool in pools}
     for span in spans:
         part, pool = OF_KIND.get(span.kind), pool_of(span.worker)
-        if part and pool in told:
-            told[pool][part] = told[pool].get(part, 0.0) + span.seconds / pools[pool]
-    shares = {pool: min(1.0, seconds / (sum(parts.values()) or 1.0)) for pool, parts in told.items()}
+        if part and pool in spent:
+            spent[pool][part] = spent[pool].get(part, 0.0) + span.seconds / pools[pool]
+    shares = {pool: min(1.0, seconds / (sum(parts.values()) or 1.0)) for pool, parts in spent.items()}
     busy, rest = (
-        {pool: {part: n * share[pool] for part, n in parts.items()} for pool, parts in told.items()}
+        {pool: {part: n * share[pool] for part, n in parts.items()} for pool, parts in spent.items()}
         for share in (shares, {pool: 1 - share for pool, share in shares.items()})
     )
     return busy, rest
@@ -190,11 +190,11 @@ def busy_by_pool(
 def in_turn(busy: Mapping[str, float], seconds: float) -> dict[str, float]:
     """Seconds by part of threads that share a pool: what they did at the same time counts once, as that of
     the first part."""
-    left, told = seconds, dict[str, float]()
+    left, counted = seconds, dict[str, float]()
     for part, spent in sorted(busy.items(), key=lambda item: (item[0] == "sample", item[0])):
-        told[part] = min(spent, left)
-        left -= told[part]
-    return told
+        counted[part] = min(spent, left)
+        left -= counted[part]
+    return counted
 
 
 def pipeline_row(
@@ -341,12 +341,12 @@ def step_work(
     reused: Sequence[Group] = (),
     model: FlopModel | None = None,
 ) -> dict[str, Any]:
-    """What a step's row of the ledger says beside its time. ``fresh``: what it has played, and of that
+    """What a step's row of the ledger has beside its time. ``fresh``: what it has played, and of that
     ``reused``: groups that another process sampled and has a row for."""
     trained, dropped = trained_tokens(credit, batch, report)
     context = batch.num_context_tokens if batch else 0
-    told = {"trained": trained, "trained_context": context, "dropped": dict(dropped)}
-    row: dict[str, Any] = {"tokens": token_counts(fresh) | told}
+    used = {"trained": trained, "trained_context": context, "dropped": dict(dropped)}
+    row: dict[str, Any] = {"tokens": token_counts(fresh) | used}
     if costs is not None:
         row |= {"flops": costs.flops, "useful": costs.useful, "wasted": costs.wasted}
     measured = {} if report is None else report.metrics
@@ -373,12 +373,12 @@ def pending_tokens(groups: Sequence[Group], fresh: Sequence[Group]) -> int:
 def token_counts(groups: Sequence[Group]) -> dict[str, int]:
     """Tokens of the rollouts by what the engine did with them."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    said = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
+    completions = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
     return {
         "prefilled": sum(map(prefilled_tokens, trajectories)),
         "sampled": sum(map(sampled_tokens, trajectories)),
-        "drafted": sum(completion.drafted for completion in said),
-        "accepted": sum(completion.accepted for completion in said),
+        "drafted": sum(completion.drafted for completion in completions),
+        "accepted": sum(completion.accepted for completion in completions),
         "injected": sum(map(injected_tokens, trajectories)),
         "recomputed": sum(int(np.diff(spans).sum()) for spans in recomputed(groups)),
     }
@@ -391,7 +391,7 @@ def recomputed(groups: Sequence[Group]) -> list[np.ndarray]:
 
 
 def evaluation_work(groups: Sequence[Group], model: FlopModel | None) -> dict[str, Any]:
-    """What an evaluation's row of the ledger says beside its time."""
+    """What an evaluation's row of the ledger has beside its time."""
     flops = {} if model is None else {"flops": {"eval": all_sampling_flops(model, groups)}}
     return {"tokens": token_counts(groups), **flops}
 

@@ -26,7 +26,7 @@ def places(tasks: Tasks, cursor: int, count: int, retired: Collection[str]) -> l
     """The next ``count`` indices of the stream from ``cursor`` on whose prompts (by uid) are not ``retired``.
 
     The next cursor is the last of them plus 1. Empty when nobody is left: 2 ``len(tasks)`` places in a row
-    contain a whole epoch. While fewer are left than are asked for, a prompt comes once in each epoch, so
+    contain a whole epoch. While fewer are left than are requested, a prompt comes once in each epoch, so
     more than once in a step.
     """
     if not retired:

@@ -56,7 +56,7 @@ def trajectory_work(trajectory: Trajectory) -> RolloutWork:
     return work
 
 
-def completion_work(prompt: int, said: Completion) -> RolloutWork:
+def completion_work(prompt: int, answer: Completion) -> RolloutWork:
     """Of the answer to ``prompt`` tokens.
 
     The last row of the prompt gives the logits of the first token, and the last token is no row. Injected
@@ -64,26 +64,28 @@ def completion_work(prompt: int, said: Completion) -> RolloutWork:
     came from was in vain: the refused drafts, and the last token where it was a draft itself. Where these
     rows stood is not recorded: they count as many pairs as those of the answer on average.
     """
-    length = len(said.tokens)
-    sampled = length - said.num_injected
-    vain = max(said.drafted - said.accepted, said.passes + said.drafted - sampled if said.passes else 0)
+    length = len(answer.tokens)
+    sampled = length - answer.num_injected
+    vain = max(
+        answer.drafted - answer.accepted, answer.passes + answer.drafted - sampled if answer.passes else 0
+    )
     refused = Work(vain, vain * (prompt + (length + 1) // 2), vain)
-    return _answer_work(prompt, said.cached_tokens, said) + RolloutWork(
-        refused=refused, recomputed=_recomputed(said)
+    return _answer_work(prompt, answer.cached_tokens, answer) + RolloutWork(
+        refused=refused, recomputed=_recomputed(answer)
     )
 
 
-def _answer_work(prompt: int, cached: int, said: Completion) -> RolloutWork:
+def _answer_work(prompt: int, cached: int, answer: Completion) -> RolloutWork:
     """Prefill and decode of the answer to ``prompt`` tokens, of which ``cached`` were there."""
-    length = len(said.tokens)
-    injected = np.zeros(length, bool) if said.injected is None else said.injected
+    length = len(answer.tokens)
+    injected = np.zeros(length, bool) if answer.injected is None else answer.injected
     known = injected[:-1]
     sees = prompt + 1 + np.arange(max(0, length - 1))  # of the row of token t
     # the row before token t, that gave its logits, is known text where it is the prompt's last or injected
-    asked = int((~injected & np.concatenate(([True], known))).sum()) if length else 0
-    read = Work(prompt - cached, _causal(prompt) - _causal(cached), asked)
+    requested = int((~injected & np.concatenate(([True], known))).sum()) if length else 0
+    read = Work(prompt - cached, _causal(prompt) - _causal(cached), requested)
     prefill = read + Work(int(known.sum()), int(sees[known].sum()), 0)
-    decode = Work(int((~known).sum()), int(sees[~known].sum()), length - said.num_injected - asked)
+    decode = Work(int((~known).sum()), int(sees[~known].sum()), length - answer.num_injected - requested)
     return RolloutWork(prefill=prefill, decode=decode)
 
 
@@ -114,8 +116,8 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.append(a[:size] == b[:size], False).argmin())
 
 
-def _recomputed(said: Completion) -> Work:
-    spans = [] if said.recomputed is None else said.recomputed.tolist()
+def _recomputed(answer: Completion) -> Work:
+    spans = [] if answer.recomputed is None else answer.recomputed.tolist()
     rows, pairs = (sum(of(end) - of(start) for start, end in spans) for of in (int, _causal))
     return Work(rows, pairs, 0)
 

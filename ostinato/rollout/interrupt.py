@@ -83,7 +83,7 @@ class Interruption:
     def second(
         self, request: Request, answer: Completion, sampling: Sampling, context_limit: int
     ) -> Request | None:
-        """What to request after ``answer`` to ``request``; None when that is whole. ``sampling`` is that of the
+        """What to request after ``answer`` to ``request``; None when it is whole. ``sampling`` is that of the
         whole answer."""
         if answer.stop is not Stop.LENGTH or len(answer.tokens) < request.sampling.max_tokens:
             return None  # fewer than requested: the engine's own limit
