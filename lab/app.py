@@ -17,12 +17,12 @@ BENCHES = {
     "decode": ("decode:Decode", "one decode step by part, against its matrix products"),
     "weights": ("weights:WeightsBeside", "engine.weights side by side (decode --weights)"),
     "products": ("products:Products", "matrix products of our kernels and of torch"),
+    "serve": ("serve:Serve", "streaming clients at our server and at vLLM's: tokens per second, latencies"),
     "train": ("train:Train", "seconds of a GRPO step: ostinato, and TRL in its fastest setting"),
     "quickstart": ("quickstart:Quickstart", "whole runs of a recipe: seconds from start to report, scores"),
     "draft": ("draft:Draft", "rollouts with drafts from history and without, beside other drafters"),
     "never-slower": ("never_slower:NeverSlower", "the worst ratio with drafts (draft --never-slower)"),
     "vllm-drafts": ("vllm_drafts:VllmDrafts", "draft methods inside vLLM, ours among its own"),
-    "history": ("history:HistoryCost", "ten million tokens: to build, to hold, to search, to draft from"),
     "replay": ("replay:Replay", "sampler against trainer with routes replayed and without; planted bugs"),
     "turns": ("turns:Turns", "conversations: what is run again, whether routes are complete, latency"),
     "pipeline": ("pipeline:Pipeline", "five ways of using two cores"),
@@ -38,7 +38,15 @@ INSTEAD = {
     ("decode", "--weights"): "weights",
     ("draft", "--never-slower"): "never-slower",
 }
-OF_PROCESSES = {"quickstart", "faults", "kills", "repeat", "scaling", "readme"}  # nothing here needs threads
+OF_PROCESSES = {
+    "serve",
+    "quickstart",
+    "faults",
+    "kills",
+    "repeat",
+    "scaling",
+    "readme",
+}  # nothing here needs threads
 
 
 def run(args: Sequence[str]) -> int:

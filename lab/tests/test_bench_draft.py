@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab import draft, epochs, history, never_slower
+from lab import draft, epochs, never_slower
 from lab.arms import Oracle, best_depth
 from lab.draft import Arm, Measured
 from lab.never_slower import past
@@ -17,8 +17,6 @@ from ostinato.config import Recipe
 from ostinato.types import (
     Completion,
     DraftQuery,
-    Drafts,
-    HistoryEntry,
     Request,
     SampledTokens,
     Sampling,
@@ -149,50 +147,3 @@ def test_misleading_history_is_anothers_and_its_intervals_lie() -> None:
     edges = moved["a"][0].edges
     assert len(set(edges.tolist())) > 20 and (edges >= 0).all() and (edges + moved["a"][0].probs <= 1).all()
     assert len(answers["a"][0].context) == 8  # only the end of the prompt is kept
-
-
-# ---- bench history
-
-
-def follower(tokens: list[int]) -> history.Follower:
-    n = len(tokens)
-    said = HistoryEntry(
-        context=np.zeros(0, np.int32),
-        tokens=np.array(tokens, np.int32),
-        probs=np.ones(n, np.float32),
-        edges=np.zeros(n, np.float32),
-    )
-    return history.Follower(handle=0, will_say=said)
-
-
-@pytest.mark.parametrize(
-    ("drafted", "emitted"),
-    [
-        ([], [1]),
-        ([1], [1, 2]),
-        ([1, 2, 3], [1, 2, 3]),
-        ([2], [1]),
-        ([1, 3, 3], [1, 2]),
-        ([1, 2, 3, 4], [1, 2, 3]),
-    ],
-)
-def test_verification_gives_one_token_more_than_it_accepts(drafted: list[int], emitted: list[int]) -> None:
-    one = follower([1, 2, 3])
-    n = len(drafted)
-    drafts = Drafts(
-        counts=np.array([n], np.int32), tokens=np.array(drafted, np.int32), parents=np.arange(n) - 1
-    )
-    given_ = history.verified([one], drafts)
-    assert given_.tokens.tolist() == emitted and one.said == len(emitted)
-    assert given_.ended.tolist() == [len(emitted) == 3]
-
-
-def test_the_synthetic_answers_hold_the_uniforms_that_drew_them() -> None:
-    plan = history.HistoryCost(prompts=1, group=2, length=400, vocab=1000)
-    world, u = history.World.of(plan, 0), np.random.default_rng(7).random(400)
-    said = world.answer(u, np.random.default_rng(8))
-    again = world.answer(u, np.random.default_rng(8))
-    assert said.tokens.tolist() == again.tokens.tolist()
-    follows = said.tokens == world.tokens
-    inside = (said.edges <= u) & (u < said.edges + said.probs)
-    assert 0.4 < follows.mean() < 1.0 and inside[~follows].all() and inside.mean() > 0.95

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab import draft, history, never_slower
+from lab import draft, never_slower
 from lab.harness import measured
 
 pytestmark = pytest.mark.lab
@@ -42,14 +42,3 @@ def test_never_slower_measures_what_is_there_and_names_what_is_not() -> None:
     assert result["worst"]["ratio"] == min(cell["ratio"] for cell in result["cells"])
     assert len(result["skipped"]) == 1 and "no-such-model was skipped" in result["skipped"][0]
     never_slower.NeverSlower.table(result)
-
-
-def test_history_is_built_held_and_drafted_from() -> None:
-    plan = history.HistoryCost(
-        prompts=2, group=4, length=64, vocab=500, models=(ASSET,), batches=(2,), passes=20
-    )
-    result = measured(plan, quiet)
-    assert result["store"]["tokens"] == 2 * 4 * 64
-    assert result["drafting"][0]["us_per_sequence_pass"] > 0
-    assert result["drafting"][0]["passes"][ASSET]["pass_ms"] > 0
-    history.HistoryCost.table(result)

@@ -1,0 +1,128 @@
+"""Environments of other packages as ``task.env``: gem-llm's, textarena's and textworld's games.
+
+    [task]
+    source = "seeds"
+    env = "ostinato.env.adapters:Gem"
+    env_params = {id = "game:GuessTheNumber-v0-easy", action = "\\\\boxed{{{number}}}"}
+
+``action`` is what the game reads for an answer: "{text}" is the answer itself, "{number}" its last number, so
+that a small model which writes plain numbers can play games that want them in a box.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import random
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NUMBER = re.compile(r"-?[0-9]+")
+Step = tuple[str, float, bool, bool, dict[str, Any]]
+
+
+def _package(name: str, install: str) -> Any:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # some greet
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"this environment needs {error.name}; install it: pip install {install}") from error
+
+
+def _action(form: str, text: str) -> str:
+    found = _NUMBER.findall(text)
+    return form.format(text=text, number=found[-1] if found else "")
+
+
+class Gem:
+    """gem-llm's ``id``; ``params`` are its own."""
+
+    def __init__(self, id: str, action: str = "{text}", **params: Any) -> None:
+        self._env, self._form = _package("gem", "gem-llm").make(id, **params), action
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        random.seed(seed)  # its games draw from there
+        text, info = self._env.reset(seed=seed)
+        return f"{text}{info.get('suffix', '')}", {}
+
+    def step(self, action: str) -> Step:
+        text, reward, ended, cut, info = self._env.step(_action(self._form, action))
+        return f"{text}{info.get('suffix', '')}", float(reward), bool(ended), bool(cut), {}
+
+
+class TextArena:
+    """textarena's single-player ``id``."""
+
+    def __init__(self, id: str, action: str = "{text}", **params: Any) -> None:
+        self._env, self._form = _package("textarena", "textarena").make(env_id=id, **params), action
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        random.seed(seed)  # its games draw from there
+        self._env.reset(num_players=1, seed=seed)
+        self._seen = ""
+        return self._observed(), {}
+
+    def step(self, action: str) -> Step:
+        ended, _ = self._env.step(action=_action(self._form, action))
+        if not ended:
+            return self._observed(), 0.0, False, False, {}
+        rewards, _ = self._env.close()
+        return "", float(rewards.get(0, 0.0)), True, False, {}
+
+    def _observed(self) -> str:
+        """What is new: some games show all of it again."""
+        _, observed = self._env.get_observation()
+        if not isinstance(observed, str):
+            observed = "\n".join(str(part[1]) for part in observed)  # (from whom, message, kind)
+        before, self._seen = self._seen, observed
+        return observed.removeprefix(before).strip() if before else observed
+
+
+class TextWorld:
+    """A textworld game for each seed, generated offline: ``rooms``, ``objects`` and ``quest`` steps. What can
+    be done is listed with numbers; an answer is a command, or ends in a number of the list."""
+
+    def __init__(self, rooms: int = 1, objects: int = 2, quest: int = 1) -> None:
+        self._textworld = _package("textworld", "textworld")
+        self._size, self._env, self._score = (rooms, objects, quest), None, 0.0
+        self._commands: list[str] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ostinato-textworld-")
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        chosen = self._textworld.GameOptions()
+        chosen.nb_rooms, chosen.nb_objects, chosen.quest_length = self._size
+        chosen.seeds, chosen.path = seed % 2**31, str(Path(self._folder.name) / "game.z8")
+        file, _ = self._textworld.make(chosen)
+        wanted = self._textworld.EnvInfos(admissible_commands=True, score=True, max_score=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a generated game is none of the published ones
+            self._env = self._textworld.start(file, wanted)
+            return self._told(self._env.reset()), {}
+
+    def step(self, action: str) -> Step:
+        assert self._env is not None
+        found = _NUMBER.findall(action)
+        number = int(found[-1]) if found else 0
+        command = self._commands[number - 1] if 1 <= number <= len(self._commands) else action.strip()
+        state, _, ended = self._env.step(command)
+        gained, self._score = (state.score or 0) - self._score, float(state.score or 0)
+        return self._told(state), gained / max(state.max_score or 1, 1), bool(ended), False, {}
+
+    def _told(self, state: Any) -> str:
+        self._commands = sorted(state.admissible_commands or ())
+        listed = "\n".join(f"{number} {command}" for number, command in enumerate(self._commands, 1))
+        text = re.sub(r"\n\s*\n[\s>]*(-=.*)?", "\n", state.feedback).strip()  # without the status line
+        return f"{text}\n{listed}"
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+        self._folder.cleanup()
+
+
+__all__ = ["Gem", "TextArena", "TextWorld"]
