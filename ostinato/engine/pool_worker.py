@@ -59,16 +59,14 @@ async def bounded(asked: Awaitable[T], seconds: float, what: str) -> T:
         task.cancel()
     if not task.done():
         raise sampler_lost(f"silent for {seconds:g} s: {what}")
-    if task.cancelled():
-        raise sampler_lost(f"gave up: {what}")
-    error = task.exception()
-    if error is not None and not isinstance(error, Exception):
-        raise error  # Ctrl-C is not a worker's failure
-    if isinstance(error, WorkerLost):
-        raise error
-    if error is not None:
+    try:
+        return task.result()
+    except WorkerLost:
+        raise
+    except asyncio.CancelledError:
+        raise sampler_lost(f"gave up: {what}") from None
+    except Exception as error:  # not Ctrl-C, which is no failure of a worker
         raise sampler_lost(f"{type(error).__name__}: {error}") from error
-    return task.result()
 
 
 def _heed(task: asyncio.Future[T]) -> None:
@@ -89,13 +87,17 @@ def _policy(version: int, fingerprint: str) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class _Orders:
+class _Letter:
+    """What is sent to a worker together, in this order."""
+
+    publication: Publication | None = None
     calls: list[Call] = field(default_factory=list)
     drop: list[int] = field(default_factory=list)
 
 
 class Worker:
-    """``hear`` is called with every reply, ``acknowledged`` with every publication that is served."""
+    """``on_reply`` is called with every reply and the one before, ``on_proof`` with the version of every
+    publication that is served."""
 
     def __init__(
         self,
@@ -104,19 +106,18 @@ class Worker:
         *,
         slots: int,
         silence_s: float,
-        hear: Callable[[Worker, PollResult], None],
-        acknowledged: Callable[[Worker, Publication], None],
+        on_reply: Callable[[Worker, PollResult, PollResult | None], None],
+        on_proof: Callable[[Worker, int], None],
     ) -> None:
         self.id, self.slots = id, slots
         self.calls: dict[int, Call] = {}  # handed over, and not ended
         self.dealt: deque[Call] = deque()  # to be handed over as there is room
-        self.told: PollResult | None = None  # its latest reply, and the one before
-        self.told_before: PollResult | None = None
+        self.reply: PollResult | None = None  # the latest
         self.heard = time.time()
         self.serving = False
         self._sampler, self._silence_s = sampler, silence_s
-        self._hear, self._acknowledged = hear, acknowledged
-        self._outbox: deque[Publication | _Orders] = deque()
+        self._on_reply, self._on_proof = on_reply, on_proof
+        self._outbox: deque[_Letter] = deque()  # a publication is in the last one, if it is in any
         self._mail = asyncio.Event()
         self._policies: dict[int, tuple[int, str]] = {}  # (version, fingerprint) by number of publication
         self._posted = self._sent = self._served = 0  # numbers: meant for it, on their way, acknowledged
@@ -126,15 +127,14 @@ class Worker:
 
     def post(self, publication: Publication) -> None:
         """Send it, instead of one that has not been sent yet: nobody needs that any more."""
-        policy = (publication.version, publication.fingerprint)
-        for place, waiting in enumerate(self._outbox):
-            if isinstance(waiting, Publication):
-                self._outbox[place] = replace(publication, answers=waiting.answers + publication.answers)
-                self._policies[self._posted] = policy
-                return
-        self._posted += 1
-        self._policies[self._posted] = policy
-        self._outbox.append(publication)
+        last = self._outbox[-1].publication if self._outbox else None
+        if last is None:
+            self._posted += 1
+            self._outbox.append(_Letter())
+        else:
+            publication = replace(publication, answers=last.answers + publication.answers)
+        self._outbox[-1].publication = publication
+        self._policies[self._posted] = (publication.version, publication.fingerprint)
         self._mail.set()
 
     def versions(self, call: Call) -> set[int]:
@@ -151,41 +151,39 @@ class Worker:
         if room > 0 and self.dealt:
             if not self.calls:
                 self._still_s = 0.0
-            orders = self._orders()
+            letter = self._letter()
             for _ in range(min(room, len(self.dealt))):
                 call = self.dealt.popleft()
                 call.after = self._posted
                 self.calls[call.id] = call
-                orders.calls.append(call)
+                letter.calls.append(call)
 
     def drop(self, call: Call) -> bool:
         """Ask for ``call`` back. True: it has it already, for the worker has not heard of it yet."""
         if call in self.dealt:
             self.dealt.remove(call)
             return True
-        for orders in self._outbox:
-            if isinstance(orders, _Orders) and call in orders.calls:
-                orders.calls.remove(call)
+        for letter in self._outbox:
+            if call in letter.calls:
+                letter.calls.remove(call)
                 del self.calls[call.id]
                 return True
-        self._orders().drop.append(call.id)
+        self._letter().drop.append(call.id)
         return False
 
-    def _orders(self) -> _Orders:
+    def _letter(self) -> _Letter:
         """To be sent after all that was posted."""
         self._mail.set()
-        if not self._outbox or not isinstance(self._outbox[-1], _Orders):
-            self._outbox.append(_Orders())
-        orders = self._outbox[-1]
-        assert isinstance(orders, _Orders)
-        return orders
+        if not self._outbox:
+            self._outbox.append(_Letter())
+        return self._outbox[-1]
 
     # ---- its life
 
     async def serve(self, start_s: float) -> None:
         """Work until it is lost; the first publication, which has been posted, may take ``start_s``. Raises
         WorkerLost."""
-        await self._publish(start_s)
+        await self._publish(self._outbox[0], start_s)
         self.serving = True
         tasks = [asyncio.create_task(self._send()), asyncio.create_task(self._collect())]
         try:
@@ -203,34 +201,29 @@ class Worker:
             await self._mail.wait()
             self._mail.clear()
             while self._outbox:
-                if isinstance(self._outbox[0], Publication):
-                    await self._publish(self._silence_s)
-                else:
-                    await self._start()
+                await self._publish(self._outbox[0], self._silence_s)
+                await self._start(self._outbox.popleft())
 
-    async def _start(self) -> None:
-        orders = self._outbox.popleft()
-        assert isinstance(orders, _Orders)
-        calls = [(call.id, call.request) for call in orders.calls]
-        for call in orders.calls:
+    async def _start(self, letter: _Letter) -> None:
+        for call in letter.calls:
             call.handed = True
-        if calls or orders.drop:
-            asked = self._sampler.start(calls, orders.drop)
-            await bounded(asked, self._silence_s, f"starting {len(calls)} calls")
+        if letter.calls or letter.drop:
+            started = self._sampler.start([(call.id, call.request) for call in letter.calls], letter.drop)
+            await bounded(started, self._silence_s, f"starting {len(letter.calls)} calls")
             self.heard = time.time()
 
-    async def _publish(self, seconds: float) -> None:
-        publication = self._outbox.popleft()
-        assert isinstance(publication, Publication)
+    async def _publish(self, letter: _Letter, seconds: float) -> None:
+        publication, letter.publication = letter.publication, None
+        if publication is None:
+            return
         self._sent += 1
-        asked = self._sampler.publish(publication)
-        proof = await bounded(asked, seconds, f"publishing version {publication.version}")
+        version, published = publication.version, self._sampler.publish(publication)
+        proof = await bounded(published, seconds, f"publishing version {version}")
         if proof != publication.fingerprint:
-            version = publication.version
             sent, served = _policy(version, publication.fingerprint), _policy(version, proof)
             raise sampler_lost(f"was sent {sent} and serves {served}", by_calls=False)
         self.heard, self._served = time.time(), self._sent
-        self._acknowledged(self, publication)
+        self._on_proof(self, version)
 
     async def _collect(self) -> None:
         wait_s = min(COLLECT_S, self._silence_s / 3)
@@ -239,21 +232,21 @@ class Worker:
             floor, asked = self._served, loop.time()
             oldest = min([floor, *(call.after for call in self.calls.values())])
             self._policies = {n: policy for n, policy in self._policies.items() if n >= oldest}
-            told = await bounded(self._sampler.collect(wait_s), self._silence_s, self._occupation())
-            self._check(told, floor, min(loop.time() - asked, wait_s))
-            self.heard, self.told, self.told_before = time.time(), told, self.told
-            self._hear(self, told)
+            reply = await bounded(self._sampler.collect(wait_s), self._silence_s, self._occupation())
+            self._check(reply, floor, min(loop.time() - asked, wait_s))
+            self.heard, self.reply, before = time.time(), reply, self.reply
+            self._on_reply(self, reply, before)
             await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - asked))
 
-    def _check(self, told: PollResult, floor: int, waited_s: float) -> None:
+    def _check(self, reply: PollResult, floor: int, waited_s: float) -> None:
         """Does it serve what it was sent, and get on with what it has?"""
         sent = [policy for n, policy in self._policies.items() if floor <= n <= self._sent]
-        if (told.version, told.fingerprint) not in sent:
-            served = _policy(told.version, told.fingerprint)
+        if (reply.version, reply.fingerprint) not in sent:
+            served = _policy(reply.version, reply.fingerprint)
             known = " and ".join(_policy(*policy) for policy in sent)
             raise sampler_lost(f"serves {served}; it was sent {known}", by_calls=False)
-        known, passes = self.told, any(one.kind in (Kind.PREFILL, Kind.DECODE) for one in told.spans)
-        stands = known is not None and 0 <= told.sampled == known.sampled and not (told.done or passes)
+        before, passes = self.reply, any(one.kind in (Kind.PREFILL, Kind.DECODE) for one in reply.spans)
+        stands = before is not None and 0 <= reply.sampled == before.sampled and not (reply.done or passes)
         self._still_s = self._still_s + waited_s if stands and self.calls else 0.0
         if self._still_s >= self._silence_s:
             raise sampler_lost(f"no progress for {self._silence_s:g} s: {self._occupation()}")
@@ -268,13 +261,16 @@ class Worker:
         """It has not proved yet what it was sent last: that may be why it is lost."""
         return self._sent > self._served
 
+    def __contains__(self, call: Call) -> bool:
+        return call.id in self.calls or call in self.dealt
+
     @property
     def all_calls(self) -> list[Call]:
         return [*self.calls.values(), *self.dealt]
 
     def as_job_worker(self) -> jobs.Worker:
         """As placements see it: passes take what they took so far, on the average."""
-        counters = self.told.counters if self.told is not None else {}
+        counters = self.reply.counters if self.reply is not None else {}
         passes, seconds = counters.get("steps", 0), counters.get("seconds", 0.0)
         mean = seconds / passes if passes and seconds else 1.0
         return jobs.Worker(

@@ -1,0 +1,200 @@
+"""The calls of a pool that have not ended: which of them waits, and which worker gets which.
+
+    add -> waiting --place--> dealt to a worker -> answered
+              ^                     |
+              +---- the worker is lost (take_back), or placement has the rest of it elsewhere
+
+Prompts that were on two workers that were lost run by themselves, fewer and fewer; a prompt with which alone
+one more is lost is quarantined: it ends as ERROR (``workers.suspects``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ostinato.engine.pool_calls import Call, Results, fault
+from ostinato.engine.pool_worker import Worker, sampler_lost
+from ostinato.engine.serve import failed
+from ostinato.jobs import Placement, Plan, least_loaded
+from ostinato.types import Completion, Request, Stop
+from ostinato.workers.lost import WorkerLost
+from ostinato.workers.suspects import Key, Suspects, isolated
+
+HOMES = 10_000  # conversations whose worker is remembered
+
+
+class OpenCalls:
+    """``placement`` says who samples what, ``serving`` gives the workers that it can choose from; workers
+    that are lost within ``window_s`` of each other may have a cause in common. ``counters`` are added to."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        serving: Callable[[], Mapping[int, Worker]],
+        window_s: float,
+        counters: Counter[str],
+    ) -> None:
+        self.waiting: dict[int, Call] = {}
+        self.suspects = Suspects(window_s)
+        self._placement, self._serving, self._counters = placement, serving, counters
+        self._open: dict[Key, set[Call]] = {}
+        self._homes: dict[tuple[int, ...], int] = {}
+        self._ids = itertools.count()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    def add(self, index: int, request: Request, expected: float, results: Results) -> Call:
+        call = Call(
+            id=next(self._ids),
+            index=index,
+            request=request,
+            results=results,
+            expected=expected,
+            home=self._homes.pop(request.seed, None),
+        )
+        self._open.setdefault(call.key, set()).add(call)
+        self.waiting[call.id] = call
+        self._end_quarantined([call])
+        return call
+
+    def abandon(self, calls: Iterable[Call]) -> None:
+        """Nobody waits for these any more."""
+        workers = self._serving().values()
+        for call in calls:
+            if call.wanted:
+                self._leave(call)
+                for worker in workers:
+                    if call in worker and call.going_to is None:
+                        worker.drop(call)
+
+    def fail(self, error: Exception) -> None:
+        """It is the result of all."""
+        for call in itertools.chain(*self._open.values()):
+            call.results.put_nowait(error)
+
+    def _end(self, call: Call, completion: Completion) -> None:
+        if call.wanted:
+            self._leave(call)
+            call.results.put_nowait((call.index, completion))
+
+    def _leave(self, call: Call) -> None:
+        call.wanted = False
+        self.waiting.pop(call.id, None)
+        self._open[call.key].discard(call)
+        if not self._open[call.key]:
+            del self._open[call.key]
+            self.suspects.forget(call.key)
+
+    # ---- placement
+
+    def place(self) -> None:
+        """Deal what waits, and move what the placement would have elsewhere: given up where it runs, and
+        continued there."""
+        workers = self._serving()
+        if not workers or (not self.waiting and all(worker.all_calls for worker in workers.values())):
+            return
+        cells, waiting = self.suspects.cells, sorted(self.waiting.values(), key=lambda call: call.id)
+        closed = frozenset[int]()
+        if cells:
+            waiting = [call for call in waiting if call.key not in self.suspects.accused]
+            closed = self._place_suspects([call for call in waiting if call.key in cells], workers)
+        open = [worker.as_job_worker() for id, worker in workers.items() if id not in closed]
+        jobs = [call.job() for call in waiting if call.key not in cells]
+        plan = self._placement(jobs, open) if open else Plan()
+        if jobs and not plan.starts and open and not any(worker.jobs for worker in open):
+            plan = least_loaded(jobs, open)  # whatever a placement waits for, nothing will happen by itself
+        self._follow(plan, workers)
+
+    def _place_suspects(self, waiting: Sequence[Call], workers: Mapping[int, Worker]) -> frozenset[int]:
+        """Deal them by cells; the workers that nobody else may go to."""
+        cells = self.suspects.cells
+        held = {id: {call.key for call in worker.all_calls} for id, worker in workers.items()}
+        places, closed = isolated([*dict.fromkeys(cells[call.key] for call in waiting)], cells, held)
+        for call in waiting:
+            if (cell := cells[call.key]) in places:
+                self._deal(call, workers[places[cell]])
+        return closed
+
+    def _follow(self, plan: Plan, workers: Mapping[int, Worker]) -> None:
+        for id, worker in plan.starts:
+            self._deal(self.waiting[id], workers[worker])
+        holders = {call.id: (call, worker) for worker in workers.values() for call in worker.all_calls}
+        for id, target in plan.moves:
+            call, worker = holders[id]
+            if worker.id == target or not call.may_move:
+                continue
+            call.going_to = target
+            if worker.drop(call):
+                self._deal(call, workers[target])
+        for worker in workers.values():
+            worker.fill()
+
+    def _deal(self, call: Call, worker: Worker) -> None:
+        self.waiting.pop(call.id, None)
+        worker.deal(call)
+
+    # ---- what comes back
+
+    def answered(self, worker: Worker, id: int, completion: Completion) -> bool:
+        """Is this a whole answer? Raises WorkerLost where it cannot be right."""
+        call = worker.calls.get(id)
+        if call is None:
+            raise sampler_lost(f"answered call {id}, which it does not have", by_calls=False)
+        if wrong := fault(call, completion, worker.versions(call)):
+            raise sampler_lost(wrong, by_calls=False)
+        if completion.stop is Stop.ABORT and call.wanted and call.going_to is None:
+            raise sampler_lost(f"gave prompt {call.prompt} up unasked")
+        del worker.calls[id]
+        if completion.stop is Stop.ABORT and call.wanted:
+            self._continue(call, completion)
+            return False
+        if len(self._homes) >= HOMES:
+            self._homes.pop(next(iter(self._homes)))
+        self._homes[call.request.seed] = worker.id
+        self._end(call, completion)
+        return completion.stop is not Stop.ERROR
+
+    def _continue(self, call: Call, part: Completion) -> None:
+        """It moves: on to where it was to go, if that worker is still there."""
+        call.go_on(part)
+        assert call.going_to is not None
+        self._counters["workers/migrated"] += 1
+        worker, call.going_to = self._serving().get(call.going_to), None
+        if worker is not None and not self.suspects.cells:
+            self._deal(call, worker)
+            worker.fill()
+        else:
+            self.waiting[call.id] = call
+
+    def take_back(self, worker: Worker, lost: WorkerLost, now: float) -> bool:
+        """What it had not ended waits again. True: it was lost to its calls."""
+        handed = [call for call in worker.calls.values() if call.handed]
+        self._counters["workers/redispatched"] += sum(call.wanted for call in handed)
+        for call in worker.all_calls:
+            if call.wanted:
+                call.going_to = None
+                self.waiting[call.id] = call
+        keys = [*dict.fromkeys(call.key for call in handed)]
+        blamed = keys if lost.by_calls and not worker.publishing else []
+        explained = self.suspects.blame(worker.id, now, blamed, str(lost))
+        for key in set(keys) - self._open.keys():
+            self.suspects.forget(key)  # nobody waits for it
+        return explained
+
+    def judge(self, now: float) -> bool:
+        """Quarantine the prompts of which it is certain by now; were there any?"""
+        found = self.suspects.judge(now)
+        self._counters["workers/quarantined"] += len(found)
+        self._end_quarantined([*self.waiting.values()])
+        return bool(found)
+
+    def _end_quarantined(self, calls: Iterable[Call]) -> None:
+        for call in calls:
+            if cause := self.suspects.quarantined.get(call.key):
+                self._end(call, failed(cause))
+
+
+__all__ = ["OpenCalls"]
