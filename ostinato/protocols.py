@@ -56,6 +56,10 @@ class Sampler(Protocol):
         """Serve it from the next pass on, running calls too. The fingerprint of what is served then."""
         ...
 
+    async def close(self) -> None:
+        """Give back what it holds, as far as it can: it is given up in any case."""
+        ...
+
 
 class Timed(Protocol):
     """Something whose time is drawn in the timeline."""

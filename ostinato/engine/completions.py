@@ -32,7 +32,7 @@ def new_completion(
         edges=edges,
         versions=versions,
         stop=stop,
-        text=_text(tokens, sequence.request.sampling.stop_strings, stop, decode),
+        text=text_of(tokens, sequence.request.sampling.stop_strings, stop, decode),
         support=Support.of(sequence.kept) if sequence.kept else None,
         experts=None if routes is None else routes[prompt:],
         prompt_experts=None if routes is None else routes[:prompt],
@@ -45,7 +45,7 @@ def new_completion(
     )
 
 
-def _text(tokens: np.ndarray, strings: Seq[str], stop: Stop, decode: Decode | None) -> str:
+def text_of(tokens: np.ndarray, strings: Seq[str], stop: Stop, decode: Decode | None) -> str:
     """Up to a stop string, and without a stop token."""
     if decode is None:
         return ""
@@ -56,4 +56,4 @@ def _text(tokens: np.ndarray, strings: Seq[str], stop: Stop, decode: Decode | No
 _NOTHING = (np.zeros(0, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int32))
 
 
-__all__ = ["Decode", "new_completion"]
+__all__ = ["Decode", "new_completion", "text_of"]

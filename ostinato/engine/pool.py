@@ -1,8 +1,7 @@
 """Many samplers as one engine: placement, supervision, replacement, and proof of what they serve.
 
-    generate -> OpenCalls (who gets what) -> Worker (one life) -> its sampler -> answers
+    generate -> OpenCalls (which worker gets what) -> Worker (one life; Fleet: all) -> its sampler -> answers
     publish  -> Publications (what is sent, and who has proved it) -> every Worker
-                Fleet (all lives): started, given the current policy, lost, replaced
 
 A call is a request with its seed, so whoever answers it gives the same tokens, but for the policy in flight.
 Every worker has at most ``slots`` calls; the others wait here, where placement can still choose. One that
@@ -21,9 +20,8 @@ from typing import Any
 
 from ostinato.engine.pool_calls import Results
 from ostinato.engine.pool_dispatch import OpenCalls
-from ostinato.engine.pool_fleet import Fleet, Place, State
 from ostinato.engine.pool_publications import Publications, Published
-from ostinato.engine.pool_worker import Worker, sampler_lost
+from ostinato.engine.pool_worker import Fleet, Place, State, Worker, sampler_lost
 from ostinato.jobs import Placement, least_loaded
 from ostinato.model.wire import fingerprint, pack
 from ostinato.observe.timeline import Span
@@ -84,12 +82,15 @@ class EnginePool:
         self.counters: Counter[str] = Counter({f"workers/{name}": 0 for name in names})
         self.work: dict[str, float] = {}  # the workers' own counters, summed over all lives
         self._new_open = partial(OpenCalls, place, lambda: self._fleet.serving, self._window_s, self.counters)
+        worker = partial(
+            Worker, slots=slots, silence_s=silence_s, on_reply=self._take_in, on_proof=self._proved
+        )
         self._new_fleet = partial(
             Fleet,
-            spawn,
-            count,
-            partial(Worker, slots=slots, silence_s=silence_s, on_reply=self._take_in, on_proof=self._proved),
-            lambda: self._publications.current,
+            count=count,
+            spawn=spawn,
+            new_worker=worker,
+            policy=lambda: self._publications.current,
             start_s=start_s,
             restarts=Restarts(most=max_restarts, pause_s=pause_s),
             on_loss=self._lose,
@@ -156,13 +157,6 @@ class EnginePool:
         """End all workers. What still runs is given up."""
         await self._fleet.close()
 
-    def rebalance(self) -> None:
-        """Place what waits, and move what the placement would have elsewhere: given up where it runs, and
-        continued there. Happens by itself whenever a worker has nothing to do."""
-        self._planned = False
-        if self._fleet.failure is None:
-            self._open.place()
-
     def remember(self, uid: str, step: int, answers: Sequence[HistoryEntry]) -> None:
         """Answers that workers may draft from; they go with the next publication."""
         self._publications.remember(uid, step, answers)
@@ -194,13 +188,16 @@ class EnginePool:
         if not self._planned:
             self._planned = True
             loop = asyncio.get_running_loop()
-            loop.call_later(max(0.0, self._plan_again - loop.time()), self._rebalance)
+            loop.call_later(max(0.0, self._plan_again - loop.time()), self.rebalance)
 
-    def _rebalance(self) -> None:
-        """As a callback of the event loop, which would only log an error: those who wait are told of it."""
+    def rebalance(self) -> None:
+        """Place what waits, and move what the placement would have elsewhere. Happens by itself whenever a
+        worker has nothing to do: as a callback of the event loop, which would only log what is raised."""
+        self._planned = False
         begun = time.thread_time()  # what others take of the machine is not the plan's fault
         try:
-            self.rebalance()
+            if self._fleet.failure is None:
+                self._open.place()
         except Exception as error:  # of a placement
             self._fleet.fail(error)
         self._plan_again = asyncio.get_running_loop().time() + 9 * (time.thread_time() - begun)
@@ -243,15 +240,8 @@ class EnginePool:
         if self._open.judge(now):
             for place in self._fleet.places:
                 place.restarts.worked()
-        quarantined = [*self._open.suspects.quarantined.values()]
-        if len(quarantined) > self._max_quarantined:
-            self._fleet.fail(
-                sampler_lost(
-                    f"{len(quarantined)} prompts broke samplers (cluster.max_quarantined is "
-                    f"{self._max_quarantined}); the latest: {quarantined[-1]}",
-                    final=True,
-                )
-            )
+        if excess := self._open.suspects.excess(self._max_quarantined, "samplers"):
+            self._fleet.fail(sampler_lost(excess, final=True))
         self._plan_soon()
 
 

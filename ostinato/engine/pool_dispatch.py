@@ -22,6 +22,7 @@ from ostinato.types import Completion, Request, Stop
 from ostinato.workers.lost import WorkerLost
 from ostinato.workers.suspects import Key, Suspects, isolated
 
+Serving = Callable[[], Mapping[int, Worker]]
 HOMES = 10_000  # conversations whose worker is remembered
 
 
@@ -30,11 +31,7 @@ class OpenCalls:
     that are lost within ``window_s`` of each other may have a cause in common. ``counters`` are added to."""
 
     def __init__(
-        self,
-        placement: Placement,
-        serving: Callable[[], Mapping[int, Worker]],
-        window_s: float,
-        counters: Counter[str],
+        self, placement: Placement, serving: Serving, window_s: float, counters: Counter[str]
     ) -> None:
         self.waiting: dict[int, Call] = {}
         self.suspects = Suspects(window_s)

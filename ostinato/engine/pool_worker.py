@@ -1,4 +1,4 @@
-"""One life of a worker of the pool, from its first publication until it is lost.
+"""The workers of a pool: one life, from its first publication until it is lost, and all lives of all of them.
 
 Two tasks talk to it. One sends, in order, what it is told: publications, calls, drops. The other collects.
 Whatever the worker raises, and every wait longer than was agreed, ends its life as ``WorkerLost``,
@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar, runtime_checkable
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from ostinato import jobs
 from ostinato.engine.pool_calls import Call
-from ostinato.observe.timeline import Kind
+from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
 from ostinato.types import PollResult, Publication
 from ostinato.workers.lost import WorkerKind, WorkerLost
+from ostinato.workers.restarts import Restarts
 
 COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life
 HEAR_S = 0.02  # from one collect to the next: what ends meanwhile is heard of together
@@ -34,13 +36,6 @@ def sampler_lost(cause: str, by_calls: bool = True, final: bool = False) -> Work
     return WorkerLost(WorkerKind.SAMPLER, cause, final=final, by_calls=by_calls)
 
 
-@runtime_checkable
-class Closing(Protocol):
-    """A sampler with something to give back."""
-
-    async def close(self) -> None: ...
-
-
 async def bounded(asked: Awaitable[T], seconds: float, what: str) -> T:
     """Its result. Raises WorkerLost where it raises, or is not there in time: it is then cancelled, and not
     waited for, since it may not listen.
@@ -49,7 +44,7 @@ async def bounded(asked: Awaitable[T], seconds: float, what: str) -> T:
     arrived meanwhile is looked at before anybody is called silent.
     """
     task = asyncio.ensure_future(asked)
-    task.add_done_callback(_heed)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged as not seen
     try:
         for _ in range(SLICES):
             await asyncio.wait({task}, timeout=seconds / SLICES)
@@ -69,19 +64,6 @@ async def bounded(asked: Awaitable[T], seconds: float, what: str) -> T:
         raise sampler_lost(f"{type(error).__name__}: {error}") from error
 
 
-def _heed(task: asyncio.Future[T]) -> None:
-    """Look at what came of it, so that nobody complains that nobody did."""
-    if not task.cancelled():
-        task.exception()
-
-
-async def close(sampler: Sampler) -> None:
-    """Best effort: it is given up in any case."""
-    if isinstance(sampler, Closing):
-        with suppress(WorkerLost):
-            await bounded(sampler.close(), CLOSE_S, "closing")
-
-
 def _policy(version: int, fingerprint: str) -> str:
     return f"version {version} ({fingerprint or 'the base'})"
 
@@ -95,28 +77,24 @@ class _Letter:
     drop: list[int] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Worker:
     """``on_reply`` is called with every reply and the one before, ``on_proof`` with the version of every
     publication that is served."""
 
-    def __init__(
-        self,
-        id: int,
-        sampler: Sampler,
-        *,
-        slots: int,
-        silence_s: float,
-        on_reply: Callable[[Worker, PollResult, PollResult | None], None],
-        on_proof: Callable[[Worker, int], None],
-    ) -> None:
-        self.id, self.slots = id, slots
-        self.calls: dict[int, Call] = {}  # handed over, and not ended
-        self.dealt: deque[Call] = deque()  # to be handed over as there is room
-        self.reply: PollResult | None = None  # the latest
-        self.heard = time.time()
-        self.serving = False
-        self._sampler, self._silence_s = sampler, silence_s
-        self._on_reply, self._on_proof = on_reply, on_proof
+    id: int
+    sampler: Sampler
+    slots: int
+    silence_s: float
+    on_reply: Callable[[Worker, PollResult, PollResult | None], None]
+    on_proof: Callable[[Worker, int], None]
+    calls: dict[int, Call] = field(default_factory=dict)  # handed over, and not ended
+    dealt: deque[Call] = field(default_factory=deque)  # to be handed over as there is room
+    reply: PollResult | None = None  # the latest
+    heard: float = field(default_factory=time.time)
+    serving: bool = False
+
+    def __post_init__(self) -> None:
         self._outbox: deque[_Letter] = deque()  # a publication is in the last one, if it is in any
         self._mail = asyncio.Event()
         self._policies: dict[int, tuple[int, str]] = {}  # (version, fingerprint) by number of publication
@@ -201,15 +179,15 @@ class Worker:
             await self._mail.wait()
             self._mail.clear()
             while self._outbox:
-                await self._publish(self._outbox[0], self._silence_s)
+                await self._publish(self._outbox[0], self.silence_s)
                 await self._start(self._outbox.popleft())
 
     async def _start(self, letter: _Letter) -> None:
         for call in letter.calls:
             call.handed = True
         if letter.calls or letter.drop:
-            started = self._sampler.start([(call.id, call.request) for call in letter.calls], letter.drop)
-            await bounded(started, self._silence_s, f"starting {len(letter.calls)} calls")
+            started = self.sampler.start([(call.id, call.request) for call in letter.calls], letter.drop)
+            await bounded(started, self.silence_s, f"starting {len(letter.calls)} calls")
             self.heard = time.time()
 
     async def _publish(self, letter: _Letter, seconds: float) -> None:
@@ -217,25 +195,25 @@ class Worker:
         if publication is None:
             return
         self._sent += 1
-        version, published = publication.version, self._sampler.publish(publication)
+        version, published = publication.version, self.sampler.publish(publication)
         proof = await bounded(published, seconds, f"publishing version {version}")
         if proof != publication.fingerprint:
             sent, served = _policy(version, publication.fingerprint), _policy(version, proof)
             raise sampler_lost(f"was sent {sent} and serves {served}", by_calls=False)
         self.heard, self._served = time.time(), self._sent
-        self._on_proof(self, version)
+        self.on_proof(self, version)
 
     async def _collect(self) -> None:
-        wait_s = min(COLLECT_S, self._silence_s / 3)
+        wait_s = min(COLLECT_S, self.silence_s / 3)
         loop = asyncio.get_running_loop()
         while True:
             floor, asked = self._served, loop.time()
             oldest = min([floor, *(call.after for call in self.calls.values())])
             self._policies = {n: policy for n, policy in self._policies.items() if n >= oldest}
-            reply = await bounded(self._sampler.collect(wait_s), self._silence_s, self._occupation())
+            reply = await bounded(self.sampler.collect(wait_s), self.silence_s, self._occupation())
             self._check(reply, floor, min(loop.time() - asked, wait_s))
             self.heard, self.reply, before = time.time(), reply, self.reply
-            self._on_reply(self, reply, before)
+            self.on_reply(self, reply, before)
             await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - asked))
 
     def _check(self, reply: PollResult, floor: int, waited_s: float) -> None:
@@ -248,8 +226,8 @@ class Worker:
         before, passes = self.reply, any(one.kind in (Kind.PREFILL, Kind.DECODE) for one in reply.spans)
         stands = before is not None and 0 <= reply.sampled == before.sampled and not (reply.done or passes)
         self._still_s = self._still_s + waited_s if stands and self.calls else 0.0
-        if self._still_s >= self._silence_s:
-            raise sampler_lost(f"no progress for {self._silence_s:g} s: {self._occupation()}")
+        if self._still_s >= self.silence_s:
+            raise sampler_lost(f"no progress for {self.silence_s:g} s: {self._occupation()}")
 
     def _occupation(self) -> str:
         return f"sampling {len(self.calls)} calls" if self.calls else "waiting for calls"
@@ -281,4 +259,156 @@ class Worker:
         )
 
 
-__all__ = ["Closing", "Worker", "bounded", "close", "sampler_lost"]
+class State(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    LOST = "lost"  # and not begun anew yet
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Place:
+    """Of a worker in the pool, over its lives."""
+
+    id: int
+    restarts: Restarts  # losses in a row, without an answer, that no prompt is held to have caused
+    state: State = State.STARTING
+    since: float = field(default_factory=time.time)
+    worker: Worker | None = None
+    cause: str = ""  # of the latest loss
+
+    def enter(self, state: State) -> None:
+        self.state, self.since = state, time.time()
+
+    def status(self) -> dict[str, Any]:
+        """Times are Unix seconds."""
+        worker, reply = self.worker, self.worker.reply if self.worker is not None else None
+        return {
+            "worker": f"sampler-{self.id}",
+            "state": str(self.state),
+            "since": round(self.since, 3),
+            "version": reply.version if reply is not None else -1,
+            "running": len(worker.calls) if worker is not None else 0,
+            "sampled": reply.sampled if reply is not None else 0,
+            "heard": round(worker.heard if worker is not None else self.since, 3),
+            "cause": self.cause,
+        }
+
+
+@dataclass(kw_only=True, eq=False)
+class Fleet:
+    """Each place has a budget of its own, as ``restarts`` is; ``start_s`` is for a sampler to come up, and
+    for its first policy."""
+
+    count: int
+    spawn: Callable[[int], Awaitable[Sampler]]  # the sampler of a place
+    new_worker: Callable[[int, Sampler], Worker]
+    policy: Callable[[], Publication]  # that a new worker is sent first
+    start_s: float
+    restarts: Restarts
+    on_loss: Callable[[Place, Worker | None, WorkerLost], None]  # counts it, and takes back what there was
+    on_failure: Callable[[Exception], None]  # is called once, with what ends the pool
+    failure: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.places = [Place(id=id, restarts=replace(self.restarts)) for id in range(self.count)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._news = asyncio.Event()
+
+    @property
+    def serving(self) -> dict[int, Worker]:
+        workers = (place.worker for place in self.places if place.worker is not None)
+        return {worker.id: worker for worker in workers if worker.serving}
+
+    def begin(self) -> None:
+        """Start all workers, in the event loop of the caller."""
+        self._tasks = [asyncio.create_task(self._supervise(place)) for place in self.places]
+        for task in self._tasks:
+            task.add_done_callback(self._broke)
+
+    async def ready(self) -> None:
+        """Until every worker serves. Raises WorkerLost where one is lost too often, whatever others do."""
+        while starting := [place for place in self.places if place.state is not State.SERVING]:
+            if self.failure is not None:
+                raise self.failure
+            if hopeless := [place for place in starting if place.restarts.spent]:
+                raise self._spent(hopeless)
+            self._news.clear()
+            await self._news.wait()  # every start is bounded, and so is their number
+
+    def proved(self, id: int) -> list[Span]:
+        """The worker serves a policy: the span of its start, if that was the first one."""
+        place = self.places[id]
+        if place.state is State.SERVING:
+            return []
+        span = Span(worker=f"sampler-{id}", kind=Kind.START, start=place.since, stop=time.time())
+        place.enter(State.SERVING)
+        self._news.set()
+        return [span]
+
+    def fail(self, error: Exception) -> None:
+        """The end of all workers, unless it has come already."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        self._news.set()
+        self.on_failure(error)
+        for task in self._tasks:
+            if task is not asyncio.current_task():  # that one ends by itself, when it has closed its sampler
+                task.cancel()
+
+    async def close(self) -> None:
+        """End all workers."""
+        self.fail(RuntimeError("the pool was closed"))
+        tasks, self._tasks = self._tasks, []
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for place in self.places:
+            place.worker = None
+            place.enter(State.LOST)
+
+    def _broke(self, task: asyncio.Task[None]) -> None:
+        """Supervision itself has failed: that is a bug, and every caller is to see it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    async def _supervise(self, place: Place) -> None:
+        """One worker after the other, for as long as the pool lives."""
+        while self.failure is None:
+            await asyncio.sleep(place.restarts.wait_s)
+            place.enter(State.STARTING)
+            sampler = None
+            try:
+                sampler = await bounded(self.spawn(place.id), self.start_s, "starting")
+                place.worker = self.new_worker(place.id, sampler)
+                place.worker.post(self.policy())
+                await place.worker.serve(self.start_s)
+            except WorkerLost as lost:
+                self._lose(place, lost)
+            finally:
+                if sampler is not None:
+                    with suppress(WorkerLost):
+                        await bounded(sampler.close(), CLOSE_S, "closing")
+
+    def _lose(self, place: Place, lost: WorkerLost) -> None:
+        """Give its work back, and see whether this can go on."""
+        if lost.final:
+            self.fail(lost)
+            return
+        worker = place.worker if place.state is State.SERVING else None
+        place.worker, place.cause = None, str(lost)
+        place.enter(State.LOST)
+        self.on_loss(place, worker, lost)
+        if all(one.restarts.spent and one.state is not State.SERVING for one in self.places):
+            self.fail(self._spent(self.places))
+        self._news.set()
+
+    def _spent(self, places: Sequence[Place]) -> WorkerLost:
+        most = places[0].restarts.most
+        causes = "; ".join(f"sampler-{place.id}: {place.cause}" for place in places)
+        return sampler_lost(
+            f"{len(places)} of {len(self.places)} samplers were lost more than {most} times "
+            f"in a row without an answer in between (cluster.max_restarts is {most}): {causes}",
+            final=True,
+        )
+
+
+__all__ = ["Fleet", "Place", "State", "Worker", "bounded", "sampler_lost"]

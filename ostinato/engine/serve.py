@@ -65,14 +65,8 @@ def failed(sentence: str) -> Completion:
 
 def empty(stop: Stop, error: str = "") -> Completion:
     """An answer without a token."""
-    nothing = np.zeros(0, np.float32)
-    return Completion(
-        tokens=np.zeros(0, np.int32),
-        logprobs=nothing,
-        versions=np.zeros(0, np.int32),
-        stop=stop,
-        error=error,
-    )
+    logprobs, tokens = np.zeros(0, np.float32), np.zeros(0, np.int32)
+    return Completion(tokens=tokens, logprobs=logprobs, versions=tokens, stop=stop, error=error)
 
 
 class SamplerServer:

@@ -1,7 +1,7 @@
 """vLLM as an engine: tokens in, tokens and log-probabilities out, over HTTP; it is not imported here.
 
     generate -> one request each -> /inference/v1/generate -> tokens, log-probabilities, labels -> Completion
-    publish  -> PEFT folder -> pause (KV kept) -> the adapter replaced -> labelled -> resume
+    publish  -> PEFT folder -> Served (pause, replace, label, resume), in this life of the server or the next
 
 Running requests go on under the new adapter with the keys and values that they have. vLLM labels every token
 with the policy in force when it was sampled, so versions are exact; a label that was not published here is a
@@ -12,17 +12,16 @@ What is served is proven three times: the worker tells the digest of the adapter
 answer carries its labels, and the first answers of every policy are scored by our own decoder (k3 below
 ``bound``).
 
-A server that dies, or does not answer for ``silence_s``, is started anew at most ``max_restarts`` times in a
-row, gets the policy, and is asked again; a prompt that breaks it again and again is found, and ends as an
-error (``vllm_company``). The noise is vLLM's own: seeded by the request (not on a CPU), but a
-function of the numerics of its batch, so there is no law that tokens are the same in any company.
+A server that is lost (``Lives``) is asked again in its next life; a prompt that breaks it again and again is
+found, and ends as an error (``Company``). The noise is vLLM's own: seeded by the request (not on a CPU), but
+a function of the numerics of its batch, so there is no law that tokens are the same in any company.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -35,43 +34,27 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.engine.vllm_answers import answer, failed, question
+from ostinato.engine.requests import Limits
+from ostinato.engine.serve import failed
+from ostinato.engine.vllm_answers import answer, choice_of, question, refuse
 from ostinato.engine.vllm_company import Company
-from ostinato.engine.vllm_http import Reply, Unreachable, call, post
+from ostinato.engine.vllm_http import Reply, Unreachable, post
 from ostinato.engine.vllm_proof import Proofs, Verdict
-from ostinato.engine.vllm_server import Server, check, vllm_lost, vllm_wrong
+from ostinato.engine.vllm_served import Lives, Policy, Served
+from ostinato.engine.vllm_server import Server, check, vllm_lost
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_io import PEFT_CONFIG, PEFT_TENSORS, write_peft
 from ostinato.model.wire import check_finite, fingerprint
 from ostinato.observe.timeline import Kind, Span
 from ostinato.types import Completion, Request, Sampling
-from ostinato.workers.lost import WorkerLost
 from ostinato.workers.restarts import Restarts
 
-logger = logging.getLogger(__name__)
-LORA = "ostinato"  # the name of the adapter there
-COLDEST = 0.01  # vLLM raises temperatures between 0 and this to it
 BEAT_S = 5.0  # between two signs of life of a server with requests
 MOST_OPEN = 512  # connections at once
 MOST_SPANS = 10_000
 PROBE_TOKENS = 48
 QUESTIONS = "/inference/v1/generate"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Policy:
-    """What was published."""
-
-    version: int
-    fingerprint: str = ""  # "": the base
-    folder: Path | None = None  # of its adapter
-    digest: str = ""  # of the files in it
-    adapters: Adapters | None = None  # a copy
-
-    @property
-    def label(self) -> str:
-        return f"{self.version}:{self.fingerprint or 'base'}"
 
 
 class VllmEngine:
@@ -100,34 +83,49 @@ class VllmEngine:
         name: str = "sampler-0",
     ) -> None:
         self._server, self._decoder, self._folder, self._decode = server, decoder, folder, decode
-        self._probe, self._silence_s = probe, silence_s
-        self._restarts, self._max_quarantined = Restarts(most=max_restarts), max_quarantined
-        self._time = _Time(name)
-        self._lock = threading.RLock()  # of the server's life and of what it serves
-        self._epoch = 0
-        self._desk: _Desk | None = None
-        self._heard = ""  # the label that the server told last
-        self.signs = 0  # of life: answers, and beats while requests run
-        self.counters = Counter[str]()
-        self._proofs = Proofs(decoder, bound)
-        self._closed = False
-        self._slot = -1  # the version in the adapter's place
-        self._labels: dict[str, int] = {}  # to the version that was in the adapter's place
+        self._max_quarantined, self._time, self._desk = max_quarantined, _Time(name), None
+        self._proofs, self._served = Proofs(decoder, bound), Served(server, silence_s)
+        self._policy, self.counters = Policy(version=0), Counter[str]()
+        self._lives = Lives(
+            server=server,
+            start=self._start,
+            install=self._served.install,
+            restarts=Restarts(most=max_restarts),
+            counters=self.counters,
+        )
         try:
-            with self._time.of(Kind.START):
-                server.revive()
-            self._ask("POST", "/resume")  # whoever was here before may have left it paused
+            self._start()
+            self._served.ask("POST", "/resume")  # whoever was here before may have left it paused
             self._facts = check(server.address, [0], server.key)
-            self.context_limit = min(self._facts.context, decoder.config.max_positions)
-            self._policy = self._written(None, 0)
-            self._install(self._policy)
-            self._prove_the_base()
+            self._limits = Limits(
+                context=min(self._facts.context, decoder.config.max_positions),
+                vocab_size=decoder.config.vocab_size,
+                blocks=sys.maxsize,  # vLLM's own care
+                has_text=decode is not None,
+                records_support=False,
+                policies={"": 0},  # none by name
+            )
+            self._served.install(self._policy)
+            if probe is not None:
+                self._prove_the_base(probe)
         except Unreachable as lost:
             server.close()
             raise vllm_lost(f"vLLM was lost before any work: {lost}; {server.why()}") from lost
         except BaseException:  # nobody else knows of the server yet
             server.close()
             raise
+
+    def _start(self) -> None:
+        """A life of the server, of which nothing is proved yet."""
+        with self._time.of(Kind.START):
+            self._proofs.forget()
+            self._server.revive()
+
+    def _prove_the_base(self, probe: np.ndarray) -> None:
+        """That the server has the weights, the dtype and the log-probabilities it should."""
+        request = Request(tokens=probe, sampling=Sampling(max_tokens=PROBE_TOKENS), seed=(0,))
+        reply = self._served.ask("POST", QUESTIONS, self._question(request, self._policy))
+        self._proofs.hear(self._policy.label, None, request, self._completion(request, self._policy, reply))
 
     # ---- the protocol
 
@@ -143,8 +141,13 @@ class VllmEngine:
     def served(self) -> tuple[int, str]:
         """(version, fingerprint) that the server was last heard to serve, by answer, publish or sign of
         life."""
-        version, _, told = self._heard.partition(":")
-        return int(version), "" if told == "base" else told
+        version, _, mark = self._served.label.partition(":")
+        return int(version), "" if mark == "base" else mark
+
+    @property
+    def signs(self) -> int:
+        """Of life: answers, and beats while requests run."""
+        return self._served.signs
 
     def publish(self, adapters: Adapters | None, version: int) -> None:
         """Serve ``adapters`` (None: the base) from the next pass on; requests in flight go on under them.
@@ -154,13 +157,9 @@ class VllmEngine:
         """
         before = self._policy
         with self._time.of(None):  # whoever publishes tells of it
-            policy = self._written(adapters, version)
-            with self._lock:
-                try:
-                    self._install(policy)
-                except Unreachable as lost:
-                    self._revived(str(lost), policy)
-                self._policy = policy
+            policy = written(adapters, version, self._folder)
+            self._lives.publish(policy)
+            self._policy = policy
         for old in self._folder.glob("policy-*"):
             if old not in (policy.folder, before.folder):
                 shutil.rmtree(old, ignore_errors=True)
@@ -169,12 +168,12 @@ class VllmEngine:
         """Yield (index, completion) as requests finish. Raises ValueError for requests that never fit, and
         WorkerLost."""
         for request in requests:
-            self._refuse(request)
+            refuse(request, self._limits)
         desk = self._desk_here()
         tasks = [asyncio.create_task(self._answer(desk, index, r)) for index, r in enumerate(requests)]
-        self._time.asked(len(tasks))
+        self._time.run(len(tasks))
         for task in tasks:
-            task.add_done_callback(lambda task: self._time.answered())
+            task.add_done_callback(lambda task: self._time.run(-1))
         try:
             for done in asyncio.as_completed(tasks):
                 yield await done
@@ -189,38 +188,9 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the server, if it is ours."""
-        self._closed = True
-        self._server.close()
-        with self._lock:  # a restart that was under way has ended, and what it had started ends too
-            self._server.close()
+        self._lives.close()
 
     # ---- requests
-
-    def _refuse(self, request: Request) -> None:
-        sampling, length = request.sampling, len(request.tokens)
-        vocab = self._decoder.config.vocab_size
-        if length == 0:
-            raise ValueError("a request has no tokens; give at least one, for example the bos token")
-        for token in (int(request.tokens.min()), int(request.tokens.max())):
-            if not 0 <= token < vocab:
-                raise ValueError(f"a prompt has the token {token}, but the model's are 0 to {vocab - 1}")
-        if request.partial is not None:
-            raise ValueError("a request brings a part of its answer, which vLLM cannot go on with")
-        if length >= self.context_limit:
-            raise ValueError(
-                f"a prompt has {length} tokens and the context {self.context_limit}; shorten the prompt"
-            )
-        if 0 < sampling.temperature < COLDEST:
-            raise ValueError(
-                f"sampling.temperature is {sampling.temperature}; vLLM takes 0 (greedy) or {COLDEST} and more"
-            )
-        if sampling.min_tokens and sampling.stop_strings:
-            raise ValueError(
-                f"sampling.min_tokens is {sampling.min_tokens} with stop_strings, which vLLM "
-                "does not look for before as many tokens; drop one of them"
-            )
-        if sampling.stop_strings and self._decode is None:
-            raise ValueError("sampling.stop_strings need a tokenizer; give the engine decode=")
 
     async def _answer(self, desk: _Desk, index: int, request: Request) -> tuple[int, Completion]:
         key = request.uid, request.seed[:-1]
@@ -236,27 +206,26 @@ class VllmEngine:
 
     async def _attempt(self, desk: _Desk, request: Request) -> tuple[Policy, Completion] | None:
         """(the policy that was asked, what it said); None: it is to be asked again."""
-        epoch, policy = self._epoch, self._policy
+        epoch, policy = self._lives.epoch, self._policy
         try:
             reply = await self._reply(desk, request, policy, epoch)
-            said = self._said(request, policy, reply)
+            said = self._completion(request, policy, reply)
         except Unreachable as lost:
-            await asyncio.to_thread(self._recover, epoch, str(lost))
+            await asyncio.to_thread(self._lives.recover, epoch, str(lost))
             return None
-        if epoch != self._epoch:  # begun on a server that was given up, whatever it goes by now
+        if epoch != self._lives.epoch:  # begun on a server that was given up, whatever it goes by now
             return None
-        self._restarts.worked()
-        self.signs += 1
+        self._lives.restarts.worked()
+        self._served.signs += 1
         return policy, said
 
     async def _reply(self, desk: _Desk, request: Request, policy: Policy, epoch: int) -> Reply:
         """Raises Unreachable where the server was lost, and those who were asked bear the blame."""
         try:
-            question = self._question(request, policy)
-            asking = post(self._server.address, QUESTIONS, question, key=self._server.key)
-            reply = await self._watched(desk, asking)
+            body, server = self._question(request, policy), self._server
+            reply = await self._watched(desk, post(server.address, QUESTIONS, body, key=server.key))
             if reply.status >= 500:  # of this request, or the end of all
-                await asyncio.to_thread(self._beat)
+                await asyncio.to_thread(self._served.beat)
             return reply
         except Unreachable as lost:
             raise Unreachable(self._blame(desk, epoch, str(lost))) from lost
@@ -264,64 +233,37 @@ class VllmEngine:
     def _blame(self, desk: _Desk, epoch: int, why: str) -> str:
         """``why``, and who was asked; the first to find out says it. Raises WorkerLost for too many
         culprits."""
-        if epoch != self._epoch:
+        if epoch != self._lives.epoch:
             return why
-        blamed, told = desk.blamed
-        if epoch == blamed:
-            return told
-        company = desk.company
-        told = f"{why}, while these were asked: {company}"
-        desk.blamed = epoch, told
-        explained, found = company.blame(why)
-        self.counters["workers/quarantined"] += len(found)
-        if len(company.guilty) > self._max_quarantined:
-            raise vllm_lost(
-                f"{len(company.guilty)} prompts broke vLLM (cluster.max_quarantined is "
-                f"{self._max_quarantined}); the latest: {[*company.guilty.values()][-1]}"
-            )
-        if explained:  # no failure of the server's
-            self._restarts.worked()
-        return told
+        if desk.blamed[0] != epoch:
+            company = desk.company
+            desk.blamed = epoch, f"{why}, while these were asked: {company}"
+            explained, found = company.blame(why)
+            self.counters["workers/quarantined"] += len(found)
+            if excess := company.suspects.excess(self._max_quarantined, "vLLM"):
+                raise vllm_lost(excess)
+            if explained:  # no failure of the server's
+                self._lives.restarts.worked()
+        return desk.blamed[1]
 
     def _question(self, request: Request, policy: Policy) -> dict[str, Any]:
-        name, seeded = self._name_of(policy), self._facts.seeds
-        return question(request, name, policy.label, self.context_limit, seeded=seeded)
+        name, seeded = policy.name(self._facts.base), self._facts.seeds
+        return question(request, name, policy.label, self._limits.context, seeded=seeded)
 
-    def _said(self, request: Request, policy: Policy, reply: Reply) -> Completion:
-        """The answer in the ``reply`` of a living server. Raises ValueError where it refused the request, and
-        Unreachable where it is not the server that was asked."""
+    def _completion(self, request: Request, policy: Policy, reply: Reply) -> Completion:
+        """What a living server said; raises as ``choice_of`` and ``Served.versions``."""
         if reply.status >= 500:
             return failed(f"vLLM answered {reply.error}")
-        if reply.status == 404:  # it does not know our adapter (any more)
-            raise Unreachable(f"vLLM answered {reply.error}")
-        if reply.status != 200:
-            raise ValueError(f"vLLM refused a request of {len(request.tokens)} tokens with {reply.error}")
-        choice, name = reply.body["choices"][0], self._name_of(policy)
-        if reply.body["model"] != name:
-            raise Unreachable(f"vLLM answered as {reply.body['model']!r}, and {name!r} was asked")
-        versions = self._versions(policy, choice)
-        details = reply.body["usage"].get("prompt_tokens_details") or {}
-        cached = int(details.get("cached_tokens") or 0)
-        moe = self._decoder.config.moe
+        choice, cached = choice_of(reply, request, policy.name(self._facts.base))
+        versions, moe = self._served.versions(policy, choice), self._decoder.config.moe
         experts = None if moe is None else moe.num_experts
         return answer(request, choice, versions, self._decode, cached=cached, num_experts=experts)
 
-    def _versions(self, policy: Policy, choice: dict[str, Any]) -> np.ndarray:
-        """[T] int32, by the labels of the tokens."""
-        spans, count = choice["weight_versions"] or [], len(choice["token_ids"])
-        versions = np.full(count, -1, np.int32)
-        for span in spans:
-            if span["version"] not in self._labels:
-                raise Unreachable(f"vLLM serves policy {span['version']!r}, which was not published")
-            served = self._labels[span["version"]] if policy.folder is not None else policy.version
-            versions[span["start"] : span["end"]] = served
-            self._heard = span["version"]
-        if count and versions.min() < policy.version:
-            raise Unreachable(f"vLLM answered as policy {versions.min()} where {policy.version} was asked")
-        return versions
-
-    def _name_of(self, policy: Policy) -> str:
-        return self._facts.base if policy.folder is None else LORA
+    async def _prove(self, desk: _Desk, request: Request, policy: Policy, said: Completion) -> None:
+        """The first answers that ``policy`` alone has sampled prove it. Raises WorkerLost."""
+        if self._proofs.want(policy.label, policy.version, request, said):
+            async with desk.proof:
+                await asyncio.to_thread(self._proofs.hear, policy.label, policy.adapters, request, said)
 
     # ---- signs of life
 
@@ -356,130 +298,7 @@ class VllmEngine:
         borne."""
         while True:
             await asyncio.sleep(BEAT_S)
-            await asyncio.to_thread(self._beat)
-
-    def _beat(self) -> None:
-        """The engine core answers this between two passes. ``/health`` says well for a while after it
-        died."""
-        reply = self._call("GET", "/weight_info")
-        if reply.status != 200:
-            raise Unreachable(f"vLLM told no sign of life but {reply.error}")
-        label = reply.body["weight_version"]
-        if label not in self._labels:
-            raise Unreachable(f"vLLM serves policy {label!r}, which was not published")
-        self._heard = label
-        self.signs += 1
-
-    def _recover(self, epoch: int, why: str) -> None:
-        """Have a server again, after it was lost in ``epoch``. One of many that find it lost does the
-        work."""
-        with self._lock:
-            if epoch == self._epoch:
-                self._revived(why, self._policy)
-
-    def _revived(self, why: str, policy: Policy) -> None:
-        """A server that serves ``policy``, in a new epoch. Raises WorkerLost."""
-        while True:
-            self._restarts.in_a_row += 1
-            lost, most = self._restarts.in_a_row, self._restarts.most
-            if self._restarts.spent or self._closed:
-                raise vllm_lost(f"vLLM was lost {lost} times in a row: {why}; {self._server.why()}")
-            logger.warning(f"vLLM was lost and is started anew ({lost} of {most}): {why}")
-            try:
-                with self._time.of(Kind.START):
-                    self._proofs.forget()
-                    self._server.revive()
-                self._install(policy)
-            except (Unreachable, WorkerLost) as error:
-                if isinstance(error, WorkerLost) and error.final:
-                    raise
-                why = str(error)
-                continue
-            self._epoch += 1
-            self.counters["workers/restarts"] += 1
-            return
-
-    # ---- publishing
-
-    def _written(self, adapters: Adapters | None, version: int) -> Policy:
-        """Checked, and in files. Raises NotFinite."""
-        if adapters is None:
-            return Policy(version=version)
-        check_finite(adapters)
-        mark = fingerprint(adapters)
-        folder = self._folder / f"policy-{version}-{mark}"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_peft(adapters, folder)
-        return Policy(
-            version=version,
-            fingerprint=mark,
-            folder=folder,
-            digest=_digest(folder),
-            adapters=adapters.detach_copy(),
-        )
-
-    def _install(self, policy: Policy) -> None:
-        """Have the server serve it. Raises WorkerLost and Unreachable, and the server stays paused: an
-        adapter that was replaced, but not labelled, would sample under the name of the one before."""
-        self._must("POST", "/pause?mode=keep&clear_cache=false")
-        if policy.folder is not None:
-            self._load(policy, policy.folder)
-            self._slot = policy.version
-        self._labels[policy.label] = self._slot
-        self._must("POST", "/update_weight_version", {"new_version": policy.label})
-        self._must("POST", "/resume")
-        self._beat()
-        if self._heard != policy.label:
-            raise vllm_wrong(f"vLLM serves policy {self._heard!r} after {policy.label!r} was published")
-
-    def _load(self, policy: Policy, folder: Path) -> None:
-        """The adapter into its place, which the first one makes."""
-        known = {card["id"] for card in self._must("GET", "/v1/models")["data"]}
-        if LORA not in known:
-            body = {"lora_name": LORA, "lora_path": str(folder.absolute())}
-            if (reply := self._ask("POST", "/v1/load_lora_adapter", body)).status != 200:
-                self._must("POST", "/resume")  # nothing was replaced
-                raise vllm_wrong(f"vLLM does not take the adapter of policy {policy.label}: {reply.error}")
-        body = {"method": "ostinato_publish", "args": [str(folder.absolute())]}
-        if (reply := self._ask("POST", "/collective_rpc", body)).status != 200:
-            raise vllm_wrong(f"vLLM does not take the adapter of policy {policy.label}: {reply.error}")
-        if read := {*reply.body["results"]} - {policy.digest}:
-            raise vllm_wrong(f"vLLM read {sorted(read)} in {folder}, where {policy.digest} was written")
-
-    # ---- proofs
-
-    def _prove_the_base(self) -> None:
-        """Before any work: that the server has the weights, the dtype and the log-probabilities it should."""
-        if self._probe is not None:
-            policy, sampling = self._policy, Sampling(max_tokens=PROBE_TOKENS)
-            request = Request(tokens=self._probe, sampling=sampling, seed=(0,))
-            reply = self._ask("POST", QUESTIONS, self._question(request, policy))
-            self._proofs.hear(policy.label, None, request, self._said(request, policy, reply))
-
-    async def _prove(self, desk: _Desk, request: Request, policy: Policy, said: Completion) -> None:
-        """The first answers that ``policy`` alone has sampled prove it. Raises WorkerLost."""
-        if self._proofs.want(policy.label, policy.version, request, said):
-            async with desk.proof:
-                await asyncio.to_thread(self._proofs.hear, policy.label, policy.adapters, request, said)
-
-    # ---- calls
-
-    def _must(self, method: str, path: str, body: Any = None) -> Any:
-        """What the server says. Raises Unreachable where it refuses: it always can."""
-        if (reply := self._ask(method, path, body)).status != 200:
-            raise Unreachable(f"{method} {path}: {reply.error}")
-        return reply.body
-
-    def _ask(self, method: str, path: str, body: Any = None) -> Reply:
-        """Raises Unreachable where nobody answers, or the last words of a server that dies."""
-        reply = self._call(method, path, body)
-        if reply.status >= 500:
-            self._beat()
-        return reply
-
-    def _call(self, method: str, path: str, body: Any = None) -> Reply:
-        server = self._server
-        return call(server.address, method, path, body, key=server.key, timeout_s=self._silence_s)
+            await asyncio.to_thread(self._served.beat)
 
 
 # ---- bookkeeping
@@ -510,20 +329,16 @@ class _Time:
         self._doing: tuple[Kind | None] | None = None
         self._since = time.time()
 
-    def asked(self, requests: int) -> None:
+    def run(self, requests: int) -> None:
+        """So many more, or fewer."""
         with self._lock:
-            self._turn()
-            self._running += requests
-
-    def answered(self) -> None:
-        with self._lock:
-            if self._running == 1:
+            if not self._running or not self._running + requests:
                 self._turn()
-            self._running -= 1
+            self._running += requests
 
     @contextmanager
     def of(self, kind: Kind | None) -> Iterator[None]:
-        """Doing this, and nothing else; None: what somebody else tells of."""
+        """Doing this, and nothing else; None: what another worker does."""
         with self._lock:
             self._turn()
             before, self._doing = self._doing, (kind,)
@@ -548,6 +363,24 @@ class _Time:
         if kind is not None and now > self._since:
             self._spans.append(Span(worker=self._worker, kind=kind, start=self._since, stop=now))
         self._since = now
+
+
+def written(adapters: Adapters | None, version: int, parent: Path) -> Policy:
+    """Checked, and in files of a folder of their own. Raises NotFinite."""
+    if adapters is None:
+        return Policy(version=version)
+    check_finite(adapters)
+    mark = fingerprint(adapters)
+    folder = parent / f"policy-{version}-{mark}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_peft(adapters, folder)
+    return Policy(
+        version=version,
+        fingerprint=mark,
+        folder=folder,
+        digest=_digest(folder),
+        adapters=adapters.detach_copy(),
+    )
 
 
 def _digest(folder: Path) -> str:

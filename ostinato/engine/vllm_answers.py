@@ -1,4 +1,4 @@
-"""A request as vLLM is asked it, and what it says as a completion. Pure."""
+"""Requests as vLLM takes them, and its replies as completions. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,32 @@ from typing import Any
 import numpy as np
 
 from ostinato.algo.noise import key
-from ostinato.engine.postprocess import text_before
+from ostinato.engine.completions import text_of
+from ostinato.engine.requests import Limits, check
+from ostinato.engine.serve import failed
+from ostinato.engine.vllm_http import Reply, Unreachable
 from ostinato.routes import route_dtype
 from ostinato.types import NO_EXPERT, Completion, Request, Stop, Support
 
+COLDEST = 0.01  # vLLM raises temperatures between 0 and this to it
 NO_LOGPROB = -9999.0  # what vLLM says for none
+
+
+def refuse(request: Request, limits: Limits) -> None:
+    """Raises ValueError for what never fits, and for what vLLM would answer otherwise than our own engine."""
+    sampling = request.sampling
+    check(request, limits)
+    if request.partial is not None:
+        raise ValueError("a request brings a part of its answer, which vLLM cannot go on with")
+    if 0 < sampling.temperature < COLDEST:
+        raise ValueError(
+            f"sampling.temperature is {sampling.temperature}; vLLM takes 0 (greedy) or {COLDEST} and more"
+        )
+    if sampling.min_tokens and sampling.stop_strings:
+        raise ValueError(
+            f"sampling.min_tokens is {sampling.min_tokens} with stop_strings, which vLLM "
+            "does not look for before as many tokens; drop one of them"
+        )
 
 
 def question(request: Request, model: str, salt: str, context: int, *, seeded: bool = True) -> dict[str, Any]:
@@ -42,6 +63,19 @@ def question(request: Request, model: str, salt: str, context: int, *, seeded: b
     }
 
 
+def choice_of(reply: Reply, request: Request, model: str) -> tuple[dict[str, Any], int]:
+    """The one answer in the ``reply`` of a living server, and how many tokens it had cached. Raises
+    ValueError where the request was refused, and Unreachable where it is not the server that was asked."""
+    if reply.status == 404:  # it does not know our adapter (any more)
+        raise Unreachable(f"vLLM answered {reply.error}")
+    if reply.status != 200:
+        raise ValueError(f"vLLM refused a request of {len(request.tokens)} tokens with {reply.error}")
+    if reply.body["model"] != model:
+        raise Unreachable(f"vLLM answered as {reply.body['model']!r}, and {model!r} was asked")
+    details = reply.body["usage"].get("prompt_tokens_details") or {}
+    return reply.body["choices"][0], int(details.get("cached_tokens") or 0)
+
+
 def answer(
     request: Request,
     choice: dict[str, Any],
@@ -61,30 +95,17 @@ def answer(
     if sampling.temperature == 0:  # a greedy token is not drawn; vLLM tells what it would have had at 1
         logprobs = np.zeros_like(logprobs)
     routes = _routes(choice, len(request.tokens) + len(tokens), num_experts)
-    text = ""
-    if decode is not None:
-        cut = text_before(decode, tokens, sampling.stop_strings) if stop is Stop.STRING else None
-        said = tokens[:-1] if stop is Stop.EOS else tokens
-        text = cut if cut is not None else decode(said.tolist())
     return Completion(
         tokens=tokens,
         logprobs=logprobs,
         versions=versions,
         stop=stop,
-        text=text,
+        text=text_of(tokens, sampling.stop_strings, stop, decode),
         support=_support(choice) if sampling.filtered else None,
         experts=None if routes is None else routes[len(request.tokens) :],
         prompt_experts=None if routes is None else routes[request.routes_from : len(request.tokens)],
         passes=len(tokens),
         cached_tokens=cached,
-    )
-
-
-def failed(sentence: str) -> Completion:
-    """No answer, and why."""
-    none = np.zeros(0, np.int32)
-    return Completion(
-        tokens=none, logprobs=none.astype(np.float32), versions=none, stop=Stop.ERROR, error=sentence
     )
 
 
@@ -113,4 +134,4 @@ def _routes(choice: dict[str, Any], length: int, num_experts: int | None) -> np.
     return np.concatenate([rows.astype(np.int32), last]).astype(route_dtype(num_experts))
 
 
-__all__ = ["answer", "failed", "question"]
+__all__ = ["COLDEST", "answer", "choice_of", "question", "refuse"]

@@ -21,7 +21,7 @@ class Company:
     """The requests to one server, by prompt; for one event loop."""
 
     def __init__(self) -> None:
-        self._suspects = Suspects(0.0)  # there is no other server that could be lost for the same cause
+        self.suspects = Suspects(0.0)  # there is no other server that could be lost for the same cause
         self._open = Counter[Key]()  # that have no answer yet
         self._waiting, self._asked = Counter[Key](), Counter[Key]()
         self._news = asyncio.Event()
@@ -29,7 +29,7 @@ class Company:
     @property
     def guilty(self) -> Mapping[Key, str]:
         """What each prompt did that is not asked any more, in one sentence."""
-        return self._suspects.quarantined
+        return self.suspects.quarantined
 
     def __str__(self) -> str:
         """Who is asked now."""
@@ -45,7 +45,7 @@ class Company:
                 yield
         finally:
             if key not in self._open:
-                self._suspects.forget(key)
+                self.suspects.forget(key)
 
     @asynccontextmanager
     async def together(self, key: Key) -> AsyncIterator[None]:
@@ -62,7 +62,7 @@ class Company:
                 self._news = asyncio.Event()
 
     def _may(self, key: Key) -> bool:
-        cells = self._suspects.cells
+        cells = self.suspects.cells
         if not cells:
             return True
         if {cells.get(one) for one in self._asked} - {cells.get(key)}:
@@ -73,8 +73,8 @@ class Company:
         """The server was lost with all who are asked: (are they all suspects, so that it was their doing; who
         is guilty from now on)."""
         now = time.monotonic()
-        explained = self._suspects.blame(0, now, [*self._asked], why)
-        return explained, self._suspects.judge(now)
+        explained = self.suspects.blame(0, now, [*self._asked], why)
+        return explained, self.suspects.judge(now)
 
 
 @contextmanager

@@ -196,8 +196,6 @@ class Facts:
     base: str  # the name that the model without adapters has there
     context: int
     seeds: bool  # requests can be seeded: on a CPU, vLLM 0.32 dies of a seeded prompt that takes two passes
-    routes: bool  # answers come with routed experts
-    masks: bool  # ... and with what filters had kept
 
 
 def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
@@ -243,8 +241,6 @@ def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
         base=model["id"],
         context=int(model["max_model_len"]),
         seeds="cpu" not in device["results"],
-        routes=choice.get("routed_experts") is not None,
-        masks=choice.get("sampling_mask") is not None,
     )
 
 
@@ -262,18 +258,4 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-__all__ = [
-    "EXTENSION",
-    "GUARD",
-    "KEY",
-    "Facts",
-    "Serve",
-    "Server",
-    "VllmAt",
-    "VllmChild",
-    "check",
-    "environment",
-    "is_healthy",
-    "vllm_lost",
-    "vllm_wrong",
-]
+__all__ = ["KEY", "Serve", "Server", "VllmAt", "VllmChild", "check", "environment", "vllm_lost", "vllm_wrong"]

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.config import Recipe
-from ostinato.engine.vllm import COLDEST
+from ostinato.engine.vllm_answers import COLDEST
 from ostinato.model.decoder import Decoder
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout

@@ -84,6 +84,14 @@ class Suspects:
             )
         return guilty
 
+    def excess(self, most: int, workers: str) -> str:
+        """That more than ``most`` prompts are quarantined, in one sentence; "" where they are not."""
+        found = [*self.quarantined.values()]
+        if len(found) <= most:
+            return ""
+        budget = f"cluster.max_quarantined is {most}"
+        return f"{len(found)} prompts broke {workers} ({budget}); the latest: {found[-1]}"
+
     def forget(self, key: Key) -> None:
         """Nothing of it is on its way any more."""
         for loss in self._losses:

@@ -12,9 +12,8 @@ from small_pool import Fault, World, group, publication, run
 
 from ostinato.engine.pool_calls import Results
 from ostinato.engine.pool_dispatch import OpenCalls
-from ostinato.engine.pool_fleet import Fleet, Place, State
 from ostinato.engine.pool_publications import Publications
-from ostinato.engine.pool_worker import Worker, sampler_lost
+from ostinato.engine.pool_worker import Fleet, Place, State, Worker, sampler_lost
 from ostinato.engine.serve import empty
 from ostinato.jobs import Job, Plan, least_loaded
 from ostinato.jobs import Worker as JobWorker
@@ -182,10 +181,10 @@ def fleet(world: World, count: int, **options: Any) -> tuple[Fleet, list[str], l
 
     settings: dict[str, Any] = {"start_s": 50.0, "restarts": Restarts(most=1), **options}
     made = Fleet(
-        world.spawn,
-        count,
-        new_worker,
-        lambda: publication(0, 0),
+        count=count,
+        spawn=world.spawn,
+        new_worker=new_worker,
+        policy=lambda: publication(0, 0),
         on_loss=lost,
         on_failure=failures.append,
         **settings,
@@ -233,10 +232,10 @@ def test_a_final_loss_and_a_fault_of_the_supervision_itself_end_it_at_once() -> 
 
         workers, losses, failures = fleet(World(), 1)
         workers = Fleet(
-            spawn,
-            2,
-            broken,
-            lambda: publication(0, 0),
+            count=2,
+            spawn=spawn,
+            new_worker=broken,
+            policy=lambda: publication(0, 0),
             start_s=9.0,
             restarts=Restarts(most=1),
             on_loss=lambda *one: losses.append("lost"),
