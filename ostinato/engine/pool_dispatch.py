@@ -63,9 +63,8 @@ class OpenCalls:
         for call in calls:
             if call.wanted:
                 self._leave(call)
-                for worker in workers:
-                    if call in worker and call.going_to is None:
-                        worker.drop(call)
+                for worker in workers if call.going_to is None else ():
+                    worker.drop(call)
 
     def fail(self, error: Exception) -> None:
         """It is the result of all."""

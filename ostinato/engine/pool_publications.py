@@ -70,14 +70,9 @@ class Publications:
     def _settle(self) -> None:
         while self._unproved and not self._unproved[0].missing:
             one = self._unproved.popleft()
-            self._proved.append(
-                Published(
-                    version=one.publication.version,
-                    bytes=len(one.publication.payload) * one.proved,
-                    seconds=time.time() - one.begun,
-                    workers=one.proved,
-                )
-            )
+            version, size = one.publication.version, len(one.publication.payload) * one.proved
+            seconds = time.time() - one.begun
+            self._proved.append(Published(version=version, bytes=size, seconds=seconds, workers=one.proved))
 
     def forget(self) -> None:
         """All workers are gone."""

@@ -137,7 +137,7 @@ class Worker:
                 letter.calls.append(call)
 
     def drop(self, call: Call) -> bool:
-        """Ask for ``call`` back. True: it has it already, for the worker has not heard of it yet."""
+        """Ask for ``call`` back, if it is here. True: it is back, for the worker has not heard of it yet."""
         if call in self.dealt:
             self.dealt.remove(call)
             return True
@@ -146,7 +146,8 @@ class Worker:
                 letter.calls.remove(call)
                 del self.calls[call.id]
                 return True
-        self._letter().drop.append(call.id)
+        if self.calls.get(call.id) is call:
+            self._letter().drop.append(call.id)
         return False
 
     def _letter(self) -> _Letter:
@@ -238,9 +239,6 @@ class Worker:
     def publishing(self) -> bool:
         """It has not proved yet what it was sent last: that may be why it is lost."""
         return self._sent > self._served
-
-    def __contains__(self, call: Call) -> bool:
-        return call.id in self.calls or call in self.dealt
 
     @property
     def all_calls(self) -> list[Call]:

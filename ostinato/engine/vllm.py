@@ -374,13 +374,8 @@ def written(adapters: Adapters | None, version: int, parent: Path) -> Policy:
     folder = parent / f"policy-{version}-{mark}"
     folder.mkdir(parents=True, exist_ok=True)
     write_peft(adapters, folder)
-    return Policy(
-        version=version,
-        fingerprint=mark,
-        folder=folder,
-        digest=_digest(folder),
-        adapters=adapters.detach_copy(),
-    )
+    copy, digest = adapters.detach_copy(), _digest(folder)
+    return Policy(version=version, fingerprint=mark, folder=folder, digest=digest, adapters=copy)
 
 
 def _digest(folder: Path) -> str:

@@ -127,11 +127,11 @@ def test_a_call_moves_with_what_it_has(there: bool) -> None:
     one._outbox.clear()  # it was sent
     call.handed, call.generated = True, 3
     calls.place()
-    assert call.going_to == 1 and call in one
+    assert call.going_to == 1 and call in one.all_calls
     if not there:
         del alive[1]
     assert not calls.answered(one, call.id, empty(Stop.ABORT))
-    assert (call in other) == there and (call.id in calls.waiting) != there
+    assert (call in other.all_calls) == there and (call.id in calls.waiting) != there
     assert counters["workers/migrated"] == 1 and queue.empty()
 
 
