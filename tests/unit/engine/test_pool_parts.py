@@ -1,11 +1,13 @@
-"""The parts of a pool, each by itself: publications, calls that have not ended, lives of workers."""
+"""The parts of the pool and of the engine on vLLM, each by itself; what they do together is in the others."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from small_pool import Fault, World, group, publication, run
@@ -13,239 +15,110 @@ from small_pool import Fault, World, group, publication, run
 from ostinato.engine.pool_calls import Results
 from ostinato.engine.pool_dispatch import OpenCalls
 from ostinato.engine.pool_publications import Publications
-from ostinato.engine.pool_worker import Fleet, Place, State, Worker, sampler_lost
+from ostinato.engine.pool_worker import Fleet, Worker
 from ostinato.engine.serve import empty
-from ostinato.jobs import Job, Plan, least_loaded
-from ostinato.jobs import Worker as JobWorker
-from ostinato.types import Completion, Stop
+from ostinato.engine.vllm_http import Reply, Unreachable
+from ostinato.engine.vllm_served import Lives, Policy, Served
+from ostinato.jobs import least_loaded
+from ostinato.types import Stop
 from ostinato.workers.lost import WorkerLost
 from ostinato.workers.restarts import Restarts
 
-# ---- publications
+ADAPTER = Policy(version=1, fingerprint="f1", folder=Path("a"), digest="d1")
 
 
 def test_a_policy_is_published_when_every_worker_of_its_time_has_proved_it() -> None:
     books = Publications(publication)
-    books.publish(7, 1, {0, 1, 2})
+    books.remember("p0", 3, [])
+    assert books.publish(7, 1, {0, 1, 2}).answers == (("p0", 3, ()),)
     books.proved(0, 1)
-    books.publish(88, 2, {0, 1})
+    assert not books.publish(88, 2, {0, 1}).answers
     books.proved(1, 2)  # the first one was replaced before it was sent
     assert not books.take()
     books.lost(2)
-    [first] = books.take()
-    assert (first.version, first.workers, first.bytes) == (1, 1, 1)
+    assert [(one.version, one.workers, one.bytes) for one in books.take()] == [(1, 1, 1)]
     books.proved(0, 2)
-    [second] = books.take()
-    assert (second.version, second.workers, second.bytes) == (2, 2, 4) and not books.take()
-
-
-def test_what_no_worker_serves_yet_is_a_part_of_their_start() -> None:
-    books = Publications(publication)
-    books.publish(7, 1, ())
-    assert books.current.version == 1 and not books.take()
-    books.publish(8, 2, {0})
-    books.forget()
-    books.proved(0, 2)
-    assert not books.take()
-
-
-def test_answers_go_once_and_a_policy_that_cannot_be_packed_changes_nothing() -> None:
-    def packed(weight: Any, version: int) -> Any:
-        if weight is None:
-            raise ValueError("not finite")
-        return publication(weight, version)
-
-    books = Publications(packed)
-    books.remember("p0", 3, [])
-    with pytest.raises(ValueError, match="not finite"):
-        books.publish(None, 1, {0})
-    assert books.current.version == 0
-    assert books.publish(7, 1, {0}).answers == (("p0", 3, ()),) and not books.current.answers
-    assert not books.publish(8, 2, {0}).answers
-
-
-# ---- calls
-
-
-def worker(id: int, slots: int = 8) -> Worker:
-    """One that is dealt to, and sends nothing."""
-    return Worker(id, None, slots=slots, silence_s=1.0, on_reply=print, on_proof=print)  # type: ignore[arg-type]
-
-
-def open_calls(*workers: Worker, place: Any = least_loaded) -> OpenCalls:
-    return OpenCalls(place, lambda: {one.id: one for one in workers}, 0.0, Counter())
-
-
-def results_of(queue: Results) -> list[tuple[int, Completion]]:
-    found = []
-    while not queue.empty():
-        result = queue.get_nowait()
-        assert not isinstance(result, BaseException)
-        found.append(result)
-    return found
+    assert [(one.version, one.workers, one.bytes) for one in books.take()] == [(2, 2, 4)]
 
 
 def test_calls_are_dealt_answered_once_and_leave() -> None:
-    one, queue = worker(0, slots=2), Results()
-    calls = open_calls(one)
+    one = Worker(0, Mock(), 2, 1.0, Mock(), Mock())  # it sends nothing
+    queue, calls = Results(), OpenCalls(least_loaded, lambda: {0: one}, 0.0, Counter())
     first, second, third = (calls.add(i, request, 0.0, queue) for i, request in enumerate(group(0, 3)))
     calls.place()
     assert [*one.calls] == [first.id, second.id] and [*calls.waiting] == [third.id] and len(calls) == 3
     assert calls.answered(one, second.id, empty(Stop.EOS))
-    assert not calls.answered(one, first.id, empty(Stop.ERROR, "no"))
+    assert queue.get_nowait()[0] == 1  # type: ignore[index]
     with pytest.raises(WorkerLost, match="which it does not have"):
         calls.answered(one, second.id, empty(Stop.EOS))
-    assert [index for index, _ in results_of(queue)] == [1, 0] and len(calls) == 1
-    again = calls.add(0, second.request, 0.0, queue)
-    assert again.home == 0, "where its beginning is"
-
-
-def test_whoever_gives_up_leaves_nothing_behind() -> None:
-    one, queue = worker(0, slots=1), Results()
-    calls = open_calls(one)
-    mine = [calls.add(i, request, 0.0, queue) for i, request in enumerate(group(0, 3))]
-    calls.place()
-    calls.abandon(mine)
-    assert not len(calls) and not calls.waiting and not one.all_calls and queue.empty()
-    calls.add(0, group(1)[0], 0.0, queue)
+    calls.abandon([first])
     calls.fail(RuntimeError("closed"))
-    assert isinstance(queue.get_nowait(), RuntimeError) and queue.empty()
+    assert isinstance(queue.get_nowait(), RuntimeError) and queue.empty() and len(calls) == 1
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_call_moves_with_what_it_has(there: bool) -> None:
-    def to_the_other(waiting: list[Job], workers: list[JobWorker]) -> Plan:
-        held = [(job.id, 1) for one in workers for job in one.jobs if one.id == 0]
-        return Plan(starts=tuple((job.id, 0) for job in waiting), moves=tuple(held))
+def test_a_worker_is_replaced_in_its_place_until_the_end() -> None:
+    losses, failures = list[str](), list[str]()
 
-    one, other, queue = worker(0), worker(1), Results()
-    alive = {0: one, 1: other}
-    counters = Counter[str]()
-    calls = OpenCalls(to_the_other, lambda: alive, 0.0, counters)  # type: ignore[arg-type]
-    call = calls.add(0, group(0)[0], 0.0, queue)
-    calls.place()
-    one._outbox.clear()  # it was sent
-    call.handed, call.generated = True, 3
-    calls.place()
-    assert call.going_to == 1 and call in one.all_calls
-    if not there:
-        del alive[1]
-    assert not calls.answered(one, call.id, empty(Stop.ABORT))
-    assert (call in other.all_calls) == there and (call.id in calls.waiting) != there
-    assert counters["workers/migrated"] == 1 and queue.empty()
+    def proved(worker: Worker, version: int) -> None:
+        fleet.proved(worker.id)
 
-
-def test_a_prompt_that_was_lost_with_others_runs_alone_and_is_quarantined_at_last() -> None:
-    queue, lives = Results(), 0
-    broken, sound = group(0, 1)[0], group(1, 1)[0]
-    alive: dict[int, Worker] = {}
-    counters = Counter[str]()
-    calls = OpenCalls(least_loaded, lambda: alive, 0.0, counters)
-    for index, request in enumerate((broken, sound)):
-        calls.add(index, request, 0.0, queue)
-    while calls.waiting and lives < 9:
-        alive[0] = one = worker(0)
-        calls.place()
-        for call in [*one.calls.values()]:
-            call.handed = True
-        if any(call.request is broken for call in one.calls.values()):
-            lives += 1
-            calls.take_back(one, sampler_lost("died"), float(lives))
-            calls.judge(float(lives))
-        else:
-            [id] = one.calls
-            assert calls.answered(one, id, empty(Stop.EOS))
-    found = dict(results_of(queue))
-    assert found[1].stop is Stop.EOS and "prompt p0 is quarantined" in found[0].error and lives <= 4
-    assert counters["workers/quarantined"] == 1 and counters["workers/redispatched"] >= lives
-    calls.add(0, replace(broken, seed=(*broken.seed[:-1], 5)), 0.0, queue)
-    assert "quarantined" in results_of(queue)[0][1].error and not len(calls)
-
-
-# ---- lives
-
-
-def fleet(world: World, count: int, **options: Any) -> tuple[Fleet, list[str], list[Exception]]:
-    """Its losses and its failures are noted."""
-    losses, failures = list[str](), list[Exception]()
-
-    def lost(place: Place, held: Worker | None, error: WorkerLost) -> None:
-        losses.append(f"{place.id}: {error} {'with' if held else 'without'} calls")
-        place.restarts.in_a_row += 1
-
-    def new_worker(id: int, sampler: Any) -> Worker:
-        def proved(one: Worker, version: int) -> None:
-            made.proved(id)
-
-        return Worker(id, sampler, slots=8, silence_s=20.0, on_reply=lambda *one: None, on_proof=proved)
-
-    settings: dict[str, Any] = {"start_s": 50.0, "restarts": Restarts(most=1), **options}
-    made = Fleet(
-        count=count,
-        spawn=world.spawn,
-        new_worker=new_worker,
+    fleet = Fleet(
+        count=2,
+        spawn=World({(1, 0): Fault("raise", at=5)}).spawn,
+        new_worker=partial(Worker, slots=8, silence_s=20.0, on_reply=Mock(), on_proof=proved),
         policy=lambda: publication(0, 0),
-        on_loss=lost,
-        on_failure=failures.append,
-        **settings,
+        start_s=50.0,
+        restarts=Restarts(most=1),
+        on_loss=lambda place, worker, lost: losses.append(f"{place.id}: {lost}"),
+        on_failure=lambda error: failures.append(str(error)),
     )
-    return made, losses, failures
 
-
-def test_a_worker_is_replaced_in_its_place() -> None:
     async def main() -> None:
-        workers, losses, failures = fleet(World({(1, 0): Fault("raise", at=5)}), 2)
-        workers.begin()
-        await workers.ready()
-        assert [place.status()["state"] for place in workers.places] == ["serving", "serving"]
-        assert sorted(workers.serving) == [0, 1] and not workers.proved(0)
+        fleet.begin()
+        await fleet.ready()
         await asyncio.sleep(20.0)
-        assert losses == ["1: ConnectionError: the actor died with calls"] and not failures
-        assert sorted(workers.serving) == [0, 1] and workers.places[1].cause.endswith("the actor died")
-        await workers.close()
-        assert [str(error) for error in failures] == ["the pool was closed"] and not workers.serving
-        assert {place.state for place in workers.places} == {State.LOST}
+        assert sorted(fleet.serving) == [0, 1] and losses == ["1: ConnectionError: the actor died"]
+        await fleet.close()
 
     run(main())
+    assert failures == ["the pool was closed"] and not fleet.serving
 
 
-def test_it_ends_when_the_budget_of_all_places_is_spent() -> None:
-    async def main() -> None:
-        faults = {(place, life): Fault("stillborn") for place in range(2) for life in range(9)}
-        workers, losses, failures = fleet(World(faults), 2)
-        workers.begin()
-        with pytest.raises(WorkerLost, match="of 2 samplers were lost more than 1 times"):
-            await workers.ready()
-        await asyncio.sleep(20.0)
-        assert len(losses) == 4 and len(failures) == 1 and workers.failure is failures[0]
+class Scripted(Served):
+    """Notes its calls, and answers them without a network; ``digest`` is of what it has read."""
 
-    run(main())
+    calls, label_there, digest = list[str](), "default", "d1"
+
+    def _call(self, method: str, path: str, body: Any = None) -> Reply:
+        self.calls.append(path.partition("?")[0].split("/")[-1])
+        self.label_there = (body or {}).get("new_version", self.label_there)
+        told = {"data": [], "weight_version": self.label_there, "results": [self.digest]}
+        return Reply(status=200, body=told)
 
 
-def test_a_final_loss_and_a_fault_of_the_supervision_itself_end_it_at_once() -> None:
-    async def main(error: Exception) -> Exception:
-        async def spawn(id: int) -> Any:
-            return (await World().spawn(id)) if id else None
+def test_an_adapter_is_replaced_between_pause_and_label_and_versions_are_by_label() -> None:
+    served = Scripted(Mock(), 1.0)
+    served.install(ADAPTER)
+    replaced = ["models", "load_lora_adapter", "collective_rpc"]
+    assert served.calls == ["pause", *replaced, "update_weight_version", "resume", "weight_info"]
+    spans = [{"version": "1:f1", "start": 0, "end": 2}]
+    assert served.versions(ADAPTER, {"token_ids": [5, 6], "weight_versions": spans}).tolist() == [1, 1]
+    with pytest.raises(Unreachable, match="answered as policy -1"):
+        served.versions(ADAPTER, {"token_ids": [5], "weight_versions": None})
+    served.digest = "d9"
+    with pytest.raises(WorkerLost, match="where d1 was written"):
+        served.install(ADAPTER)
 
-        def broken(id: int, sampler: Any) -> Worker:
-            raise error
 
-        workers, losses, failures = fleet(World(), 1)
-        workers = Fleet(
-            count=2,
-            spawn=spawn,
-            new_worker=broken,
-            policy=lambda: publication(0, 0),
-            start_s=9.0,
-            restarts=Restarts(most=1),
-            on_loss=lambda *one: losses.append("lost"),
-            on_failure=failures.append,
-        )
-        workers.begin()
-        with pytest.raises(type(error)):
-            await workers.ready()
-        assert not losses
-        return failures[0]
-
-    for error in (sampler_lost("the cluster is gone", final=True), KeyError("a bug")):
-        assert run(main(error)) is error
+def test_a_lost_server_gets_its_policy_in_the_next_life_at_most_so_often() -> None:
+    gone, counters, say = Unreachable("gone"), Counter[str](), Mock()
+    server, install = Mock(why=lambda: "no log"), Mock(side_effect=[gone, None, None, gone])
+    restarts = Restarts(most=2)
+    lives = Lives(server=server, start=Mock(), install=install, restarts=restarts, counters=counters, say=say)
+    lives.publish(ADAPTER)
+    lives.recover(0, "found lost in the life before")
+    assert install.call_count == 2 and lives.epoch == say.call_count == counters["workers/restarts"] == 1
+    restarts.worked()
+    lives.recover(1, "silent")
+    with pytest.raises(WorkerLost, match="lost 3 times in a row: gone; no log"):
+        lives.recover(2, "silent")
