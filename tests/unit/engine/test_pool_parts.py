@@ -111,13 +111,12 @@ def test_an_adapter_is_replaced_between_pause_and_label_and_versions_are_by_labe
 
 
 def test_a_lost_server_gets_its_policy_in_the_next_life_at_most_so_often() -> None:
-    gone, counters, say = Unreachable("gone"), Counter[str](), Mock()
+    gone, counters, restarts = Unreachable("gone"), Counter[str](), Restarts(most=2)
     server, install = Mock(why=lambda: "no log"), Mock(side_effect=[gone, None, None, gone])
-    restarts = Restarts(most=2)
-    lives = Lives(server=server, start=Mock(), install=install, restarts=restarts, counters=counters, say=say)
+    lives = Lives(server=server, start=Mock(), install=install, restarts=restarts, counters=counters)
     lives.publish(ADAPTER)
     lives.recover(0, "found lost in the life before")
-    assert install.call_count == 2 and lives.epoch == say.call_count == counters["workers/restarts"] == 1
+    assert install.call_count == 2 and lives.epoch == counters["workers/restarts"] == 1
     restarts.worked()
     lives.recover(1, "silent")
     with pytest.raises(WorkerLost, match="lost 3 times in a row: gone; no log"):
