@@ -142,10 +142,9 @@ class Recipe(Section):
             )
         if task.has_agent and self.rollout.interrupt_after:
             raise ValueError("rollout.interrupt_after is not done for agents; leave it out")
-        if not task.env and task.source == "seeds":
-            raise ValueError("task.source is for an environment, and task.env is empty; name its class")
-        if not (task.env or task.has_agent) and "env" in self.reward.functions:
-            raise ValueError("reward.functions is for an environment, and task.env is empty; name its class")
+        if not (task.env or task.has_agent) and (task.source == "seeds" or "env" in self.reward.functions):
+            key = "task.source" if task.source == "seeds" else "reward.functions"
+            raise ValueError(f"{key} is for an environment, and task.env is empty; name its class")
 
     def _check_bounds(self) -> None:
         """Nothing that has a bound of its own may take longer than what ends the whole run."""

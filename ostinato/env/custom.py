@@ -56,15 +56,18 @@ def factory(spec: str, params: Mapping[str, Any]) -> Factory:
     return lambda: make(**params)
 
 
-def seeds(make: Factory, spec: str, split: str, seed: int, n: int) -> list[Prompt]:
-    """``n`` prompts of ``split``, each the first text of an environment with a seed of its own. The seeds of
-    the splits differ; whether their games do is up to the environment."""
+def seeds(make: Factory | None, spec: str, split: str, seed: int, n: int) -> list[Prompt]:
+    """``n`` prompts of ``split``, each the first text of an environment with a seed of its own, or without an
+    environment (an agent has its own) the seed itself. The seeds of the splits differ; whether their games do
+    is up to the environment."""
     prompts = []
     for k in range(n):
         number = int.from_bytes(hashlib.sha256(f"{split}/{seed}/{k}".encode()).digest()[:4], "big") >> 1
-        made = make()
-        text = _first(made, number, {"seed": number})
-        _close(made)
+        text = str(number)
+        if make is not None:
+            made = make()
+            text = _first(made, number, {"seed": number})
+            _close(made)
         if not text:
             raise ValueError(
                 f'task.env {spec!r}: reset() gives no text, and task.source = "seeds" has none either'

@@ -133,7 +133,8 @@ def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
         return load_tasks(task.source, split, task.seed, n, task.params, task.system_prompt)
     if n is None:
         raise ValueError(f"task.n_train is 0; task.source {SEEDS!r} is endless, say how many prompts to draw")
-    rows = seeds(factory(task.env, task.env_params), task.env, split, task.seed, n)
+    make = factory(task.env, task.env_params) if task.env else None
+    rows = seeds(make, task.env, split, task.seed, n)
     return [with_system(row, task.system_prompt) for row in rows] if task.system_prompt else rows
 
 
