@@ -167,11 +167,14 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", help="A whole Hugging Face model, adapter merged.")
     ] = False,
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="Merged, and as GGUF by llama.cpp's converter, for Ollama.")
+    ] = False,
 ) -> None:
     """Write a run's last policy as a PEFT adapter, or merged as a Hugging Face model."""
     from ostinato.cli.export import export as command
 
-    command(run, to, merged=merged)
+    command(run, to, merged=merged, gguf=gguf)
 
 
 @app.command()

@@ -1,23 +1,73 @@
-"""``ostinato export``: the last policy of a run as a PEFT adapter, or merged as a Hugging Face model."""
+"""``ostinato export``: the last policy of a run as a PEFT adapter, a merged Hugging Face model, or GGUF."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ostinato.launch import RunFailed
 from ostinato.launch.policy import load_policy, write_policy
 
+if TYPE_CHECKING:
+    from ostinato.launch.policy import Policy
 
-def export(run: Path, to: Path, *, merged: bool) -> None:
-    """Write the policy of ``run`` into ``to``, which must be empty or not exist."""
+CONVERTER = "convert_hf_to_gguf.py"  # of llama.cpp
+
+
+def export(run: Path, to: Path, *, merged: bool, gguf: bool = False) -> None:
+    """Write the policy of ``run`` into ``to``, which must be empty or not exist; print how to serve it."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"{to} exists and is not empty; name another folder")
     if not (run / "recipe.toml").is_file():
         raise ValueError(f"run folder {run} holds no recipe.toml; name the folder of a started run")
+    converter = _converter() if gguf else []
     policy = load_policy(str(run))
+    merged = merged or gguf
     if merged and policy.adapters is not None:
         from ostinato.model.peft_io import export_merged
 
         export_merged(policy.decoder, policy.adapters, to, tokenizer_from=policy.folder)
     else:
         write_policy(policy.decoder, policy.adapters, policy.folder, to, policy.recipe.model.path)
+    if gguf:
+        _convert(converter, to)
     print(f"wrote {to}: the policy after {policy.step} steps")
+    for line in _served_by(policy, run.resolve().name, to.resolve(), merged=merged, gguf=gguf):
+        print(line)
+
+
+def _converter() -> list[str]:
+    """The command of llama.cpp's converter. ValueError where it is not installed."""
+    found = shutil.which(CONVERTER)
+    if found is None:
+        raise ValueError(f"--gguf needs llama.cpp's {CONVERTER} on the PATH; install it, or use --merged")
+    return [found] if os.access(found, os.X_OK) else [sys.executable, found]
+
+
+def _convert(converter: list[str], folder: Path) -> None:
+    command = [*converter, str(folder), "--outfile", str(folder / "model.gguf"), "--outtype", "f16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise RunFailed(f"{CONVERTER} ended with {done.returncode}: {last}; the merged model is in {folder}")
+    (folder / "Modelfile").write_text("FROM ./model.gguf\n", encoding="utf-8")
+
+
+def _served_by(policy: Policy, name: str, to: Path, *, merged: bool, gguf: bool) -> Iterator[str]:
+    """Lines that start the servers of others."""
+    if merged or policy.adapters is None:
+        yield f"vLLM    vllm serve {to} --served-model-name {name}"
+    else:
+        rank = policy.adapters.spec.rank
+        lora = f"--enable-lora --max-lora-rank {rank} --lora-modules {name}={to}"
+        yield f"vLLM    vllm serve {policy.folder} {lora}"
+    if gguf:
+        yield f"Ollama  ollama create {name} -f {to / 'Modelfile'}"
+
+
+__all__ = ["export"]

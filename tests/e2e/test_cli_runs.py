@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,6 +133,30 @@ def test_export_as_adapter_and_as_model(place: Path, here: Here, trained: tuple[
     here("export", str(folder), "out/merged", "--merged")
     assert here("generate", "out/merged", "-p", "hello", "--max-tokens", "4")
     assert "not empty" in here("export", str(folder), "out/merged", code=2)
+
+
+def test_export_for_other_servers(
+    place: Path, here: Here, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The converter of llama.cpp stands in as a program that copies: what it is given is a merged model."""
+    folder, _ = trained
+    assert "--lora-modules" in here("export", str(folder), "out/for-vllm")
+    tools = place / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    assert "needs llama.cpp's convert_hf_to_gguf.py" in here(
+        "export", str(folder), "out/no", "--gguf", code=2
+    )
+    converter = tools / "convert_hf_to_gguf.py"
+    converter.write_text(
+        f"#!{sys.executable}\nimport pathlib, sys\nfolder = pathlib.Path(sys.argv[1])\n"
+        "assert (folder / 'config.json').is_file() and sys.argv[2] == '--outfile'\n"
+        "pathlib.Path(sys.argv[3]).write_bytes((folder / 'model.safetensors').read_bytes())\n"
+    )
+    converter.chmod(0o755)
+    told = here("export", str(folder), "out/gguf", "--gguf")
+    assert "ollama create" in told and (place / "out/gguf/Modelfile").read_text() == "FROM ./model.gguf\n"
+    assert (place / "out/gguf/model.gguf").is_file()
 
 
 def test_resume_after_ctrl_c_equals_a_run_without_it(place: Path, trained: tuple[Path, str]) -> None:
