@@ -32,7 +32,6 @@ class Served:
 
     adapters: Adapters | None
     prepared: Prepared | None
-    fused: FusedStep | None  # all layers in one call, where the kernels know the model
     fingerprint: str | None = None  # when it was first requested
 
 
@@ -63,14 +62,22 @@ class Runner:
         with torch.inference_mode():
             served = None if adapters is None else adapters.detach_copy()
             prepared = None if served is None else served.prepared(self.decoder.dtype)
-            fused = None
-            if self._kernels is not None and self._want_fused:
-                fused = self._kernels.fused(self.decoder, prepared)
-        self._policies[policy] = Served(served, prepared, fused)
+        self._policies[policy] = Served(served, prepared)
+        self._fuse()
 
     def retire(self, policy: int) -> None:
         """Forget a policy that nothing runs under any more."""
         del self._policies[policy]
+        self._fuse()
+
+    def _fuse(self) -> None:
+        """All layers of all policies in one call, where the kernels know the model."""
+        self._fused: FusedStep | None = None
+        self._places = {number: place for place, number in enumerate(self._policies)}  # in the fused step
+        if self._kernels is not None and self._want_fused:
+            with torch.inference_mode():
+                prepared = [served.prepared for served in self._policies.values()]
+                self._fused = self._kernels.fused(self.decoder, prepared)
 
     def load(self, path: Path) -> None:
         """Run with all weights in ``path`` (``wire.pack_weights``), which are copied into the decoder."""
@@ -89,21 +96,28 @@ class Runner:
 
     @property
     def is_fused(self) -> bool:
-        return self._policies[0].fused is not None
+        return self._fused is not None
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copy keys and values of whole blocks, before the next pass."""
         self.store.copy_blocks(sources, targets)
 
     def forward(
-        self, tokens: np.ndarray, positions: np.ndarray, rows: Rows, policy: int = 0
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        rows: Rows,
+        policies: Sequence[tuple[int, int, int]] = (),
     ) -> tuple[torch.Tensor, np.ndarray | None]:
-        """Hidden states [T, D] and routes [T, L_moe, K] int16 of a pass under one policy."""
-        served = self._policies[policy]
+        """Hidden states [T, D] and routes [T, L_moe, K] int16 of a pass; ``policies``: (number, first row,
+        last row + 1), empty for the policy without a name. Op by op there is one policy."""
+        served = self._policies[policies[0][0] if policies else 0]
         with torch.inference_mode():
             ids, places = self.on_device(tokens), self.on_device(positions)
-            if served.fused is not None:
-                hidden, routing = served.fused.forward(ids, places, rows, self.store.keys, self.store.values)
+            if self._fused is not None:
+                spans = [(last, self._places[number]) for number, _, last in policies]
+                keys, values = self.store.keys, self.store.values
+                hidden, routing = self._fused.forward(ids, places, rows, keys, values, spans)
             else:
                 kernels = self._kernels
                 attend = (
@@ -125,10 +139,10 @@ class Runner:
             lengths=self.on_device((plan.positions + 1).astype(np.int32)),
             write=None if plan.write is None else self.on_device(plan.write),
         )
-        if len(plan.policies) == 1:
-            return self.forward(plan.tokens, plan.positions, rows, plan.policies[0][0])
+        if len(plan.policies) == 1 or self._fused is not None:
+            return self.forward(plan.tokens, plan.positions, rows, plan.policies)
         parts = [
-            self.forward(plan.tokens[a:b], plan.positions[a:b], rows.part(a, b), policy)
+            self.forward(plan.tokens[a:b], plan.positions[a:b], rows.part(a, b), [(policy, 0, b - a)])
             for policy, a, b in plan.policies
         ]
         hidden, routing = zip(*parts, strict=True)
@@ -175,9 +189,8 @@ class Runner:
             yield some, logits
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        first = self._policies[0]
-        if first.fused is not None:  # into memory that is mapped already
-            return first.fused.logits(hidden).float()
+        if self._fused is not None:  # into memory that is mapped already
+            return self._fused.logits(hidden).float()
         return self.decoder.logits(hidden, ops=self._ops).float()
 
     def on_device(self, array: np.ndarray) -> torch.Tensor:

@@ -8,7 +8,7 @@ them. The twins are ``model.ops.TORCH_OPS``, ``engine.paged.TorchPaged`` and ``e
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -71,7 +71,9 @@ class Kernels:
     paged_attention: Callable[..., Tensor]
     sample: Callable[..., None]
     support: Callable[..., tuple[np.ndarray, np.ndarray]]
-    fused: Callable[[Decoder, Prepared | None], FusedStep | None]  # None where it does not know the model
+    fused: Callable[
+        [Decoder, Sequence[Prepared | None]], FusedStep | None
+    ]  # None where it does not know the model
     fast_codes: bool  # products of 8-bit weights beat those of bf16 where few rows are multiplied
 
 
@@ -104,9 +106,9 @@ def load() -> Kernels:
 
 def _fused(
     functions: dict[str, Callable[..., Any]], linear: Callable[..., Tensor]
-) -> Callable[[Decoder, Prepared | None], FusedStep | None]:
-    def fused(decoder: Decoder, adapters: Prepared | None) -> FusedStep | None:
-        return FusedStep(functions, linear, decoder, adapters) if supported(decoder) else None
+) -> Callable[[Decoder, Sequence[Prepared | None]], FusedStep | None]:
+    def fused(decoder: Decoder, policies: Sequence[Prepared | None]) -> FusedStep | None:
+        return FusedStep(functions, linear, decoder, policies) if supported(decoder) else None
 
     return fused
 

@@ -8,17 +8,17 @@ queries, routing by sigmoid, other devices) has no ``FusedStep``, and the caller
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ostinato.model.config import ModelConfig, QKNorm, Scoring
+from ostinato.model.config import QKNorm, Scoring
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import NO_LORA, LayerLora, Lora, Prepared
 from ostinato.model.moe import ExpertLora
-from ostinato.model.native.experts import Experts, experts_struct
+from ostinato.model.native.experts import experts_struct
 from ostinato.model.native.matrix import Matrix, matrix
 from ostinato.model.weights import Attention, Block, Moe, Weight
 
@@ -59,14 +59,14 @@ class _Adapter(ctypes.Structure):
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [("w", Matrix), *_pointers("bias"), *_longs("out", "into"), ("adapter", _Adapter)]
+    _fields_ = [("w", Matrix), *_pointers("bias"), *_longs("out", "into"), *_pointers("adapters")]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
         *_pointers("attn_norm", "mlp_norm", "next_norm", "q_norm", "k_norm"),
         *[(name, _Linear) for name in ("qkv", "o", "gate_up", "down", "router")],
-        ("experts", Experts),
+        *_pointers("experts"),
     ]
 
 
@@ -78,6 +78,7 @@ class _Model(ctypes.Structure):
         *_pointers("cos", "sin"),
         *_longs("positions"),
         *[(name, _DOUBLE) for name in ("eps", "scale", "scaling")],
+        *_longs("policies"),
     ]
 
 
@@ -86,11 +87,14 @@ class _Batch(ctypes.Structure):
         *_pointers("tokens", "positions", "slots", "writers", "tables", "sequence", "lengths"),
         *_pointers("keys", "values", "hidden", "routing"),
         *_longs("rows", "writes", "table_width", "moe_layers", "key_layer", "value_layer"),
+        *_pointers("spans"),
+        *_longs("num_spans"),
     ]
 
 
 class FusedStep:
-    """A decoder with one set of prepared adapters, ready to run passes. Not for two threads at once.
+    """A decoder with the prepared adapters of some policies (None: the base), ready to run passes whose rows
+    may be of all of them: the base is read once. Not for two threads at once.
 
     Weights and adapters are read where they lie: a later change of them in place is seen.
     """
@@ -100,13 +104,13 @@ class FusedStep:
         functions: Mapping[str, Callable[..., int]],
         linear: Callable[..., Tensor],
         decoder: Decoder,
-        adapters: Prepared | None,
+        policies: Sequence[Prepared | None],
     ) -> None:
-        config, loras = decoder.config, adapters.layers if adapters is not None else None
+        config = decoder.config
         self._run = functions[f"step_{_SUFFIX[decoder.dtype]}"]
         self._linear, self._decoder, self._kept = linear, decoder, _Kept(decoder.dtype)
         layers = [
-            self._kept.layer(config, block, loras[i] if loras is not None else NO_LORA)
+            self._kept.layer(block, [NO_LORA if one is None else one.layers[i] for one in policies])
             for i, block in enumerate(decoder.blocks)
         ]
         self._layers = (_Layer * len(layers))(*layers)
@@ -125,17 +129,25 @@ class FusedStep:
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             scaling=moe.scaling if moe else 1.0,
+            policies=len(policies),
         )
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
         self._turns: tuple[Tensor, ...] = ()  # cos and sin by position
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, rows: Rows, keys: Tensor, values: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Rows,
+        keys: Tensor,
+        values: Tensor,
+        spans: Sequence[tuple[int, int]] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """One pass: (hidden [T, D] after the final norm, routing [T, L_moe, K] int16 or None).
 
-        tokens, positions: [T] int64. keys, values: the whole cache (``engine.paged.KVStore``), in which
+        tokens, positions: [T] int64. spans: (last row + 1, which policy) of consecutive rows; empty: all are
+        of the first. keys, values: the whole cache (``engine.paged.KVStore``), in which
         ``rows.slots`` are written.
         """
         config, total = self._decoder.config, tokens.shape[0]
@@ -145,7 +157,11 @@ class FusedStep:
             routing = torch.empty(total, config.num_moe_layers, config.moe.top_k, dtype=torch.int16)
         if total == 0:
             return hidden, routing
+        pairs = [number for span in (spans or ((total, 0),)) for number in span]
+        where = (ctypes.c_int32 * len(pairs))(*pairs)
         batch = _Batch(
+            spans=ctypes.addressof(where),
+            num_spans=len(pairs) // 2,
             tokens=tokens.data_ptr(),
             positions=positions.data_ptr(),
             slots=rows.slots.data_ptr(),
@@ -201,6 +217,7 @@ class _Kept:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._tensors: list[Weight] = []
+        self._arrays: list[ctypes.Array[Any]] = []
 
     def matrix(self, weight: Weight) -> Matrix:
         self._tensors.append(weight)
@@ -213,42 +230,56 @@ class _Kept:
         self._tensors.append(tensor)
         return tensor.data_ptr()
 
-    def linear(self, weight: Weight, bias: Tensor | None, lora: Lora | None) -> _Linear:
-        adapter = _Adapter()
-        if lora is not None:
-            adapter = _Adapter(
-                a=self.pointer(lora.a), b=self.pointer(lora.b), rank=lora.a.shape[0], scale=lora.scale
-            )
+    def array(self, structs: Sequence[ctypes.Structure]) -> int:
+        """Where they lie one behind the other."""
+        made = (type(structs[0]) * len(structs))(*structs)
+        self._arrays.append(made)
+        return ctypes.addressof(made)
+
+    def linear(self, weight: Weight, bias: Tensor | None, loras: Sequence[Lora | None]) -> _Linear:
+        adapters = None
+        if any(lora is not None for lora in loras):
+            adapters = self.array([self._adapter(lora) for lora in loras])
         out, into = weight.shape
-        return _Linear(w=self.matrix(weight), bias=self.pointer(bias), out=out, into=into, adapter=adapter)
+        return _Linear(w=self.matrix(weight), bias=self.pointer(bias), out=out, into=into, adapters=adapters)
 
-    def experts(self, gate_up: Weight, down: Weight, lora: ExpertLora | None) -> Experts:
-        tensors = [gate_up, down, *(lora[:4] if lora is not None else ())]
-        self._tensors += tensors
-        return experts_struct(gate_up, down, lora, self._dtype)
+    def _adapter(self, lora: Lora | None) -> _Adapter:
+        if lora is None:
+            return _Adapter()
+        return _Adapter(
+            a=self.pointer(lora.a), b=self.pointer(lora.b), rank=lora.a.shape[0], scale=lora.scale
+        )
 
-    def layer(self, config: ModelConfig, block: Block, lora: LayerLora) -> _Layer:
+    def experts(self, gate_up: Weight, down: Weight, loras: Sequence[ExpertLora | None]) -> int:
+        self._tensors += [
+            gate_up,
+            down,
+            *(factor for lora in loras if lora is not None for factor in lora[:4]),
+        ]
+        return self.array([experts_struct(gate_up, down, lora, self._dtype) for lora in loras])
+
+    def layer(self, block: Block, loras: Sequence[LayerLora]) -> _Layer:
         attn, mlp = block.attn, block.mlp
         assert isinstance(attn, Attention)
         dense = mlp.shared if isinstance(mlp, Moe) else mlp
-        gate_up, down = (
-            (lora.shared_gate_up, lora.shared_down) if isinstance(mlp, Moe) else (lora.gate_up, lora.down)
-        )
+        shared = isinstance(mlp, Moe)
+        gate_up = [lora.shared_gate_up if shared else lora.gate_up for lora in loras]
+        down = [lora.shared_down if shared else lora.down for lora in loras]
         layer = _Layer(
             attn_norm=self.pointer(block.attn_norm),
             mlp_norm=self.pointer(block.mlp_norm),
             next_norm=self.pointer(block.next_norm),
             q_norm=self.pointer(attn.q_norm),
             k_norm=self.pointer(attn.k_norm),
-            qkv=self.linear(attn.qkv, attn.qkv_bias, lora.qkv),
-            o=self.linear(attn.o, attn.o_bias, lora.o),
+            qkv=self.linear(attn.qkv, attn.qkv_bias, [lora.qkv for lora in loras]),
+            o=self.linear(attn.o, attn.o_bias, [lora.o for lora in loras]),
         )
         if dense is not None:
             layer.gate_up = self.linear(dense.gate_up, dense.gate_up_bias, gate_up)
             layer.down = self.linear(dense.down, dense.down_bias, down)
         if isinstance(mlp, Moe):
-            layer.router = self.linear(mlp.router, None, lora.router)
-            layer.experts = self.experts(mlp.gate_up, mlp.down, lora.experts)
+            layer.router = self.linear(mlp.router, None, [lora.router for lora in loras])
+            layer.experts = self.experts(mlp.gate_up, mlp.down, [lora.experts for lora in loras])
         return layer
 
 

@@ -81,18 +81,44 @@ template <class T, class Part> void share_rows(const Mixture<T>& m, Part part) {
   }
 }
 
-// y = sum_k weights[k] * rows[place[k]].
+// f(the experts of a policy, first, last) for tokens [first, last).
+template <class T, class F> void by_token(const Mixture<T>& m, long first, long last, F f) {
+  if (!m.policies) return f(m.w, first, last);
+  m.spans.over(first, last, [&](long policy, long a, long b) { f(m.policies[policy], a, b); });
+}
+
+// f(the experts of a policy, first row, rows) for sorted rows of one expert: their tokens ascend, so policies do.
+template <class T, class F> void by_run(const Mixture<T>& m, long row, long rows, F f) {
+  if (!m.policies) return f(m.w, row, rows);
+  const long end = row + rows;
+  for (long s = 0; s < m.spans.count && row < end; s++) {
+    const long begin = row;
+    while (row < end && m.token[row] < m.spans.at[s].last) row++;
+    if (begin < row) f(m.policies[m.spans.at[s].policy], begin, row - begin);
+  }
+}
+
+// Units of columns of the widest A that a policy has for each expert by itself.
+template <class T> long own_units(const Mixture<T>& m) {
+  long widest = 0;
+  const Experts* all = m.policies ? m.policies : &m.w;
+  for (long n = 0; n < (m.policies ? m.num_policies : 1); n++)
+    if (all[n].gate_up_a && !all[n].shared) widest = std::max(widest, units(all[n].R));
+  return widest;
+}
+
+// y = sum_k weights[k] * rows[place[k]]; rows lie ld apart.
 template <class T>
-void combine(const T* rows, const int32_t* place, const float* weights, long K, long N, T* y) {
+void combine(const T* rows, long ld, const int32_t* place, const float* weights, long K, long N, T* y) {
   long d = 0;
   for (; d + LANES <= N; d += LANES) {
     vec sum{};
-    for (long k = 0; k < K; k++) sum = sum + weights[k] * load(rows + place[k] * N + d);
+    for (long k = 0; k < K; k++) sum = sum + weights[k] * load(rows + place[k] * ld + d);
     store(y + d, sum);
   }
   for (; d < N; d++) {
     float sum = 0;
-    for (long k = 0; k < K; k++) sum += weights[k] * to_float(rows[place[k] * N + d]);
+    for (long k = 0; k < K; k++) sum += weights[k] * to_float(rows[place[k] * ld + d]);
     store1(y + d, sum);
   }
 }
@@ -100,10 +126,12 @@ void combine(const T* rows, const int32_t* place, const float* weights, long K, 
 }  // namespace
 
 template <class T> void project_tokens(const Mixture<T>& m, long first, long last) {
-  const Experts& w = m.w;
-  if (w.gate_up_a && w.shared)
-    project_low(RowsOf<T>{m.x + first * w.D, w.D}, (const T*)w.gate_up_a, float(w.scale), m.low + first * w.R, w.R,
-                last - first, w.R, w.D);
+  const long ld = m.w.R;
+  by_token(m, first, last, [&](const Experts& w, long a, long b) {
+    if (w.gate_up_a && w.shared)
+      project_low(RowsOf<T>{m.x + a * w.D, w.D}, (const T*)w.gate_up_a, float(w.scale), m.low + a * ld, ld, b - a,
+                  w.R, w.D);
+  });
 }
 
 template <class T> void sort_rows(const Mixture<T>& m) {
@@ -128,58 +156,68 @@ inline Product<T, T> plain(const RowsOf<T>& x, const Matrix& w, T* y, long M, lo
 
 template <class T> void expert_up_share(const Mixture<T>& m) {
   const Experts& w = m.w;
-  const long N = 2 * w.F, all = units(N);
-  const long own = w.gate_up_a && !w.shared ? units(w.R) : 0;  // an A per expert: more columns
+  const long N = 2 * w.F, all = units(N), ld = w.R;
+  const long own = own_units(m);  // an A per expert: more columns
   share_experts(m, all + own, [&](long e, long row, long rows, long first, long last) {
-    const RowsOf<T> x{m.x, w.D, m.token + row}, low{m.low, w.R, m.token + row};
+    const RowsOf<T> x{m.x, w.D, m.token + row};
     const long begin = first * UNIT, end = std::min(last * UNIT, N);
-    T* y = m.hidden + row * N;
-    multiply(plain(x, of_expert<T>(w.gate_up, e, N, w.D), y, rows, N, w.D), begin, end);
-    if (w.gate_up_a && w.shared)
-      multiply(plain(low, of_expert<T>(w.gate_up_b, e, N, w.R), y, rows, N, w.R, true), begin, end);
-    if (own)
-      multiply(plain(x, of_expert<T>(w.gate_up_a, e, w.R, w.D), m.low + row * w.R, rows, w.R, w.D),
-               std::max(0L, first - all) * UNIT, std::min(std::max(0L, last - all) * UNIT, w.R));
+    multiply(plain(x, of_expert<T>(w.gate_up, e, N, w.D), m.hidden + row * N, rows, N, w.D), begin, end);
+    by_run(m, row, rows, [&](const Experts& p, long at, long count) {
+      const RowsOf<T> low{m.low, ld, m.token + at}, mine{m.x, w.D, m.token + at};
+      if (p.gate_up_a && p.shared)
+        multiply(plain(low, of_expert<T>(p.gate_up_b, e, N, p.R), m.hidden + at * N, count, N, p.R, true), begin, end);
+      if (p.gate_up_a && !p.shared)
+        multiply(Product<T, T>{mine, of_expert<T>(p.gate_up_a, e, p.R, w.D), nullptr, m.low_own + at * ld, ld, count,
+                               p.R, w.D},
+                 std::max(0L, first - all) * UNIT, std::min(std::max(0L, last - all) * UNIT, p.R));
+    });
   });
 }
 
 template <class T> void expert_act_share(const Mixture<T>& m) {
   const Experts& w = m.w;
-  const long N = 2 * w.F;
-  share_rows(m, [&](long e, long row, long rows) {
-    T *hidden = m.hidden + row * N, *act = m.act + row * w.F, *low = m.low + row * w.R;
-    if (w.gate_up_a && !w.shared) {
-      for (long i = 0; i < rows; i++) scale_row(low + i * w.R, float(w.scale), w.R);
-      multiply(plain(RowsOf<T>{low, w.R}, of_expert<T>(w.gate_up_b, e, N, w.R), hidden, rows, N, w.R, true));
-    }
-    for (long i = 0; i < rows; i++) silu_row(hidden + i * N, act + i * w.F, w.F);
-    if (w.down_a)
-      project_low(RowsOf<T>{act, w.F}, of_expert<T>(w.down_a, e, w.r, w.F), float(w.scale), m.low_act + row * w.r, w.r,
-                  rows, w.r, w.F);
+  const long N = 2 * w.F, ld = w.R, ld_act = w.r;
+  share_rows(m, [&](long e, long first, long all) {
+    by_run(m, first, all, [&](const Experts& p, long row, long rows) {
+      T *hidden = m.hidden + row * N, *act = m.act + row * w.F, *low = m.low_own + row * ld;
+      if (p.gate_up_a && !p.shared) {
+        for (long i = 0; i < rows; i++) scale_row(low + i * ld, float(p.scale), p.R);
+        multiply(plain(RowsOf<T>{low, ld}, of_expert<T>(p.gate_up_b, e, N, p.R), hidden, rows, N, p.R, true));
+      }
+      for (long i = 0; i < rows; i++) silu_row(hidden + i * N, act + i * w.F, w.F);
+      if (p.down_a)
+        project_low(RowsOf<T>{act, w.F}, of_expert<T>(p.down_a, e, p.r, w.F), float(p.scale), m.low_act + row * ld_act,
+                    ld_act, rows, p.r, w.F);
+    });
   });
 }
 
 template <class T> void expert_down_share(const Mixture<T>& m) {
   const Experts& w = m.w;
   share_experts(m, units(w.D), [&](long e, long row, long rows, long first, long last) {
-    const RowsOf<T> act{m.act + row * w.F, w.F}, low{m.low_act + row * w.r, w.r};
-    const long begin = first * UNIT, end = std::min(last * UNIT, w.D);
-    T* y = m.out + row * w.D;
-    multiply(plain(act, of_expert<T>(w.down, e, w.D, w.F), y, rows, w.D, w.F), begin, end);
-    if (w.down_a && !w.shared)
-      multiply(plain(low, of_expert<T>(w.down_b, e, w.D, w.r), y, rows, w.D, w.r, true), begin, end);
+    const RowsOf<T> act{m.act + row * w.F, w.F};
+    const long begin = first * UNIT, end = std::min(last * UNIT, w.D), ld = w.r;
+    multiply(plain(act, of_expert<T>(w.down, e, w.D, w.F), m.out + row * w.D, rows, w.D, w.F), begin, end);
+    by_run(m, row, rows, [&](const Experts& p, long at, long count) {
+      const RowsOf<T> low{m.low_act + at * ld, ld};
+      if (p.down_a && !p.shared)
+        multiply(plain(low, of_expert<T>(p.down_b, e, w.D, p.r), m.out + at * w.D, count, w.D, p.r, true), begin, end);
+    });
   });
 }
 
 template <class T> void mix(const Mixture<T>& m, T* y, long first, long last) {
   const Experts& w = m.w;
-  for (long t = first; t < last; t++) combine(m.out, m.place + t * m.K, m.weights + t * m.K, m.K, w.D, y + t * w.D);
-  if (!w.down_a || !w.shared) return;
-  // a shared B commutes with the weighted sum
   for (long t = first; t < last; t++)
-    combine(m.low_act, m.place + t * m.K, m.weights + t * m.K, m.K, w.r, m.mixed + t * w.r);
-  const RowsOf<T> mixed{m.mixed + first * w.r, w.r};
-  multiply(plain(mixed, w.down_b, y + first * w.D, last - first, w.D, w.r, true));
+    combine(m.out, w.D, m.place + t * m.K, m.weights + t * m.K, m.K, w.D, y + t * w.D);
+  // a shared B commutes with the weighted sum
+  by_token(m, first, last, [&](const Experts& p, long a, long b) {
+    if (!p.down_a || !p.shared) return;
+    for (long t = a; t < b; t++)
+      combine(m.low_act, w.r, m.place + t * m.K, m.weights + t * m.K, m.K, p.r, m.mixed + t * w.r);
+    const RowsOf<T> mixed{m.mixed + a * w.r, w.r};
+    multiply(plain(mixed, p.down_b, y + a * w.D, b - a, w.D, p.r, true));
+  });
 }
 
 namespace {

@@ -15,17 +15,34 @@ struct Experts {
   double scale;
 };
 
+// Rows of several policies of one base: those of span s end before row `last`, and begin where span s - 1 ends.
+struct Span {
+  int32_t last, policy;
+};
+struct Spans {
+  const Span* at = nullptr;
+  long count = 0;
+  // f(policy, first row, last row + 1) for what lies in [first, last).
+  template <class F> void over(long first, long last, F f) const {
+    for (long s = 0, begin = 0; s < count && begin < last; begin = at[s++].last)
+      if (at[s].last > first) f(at[s].policy, std::max(first, begin), std::min(last, long(at[s].last)));
+  }
+};
+
 // S = T K rows, one for each token and each of its experts, sorted by expert: an expert is one product over its own
 // rows, and a token's results are added in the order of its top-k, so the sum does not depend on the batch.
 template <class T> struct Mixture {
-  Experts w;
+  Experts w;  // R and r are the largest of all policies, which is how rows of `low` and `low_act` lie apart
   const T* x;  // [T, D]
   long T_, K;
   const int32_t* ids;    // [T, K]
   const float* weights;  // [T, K]
+  const Experts* policies = nullptr;  // [num_policies] the same weights, each with its adapters; null: w alone
+  long num_policies = 0;
+  Spans spans{};
   // workspace
   int32_t *place, *token, *ends;  // [T, K] where it stands in the sorted rows; [S] whose row; [E] last row + 1
-  T *low;                         // [S, R] x gate_up_a^T; with a shared A row t is of token t
+  T *low, *low_own;               // x gate_up_a^T: [T, R] of a shared A, by token; [S, R] of an A for each expert
   T *hidden, *act, *low_act, *out, *mixed;  // [S, 2F], [S, F], [S, r], [S, D], [T, r]
 
   long S() const { return T_ * K; }
@@ -34,7 +51,8 @@ template <class T> struct Mixture {
     place = arena.take<int32_t>(S());
     token = arena.take<int32_t>(S());
     ends = arena.take<int32_t>(w.E);
-    low = arena.take<T>(S() * w.R);
+    low = arena.take<T>(T_ * w.R);
+    low_own = arena.take<T>(S() * w.R);
     hidden = arena.take<T>(S() * 2 * w.F);
     act = arena.take<T>(S() * w.F);
     low_act = arena.take<T>(S() * w.r);

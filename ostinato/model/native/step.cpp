@@ -19,7 +19,7 @@ struct Linear {
   Matrix w;  // [out, in]
   const void* bias;  // [out] or null
   long out, in;
-  Adapter adapter;
+  const Adapter* adapters;  // [policies]; null where no policy adapts it
 };
 struct Layer {
   const void *attn_norm, *mlp_norm, *next_norm;
@@ -27,7 +27,7 @@ struct Layer {
   Linear qkv, o;
   Linear gate_up, down;  // the MLP, or the shared expert; out is 0 without
   Linear router;         // out is 0 in a dense layer
-  Experts experts;
+  const Experts* experts;  // [policies], the same weights with the adapters of each; null in a dense layer
 };
 struct Model {
   const Layer* layers;
@@ -37,6 +37,7 @@ struct Model {
   const void *cos, *sin;  // [positions, Dk]
   long positions;
   double eps, scale, scaling;
+  long policies;
 };
 struct Batch {
   const int64_t *tokens, *places;
@@ -49,6 +50,8 @@ struct Batch {
   int16_t* routing;     // [T, MoE layers, K]
   long T_, W, ldt, moe_layers;
   long key_layer, value_layer;  // elements from layer to layer
+  const Span* spans;            // [num_spans] which rows are of which policy
+  long num_spans;
 };
 
 namespace {
@@ -60,22 +63,27 @@ template <class T> class Pass {
   float *logits, *weights;
   int32_t* ids;
   long low_width = 0;
-  Mixture<T> mixture{};  // for the largest of the layers
+  Spans spans;
+  Mixture<T> mixture{};  // for the largest of the layers and policies
 
  public:
-  Pass(const Model& model, const Batch& batch, Arena& arena) : model(model), batch(batch) {
+  Pass(const Model& model, const Batch& batch, Arena& arena)
+      : model(model), batch(batch), spans{batch.spans, batch.num_spans} {
     const long rows = batch.T_, D = model.D, heads = model.H * model.Dk;
     long width = 0, E = 0;
     Experts& most = mixture.w;
     for (long l = 0; l < model.num_layers; l++) {
       const Layer& layer = model.layers[l];
       for (const Linear* p : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down, &layer.router})
-        low_width = std::max(low_width, p->adapter.rank);
+        for (long n = 0; p->adapters && n < model.policies; n++)
+          low_width = std::max(low_width, p->adapters[n].rank);
       width = std::max(width, layer.gate_up.out);
       E = std::max(E, layer.router.out);
-      most.F = std::max(most.F, layer.experts.F);
-      most.R = std::max(most.R, layer.experts.R);
-      most.r = std::max(most.r, layer.experts.r);
+      for (long n = 0; layer.experts && n < model.policies; n++) {
+        most.F = std::max(most.F, layer.experts[n].F);
+        most.R = std::max(most.R, layer.experts[n].R);
+        most.r = std::max(most.r, layer.experts[n].r);
+      }
     }
     most.E = E;
     most.D = D;
@@ -111,7 +119,14 @@ template <class T> class Pass {
       for (long l = 0; l < model.num_layers; l++) {
         const Layer& layer = model.layers[l];
         Mixture<T> experts = mixture;
-        experts.w = layer.experts;
+        if (layer.experts) {
+          experts.w = layer.experts[0];
+          experts.w.R = mixture.w.R;
+          experts.w.r = mixture.w.r;
+          experts.policies = layer.experts;
+          experts.num_policies = model.policies;
+          experts.spans = spans;
+        }
         attention(layer, l);
         close_attention(layer, experts, moe, first, last);
         feed_forward(layer, experts, first, last);
@@ -135,31 +150,48 @@ template <class T> class Pass {
     first *= UNIT;
     last = std::min(last * UNIT, p.out);
     multiply(map(p, x, y), first, last);
-    if (p.adapter.rank) raise(p, y, 0, batch.T_, first, last);
+    raise(p, y, 0, batch.T_, first, last);
   }
 
   // y = x w^T + bias and low = x a^T: where x is not known by rows, the low-rank half is more columns.
   void product_and_low(const Linear& p, const T* x, T* y) {
-    const long rank = p.adapter.rank, own = units(p.out);
-    long first, last;
-    share(own + units(rank), first, last);
+    const long own = units(p.out);
+    long first, last, at = own;
+    adapted(p, 0, batch.T_, [&](const Adapter& adapter, long, long) { at += units(adapter.rank); });
+    share(at, first, last);
     multiply(map(p, x, y), first * UNIT, std::min(last * UNIT, p.out));
-    multiply(Product<T, T>{{x, p.in}, p.adapter.a, nullptr, low, low_width, batch.T_, rank, p.in},
-             std::max(0L, first - own) * UNIT, std::min(std::max(0L, last - own) * UNIT, rank));
+    at = own;
+    adapted(p, 0, batch.T_, [&](const Adapter& adapter, long a, long b) {
+      multiply(Product<T, T>{{x + a * p.in, p.in}, adapter.a, nullptr, low + a * low_width, low_width, b - a,
+                             adapter.rank, p.in},
+               std::max(0L, first - at) * UNIT, std::min(std::max(0L, last - at) * UNIT, adapter.rank));
+      at += units(adapter.rank);
+    });
   }
 
   // ---- adapters, by rows: low = scale x a^T, y += low b^T
 
+  // f(adapter, first row, last row + 1) for the rows of [first, last) whose policy adapts this map.
+  template <class F> void adapted(const Linear& p, long first, long last, F f) {
+    if (!p.adapters) return;
+    spans.over(first, last, [&](long policy, long a, long b) {
+      if (p.adapters[policy].rank) f(p.adapters[policy], a, b);
+    });
+  }
+
   void lower(const Linear& p, const T* x, long first, long last) {
-    if (p.adapter.rank)
-      project_low(RowsOf<T>{x + first * p.in, p.in}, (const T*)p.adapter.a, float(p.adapter.scale),
-                  low + first * low_width, low_width, last - first, p.adapter.rank, p.in);
+    adapted(p, first, last, [&](const Adapter& adapter, long a, long b) {
+      project_low(RowsOf<T>{x + a * p.in, p.in}, (const T*)adapter.a, float(adapter.scale), low + a * low_width,
+                  low_width, b - a, adapter.rank, p.in);
+    });
   }
 
   void raise(const Linear& p, T* y, long first, long last, long column, long end) {
-    const RowsOf<T> mine{low + first * low_width, low_width};
-    multiply(Product<T, T>{mine, p.adapter.b, nullptr, y + first * p.out, p.out, last - first, p.out,
-                           p.adapter.rank, true}, column, end);
+    adapted(p, first, last, [&](const Adapter& adapter, long a, long b) {
+      const RowsOf<T> mine{low + a * low_width, low_width};
+      multiply(Product<T, T>{mine, adapter.b, nullptr, y + a * p.out, p.out, b - a, p.out, adapter.rank, true}, column,
+               end);
+    });
   }
 
   // ---- phases
@@ -230,10 +262,10 @@ template <class T> class Pass {
   }
 
   void close_attention(const Layer& layer, const Mixture<T>& experts, long moe, long first, long last) {
-    if (const Adapter& adapter = layer.o.adapter; adapter.rank) {
-      for (long t = first; t < last; t++) scale_row(low + t * low_width, float(adapter.scale), adapter.rank);
-      raise(layer.o, y, first, last, 0, layer.o.out);
-    }
+    adapted(layer.o, first, last, [&](const Adapter& adapter, long a, long b) {
+      for (long t = a; t < b; t++) scale_row(low + t * low_width, float(adapter.scale), adapter.rank);
+    });
+    raise(layer.o, y, first, last, 0, layer.o.out);
     add_norm(y, layer.mlp_norm, x, first, last);
     if (layer.router.out) {
       route(layer.router, moe, first, last);
@@ -289,13 +321,12 @@ template <class T> class Pass {
     const long E = p.out, K = model.K, rows = last - first, moe_layers = batch.moe_layers;
     float* z = logits + first * E;
     multiply(Product<T, float>{{x + first * p.in, p.in}, p.w, nullptr, z, E, rows, E, p.in});
-    if (p.adapter.rank) {
-      T* update = narrow + first * E;
-      lower(p, x, first, last);
-      multiply(Product<T, T>{{low + first * low_width, low_width}, p.adapter.b, nullptr, update, E, rows, E,
-                             p.adapter.rank});
-      for (long i = 0; i < rows * E; i++) z[i] += to_float(update[i]);
-    }
+    lower(p, x, first, last);
+    adapted(p, first, last, [&](const Adapter& adapter, long a, long b) {
+      T* update = narrow + a * E;
+      multiply(Product<T, T>{{low + a * low_width, low_width}, adapter.b, nullptr, update, E, b - a, E, adapter.rank});
+      for (long i = 0; i < (b - a) * E; i++) logits[a * E + i] += to_float(update[i]);
+    });
     for (long t = first; t < last; t++) {
       choose_experts(logits + t * E, E, K, model.norm_topk, float(model.scaling), ids + t * K, weights + t * K);
       for (long k = 0; k < K; k++) batch.routing[(t * moe_layers + moe) * K + k] = int16_t(ids[t * K + k]);

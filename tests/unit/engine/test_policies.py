@@ -15,11 +15,25 @@ from ostinato.engine.local import LocalEngine
 from ostinato.engine.sampler import likeliest, sample_torch
 from ostinato.engine.sequences import Settings
 from ostinato.model.native import Kernels
+from ostinato.model.shapes import ExpertScheme
 from ostinato.types import Completion, Emitted, Request, Sampling
 
 DECODER = tiny_decoder()
 NAMES = ("", "small", "large", "base")
-ADAPTERS = (adapters_of(DECODER, 1), adapters_of(DECODER, 2, 0.3, rank=2), adapters_of(DECODER, 3, 0.3), None)
+# different ranks, both forms of adapters of experts, one with the router, one that adapts attention alone
+ADAPTERS = (
+    adapters_of(DECODER, 1),
+    adapters_of(DECODER, 2, 0.3, rank=2, targets=("attn",)),
+    adapters_of(
+        DECODER,
+        3,
+        0.3,
+        rank=7,
+        expert_scheme=ExpertScheme.PER_EXPERT,
+        targets=("attn", "mlp", "shared", "experts", "router"),
+    ),
+    None,
+)
 
 
 def engine(kernels: Kernels | None, **options: Any) -> LocalEngine:

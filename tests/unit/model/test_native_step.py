@@ -99,7 +99,7 @@ class Twins:
     def __init__(
         self, kernels: Kernels, decoder: Decoder, prepared: Prepared | None, sequences: int, blocks: int
     ) -> None:
-        step = kernels.fused(decoder, prepared)
+        step = kernels.fused(decoder, [prepared])
         assert step is not None
         self.kernels, self.decoder, self.prepared, self.step = kernels, decoder, prepared, step
         self.tables = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(2))
@@ -270,15 +270,15 @@ def test_steps_alternate_and_grow_without_sharing_state(kernels: Kernels) -> Non
 
 @pytest.mark.parametrize("unknown", [MLA, {**OLMOE, "clip_qkv": 5.0}], ids=["latent attention", "clipped"])
 def test_what_the_step_does_not_know_it_leaves_to_the_twin(kernels: Kernels, unknown: dict[str, Any]) -> None:
-    assert kernels.fused(model(unknown), None) is None
-    assert isinstance(kernels.fused(model(OLMOE), None), FusedStep)
+    assert kernels.fused(model(unknown), [None]) is None
+    assert isinstance(kernels.fused(model(OLMOE), [None]), FusedStep)
 
 
 @pytest.mark.parametrize("fp32_head", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_are_those_of_the_decoder(kernels: Kernels, dtype: torch.dtype, fp32_head: bool) -> None:
     decoder = Decoder(parse_config({**COMMON, **FAMILIES["qwen2"]}), dtype=dtype, fp32_head=fp32_head)
-    step = kernels.fused(decoder.init_weights(0), None)
+    step = kernels.fused(decoder.init_weights(0), [None])
     assert step is not None
     for count in (3, 70, 1):
         hidden = torch.randn(count, 48, generator=torch.Generator().manual_seed(count)).to(dtype)
