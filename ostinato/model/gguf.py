@@ -8,7 +8,7 @@ projections, which llama.cpp reorders so that the two numbers of a rotary pair a
 from __future__ import annotations
 
 import json
-import warnings
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ import numpy as np
 
 from ostinato.files import cache_folder, read_cached
 from ostinato.run import atomic_folder
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -65,7 +67,7 @@ def _is_whole(folder: Path, source: dict[str, Any]) -> bool:
         return False
     if known["files"] == _sizes(folder):
         return True
-    warnings.warn(f"{folder} is damaged (a file is missing or cut off) and is made again", stacklevel=3)
+    logger.warning(f"{folder} is damaged (a file is missing or cut off) and is made again")
     return False
 
 
