@@ -7,14 +7,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ostinato.config import Recipe
+from ostinato.engine.local import LocalEngine
 from ostinato.launch import RunFailed
 from ostinato.launch.models import newest_checkpoint, recipe_of
-from ostinato.launch.policy import load_policy, serve
+from ostinato.launch.policy import Policy, load_policy, serve
 from ostinato.launch.trainer import new_adapters, new_trainer
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
@@ -26,6 +29,7 @@ from ostinato.serve.thread import EngineThread
 from ostinato.train.checkpoint import checkpoints
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 BASE = ""  # the engine's own policy without adapters
 LOOK_S = 2.0  # between two looks for a newer checkpoint
 
@@ -57,6 +61,34 @@ def open_service(serving: Serving) -> Iterator[Served]:
 
     Raises ValueError for a target or an adapter that cannot be served.
     """
+    loaded: list[_Loaded] = []
+
+    def make() -> LocalEngine:
+        loaded.append(_load(serving))
+        return loaded[0].engine
+
+    thread = EngineThread(make)
+    try:
+        (all_,) = loaded
+        metrics = Metrics()
+        metrics.watch(all_.engine)
+        limits = replace(serving.limits, context=serving.limits.context or all_.engine.context_limit)
+        service = Service(thread, all_.policy.renderer, all_.models, limits, metrics)
+        yield Served(service=service, thread=thread, decoder=all_.policy.decoder, runs=all_.runs)
+    finally:
+        thread.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    engine: LocalEngine
+    policy: Policy
+    models: dict[str, Model]
+    runs: dict[str, RunFolder]
+
+
+def _load(serving: Serving) -> _Loaded:
+    """The engine with all policies, and what clients call them."""
     policy = load_policy(serving.target, *serving.overrides)
     engine = serve(replace(policy, adapters=None, step=0))
     runs: dict[str, RunFolder] = {}
@@ -80,15 +112,7 @@ def open_service(serving: Serving) -> Iterator[Served]:
         models[name] = Model(name=name, policy=name, created=created, version=step, parent=base)
         if run is not None:
             runs[name] = run
-    metrics = Metrics()
-    metrics.watch(engine)
-    limits = replace(serving.limits, context=serving.limits.context or engine.context_limit)
-    thread = EngineThread(engine)
-    try:
-        service = Service(thread, policy.renderer, models, limits, metrics)
-        yield Served(service=service, thread=thread, decoder=policy.decoder, runs=runs)
-    finally:
-        thread.close()
+    return _Loaded(engine=engine, policy=policy, models=models, runs=runs)
 
 
 def _base_name(recipe: Recipe) -> str:
@@ -132,13 +156,19 @@ async def follow(served: Served) -> None:
                 continue
             seen[name] = last
             try:
-                step, adapters = await asyncio.to_thread(newest, run, served.decoder)
+                step, adapters = await _in_own_thread(newest, run, served.decoder)
                 await thread.call(lambda engine, a=adapters, s=step, n=name: engine.publish(a, s, n))
             except (ValueError, RunFailed, OSError) as error:  # the next checkpoint may be better
                 log.warning("the newest policy of %s is not served: %s", run.path, error)
                 continue
             service.models[name] = replace(service.models[name], version=step)
             log.info("%s is at step %d", name, step)
+
+
+async def _in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """What ``function`` returns, in a thread that ends with it: see ``serve.thread``."""
+    with ThreadPoolExecutor(1) as pool:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 
 def _newest_name(run: RunFolder) -> str:

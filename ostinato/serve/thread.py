@@ -1,14 +1,18 @@
 """An engine in a thread and an event loop of its own, so that passes and HTTP do not wait for each other.
 
 A pass is one native call without the interpreter's lock. Calls come from any other event loop.
+
+The engine is made in that thread too: every thread that has run a kernel keeps a team of OpenMP workers, and
+with more workers than cores libgomp sends those that wait to sleep, which halves the speed of all passes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ostinato.engine.local import LocalEngine
 from ostinato.types import Completion, Emitted, Request
@@ -18,14 +22,40 @@ Event = tuple[int, Emitted | Completion]
 END_S = 5.0
 
 
-class EngineThread:
-    """Runs ``engine`` until ``close``."""
+class _Post:
+    """Events on their way to another event loop, which is woken once for all that are there."""
 
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
-        self._loop = asyncio.new_event_loop()
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+
+    def send(self, loop: asyncio.AbstractEventLoop, to: asyncio.Queue[Any], event: Any) -> None:
+        self._waiting.append((to, event))
+        if len(self._waiting) == 1 and not loop.is_closed():
+            loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._waiting:
+            to, event = self._waiting[0]
+            to.put_nowait(event)
+            self._waiting.popleft()  # last: what finds the line empty wakes the loop again
+
+
+class EngineThread:
+    """Runs what ``make`` gives, in the thread that made it, until ``close``. Raises what ``make`` raises."""
+
+    def __init__(self, make: Callable[[], LocalEngine]) -> None:
+        self._loop, self._post = asyncio.new_event_loop(), _Post()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._thread.start()
+
+        async def begin() -> LocalEngine:
+            return make()
+
+        try:
+            self._engine = asyncio.run_coroutine_threadsafe(begin(), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
 
     async def generate(self, requests: Sequence[Request], limit_s: float) -> AsyncGenerator[Event, None]:
         """Yield (index, tokens of a pass) as they come and (index, completion) at the end of each.
@@ -37,8 +67,7 @@ class EngineThread:
         events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
         def send(event: Event | BaseException | None) -> None:
-            if not here.is_closed():
-                here.call_soon_threadsafe(events.put_nowait, event)
+            self._post.send(here, events, event)
 
         async def run() -> None:
             try:
