@@ -70,7 +70,15 @@ class Work:
 
 
 # A model whose arithmetic dwarfs that of the loop and of Ray; sampling takes as long as training.
-SMOLLM2 = Work(recipe="smollm2_brief", prompts=2, max_tokens=320, slots=9, distinct=512, lr=2e-5, scored=16)
+SMOLLM2 = Work(
+    recipe=str(Path(__file__).parent / "recipes" / "smollm2_brief.toml"),
+    prompts=2,
+    max_tokens=320,
+    slots=9,
+    distinct=512,
+    lr=2e-5,
+    scored=16,
+)
 
 
 def write_prompts(work: Work, path: Path) -> Path:

@@ -31,7 +31,7 @@ from lab.settings import environment, vllm_threads
 
 PROMPT_TOKENS = 32
 START_S = 400.0
-VOCABULARY = 1000  # prompts are ids below it, which every model has
+VOCABULARY = 250  # prompts are ids below it, which every model has
 
 
 @dataclass(slots=True)
