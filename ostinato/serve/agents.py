@@ -165,8 +165,12 @@ class AgentEpisode:
     def close(self) -> None:
         """End the agent, and refuse what it still requests."""
         self._ended = True
-        if self._now is not None:
-            self._now.settle(ApiError("the rollout has ended", status=410, code="rollout_ended"))
+        waiting: list[Any] = [self._now]
+        while not self._events.empty():  # requests that came while another one was answered
+            waiting.append(self._events.get_nowait())
+        for one in waiting:
+            if isinstance(one, Waiting):
+                one.settle(ApiError("the rollout has ended", status=410, code="rollout_ended"))
         if hasattr(self, "base_url"):
             self._server.end(self)
 

@@ -149,7 +149,7 @@ class Door:
 
     # ---- around all of them
 
-    def guarded(self, handler: Handler, dialect: str = "openai") -> Handler:
+    def guarded(self, handler: Handler, path: str, dialect: str = "openai") -> Handler:
         """With the key checked, errors in the dialect's form, and the request counted."""
 
         async def guarded(request: Request) -> Response:
@@ -165,7 +165,7 @@ class Door:
                 log.exception("a request failed")
                 failed = ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error")
                 response = _refusal(failed, dialect)
-            self._service.metrics.requests.labels(request.url.path, response.status_code).inc()
+            self._service.metrics.requests.labels(path, response.status_code).inc()
             return response
 
         return guarded
@@ -322,7 +322,7 @@ def new_app(
     door = Door(service, key)
 
     def route(path: str, handler: Handler, method: str = "POST", dialect: str = "openai") -> Route:
-        return Route(path, door.guarded(handler, dialect), methods=[method])
+        return Route(path, door.guarded(handler, path, dialect), methods=[method])
 
     async def failed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -29,8 +29,11 @@ class _Post:
         self._waiting: deque[tuple[asyncio.Queue[Any], Any]] = deque()
 
     def send(self, loop: asyncio.AbstractEventLoop, to: asyncio.Queue[Any], event: Any) -> None:
+        if loop.is_closed():  # nobody reads there any more, nor what was left on its way
+            self._waiting.clear()
+            return
         self._waiting.append((to, event))
-        if len(self._waiting) == 1 and not loop.is_closed():
+        if len(self._waiting) == 1:
             loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:

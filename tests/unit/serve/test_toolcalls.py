@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ostinato
@@ -64,6 +64,7 @@ def test_calls_are_read_in_order_and_what_is_none_stays_text() -> None:
     assert read_calls("3", "k") == ("3", ())
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["12", " + ", "STOP", "ST", "O", "\n", "<tool", "_call>", "x"]), max_size=12))
 def test_a_stream_shows_a_prefix_of_the_answer_and_never_a_part_of_a_stop(parts: list[str]) -> None:
     """Whatever the tokens, what was shown and the rest are the answer."""
