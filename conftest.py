@@ -27,7 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 logging.getLogger("ostinato").setLevel(logging.INFO)  # for caplog
 
 settings.register_profile(
-    "ostinato", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    "ostinato", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 settings.load_profile("ostinato")
 

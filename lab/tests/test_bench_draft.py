@@ -1,4 +1,4 @@
-"""What the draft benches make of their clocks: ratios, medians, the shape of the JSON. No engine runs."""
+"""The draft benches: ratios, medians, published methods as rules; small, every part of them runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lab import draft, epochs, never_slower
 from lab.arms import Oracle, best_depth
 from lab.draft import Arm, Measured
+from lab.harness import measured
 from lab.never_slower import past
 from ostinato.config import Recipe
 from ostinato.types import (
@@ -22,8 +23,6 @@ from ostinato.types import (
     Sampling,
     Stop,
 )
-
-few = settings(max_examples=25, deadline=None)
 
 
 def row(arm: Arm = Arm.OURS, seconds: float = 1.0, **changes: Any) -> Measured:
@@ -97,7 +96,6 @@ def test_a_recipe_that_cannot_be_replayed_is_named(override: str, named: str) ->
 # ---- the oracle, and who holds the place
 
 
-@few
 @given(
     left=st.lists(st.integers(-1, 9), min_size=1, max_size=5),
     costs=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=30),
@@ -147,3 +145,41 @@ def test_misleading_history_is_anothers_and_its_intervals_lie() -> None:
     edges = moved["a"][0].edges
     assert len(set(edges.tolist())) > 20 and (edges >= 0).all() and (edges + moved["a"][0].probs <= 1).all()
     assert len(answers["a"][0].context) == 8  # only the end of the prompt is kept
+
+
+# ---- the benches of drafts and history, small: every part of them runs, and drafts change no token
+
+
+ASSET = "asset:seed-moe"
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+SMALL = (
+    *("rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_tokens=12"),
+    *("trainer.warmup_steps=0", "engine.kv_memory_mb=32", "model.dtype=float32"),
+)
+
+
+def test_every_arm_draws_the_tokens_of_plain_decoding() -> None:
+    plan = draft.Draft(prompts=4, overrides=SMALL, batches=(8, 2), epochs=2, rounds=1)
+    result = measured(plan, quiet)
+    assert result["mismatches"] == 0 and result["compared"] == 8 * 4 * 2 * len(draft.Arm)
+    assert [epoch["epoch"] for epoch in result["epochs"]] == [1, 2]
+    by_name = {entry["name"]: entry for entry in result["baselines"]}
+    assert by_name["oracle"]["total"]["acceptance"] == 1.0
+    assert by_name["off"]["total"]["tokens_per_pass"] == 1.0
+    draft.Draft.table(result)
+
+
+def test_never_slower_measures_what_is_there_and_names_what_is_not() -> None:
+    plan = never_slower.NeverSlower(
+        models=(ASSET, "no-such-model"), batches=(1, 4), temperatures=(0.6,), new_tokens=6, cell_s=0.1
+    )
+    result = measured(plan, quiet)
+    assert len(result["cells"]) == 4 and result["mismatches"] == 0
+    assert result["worst"]["ratio"] == min(cell["ratio"] for cell in result["cells"])
+    assert len(result["skipped"]) == 1 and "no-such-model was skipped" in result["skipped"][0]
+    never_slower.NeverSlower.table(result)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lab import planted, replay, turns
@@ -25,14 +25,10 @@ from ostinato.model.ops import TORCH_OPS
 from ostinato.observe.mismatch import arm, routers
 from ostinato.types import NO_EXPERT, Batch, Completion, Sample, Stop, Trajectory, Turn
 
-few = settings(max_examples=25, deadline=None)
-
-
 # ---- two ways in turn
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=30), st.floats(0.5, 2))
-@few
 def test_a_slower_machine_changes_no_ratio(seconds: list[float], factor: float) -> None:
     pairs = Paired(base=tuple(seconds), other=tuple(factor * s for s in seconds))
     low, high = pairs.interval
@@ -40,7 +36,6 @@ def test_a_slower_machine_changes_no_ratio(seconds: list[float], factor: float) 
 
 
 @given(st.integers(6, 40))
-@few
 def test_the_interval_of_a_median_is_the_widest_cut_that_keeps_95_percent(n: int) -> None:
     pairs = Paired(base=(1.0,) * n, other=tuple(float(i) for i in range(n)))
     cut = int(pairs.interval[0])  # so many ratios are below it

@@ -1,17 +1,26 @@
-"""Command lines that are made of benches."""
+"""Command lines that are made of benches, contenders, and benches that are over at once."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from lab import turns
 from lab.app import BENCHES, load, run
-from lab.harness import Bench, Result, Say, main, option, parser, seeds
+from lab.contender import Contender, ContenderFailed
+from lab.harness import Bench, Result, Say, main, measured, option, parser, seeds
 from lab.settings import Clock
+from lab.weights import WeightsBeside
+from ostinato.model.native import Kernels
+from ostinato.model.quantise import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +74,86 @@ def test_every_bench_has_a_command_line(name: str) -> None:
 def test_an_unknown_bench_is_named() -> None:
     with pytest.raises(ValueError, match="there is no bench 'speed'; use one of rollouts"):
         run(["speed"])
+
+
+# ---- a contender of a benchmark that goes wrong is named, and nothing of it stays behind
+
+
+READY = "import sys, json; print(json.dumps({'ready': 'me'}), flush=True);"
+
+
+def start(script: str, tmp_path: Path, limit_s: float = 20.0) -> Contender:
+    return Contender("peer", [sys.executable, "-c", script], tmp_path / "log", limit_s=limit_s)
+
+
+def test_it_answers(tmp_path: Path) -> None:
+    with start(
+        READY + "print(json.dumps({'n': json.loads(input())['n'] + 1}), flush=True)", tmp_path
+    ) as peer:
+        assert peer.label == "me" and peer.ask(n=3) == {"n": 4}
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("raise SystemExit('no such model')", "peer ended; .* no such model"),
+        ("print('Loading weights')", "peer answered what is no JSON"),
+    ],
+)
+def test_one_that_fails_is_named(script: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ContenderFailed, match=said):
+        start(script, tmp_path)
+
+
+def test_one_that_never_gets_ready_is_ended(tmp_path: Path) -> None:
+    """It runs in a session of its own: when its constructor failed it outlived the benchmark."""
+    script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    with pytest.raises(ContenderFailed, match="gave no answer"):
+        start(script, tmp_path, limit_s=1.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+# ---- the bench of quantised rollout weights
+
+
+def test_the_benchmark_puts_them_side_by_side(kernels: Kernels) -> None:
+    plan = WeightsBeside(
+        model="asset:seed-moe",
+        weights=(Weights.BF16, Weights.INT8),
+        clock=Clock.CPU,
+        batches=(1,),
+        new_tokens=8,
+        prompt=8,
+        rounds=1,
+    )
+    result = plan.measure(lambda line: None)
+    found = result["batches"][0]["weights"]
+    assert found["bf16"]["speedup"] == 1 and found["int8"]["ms"] > 0
+    assert result["bytes"]["int8"] < 0.6 * result["bytes"]["bf16"]
+    assert plan.table(result).row_count == 1
+
+
+# ---- ``bench turns`` on our small model: nothing is run again, and routes are whole
+
+
+def test_turns_of_a_tiny_plan() -> None:
+    plan = turns.Turns(
+        prompts=2,
+        siblings=2,
+        turns=3,
+        answer_tokens=8,
+        single_prompts=1,
+        single_siblings=2,
+        rounds=1,
+        least_s=0.0,
+    )
+    result = measured(plan, lambda line: None)
+    assert result["prefill"]["run_again"] == 0 and result["prefill"]["preempted"] == 0
+    assert result["prefill"]["run"] <= result["prefill"]["new"]
+    assert result["routes"]["complete"] == 1.0 and result["routes"]["overlap"] > 0.99
+    assert set(result["latency"]) == {"turns", "single"} and result["latency"]["turns"]["rounds"] == 1
+    json.dumps(result, allow_nan=False)
+    console = Console(file=StringIO(), width=140)
+    console.print(turns.Turns.table(result))
+    assert isinstance(console.file, StringIO) and "run again" in console.file.getvalue()

@@ -1,4 +1,4 @@
-"""The simulator of pipelines: equal to its slow twin, to arithmetic by hand, and to the laws of the feed."""
+"""The simulator of pipelines: equal to its slow twin, to arithmetic by hand, to the laws of the feed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.simulate import (
+    ARMS,
+    DATA,
+    RECORDED,
+    Arm,
+    Simulate,
+    bound_s,
+    work_s,
+    world,
+)
 from lab.simulator.events import Gate, Mode, Setup, simulate
 from lab.simulator.policies import Policy
 from lab.simulator.sampler import Cost
-from lab.simulator.traces import Stream, log_normal, stability
+from lab.simulator.traces import Stream, Trace, log_normal, read_cost, stability
 from lab.tests.plain_simulator import PlainGate, simulate_plain
 
 
@@ -62,7 +72,6 @@ def worlds(draw: st.DrawFn) -> tuple[Setup, Stream]:
     return setup, stream(lengths, rng.integers(1, 20, steps * prompts))
 
 
-@settings(max_examples=25, deadline=None)
 @given(worlds())
 def test_the_closed_form_is_what_single_passes_add_up_to(world: tuple[Setup, Stream]) -> None:
     fast, slow = simulate(*world), simulate_plain(*world)
@@ -103,7 +112,6 @@ def test_publishing_in_flight_pauses_and_ages_tokens() -> None:
     assert done.staleness_mean == pytest.approx(5 / 14)
 
 
-@settings(max_examples=40, deadline=None)
 @given(worlds())
 def test_every_group_is_trained_once_and_none_too_late(world: tuple[Setup, Stream]) -> None:
     setup, _ = world
@@ -123,7 +131,6 @@ def test_without_staleness_going_on_is_waiting(world: tuple[Setup, Stream]) -> N
     assert simulate(setup, world[1]) == simulate(replace(setup, mode=Mode.LOCKSTEP), world[1])
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 9), st.floats(0, 5000), st.integers(0, 3000))
 def test_passes_is_the_inverse_of_span(seed: int, batch: int, attended: float, passes: int) -> None:
     cost = uneven(seed, 9)
@@ -144,7 +151,6 @@ def test_drawn_lengths_are_as_long_and_as_steady_as_they_were_asked_to_be() -> N
     assert all((first[str(n)] == trace.lengths[1, n]).all() for n in range(400)), "epoch 0 is history"
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_the_gate_is_the_rule_of_the_feed(prompts: int, staleness: int, chance: random.Random) -> None:
     """Counts give the answers that ``feed.Rule`` gives on lists, whatever ends when."""
@@ -168,3 +174,35 @@ def test_the_gate_is_the_rule_of_the_feed(prompts: int, staleness: int, chance: 
             for gate in gates:
                 gate.end(running[group], group)
             del running[group]
+
+
+# ---- ``ostinato bench simulate``: rows, bounds that hold, and recorded traces that can be read
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_traces_are_whole(name: str) -> None:
+    path = DATA / f"simulator-{name}.json"
+    trace = Trace.read(path)
+    epochs, prompts, samples = trace.lengths.shape
+    assert epochs >= 3 and samples == 16 and trace.prompts.shape == (prompts,)
+    assert trace.lengths.min() >= 1
+    cost = read_cost(path, 64)
+    assert cost.slots == 64 and all(a <= b for a, b in zip(cost.base[1:], cost.base[2:], strict=False))
+    assert Trace.read(path).to_json() == trace.to_json()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(ARMS), st.integers(0, 2), st.integers(0, 9))
+def test_nothing_is_faster_than_its_bound(arm: Arm, staleness: int, seed: int) -> None:
+    """All the work, and for each round its longest answer within staleness + 1 steps."""
+    plan = Simulate(counted=2, slots=8, seed=seed)
+    setup, stream = world("quickstart", 2, staleness, plan)
+    if arm.mode is Mode.ROUNDS and staleness == 0:
+        return
+    setup = replace(setup, policy=arm.policy, mode=arm.mode, oracle=arm.oracle)
+    done = simulate(setup, stream)
+    assert done.steps_s[-1] >= work_s(setup.cost, stream) / setup.workers
+    if arm.mode is Mode.PIPELINE:
+        assert (
+            done.steps_s[-1] * (1 + staleness / setup.steps) >= setup.steps * bound_s(setup, stream) * 0.999
+        )

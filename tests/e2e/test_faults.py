@@ -240,31 +240,6 @@ def assert_no_fault_was_scored(place: Place) -> None:
     assert sum(row["reward"] is None for row in rows) == 17
 
 
-@pytest.mark.parametrize("at_start", [True, False], ids=["first evaluation", "first step"])
-def test_a_reward_that_never_works_ends_the_run_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], at_start: bool
-) -> None:
-    """It went on for ten steps, or to its end with an adapter where fewer were planned."""
-    place = Place(tmp_path, dict.fromkeys(range(1000), "raises"))
-    start = f"eval.at_start={str(at_start).lower()}"
-    code = place.command("train", "tiny.toml", "trainer.steps=99", start, "eval.k=3")
-    printed = capsys.readouterr()
-    assert code == 2
-    *note, sentence = printed.err.splitlines()
-    where = (
-        "6 answers of the evaluation of the set eval at step 0"
-        if at_start
-        else "12 answers of training at step 1"
-    )
-    assert sentence == (
-        f"ostinato: reward graded gave no verdict to any of the {where} (raised: KeyError: 'a column that is "
-        f"not there' (reward.py:{RAISES})); mend it; then, to go on: ostinato resume {place.run}"
-    ).replace(str(place.path) + "/", "")
-    assert note[0] == "Traceback (most recent call last):" and note[-2].startswith("KeyError: ")
-    assert note[-1].startswith("prompt ") and ", completion '" in note[-1]
-    assert not (place.run / "metrics.jsonl").exists() and not (place.run / "adapter").exists()
-
-
 def test_a_policy_that_has_diverged_is_named_and_scores_nothing(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, command, environment
+from commands import ROOT, environment
 
 from ostinato.observe.ledger import Event, Ledger, read, spent, summary
 from ostinato.run import RunFolder
@@ -189,56 +189,6 @@ def held(rows: list[dict[str, Any]]) -> float:
         devices = first["pools"]["local"]["devices"]
         total += devices * (max(ends) - first["process_started"] + lost)
     return total
-
-
-def test_a_run_of_the_command_line_is_killed_and_goes_on_with_other_devices(tmp_path: Path) -> None:
-    """From recipe to `scale ledger`, with the packaged model: wall clock is bounded by what the test saw."""
-
-    def ostinato(*arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command(*arguments), cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE
-        )
-
-    sizes = ("rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_tokens=12", "eval.n=4")
-    every = ("trainer.steps=5", "trainer.checkpoint_every=2", "log.mismatch_every=0", "eval.every=2")
-    price = ("ledger.price_per_device_hour=2.5", "ledger.devices=2")
-    began = time.time()
-    process = ostinato("train", "quickstart", "model.dtype=float32", *sizes, *every, *price)
-    folder = waited_for(tmp_path, steps=3)
-    process.kill()
-    process.communicate(timeout=60)
-    first = time.time() - began
-    torn_at_random(folder, random.Random(0))
-    time.sleep(0.5)  # nobody's
-    again = time.time()
-    process = ostinato("resume", str(folder), "ledger.devices=8")
-    process.communicate(timeout=120)
-    second = time.time() - again
-    assert process.returncode == 0
-
-    rows = read(RunFolder(folder))
-    found = summary(rows)
-    assert (found.steps, found.restarts) == (5, 1) and found.repeated >= 1
-    assert found.useful is not None and found.useful + sum(found.wasted.values()) == sum(found.flops.values())
-    one, other = (row for row in rows if row["event"] == Event.START)
-    assert (one["pools"]["local"]["devices"], other["pools"]["local"]["devices"]) == (2, 8)
-    wall = sum(found.wall.values())
-    assert 0.3 * (first + second) < wall < first + second
-    assert found.pools["local"].total == pytest.approx(held(rows))
-    assert found.money == pytest.approx(2.5 * found.pools["local"].total / 3600)
-    ledger = ostinato("scale", "ledger", str(folder), "--json", "-")
-    (told,) = json.loads(ledger.communicate(timeout=60)[0])["runs"]
-    assert told["flops"] == dict(found.flops) and "repeated" in told["wasted"]
-
-
-def waited_for(place: Path, steps: int) -> Path:
-    """The folder of the run, as soon as its ledger has so many steps."""
-    for _ in range(1200):
-        for path in place.glob("runs/*/ledger.jsonl"):
-            if path.read_text().count('"event":"step"') >= steps:
-                return path.parent
-        time.sleep(0.05)
-    raise AssertionError("the run took no step within a minute")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""The loop on real parts: a tiny random mixture-of-experts, the in-process engine, the trainer, history."""
+"""The loop on real parts: a tiny random mixture-of-experts, the in-process engine, the trainer."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import DRAFTS_PAY, NATIVE, tiny_moe
+from small_loop import Stream
+from worlds import NATIVE, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
-from ostinato.config import DraftSection
 from ostinato.engine.local import LocalEngine
-from ostinato.launch.drafts import Memory, new_memory, save_history
-from ostinato.launch.loop import new_drafting
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
@@ -33,33 +29,19 @@ from ostinato.types import Completion, Group, Prompt, Reward, Sampling
 
 pytestmark = pytest.mark.slow
 
-
 CONFIG = tiny_moe(
     vocab_size=64, head_dim=8, moe_intermediate_size=32, tie_word_embeddings=False, initializer_range=0.3
 )
 ADAPTER = AdapterSpec(rank=4, alpha=8)
-# top-p, so that supports go wherever completions go: through drafts, kills and the spool
+# top-p, so that supports go wherever completions go
 SAMPLING = Sampling(max_tokens=6, stop_tokens=(0,), top_p=0.9)
-
-
-class Stream:
-    """``epoch`` prompts, again and again."""
-
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return self._epoch
-
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(uid=str(index % self._epoch), text=str(index % self._epoch))
 
 
 class TwoTurns:
     """Asks, hears an answer, and, if that ended by itself, asks once more: groups of ragged lengths."""
 
     def __init__(self, prompt: Prompt) -> None:
-        self._start = [1, 2, 3 + int(prompt.text or 0) % 61]
+        self._start = [1, 2, 3 + int(prompt.uid[1:]) % 61]
         self._more = True
 
     def start(self) -> np.ndarray:
@@ -78,94 +60,32 @@ class Even:
         return [Reward(value=float((tokens % 2 == 0).mean())) for tokens in said]
 
 
-def trained() -> tuple[Decoder, PolicyTrainer]:
+def build(path: Path, *, steps: int, **plan: Any) -> Loop:
+    """A run in ``path``; ``plan`` is more of the plan."""
     decoder = Decoder(parse_config(CONFIG)).init_weights(seed=0)
     adapters = init_adapters(decoder.config, ADAPTER, 0)
-    trainer = PolicyTrainer(decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=5e-2))
-    return decoder, trainer
-
-
-def sampler(decoder: Decoder, memory: Memory | None) -> LocalEngine:
-    """An engine that drafts from ``memory`` whenever it can, or does not draft."""
-    if memory is None:
-        return LocalEngine(decoder, kernels=NATIVE, kv_memory_mb=8)
-    return LocalEngine(
-        decoder,
-        kernels=NATIVE,
-        kv_memory_mb=8,
-        drafter=memory.drafter,
-        expect=memory.expect,
-        cost=DRAFTS_PAY,
-    )
-
-
-def build(
-    path: Path, *, steps: int, epoch: int = 12, drafts: bool = True, **plan: Any
-) -> tuple[Loop, PolicyTrainer]:
-    """A run in ``path``; ``plan`` is more of the plan."""
-    folder, (decoder, trainer) = RunFolder(path), trained()
-    folder.path.mkdir(exist_ok=True)
-    memory = new_memory(DraftSection(memory_mb=4), None) if drafts else None
-    engine = sampler(decoder, memory)
-
-    def save(state: LoopState) -> int:
-        if memory is not None:
-            save_history(memory.history, folder.history)
-        return state.step
-
-    loop = Loop(
+    path.mkdir(exist_ok=True)
+    engine = LocalEngine(decoder, kernels=NATIVE, kv_memory_mb=8)
+    sizes: dict[str, Any] = {"prompts_per_step": 4, "group_size": 4, "answer_tokens": 12, **plan}
+    held_out = [Prompt(uid=f"e{i}", text=str(i)) for i in range(8)]
+    return Loop(
         plan=Plan(
             steps=steps,
-            prompts_per_step=4,
-            group_size=4,
-            answer_tokens=12,
             tokens_per_microbatch=128,
             checkpoint_every=2,
             trajectories_every=2,
             flops=FlopModel.of(decoder.config, ADAPTER),
-            **plan,
+            **sizes,
         ),
-        stage=RolloutContext(
-            engine=engine,
-            env=TwoTurns,
-            grader=Even(),
-            sampling=SAMPLING,
-            context_limit=64,
-        ),
-        tasks=Stream(epoch),
-        trainer=trainer,
+        stage=RolloutContext(engine=engine, env=TwoTurns, grader=Even(), sampling=SAMPLING, context_limit=64),
+        tasks=Stream(),
+        trainer=PolicyTrainer(decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=5e-2)),
         algorithm=algorithm("grpo"),
-        folder=folder,
+        folder=RunFolder(path),
         state=LoopState(),
-        evaluations=[
-            Evaluation(
-                split="eval", prompts=[Prompt(uid=f"e{i}", text=str(i)) for i in range(8)], sampling=SAMPLING
-            )
-        ],
-        drafting=new_drafting(memory, engine) if memory else None,
-        save=save,
+        evaluations=[Evaluation(split="eval", prompts=held_out, sampling=SAMPLING)],
+        save=lambda state: state.step,
     )
-    return loop, trainer
-
-
-def digest(trainer: PolicyTrainer) -> str:
-    """Of every byte of parameters and optimizer."""
-    tensors = sorted(trainer.tensors().items())
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for _, tensor in tensors)).hexdigest()
-
-
-def steady(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what depends on the clock, on which other groups were in the prefix tree, or on drafts."""
-    loose = ("time", "seconds", "per_s", "from_spool", "prefilled", "flops", "draft", "accepted")
-    exact = ("draft/history_tokens", "draft/reuse", "flops/compute", "total/compute_flops")
-    return {
-        name: value for name, value in row.items() if name in exact or not any(word in name for word in loose)
-    }
-
-
-def unaided(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without anything about drafts."""
-    return {name: value for name, value in steady(row).items() if not name.startswith("draft/")}
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +94,7 @@ def one_thread() -> None:
 
 
 def test_it_learns_and_every_part_reports(tmp_path: Path) -> None:
-    loop, _ = build(tmp_path, steps=12, epoch=1000)
+    loop = build(tmp_path, steps=12)
     assert asyncio.run(loop.run()).why is Finish.DONE
     rows = list(loop.folder.metrics.rows())
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
@@ -190,26 +110,6 @@ def test_it_learns_and_every_part_reports(tmp_path: Path) -> None:
     assert [row["step"] for row in evals] == [0, 12] and evals[1]["reward"] > evals[0]["reward"]
     shown = next(loop.folder.trajectories.rows())
     assert shown["turns"][0]["experts"] is not None and shown["reward"] is not None
-
-
-def test_drafts_change_no_byte_of_a_run(tmp_path: Path) -> None:
-    """Two epochs and a half of drafts from history and siblings against plain decoding: the same parameters,
-    optimizer moments and metrics."""
-    if NATIVE is None:
-        pytest.skip("no compiler: torch's kernels round a row differently in a batch of another size")
-    (plain, trainer), (drafting, again) = (
-        build(tmp_path / name, steps=8, drafts=drafts)
-        for name, drafts in (("plain", False), ("drafting", True))
-    )
-    for loop in (plain, drafting):
-        asyncio.run(loop.run())
-    assert digest(again) == digest(trainer)
-    logs = [[unaided(row) for row in loop.folder.metrics.rows()] for loop in (plain, drafting)]
-    assert logs[0] == logs[1]
-    rows = list(drafting.folder.metrics.rows())
-    assert all("draft/reuse" in row for row in rows[3:]) and "draft/reuse" not in rows[2]
-    assert sum(row["tokens/accepted"] for row in rows) > 0
-    assert drafting.folder.history.exists() and len(list(drafting.folder.drafts.rows())) == 8
 
 
 def deliberate(engine: LocalEngine) -> type[TwoTurns]:
@@ -229,7 +129,7 @@ def deliberate(engine: LocalEngine) -> type[TwoTurns]:
 
 def test_with_overlap_it_learns_from_tokens_of_several_policies(tmp_path: Path) -> None:
     """What began under one policy goes on under the next, and no token is too old."""
-    loop, _ = build(tmp_path, steps=24, epoch=1000, overlap=True, staleness=2)
+    loop = build(tmp_path, steps=24, overlap=True, staleness=2)
     assert isinstance(loop.stage.engine, LocalEngine)
     loop.stage = replace(loop.stage, env=deliberate(loop.stage.engine))
     assert asyncio.run(loop.run()).why is Finish.DONE

@@ -240,13 +240,6 @@ def test_the_loss_of_ray_itself_ends_the_run_by_name(tmp_path: Path, program: st
     assert outcome.step == done + 2
 
 
-def test_an_address_without_a_ray_is_refused_at_once(tmp_path: Path) -> None:
-    nobody = command(tmp_path, "cluster.samplers=1", "cluster.address=127.0.0.1:9")
-    done = subprocess.run(nobody, capture_output=True, text=True, timeout=400)
-    assert done.returncode != 0 and not [*tmp_path.iterdir()]
-    assert done.stderr.startswith("ostinato: cluster.address is '127.0.0.1:9', where no Ray answers")
-
-
 def test_the_token_of_ray_is_the_users_alone(tmp_path: Path) -> None:
     """Ray listens on all interfaces, and writes the token that opens it with mode 0644."""
     from ostinato.workers.ray_cluster import keep_token

@@ -52,97 +52,42 @@ def wave(step: int, speed: float = 3.0) -> float:
     return 1 - math.exp(-speed * step / STEPS) + 0.03 * math.sin(step * 2.1)
 
 
+WAVES = (
+    *("reward", "reward_std", "frac_reward_zero_std", "solved_none", "solved_some", "solved_all"),
+    *("completions/mean_length", "completions/clipped_ratio", "entropy", "learning_rate", "sampling/ess"),
+    *("clip_ratio/low_mean", "clip_ratio/high_mean", "sampling/sampling_logp_difference/mean"),
+    *("sampling/sampling_logp_difference/max", "sampling/kl_k3", "draft/acceptance", "draft/reuse"),
+    *("sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/max"),
+    *("draft/share_history", "draft/share_sibling", "draft/seconds_saved", "draft/tokens_per_pass"),
+    *("time/rollout_s", "time/train_s", "step_time", "flops/useful", "flops/wasted", "tokens_per_s"),
+)
+
+
 def metrics(step: int) -> dict[str, float]:
-    """A row as the loop writes it."""
-    some, every = 0.35 + 0.2 * math.sin(step / 12), 0.55 * max(0.0, wave(step))
-    sampled, truncated = 4200.0 - 18 * step, 0.04 + 0.02 * math.sin(step)
-    wasted = {"zero_variance": round(sampled * max(0.0, 1 - some)), "truncated": round(sampled * truncated)}
-    times = {"rollout": 1.3 + 0.1 * math.sin(step), "reward": 0.05, "train": 0.8, "other": 0.03}
-    gap = 2e-5 * (1 + 0.5 * math.sin(step / 3))
+    """A row as the loop writes it, but that everything is between 0 and 1."""
+    broken = math.nan if step == 44 else 0.5
+    tokens = {
+        "sampled": 400.0,
+        "trained": 300.0,
+        "wasted/truncated": 100.0,
+        "drafted": 90.0,
+        "accepted": 50.0,
+    }
     return {
-        "reward": 0.25 + 0.5 * wave(step),
-        "reward_std": 0.35 - 0.2 * wave(step),
-        "frac_reward_zero_std": max(0.0, 1 - some),
-        "solved_none": 1 - some - every,
-        "solved_some": some,
-        "solved_all": every,
-        "completions/mean_length": 16.0 + 3 * math.sin(step / 9),
-        "completions/min_length": 5.0,
-        "completions/max_length": 48.0,
-        "completions/clipped_ratio": truncated,
-        "rollout/groups": float(PROMPTS),
-        "rollout/trajectories": float(PROMPTS * SIBLINGS),
-        "rollout/failed": float(step == 31),
-        "rollout/no_verdict": 0.0,
-        **({"faults/env": 1.0} if step == 31 else {}),
-        "groups/dropped": 1.0,
-        "groups/dropped/zero_variance": 1.0,
-        "tokens/sampled": sampled,
-        "tokens/trained": sampled - sum(wasted.values()),
-        **{f"tokens/wasted/{name}": float(count) for name, count in wasted.items()},
-        "empty_step": 0.0,
-        "refused_step": float(step == 44),
-        "loss": math.nan if step == 44 else -0.01,
-        "entropy": 1.1 - 0.6 * wave(step),
-        "grad_norm": math.nan if step == 44 else 0.5 + 0.2 * math.sin(step),
-        "learning_rate": 1e-3 * min(1.0, step / 5),
-        "clip_ratio/low_mean": 0.004,
-        "clip_ratio/high_mean": 0.007 + 0.002 * math.sin(step),
-        "sampling/sampling_logp_difference/mean": gap,
-        "sampling/sampling_logp_difference/max": 40 * gap,
-        "sampling/kl_k3": gap * gap,
-        "sampling/importance_sampling_ratio/mean": 1.0,
-        "sampling/importance_sampling_ratio/min": 1 - 40 * gap,
-        "sampling/importance_sampling_ratio/max": 1 + 40 * gap,
-        "sampling/ess": 1 - gap,
-        "flops/useful": 5e10,
-        "flops/wasted": 3e10,
-        "step_time": sum(times.values()),
-        "tokens_per_s": sampled / sum(times.values()),
-        **{f"time/{name}_s": seconds for name, seconds in times.items()},
-        "total/seconds": 2.2 * step,
-        "total/sampled_tokens": 3500.0 * step,
-        "total/trained_tokens": 1400.0 * step,
-        "total/useful_flops": 5e10 * step,
-        "total/wasted_flops": 3e10 * step,
-        **drafting(step, sampled),
+        **dict.fromkeys(WAVES, max(0.01, wave(step))),
+        **{f"tokens/{name}": count for name, count in tokens.items()},
+        **{"loss": broken, "grad_norm": broken, "refused_step": float(step == 44)},
+        **({"faults/env": 1.0, "rollout/failed": 1.0} if step == 31 else {}),
+        **{"rollout/groups": float(PROMPTS), "rollout/trajectories": float(PROMPTS * SIBLINGS)},
         **routing_metrics(step),
     }
 
 
-def drafting(step: int, sampled: float) -> dict[str, float]:
-    """Four epochs of twenty steps: history begins with the second."""
-    past = 0.0 if step <= 20 else 0.3 + 0.002 * step
-    shares = {"history": past, "sibling": 0.12, "own": 0.05, "other": 0.03 - 0.0002 * step}
-    guessed = sum(shares.values())
-    epochs = {"draft/reuse": 0.6 + 0.002 * step, "draft/length_rank_correlation": 0.7 + 0.03 * math.sin(step)}
-    return {
-        "tokens/drafted": 1.15 * guessed * sampled,
-        "tokens/accepted": guessed * sampled,
-        "draft/tokens_per_pass": 1 / (1 - guessed),
-        "draft/drafted_per_pass": 1.15 * guessed / (1 - guessed),
-        "draft/acceptance": 1 / 1.15,
-        **{f"draft/share_{name}": share for name, share in shares.items()},
-        "draft/cpu_share": 0.021,
-        "draft/seconds_saved": 0.9 * guessed,
-        "draft/history_tokens": 5e5,
-        "draft/history_bytes": 5e6,
-        **(epochs | {"draft/length_rank_moved": 0.2} if step > 20 else {}),
-    }
-
-
 def draft_detail(step: int) -> dict[str, object]:
-    labels = [0, 3, 10, 25, 40, 60, 90, 180, 420, 2100]
-    passes = [(max(1, 32 - i // 2), 30 - i // 3, 60 - i // 2) for i in range(70)]
-    return {
-        "step": step,
-        "labels": labels,
-        "hits": [round(n * (i + 0.4) / 10) for i, n in enumerate(labels)],
-        "predicted": [n * (i + 0.5) / 10 for i, n in enumerate(labels)],
-        "drafted_at": [900, 800, 650, 400, 120],
-        "accepted_at": [810, 700, 560, 330, 96],
-        "trace": [list(map(float, point)) for point in passes],
-    }
+    ten = [10 * n for n in range(10)]
+    trace = [[max(1.0, 32 - i // 2), 30.0 - i // 3, 60.0 - i // 2] for i in range(70)]
+    known = {"labels": ten, "hits": [n // 2 for n in ten], "predicted": [0.6 * n for n in ten]}
+    return {"step": step, **known, "drafted_at": ten[::-1], "accepted_at": ten[:0:-1], "trace": trace}
 
 
 def group(step: int, index: int, tokens: Renderer) -> Group:

@@ -113,16 +113,6 @@ def test_worked_example() -> None:
     assert {a.dtype.name for a in (mb.logprobs, mb.advantages, mb.weights)} == {"float32"}
 
 
-def test_two_turns_and_trailing_context() -> None:
-    """P P A A R B R: R between the turns is an input, the R after the last trained token is not computed."""
-    sample = make_sample([8, 9], [1, 2, 3, 4, 5], [1, 1, 0, 1, 0])
-    (mb,) = pack([sample], token_weights([sample]), tokens_per_microbatch=10).microbatches
-    assert mb.tokens.tolist() == [8, 9, 1, 2, 3]
-    assert mb.segments == (Segment(start=0, stop=5),)
-    assert mb.rows.tolist() == [1, 2, 4]
-    assert mb.targets.tolist() == [1, 2, 4]
-
-
 def test_group_beyond_the_budget_repeats_its_prompt() -> None:
     samples = [make_sample([7] * 4, [i, i, i], [1, 1, 1], uid=str(i)) for i in range(5)]
     batch = pack(samples, token_weights(samples), tokens_per_microbatch=8)  # room for 2 of 2 rows beside 4
@@ -263,25 +253,11 @@ def test_without_routing_and_without_trained_tokens() -> None:
 def test_refusals_name_the_sample() -> None:
     good = make_sample([1, 2], [3], [1], uid="x#1")
 
-    def variant(**changes: object) -> Sample:
-        names = (
-            "tokens",
-            "loss_mask",
-            "logprobs",
-            "advantages",
-            "versions",
-            "group",
-            "prompt_len",
-            "uid",
-            "experts",
-        )
-        return Sample(**{**{name: getattr(good, name) for name in names}, **changes})  # type: ignore[arg-type]
-
     first = np.array([True, False, True])
     cases = [
-        ([variant(loss_mask=first)], [np.ones(3)], "x#1: loss_mask is True inside the prompt"),
-        ([variant(prompt_len=0)], [np.ones(3)], "x#1: prompt_len is 0"),
-        ([variant(prompt_len=4)], [np.ones(3)], "x#1: prompt_len is 4"),
+        ([replace(good, loss_mask=first)], [np.ones(3)], "x#1: loss_mask is True inside the prompt"),
+        ([replace(good, prompt_len=0)], [np.ones(3)], "x#1: prompt_len is 0"),
+        ([replace(good, prompt_len=4)], [np.ones(3)], "x#1: prompt_len is 4"),
         ([good], [np.ones(2)], "x#1: 2 weights for 3 tokens"),
     ]
     for samples, weights, message in cases:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scale_files import SCALERL, answered, evaluations, new_run, scale, write_csv
+from small_ledger import a_step, killed_and_resumed, start
 
+from ostinato.run import RunFolder
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.reading import amount
 
@@ -22,13 +27,6 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 5 C_mid: identified."""
     one = evaluations(12_700)
     return write_csv(tmp_path_factory.mktemp("csv") / "long.csv", one.compute.tolist(), one.score.tolist())
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one C_mid: nothing may be told."""
-    one = evaluations(2542, n=8)
-    return write_csv(tmp_path_factory.mktemp("csv") / "short.csv", one.compute.tolist(), one.score.tolist())
 
 
 # -- one curve
@@ -48,19 +46,6 @@ def test_a_fit_tells_intervals_beside_other_laws(
         *("sigmoid-posterior", "sigmoid", "sigmoid-free-R0", "power-law", "log-error"),
     }
     assert "device-hours" in text
-
-
-def test_a_curve_that_is_not_identified_has_no_median_and_says_why(
-    short: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, found = answered(capsys, "fit", short)
-    assert code == 0 and found["standing"] == "not identified" and "C_mid" in found["reason"]
-    for name in ("A", "B", "C_mid"):
-        assert found[name]["median"] is None and found[name]["low"] < found[name]["high"]
-    assert found["least_squares"] is None and found["laws"] == [] and found["by_cutoff"] == []
-    code, found = answered(capsys, "forecast", short, "--at", "100k", "--target", "0.5")
-    assert found["at"][0]["score"]["median"] is None and found["at"][0]["score"]["low"] is not None
-    assert found["targets"] == [{"target": 0.5, "probability": None, "compute": None}]
 
 
 def test_a_forecast_and_the_compute_for_a_target(long: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,22 +115,6 @@ def test_a_run_that_is_given_twice_is_refused(long: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_a_ledger_that_a_kill_has_torn_is_read_and_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = new_run(tmp_path / "run")
-    with run.ledger.path.open("ab") as file:
-        file.write(b'{"event": "step", "step": 21, "sec')
-    for command in (("ledger",), ("fit", "--axis", "flops")):
-        assert scale(command[0], run.path, *command[1:]) == 0
-        assert "torn by a kill and is not counted" in capsys.readouterr().out
-    _, found = answered(capsys, "fit", run.path)
-    assert found["evaluations"] == 20
-    code, found = answered(capsys, "ledger", run.path)
-    assert code == 0 and found["runs"][0]["steps"] == 20
-
-
-@pytest.mark.slow
 def test_a_run_folder_is_fitted_over_its_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = new_run(tmp_path / "run")
     code, found = answered(capsys, "forecast", run.path, "--at", "100T")
@@ -184,15 +153,6 @@ def test_user_errors_are_one_sentence_and_exit_code_2(
     assert sentence in captured.err
 
 
-def test_a_broken_ledger_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = new_run(tmp_path / "run")
-    lines = run.ledger.path.read_text().splitlines(keepends=True)
-    run.ledger.path.write_text("".join([*lines[:3], "not json\n", *lines[3:]]))
-    for command in ("fit", "ledger"):
-        assert scale(command, run.path) == 2
-        assert "line 4 of" in capsys.readouterr().err
-
-
 def test_what_belongs_to_a_csv_is_refused_for_a_run(
     tmp_path: Path, long: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,8 +163,144 @@ def test_what_belongs_to_a_csv_is_refused_for_a_run(
     assert "read both with the same axis" in capsys.readouterr().err
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.floats(1e-6, 1e24), st.sampled_from(["", "k", "M", "G", "T", "P", "E"]))
 def test_amounts(value: float, letter: str) -> None:
     factor = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}[letter]
     assert amount(f"{value!r}{letter}", "--at") == factor * value
+
+
+# ---- ``ostinato scale`` on curves that carry little: strict JSON, and nothing that looks like a forecast
+
+
+C = np.linspace(500, 10_000, 20)
+NOISE = evaluations(10_000).score - SCALERL.score(C)
+CURVES: Mapping[str, tuple[np.ndarray, np.ndarray]] = {
+    "flat": (C, 0.4 + NOISE),
+    "falling": (C, np.linspace(0.4, 0.3, 20) + NOISE),
+    "collapsing": (C, SCALERL.score(C) + NOISE - np.maximum(0, C - 7500) * 2e-5),
+    "three": (C[[5, 10, 19]], SCALERL.score(C[[5, 10, 19]])),
+    "short": (C / 5, SCALERL.score(C / 5) + NOISE),
+    "steep": (C, np.where(C < 700, 0.45, 0.6) + NOISE),
+    "plateau": (C, 0.6 + NOISE),
+    "long": (1.3 * C, SCALERL.score(1.3 * C) + NOISE),
+}
+SILENT = ("flat", "falling", "collapsing", "three")
+
+
+@pytest.fixture(scope="module")
+def csv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file of each curve."""
+    folder = tmp_path_factory.mktemp("curves")
+    for name, (compute, score) in CURVES.items():
+        write_csv(folder / f"{name}.csv", compute.tolist(), score.tolist())
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    """The JSON object of a command that is no error."""
+    code, found = answered(capsys, *arguments)
+    assert code in (0, 10, 20)
+    return found
+
+
+COMMANDS = (
+    ("fit",),
+    ("forecast", "--at", "1e5", "--target", "0.5", "--target", "0.99"),
+    ("decide", "--budget", "50k"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CURVES)
+def test_every_answer_is_strict_json(name: str, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, *options in COMMANDS:
+        assert told(capsys, command, csv / f"{name}.csv", *options)["series"] == name
+    other = "short" if name == "long" else "long"
+    compared = told(capsys, "compare", csv / f"{name}.csv", csv / f"{other}.csv")
+    assert [arm["arm"] for arm in compared["arms"]] == [name, other]
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_curve_that_carries_nothing_tells_no_number(
+    name: str, csv: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a flat curve the intervals of B and C_mid were those of the prior."""
+    fitted = told(capsys, "fit", csv / f"{name}.csv")
+    for key in ("A", "B", "C_mid", "least_squares", "C_max_over_C_mid"):
+        assert fitted[key] is None
+    assert fitted["laws"] == fitted["by_cutoff"] == []
+    foretold = told(capsys, "forecast", csv / f"{name}.csv", "--at", "1e5", "--target", "0.6")
+    assert foretold["at"] == [{"compute": 1e5, "score": None, "measured": None}]
+    assert foretold["targets"] == [{"target": 0.6, "probability": None, "compute": None}]
+    decided = told(capsys, "decide", csv / f"{name}.csv", "--budget", "50k")
+    assert (decided["action"], decided["gain"], decided["settled"]) == ("undecided", None, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "flag"), [("steep", "B at bound"), ("plateau", "B and C_mid not known")])
+def test_a_run_that_was_saturated_when_first_evaluated_has_no_C_mid(
+    name: str, flag: str, csv: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = told(capsys, "fit", csv / f"{name}.csv")
+    assert found["standing"] == "identified" and flag in found["flags"]
+    assert found["A"]["median"] is not None and found["C_max_over_C_mid"] is None
+    assert found["B"]["median"] is found["C_mid"]["median"] is found["least_squares"]["C_mid"] is None
+    _, compared = told(capsys, "compare", csv / "long.csv", csv / f"{name}.csv")["arms"]
+    assert compared["B"] is compared["C_mid"] is compared["B_shared"] is None
+    assert compared["A_less"] is not None and set(compared["lower"]) == {"A"}
+    for each in [*found["by_cutoff"], *(law["parameters"] for law in found["laws"])]:
+        assert each.get("B") is None and each.get("C_mid") is None
+
+
+# -- what does not compare
+
+
+# ---- ``ostinato scale ledger``: what runs have cost, side by side
+
+
+def run_of(path: Path, *rows: dict[str, Any]) -> RunFolder:
+    run = RunFolder.create(path, "[trainer]\nsteps = 3\n")
+    run.ledger.append(*rows)
+    return run
+
+
+def test_one_run_in_words_and_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path / "run", *killed_and_resumed())
+    assert scale("ledger", run.path) == 0
+    text = capsys.readouterr().out
+    for words in ("run: 3 steps, started twice", "wasted: repeated", "6.0 s", "27.5%", "16.5 k", "restarts"):
+        assert words in text
+    assert scale("ledger", run.path, "--json", "-") == 0
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    assert found["useful"] + sum(found["wasted"].values()) == sum(found["flops"].values()) == 16_500
+    assert found["compute"]["flops"] == 16_500
+    assert found["pools"]["local"]["lost"] == 6.0 and found["evaluation"]["flops"] == 400
+
+
+def test_several_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [
+        run_of(tmp_path / "one" / "run", *killed_and_resumed()),
+        run_of(tmp_path / "other" / "run", start(1, 0.0, price=0.0), a_step(1, 1, 15.0)),
+    ]
+    with runs[1].ledger.path.open("ab") as file:
+        file.write(b'{"event":"step","session":1,"ste')
+    assert scale("ledger", *(run.path for run in runs)) == 0
+    text = capsys.readouterr().out
+    assert (
+        "run (1): 3 steps" in text and "run (2): 1 steps, started once" in text and "torn by a kill" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "run run has no row in ledger.jsonl; it has finished no step yet"),
+        ([{"step": 1, "wall_s": 2.0}], "line 1 of "),
+    ],
+)
+def test_what_cannot_be_added_up_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[dict[str, Any]], said: str
+) -> None:
+    assert scale("ledger", run_of(tmp_path / "run", *rows).path) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1 and captured.out == ""

@@ -1,17 +1,248 @@
-"""Task sources by name, and the addressed stream of prompts."""
+"""Where tasks come from: arithmetic, rows of files, other packages; splits, streams, refusals."""
 
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.env.adapters import Gem, TextArena, TextWorld
+from ostinato.env.arithmetic import PHRASINGS, Family, rows, split_of
+from ostinato.env.custom import factory
+from ostinato.env.rows import prompt_from_row, read
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks
 from ostinato.types import Prompt
+
+SEEDS = st.integers(0, 10**6)
+SPLITS = st.sampled_from(["train", "eval"])
+
+
+def obvious(expression: str) -> int:
+    """Python's own arithmetic on the expression: the slow twin of every drawer."""
+    assert re.fullmatch(r"\d+( ([-+*]|mod) \d+)+", expression)
+    return eval(expression.replace("mod", "%"))
+
+
+def columns(prompt: Prompt, name: str) -> str:
+    return prompt.columns[name]
+
+
+def fields(prompt: Prompt) -> tuple:
+    return prompt.uid, prompt.messages, prompt.columns
+
+
+@settings(max_examples=20, deadline=None)
+@given(SPLITS, SEEDS, st.integers(2, 6), st.integers(3, 8))
+def test_answers_are_right_and_natural(split: str, seed: int, digits: int, terms: int) -> None:
+    for prompt in rows(split, seed, 40, digits=digits, terms=terms):
+        answer = int(columns(prompt, "answer"))
+        assert answer == obvious(columns(prompt, "expression")) >= 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS, SEEDS)
+def test_no_evaluation_problem_is_trained_on(train_seed: int, eval_seed: int) -> None:
+    trained = {" ".join(sorted(columns(p, "expression").split())) for p in rows("train", train_seed, 300)}
+    held_out = {" ".join(sorted(columns(p, "expression").split())) for p in rows("eval", eval_seed, 300)}
+    assert not trained & held_out
+
+
+@settings(max_examples=20, deadline=None)
+@given(SPLITS, SEEDS, st.integers(1, 60))
+def test_same_address_same_stream_and_more_rows_only_continue_it(split: str, seed: int, n: int) -> None:
+    short, long = rows(split, seed, n), rows(split, seed, 60)
+    assert [fields(p) for p in short] == [fields(p) for p in long[:n]]
+
+
+def test_families_are_drawn_evenly_and_sentences_hold_the_expression() -> None:
+    prompts = rows("train", 0, 1000)
+    for family in Family:
+        assert 150 < sum(p.columns["family"] == family for p in prompts) < 250
+    for prompt in prompts:
+        assert prompt.messages is not None
+        (message,) = prompt.messages
+        assert message["role"] == "user"
+        assert message["content"] in [phrasing.format(prompt.columns["expression"]) for phrasing in PHRASINGS]
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_parameters_bound_the_problems(family: Family) -> None:
+    for prompt in rows("train", 0, 100, families=[family], digits=4, terms=4):
+        assert prompt.columns["family"] == family
+        numbers = re.findall(r"\d+", columns(prompt, "expression"))
+        assert max(map(len, numbers)) <= 4
+        assert len(numbers) == 2 if family is not Family.CHAIN else 3 <= len(numbers) <= 4
+
+
+def test_a_commuted_sum_falls_on_the_same_side() -> None:
+    """Hashing the expression as it is written put 347 + 586 into training and 586 + 347 into evaluation."""
+    rng = random.Random(0)
+    for _ in range(100):
+        a, b = rng.randrange(1000), rng.randrange(1000)
+        assert split_of(f"{a} + {b}") == split_of(f"{b} + {a}")
+
+
+def test_an_eighth_of_the_problems_is_held_out() -> None:
+    held_out = sum(split_of(f"{a} + {b}") == "eval" for a in range(100) for b in range(a, 100))
+    assert 0.10 < held_out / 5050 < 0.15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"split": "test"}, "split is 'test'"),
+        ({"n": 0}, "n is 0"),
+        ({"families": ["sums"]}, "families has 'sums'"),
+        ({"families": "sum"}, "families is 'sum'"),
+        ({"families": []}, "families is []"),
+        ({"digits": 1}, "digits is 1"),
+        ({"terms": 2}, "terms is 2"),
+        ({"families": ["product"], "digits": 2, "n": 5000}, "lower n or raise digits"),
+    ],
+)
+def test_bad_parameters_are_named(arguments: dict, names: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(names)):
+        rows(**{"split": "train", "seed": 0, "n": 4, **arguments})
+
+
+# ---- rows of other projects become prompts; a bad row is named by file and number
+
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def test_text_and_chat_rows_keep_their_other_columns() -> None:
+    text = prompt_from_row({"prompt": "2+2?", "answer": 4, "level": 1}, "row 1")
+    chat = prompt_from_row({"prompt": CHAT, "solution": "4", "id": 7}, "row 2")
+    assert (text.text, text.messages, text.columns) == ("2+2?", None, {"answer": 4, "level": 1})
+    assert chat.messages == tuple(CHAT)
+    assert chat.columns == {"solution": "4", "id": 7, "answer": "4"}
+    assert chat.uid == "7"
+
+
+@pytest.mark.parametrize("key", ["reward_model", "reward_spec"])
+def test_verl_and_skyrl_rows(key: str) -> None:
+    row = {
+        "data_source": "gsm8k",
+        "prompt": CHAT,
+        key: {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 3},
+    }
+    prompt = prompt_from_row(row, "row 1")
+    assert prompt.columns["answer"] == "4"
+    assert prompt.columns["data_source"] == "gsm8k"
+    assert prompt.columns["extra_info"] == {"index": 3}
+
+
+def test_a_uid_is_the_content_and_not_the_place() -> None:
+    row = {"prompt": CHAT, "answer": "4"}
+    assert prompt_from_row(row, "row 1").uid == prompt_from_row(row | {"more": 1}, "row 9").uid
+    assert prompt_from_row(row, "row 1").uid != prompt_from_row(row | {"answer": "5"}, "row 1").uid
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"answer": "4"}, "row 2 of .*rows.jsonl has no 'prompt'"),
+        ({"prompt": "", "answer": "4"}, "row 2 of .* has no 'prompt'"),
+        ({"prompt": "2+2?"}, "row 2 of .* has no 'answer', 'solution' or 'ground_truth'"),
+        ({"prompt": "2+2?", "answer": None}, "row 2 of .* has no 'answer'"),
+        ({"prompt": [{"role": "user"}], "answer": "4"}, "row 2 of .* neither text nor a chat"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "4"},
+            "neither text nor a chat",
+        ),
+        ({"prompt": 5, "answer": "4"}, "neither text nor a chat"),
+        ({"prompt": "2+2?", "answer": "4", "completions": 1}, "row 2 of .* has a column 'completions'"),
+        ({"prompt": "2+2?", "answer": "4", "id": "a"}, "row 2 of .* has the id 'a' of row 1"),
+        ("[1, 2]", "row 2 of .* is a list"),
+        ('{"prompt": "cut', "row 2 of .* is not JSON"),
+        ('{"prompt": "2+2?", "answer": ' + "[" * 100_000, "row 2 of .* is not JSON .nested deeper than 100"),
+        ('{"prompt": "\\ud83d", "answer": "4"}', "row 2 of .* surrogate pair in column 'prompt'"),
+        ('{"prompt": "2+2?", "answer": "\\ude00!"}', "row 2 of .* surrogate pair in column 'answer'"),
+        ('{"prompt": "2+2?", "answer": "4", "more": {"a": ["\\ud83d"]}}', "in column 'more'"),
+        ('{"prompt": "2+2?", "answer": "4", "\\ud83d": 1}', r"in column '\\ud83d'"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: Any, sentence: str) -> None:
+    """Half of a surrogate pair is valid JSON, and broke the run where the row was written, in its middle, and
+    every resume after that; brackets enough were a RecursionError."""
+    source = jsonl(tmp_path / "rows.jsonl", {"prompt": "1+1?", "answer": "2", "id": "a"}, row)
+    with pytest.raises(ValueError, match=sentence):
+        read(source, "train")
+
+
+def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.Array.from_buffers(
+        pyarrow.utf8(),
+        2,
+        [None, pyarrow.py_buffer(np.array([0, 1, 2], np.int32).tobytes()), pyarrow.py_buffer(b"a\xff")],
+    )
+    table = pyarrow.table({"prompt": texts, "answer": ["1", "2"]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"one of the rows 1 to 2 of .* not UTF-8"):
+        read(str(tmp_path / "rows.parquet"), "train")
+
+
+def test_an_empty_or_foreign_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no rows for train"):
+        read(jsonl(tmp_path / "rows.jsonl"), "train")
+    with pytest.raises(ValueError, match=r"use a \.jsonl or \.parquet file"):
+        read(jsonl(tmp_path / "rows.csv", "a,b"), "train")
+
+
+@pytest.mark.slow
+def test_parquet_reads_as_jsonl(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": CHAT, "answer": "4", "level": k} for k in range(3)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    theirs = read(str(tmp_path / "rows.parquet"), "train")
+    ours = read(jsonl(tmp_path / "rows.jsonl", *rows), "train")
+    assert [(p.uid, p.messages, p.columns) for p in theirs] == [(p.uid, p.messages, p.columns) for p in ours]
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match="is not a parquet file"):
+        read(str(tmp_path / "bad.parquet"), "train")
+
+
+def test_a_datasets_folder_has_its_own_splits(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"prompt": [f"{k}+1?" for k in range(20)], "answer": [str(k + 1) for k in range(20)]}
+    train = datasets.Dataset.from_dict(rows)
+    both = datasets.DatasetDict(
+        train=train, test=datasets.Dataset.from_dict({"prompt": ["5+5?"], "answer": ["10"]})
+    )
+    train.save_to_disk(str(tmp_path / "plain"))
+    both.save_to_disk(str(tmp_path / "both"))
+    datasets.DatasetDict(train=train).save_to_disk(str(tmp_path / "one"))
+
+    def texts(folder: str, split: str, **options: Any) -> list[str | None]:
+        return [prompt.text for prompt in read(str(tmp_path / folder), split, **options)]
+
+    assert texts("plain", "train") == texts("both", "train") == texts("one", "train") == rows["prompt"]
+    assert texts("both", "eval") == ["5+5?"]
+    assert texts("both", "train", holdout=0.5) == rows["prompt"], "its own split is what is held out"
+    with pytest.raises(ValueError, match=r"has the splits \['train'\] and none for eval"):
+        texts("one", "eval")
+    held_out = texts("one", "eval", holdout=0.5) + texts("one", "train", holdout=0.5)
+    assert sorted(map(str, held_out)) == sorted(rows["prompt"])
+
+
+# ---- task sources by name, and the addressed stream of prompts
 
 
 def prompts(count: int, first: int = 0) -> list[Prompt]:
@@ -25,7 +256,6 @@ def write_rows(path: Path, count: int) -> str:
 
 
 @given(st.integers(1, 40), st.integers(-5, 2**40), st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
 def test_every_epoch_is_a_permutation_and_an_address_says_it_all(count: int, seed: int, epoch: int) -> None:
     """Read backwards by a second stream, as a resumed run would, each index is the same prompt."""
     rows, again = Rows(prompts(count), seed=seed), Rows(prompts(count), seed=seed)
@@ -134,3 +364,43 @@ def test_split_and_n_are_checked(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=sentence):
             load_tasks(*arguments)
+
+
+# ---- games of other packages, where they are installed: the same seed plays the same game
+
+
+BOXED = {"id": "game:GuessTheNumber-v0-easy", "action": "\\boxed{{{number}}}"}
+GAMES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("gem", Gem, BOXED),
+    ("textarena", TextArena, {"id": "GuessTheNumber-v0", "action": "[{number}]"}),
+    ("textworld", TextWorld, {"rooms": 1, "objects": 2, "quest": 1}),
+]
+
+
+@pytest.mark.parametrize(("package", "game", "params"), GAMES, ids=[name for name, *_ in GAMES])
+def test_a_seed_is_a_game(package: str, game: Any, params: dict[str, Any]) -> None:
+    pytest.importorskip(package)
+
+    def played(seed: int) -> list[Any]:
+        env = game(**params)
+        heard: list[Any] = [env.reset(seed=seed, options={})[0]]
+        for answer in ("#### 2", "10", "it is 3"):
+            text, reward, ended, cut, _ = env.step(answer)
+            heard.append((text, reward, ended, cut))
+            if ended:
+                break
+        getattr(env, "close", lambda: None)()
+        return heard
+
+    first = played(3)
+    assert first == played(3) and first[0] and len(first) > 1
+    assert any(played(seed) != first for seed in range(4, 16))
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    for package, game, params in GAMES:
+        try:
+            __import__(package)
+        except ModuleNotFoundError:
+            with pytest.raises(ValueError, match=f"install it: pip install {package}"):
+                factory(f"ostinato.env.adapters:{game.__name__}", params)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nouns import completion
 
@@ -30,7 +30,6 @@ def routes(rows: int, seed: int = 0) -> Routes:
 
 
 # 256 is where a byte is full and leaves no sentinel
-@settings(max_examples=50, deadline=None)
 @given(
     experts=st.sampled_from([2, 3, 8, 128, 255, 256, 257, 384, 1024]),
     rows=st.integers(0, 20),
@@ -65,7 +64,6 @@ def test_what_is_no_routing_is_refused(ids: np.ndarray, says: str) -> None:
         Routes.of(ids, EXPERTS)
 
 
-@settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 12), start=st.integers(0, 12))
 def test_turns_merged_are_one_capture(rows: int, start: int) -> None:
     start = min(start, rows)
@@ -79,7 +77,6 @@ def test_turns_merged_are_one_capture(rows: int, start: int) -> None:
         Routes.merge(whole.rows(0, start), new, start=start + 1)
 
 
-@settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_padding_and_packing_keep_rows_with_their_tokens(lengths: list[int], seed: int) -> None:
     """Left, right or in the middle: the t-th token of sequence b has the t-th row of b, and padding none."""

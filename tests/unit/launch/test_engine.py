@@ -1,4 +1,4 @@
-"""What a recipe may ask of vLLM: refused in words before any work, or noted."""
+"""What a recipe may ask of engines and ranks: refused in words before any work, or noted."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from ostinato.config import Recipe
+from ostinato.config import DraftSection, Recipe
+from ostinato.engine.threads import Threads
+from ostinato.history.store import History
 from ostinato.interop.vllm_worker import Worker, digest
+from ostinato.launch import trainer as parts
 from ostinato.launch.caveats import caveats
 from ostinato.launch.checks import MASKS, ROUTES, check, check_model
+from ostinato.launch.drafts import Memory, load_history, new_memory, save_history
 from ostinato.launch.engine import vllm_engine
+from ostinato.launch.ranks import backend, followed
+from ostinato.launch.speed import Speed, line, warnings
+from ostinato.launch.trainer import new_sharded_trainer
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.run import RunFolder
+from ostinato.types import HistoryEntry
 
 
 def recipe(**sections: dict[str, Any]) -> Recipe:
@@ -166,3 +175,205 @@ def test_the_worker_replaces_the_one_adapter_and_tells_what_it_read(
     for wrong in (Loaded(), Loaded(1, 2)):
         with pytest.raises(ValueError, match="only one can be replaced"):
             wrong.ostinato_publish(str(tmp_path))
+
+
+# ---- the section [parallel]: what is refused, with which sentence, and before anything starts
+
+
+PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        (
+            {"parallel": {"layout": "d2"}, "cluster": {"samplers": 1, "remote_trainer": True}},
+            "parallel.layout is 'd2' with cluster.remote_trainer true, but the ranks of a sharded trainer "
+            "are started beside the loop; set cluster.remote_trainer to false",
+        ),
+        (
+            {"parallel": {"layout": "d2", "timeout_s": 600.0}},
+            "pipeline.watch_s is 600, but a collective may take 600 s (parallel.timeout_s), so a hung rank "
+            "would end the run before it is named; raise watch_s or lower timeout_s",
+        ),
+        (
+            {"parallel": {"silence_s": 60.0, "timeout_s": 30.0}},
+            "parallel.silence_s is 60 with parallel.timeout_s 30, but a rank that is lost has to be known "
+            "before a collective gives up; lower silence_s",
+        ),
+        ({"parallel": {"backend": "mpi"}}, "parallel.backend is 'mpi'; use one of 'auto', 'gloo', 'nccl'"),
+        ({"parallel": {"timeout_s": 0.0}}, "parallel.timeout_s is 0.0; use a number above 0.0"),
+        (
+            {"parallel": {"layuot": "d2"}},
+            "parallel.layuot is not a key of a recipe; did you mean parallel.layout?",
+        ),
+    ],
+)
+def test_recipes_that_are_refused(tree: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Recipe.parse(tree)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("layout", ["", "d2t2"])
+def test_other_ranks_than_the_layout_has_are_refused(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    recipe = Recipe.parse({"parallel": {"layout": layout}})
+    check(recipe)
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    world = 4 if layout else 1
+    with pytest.raises(ValueError) as caught:
+        check(recipe)
+    assert str(caught.value) == (
+        f'parallel.layout is "{layout}", of {world} in all, but torchrun has started 2 ranks (WORLD_SIZE); '
+        f"start {world}, or choose another layout"
+    )
+
+
+def test_rank_0_is_the_run_and_the_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert followed() is None
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    assert followed() is None
+    monkeypatch.setenv("RANK", "1")
+    place = followed()
+    assert place is not None and place.rank == 1
+
+
+def test_the_backend_fits_the_device() -> None:
+    def chosen(name: str, device: str) -> str:
+        return backend(Recipe.parse({"parallel": {"backend": name}}), device)
+
+    assert chosen("auto", "cpu") == chosen("gloo", "cpu") == "gloo"
+    assert chosen("auto", "cuda") == chosen("nccl", "cuda") == "cpu:gloo,cuda:nccl"
+    for name, device in (("nccl", "cpu"), ("gloo", "cuda")):
+        with pytest.raises(ValueError, match=f'parallel.backend is "{name}" with a model on {device}'):
+            chosen(name, device)
+
+
+def test_a_rank_is_ready_before_groups_are_made_and_not_before_its_part_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+
+    class Enough(Exception):
+        """The rest needs the other rank."""
+
+    def loaded(*args: Any, **options: Any) -> Any:
+        told.append("loaded")
+        return load(*args, **options)
+
+    def grouped(*args: Any, **options: Any) -> Any:
+        told.append("groups")
+        raise Enough
+
+    load = parts.load_decoder
+    monkeypatch.setattr(parts, "load_decoder", loaded)
+    monkeypatch.setattr(parts, "Mesh", grouped)
+    recipe = Recipe.load("quickstart", "parallel.layout=d2", "model.device=cpu", "model.dtype=float32")
+    with pytest.raises(Enough):
+        new_sharded_trainer(recipe, 1, ready=lambda: told.append("ready"))
+    assert told == ["loaded", "ready", "groups"]
+
+
+# ---- the history of a run in its folder: it comes back with the run, and losing it is one note
+
+
+SECTION = DraftSection(memory_mb=1)
+
+
+def past(*tokens: int) -> HistoryEntry:
+    size = len(tokens)
+    return HistoryEntry(
+        context=np.array([90, 91], np.int32),
+        tokens=np.array(tokens, np.int32),
+        probs=np.full(size, 1e-9, np.float32),  # what is nearly impossible was sampled all the same
+        edges=np.full(size, 0.5, np.float32),
+    )
+
+
+def memory() -> Memory:
+    made = new_memory(SECTION, None)
+    if made is None:
+        pytest.skip("no compiler: runs do not draft")
+    return made
+
+
+def test_without_a_compiler_drafts_are_off_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert new_memory(SECTION, None) is None
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("nothing is drafted: ")
+
+
+def test_the_past_of_a_prompt_is_its_newest_answers_without_their_context() -> None:
+    mine = memory()
+    mine.history.add("a", 1, [past(1, 2)])
+    mine.history.add("a", 2, [past(3, 4, 5), past(6)])
+    assert [answer.tolist() for answer in mine.past("a")] == [[3, 4, 5], [6]]
+    assert list(mine.past("b")) == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed", "foreign"])
+def test_a_lost_history_is_one_note_and_the_run_goes_on(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "history.bin"
+    saved = History(memory_mb=1)
+    saved.add("a", 1, [past(*range(50))])
+    saved.save(path)
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        broken = {"cut": whole[:-30], "changed": whole[:-50] + b"?" + whole[-49:], "foreign": b"{}" * 30}
+        path.write_bytes(broken[damage])
+    assert load_history(SECTION, path) is None
+    (note,) = caplog.messages
+    assert "history" in note and "\n" not in note
+
+
+def test_a_full_disk_is_one_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "history.bin").mkdir()  # a file cannot take the place of a folder
+    save_history(History(memory_mb=1), tmp_path / "history.bin")
+    assert len(caplog.messages) == 1 and "not saved" in caplog.text
+
+
+# ---- what doctor says of the machine's speed, on machines that are only figures
+
+
+FAST, SLOW = Speed(sampling=30.0, training=40.0), Speed(sampling=3.0, training=40.0)
+MEASURED = Threads(count=2, policy="passive", source="measured")
+
+
+def said(native: dict[str, Speed] | None, torch: dict[str, Speed], choice: Threads = MEASURED) -> list[str]:
+    found = {"torch": torch} if native is None else {"native": native, "torch": torch}
+    return list(warnings(found, choice, 4, 4, {}))
+
+
+def test_a_machine_as_it_should_be_is_not_warned_of() -> None:
+    both = {"float32": FAST, "bfloat16": FAST}
+    assert said(both, both) == []
+    assert line(both).startswith("float32 30.0 GFLOP/s of 16 rows, 40.0 of 256 in training; bfloat16")
+
+
+def test_what_is_ten_times_slower_is_named_with_its_fix() -> None:
+    """ "native kernels ready" was all that doctor said of a machine on which bf16 was seven times slower."""
+    fast, mixed = {"float32": FAST, "bfloat16": FAST}, {"float32": FAST, "bfloat16": SLOW}
+    (dtype, kernels) = said(mixed, fast)
+    assert dtype == 'sampling in bfloat16 is 10x slower than in float32: leave model.dtype at "auto"'
+    assert "in bfloat16 is 10x slower than by torch's: set engine.native=false" in kernels
+    assert "install a C++ compiler" in said(None, fast)[0]
+
+
+def test_settings_that_leave_cores_idle_or_make_threads_take_turns_are_named() -> None:
+    fast = {"float32": FAST, "bfloat16": FAST}
+    one = Threads(count=1, policy="passive", source="environment")
+    assert said(fast, fast, one) == ["OMP_NUM_THREADS=1 leaves 3 of 4 cores idle: unset it"]
+    assert not said(fast, fast, Threads(count=1, policy="passive", source="cache")), "measured to be faster"
+    many = Threads(count=8, policy="passive", source="environment")
+    assert "OMP_NUM_THREADS=8 is more than the 4 usable cores" in said(fast, fast, many)[0]
+    spinning = {"GOMP_SPINCOUNT": "INFINITE"}
+    both = {"native": fast, "torch": fast}
+    assert "GOMP_SPINCOUNT" in next(iter(warnings(both, MEASURED, 4, 4, spinning)))

@@ -262,7 +262,6 @@ def test_why_nothing_can_be_foretold_is_said_once(tmp_path: Path, caplog: pytest
 
 
 @given(st.integers(1, 4000), st.floats(1e-3, 1e20))
-@settings(max_examples=50, deadline=None)
 def test_at_the_last_step_the_budget_is_what_is_spent(steps: int, flops: float) -> None:
     """Divided by the steps and multiplied by them again, the budget was one rounding above what was spent in
     one run of twenty: its last line was "not worth the rest" of nothing."""

@@ -1,29 +1,45 @@
-"""What a recipe becomes, as far as no model is needed for it."""
+"""What a recipe becomes before any work: prompts, sets, lengths, time, terms; ScaleRL as the paper has it."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import nouns
+import numpy as np
 import pytest
 import torch
+from small_loop import TEN_A_ROW
 
+from ostinato.algo.advantages import Baseline, Pool, Scale
+from ostinato.algo.algorithms import Anchor, Loss
+from ostinato.algo.offpolicy import Correction
+from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+from ostinato.axis import Axis
 from ostinato.config import Recipe, dump_toml
+from ostinato.engine.local import LocalEngine
+from ostinato.every import NEVER, Every
 from ostinato.launch.caveats import caveats
 from ostinato.launch.checks import check
+from ostinato.launch.evaluations import downstream_prompts, evaluations, rules
+from ostinato.launch.expect import Lengths, Pace, expected, paced
 from ostinato.launch.inputs import check_lengths, longest_answer, new_interruption, stage_identity
+from ostinato.launch.loop import new_flops, new_plan
 from ostinato.launch.solved import check_solvable, solved_at
-from ostinato.launch.trainer import new_adapters
-from ostinato.model.config import parse_config
+from ostinato.launch.trainer import new_adapters, new_trainer
+from ostinato.model.config import parse_config, read_config
 from ostinato.model.decoder import Decoder
+from ostinato.model.hf import load_model
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
 from ostinato.observe.report.page import solved_at as solved_at_in_report
 from ostinato.observe.report.reading import RunData
+from ostinato.pipeline.evaluate import Evaluation, held_out
 from ostinato.render import Renderer
-from ostinato.types import Prompt
+from ostinato.types import Prompt, Sample, Sampling
 
 
 @pytest.mark.parametrize(
@@ -188,3 +204,232 @@ def test_a_run_can_begin_with_an_adapter_and_refuses_one_of_another_base(tmp_pat
         new_adapters(recipe, small_decoder(1))
     with pytest.raises(ValueError, match=r"adapter\.path is 'x' with adapter\.kind"):
         Recipe.parse({"adapter": {"path": "x", "kind": "full"}})
+
+
+# ---- which sets a recipe is scored on, and what is wrong with them, known before any work
+
+
+def rows_file(path: Path, *questions: str) -> str:
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in questions))
+    return str(path)
+
+
+def recipe_of(task: str = "arithmetic", downstream: Any = None, **changes: Any) -> Recipe:
+    tree = {"task": {"source": task}, "eval": {"k": 2, "every": "1e6 tokens", "downstream": downstream or {}}}
+    return Recipe.parse(tree | changes)
+
+
+def test_sets_come_in_order_with_their_own_terms(tmp_path: Path) -> None:
+    file = rows_file(tmp_path / "rows.jsonl", "1+1", "2+2", "3+3")
+    sets = {"file": {"source": file, "every": 5, "k": 3}, "hard": {"source": "arithmetic", "n": 4}}
+    recipe = recipe_of(downstream=sets)
+    prompts = downstream_prompts(recipe, [])
+    assert {name: len(each) for name, each in prompts.items()} == {"file": 3, "hard": 4}
+    main = [Prompt(uid="a", text="1")]
+    found = evaluations(recipe, main, prompts, stop_tokens=(7,), solved_at=1.0, weights="model")
+    assert [(one.name, one.k, one.samples, len(one.prompts)) for one in found] == [
+        ("eval", 2, 2, 1),
+        ("greedy", 1, 1, 1),
+        ("file", 3, 3, 3),
+        ("hard", 1, 1, 4),
+    ]
+    assert [one.every for one in found] == [
+        Every(amount=1e6, unit=Axis.TOKENS),
+        Every(amount=0),
+        Every(amount=5),
+        Every(amount=0),
+    ]
+    assert len({held_out(one) for one in found}) == 4
+    assert [one.sampling.temperature for one in found] == [1.0, 0.0, 1.0, 1.0]
+    greedy = recipe_of().model_copy(update={"eval": recipe_of().eval.model_copy(update={"temperature": 0.0})})
+    (only,) = evaluations(greedy, main, {}, stop_tokens=(7,), solved_at=1.0, weights="model")
+    assert only.name == "eval", "what is greedy already is not answered twice"
+
+
+def test_a_set_of_the_training_source_must_not_be_trained_on(tmp_path: Path) -> None:
+    file = rows_file(tmp_path / "rows.jsonl", "1+1", "2+2")
+    recipe = recipe_of(task=file, downstream={"again": {"source": file}})
+    trained_on = downstream_prompts(recipe, [])["again"]
+    with pytest.raises(
+        ValueError, match=r"^eval\.downstream\.again: 2 of 2 evaluation prompts are also in the"
+    ):
+        downstream_prompts(recipe, trained_on)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reward": {"functions": ["exact", "exact"]}},
+        {"task": {"max_turns": 2, "tools": ["calculator"]}},
+        {"rollout": {"interrupt_after": [8, 12], "answer_tokens": 4}},
+    ],
+    ids=str,
+)
+def test_rules_are_part_of_what_is_measured(change: dict[str, Any]) -> None:
+    assert rules(Recipe.parse(change)) != rules(Recipe.parse({}))
+    again = {"rollout": {"think_end": "</end>", "interrupt_phrase": "Stop."}}
+    assert rules(Recipe.parse(again)) == rules(Recipe.parse({})), "nothing is interrupted"
+    others = {"trainer": {"lr": 1.0}, "model": {"path": "other"}, "engine": {"max_batch": 8}, "seed": 3}
+    assert rules(Recipe.parse(others)) == rules(Recipe.parse({}))
+
+
+def test_values_that_nobody_reads_do_not_tell_sets_apart() -> None:
+    """rollout.max_tokens beside an interruption, and the phrase of one that is off, made other held-out sets
+    of the same scores, and `scale compare` refused them."""
+
+    def name(**rollout: Any) -> str:
+        recipe = recipe_of(rollout=rollout)
+        sets = evaluations(
+            recipe, [Prompt(uid="a", text="1")], {}, stop_tokens=(7,), solved_at=1.0, weights="model"
+        )
+        return held_out(sets[0])
+
+    interrupted = {"interrupt_after": [8, 12], "answer_tokens": 4}
+    assert name(**interrupted, max_tokens=48) == name(**interrupted, max_tokens=64)
+    assert name(think_end="</end>") == name() != name(max_tokens=65)
+    assert len({name(**interrupted), name(**{**interrupted, "answer_tokens": 5}), name()}) == 3
+    assert name(**interrupted, think_end="</end>") != name(**interrupted)
+
+
+# ---- the time that a run says it will take, before its first step: arithmetic on timed passes, no clock
+
+
+LENGTH = Lengths(prompt=10, answer=40)
+PACE = Pace(rows=(1, 4, 8), seconds=(0.01, 0.04, 0.08), trained_row=0.001, max_batch=8)  # 10 ms a row
+
+
+def recipe(**trainer: Any) -> Recipe:
+    sizes = {"prompts_per_step": 2, "group_size": 4, "max_tokens": 40}
+    tree = {"model": {"dtype": "float32"}, "adapter": {"rank": 4}, "rollout": sizes, "trainer": trainer}
+    return Recipe.parse(tree)
+
+
+def evaluation(every: Every = NEVER, factor: int = 1) -> Evaluation:
+    prompts = [Prompt(uid=str(number), text="1 + 1") for number in range(4)]
+    return Evaluation(
+        split="eval", prompts=prompts, sampling=Sampling(), every=every, start_factor=factor, samples=1
+    )
+
+
+def test_passes_in_proportion_to_rows_make_the_time_of_a_rollout_that_of_its_tokens() -> None:
+    """However many answers go on at once: 8 of 40 tokens, and 20 of which 8 fit."""
+    for answers in (8, 20):
+        found = PACE.sampling(2, answers, LENGTH, mean=40.0)
+        assert found == pytest.approx(0.01 * (2 * 10 + answers * 40))
+    shorter = PACE.sampling(2, 8, LENGTH, mean=10.0)
+    assert shorter == pytest.approx(0.01 * (20 + 8 * 10), rel=0.1), "even lengths up to twice the mean"
+
+
+def test_a_run_is_its_steps_and_its_evaluations() -> None:
+    flops = new_flops(recipe(), read_config(model_folder("asset:seed-moe")), None)
+    found = expected(PACE, recipe(steps=10), LENGTH, flops, [evaluation(Every(amount=4.0), factor=3)])
+    rows = 2 * 10 + 8 * 40
+    assert found.step[1] == pytest.approx(0.01 * rows + 0.001 * rows)
+    once = 0.01 * (4 * 10 + 4 * 40)
+    assert found.evaluations[1] == pytest.approx((3 + 2 + 1) * once), "before, at 4 and 8, at the end"
+    assert found.total[1] == pytest.approx(10 * found.step[1] + found.evaluations[1])
+    assert found.total[0] < found.total[1] and found.answers == (10, 40)
+    later = expected(PACE, recipe(steps=10), LENGTH, flops, [evaluation()], done=8)
+    assert later.steps == 2 and later.evaluations[1] == pytest.approx(once), "none before what goes on"
+    assert "2 steps of 1.1 to 3.7 s" in str(expected(PACE, recipe(steps=2), LENGTH, flops, []))
+
+
+def test_what_is_timed_changes_neither_engine_nor_trainer() -> None:
+    """The weights, the optimizer and the random numbers of a run do not depend on whether it was timed."""
+    asked = recipe(steps=4)
+    decoder = load_model(model_folder("asset:seed-moe"))
+    adapters = new_adapters(asked, decoder)
+    engine, trainer = LocalEngine(decoder, kv_memory_mb=16), new_trainer(asked, decoder, adapters)
+    before = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+    counters = trainer.counters()
+    short = Lengths(prompt=3, answer=6)
+    pace = paced(engine, trainer, asked, short, new_flops(asked, decoder.config, adapters))
+    assert pace.rows == (1, 2, 8) and min(*pace.seconds, pace.trained_row) > 0
+    assert trainer.counters() == counters
+    after = trainer.tensors()
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(tensor, after[name].detach()) for name, tensor in before.items())
+    assert engine.counters.steps == 0 and not any(leaf.grad is not None for leaf in decoder.parameters())
+
+
+# ---- recipes/scalerl.toml says what the paper says, and each of its arms changes what its name says
+
+
+RECIPE = Recipe.load("scalerl")
+ARMS = RECIPE.ablate.arms
+
+
+def leaves(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict) and path == ""
+        found |= leaves(value, f"{key}.") if nested else {f"{path}{key}": value}
+    return found
+
+
+def test_it_is_the_papers_recipe() -> None:
+    """arXiv 2510.13786, section 4 and appendix A.3; what depends on the size of a model is its own."""
+    chosen = check(RECIPE)
+    assert (chosen.loss, chosen.ratio_cap, chosen.anchor) == (Loss.CISPO, 5.0, Anchor.AUTO)
+    assert (chosen.baseline, chosen.scale) == (Baseline.GROUP_MEAN, Scale.BATCH)
+    assert (chosen.aggregation, chosen.batch_pool) == (Aggregation.PROMPT, Pool.KEPT)
+    assert chosen.drop_zero_variance and chosen.correction is Correction.NONE
+    assert (chosen.kl_coef, chosen.entropy_coef, chosen.overlong_buffer) == (0, 0, 0)
+    assert RECIPE.model.fp32_head and RECIPE.rollout.solved_for_good == 0.9
+    assert len(RECIPE.rollout.interrupt_after) == 2 and RECIPE.forecast.enabled
+    trainer = RECIPE.trainer
+    assert (trainer.eps, trainer.weight_decay, trainer.schedule) == (1e-15, 0.01, "constant")
+    assert trainer.warmup_steps > 0 and solved_at(RECIPE.reward) == pytest.approx(1, abs=1e-5)
+
+
+def sample_of(group: int, member: int, length: int) -> Sample:
+    """An answer of ``length`` tokens to a prompt of 12."""
+    return nouns.sample_of(12 + length, 12, group=group, uid=f"{group}#{member}")
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_an_arm_changes_what_it_says_and_nothing_else(name: str) -> None:
+    arm = Recipe.load("scalerl", *ARMS[name])
+    check(arm)
+    before, after = leaves(RECIPE.model_dump(mode="json")), leaves(arm.model_dump(mode="json"))
+    changed = {key for key in after if before.get(key) != after[key]}
+    assert changed == {override.partition("=")[0] for override in ARMS[name]}
+
+
+def test_the_off_policy_arm_takes_as_many_optimizer_steps_on_as_many_prompts() -> None:
+    """Counted on what its trainer is given, not on its keys: their products agreed while one optimizer step
+    had 11 prompts and another 29."""
+    arm = Recipe.load("scalerl", *ARMS["PPO-off-policy-8"])
+
+    def steps(recipe: Recipe) -> list[int]:
+        """Prompts of each optimizer step of a run in which every group is kept."""
+        plan, rng = new_plan(recipe, TEN_A_ROW, 44), np.random.default_rng(0)
+        samples = [
+            sample_of(group, member, length)
+            for group in range(plan.prompts_per_step)
+            for member, length in enumerate(rng.integers(8, 45, plan.group_size).tolist())
+        ]
+        weights = aggregation_weights(samples, check(recipe).aggregation)
+        budget = plan.tokens_per_microbatch
+        batch = pack(samples, weights, tokens_per_microbatch=budget, minibatches=plan.minibatches)
+        groups = [{uid.partition("#")[0] for one in each for uid in one.uids} for each in batch.minibatches]
+        return plan.steps * [len(each) for each in groups]
+
+    assert steps(arm) == steps(RECIPE) == RECIPE.trainer.steps * [RECIPE.rollout.prompts_per_step]
+    warmed = arm.trainer.warmup_steps * arm.trainer.minibatches
+    assert RECIPE.trainer.warmup_steps <= warmed < RECIPE.trainer.warmup_steps + arm.trainer.minibatches
+
+
+def test_what_cannot_be_is_refused_and_what_is_not_corrected_is_said() -> None:
+    with pytest.raises(
+        ValueError, match=r"rollout\.solved_for_good is 0\.9 with rollout\.group_size 1, and one"
+    ):
+        Recipe.load("scalerl", "rollout.group_size=1")
+    with pytest.raises(
+        ValueError, match=r"algo\.overlong_scope has no effect because algo\.overlong_buffer is 0"
+    ):
+        check(Recipe.load("scalerl", "algo.overlong_scope=solved"))
+    stale = Recipe.load("scalerl", "pipeline.staleness=8")
+    assert not any("staleness" in line for line in caveats(stale, check(stale)))
+    blind = Recipe.load("scalerl", "pipeline.staleness=8", "algo.anchor=trainer")
+    assert any("pipeline.staleness is 8, and nothing in" in line for line in caveats(blind, check(blind)))

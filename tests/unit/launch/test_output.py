@@ -1,4 +1,4 @@
-"""A run whose output nobody reads any more ends as by SIGHUP, and loses no row for it."""
+"""How a run ends whose output nobody reads, or that is interrupted while it begins."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from small_loop import Bench
 
+from ostinato.config import Recipe, dump_toml
+from ostinato.launch import session
 from ostinato.launch.output import lasting, logged
 from ostinato.launch.progress import Monitor
 from ostinato.observe.ledger import read
 from ostinato.pipeline.recorder import StepRecorder
 from ostinato.pipeline.signals import Ended, ending
 from ostinato.pipeline.state import Finish
+from ostinato.run import RunFolder
 
 
 def broken_pipe() -> io.TextIOWrapper:
@@ -112,3 +116,25 @@ def test_a_second_hangup_of_a_closing_shell_disturbs_nothing() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
             closed = True
     assert closed and sys.exc_info()[0] is None
+
+
+# ---- a run that is interrupted says where it is
+
+
+def test_ctrl_c_while_a_session_begins_says_where_the_run_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe.load("quickstart")
+    RunFolder.create(tmp_path / "run", dump_toml(recipe))
+
+    def ends(said: KeyboardInterrupt) -> None:
+        def fake(*given: Any, **more: Any) -> None:
+            raise said
+
+        monkeypatch.setattr(session, "_session", fake)
+        session._train(recipe, tmp_path / "run", Console(quiet=True), again=False, workers="")
+
+    with pytest.raises(KeyboardInterrupt, match="ostinato resume"):
+        ends(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt, match="as it said"):
+        ends(KeyboardInterrupt("as it said"))

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 
-from ostinato.cli.board import board
 from ostinato.config import Recipe, dump_toml
 from ostinato.observe.board import open_server
 from ostinato.observe.board.answers import PAGE, Answers, Query, Verdict
@@ -38,26 +37,6 @@ PROBE = "</script><img src=x onerror=alert(1)>"
 
 def values(rows: list[dict[str, Any]]) -> list[int]:
     return [row["n"] for row in rows]
-
-
-def test_a_tail_gives_every_row_once(tmp_path: Path) -> None:
-    log, tail = Jsonl(tmp_path / "log.jsonl"), Tail(tmp_path / "log.jsonl")
-    assert tail.read() == (False, [])  # it is not there yet
-    log.append({"n": 1}, {"n": 2})
-    assert tail.read() == (True, [{"n": 1}, {"n": 2}])
-    assert tail.read() == (False, [])
-    log.append({"n": 3})
-    assert tail.read() == (False, [{"n": 3}])
-
-
-def test_a_torn_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"n": 1}\n{"n"')
-    tail = Tail(path)
-    assert values(tail.read()[1]) == [1]
-    with path.open("ab") as file:
-        file.write(b": 2}\n")
-    assert values(tail.read()[1]) == [2]
 
 
 def test_a_replaced_log_is_read_anew(tmp_path: Path) -> None:
@@ -114,7 +93,6 @@ def test_a_tail_may_begin_near_the_end(tmp_path: Path) -> None:
     assert values(tail.read()[1]) == [1000]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 40), st.just(0)), max_size=20))
 def test_however_a_log_grows_its_rows_come_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[int]
@@ -274,7 +252,6 @@ def test_an_answer_without_a_verdict_is_a_fault(answers: JsonlZst) -> None:
 # ---- curves
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 400), st.sampled_from([4, 8, 32]))
 def test_curves_are_the_means_of_bounded_places(count: int, places: int) -> None:
     """The slow twin: cut the whole column into stretches of 2^n steps and take the mean of each."""
@@ -621,13 +598,3 @@ def test_a_port_that_is_taken_is_told_in_words(run: RunFolder) -> None:
         pytest.raises(ValueError, match=f"cannot listen on port {port} of 127.0.0.1 .*give --port"),
     ):
         open_server(run, "127.0.0.1", port)
-
-
-def test_a_folder_without_a_run_is_refused_before_anything_listens(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no recipe\.toml"):
-        board(tmp_path, "127.0.0.1", 0, show=False)
-
-
-def test_any_other_free_port_will_do(run: RunFolder) -> None:
-    with served(run) as (_, first), served(run) as (_, second):
-        assert first != second

@@ -129,7 +129,6 @@ def device_seconds(rows: list[Row]) -> float:
     return total
 
 
-@settings(max_examples=50, deadline=None)
 @given(histories())
 def test_what_is_useful_and_what_is_wasted_is_all_to_the_last_flop(rows: list[Row]) -> None:
     found = summary(rows)
@@ -142,7 +141,6 @@ def test_what_is_useful_and_what_is_wasted_is_all_to_the_last_flop(rows: list[Ro
     assert found.tokens.get("sampled", 0) == found.tokens.get("trained", 0) + sum(found.dropped.values())
 
 
-@settings(max_examples=50, deadline=None)
 @given(histories())
 def test_busy_idle_and_lost_are_all_device_seconds(rows: list[Row]) -> None:
     found = summary(rows)
@@ -155,7 +153,6 @@ def test_busy_idle_and_lost_are_all_device_seconds(rows: list[Row]) -> None:
         assert 3600 * max(upto.values()) <= pool.total + 1e-6
 
 
-@settings(max_examples=50, deadline=None)
 @given(histories())
 def test_nothing_that_was_spent_vanishes_when_the_run_is_killed_again(rows: list[Row]) -> None:
     """Resumed from step 1 and killed before it had taken one: 3 steps had been paid for, and the compute of
@@ -167,7 +164,6 @@ def test_nothing_that_was_spent_vanishes_when_the_run_is_killed_again(rows: list
     assert found.compute["steps"] == found.steps
 
 
-@settings(max_examples=50, deadline=None)
 @given(histories(), st.sampled_from(sorted(AXES)))
 def test_compute_grows_from_step_to_step_and_no_row_changes_what_was_before(
     rows: list[Row], axis: str
@@ -543,7 +539,6 @@ def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
             yield from places(below, (*above, key))
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_whatever_stands_in_a_row_is_added_up_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nouns import sample_of
 
@@ -45,7 +45,6 @@ def naive_arm(log_ratio: np.ndarray, owner: np.ndarray) -> dict[str, float]:
     }
 
 
-@settings(max_examples=40, deadline=None)
 @given(tokens=st.integers(1, 60), sequences=st.integers(1, 8), scale=st.sampled_from([0.01, 0.5, 2.0]))
 def test_an_arm_is_what_its_definitions_say(tokens: int, sequences: int, scale: float) -> None:
     rng = np.random.default_rng(tokens * 10 + sequences)
@@ -123,7 +122,6 @@ def test_siblings_are_drawn_together() -> None:
     assert arm(log_ratio, prompts)["k3_low"] == together["k3_low"]
 
 
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 999), tokens=st.integers(2, 50))
 def test_pearson_is_numpys(seed: int, tokens: int) -> None:
     a, b = np.random.default_rng(seed).standard_normal((2, tokens))
@@ -132,7 +130,6 @@ def test_pearson_is_numpys(seed: int, tokens: int) -> None:
     assert math.isnan(pearson(a, np.ones(tokens)))
 
 
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 999), rows=st.integers(1, 40))
 def test_routers_are_compared_one_by_one(seed: int, rows: int) -> None:
     rng = np.random.default_rng(seed)
@@ -211,7 +208,6 @@ def samples_of(rng: np.random.Generator, groups: int) -> list[Sample]:
     return samples
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 9999), budget=st.sampled_from([1, 12, 40, 500]), shared=st.booleans())
 def test_the_rows_of_a_sequence_are_found_in_a_microbatch(seed: int, budget: int, shared: bool) -> None:
     """Its answer and its prompt, whoever else uses that: together the inputs of that sample. An answer begins

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_ledger import a_step, start
 
 from ostinato.cli.report import local_renderer, report
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch.machine import machine, record_start
+from ostinato.model.named import model_folder
 from ostinato.observe.report import write_report
 from ostinato.observe.report.charts import held_out, sections
 from ostinato.observe.report.concerns import concerns
@@ -135,21 +136,9 @@ def opened(chunk: Chunk) -> Any:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+def tokenizer() -> Renderer:
     """Byte-level, so that most characters outside ASCII are several tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        ["the answer is 12"] * 3,
-        trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False),
-    )
-    folder = tmp_path_factory.mktemp("tokenizer")
-    made.save(str(folder / "tokenizer.json"))
-    return Renderer(folder)
+    return Renderer(model_folder("asset:seed-moe"))
 
 
 class Tags(HTMLParser):
@@ -423,7 +412,6 @@ def test_choose_fills_the_budget_evenly(sizes: dict[int, list[int]], budget: int
         assert {step: len(chunks) for step, chunks in kept.items()} == {s: len(v) for s, v in sizes.items()}
 
 
-@settings(max_examples=40)
 @given(text=st.text(max_size=30))
 def test_pieces_join_to_the_text(text: str, tokenizer: Renderer) -> None:
     tokens = [int(token) for token in tokenizer.encode(text)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mismatch_rows import mismatch_row, routing_metrics
 from typer.testing import CliRunner
@@ -113,14 +113,6 @@ def test_the_plots() -> None:
     assert all(json.dumps(to_plain(chart)) for chart in shown.values())
 
 
-def test_the_gate_that_is_drawn_is_the_recipe_s() -> None:
-    def mark(threshold: float) -> Any:
-        changed = data(mismatch_row(1), recipe={"trainer": {"replay_threshold": threshold}})
-        return charts(mismatch_section(changed))["agreement"].mark
-
-    assert mark(0.8) == (0.8, "gate") and mark(0.0) is None
-
-
 @pytest.mark.parametrize(("replay", "gated"), [(True, True), ("auto", True), (False, False)])
 def test_no_gate_is_told_of_where_nothing_is_replayed(replay: bool | str, gated: bool) -> None:
     """With replay off the report said that the gate asks for 90 % and refuses less."""
@@ -139,14 +131,6 @@ def test_too_few_answers_have_no_interval() -> None:
     assert not any("[" in cell for cell in k3_line(section)[1:])
     assert all("\n[" in cell for cell in k3_line(mismatch_section(data(mismatch_row(1))))[1:3])
     assert "[" not in section.lead
-
-
-def test_pearson_is_shown_where_it_was_measured() -> None:
-    row = plain(mismatch_row(1))
-    for name, one in row["arms"].items():
-        one["pearson"] = 0.875 if name == "native" else 1.0
-    (table, *_) = mismatch_section(data(row)).tables
-    assert cells(table, "Pearson") == ["0.875", "1", "1"]
 
 
 def test_the_correction_is_told_with_the_run_s_own_bounds() -> None:
@@ -198,7 +182,6 @@ damaged = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_a_damaged_row_loses_what_is_damaged_and_no_more(draw: st.DataObject) -> None:
     """Any value of a row may be of another version of the program, or of a disk that lies."""
@@ -249,11 +232,6 @@ def test_best_and_collapse_are_facts_marks_and_words() -> None:
     assert said.level is Level.LOOK
 
 
-def test_a_best_step_that_is_the_last_needs_no_mark() -> None:
-    evals = [{"step": 80, "split": "eval", "n": 256, "pass@1": 0.8, "stderr": 0.03}]
-    assert marked_steps(data(evals=evals)) == [] and len(milestones(data(evals=evals))) == 1
-
-
 def new_run(path: Path) -> RunFolder:
     run = RunFolder.create(path / "run", dump_toml(Recipe()))
     run.write(1, {"reward": 0.5, **routing_metrics(1)})
@@ -285,12 +263,6 @@ def test_the_command_prints_one_screen_or_one_object_and_writes_nothing(tmp_path
     last = found["measured"][-1]["arms"]
     assert last["replay"]["k3"] < last["native"]["k3"] and found["alarms"][0]["step"] == 44
     assert not run.report.exists()
-
-
-def test_a_run_without_measurements_is_a_sentence_in_the_terminal_too(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path / "run", dump_toml(Recipe()))
-    shown = CliRunner().invoke(app, ["report", str(run.path), "--mismatch"])
-    assert shown.exit_code == 0 and "mismatch.jsonl has no rows" in " ".join(shown.stdout.split())
 
 
 @pytest.mark.parametrize("more", [["--json"], ["--mismatch", "--open"], ["--mismatch", "--out", "x.html"]])

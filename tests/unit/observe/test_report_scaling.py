@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_ledger import a_step, killed_and_resumed, start
 
@@ -18,7 +18,6 @@ from ostinato.observe.report.ledger import tables
 computes = st.lists(st.floats(1e-3, 1e22), min_size=1, max_size=30, unique=True).map(sorted)
 
 
-@settings(max_examples=50, deadline=None)
 @given(computes, st.floats(1e-3, 1e22))
 def test_evaluations_are_places_and_stand_apart(compute: list[float], last: float) -> None:
     """Neighbours without a place between them would be joined by a line."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.observe.timeline import (
@@ -25,7 +25,6 @@ from ostinato.observe.timeline import (
     usages,
 )
 
-LAWS = settings(max_examples=50, deadline=None)
 PART = st.tuples(st.sampled_from(Kind), st.integers(0, 300), st.integers(0, 40), st.integers(0, 9))
 
 
@@ -61,7 +60,6 @@ def assert_same(found: Sums, wanted: Sums, by: float = 1e-9) -> None:
         assert found.get(key, 0.0) == pytest.approx(wanted.get(key, 0.0), abs=by), key
 
 
-@LAWS
 @given(timelines())
 def test_a_row_comes_back(spans: list[Span]) -> None:
     assert [Span.of(one.to_json()) for one in spans] == spans
@@ -79,7 +77,6 @@ def test_neighbours_become_one() -> None:
     assert (one.start, one.stop, one.amount) == (0.0, 0.497, 20)
 
 
-@LAWS
 @given(timelines(), st.floats(0.01, 5.0))
 def test_fewer_spans_come_to_the_same_seconds(spans: list[Span], grain: float) -> None:
     found = coarse(spans, grain)
@@ -90,14 +87,12 @@ def test_fewer_spans_come_to_the_same_seconds(spans: list[Span], grain: float) -
     assert not any(amounts.values())
 
 
-@LAWS
 @given(timelines(), st.floats(0.01, 5.0), st.floats(0.0, 60.0))
 def test_nothing_moves_by_more_than_the_grain(spans: list[Span], grain: float, at: float) -> None:
     """Up to any moment, each kind of work is behind or ahead by less than a grain."""
     assert_same(sums(coarse(spans, grain), at), sums(spans, at), by=grain + 1e-9)
 
 
-@LAWS
 @given(timelines(), st.floats(0.01, 5.0))
 def test_a_worker_still_does_one_thing_at_a_time(spans: list[Span], grain: float) -> None:
     found = coarse(spans, grain)
@@ -107,7 +102,6 @@ def test_a_worker_still_does_one_thing_at_a_time(spans: list[Span], grain: float
         assert all(before.stop <= after.start + 1e-9 for before, after in pairwise(own) if after.seconds)
 
 
-@LAWS
 @given(timelines(), st.integers(len(Kind), 40))
 def test_fewer_is_few_enough(spans: list[Span], most: int) -> None:
     found = fewer(spans, most)
@@ -147,7 +141,6 @@ def test_steps_are_left_out_of_a_large_file() -> None:
     assert kept(spans, step=4, file_bytes=3 * DETAIL_BYTES) == []
 
 
-@LAWS
 @given(timelines(), st.floats(0, 40), st.floats(0.1, 40))
 def test_usage_is_the_seconds_within_the_window(spans: list[Span], start: float, length: float) -> None:
     found = usage(spans, start, start + length)
@@ -158,7 +151,6 @@ def test_usage_is_the_seconds_within_the_window(spans: list[Span], start: float,
         assert 0 <= found.utilisation(worker) <= 1
 
 
-@LAWS
 @given(timelines(), st.lists(st.floats(0.05, 9), min_size=1, max_size=9))
 def test_windows_at_once_are_windows_one_by_one(spans: list[Span], lengths: list[float]) -> None:
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]

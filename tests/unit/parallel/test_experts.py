@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from thread_links import ThreadLinks, on_threads
 from torch import Tensor
@@ -155,7 +155,6 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_ranks_give_what_one_rank_gives(case: Case) -> None:
     if not sum(case.rows):
@@ -191,7 +190,6 @@ def test_no_row_anywhere() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), unique=True, max_size=20),
     st.booleans(),

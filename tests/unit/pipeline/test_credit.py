@@ -1,20 +1,36 @@
-"""Credit assignment: every sampled token is trained on or wasted under one name; weights add up."""
+"""What a step makes of its groups: credit, the compute that they need, what drafts were of use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import nouns
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nouns import completion, episode
 from nouns import group_of as group
+from small_loop import TEN_A_ROW, Bench, FakeMemory
 
 from ostinato.algo.algorithms import algorithm
+from ostinato.model.flops import Work
 from ostinato.pipeline.credit import Credit, assign
+from ostinato.pipeline.draft_metrics import CONTEXT, Likeness, counts, course, pasts
+from ostinato.pipeline.work import needed_work, rollout_work
 from ostinato.rollout.health import sampled_tokens
-from ostinato.types import Group, Stop, Trajectory
+from ostinato.types import (
+    Completion,
+    Group,
+    Prompt,
+    Reward,
+    Stop,
+    Trajectory,
+    Turn,
+)
 
 
 def member(reward: float | None, length: int = 4, stop: Stop = Stop.EOS, routed: bool = False) -> Trajectory:
@@ -108,7 +124,6 @@ OUTCOMES = st.tuples(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     outcomes=st.lists(st.lists(OUTCOMES, min_size=2, max_size=4), min_size=1, max_size=4),
     name=st.sampled_from(["grpo", "dapo", "cispo", "rloo", "reinforce_pp", "gspo"]),
@@ -124,3 +139,209 @@ def test_tokens_are_conserved(outcomes: list, name: str, mask_truncated: bool) -
     assert sum(weight.sum() for weight in made.weights) <= 1 + 1e-9
     for sample, weight in zip(made.samples, made.weights, strict=True):
         assert (weight[~sample.loss_mask] == 0).all()
+
+
+# ---- the compute axis C of a run in FLOPs: what its recipe asks for, whatever the engine made of it
+
+
+COUNTS = st.integers(0, 3)
+TURN = st.tuples(st.lists(COUNTS, min_size=1, max_size=4), st.lists(st.booleans(), max_size=4))
+GROUP = st.lists(st.lists(TURN, max_size=3), max_size=4)
+
+
+def said(injected: Sequence[bool], **of_the_engine: Any) -> Completion:
+    return completion(len(injected), injected=np.array(injected, bool), **of_the_engine)
+
+
+def group_of(episodes: Sequence[Sequence[tuple[Sequence[int], Sequence[bool]]]]) -> Group:
+    trajectories = tuple(
+        Trajectory(
+            turns=tuple(
+                Turn(context=np.array(text, np.int32), completion=said(marks)) for text, marks in turns
+            ),
+            stop=Stop.EOS,
+            seed=(),
+        )
+        for turns in episodes
+    )
+    return Group(prompt=Prompt(uid="p", text="p"), trajectories=trajectories, step=1)
+
+
+def row_by_row(group: Group) -> Work:
+    """The slow twin. An episode runs each of its positions once, up to the one before its last token; a
+    sibling finds what it has in common with the first context of the first, but for its own last token."""
+    work, begun = Work(), None
+    for trajectory in group.trajectories:
+        position = 0  # of the next row
+        end = 0  # of the text so far
+        for turn in trajectory.turns:
+            if end == 0:
+                text = turn.context.tolist()
+                if begun is not None:
+                    while position < min(len(begun), len(text) - 1) and begun[position] == text[position]:
+                        position += 1
+                begun = begun or text
+            end += len(turn.context) + len(turn.completion.tokens)
+            last = end - 1 if len(turn.completion.tokens) else end
+            while position < last:
+                work += Work(1, position + 1, 0)
+                position += 1
+            work += Work(0, 0, len(turn.completion.tokens) - turn.completion.num_injected)
+    return work
+
+
+@given(st.lists(GROUP, max_size=3))
+def test_nothing_is_run_twice(episodes: list[Any]) -> None:
+    groups = [group_of(one) for one in episodes]
+    assert needed_work(groups) == sum(map(row_by_row, groups), Work())
+
+
+@given(GROUP, st.data())
+def test_it_is_a_function_of_the_tokens(episodes: list[Any], data: st.DataObject) -> None:
+    """Of two runs of one recipe, with the same losses to the last bit, one had spent 3.60e10 FLOPs after five
+    steps and the other 3.26e10: C had the refused drafts in it, whose number is a matter of measured time,
+    and what a cold prefix cache did again. So a resumed run was scored, and ended itself, at other steps."""
+
+    def otherwise(turn: Turn) -> Turn:
+        counts = {name: data.draw(COUNTS) for name in ("cached_tokens", "drafted", "accepted", "passes")}
+        spans = np.array([[0, data.draw(COUNTS)]], np.int32)
+        return replace(turn, completion=replace(turn.completion, recomputed=spans, **counts))
+
+    group = group_of(episodes)
+    again = replace(
+        group,
+        trajectories=tuple(
+            replace(one, turns=tuple(map(otherwise, one.turns))) for one in group.trajectories
+        ),
+    )
+    assert needed_work([again]) == needed_work([group])
+
+
+def test_an_engine_with_a_perfect_cache_and_no_drafts_runs_just_that() -> None:
+    """It says of a sibling that the prompt but its last token was there, of a second turn that all was which
+    had been a row."""
+    marks = [False] * 5
+    whole = group_of([[([1] * 10, marks), ([2] * 4, marks)], [([1] * 10, marks)]])
+    (first, second), (sibling,) = (one.turns for one in whole.trajectories)
+    second, sibling = (
+        replace(turn, completion=said(marks, cached_tokens=cached))
+        for turn, cached in ((second, 14), (sibling, 9))
+    )
+    trajectories = tuple(
+        replace(one, turns=turns)
+        for one, turns in zip(whole.trajectories, ((first, second), (sibling,)), strict=True)
+    )
+    ran = rollout_work([replace(whole, trajectories=trajectories)])
+    assert ran.total == needed_work([whole]) and ran.total.tokens == 10 + 4 + 5 + 4 + 1 + 4
+
+
+def test_drafts_move_no_evaluation(tmp_path: Path) -> None:
+    """Two runs of one recipe, of which one drafts and fails, reach the same C, by which they are scored; the
+    ledger has what was paid."""
+    plain = Bench(tmp_path / "plain", steps=4, flops=TEN_A_ROW, eval_every="3e3 flops")
+    drafts = Bench(
+        tmp_path / "drafts", steps=4, flops=TEN_A_ROW, eval_every="3e3 flops", drafting=FakeMemory()
+    )
+    for bench in (plain, drafts):
+        bench.run()
+    ours, theirs = ([row["total/compute_flops"] for row in bench.rows] for bench in (plain, drafts))
+    assert ours == theirs
+    paid = [
+        bench.rows[-1]["total/useful_flops"] + bench.rows[-1]["total/wasted_flops"]
+        for bench in (plain, drafts)
+    ]
+    assert ours[-1] < paid[0] < paid[1]  # the fake engine caches no prompt
+    spent = [
+        [(row["step"], row["spent"]["flops"]) for row in bench.folder.eval.rows()]
+        for bench in (plain, drafts)
+    ]
+    assert spent[0] == spent[1] and [flops for _, flops in spent[0]][-1] == ours[-1]
+
+
+# ---- drafts in a run: what is remembered, what is counted, and that neither can change a token
+
+
+def guessed(tokens: Sequence[int], **changes: Any) -> Completion:
+    size = len(tokens)
+    probs = {"logprobs": np.full(size, np.log(0.25), np.float32), "edges": np.full(size, 0.5, np.float32)}
+    return nouns.completion(tokens, **{**probs, "passes": size, **changes})
+
+
+def siblings(uid: str, *answers: Completion, step: int = 1) -> Group:
+    """Siblings of one turn each, rewarded 0, 1, 2 ..."""
+    played = (nouns.episode(said, reward=float(k), stop=Stop.EOS) for k, said in enumerate(answers))
+    return nouns.group_of(*played, uid=uid, step=step)
+
+
+# -- what is remembered
+
+
+def test_each_turn_is_kept_behind_the_end_of_all_before_it() -> None:
+    """Two turns: the second's context is the end of prompt, first answer and reply together."""
+    prompt, reply = np.arange(100, 120, dtype=np.int32), np.array([7, 8], np.int32)
+    turns = (
+        Turn(context=prompt, completion=guessed([1, 2, 3])),
+        Turn(context=reply, completion=guessed([4, 5])),
+    )
+    episode = Trajectory(turns=turns, stop=Stop.EOS, seed=(0,), reward=Reward(value=0.5))
+    kept, num_skipped = pasts([Group(prompt=Prompt(uid="a", text="?"), trajectories=(episode,), step=1)])
+    first, second = kept["a"]
+    whole = [*prompt, 1, 2, 3, 7, 8]
+    assert first.context.tolist() == prompt[-CONTEXT:].tolist() and first.tokens.tolist() == [1, 2, 3]
+    assert second.context.tolist() == whole[-CONTEXT:] and second.tokens.tolist() == [4, 5]
+    assert first.probs.tolist() == pytest.approx([0.25] * 3) and first.edges.tolist() == [0.5] * 3
+    assert (first.reward, second.reward, num_skipped) == (0.5, 0.5, 0)
+
+
+def test_what_cannot_be_searched_by_noise_is_counted_and_left_out() -> None:
+    """Another engine tells no edges, and the numbers of a failed answer may be broken."""
+    groups = [
+        siblings(
+            "a",
+            guessed([1]),
+            guessed([2], edges=None),
+            guessed([3], stop=Stop.ERROR),
+        )
+    ]
+    kept, num_skipped = pasts(groups)
+    assert [past.tokens.tolist() for past in kept["a"]] == [[1]] and num_skipped == 2
+
+
+# -- what is counted
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), max_size=6))
+def test_counts_are_sums_over_answers(sizes: list[tuple[int, int, int]]) -> None:
+    answers = [guessed([0] * (p + a), passes=p, drafted=a + wrong, accepted=a) for p, a, wrong in sizes]
+    row = counts([siblings("a", *answers)])
+    passes, accepted, wrong = (sum(size[i] for size in sizes) for i in range(3))
+    assert row["tokens/drafted"] == accepted + wrong and row["tokens/accepted"] == accepted
+    if passes:
+        assert row["draft/tokens_per_pass"] == pytest.approx((passes + accepted) / passes)
+        assert row["draft/drafted_per_pass"] == pytest.approx((accepted + wrong) / passes)
+    else:
+        assert np.isnan(row["draft/tokens_per_pass"])
+    if accepted + wrong:
+        assert row["draft/acceptance"] == pytest.approx(accepted / (accepted + wrong))
+
+
+@given(st.integers(0, 1000), st.integers(1, 400))
+def test_a_course_is_short_and_keeps_the_mean(num_passes: int, most: int) -> None:
+    trace = [(i, 2 * i, 3) for i in range(num_passes)]
+    points = course(trace, most)
+    assert len(points) == min(most, num_passes)
+    if num_passes <= most:
+        assert points == [[i, 2 * i, 3] for i in range(num_passes)]
+
+
+def test_likeness_is_told_when_prompts_return() -> None:
+    """Lengths 1, 2, 3 and then 2, 4, 6: the same order; half of the new tokens have been there."""
+    likeness, past = Likeness(), dict[str, list[np.ndarray]]()
+    first = [siblings(uid, guessed(list(range(n)))) for n, uid in enumerate("abc", start=1)]
+    assert likeness.compare(first, lambda uid: past.get(uid, [])) == {}
+    past |= {"a": [np.array([0])], "b": [np.array([0, 1])], "c": [np.array([0, 1, 2])]}
+    again = [siblings(uid, guessed(list(range(2 * n)))) for n, uid in enumerate("abc", start=1)]
+    found = likeness.compare(again, lambda uid: past[uid])
+    assert found["draft/reuse"] == pytest.approx(0.5)
+    assert found["draft/length_rank_correlation"] == pytest.approx(1.0)
+    assert found["draft/length_rank_moved"] == 0.0

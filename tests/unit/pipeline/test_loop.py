@@ -80,34 +80,6 @@ def test_tool_rates_by_hand() -> None:
     assert tool_rates({}, 8.0) == {}
 
 
-def test_resumed_is_uninterrupted_and_pays_for_no_rollout_twice(tmp_path: Path) -> None:
-    """Ten steps at once, against: killed in step 7 with the checkpoint of step 5 as the last. The groups that
-    the killed process had finished are read back, and everything that follows is the same to the last bit."""
-    whole = Bench(tmp_path / "whole", steps=10, checkpoint_every=5)
-    whole.run()
-
-    dies = Dies(lambda group: group.step == 7 and group.prompt.uid in ("p26", "p27"))
-    killed = Bench(
-        tmp_path / "torn",
-        steps=10,
-        checkpoint_every=5,
-        grader=dies,
-    )
-    with pytest.raises(Killed):
-        killed.run()
-    assert killed.saved[-1][0]["step"] == 5
-    resumed = Bench(tmp_path / "torn", steps=10, checkpoint_every=5, **as_saved(killed))
-    resumed.run()
-
-    assert resumed.trainer.logits.tobytes() == whole.trainer.logits.tobytes()
-    rows = [list(map(deterministic, bench.folder.metrics.rows())) for bench in (whole, resumed)]
-    assert rows[0] == rows[1]
-    spooled = [row["rollout/from_spool"] for row in resumed.rows]
-    assert spooled == [4, 2, 0, 0, 0]  # step 6 whole, step 7 as far as it had come
-    evals = [list(map(deterministic, bench.folder.eval.rows())) for bench in (whole, resumed)]
-    assert evals[0] == evals[1]
-
-
 def test_a_run_that_drafts_is_the_same_run_with_books_of_drafts(tmp_path: Path) -> None:
     plain = Bench(tmp_path / "plain", steps=3, eval_every=2)
     plain.run()

@@ -1,4 +1,4 @@
-"""On the bandit of ``small_loop``: who leaves the stream for good, and batches that are kept to grow old."""
+"""Who comes next and who left for good; batches kept to grow old; what a kill leaves in the spool."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import asyncio
 import json
 import signal
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nouns import completion, episode, group_of
 from reference.fake_engine import FakeEngine
 from small_loop import (
     BanditTrainer,
@@ -19,6 +24,7 @@ from small_loop import (
     IsRight,
     Killed,
     Stream,
+    a_spool,
     as_saved,
     bandit,
     deterministic,
@@ -27,10 +33,28 @@ from small_loop import (
 
 from ostinato.algo.pack import pack
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
+from ostinato.env.tasks import Rows
+from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.credit import assign
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.rollout.rollout import RolloutRequest, play
-from ostinato.types import Batch, Group, Reward, StepReport
+from ostinato.pipeline.spool import Spool, address, newest_version
+from ostinato.pipeline.stream import places, solved_for_good
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
+from ostinato.run import JsonlZst, RunFolder
+from ostinato.types import (
+    NO_EXPERT,
+    Batch,
+    Completion,
+    Group,
+    Prompt,
+    Reward,
+    Sampling,
+    StepReport,
+    Stop,
+    Support,
+    Trajectory,
+    Turn,
+)
 
 
 class GetsEasy(IsRight):
@@ -221,3 +245,241 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_words() -> None:
     ahead = [{"step": 5, "cursor": 16, "retired": 0, "version": 2}]
     with pytest.raises(ValueError, match="of a version of ostinato that this one does not read"):
         LoopState(step=4, ahead=ahead)  # type: ignore[arg-type]
+
+
+# ---- the stream of prompts: who is solved leaves for good, and nobody else notices
+
+
+PROMPTS = 7
+NAMES = [f"p{n}" for n in range(PROMPTS)]
+
+
+def rows(seed: int) -> Rows:
+    return Rows([Prompt(uid=name, text="?") for name in NAMES], seed=seed)
+
+
+def places_slow(tasks: Rows, cursor: int, count: int, retired: Sequence[str]) -> list[int]:
+    """The twin: write out many epochs, strike out who has left, and read on from the cursor."""
+    epochs = 2 + cursor // PROMPTS + count * PROMPTS
+    written = [(index, tasks.prompt(index).uid) for index in range(epochs * PROMPTS)]
+    return [index for index, uid in written if index >= cursor and uid not in retired][:count]
+
+
+gone = st.lists(st.sampled_from(NAMES), unique=True, max_size=PROMPTS)
+
+
+@given(seed=st.integers(0, 9), cursor=st.integers(0, 30), count=st.integers(1, 6), retired=gone)
+def test_places_against_the_slow_twin(seed: int, cursor: int, count: int, retired: list[str]) -> None:
+    assert places(rows(seed), cursor, count, retired) == places_slow(rows(seed), cursor, count, retired)
+
+
+@given(seed=st.integers(0, 9), count=st.integers(1, 5), leaving=st.lists(gone, max_size=6))
+def test_who_left_never_comes_again_and_the_others_keep_their_order(
+    seed: int, count: int, leaving: list[list[str]]
+) -> None:
+    """Steps of ``count`` prompts, after each of which some leave; all that is carried is cursor and names."""
+    tasks, cursor, retired, walked = rows(seed), 0, [], []
+    for names in leaving:
+        step = places(tasks, cursor, count, retired)
+        if not step:
+            break
+        assert len(step) == count and not {tasks.prompt(index).uid for index in step} & set(retired)
+        walked += step
+        cursor = step[-1] + 1
+        retired += [name for name in names if name not in retired]
+    assert walked == sorted(set(walked))  # no place twice: no prompt twice in an epoch
+    passed = set(range(cursor)) - set(walked)
+    assert {tasks.prompt(index).uid for index in passed} <= set(retired)
+
+
+def test_nobody_left_is_an_empty_step() -> None:
+    """From the second place of an epoch to the last but one of the next, more places than an epoch has may be
+    of prompts that left, though one is there yet: only twice as many prove that nobody is."""
+    seed, late = next(  # first in epoch 0 and last in epoch 1
+        (seed, first)
+        for seed in range(100)
+        if (first := rows(seed).prompt(0).uid) == rows(seed).prompt(2 * PROMPTS - 1).uid
+    )
+    others = [name for name in NAMES if name != late]
+    assert places(rows(seed), 1, 1, others) == [2 * PROMPTS - 1]
+    assert places(rows(seed), 3, 2, NAMES) == []
+
+
+def group(uid: str, rewards: Sequence[float | None]) -> Group:
+    return group_of(*(episode(completion(1), reward=value) for value in rewards), uid=uid)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "leaves"),
+    [
+        ([1.0] * 9 + [-1.0], True),  # 0.9 is enough, in any count
+        ([1.0] * 18 + [0.0] * 2, True),
+        ([1.0] * 14 + [0.0] * 2, False),  # 0.875
+        ([1.0, 1.0, None], True),  # of those with a verdict
+        ([1.0, None, None], False),  # one is no rate
+        ([0.5, 0.5], False),
+        ([], False),
+    ],
+)
+def test_nine_of_ten_are_solved_for_good(rewards: list[float | None], leaves: bool) -> None:
+    assert solved_for_good([group("a", rewards)], share=0.9, solved_at=1.0) == ("a",) * leaves
+
+
+def test_each_leaves_once_and_in_order() -> None:
+    groups = [group(uid, [1.0, 1.0]) for uid in "bacb"]
+    assert solved_for_good(groups, share=0.9, solved_at=1.0, retired={"c"}) == ("b", "a")
+
+
+# ---- the spool gives back what it was given, byte for byte, and only to those who ask the same question
+
+
+PROMPT = Prompt(
+    uid="p", text="p", columns={"answer": object()}
+)  # columns need not be JSON: they are not stored
+
+
+def ask(step: int = 1) -> RolloutRequest:
+    return RolloutRequest(prompt=PROMPT, seed=(0, step, 5), group_size=2, step=step)
+
+
+def routes(rng: np.random.Generator, rows: int) -> np.ndarray:
+    ids = rng.integers(0, 99, (rows, 2, 3)).astype(np.int8)
+    ids[rng.random(rows) < 0.5] = NO_EXPERT
+    return ids
+
+
+def spooled(rng: np.random.Generator, step: int, reward: float | None, routed: bool) -> Group:
+    length = int(rng.integers(0, 4))
+    completion = Completion(
+        tokens=rng.integers(0, 2**31 - 1, length).astype(np.int32),
+        logprobs=rng.normal(size=length).astype(np.float32),
+        edges=rng.uniform(size=length).astype(np.float32) if routed else None,
+        versions=rng.integers(0, 9, length).astype(np.int32),
+        stop=Stop.LENGTH,
+        text="ä\n\x00",
+        support=Support.of([np.arange(n, dtype=np.int32) for n in range(length)]) if length % 2 else None,
+        experts=routes(rng, length) if routed else None,
+        prompt_experts=routes(rng, 2) if routed else None,
+        drafted=5,
+        accepted=2,
+        passes=3,
+        cached_tokens=1,
+    )
+    turn = Turn(context=rng.integers(0, 99, 2).astype(np.int32), completion=completion)
+    verdict = Reward(value=reward, reason="because", parts={"exact": reward, "other": None})
+    played = Trajectory(turns=(turn, turn), stop=Stop.EOS, seed=(0, step, 5, 0), reward=verdict)
+    failed = Trajectory(turns=(), stop=Stop.ERROR, seed=(0, step, 5, 1), error="env: no")
+    return Group(prompt=PROMPT, trajectories=(played, failed), step=step)
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, np.ndarray):
+        return (
+            isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.tobytes() == b.tobytes()
+        )
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Group | Trajectory | Turn | Completion | Support):
+        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    return a == b
+
+
+@given(seed=st.integers(0, 999), reward=st.none() | st.floats(-1e9, 1e9), routed=st.booleans())
+def test_round_trip(tmp_path_factory, seed: int, reward: float | None, routed: bool) -> None:
+    path = tmp_path_factory.mktemp("spool") / "inflight.jsonl.zst"
+    played = spooled(np.random.default_rng(seed), 1, reward, routed)
+    a_spool(path).put("here", played)
+    found = a_spool(path)
+    taken = found.take("here", ask(), 7.0)
+    assert taken is not None and taken.spooled and (taken.generated_at, taken.graded_at) == (7.0, 7.0)
+    assert same(taken.group, played)
+    assert found.take("here", ask(), 7.0) is None  # given once
+    assert a_spool(path).take("there", ask(), 0.0) is None
+
+
+def test_a_checkpoint_forgets_what_it_covers(tmp_path: Path) -> None:
+    path = tmp_path / "inflight.jsonl.zst"
+    spool, rng = a_spool(path), np.random.default_rng(0)
+    for step in (1, 2, 3):
+        spool.put(f"step {step}", spooled(rng, step, 1.0, False))
+    again = Spool(path, Ledger(folder=RunFolder(tmp_path)), step=1)  # has gone on from the checkpoint of 1
+    assert [again.take(f"step {step}", ask(step), 0.0) is not None for step in (1, 2)] == [False, True]
+    spool.forget(2)
+    assert [a_spool(path).take(f"step {step}", ask(step), 0.0) is not None for step in (1, 2, 3)] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_what_the_trainer_refused_is_dropped_alone(tmp_path: Path) -> None:
+    path = tmp_path / "inflight.jsonl.zst"
+    spool, rng = a_spool(path), np.random.default_rng(0)
+    for step in (1, 2, 3):
+        spool.put(f"step {step}", spooled(rng, step, 1.0, False))
+    again = a_spool(path)
+    again.reject(["step 2"])
+    for found in (again, a_spool(path)):
+        taken = [found.take(f"step {step}", ask(step), 0.0) is not None for step in (1, 2, 3)]
+        assert taken == [True, False, True]
+
+
+def test_a_group_that_a_later_policy_went_on_with_is_not_given_back(tmp_path: Path) -> None:
+    """It began under policy 2 and has tokens of 3. A run that was resumed at version 2 would train on tokens
+    that are younger than its trainer, of a policy that it may never have."""
+    path = tmp_path / "inflight.jsonl.zst"
+    played = spooled(np.random.default_rng(3), 1, 1.0, True)
+    newest = newest_version(played)
+    assert newest == max(turn.completion.versions.max() for turn in played.trajectories[0].turns) > 0
+    a_spool(path).put("here", played)
+    assert a_spool(path).take("here", ask(), 0.0, newest - 1) is None
+    assert a_spool(path).take("here", ask(), 0.0, newest) is not None
+
+
+def test_a_group_is_kept_for_as_long_as_a_step_may_train_on_it(tmp_path: Path) -> None:
+    path = tmp_path / "inflight.jsonl.zst"
+    a_spool(path).put("here", spooled(np.random.default_rng(0), 1, 1.0, False), until=4)
+    for step, there in ((3, True), (4, False)):
+        spool = Spool(path, Ledger(folder=RunFolder(tmp_path)), step=step)
+        assert (spool.take("here", ask(), 0.0) is not None) is there
+        spool.forget(step)
+    assert not list(JsonlZst(path).rows())
+
+
+def test_an_end_torn_by_a_kill_costs_one_group(tmp_path: Path) -> None:
+    path = tmp_path / "inflight.jsonl.zst"
+    spool, rng = a_spool(path), np.random.default_rng(0)
+    spool.put("first", spooled(rng, 1, 1.0, True))
+    spool.put("second", spooled(rng, 1, 1.0, True))
+    path.write_bytes(path.read_bytes()[:-5])
+    torn = a_spool(path)
+    torn.put("third", spooled(rng, 1, 1.0, True))
+    found = a_spool(path)
+    assert [found.take(name, ask(), 0.0) is not None for name in ("first", "second", "third")] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_the_address_names_everything_that_a_group_depends_on() -> None:
+    """Whose weights sampled was not in it: a run resumed with an int8 engine took up bf16 rollouts."""
+    sampling, unused = Sampling(max_tokens=4), cast(Any, None)
+    stage = RolloutContext(
+        engine=unused, env=unused, grader=unused, sampling=sampling, context_limit=64, identity="bf16"
+    )
+    base = address(ask(), stage, 0)
+    others = [
+        address(replace(ask(), seed=(1, 1, 5)), stage, 0),
+        address(replace(ask(), group_size=3), stage, 0),
+        address(replace(ask(), prompt=Prompt(uid="q", text="q")), stage, 0),
+        address(ask(), replace(stage, sampling=replace(sampling, temperature=0.5)), 0),
+        address(ask(), replace(stage, sampling=replace(sampling, stop_tokens=(1,))), 0),
+        address(ask(), replace(stage, context_limit=65), 0),
+        address(ask(), replace(stage, identity="int8"), 0),
+        address(ask(), stage, 1),
+    ]
+    assert len({base, *others}) == len(others) + 1

@@ -6,7 +6,7 @@ import math
 import random
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.observe.stability import Alarm, Limits, Rule, Watch, watch_after
@@ -205,7 +205,6 @@ QUICK = Limits(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(tables, st.integers(-8, 8))
 def test_nothing_raises_and_the_unit_of_the_reward_is_nothing(rows: list[dict[str, Any]], power: int) -> None:
     """Powers of two, so that scaling itself rounds nothing."""
@@ -218,7 +217,6 @@ def test_nothing_raises_and_the_unit_of_the_reward_is_nothing(rows: list[dict[st
         assert [(a.rule, a.since, a.step) for a in before] == [(a.rule, a.since, a.step) for a in after]
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 16), min_size=10, max_size=60), st.integers(-32, 32))
 def test_what_a_reward_of_zero_means_is_nothing(sixteenths: list[int], shift: int) -> None:
     """Sixteenths, so that sums round nothing."""
@@ -254,7 +252,6 @@ def test_a_run_that_began_high_and_gained_little_may_lose_it_again() -> None:
     assert after(0.45) == [] and after(0.15) == [Rule.REWARD]
 
 
-@settings(max_examples=30, deadline=None)
 @given(tables, st.integers(0, 60))
 def test_only_the_past_counts(rows: list[dict[str, Any]], cut: int) -> None:
     """What a run was told after n steps is what is said of the first n steps of the whole; a watch that was

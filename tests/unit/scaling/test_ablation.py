@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import least_squares
 
@@ -169,7 +169,6 @@ def test_the_spread_is_its_twin_by_hand() -> None:
     np.testing.assert_allclose(drawn, wanted, rtol=0.04)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     shift=st.floats(-1, 1),
     factor=st.floats(0.1, 10),

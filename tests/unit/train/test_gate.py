@@ -25,7 +25,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.algo.routing import (
@@ -69,7 +69,6 @@ def binomial_below(n: int, p: float, most: int) -> float:
     return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(most + 1))
 
 
-@settings(max_examples=50, deadline=None)
 @given(n=st.integers(1, 60), p=st.floats(0.5, 0.99), data=st.data())
 def test_improbability_bounds_the_binomial_tail(n: int, p: float, data: st.DataObject) -> None:
     """Chernoff: never more improbable than it says; and it says most of it."""
@@ -82,7 +81,6 @@ def test_improbability_bounds_the_binomial_tail(n: int, p: float, data: st.DataO
     )
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 9999), rows=st.integers(1, 48), share=st.floats(0.93, 1.0))
 def test_ordinary_answers_are_never_refused(seed: int, rows: int, share: float) -> None:
     """However short: a lone answer of one row, pooled with nobody, had 5 of 6 ids and ended a run."""
@@ -91,7 +89,6 @@ def test_ordinary_answers_are_never_refused(seed: int, rows: int, share: float) 
     assert not seen(overlaps[:1], rows).at_fault(THRESHOLD).any(), "alone in its batch"
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 9999), rows=st.integers(6, 48), share=st.floats(0.1, 0.4))
 def test_one_bad_answer_of_six_rows_is_found_among_many(seed: int, rows: int, share: float) -> None:
     """Sequences below 256 ids, 43 rows of the seed model, were judged together: one of 32 with experts drawn
@@ -102,7 +99,6 @@ def test_one_bad_answer_of_six_rows_is_found_among_many(seed: int, rows: int, sh
     assert np.flatnonzero(seen(overlaps, rows).at_fault(THRESHOLD)).tolist() == [5]
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 9999), rows=st.integers(1, 5), share=st.floats(0.1, 0.6))
 def test_answers_too_short_to_tell_are_found_together(seed: int, rows: int, share: float) -> None:
     overlaps = overlaps_of(np.random.default_rng(seed), rows, share)

@@ -228,7 +228,6 @@ def routers(draw: st.DrawFn) -> MoEConfig:
     )
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     moe=routers(), seed=st.integers(0, 999), biased=st.booleans(), known=st.lists(st.booleans(), max_size=6)
 )

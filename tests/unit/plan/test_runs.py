@@ -1,0 +1,484 @@
+"""Plans of runs: launch files, what is recorded, what runs teach later plans, other layouts, placements."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_world import arrangement, problem
+from typer.testing import CliRunner
+
+from ostinato.cli.app import app
+from ostinato.config import Recipe, dump_toml
+from ostinato.model.named import model_folder
+from ostinato.model.shapes import AdapterSpec
+from ostinato.observe.report import plan as shown
+from ostinato.observe.report.plan import plan_sections
+from ostinato.observe.report.reading import read_run
+from ostinato.parallel.layout import Layout
+from ostinato.parallel.load import expert_loads, imbalance
+from ostinato.parallel.placement import contiguous, owner_of
+from ostinato.parallel.placement_file import read_placement
+from ostinato.plan import launch
+from ostinato.plan.again import Replanner, advise, moved
+from ostinato.plan.fit import IN_TURNS, OVERLAPPED, Factors, Part, fit, keep, kept, kept_file, parts_of
+from ostinato.plan.memory import cache_bytes, memory
+from ostinato.plan.place import Asked, command
+from ostinato.plan.problem import Base, DType, Phase, Precision, Recompute, Sampler, Work
+from ostinato.plan.record import FILE, record, write
+from ostinato.plan.search import Plan
+from ostinato.plan.time import Roofline
+from ostinato.plan.traffic import step_traffic, traffic
+from ostinato.routes import routes_to_json
+from ostinato.run import RunFolder
+
+WORK = Work(prompts=64, group=16, prompt_tokens=1024, answers=(2048,), max_answer=8192, updates=2, steps=300)
+KIMI = problem("kimi-k2", "64xH800-80", adapter=AdapterSpec(rank=32, alpha=64.0), work=WORK)
+PLAN = arrangement("p8t8e8", "d8t8e64", base=Base.SWAPPED)
+PLAN = replace(PLAN, train=replace(PLAN.train, recompute=Recompute.FULL))
+
+
+OURS = """\
+# trainer t8p8e8, sampler d8t8e64, colocated, base swapped
+# model.path is the name that was planned; give the folder of the weights
+"""
+
+
+def test_ours_is_a_recipe() -> None:
+    text = launch.ostinato(KIMI, PLAN)
+    assert text.startswith(OURS)
+    recipe = Recipe.model_validate(tomllib.loads(text))
+    assert recipe.parallel.layout == "t8p8e8"
+    assert (recipe.adapter.rank, recipe.trainer.minibatches, recipe.trainer.recompute) == (32, 2, True)
+    assert (recipe.rollout.prompts_per_step, recipe.rollout.group_size) == (64, 16)
+
+
+def lacking(text: str) -> str:
+    """The comments of a recipe, unwrapped."""
+    return "\n".join(line for line in text.replace("\n#   ", " ").splitlines() if line.startswith("#"))
+
+
+def recipe_of(text: str) -> Recipe:
+    return Recipe.model_validate(tomllib.loads(text))
+
+
+def test_ours_starts_the_engine_that_was_planned() -> None:
+    text = launch.ostinato(KIMI, PLAN)
+    engine = recipe_of(text).engine
+    assert (engine.backend, engine.max_batch) == ("vllm", 32)
+    sizes = "--tensor-parallel-size 8 --data-parallel-size 8 --enable-expert-parallel"
+    assert engine.server_args == (*sizes.split(), launch.ROUTES)
+    assert 0 <= (engine.kv_memory_mb << 20) - cache_bytes(KIMI, PLAN.rollout) < 1 << 20
+    one = replace(problem(gpus="1xcpu"), sampler=Sampler(name="local", latent_kv=False))
+    text = launch.ostinato(one, arrangement("1", "1"))
+    assert recipe_of(text).engine.backend == "local"
+    assert "not in Ostinato yet" not in text  # one process: one base is mapped
+
+
+def test_ours_says_what_ostinato_has_not() -> None:
+    said = lacking(launch.ostinato(KIMI, PLAN))
+    assert "not in Ostinato yet: a base that waits in host memory" in said
+    assert "not in Ostinato yet: a vLLM server over hosts: start its 64 ranks by hand" in said
+    assert 'unless adapter.targets is ["attn"]' in said
+    narrow = Precision(base=DType.FP8, sampler=DType.FP8)
+    host = replace(PLAN, base=Base.SHARED)
+    text = launch.ostinato(replace(KIMI, precision=narrow), host)
+    assert "a base in fp8: the trainer holds it in bf16" in lacking(text)
+    assert "one copy of the base on GPUs for trainer and sampler" in lacking(text)
+    assert recipe_of(text).model.dtype == "bfloat16"
+    assert recipe_of(text).engine.server_args[-2:] == ("--quantization", "fp8")
+    int4 = replace(KIMI, precision=Precision(sampler=DType.INT4))
+    assert "words for vLLM's weights in int4" in lacking(launch.ostinato(int4, PLAN))
+
+
+def test_the_local_engine_is_one_process_and_may_have_a_copy() -> None:
+    ours = replace(problem(gpus="4xH100-80"), sampler=Sampler(name="local", latent_kv=False))
+    text = launch.ostinato(ours, arrangement("d4e4", "d4"))
+    assert "4 samplers of our own beside one trainer: one process samples" in lacking(text)
+    eight = replace(ours, precision=Precision(sampler=DType.INT8))
+    assert recipe_of(launch.ostinato(eight, arrangement("1", "1"))).engine.weights == "int8"
+    full = replace(eight, adapter=None)
+    assert "sampler weights in int8" in lacking(launch.ostinato(full, arrangement("1", "1")))
+
+
+# ---- a plan on disk, and what a report and a calibration make of it beside the metrics of a run
+
+
+ONE, CHOSEN = problem(), arrangement("d8t2", "d16")
+
+
+def planned(**more: Any) -> dict[str, Any]:
+    found = {phase: memory(ONE, CHOSEN, phase) for phase in Phase}
+    plan = Plan(arrangement=CHOSEN, memory=found, times=Roofline().step(ONE, CHOSEN))
+    return record(ONE, plan, asked={}, factors={}) | more
+
+
+def folder(path: Path, plan: dict[str, Any], steps: int = 4) -> RunFolder:
+    """A run of the plan that takes twice as long to train as it was planned to."""
+    run = RunFolder.create(path, 'name = "planned"\n')
+    write(path / FILE, plan)
+    train = sum(sum(plan["seconds"][phase].values()) for phase in ("train", "logprobs", "refit"))
+    rollout = sum(plan["seconds"]["rollout"].values())
+    for step in range(1, steps + 1):
+        slow = 10.0 if step == 1 else 1.0  # the first one warms up
+        row = {"time/train_s": 2 * train * slow, "time/rollout_s": rollout * slow, "step_time": 30.0}
+        row |= {f"comm/bytes/{name}": sent for name, sent in plan["traffic"].items()}
+        run.write(step, row)
+    return run
+
+
+def test_the_report_measures_what_a_fit_learns_from() -> None:
+    """Training had been compared with the plan's without the publish that is in it."""
+    assert shown.IN_TURNS == IN_TURNS and shown.OVERLAPPED == OVERLAPPED
+
+
+def test_what_was_weighed_is_shown_with_a_plan_or_without(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", planned())
+    run.replan.append({"step": 4, "switch": True, "reason": "shorter answers", "answers": []})
+    data = read_run(run)
+    for one in (data, replace(data, plan={})):
+        (section,) = plan_sections(one)
+        assert section.tables[-1].rows == [("step 4", "on under another", "shorter answers")]
+
+
+def test_a_run_without_a_plan_or_with_a_damaged_one_is_reported(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", planned())
+    assert plan_sections(replace(read_run(run), plan={})) == []
+    (run.path / FILE).write_text("{")
+    data = read_run(run)
+    assert plan_sections(data) == [] and "plan.json cannot be read" in data.damage[-1]
+    odd = {"seconds": {"train": 3, "rollout": {"decode": "x"}}, "traffic": {"a/b": None}, "layouts": 1}
+    assert plan_sections(replace(data, plan=odd))[0].lead == ""
+
+
+def test_what_is_planned_to_be_sent_has_old_logprobs_in_it() -> None:
+    """They are counted in a step's metrics, too; of a single optimizer step there are none."""
+    train = traffic(ONE, Phase.TRAIN, CHOSEN.train)
+    assert step_traffic(ONE, CHOSEN) == train
+    twice = replace(ONE, work=replace(ONE.work, updates=2))
+    both, scored = step_traffic(twice, CHOSEN), traffic(twice, Phase.LOGPROBS, CHOSEN.logprobs)
+    for key, sent in traffic(twice, Phase.TRAIN, CHOSEN.train).items():
+        more = scored.get(key)
+        assert both[key].bytes == sent.bytes + (more.bytes if more else 0)
+        assert both[key].calls == sent.calls + (more.calls if more else 0)
+    assert scored.keys() <= both.keys()
+
+
+# ---- ``ostinato plan fit``: runs that took so many times longer teach later plans
+
+
+ASKED = ["plan", "qwen3-8b", "--gpus", "4xH100-80", "--prompts", "32", "--max-answer", "4096"]
+ASKED += ["--answer-tokens", "512", "--train-layout", "d4"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def told(*arguments: str) -> str:
+    done = CliRunner().invoke(app, [*arguments], catch_exceptions=False, env={"COLUMNS": "250"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def slow_run(folder: Path, times: float) -> RunFolder:
+    """A run that was planned, and takes so many times longer than its plan says."""
+    run = RunFolder.create(folder, 'name = "planned"\n\n[parallel]\nlayout = "d4"\n')
+    told(*ASKED, "--record", str(folder))
+    seconds = json.loads((folder / FILE).read_bytes())["seconds"]
+    took = {phase: times * sum(terms.values()) for phase, terms in seconds.items()}
+    train = took["train"] + took["logprobs"] + took["refit"]
+    for step, slow in ((1, 9.0), (2, 1.0), (3, 1.0)):  # the first one warms up
+        run.write(step, {"time/rollout_s": slow * took["rollout"], "time/train_s": slow * train})
+    return run
+
+
+def changed(run: RunFolder, **more: Any) -> RunFolder:
+    plan = json.loads((run.path / FILE).read_bytes()) | more
+    (run.path / FILE).write_text(json.dumps({name: one for name, one in plan.items() if one is not None}))
+    return run
+
+
+def seconds_of_a_step() -> tuple[str, float]:
+    found = json.loads(told(*ASKED, "--json", "-"))
+    return found["efficiency"], found["plans"][0]["seconds_total"]
+
+
+def test_runs_teach_later_plans(tmp_path: Path) -> None:
+    run, before = slow_run(tmp_path / "run", 2.0), seconds_of_a_step()
+    assert "nothing measured" in before[0]
+    said = told("plan", "fit", str(run.path))
+    assert said.count("2.00 times") == 2 and "kept for later plans of H100-80: rollout 2.00" in said
+    after = seconds_of_a_step()
+    assert after == ("data sheets, phases by factors of 1 runs", pytest.approx(2 * before[1], rel=0.01))
+
+
+def test_factors_that_a_plan_was_made_with_are_divided_out(tmp_path: Path) -> None:
+    """A run whose plan had been right gave factors of 1, and the next plan forgot what was known."""
+    told("plan", "fit", str(slow_run(tmp_path / "run", 2.0).path))
+    right = slow_run(tmp_path / "other", 1.0)
+    told("plan", "fit", str(right.path))
+    found = kept(kept_file("H100-80"))
+    assert found is not None and set(found.phases) >= {"rollout", "train", "refit"}
+    assert all(factor == pytest.approx(2.0) for factor in found.phases.values())
+
+
+def test_of_several_runs_the_median_counts() -> None:
+    parts = [
+        Part(run=f"{n}", name="train", phases=("train", "refit"), planned=1.0, measured=measured)
+        for n, measured in enumerate((1.0, 2.0, 9.0))
+    ]
+    assert fit(parts) == Factors(phases={"train": 2.0, "refit": 2.0}, runs=3)
+
+
+def test_of_overlap_only_the_trainer_and_what_it_publishes_teach(tmp_path: Path) -> None:
+    """time/rollout_s is what the trainer waited then; on the same devices it is slowed down itself."""
+    run = slow_run(tmp_path / "run", 1.0)
+    for step in (4, 5):
+        run.write(step, {"time/rollout_s": 1.0, "time/train_s": 2.0, "time/publish_s": 0.5})
+    found = parts_of(changed(run, placement="apart"))
+    assert [(part.name, part.phases) for part in found] == [
+        ("train", ("train", "logprobs")),
+        ("refit", ("refit",)),
+    ]
+    with pytest.raises(ValueError, match=r"samples while it trains.* without pipeline\.overlap"):
+        parts_of(changed(run, placement="colocated"))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"layouts": {"train": "t4"}}, "trains under layout d4 and its plan is of t4"),
+        ({"step": 2}, "no seconds of a step behind its first"),
+        ({"tokens": None}, "cannot be read"),
+        ({"tokens": 1.0}, "samples 99 tokens a step and its plan is of 1"),
+        ({"sampler": "local"}, "samples by vllm and its plan is of local"),
+    ],
+)
+def test_a_run_that_teaches_nothing_is_refused_in_a_sentence(
+    tmp_path: Path, more: dict[str, Any], words: str
+) -> None:
+    run = slow_run(tmp_path / "run", 1.0)
+    run.recipe.write_text('name = "x"\n[parallel]\nlayout = "d4"\n[engine]\nbackend = "vllm"\n')
+    if "tokens" in more:
+        run.write(4, {"tokens/sampled": 99})
+    with pytest.raises(ValueError, match=words):
+        parts_of(changed(run, **more))
+
+
+def test_devices_of_several_kinds_and_folders_without_a_plan_are_refused(tmp_path: Path) -> None:
+    one, other = slow_run(tmp_path / "one", 1.0), changed(slow_run(tmp_path / "other", 1.0), device="cpu")
+    with pytest.raises(ValueError, match="planned for H100-80 and cpu; fit the runs of one kind"):
+        told("plan", "fit", str(one.path), str(other.path))
+    (one.path / FILE).write_text("{")
+    with pytest.raises(ValueError, match=r"plan\.json is no JSON .*; plan the run anew"):
+        told("plan", "fit", str(one.path))
+    (one.path / FILE).unlink()
+    with pytest.raises(ValueError, match=r"plan\.json does not exist; plan the run first, with --record"):
+        told("plan", "fit", str(one.path))
+
+
+def test_what_is_no_file_of_factors_is_not_used() -> None:
+    file = kept_file("H100-80")
+    keep(Factors(phases={"train": 2.0}, runs=1), file)
+    assert kept(file) == Factors(phases={"train": 2.0}, runs=1)
+    for text in ("{", '{"factors": {}}', '{"phases": {"train": -1}, "runs": 1}'):
+        file.write_text(text)
+        assert kept(file) is None
+
+
+# ---- another layout is advised where answers have other lengths and the gain pays for the switch: then
+
+
+BEFORE = (100, 200, 300, 400)
+
+
+def gained(best_s: float = 8.0, best: str = "t4", left: int = 100) -> bool:
+    return advise("d4", 10.0, best, best_s, left, switch_s=60.0)[0]
+
+
+def test_nothing_is_planned_while_nothing_moved() -> None:
+    assert moved(BEFORE, BEFORE) == ""
+    assert "longest answer 400 -> 900" in moved(BEFORE, (100, 200, 300, 900))
+    assert "mean answer" in moved(BEFORE, (200, 300, 400, 500))
+
+
+def test_a_small_gain_or_a_short_rest_is_left() -> None:
+    assert "t4 for d4" in advise("d4", 10.0, "t4", 8.0, 100, switch_s=60.0)[1]
+    assert gained()
+    assert not gained(best_s=9.7)  # 3 %: within what a plan knows
+    assert not gained(left=40)  # 80 s gained, 60 s paid: less than twice
+    assert gained(left=61)
+    assert not gained(best="d4")
+    assert not gained(best_s=11.0)
+
+
+@given(st.floats(1, 100), st.floats(1, 100), st.floats(0, 1000), st.integers(0, 10_000))
+def test_never_both_ways(a: float, b: float, switch_s: float, left: int) -> None:
+    """After a switch the old layout is not advised again in the same world: no flipping."""
+    there, _ = advise("x", a, "y", b, left, switch_s)
+    back, _ = advise("y", b, "x", a, left, switch_s)
+    assert not (there and back)
+
+
+MODEL = str(model_folder("asset:seed-moe"))
+LONG = ["plan", MODEL, "--gpus", "2xcpu", "--base", "fp32", "--engine", "local", "--share", "two"]
+LONG += ["--prompts", "64", "--prompt-tokens", "32", "--answer-tokens", "200", "--max-answer", "256"]
+WORDS = ("trainer.steps=100000", "trainer.checkpoint_every=2", "parallel.replan=true")
+WORDS += ("rollout.prompts_per_step=64", "rollout.group_size=8")
+
+
+def shortened(tmp_path: Path, *words: str, step_s: float = 2.0) -> RunFolder:
+    """A run under d2f2, its plan for answers of 200 tokens, whose own have 16."""
+    recipe = Recipe.load("quickstart", *WORDS, "parallel.layout=d2f2", *words)
+    run = RunFolder.create(tmp_path / "run", dump_toml(recipe))
+    done = CliRunner().invoke(app, [*LONG, "--record", str(run.path)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    file = run.path / "plan.json"
+    found = json.loads(file.read_text())
+    found["layouts"] |= {"train": "d2f2", "logprobs": "d2f2"}
+    file.write_text(json.dumps(found))
+    for number in range(1, 5):
+        run.trajectories.append({"step": number, "turns": [{"tokens": [1] * 16}]})
+        run.write(number, {"step_time": step_s})
+    return run
+
+
+def last(run: RunFolder) -> str:
+    return [*run.replan.rows()][-1]["reason"]
+
+
+def test_a_run_ends_for_a_better_layout_and_says_how_to_go_on(tmp_path: Path) -> None:
+    run = shortened(tmp_path)
+    hook = Replanner(run)
+    assert hook(4)
+    found = json.loads((run.path / "plan.json").read_text())
+    after = found["layouts"]["train"]
+    assert after != "d2f2" and found["step"] == 4 and set(found["answers"]) == {16}
+    assert hook.command.startswith(f"ostinato resume {run.path} parallel.layout={after} trainer.")
+    changed = Recipe.load(run.recipe, *hook.command.split()[3:])
+    assert changed.parallel.layout == after
+    # resumed as it was, it stays; under the better layout, it has what it was planned for
+    assert not Replanner(run)(6) and f"trains under d2f2 and its plan is of {after}" in last(run)
+    run.recipe.write_text(dump_toml(changed))
+    assert not Replanner(run)(6) and "still those of the plan" in last(run)
+
+
+def test_what_is_gained_is_a_share_of_measured_steps(tmp_path: Path) -> None:
+    """A plan that is off by a thousand had promised hours to a run of seconds."""
+    run = shortened(tmp_path, step_s=0.0001)
+    assert not Replanner(run)(4) and "less than 2 times the 300 s of the switch" in last(run)
+    assert not Replanner(run)(4)  # and nothing is searched for twice
+    assert [*run.replan.rows()][-1]["answers"] == []
+
+
+def test_a_plan_that_was_held_to_its_layout_is_weighed_against_all(tmp_path: Path) -> None:
+    """Made with --train-layout it was the best of one for ever."""
+    run = shortened(tmp_path)
+    said = json.loads((run.path / "plan.json").read_text())
+    said["asked"]["options"]["train_layout"] = "d2f2"
+    (run.path / "plan.json").write_text(json.dumps(said))
+    assert Replanner(run)(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"asked": {"model": "/gone", "gpus": "2xcpu", "options": {}}}, "/gone"),
+        ({"asked": {}}, "nothing could be weighed"),
+        ({"layouts": {"train": "d2"}}, "trains under d2f2 and its plan is of d2"),
+        ({"lacking": None}, "nothing could be weighed"),
+    ],
+)
+def test_what_cannot_be_weighed_changes_nothing(
+    tmp_path: Path, change: dict[str, object], sentence: str
+) -> None:
+    run = shortened(tmp_path)
+    said = json.loads((run.path / "plan.json").read_text()) | change
+    (run.path / "plan.json").write_text(json.dumps(said))
+    assert not Replanner(run)(4) and sentence in last(run)
+
+
+def test_a_run_of_other_groups_or_without_a_plan_stays(tmp_path: Path) -> None:
+    run = shortened(tmp_path, "rollout.group_size=4")
+    assert not Replanner(run)(4) and "64 prompts of 4 answers, its plan 64 of 8" in last(run)
+    (run.path / "plan.json").unlink()
+    assert not Replanner(run)(4) and "plan the run first" in last(run)
+
+
+# ---- ``ostinato place``: from recorded routes to a file that ``parallel.placement`` takes
+
+
+LAYERS, EXPERTS = 3, 16  # of the quickstart's model
+
+
+def run_of(path: Path, steps: int = 6, drift: float = 0.0) -> tuple[RunFolder, list[np.ndarray]]:
+    """A run of the quickstart that has recorded ``steps``; popularity moves on by ``drift``."""
+    rng = np.random.default_rng(0)
+    popularity = rng.normal(0, 0.7, (LAYERS, EXPERTS))
+    folder = RunFolder.create(path, dump_toml(Recipe.load("quickstart", "trainer.steps=100")))
+    kept = []
+    for step in range(1, steps + 1):
+        popularity = popularity + drift * rng.normal(0, 0.7, popularity.shape)
+        noisy = popularity + rng.gumbel(size=(2000, *popularity.shape))
+        kept.append(np.argsort(-noisy, axis=-1)[..., :2].astype(np.int8))
+        folder.trajectories.append({"step": step, "turns": [{"experts": routes_to_json(kept[-1])}]})
+    return folder, kept
+
+
+def loads_of(routes: list[np.ndarray]) -> np.ndarray:
+    return np.sum([expert_loads(one, EXPERTS) for one in routes], axis=0)
+
+
+def straggler(path: Path, routes: list[np.ndarray]) -> float:
+    placement = read_placement(str(path), Layout.parse("d4e4"))
+    assert placement is not None
+    return imbalance(loads_of(routes), owner_of(placement), 4).straggler
+
+
+def test_a_placement_from_a_run_and_what_it_is_worth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, routes = run_of(tmp_path / "run")
+    out = tmp_path / "placement.json"
+    command(Asked(run=folder.path, ranks=4, out=out))
+    said = capsys.readouterr().out
+    assert "neighbours" in said and "placed" in said and f"parallel.placement={out}" in said
+    neighbours = imbalance(loads_of(routes), contiguous(LAYERS, EXPERTS, 4), 4).straggler
+    assert straggler(out, routes) < 1.05 < neighbours
+
+
+def test_a_placement_in_use_is_judged_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, _ = run_of(tmp_path / "first")
+    later, routes = run_of(tmp_path / "later", drift=0.5)
+    here, there = tmp_path / "here", tmp_path / "there"
+    command(Asked(run=first.path, ranks=4, out=here))
+    command(Asked(run=later.path, ranks=4, out=there, current=here))
+    assert straggler(there, routes) < straggler(here, routes)
+    assert "current" in capsys.readouterr().out
+
+
+def test_what_is_no_placement_is_refused(tmp_path: Path) -> None:
+    folder, _ = run_of(tmp_path / "run")
+    out = tmp_path / "placement.json"
+    command(Asked(run=folder.path, ranks=4, out=out))
+    assert read_placement("", Layout.parse("d4e4")) is None
+    with pytest.raises(ValueError, match=r"for 4 expert ranks, and the layout has 2; .*--ranks 2"):
+        read_placement(str(out), Layout.parse("d2e2"))
+    out.write_text("[]")
+    with pytest.raises(ValueError, match="no placement"):
+        read_placement(str(out), Layout.parse("d4e4"))
+    short, _ = run_of(tmp_path / "short", steps=1)
+    with pytest.raises(ValueError, match="two at least"):
+        command(Asked(run=short.path, ranks=4, out=out))
+    with pytest.raises(ValueError, match="divisor"):
+        command(Asked(run=folder.path, ranks=3, out=out))
