@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 
 from lab.harness import Bench, main
 from ostinato.engine import threads
@@ -64,8 +65,14 @@ def run(args: Sequence[str]) -> int:
     if name not in OF_PROCESSES:
         logging.basicConfig(format="%(message)s")
         logging.getLogger(threads.__name__).setLevel(logging.INFO)
-        threads.configure_early("auto")  # before torch is imported
+        threads.configure_early("auto", threads.Products(model=_model(rest)))  # before torch is imported
     return main(f"ostinato bench {name}", load(name), rest)
+
+
+def _model(args: Sequence[str]) -> str:
+    """What follows --model; else what most benches measure."""
+    flat = [word for arg in args for word in arg.split("=", 1)]
+    return dict(pairwise(flat)).get("--model", "smollm2-135m")
 
 
 def load(name: str) -> type[Bench]:

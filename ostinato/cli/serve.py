@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from ostinato.engine import threads
+from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
 
 KEY = "OSTINATO_API_KEY"
@@ -65,7 +65,7 @@ def serve(
     listening = bound(where.host, where.port)
     with listening:
         recipe, _ = recipe_of(target, *overrides)
-        threads.configure_early(recipe.engine.threads)
+        threads.configure(recipe)
         from ostinato.launch.served import Serving, follow, open_service
         from ostinato.serve.app import new_app
         from ostinato.serve.service import Limits
