@@ -25,6 +25,7 @@ BENCHES = {
     "never-slower": ("never_slower:NeverSlower", "the worst ratio with drafts (draft --never-slower)"),
     "vllm-drafts": ("vllm_drafts:VllmDrafts", "draft methods inside vLLM, ours among its own"),
     "replay": ("replay:Replay", "sampler against trainer with routes replayed and without; planted bugs"),
+    "agents": ("agents:Agents", "seconds of an agent's episodes over those of the same environment built in"),
     "turns": ("turns:Turns", "conversations: what is run again, whether routes are complete, latency"),
     "pipeline": ("pipeline:Pipeline", "five ways of using two cores"),
     "simulate": ("simulate:Simulate", "placements on simulated samplers, against static and known lengths"),

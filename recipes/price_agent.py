@@ -37,7 +37,8 @@ async def visit(shop: PriceList, client: AsyncOpenAI, seed: int) -> float:
         answer = completion.choices[0]
         if answer.finish_reason == "length":
             return total
-        said, calls = answer.message, answer.message.tool_calls or []
+        said = answer.message
+        calls: list[Any] = said.tool_calls or []
         text = "".join([said.content or "", *(f"{json.loads(c.function.arguments)['item']}=" for c in calls)])
         reply, reward, ended, *_ = shop.step(text)
         total += reward

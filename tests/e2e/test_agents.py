@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ostinato.serve.agents import AgentServer, agent_of
 from ostinato.serve.toolcalls import for_equals, read_equals
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
-import price_agent
+price_agent: Any = import_module("price_agent")
 
 
 @pytest.fixture(scope="module")

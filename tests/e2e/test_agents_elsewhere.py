@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from ostinato.serve.service import Limits
 from ostinato.types import Stop
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
-import agent_worker
+agent_worker: Any = import_module("agent_worker")
 
 
 @pytest.fixture(scope="module")
