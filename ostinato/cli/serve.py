@@ -99,7 +99,7 @@ def serve(
 def proxy(target: str, overrides: Sequence[str], out: Path, host: str, port: int, idle_s: float) -> None:
     """Record rollouts until a signal. Raises ValueError for what cannot be served."""
     recipe, _ = recipe_of(target, *overrides)
-    threads.configure_early(recipe.engine.threads)
+    threads.configure(recipe)
     try:
         from ostinato.launch.inputs import key_for
         from ostinato.launch.proxy import proxy as record
