@@ -49,6 +49,18 @@ main(sys.argv[2:])
 """
 
 
+TINY = {
+    **{"model.dtype": "float32", "adapter.rank": 4, "adapter.targets": ["attn", "experts"]},
+    **{"adapter.alpha": 8.0, "rollout.group_size": 4, "eval.n": 2, "eval.every": 0},
+    "log.trajectories_every": 1,
+}
+
+
+def tiny_recipe(keys: dict[str, Any]) -> str:
+    """The TOML of a run that is over in seconds, with ``keys`` ("trainer.steps") of its own."""
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in {**TINY, **keys}.items())
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "ostinato", *arguments]
 

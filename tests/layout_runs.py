@@ -182,10 +182,7 @@ def whole_model(case: Case) -> tuple[Decoder, Adapters | None]:
     leaves = {}
     for name, (a, b) in drawn.tensors.items():
         values = torch.randn(b.shape, generator=generator) * 0.05
-        leaves[name] = (
-            a.detach().to(case.dtype).requires_grad_(),
-            values.to(case.dtype).requires_grad_(),
-        )
+        leaves[name] = (a.detach().to(case.dtype).requires_grad_(), values.to(case.dtype).requires_grad_())
     return decoder, Adapters(spec, leaves, decoder.config)
 
 

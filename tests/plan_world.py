@@ -44,9 +44,7 @@ def arrangement(train: str, rollout: str, **more: Any) -> Arrangement:
 
 
 def kimi(
-    adapter: AdapterSpec | None = KIMI_LORA,
-    base: DType = DType.BF16,
-    sampler: DType | None = None,
+    adapter: AdapterSpec | None = KIMI_LORA, base: DType = DType.BF16, sampler: DType | None = None
 ) -> Problem:
     """The question of docs/kimi-k2.md."""
     return Problem(

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from small_ledger import a_step, start
 
 from ostinato.cli.app import main
 from ostinato.run import RunFolder
@@ -45,20 +46,10 @@ def write_csv(path: Path, compute: Sequence[float], score: Sequence[float], R0: 
     return path
 
 
-START = {
-    **{"event": "start", "session": 1, "at": 1000.0, "process_started": 1000.0, "step": 0, "recipe": ""},
-    "pools": {"local": {"devices": 1, "device": "cpu"}},
-    **{"price_per_device_hour": 0.0, "currency": "USD"},
-}
-POOLS = {"local": {"devices": 1, "busy": {"sample": 1.0, "train": 0.75}, "idle": 0.25}}
-TOKENS = {
-    **{"prefilled": 10, "sampled": 100, "drafted": 0, "accepted": 0, "injected": 0},
-    **{"trained": 50, "trained_context": 5, "dropped": {"truncated": 50}},
-}
 WORK = {
+    "tokens": {"prefilled": 10, "sampled": 100, "trained": 50, "dropped": {"truncated": 50}},
     "flops": {"sample": 4 * 10**11, "train": 6 * 10**11, "measure": 0},
-    "useful": 5 * 10**11,
-    "wasted": {"truncated": 5 * 10**11},
+    **{"useful": 5 * 10**11, "wasted": {"truncated": 5 * 10**11}},
 }
 
 
@@ -68,10 +59,9 @@ def new_run(path: Path, last: float = 20.0, truncated: float = 0.0, task: str = 
     truth = Sigmoid(R0=0.4, A=0.61, B=1.9, C_mid=4.0)
     row = {"split": "eval", "n": 1000, "samples": 16}
     run.eval.append({**row, "step": 0, "pass@1": 0.4, "seconds": 2.0})
-    run.ledger.append(START)
+    run.ledger.append(start(1, 1000.0, price=0.0, loading=0.0))
     for step in range(1, int(last) + 1):
         run.write(step, {"completions/clipped_ratio": truncated})
-        at = {"event": "step", "session": 1, "step": step, "seconds": 2.0, "ended_at": 1000.0 + 3.0 * step}
-        run.ledger.append({**at, "pools": POOLS, "tokens": TOKENS, **WORK})
+        run.ledger.append(a_step(1, step, 1000.0 + 10.0 * step, **WORK))
         run.eval.append({**row, "step": step, "pass@1": float(truth.score(step)), "seconds": 1.0})
     return run

@@ -15,14 +15,7 @@ from lab.draft import Arm, Measured
 from lab.harness import measured
 from lab.never_slower import past
 from ostinato.config import Recipe
-from ostinato.types import (
-    Completion,
-    DraftQuery,
-    Request,
-    SampledTokens,
-    Sampling,
-    Stop,
-)
+from ostinato.types import Completion, DraftQuery, Request, SampledTokens, Sampling, Stop
 
 
 def row(arm: Arm = Arm.OURS, seconds: float = 1.0, **changes: Any) -> Measured:

@@ -1,4 +1,4 @@
-"""What the bench of faults makes of runs that were hurt: outcomes, what is lost, what differs."""
+"""Runs that are hurt, killed and hung: outcomes, what is lost, what differs; each row of the table once."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lab import kills
 from lab.faults_child import Heartbeat, Stopped, alive, child, descendants
 from lab.faults_planted import graded, planned
 from lab.faults_vllm import Wire
+from ostinato.model.native import BuildError, load
 from ostinato.run import RunFolder
 
 HEAD = next(fault for fault in bench.FAULTS if fault.name == "head")
@@ -146,3 +147,46 @@ def test_a_run_beside_a_bench_that_was_stopped_is_not_believed(tmp_path: Path) -
             run.sleep(60.0)
         run.forgive()
         assert not run.sleep(60.0)  # it has ended, at once
+
+
+# ---- a run that is killed with -9 again and again: ``ostinato bench kills``, twenty times, is this at length
+
+
+@pytest.mark.slow
+def test_killed_while_it_steps_and_while_it_loads_it_is_as_if_nothing_had_happened() -> None:
+    """Kills after later steps ended with other bytes, and five before the first row left "0.0 s lost"."""
+    try:
+        load()
+    except BuildError as error:
+        pytest.skip(f"bitwise only with the native kernels: {error}")
+    plan = kills.Kills(kills=2, late=1, after=1, steps=5, checkpoint_every=2)
+    result = plan.measure(print)
+    assert result["equal"], result["differs"]
+    assert len(result["kills"]) == 2 and result["late"] >= 1
+    assert all(row["counted_s"] > 0 for row in result["kills"]), result["kills"]
+
+
+# ---- each row of the fault table once: a real run over Ray, hurt at a random moment, ends well or says why
+
+
+@pytest.fixture(scope="module")
+def heartbeat() -> Heartbeat:
+    return Heartbeat()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, heartbeat: Heartbeat) -> dict[str, Any]:
+    pytest.importorskip("ray", reason="needs Ray")
+    return bench.undisturbed(tmp_path_factory.mktemp("undisturbed"), heartbeat)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", bench.FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_survived_or_named_and_nothing_is_lost(
+    fault: bench.Fault, tmp_path: Path, heartbeat: Heartbeat, reference: dict[str, Any]
+) -> None:
+    row = bench.hurt(fault, 0, tmp_path, heartbeat, reference)
+    assert row["outcome"] in ("recovered", "stopped"), row
+    assert row["lost"] == 0 and not row["left_behind"], row
+    assert row["equal"] is not False, row["differs"]
+    assert bool(row["dropped"]) == fault.takes_groups

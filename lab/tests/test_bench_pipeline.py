@@ -11,17 +11,7 @@ from typing import Any
 
 import pytest
 
-from lab.pipeline import (
-    Arm,
-    Kept,
-    Pipeline,
-    balanced,
-    keep,
-    kept,
-    overrides,
-    summary,
-    turns,
-)
+from lab.pipeline import Arm, Kept, Pipeline, balanced, keep, kept, overrides, summary, turns
 from lab.pipeline_work import Window, Work, figures, write_prompts
 from lab.whole_runs import allowed_cores, confined
 from ostinato.config import Recipe
@@ -134,13 +124,7 @@ def test_figures_are_of_the_window_and_rewards_of_the_run(tmp_path: Path) -> Non
 
 # ---- what many runs come to
 
-SPEEDS = {
-    Arm.ALONE: 0.50,
-    Arm.THREADS: 0.60,
-    Arm.COLOCATED: 0.80,
-    Arm.SYNCHRONOUS: 0.45,
-    Arm.PIPELINED: 0.90,
-}
+SPEEDS = {Arm.ALONE: 0.50, Arm.THREADS: 0.60, Arm.COLOCATED: 0.80, Arm.SYNCHRONOUS: 0.45, Arm.PIPELINED: 0.90}
 
 
 def runs(speeds: dict[Arm, float], drift: tuple[float, ...] = (1.0, 0.5, 2.0)) -> list[dict[str, Any]]:

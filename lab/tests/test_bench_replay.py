@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nouns import sample_of
+from worlds import tiny_moe
 
 from lab import planted, replay, turns
 from lab.paired import Paired
@@ -118,11 +120,7 @@ def test_a_bug_spoils_what_is_known_and_nothing_else(name: str) -> None:
 @pytest.fixture(scope="module")
 def small() -> tuple[planted.Trainers, Adapters, list[Sample]]:
     """A tiny model and samples of random tokens, with the routes that it chooses for them itself."""
-    raw = {"model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48}
-    raw |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    raw |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    raw |= {"max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu"}
-    raw |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": True}
+    raw = tiny_moe(num_hidden_layers=3, head_dim=8, num_experts=8, max_position_embeddings=128)
     decoder = Decoder(parse_config(raw)).init_weights(seed=0)
     policy = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8, targets=("attn",)), seed=0)
     trainers = planted.Trainers(decoder=decoder, kernels=None, rules=algorithm("grpo"))
@@ -136,14 +134,11 @@ def small() -> tuple[planted.Trainers, Adapters, list[Sample]]:
         experts = chosen.numpy().astype(np.int8)
         experts[-1] = NO_EXPERT
         made.append(
-            Sample(
-                tokens=tokens,
-                loss_mask=mask,
-                logprobs=np.where(mask, -math.log(61), 0).astype(np.float32),
-                advantages=np.where(mask, 1.0, 0).astype(np.float32),
-                versions=np.where(mask, 0, -1).astype(np.int32),
+            sample_of(
+                tokens,
+                10,
+                logprobs=np.where(mask, -math.log(61), 0).astype("f4"),
                 group=index,
-                prompt_len=10,
                 experts=experts,
             )
         )

@@ -10,16 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.simulate import (
-    ARMS,
-    DATA,
-    RECORDED,
-    Arm,
-    Simulate,
-    bound_s,
-    work_s,
-    world,
-)
+from lab.simulate import ARMS, DATA, RECORDED, Arm, Simulate, bound_s, work_s, world
 from lab.simulator.events import Gate, Mode, Setup, simulate
 from lab.simulator.policies import Policy
 from lab.simulator.sampler import Cost

@@ -49,10 +49,8 @@ def doctor(model: str, *, measure: bool) -> int:
     every run needs is at fault. Raises ValueError for a model that is none."""
     console = Console()
     with logged(threads.__name__):
-        work = threads.Products(model=model)
-        choice = threads.measure(work) if measure else None
-        given = (choice.count, choice.policy) if choice else ("auto", "auto")
-        choice = threads.configure(*given, work=work)
+        choice = threads.measure() if measure else None
+        choice = threads.configure(choice.count, choice.policy) if choice else threads.configure()
     findings = [
         *machine(),
         Finding(name="threads", value=str(choice)),

@@ -9,42 +9,23 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import LIMIT_S, command, ended, environment
+from commands import ended, tiny_recipe
 
 from ostinato.model.named import ASSETS
 
 ASSET = ASSETS / "seed-moe"
 Refusal = Callable[..., str]
 
-RECIPE = """
-[model]
-dtype = "float32"
-[adapter]
-rank = 4
-alpha = 8.0
-targets = ["attn", "experts"]
-[task]
-n_train = 16
-[reward]
-functions = ["rewards.py:fine"]
-timeout_s = 0.5
-[rollout]
-prompts_per_step = 2
-group_size = 4
-max_tokens = 4
-[trainer]
-steps = 2
-checkpoint_every = 1
-[eval]
-n = 2
-every = 0
-"""
+RECIPE = {
+    **{"task.n_train": 16, "reward.functions": ["rewards.py:fine"], "reward.timeout_s": 0.5},
+    **{"rollout.prompts_per_step": 2, "rollout.max_tokens": 4, "trainer.steps": 2},
+    "trainer.checkpoint_every": 1,
+}
 
 REWARDS = """
 import time
@@ -79,7 +60,7 @@ def write_model(folder: Path, **changes: bytes | None) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with a recipe that is fine, and everything that is not."""
     folder = tmp_path_factory.mktemp("place")
-    (folder / "tiny.toml").write_text(RECIPE)
+    (folder / "tiny.toml").write_text(tiny_recipe(RECIPE))
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "long.jsonl").write_text("\n".join(map(json.dumps, LONG_ROWS)))
     write_model(folder / "truncated", model=(ASSET / "model.safetensors").read_bytes()[:-1000])
@@ -168,11 +149,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def commands(run: Path, out: Path) -> list[list[str]]:
     """Everything that needs the policy of a run."""
-    return [
-        ["eval", str(run)],
-        ["generate", str(run), "-p", "1+1?"],
-        ["export", str(run), str(out)],
-    ]
+    return [["eval", str(run)], ["generate", str(run), "-p", "1+1?"], ["export", str(run), str(out)]]
 
 
 def test_a_run_without_a_checkpoint(refusal: Refusal, run: Path, tmp_path: Path) -> None:
@@ -241,13 +218,6 @@ def test_a_damaged_log_is_named(refusal: Refusal, run: Path) -> None:
     assert f"line 1 of {run}/metrics.jsonl is not JSON; delete it to read the rest" in sentence
 
 
-def test_export_overwrites_nothing(refusal: Refusal, run: Path, here: Path) -> None:
-    assert "rewards.py exists and is not empty; name another folder" in refusal(
-        "export", str(run), "rewards.py"
-    )
-    assert str(run) in refusal("export", str(run), str(run))
-
-
 @contextmanager
 def disk_full_after(size: int) -> Iterator[None]:
     """No file of this process may grow beyond ``size`` bytes."""
@@ -268,18 +238,3 @@ def test_a_full_disk_while_exporting(refusal: Refusal, run: Path, tmp_path: Path
         assert "File too large" in sentence and "free disk space" in sentence
         assert list(out.iterdir()) == [], "no half file"
         assert ended(Path(), "export", str(run), str(out), *merged) == 0
-
-
-def test_a_process_of_its_own_says_the_same(place: Path) -> None:
-    done = subprocess.run(
-        command(*TRAIN, 'reward.functions=["rewards.py:short"]'),
-        cwd=place,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert (done.returncode, begun(done.stdout)) == (2, [])
-    *note, last = done.stderr.splitlines()
-    assert last.startswith("ostinato: ") and "returned 1 values for 2" in last
-    assert len(note) == 1, "what the reward function was given"

@@ -133,8 +133,7 @@ def test_all_parameters(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "case"),
-    [("d2t2e4", WHOLE[2]), ("d4e4", WHOLE[4]), ("d2t2e2x2", WHOLE[2]), ("t2c2e2", LONG)],
+    ("layout", "case"), [("d2t2e4", WHOLE[2]), ("d4e4", WHOLE[4]), ("d2t2e2x2", WHOLE[2]), ("t2c2e2", LONG)]
 )
 def test_experts(layout: str, case: Case) -> None:
     check(layout, replace(case, way="per_expert"))

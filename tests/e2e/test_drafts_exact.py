@@ -17,7 +17,7 @@ import pytest
 import torch
 from five_tokens import chi_square, counted, greedy_by_count_ratio, ratio_against_the_old
 from reference.scripted import ScriptedDrafter
-from worlds import DRAFTS_PAY, NATIVE, answers
+from worlds import DRAFTS_PAY, NATIVE, answers, tiny_dense
 from worlds import same as same_answer
 
 from ostinato.engine.local import LocalEngine
@@ -104,12 +104,7 @@ def scripted(kind: str, asked: Sequence[Request], done: Sequence[Completion], tr
     return ScriptedDrafter(script, length=8, tree=tree)
 
 
-SAMPLINGS = {
-    "plain": {},
-    "top_p": {"top_p": 0.8},
-    "top_k": {"top_k": 3},
-    "min_p": {"min_p": 0.1},
-}
+SAMPLINGS = {"plain": {}, "top_p": {"top_p": 0.8}, "top_k": {"top_k": 3}, "min_p": {"min_p": 0.1}}
 SETTINGS = ((0.0, "plain"), (0.6, "top_p"), (0.6, "min_p"), (1.0, "plain"))
 KINDS = ("history", "live", "random", "adversarial", "oracle", "another prompt's")
 
@@ -130,10 +125,7 @@ def same(plain: Sequence[Completion], drafted: Sequence[Completion]) -> None:
 @pytest.mark.skipif(NATIVE is None, reason="bit for bit needs the native kernels")
 @pytest.mark.parametrize(
     ("temperature", "filters"),
-    [
-        (1.0, "top_k"),
-        *(pytest.param(t, filters, marks=pytest.mark.slow) for t, filters in SETTINGS),
-    ],
+    [(1.0, "top_k"), *(pytest.param(t, filters, marks=pytest.mark.slow) for t, filters in SETTINGS)],
 )
 def test_tokens_do_not_depend_on_drafts(temperature: float, filters: str) -> None:
     renderer = model("asset:seed-moe", torch.float32)[1]
@@ -190,12 +182,8 @@ def test_a_pretrained_model(dtype: torch.dtype) -> None:
 
 
 def tiny_world() -> Decoder:
-    config = {
-        "model_type": "llama", "vocab_size": 5, "hidden_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 32,
-        "tie_word_embeddings": True, "hidden_act": "silu", "initializer_range": 0.6,
-    }  # fmt: skip
+    sizes = {"vocab_size": 5, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = tiny_dense(**sizes, intermediate_size=24, max_position_embeddings=32, initializer_range=0.6)
     return Decoder(parse_config(config)).init_weights(3)
 
 
@@ -217,13 +205,7 @@ def drawn(
     decoder: Decoder, drafter: Drafter | None, n: int, step: int, adapters=None
 ) -> list[tuple[int, ...]]:
     ours = LocalEngine(
-        decoder,
-        kernels=NATIVE,
-        kv_memory_mb=8,
-        context_limit=16,
-        drafter=drafter,
-        cost=DRAFTS_PAY,
-        leaves=3,
+        decoder, kernels=NATIVE, kv_memory_mb=8, context_limit=16, drafter=drafter, cost=DRAFTS_PAY, leaves=3
     )
     ours.publish(adapters, 1)
     sampling = Sampling(max_tokens=3)

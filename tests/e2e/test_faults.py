@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import LAUNCHER, LIMIT_S, ended, environment, gone, only_run, rows, wait_until
+from commands import LAUNCHER, LIMIT_S, ended, environment, gone, only_run, rows, tiny_recipe, wait_until
 
 from lab.same_run import same
 from ostinato.model.native import BuildError
@@ -65,32 +65,12 @@ def dies(scores):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
-RECIPE = """
-[adapter]
-rank = 4
-alpha = 8.0
-targets = ["attn", "experts"]
-[task]
-n_train = 32
-[reward]
-functions = ["reward.py:graded"]
-timeout_s = 30
-isolation = "off"  # it counts its calls in a file
-[rollout]
-prompts_per_step = 3
-group_size = 4
-max_tokens = 8
-top_p = 0.95
-[trainer]
-steps = 5
-lr = 1e-3
-checkpoint_every = 2
-[eval]
-n = 2
-every = 0
-[log]
-trajectories_every = 1
-"""
+RECIPE = {
+    **{"task.n_train": 32, "reward.functions": ["reward.py:graded"], "reward.timeout_s": 30},
+    "reward.isolation": "off",  # it counts its calls in a file
+    **{"rollout.prompts_per_step": 3, "rollout.max_tokens": 8, "rollout.top_p": 0.95},
+    **{"trainer.steps": 5, "trainer.lr": 1e-3, "trainer.checkpoint_every": 2},
+}
 RAISES = next(n for n, line in enumerate(REWARD.splitlines(), 1) if "raise KeyError" in line)
 GROUPS_PER_STEP, GROUP_SIZE, STEPS = 3, 4, 5
 EVAL_GROUPS = 2 + 2  # sampled answers, and greedy ones
@@ -102,7 +82,7 @@ class Place:
     def __init__(self, path: Path, faults: dict[int, str] | None = None) -> None:
         self.path = path
         (path / "reward.py").write_text(REWARD)
-        (path / "tiny.toml").write_text(RECIPE)
+        (path / "tiny.toml").write_text(tiny_recipe(RECIPE))
         if faults is not None:
             (path / "faults.json").write_text(json.dumps(faults))
 
@@ -197,12 +177,7 @@ def test_each_reward_fault_is_told_counted_and_survived(tmp_path: Path) -> None:
         {"faults/timeout": 4, "rewards/graded/timeout": 4, "reward_workers/hung": 1},
         {"faults/raised": 4, "rewards/graded/raised": 4},
         {"faults/non_finite": 1, "rewards/graded/non_finite": 1},
-        {
-            "faults/died": 4,
-            "rewards/graded/died": 4,
-            "reward_workers/died": 2,
-            "reward_workers/retried": 1,
-        },
+        {"faults/died": 4, "rewards/graded/died": 4, "reward_workers/died": 2, "reward_workers/retried": 1},
         {"reward_workers/died": 1, "reward_workers/retried": 1},
     ]
     assert [row["rollout/no_verdict"] for row in rows] == [0, 4, 4, 4, 1, 4, 0]
@@ -267,11 +242,7 @@ def test_a_policy_that_has_diverged_is_named_and_scores_nothing(
     ],
 )
 def test_kill_9_then_resume_is_as_if_nothing_had_happened(
-    place: Place,
-    undisturbed: Place,
-    fault: tuple[str, str, int, str],
-    last_row: int,
-    last_checkpoint: int,
+    place: Place, undisturbed: Place, fault: tuple[str, str, int, str], last_row: int, last_checkpoint: int
 ) -> None:
     code, _, _ = place.train(fault=fault)
     assert code == -signal.SIGKILL

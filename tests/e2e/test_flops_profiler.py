@@ -7,7 +7,6 @@ are without the padding that flash attention wants. Everything else is counted b
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nouns import sample_of
+from nouns import group_of, sample_of
 from reference.scripted import ScriptedDrafter
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from worlds import DRAFTS_PAY, KINDS, SIZES, VOCAB
+from worlds import DRAFTS_PAY, KINDS, SIZES, VOCAB, answers
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -31,7 +30,7 @@ from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapte
 from ostinato.pipeline.work import batch_work, rollout_work, step_flops
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
-from ostinato.types import Batch, Completion, Group, Prompt, Request, Sampling, Trajectory, Turn
+from ostinato.types import Batch, Completion, Group, Request, Sampling, Trajectory, Turn
 
 pytestmark = pytest.mark.slow
 
@@ -141,12 +140,7 @@ def step_ratio(
     minibatches = more.pop("minibatches", 1)
     chosen = algorithm("grpo", **more)
     trainer = PolicyTrainer(
-        decoder,
-        trained(decoder, spec),
-        chosen,
-        optimizer=LR,
-        recompute=recompute,
-        measure_every=int(measure),
+        decoder, trained(decoder, spec), chosen, optimizer=LR, recompute=recompute, measure_every=int(measure)
     )
     batch = batch_of(decoder.config.vocab_size, minibatches=minibatches)
     counted, report = profiled(decoder.config, lambda: trainer.step(batch))
@@ -227,21 +221,9 @@ def test_a_whole_step_with_its_further_passes(family: str, spec: str, how: dict[
 # ---- rollouts
 
 
-def answers(engine: LocalEngine, requests: Sequence[Request]) -> list[Completion]:
-    async def collect() -> list[Completion]:
-        found = {index: completion async for index, completion in engine.generate(requests)}
-        return [found[i] for i in range(len(requests))]
-
-    return asyncio.run(collect())
-
-
 def episode(turns: Sequence[tuple[np.ndarray, Completion]]) -> Trajectory:
     parts = tuple(Turn(context=context, completion=said) for context, said in turns)
     return Trajectory(turns=parts, stop=parts[-1].completion.stop, seed=())
-
-
-def group_of(trajectories: Sequence[Trajectory]) -> Group:
-    return Group(prompt=Prompt(uid="p", text=""), trajectories=tuple(trajectories), step=1)
 
 
 def two_turns(engine: LocalEngine, vocab: int) -> list[Group]:
@@ -256,7 +238,7 @@ def two_turns(engine: LocalEngine, vocab: int) -> list[Group]:
         whole = [np.concatenate([prompt, c.tokens, r]) for c, r in zip(said, replies, strict=True)]
         more = answers(engine, [replace(r, tokens=t) for r, t in zip(first, whole, strict=True)])
         turns = zip(said, replies, more, strict=True)
-        groups.append(group_of([episode([(prompt, a), (reply, b)]) for a, reply, b in turns]))
+        groups.append(group_of(*(episode([(prompt, a), (reply, b)]) for a, reply, b in turns)))
     return groups
 
 
@@ -297,7 +279,7 @@ def test_drafts_that_fail_are_work_too(tree: bool) -> None:
     drafter = ScriptedDrafter(script, length=6, tree=tree)
     engine = LocalEngine(decoder, kv_memory_mb=4, context_limit=96, drafter=drafter, cost=DRAFTS_PAY)
     counted, said = profiled(decoder.config, lambda: answers(engine, requests))
-    work = rollout_work([group_of([episode([(r.tokens, c)]) for r, c in zip(requests, said, strict=True)])])
+    work = rollout_work([group_of(*(episode([(r.tokens, c)]) for r, c in zip(requests, said, strict=True)))])
     assert [c.tokens.tolist() for c in said] == [c.tokens.tolist() for c in plain]
     assert work.refused.tokens >= sum(c.drafted - c.accepted for c in said) > 20
     assert counted == pytest.approx(FlopModel.of(decoder.config, None).forward(work.total), rel=0.01)

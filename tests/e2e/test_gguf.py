@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.model.gguf import rotary_halves, smollm2_folder
+from ostinato.model.gguf import smollm2_folder
 from ostinato.render import Renderer
 
 pytestmark = pytest.mark.slow
@@ -26,12 +26,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return smollm2_folder(cache)
     except ValueError as error:
         pytest.skip(str(error))
-
-
-def test_rows_of_a_rotary_pair_move_half_a_head_apart() -> None:
-    paired = np.array([[0], [4], [1], [5], [2], [6], [3], [7]])
-    assert rotary_halves(paired, heads=1).ravel().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert rotary_halves(paired, heads=2).ravel().tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
 
 
 def test_transformers_answers_paris(folder: Path) -> None:

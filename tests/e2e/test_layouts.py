@@ -68,11 +68,7 @@ def test_twenty_steps_are_those_of_one_process(layout: str, alone: list[Run]) ->
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        *("t2", "c2", "d2e2"),
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in MORE),
-    ],
+    "layout", [*("t2", "c2", "d2e2"), *(pytest.param(layout, marks=pytest.mark.slow) for layout in MORE)]
 )
 def test_in_double_precision_nothing_is_left(layout: str, exact: list[Run]) -> None:
     """So what is left in single precision is rounding."""

@@ -35,7 +35,7 @@ def run(folder: Path, devices: int) -> None:
     import small_loop
     from small_loop import BanditTrainer, IsRight
 
-    from ostinato.observe.ledger import Ledger, Terms
+    from ostinato.observe.ledger import Terms
     from ostinato.pipeline.loop import LoopState
 
     notes = os.open(folder.with_suffix(".notes"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -140,43 +140,6 @@ def test_killed_three_times_the_sums_are_what_was_really_done(tmp_path: Path, se
     # done within 0.3 s that is more than a millionth
     assert found.pools["local"].total == pytest.approx(held(rows), abs=1e-5)
     assert found.money == pytest.approx(held(rows) * 3.6 / 3600, abs=1e-8)
-
-
-SLEEPER = """
-import sys, time
-from pathlib import Path
-from ostinato.observe.ledger import Ledger, Life, SteadyClock
-from ostinato.run import BEAT, RunFolder
-
-folder, clock = RunFolder(Path(sys.argv[1])), SteadyClock()
-life = Life(folder.path / BEAT, clock, clock.started, every_s=0.02)
-books = Ledger(folder=folder, clock=clock, life=life)
-with life, books.session(0), books.work(), books.evaluating():
-    print("begun", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_killed_process_has_told_until_when_it_lived(tmp_path: Path) -> None:
-    """No row, no file of the run: nothing but its sign of life says that it worked, and on what."""
-    began = time.time()
-    sleeper = [sys.executable, "-c", SLEEPER, str(tmp_path)]
-    process = subprocess.Popen(sleeper, stdout=subprocess.PIPE, text=True, env=environment())
-    assert process.stdout is not None and process.stdout.readline() == "begun\n"
-    while '"part":"eval"' not in (tmp_path / "alive.json").read_text():
-        time.sleep(0.01)
-    time.sleep(0.2)
-    process.kill()
-    process.communicate(timeout=60)
-    seen = time.time() - began
-    time.sleep(0.5)  # nobody's
-    with Ledger(folder=RunFolder(tmp_path)).session(0):
-        pass
-    lost = read(RunFolder(tmp_path))[1]
-    assert (lost["event"], lost["session"], lost["part"]) == ("lost", 1, "eval")
-    assert 0 < lost["seconds"] < seen
-    assert summary(read(RunFolder(tmp_path))).evaluation.seconds == lost["seconds"]
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
 
 
 def held(rows: list[dict[str, Any]]) -> float:

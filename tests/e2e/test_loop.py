@@ -1,12 +1,15 @@
-"""The loop on real parts: a tiny random mixture-of-experts, the in-process engine, the trainer."""
+"""The loop on real parts, a tiny mixture of experts; and what no change of the house may change."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import net
 import numpy as np
 import pytest
 import torch
@@ -19,6 +22,7 @@ from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.native import BuildError, load
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finish, Loop, LoopState, Plan
 from ostinato.rollout.rollout import RolloutContext
@@ -144,3 +148,24 @@ def test_with_overlap_it_learns_from_tokens_of_several_policies(tmp_path: Path) 
         for shown in loop.folder.trajectories.rows()
     ]
     assert max(map(len, policies)) > 1
+
+
+# ---- what no change of the house may change: tests/net.py, against what is kept of this kind of machine
+
+
+def test_adapters_forecasts_and_the_plan_are_as_recorded() -> None:
+    try:
+        load()
+    except BuildError as error:
+        pytest.skip(f"bitwise only with the native kernels: {error}")
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("one of the runs needs Ray")
+    before = net.kept()
+    assert before is not None
+    found = net.results(lambda line: None)
+    same_start = found["adapters"]["killed and resumed"] == found["adapters"]["quickstart, seed 0"]
+    assert same_start, "a killed and resumed run has another adapter than an undisturbed one"
+    if before["adapters"] is None:  # another kind of machine: its bytes are its own
+        before, found = ({**side, "adapters": {}} for side in (before, found))
+    wrong = net.differences(json.loads(json.dumps(before)), json.loads(json.dumps(found)))
+    assert not wrong, "\n".join(wrong)

@@ -146,30 +146,6 @@ def test_gradients_are_those_of_the_plain_loop_bit_for_bit(world, layouts, count
         assert all(not one[1] for one in found[:-1])
 
 
-def scored(rank: int, world: int, layouts: list[str], count: int) -> list[Any]:
-    """By layout, without gradients and with: (hidden states, whether they have gradients)."""
-    found = []
-    for layout in map(Layout.parse, layouts):
-        stages, toy = seat(layout)[0], Toy.fresh(layout)
-        for wanted in (False, True):
-            seen = list[Tensor]()
-            with torch.set_grad_enabled(wanted):
-                stages.score(microbatches(count), toy.forward, lambda part, x, _, seen=seen: seen.append(x))
-            found.append((seen, [x.requires_grad for x in seen]))
-            assert not toy.gradients()
-    return found
-
-
-@pytest.mark.parametrize(("world", "layouts"), [(1, ["1"]), (2, ["p2", "p2v2"]), (4, ["p4", "p4v2"])])
-def test_scores_are_those_of_the_plain_loop(world, layouts):
-    *others, last = on_ranks(world, scored, layouts, 7)
-    _, _, states = plain_loop(microbatches(7))
-    for n, (seen, with_gradients) in enumerate(last):
-        assert len(seen) == 7 and with_gradients == [n % 2 == 1] * 7
-        assert all(torch.equal(one, state) for one, state in zip(seen, states, strict=True))
-    assert all(not seen for results in others for seen, _ in results)
-
-
 class Token:
     """Lives as long as the graph that it was put into."""
 

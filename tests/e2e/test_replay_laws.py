@@ -90,10 +90,7 @@ def test_both_trainers_replay_what_our_engine_did(kind: str, kernels: str, tmp_p
             routes = Routes.from_completion(done, replay.num_experts)
             assert routes.known.tolist() == [True] * (len(whole) - 1) + [False]
             ours, native = decoder(
-                whole,
-                torch.arange(len(whole)),
-                CausalAttention(),
-                routing=torch.from_numpy(routes.dense()),
+                whole, torch.arange(len(whole)), CausalAttention(), routing=torch.from_numpy(routes.dense())
             )
             with replay.using(routes) as tape:
                 logits = theirs(whole[None]).logits[0]

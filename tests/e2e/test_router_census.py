@@ -229,9 +229,7 @@ CASES = [one for one in routers() if one[1] not in NOT_OF_TOKENS]
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [one for one in CASES if "Hash" not in one[1]],
-    ids=lambda one: one.rpartition(".")[2],
+    ("module", "name"), [one for one in CASES if "Hash" not in one[1]], ids=lambda one: one.rpartition(".")[2]
 )
 def test_a_router_replays_exactly_or_is_refused(module: str, name: str) -> None:
     if name in REFUSED:

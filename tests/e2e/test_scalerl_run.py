@@ -80,11 +80,7 @@ def test_every_part_acts(undisturbed: Path) -> None:
     ],
 )
 def test_killed_and_resumed_it_is_the_run_that_was_not(
-    tmp_path: Path,
-    undisturbed: Path,
-    file: str,
-    count: int,
-    rows_left: int,
+    tmp_path: Path, undisturbed: Path, file: str, count: int, rows_left: int
 ) -> None:
     """Between two checkpoints, and while one is written: rounds that were played ahead, by policies that are
     gone, come from the spool, and the last bit of scores, adapter and optimizer is the same."""
@@ -99,9 +95,6 @@ def assert_same(place: Path, undisturbed: Path) -> None:
         ours, theirs = (same(rows(only_run(where) / name)) for where in (place, undisturbed))
         assert ours == theirs, name
     assert sum(row["rollout/from_spool"] for row in rows(only_run(place) / "metrics.jsonl")) > 5
-    for name in (
-        "adapter/adapter_model.safetensors",
-        f"checkpoints/step-{STEPS:08d}/tensors.safetensors",
-    ):
+    for name in ("adapter/adapter_model.safetensors", f"checkpoints/step-{STEPS:08d}/tensors.safetensors"):
         ours, theirs = ((only_run(where) / name).read_bytes() for where in (place, undisturbed))
         assert ours == theirs, name

@@ -29,7 +29,7 @@ from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.named import model_folder
 from ostinato.model.wire import fingerprint
 from ostinato.render import Renderer
-from ostinato.types import Completion, Request, Sampling, Stop
+from ostinato.types import Completion, Stop
 from ostinato.workers.lost import WorkerLost
 
 
@@ -193,15 +193,6 @@ def test_a_policy_that_is_not_the_published_one_is_found_by_its_first_answers(wo
         world.run(world.many(8))
     engine.publish(world.policies[0], 10)
     assert world.run(world.many(8))
-
-
-def test_many_requests_at_once(world: Subject) -> None:
-    engine_of(world).publish(world.policies[0], 11)
-    requests = [
-        Request(tokens=world.ask(0, i).tokens, sampling=Sampling(max_tokens=3), seed=(1, i))
-        for i in range(150)
-    ]
-    assert all(len(said.tokens) == 3 for said in world.run(requests))
 
 
 def test_a_server_given_by_address_serves_the_next_engine(world: Subject, tmp_path: Path) -> None:

@@ -372,11 +372,7 @@ def gap(decoder: Decoder, batch: Batch, temperature: float, *, full: bool = Fals
     adapters = None if full else init_adapters(decoder.config, AdapterSpec(rank=2), 0)
     decoder.trainable(full)
     trainer = PolicyTrainer(
-        decoder,
-        adapters,
-        algorithm("grpo"),
-        optimizer=OptimizerSettings(lr=1e-12),
-        temperature=temperature,
+        decoder, adapters, algorithm("grpo"), optimizer=OptimizerSettings(lr=1e-12), temperature=temperature
     )
     return dict(trainer.step(batch).metrics)
 

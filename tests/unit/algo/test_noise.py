@@ -7,13 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from five_tokens import (
-    chi_square,
-    counted,
-    exact,
-    policy,
-    sample_then_match,
-)
+from five_tokens import chi_square, counted, exact, policy, sample_then_match
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -144,11 +144,7 @@ def test_vllm_outputs_that_do_not_fit_are_refused(
 def test_a_completion_of_our_engine() -> None:
     answer = some(3, 1).astype(np.int16)
     answer[-1] = NO_EXPERT
-    done = completion(
-        np.arange(3),
-        experts=answer,
-        prompt_experts=some(4).astype(np.int16),
-    )
+    done = completion(np.arange(3), experts=answer, prompt_experts=some(4).astype(np.int16))
     found = Routes.from_completion(done, EXPERTS)
     assert found.known.tolist() == [True] * 6 + [False]
     np.testing.assert_array_equal(found.dense()[4:], answer)

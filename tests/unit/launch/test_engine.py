@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from worlds import tiny_decoder
 
 from ostinato.config import DraftSection, Recipe
 from ostinato.engine.threads import Threads
@@ -22,7 +22,6 @@ from ostinato.launch.engine import vllm_engine
 from ostinato.launch.ranks import backend, followed
 from ostinato.launch.speed import Speed, line, warnings
 from ostinato.launch.trainer import new_sharded_trainer
-from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.run import RunFolder
 from ostinato.types import HistoryEntry
@@ -88,28 +87,7 @@ def test_a_server_that_cannot_be_is_refused(engine: dict[str, Any], sentence: st
 
 
 def moe(layers: tuple[int, ...] = (0,)) -> Decoder:
-    config = {
-        "model_type": "qwen3_moe",
-        "vocab_size": 31,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "intermediate_size": 16,
-        "moe_intermediate_size": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [] if layers else [0],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-    }
-    return Decoder(parse_config(config), dtype=torch.float32).init_weights(0)
+    return tiny_decoder(num_hidden_layers=1, mlp_only_layers=[] if layers else [0])
 
 
 def test_experts_need_routes_and_an_adapter_that_vllm_can_read() -> None:

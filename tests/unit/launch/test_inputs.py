@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from small_loop import TEN_A_ROW
+from worlds import tiny_dense
 
 from ostinato.algo.advantages import Baseline, Pool, Scale
 from ostinato.algo.algorithms import Anchor, Loss
@@ -176,16 +177,7 @@ def test_a_phrase_that_ends_the_answer_is_refused() -> None:
 
 
 def small_decoder(seed: int) -> Decoder:
-    config = {
-        "model_type": "llama",
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    return Decoder(parse_config(config)).init_weights(seed)
+    return Decoder(parse_config(tiny_dense())).init_weights(seed)
 
 
 def test_a_run_can_begin_with_an_adapter_and_refuses_one_of_another_base(tmp_path: Path) -> None:

@@ -234,14 +234,7 @@ def work(**changes: Any) -> Row:
 
 def test_the_rows_of_a_session(tmp_path: Path) -> None:
     clock = Clock(100.0)
-    books = ledger(
-        folder(tmp_path),
-        clock,
-        devices=8,
-        price_per_device_hour=2.5,
-        currency="EUR",
-        recipe="ab",
-    )
+    books = ledger(folder(tmp_path), clock, devices=8, price_per_device_hour=2.5, currency="EUR", recipe="ab")
     with books.session(0), books.session(0):  # the loop's is that of the one around it
         clock.now = 110.0
         books.step(1, 6.0, {"sample": 3.0, "train": 2.0}, work())
@@ -505,19 +498,8 @@ def test_a_ledger_without_flops_says_so() -> None:
         ('{"event":"save","session":1,"step":1,"seconds":null}', "line 2 of .* has None for 'seconds'"),
         ('{"event":"dance"}', "line 2 of .* has no 'event'"),
         ("7", "line 2 of .* has no 'event'"),
-        *(  # each of these was taken for a row, and was an AttributeError or a KeyError later
-            (json.dumps(a_step(1, 1, 10.0) | change), said)
-            for change, said in (
-                ({"pools": []}, r"has \[\] for 'pools'"),
-                ({"pools": {"local": 1}}, "has {'local': 1} for 'pools'"),
-                ({"pools": {"local": {"busy": {}}}}, "has {'local': {'busy': {}}} for 'pools'"),
-                ({"tokens": None}, "has None for 'tokens'"),
-                ({"tokens": {}}, "does not say how many tokens were sampled"),
-                ({"wasted": {"measurement": "much"}}, "has {'measurement': 'much'} for 'wasted'"),
-                ({"useful": None}, "has None for 'useful'"),
-            )
-        ),
-        (json.dumps({k: v for k, v in a_step(1, 1, 10.0).items() if k != "wasted"}), "has no 'wasted'"),
+        (json.dumps(a_step(1, 1, 10.0) | {"pools": {"local": 1}}), "has {'local': 1} for 'pools'"),
+        (json.dumps(a_step(1, 1, 10.0) | {"tokens": {}}), "does not say how many tokens were sampled"),
     ],
 )
 def test_a_ledger_that_breaks_in_the_middle_is_refused_in_words(tmp_path: Path, line: str, said: str) -> None:

@@ -190,10 +190,7 @@ def test_no_row_anywhere() -> None:
 
 
 @pytest.mark.slow
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), unique=True, max_size=20),
-    st.booleans(),
-)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), unique=True, max_size=20), st.booleans())
 def test_copies_by_the_book(pairs: list[tuple[int, int]], weighted: bool) -> None:
     """spread and collect are transposes of each other, and what a loop over the pairs gives."""
     row, destination = (torch.tensor([pair[n] for pair in pairs], dtype=torch.int64) for n in (0, 1))

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_runs import EVERYTHING, LAYOUTS, MODELS
 from plan_world import KIMI_LAYOUTS
+from worlds import tiny_dense
 
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
@@ -126,17 +127,7 @@ def test_what_does_not_fit_is_said_in_a_sentence(text: str, said: str) -> None:
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_refused(text: str, said: str) -> None:
-    config = parse_config(
-        {
-            "model_type": "llama",
-            "vocab_size": 60,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        }
-    )
+    config = parse_config(tiny_dense(vocab_size=60, num_hidden_layers=3))
     Layout.parse("d2t2p3").refuse(config)
     with pytest.raises(ValueError, match=said):
         Layout.parse(text).refuse(config)

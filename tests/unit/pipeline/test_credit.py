@@ -22,15 +22,7 @@ from ostinato.pipeline.credit import Credit, assign
 from ostinato.pipeline.draft_metrics import CONTEXT, Likeness, counts, course, pasts
 from ostinato.pipeline.work import needed_work, rollout_work
 from ostinato.rollout.health import sampled_tokens
-from ostinato.types import (
-    Completion,
-    Group,
-    Prompt,
-    Reward,
-    Stop,
-    Trajectory,
-    Turn,
-)
+from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 
 
 def member(reward: float | None, length: int = 4, stop: Stop = Stop.EOS, routed: bool = False) -> Trajectory:
@@ -295,14 +287,7 @@ def test_each_turn_is_kept_behind_the_end_of_all_before_it() -> None:
 
 def test_what_cannot_be_searched_by_noise_is_counted_and_left_out() -> None:
     """Another engine tells no edges, and the numbers of a failed answer may be broken."""
-    groups = [
-        siblings(
-            "a",
-            guessed([1]),
-            guessed([2], edges=None),
-            guessed([3], stop=Stop.ERROR),
-        )
-    ]
+    groups = [siblings("a", guessed([1]), guessed([2], edges=None), guessed([3], stop=Stop.ERROR))]
     kept, num_skipped = pasts(groups)
     assert [past.tokens.tolist() for past in kept["a"]] == [[1]] and num_skipped == 2
 

@@ -124,9 +124,7 @@ def test_an_evaluation_that_cannot_be_made_is_refused() -> None:
 # ---- two standard errors
 
 
-@given(
-    st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=5), min_size=1, max_size=6),
-)
+@given(st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=5), min_size=1, max_size=6))
 def test_the_error_for_these_prompts_by_hand(answers: list[list[float]]) -> None:
     """Its twin in plain Python: the variance of a mean of independent means, each variance unbiased."""
     variance = 0.0
@@ -239,9 +237,7 @@ def test_the_prompts_have_a_name_of_their_own() -> None:
 
 
 @given(
-    st.lists(st.floats(0.01, 50), min_size=1, max_size=40),
-    st.floats(0.1, 100),
-    st.sets(st.integers(1, 40)),
+    st.lists(st.floats(0.01, 50), min_size=1, max_size=40), st.floats(0.1, 100), st.sets(st.integers(1, 40))
 )
 def test_a_schedule_in_compute(costs: list[float], amount: float, skipped: set[int]) -> None:
     """Steps of any cost. Without interruptions, a set is scored after exactly the steps in which another

@@ -112,12 +112,7 @@ def test_groups_that_come_back_from_the_spool_are_remembered_too(tmp_path: Path)
 
     dies = Dies(lambda group: group.step == 2 and group.prompt.uid == "p7")
     with pytest.raises(Killed):
-        Bench(
-            tmp_path,
-            steps=2,
-            grader=dies,
-            drafting=FakeMemory(),
-        ).run()
+        Bench(tmp_path, steps=2, grader=dies, drafting=FakeMemory()).run()
     memory = FakeMemory()
     resumed = Bench(tmp_path, steps=2, drafting=memory)
     resumed.run()

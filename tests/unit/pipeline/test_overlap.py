@@ -284,13 +284,7 @@ def test_a_drain_ends_with_the_grace_period_and_training_does_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stuck = Stuck(lambda group: int(group.prompt.uid[1:]) >= 4, Lesson())
-    bench = overlapped(
-        tmp_path,
-        steps=9,
-        grader=stuck,
-        grace_s=0.05,
-        eval_at_start=False,
-    )
+    bench = overlapped(tmp_path, steps=9, grader=stuck, grace_s=0.05, eval_at_start=False)
     learn = bench.trainer.step
 
     def learns(batch: Batch) -> StepReport:

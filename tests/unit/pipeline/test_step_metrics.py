@@ -40,15 +40,7 @@ from ostinato.pipeline.step_metrics import (
 )
 from ostinato.rollout.health import sampled_tokens
 from ostinato.run import RunFolder
-from ostinato.types import (
-    Batch,
-    Group,
-    Microbatch,
-    Reward,
-    Segment,
-    StepReport,
-    Trajectory,
-)
+from ostinato.types import Batch, Group, Microbatch, Reward, Segment, StepReport, Trajectory
 
 TEN = FlopModel(parts={Part.MLP: Rates(tokens=10.0)}, backward_rates=Rates(tokens=20.0))
 CONTEXT = 5

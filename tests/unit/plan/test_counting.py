@@ -20,11 +20,7 @@ from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
 from ostinato.parallel.layout import Layout
 from ostinato.plan.cluster import Ring, parse_cluster, peak
 from ostinato.plan.comm import Talk, layers_of, total
-from ostinato.plan.counts import (
-    adapter_counts,
-    counts,
-    logical_shapes,
-)
+from ostinato.plan.counts import adapter_counts, counts, logical_shapes
 from ostinato.plan.decode import dealt, decode_seconds, occupancy
 from ostinato.plan.engines import engine_layout, refuse
 from ostinato.plan.layouts import layouts

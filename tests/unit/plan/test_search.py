@@ -34,12 +34,7 @@ from ostinato.plan.problem import (
     Times,
     Work,
 )
-from ostinato.plan.search import (
-    Allowed,
-    Plan,
-    search,
-    smallest,
-)
+from ostinato.plan.search import Allowed, Plan, search, smallest
 from ostinato.plan.time import Roofline
 
 
@@ -152,11 +147,7 @@ def test_layouts_are_distinct_and_fit_the_model() -> None:
 )
 def test_what_fits_is_found(model: str, gpus: str, adapter: AdapterSpec | None) -> None:
     """The pair that fits may have one of the slowest trainers: the leanest are looked at, too."""
-    case = replace(
-        question(model, gpus),
-        adapter=adapter,
-        work=Work(answers=lognormal_lengths(4096, 16384)),
-    )
+    case = replace(question(model, gpus), adapter=adapter, work=Work(answers=lognormal_lengths(4096, 16384)))
     allowed = Allowed(bases=(Base.TWO,))
     assert search(case, Roofline(), allowed).plans
 

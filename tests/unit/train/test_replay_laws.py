@@ -23,17 +23,7 @@ from hypothesis import strategies as st
 from nouns import completion
 from rounding import hidden_rounding
 from torch import Tensor
-from worlds import (
-    KINDS,
-    VOCAB,
-    closed_form,
-    generator,
-    moe_of,
-    native_choice,
-    random_routes,
-    siblings,
-    tiny,
-)
+from worlds import KINDS, VOCAB, closed_form, generator, moe_of, native_choice, random_routes, siblings, tiny
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.algo.routing import Cause, Misaligned, require_aligned
