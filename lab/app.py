@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 
 from lab.harness import Bench, main
 from ostinato.engine import threads
@@ -24,6 +25,7 @@ BENCHES = {
     "never-slower": ("never_slower:NeverSlower", "the worst ratio with drafts (draft --never-slower)"),
     "vllm-drafts": ("vllm_drafts:VllmDrafts", "draft methods inside vLLM, ours among its own"),
     "replay": ("replay:Replay", "sampler against trainer with routes replayed and without; planted bugs"),
+    "agents": ("agents:Agents", "seconds of an agent's episodes over those of the same environment built in"),
     "turns": ("turns:Turns", "conversations: what is run again, whether routes are complete, latency"),
     "pipeline": ("pipeline:Pipeline", "five ways of using two cores"),
     "simulate": ("simulate:Simulate", "placements on simulated samplers, against static and known lengths"),
@@ -64,8 +66,14 @@ def run(args: Sequence[str]) -> int:
     if name not in OF_PROCESSES:
         logging.basicConfig(format="%(message)s")
         logging.getLogger(threads.__name__).setLevel(logging.INFO)
-        threads.configure_early("auto")  # before torch is imported
+        threads.configure_early("auto", threads.Products(model=_model(rest)))  # before torch is imported
     return main(f"ostinato bench {name}", load(name), rest)
+
+
+def _model(args: Sequence[str]) -> str:
+    """What follows --model; else what most benches measure."""
+    flat = [word for arg in args for word in arg.split("=", 1)]
+    return dict(pairwise(flat)).get("--model", "smollm2-135m")
 
 
 def load(name: str) -> type[Bench]:

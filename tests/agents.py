@@ -6,21 +6,29 @@ import asyncio
 import os
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from openai import AsyncOpenAI
 
 from ostinato.env.games import GuessNumber
 
 CLIENT = AsyncOpenAI(api_key="none", base_url="http://127.0.0.1:9", max_retries=0)
+CLIENTS: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = WeakKeyDictionary()
 
 
-async def guess(base_url: str, row: Mapping[str, Any]) -> float:
+def client() -> AsyncOpenAI:
+    """Of the event loop that runs."""
+    loop = asyncio.get_running_loop()
+    return CLIENTS.setdefault(loop, AsyncOpenAI(api_key="none", base_url="http://127.0.0.1:9", max_retries=0))
+
+
+async def guess(base_url: str, row: Mapping[str, Any], key: str = "none") -> float:
     """Plays ``GuessNumber`` as the built-in environment does."""
-    client, game = CLIENT.with_options(base_url=base_url), GuessNumber()
+    openai, game = client().with_options(base_url=base_url, api_key=key), GuessNumber()
     text, _ = game.reset(seed=row["seed"], options=row)
     messages: list[Any] = [{"role": "user", "content": text}]
     while True:
-        answer = await client.chat.completions.create(model="policy", messages=messages)
+        answer = await openai.chat.completions.create(model="policy", messages=messages)
         said, total = answer.choices[0], 0.0
         if said.finish_reason == "length":
             return total

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,18 +81,22 @@ def compiled() -> bool:
 
 @dataclass
 class Speaker:
-    """A sequence as an engine would hold it, with a handle at every drafter."""
+    """A sequence as an engine would hold it."""
 
-    handles: list[int]
+    handle: int
     request: Request
     limit: int
     tokens: list[int] = field(default_factory=list)
     probs: list[float] = field(default_factory=list)
     edges: list[float] = field(default_factory=list)
 
+    @property
+    def text(self) -> list[int]:
+        return [*self.request.tokens.tolist(), *self.tokens]
+
     def speak(self, policy: np.ndarray) -> int:
         """Sample one token by inverse transform, as the engine does."""
-        text = [*self.request.tokens.tolist(), *self.tokens]
+        text = self.text
         chances = policy[text[-2], text[-1]]
         ends = np.cumsum(chances)
         u = uniform(key(self.request.seed), len(text))
@@ -102,124 +107,134 @@ class Speaker:
         self.edges.append(float(np.float32(ends[token] - chances[token])))
         return token
 
-    def verify(self, policy: np.ndarray, tokens: list[int], parents: list[int]) -> tuple[int, bool]:
-        """Sample-then-match along a draft: how many tokens came, and whether that is the end."""
-        at, before = -1, len(self.tokens)
+    def verify(self, policy: np.ndarray, draft: list[tuple[int, int]]) -> tuple[int, int, bool]:
+        """Sample-then-match along a draft of (token, parent): how many tokens came, how many of them were
+        drafted, and whether that is the end."""
+        at, before, accepted = -1, len(self.tokens), 0
         while True:
             token = self.speak(policy)
-            if token == STOP or len(self.tokens) == self.limit:
-                return len(self.tokens) - before, True
-            hits = [n for n in range(len(tokens)) if parents[n] == at and tokens[n] == token]
-            if not hits:
-                return len(self.tokens) - before, False
-            at = hits[0]
+            at = draft.index((token, at)) if (token, at) in draft else -2
+            accepted += at >= 0
+            ended = token == STOP or len(self.tokens) == self.limit
+            if at < 0 or ended:
+                return len(self.tokens) - before, accepted, ended
 
 
-def policy_of(seed: int, step: int) -> np.ndarray:
+def policy_of(seed: int, step: int, drift: float) -> np.ndarray:
     """[V, V, V] the next token after two."""
     world = np.random.default_rng(seed)
-    logits = 2.5 * world.normal(size=(VOCAB, VOCAB, VOCAB)) + 0.1 * step * world.normal(size=VOCAB)
+    logits = 2.5 * world.normal(size=(VOCAB, VOCAB, VOCAB)) + drift * step * world.normal(size=VOCAB)
     return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
 
 
-def well_formed(drafts: Drafts, rooms: list[int], leaves: int, most: int) -> None:
-    """Parents first, no deeper than there is room, no more leaves and tokens than allowed."""
+def paths(drafts: Drafts, rooms: list[int], leaves: int, most: int) -> list[list[list[int]]]:
+    """Of every sequence the path to each node. They are well formed: parents first, no deeper than there is
+    room, siblings that differ, and no more leaves and tokens than allowed."""
     assert drafts.counts.sum() == len(drafts.tokens) == len(drafts.parents) <= most
-    start = 0
+    start, found = 0, []
     for count, room in zip(drafts.counts.tolist(), rooms, strict=True):
+        nodes: list[list[int]] = []
         parents = drafts.parents[start : start + count].tolist()
-        depth = {-1: 0}
-        for node, parent in enumerate(parents):
-            assert -1 <= parent < node
-            depth[node] = depth[parent] + 1
-        assert max(depth.values()) <= max(room, 0)
+        for token, parent in zip(drafts.tokens[start : start + count].tolist(), parents, strict=True):
+            assert -1 <= parent < len(nodes)
+            nodes.append([*(nodes[parent] if parent >= 0 else ()), token])
+        assert max(map(len, nodes), default=0) <= max(room, 0)
         assert len(set(range(count)) - set(parents)) <= leaves
-        children = list(zip(parents, drafts.tokens[start : start + count].tolist(), strict=True))
-        assert len(set(children)) == count  # siblings differ
+        assert len(set(map(tuple, nodes))) == count
+        found.append(nodes)
         start += count
+    return found
 
 
-def play(
-    drafters: list[Any], histories: list[History], seed: int, *, leaves: int, temperature: float
-) -> None:
-    """Three steps of rollouts, by engines that hear the same; every drafter has to propose the same."""
-    rng = random.Random(seed)
-    for step in range(3):
-        policy, done = policy_of(seed, step), []
-        queue = [(f"p{prompt}", (seed, step, prompt, sample)) for prompt in range(2) for sample in range(2)]
-        speakers: list[Speaker] = []
-        while queue or speakers:
-            while queue and len(speakers) < 3:
-                uid, address = queue.pop(0)
-                asked = request([1, int(uid[1]), 2, 3], seed=address, uid=uid, temperature=temperature)
-                asked = replace(asked, uid="") if rng.random() < 0.1 else asked
-                handles = [drafter.open(asked) for drafter in drafters]
-                speakers.append(Speaker(handles=handles, request=asked, limit=rng.randint(4, 14)))
-            heard = one_pass(drafters, speakers, policy, rng, leaves)
-            done += [speaker for speaker, ended in zip(speakers, heard, strict=True) if ended]
-            speakers = [speaker for speaker, ended in zip(speakers, heard, strict=True) if not ended]
+@dataclass(kw_only=True)
+class Game:
+    """Rollouts of a few steps with a drafter, of a policy that drifts; ``seen``: what the engine counts."""
+
+    drafter: Any
+    history: History
+    seed: int
+    leaves: int = 1
+    temperature: float = 1.0
+    drift: float = 0.1
+    steps: int = 3
+    free: bool = False  # drafts cost next to nothing
+    speakers: list[Speaker] = field(default_factory=list)  # all there were
+    on_draft: Callable[[Speaker, list[int]], None] = lambda speaker, path: None  # before it is verified
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def play(self) -> Counter[str]:
+        rng = random.Random(self.seed)
+        for step in range(self.steps):
+            policy, running = policy_of(self.seed, step, self.drift), list[Speaker]()
+            queue = [(f"p{prompt}", (self.seed, step, prompt, k)) for prompt in range(2) for k in range(2)]
+            done: list[Speaker] = []
+            while queue or running:
+                while queue and len(running) < 3:
+                    running.append(self.begin(*queue.pop(0), rng))
+                ended = self.one_pass(running, policy, rng)
+                done += [speaker for speaker, is_over in zip(running, ended, strict=True) if is_over]
+                running = [speaker for speaker, is_over in zip(running, ended, strict=True) if not is_over]
+            self.remember(step, done)
+            self.drafter.forget(None if rng.random() < 0.7 else ["p0"])
+        return self.seen
+
+    def begin(self, uid: str, seed: tuple[int, ...], rng: random.Random) -> Speaker:
+        asked = request([1, int(uid[1]), 2, 3], seed=seed, uid=uid, temperature=self.temperature)
+        asked = replace(asked, uid="") if rng.random() < 0.1 else asked
+        self.speakers.append(Speaker(self.drafter.open(asked), asked, limit=rng.randint(4, 14)))
+        return self.speakers[-1]
+
+    def remember(self, step: int, done: list[Speaker]) -> None:
         for uid in sorted({speaker.request.uid for speaker in done}):
             its = [speaker for speaker in done if speaker.request.uid == uid]
-            for history in histories:
-                history.add(uid, step, [remembered(speaker) for speaker in its])
-        what = None if rng.random() < 0.7 else ["p0"]
-        for drafter in drafters:
-            drafter.forget(what)
+            self.history.add(
+                uid,
+                step,
+                [
+                    past(one.request.tokens, one.tokens, probs=one.probs, edges=one.edges, reward=k % 2)
+                    for k, one in enumerate(its)
+                ],
+            )
 
-
-def remembered(speaker: Speaker) -> HistoryEntry:
-    return past(
-        speaker.request.tokens.tolist(),
-        speaker.tokens,
-        probs=speaker.probs,
-        edges=speaker.edges,
-        reward=sum(speaker.tokens) % 2,
-    )
-
-
-def one_pass(
-    drafters: list[Any], speakers: list[Speaker], policy: np.ndarray, rng: random.Random, leaves: int
-) -> list[bool]:
-    """Which of the speakers have ended."""
-    most = rng.choice([0, 3, 20])
-    seconds = np.cumsum([1e-3] + [rng.choice([0.0, 1e-5, 1e-4, 3e-4]) for _ in range(most)])
-    room = [speaker.limit - len(speaker.tokens) - 1 for speaker in speakers]
-    weights = np.array([rng.choice([1, 1, 0.5, 2]) for _ in speakers], np.float32)
-    handles = [np.array([speaker.handles[d] for speaker in speakers]) for d in range(len(drafters))]
-    first, *others = (
-        drafter.propose(
+    def one_pass(self, running: list[Speaker], policy: np.ndarray, rng: random.Random) -> list[bool]:
+        """Which of the speakers have ended."""
+        most = 20 if self.free else rng.choice([0, 3, 20])
+        steps = [1e-9] if self.free else [0.0, 1e-5, 1e-4, 3e-4]
+        room = [speaker.limit - len(speaker.tokens) - 1 for speaker in running]
+        handles = np.array([speaker.handle for speaker in running])
+        drafts = self.drafter.propose(
             DraftQuery(
-                handles=mine,
+                handles=handles,
                 room=np.array(room, np.int32),
-                weights=weights,
-                seconds=seconds,
-                leaves=leaves,
+                weights=np.array([rng.choice([1, 1, 0.5, 2]) for _ in running], np.float32),
+                seconds=np.cumsum([1e-3] + [rng.choice(steps) for _ in range(most)]),
+                leaves=self.leaves,
             )
         )
-        for drafter, mine in zip(drafters, handles, strict=True)
-    )
-    for other in others:
-        assert (first.counts.tolist(), first.tokens.tolist(), first.parents.tolist()) == (
-            other.counts.tolist(), other.tokens.tolist(), other.parents.tolist()
-        )  # fmt: skip
-    well_formed(first, room, leaves, most)
-    counts, ended, start = [], [], 0
-    for speaker, count in zip(speakers, first.counts.tolist(), strict=True):
-        part = slice(start, start + count)
-        came, is_last = speaker.verify(policy, first.tokens[part].tolist(), first.parents[part].tolist())
-        counts.append(came)
-        ended.append(is_last or rng.random() < 0.02)  # given up
-        start += count
-    pairs = list(zip(speakers, counts, strict=True))
-    for drafter, mine in zip(drafters, handles, strict=True):
-        drafter.observe(
+        counts, ended, start = [], [], 0
+        for speaker, nodes in zip(running, paths(drafts, room, self.leaves, most), strict=True):
+            for path in nodes:
+                self.on_draft(speaker, path)
+            part = slice(start, start + len(nodes))
+            pairs = zip(drafts.tokens[part].tolist(), drafts.parents[part].tolist(), strict=True)
+            came, accepted, is_last = speaker.verify(policy, [*pairs])
+            counts.append(came)
+            ended.append(is_last or rng.random() < 0.02)  # given up
+            start += len(nodes)
+            self.seen.update(drafted=len(nodes), accepted=accepted, emitted=came)
+        told = [
+            np.concatenate([getattr(one, name)[-n:] for one, n in zip(running, counts, strict=True)])
+            for name in ("tokens", "probs", "edges")
+        ]
+        self.drafter.observe(
             SampledTokens(
-                handles=mine,
+                handles=handles,
                 counts=np.array(counts, np.int32),
-                tokens=np.concatenate([speaker.tokens[-n:] for speaker, n in pairs]).astype(np.int32),
-                probs=np.concatenate([speaker.probs[-n:] for speaker, n in pairs]).astype(np.float32),
-                edges=np.concatenate([speaker.edges[-n:] for speaker, n in pairs]).astype(np.float32),
+                tokens=told[0].astype(np.int32),
+                probs=told[1].astype(np.float32),
+                edges=told[2].astype(np.float32),
                 ended=np.array(ended),
             )
         )
-    return ended
+        self.seen.update(passes=1, places=len(running))
+        return ended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_drafts import compiled, emitted, past, play, request, running
+from small_drafts import Game, compiled, emitted, past, request, running
 
 from lab.draft import RULES, Arm
 from ostinato.history.drafter import HistoryDrafter
@@ -16,7 +16,7 @@ CONTEXT = [7, 8, 9, 10]
 @pytest.mark.parametrize("arm", [Arm.SIBLINGS, Arm.NGRAM, Arm.RHYME, Arm.SUFFIX])
 def test_every_method_plays_a_game_without_error(arm: Arm) -> None:
     history = History()
-    play([HistoryDrafter(history, RULES[arm])], [history], 3, leaves=1, temperature=1.0)
+    Game(drafter=HistoryDrafter(history, RULES[arm]), history=history, seed=3).play()
 
 
 def test_prompt_look_up_repeats_four_tokens_after_the_last_occurrence() -> None:

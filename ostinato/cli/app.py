@@ -135,6 +135,21 @@ def serve(
 
 
 @app.command()
+def proxy(
+    target: ModelOrRun,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Rollouts are added to it.")] = Path("rollouts.jsonl.zst"),
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8100,
+    idle_s: Annotated[float, typer.Option(min=0.1, help="Without a call, which ends a rollout.")] = 600.0,
+) -> None:
+    """Record what agents do with a policy: an OpenAI address for each rollout, without training."""
+    from ostinato.cli.serve import proxy as command
+
+    command(target, overrides or [], out, host, port, idle_s)
+
+
+@app.command()
 def place(
     run: RunPath,
     ranks: Annotated[int, typer.Option(min=1, help="Expert ranks: e of the layout.")],

@@ -49,8 +49,10 @@ def doctor(model: str, *, measure: bool) -> int:
     every run needs is at fault. Raises ValueError for a model that is none."""
     console = Console()
     with logged(threads.__name__):
-        choice = threads.measure() if measure else None
-        choice = threads.configure(choice.count, choice.policy) if choice else threads.configure()
+        work = threads.Products(model=model)
+        choice = threads.measure(work) if measure else None
+        given = (choice.count, choice.policy) if choice else ("auto", "auto")
+        choice = threads.configure(*given, work=work)
     findings = [
         *machine(),
         Finding(name="threads", value=str(choice)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from ostinato.engine import threads
+from ostinato.launch import threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.models import recipe_of
 from ostinato.launch.output import logged
@@ -25,7 +25,7 @@ def evaluate(target: str, overrides: Sequence[str]) -> None:
     override ``engine.weights=...`` scores a sampler of others.
     """
     recipe, run = recipe_of(target, "engine.weights=model", *overrides)
-    threads.configure_early(recipe.engine.threads)
+    threads.configure(recipe)
     recipe = resolved(recipe)
     from ostinato.launch.engine import new_engine
     from ostinato.launch.inputs import new_stage, prepare

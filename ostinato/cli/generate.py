@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from ostinato.engine import threads
+from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import load_policy, serve
 from ostinato.render import IncrementalDecoder, Renderer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def generate(target: str, *, prompt: str, system: str, sampling: Sampling, seed: int) -> None:
     """Answer ``prompt``, or each line of stdin as the next turn of one conversation, on stdout."""
     recipe, _ = recipe_of(target)
-    threads.configure_early(recipe.engine.threads)
+    threads.configure(recipe)
     policy = load_policy(target)
     engine = serve(policy)
     sampling = replace(sampling, stop_tokens=policy.renderer.stop_tokens)

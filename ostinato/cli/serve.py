@@ -1,4 +1,5 @@
-"""``ostinato serve``: a policy behind an OpenAI-compatible address, until SIGTERM or Ctrl-C."""
+"""``ostinato serve`` and ``ostinato proxy``: a policy behind OpenAI-compatible addresses, until SIGTERM or
+Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from ostinato.engine import threads
+from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
 
 KEY = "OSTINATO_API_KEY"
@@ -63,7 +65,7 @@ def serve(
     listening = bound(where.host, where.port)
     with listening:
         recipe, _ = recipe_of(target, *overrides)
-        threads.configure_early(recipe.engine.threads)
+        threads.configure(recipe)
         from ostinato.launch.served import Serving, follow, open_service
         from ostinato.serve.app import new_app
         from ostinato.serve.service import Limits
@@ -92,3 +94,17 @@ def serve(
                 typer.echo(f"{model.name:24} version {model.version}")
             typer.echo(f"OpenAI address {base}/v1, chat page {base}/ (Ctrl-C ends it)")
             HttpServer(app, listening, where.drain_s).serve_until_signal()
+
+
+def proxy(target: str, overrides: Sequence[str], out: Path, host: str, port: int, idle_s: float) -> None:
+    """Record rollouts until a signal. Raises ValueError for what cannot be served."""
+    recipe, _ = recipe_of(target, *overrides)
+    threads.configure(recipe)
+    try:
+        from ostinato.launch.inputs import key_for
+        from ostinato.launch.proxy import proxy as record
+        from ostinato.serve.elsewhere import Place
+    except ModuleNotFoundError as error:
+        raise ValueError(f'proxy needs {error.name}; install it: pip install "ostinato[serve]"') from None
+    place = Place(host=host, port=port, key=key_for(host, "--host"))
+    record(target, recipe, overrides, out=out, place=place, idle_s=idle_s)

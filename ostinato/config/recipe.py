@@ -135,10 +135,28 @@ class Recipe(Section):
                 f"task.tools is {list(task.tools)} with task.env {task.env!r}; name methods of the class "
                 "as its tools"
             )
-        if task.has_agent and (task.env or task.tools or (task.agent and task.agent_command)):
+        agents = [key for key in ("agent", "agent_command", "agent_url") if getattr(task, key)]
+        if len(agents) > 1 or (agents and (task.env or task.tools)):
             raise ValueError(
-                "an agent has its own environment and tools; of task.agent, task.agent_command, task.env and "
-                "task.tools only one can be given"
+                "an agent has its own environment and tools; of task.agent, task.agent_command, "
+                "task.agent_url, task.env and task.tools only one can be given"
+            )
+        if task.agent_url and not task.agent_url.startswith(("http://", "https://")):
+            raise ValueError(f'task.agent_url is {task.agent_url!r}; give it as "http://host:8000/path"')
+        if not task.agent_elsewhere and (task.agent_host != "127.0.0.1" or task.agent_address):
+            raise ValueError(
+                "task.agent_host and task.agent_address are for agents elsewhere, and those of this run are "
+                'started by it; leave them out, or set task.agent to "remote" or task.agent_url'
+            )
+        if task.agent_host in ("0.0.0.0", "::") and not task.agent_address:
+            raise ValueError(
+                f"task.agent_host is {task.agent_host!r}, which is every address of this machine; set "
+                'task.agent_address to the one that agents use, e.g. "http://trainer:8100"'
+            )
+        if task.agent_tool_calls == "equals" and not (task.has_agent and "=" in self.rollout.stop):
+            raise ValueError(
+                'task.agent_tool_calls is "equals", which needs an agent and answers that end there; set '
+                'rollout.stop to ["="]'
             )
         if task.has_agent and self.rollout.interrupt_after:
             raise ValueError("rollout.interrupt_after is not done for agents; leave it out")

@@ -17,6 +17,9 @@ Floats = Annotated[tuple[float, ...], Field(strict=False)]
 Counts = Annotated[tuple[int, ...], Field(strict=False)]
 
 
+REMOTE = "remote"  # as task.agent: workers elsewhere fetch the rollouts
+
+
 class Section(BaseModel):
     """Frozen, typed without coercion (no "3" for 3), and closed: an unknown key is an error."""
 
@@ -67,15 +70,23 @@ class TaskSection(Section):
     tools: Names = ()  # built-in names, "module:function" or "file.py:function"
     env: str = ""  # an environment of your own, "module:Class" or "file.py:Class" (docs/guide/environment.md)
     env_params: dict[str, Any] = Field(default_factory=dict)  # what the class is made with
-    agent: str = (
-        ""  # a program with an OpenAI client, "module:function" or "file.py:function" (docs/agents.md)
-    )
+    agent: str = ""  # "module:function", "file.py:function" or "remote", with an OpenAI client
     agent_command: Names = ()  # the same as a command line
+    agent_url: str = ""  # of a service that plays a rollout for each POST
+    agent_tool_calls: Literal["json", "equals"] = "json"  # how the model writes them (docs/agents.md)
     agent_silence_s: Annotated[float, Field(gt=0)] = 60.0  # between two calls of an agent
+    agent_wait_s: Annotated[float, Field(gt=0)] = 600.0  # for a worker to fetch a rollout ("remote")
+    agent_host: str = "127.0.0.1"  # that agents elsewhere reach; another one needs $OSTINATO_API_KEY
+    agent_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any that is free
+    agent_address: str = ""  # http://name:port, where agents have another one than host and port
 
     @property
     def has_agent(self) -> bool:
-        return bool(self.agent or self.agent_command)
+        return bool(self.agent or self.agent_command or self.agent_url)
+
+    @property
+    def agent_elsewhere(self) -> bool:
+        return self.agent == REMOTE or bool(self.agent_url)
 
 
 class RewardSection(Section):

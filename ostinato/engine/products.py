@@ -13,9 +13,10 @@ import contextlib
 import hashlib
 import json
 import math
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from torch import Tensor
 from ostinato import isa
 from ostinato.engine import threads
 from ostinato.files import atomic_write, cache_folder, read_cached
-from ostinato.model.config import ModelConfig
+from ostinato.model.config import ModelConfig, read_config
+from ostinato.model.named import model_folder
 from ostinato.model.native import BuildError
 from ostinato.model.native import load as load_kernels
 from ostinato.model.native.build import library
@@ -285,3 +287,21 @@ def _experts(product: Product, kind: torch.dtype, ops: Ops, rows: int, *, backwa
 def _filled(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     """No zeros and nothing subnormal, which some processors multiply at another pace."""
     return torch.full(shape, 0.01, dtype=kind)
+
+
+def by_threads(work: threads.Products, counts: Sequence[int]) -> list[float]:
+    """Microseconds of all products of a token, sampled and trained, with each number of threads, in the dtype
+    of the run or the faster one. Raises ValueError for a model that cannot be read."""
+    inference, training, _ = _arithmetic(work.native)
+    wanted = products(read_config(model_folder(work.model)))
+    times = []
+    for count in counts:
+        torch.set_num_threads(count)
+        found = measure(wanted, inference, training, fp32_head=False, budget_s=BUDGET_S)
+        times.append(1e6 * min(s.both for name, s in found.items() if work.dtype in ("auto", name)))
+    return times
+
+
+if __name__ == "__main__":  # argv: JSON of [threads.Products, counts]; prints JSON
+    given, numbers = json.loads(sys.argv[1])
+    print(json.dumps(by_threads(threads.Products(**given), numbers)))

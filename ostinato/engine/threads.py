@@ -1,11 +1,10 @@
 """Threads and OpenMP wait policy, chosen by a measurement and cached per machine.
 
-A decode step is hundreds of small GEMMs with elementwise work between them, so the price of waking
-threads matters more than their number: on some machines one thread wins, on others spinning threads
-do. OpenMP reads its environment when its library is loaded, that is when torch is imported; so each
-candidate is timed in a process of its own, and ``configure`` must run before ``import torch``.
+A decode step is hundreds of small products, so the price of waking threads matters beside their number:
+the products of the model that is run are timed. OpenMP reads its environment when torch is imported; so each
+way of waiting is timed in a process of its own, and ``configure`` must run before ``import torch``.
 
-    cli -> configure("auto") -> environment | cache file | measure() -> one probe process per candidate
+    cli -> configure("auto", model=...) -> environment | cache file | measure() -> a probe process per policy
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ import os
 import platform
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from ostinato import isa
 from ostinato.files import atomic_write, cache_folder, read_cached
 
 logger = logging.getLogger(__name__)
 Policy = Literal["active", "passive"]  # spin before sleeping, or sleep at once, while waiting for work
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 # OMP_WAIT_POLICY=active alone spins for minutes and starves whatever shares the cores. Some 0.3 ms bridges
 # the gap between two kernels of a decode step, which is all that spinning is good for here.
 SPINS = {"active": "20000", "passive": "0"}  # GOMP_SPINCOUNT
 
-PROBE_S = 1.2  # of timed work per candidate
-PROBE_LIMIT_S = 60.0  # a candidate that takes longer, import of torch included, is out
+PROBE_LIMIT_S = 120.0  # a process that takes longer, import of torch and compiler included, is out
 SPIN_GAIN = 1.1  # what spinning must gain to be chosen: it steals from whatever else wants the core
 
 
@@ -51,24 +50,34 @@ class Threads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """What is timed: the products of a model by name or folder. ``dtype``: "auto", or that of the run."""
+
+    model: str = "asset:seed-moe"
+    dtype: str = "auto"
+    native: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One measured candidate: median milliseconds of a decode-like step; None when its probe failed."""
+    """One measured candidate: us of all products of a token, sampled and trained; None: it failed."""
 
     count: int
     policy: Policy
-    ms_per_step: float | None
+    us_per_token: float | None
 
 
 def configure(
     threads: int | Literal["auto"] = "auto",
     policy: Policy | Literal["auto"] = "auto",
     *,
+    work: Products = Products(),
     environ: MutableMapping[str, str] = os.environ,
 ) -> Threads:
     """Choose, and write the choice into the environment that torch will read. Call it before importing torch.
 
-    What the caller gives wins, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then
-    the cache of this machine, then a measurement of a few seconds.
+    What the caller gives wins, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then the
+    earlier measurement of ``work`` on this machine, then a measurement of some ten seconds.
     """
     if "torch" in sys.modules:
         warnings.warn(
@@ -76,7 +85,7 @@ def configure(
             "call it first",
             stacklevel=2,
         )
-    choice = _choose(threads, policy, environ)
+    choice = _choose(threads, policy, work, environ)
     environ["OMP_NUM_THREADS"] = str(choice.count)
     environ["OMP_WAIT_POLICY"] = choice.policy.upper()
     if policy != "auto" or "GOMP_SPINCOUNT" not in environ:
@@ -84,13 +93,16 @@ def configure(
     return choice
 
 
-def configure_early(threads: int | Literal["auto"] = "auto") -> Threads | None:
+def configure_early(threads: int | Literal["auto"] = "auto", work: Products = Products()) -> Threads | None:
     """``configure`` where it can still have an effect; None, and nothing done, once torch is imported."""
-    return None if "torch" in sys.modules else configure(threads)
+    return None if "torch" in sys.modules else configure(threads, work=work)
 
 
 def _choose(
-    threads: int | Literal["auto"], policy: Policy | Literal["auto"], environ: MutableMapping[str, str]
+    threads: int | Literal["auto"],
+    policy: Policy | Literal["auto"],
+    work: Products,
+    environ: MutableMapping[str, str],
 ) -> Threads:
     set_count, set_policy = environ.get("OMP_NUM_THREADS", ""), environ.get("OMP_WAIT_POLICY", "").lower()
     if threads != "auto":
@@ -98,7 +110,7 @@ def _choose(
     elif set_count.isdecimal() and int(set_count) > 0:
         choice = Threads(count=int(set_count), policy="passive", source="environment")
     else:
-        choice = cached() or measure()
+        choice = cached(work) or measure(work)
     if policy == "auto":
         policy = (
             "active" if set_policy == "active" else "passive" if set_policy == "passive" else choice.policy
@@ -106,9 +118,9 @@ def _choose(
     return replace(choice, policy=policy)
 
 
-def cached() -> Threads | None:
+def cached(work: Products) -> Threads | None:
     """The choice measured earlier on this machine; None when there is none, or its file does not hold one."""
-    return read_cached(cache_file(), _parsed)
+    return read_cached(cache_file(work), _parsed)
 
 
 def _parsed(read: Any) -> Threads:
@@ -119,33 +131,32 @@ def _parsed(read: Any) -> Threads:
     return Threads(count=count, policy=policy, source="cache")
 
 
-def measure() -> Threads:
+def measure(work: Products) -> Threads:
     """Time every candidate and return the fastest, kept in the cache file unless the machine is busy."""
-    options = candidates(logical_cores(), physical_cores())
+    counts = candidates(logical_cores(), physical_cores())
     busy = is_busy()
     when = "again next time, since the machine is busy" if busy else "once on this machine"
-    logger.info(f"measuring {len(options)} thread settings, {when}")
-    timings = [Timing(count=n, policy=p, ms_per_step=probe(n, p)) for n, p in options]
+    logger.info(f"measuring threads for products of {work.model}, {when}")
+    timings = [
+        Timing(count=count, policy=policy, us_per_token=us)
+        for policy in POLICIES
+        for count, us in probe(work, policy, counts).items()
+    ]
     best = fastest(timings)
     if best is None:
         return Threads(count=physical_cores(), policy="passive", source="default")
-    for timing in timings:
-        mark = " <- fastest" if timing is best else ""
-        ms = "failed" if timing.ms_per_step is None else f"{timing.ms_per_step:.2f} ms per step"
-        logger.info(f"  {timing.count:3d} threads {timing.policy:8s} {ms}{mark}")
+    for one in timings:
+        us = f"{one.us_per_token:,.0f} us per token" if one.us_per_token else "failed"
+        logger.info(f"  {one.count:3d} threads {one.policy:8s} {us}{' <- fastest' if one is best else ''}")
     if not busy:
-        _write_cache(best, timings)
+        _write_cache(work, best, timings)
     return Threads(count=best.count, policy=best.policy, source="measured")
 
 
 def fastest(timings: list[Timing]) -> Timing | None:
-    """The timing with the lowest median, spinning handicapped by SPIN_GAIN; None when every probe failed."""
-    done = [timing for timing in timings if timing.ms_per_step is not None]
-    return min(done, key=_handicapped, default=None)
-
-
-def _handicapped(timing: Timing) -> float:
-    return (timing.ms_per_step or 0.0) * (SPIN_GAIN if timing.policy == "active" else 1.0)
+    """The timing with the least time, spinning handicapped by SPIN_GAIN; None when every probe failed."""
+    done = {t: us * (SPIN_GAIN if t.policy == "active" else 1.0) for t in timings if (us := t.us_per_token)}
+    return min(done, key=done.__getitem__, default=None)
 
 
 def is_busy() -> bool:
@@ -153,43 +164,26 @@ def is_busy() -> bool:
     return hasattr(os, "getloadavg") and os.getloadavg()[0] > logical_cores() / 2
 
 
-def candidates(logical: int, physical: int) -> list[tuple[int, Policy]]:
-    """Threads in {1, physical/2, physical, logical} by policy; one thread never waits, so it comes once."""
-    counts = sorted({1, max(1, physical // 2), physical, logical})
-    return [(n, p) for n in counts for p in (("passive",) if n == 1 else ("active", "passive"))]
+def candidates(logical: int, physical: int) -> list[int]:
+    """Threads in {1, physical/2, physical, logical}."""
+    return sorted({1, max(1, physical // 2), physical, logical})
 
 
-def probe(count: int, policy: Policy) -> float | None:
-    """Median milliseconds of a decode-like step in a fresh process; None when it fails or takes too long."""
-    environ = {**os.environ, "OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": policy.upper()}
+def probe(work: Products, policy: Policy, counts: Sequence[int]) -> dict[int, float | None]:
+    """Microseconds per token for each number of threads, in one fresh process; None where that fails. One
+    thread never waits, so it is timed under one policy."""
+    counts = [count for count in counts if count > 1 or policy == "passive"]
+    if not counts:
+        return {}
+    environ = {**os.environ, "OMP_NUM_THREADS": str(max(counts)), "OMP_WAIT_POLICY": policy.upper()}
     environ["GOMP_SPINCOUNT"] = SPINS[policy]
     environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # it imports what this process imports
-    command = [sys.executable, "-P", str(Path(__file__).resolve()), str(PROBE_S)]
+    command = [sys.executable, "-P", "-m", "ostinato.engine.products", json.dumps([asdict(work), counts])]
     try:
         done = subprocess.run(command, env=environ, capture_output=True, timeout=PROBE_LIMIT_S, check=True)
-        return float(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-
-
-def decode_like_ms(seconds: float) -> float:
-    """Median milliseconds of 12 layers of a small model at batch 16, timed for ``seconds``."""
-    import torch
-
-    x = torch.randn(16, 576)
-    up, down = torch.randn(1536, 576) / 24, torch.randn(576, 1536) / 39
-    head = torch.randn(8192, 576) / 24
-    times: list[float] = []
-    with torch.inference_mode():
-        stop = time.perf_counter() + seconds
-        while (start := time.perf_counter()) < stop or len(times) < 5:
-            h = x
-            for _ in range(12):
-                h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
-                h = h + torch.nn.functional.silu(h @ up.T) @ down.T
-            (h @ head.T).softmax(-1)
-            times.append(time.perf_counter() - start)
-    return 1e3 * sorted(times)[len(times) // 2]
+        return dict(zip(counts, map(float, json.loads(done.stdout.splitlines()[-1])), strict=True))
+    except (OSError, ValueError, TypeError, IndexError, subprocess.SubprocessError):
+        return dict.fromkeys(counts)
 
 
 def logical_cores() -> int:
@@ -223,9 +217,10 @@ def _field(line: str) -> tuple[str, str]:
     return key.strip(), value.strip()
 
 
-def cache_file() -> Path:
-    """``~/.cache/ostinato/threads-<fingerprint>.json``; XDG_CACHE_HOME is honoured."""
-    return cache_folder() / f"threads-{fingerprint()}.json"
+def cache_file(work: Products) -> Path:
+    """``~/.cache/ostinato/threads-<fingerprint>-<products>.json``; XDG_CACHE_HOME is honoured."""
+    digest = hashlib.sha256(repr((isa.capped(), work)).encode()).hexdigest()[:8]
+    return cache_folder() / f"threads-{fingerprint()}-{digest}.json"
 
 
 def fingerprint() -> str:
@@ -243,14 +238,10 @@ def fingerprint() -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
-def _write_cache(best: Timing, timings: list[Timing]) -> None:
-    file = cache_file()
+def _write_cache(work: Products, best: Timing, timings: list[Timing]) -> None:
+    file = cache_file(work)
     text = json.dumps({"best": asdict(best), "timings": [asdict(t) for t in timings]}, indent=2)
     try:
         atomic_write(file, text)
     except OSError as error:  # a cache is a convenience: a read-only home only costs the next start
         warnings.warn(f"the thread measurement could not be cached in {file}: {error}", stacklevel=2)
-
-
-if __name__ == "__main__":
-    print(decode_like_ms(float(sys.argv[1])))

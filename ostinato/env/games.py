@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ostinato.env.tools import EQUALS
+
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
@@ -55,7 +57,7 @@ class PriceList:
         return self._prices[item - 1] if 1 <= item <= self._items else None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        asked = _LOOKUP.search(action)
+        asked = EQUALS.search(action)
         if asked and self._left:
             self._left -= 1
             price, first = self.lookup(int(asked[1])), int(asked[1]) == self._item and not self._found
@@ -64,6 +66,3 @@ class PriceList:
         found = _NUMBER.findall(action)
         right = bool(found) and int(found[-1]) == self._prices[self._item - 1]
         return "", 0.7 if right and self._found else 0.0, True, False, {}
-
-
-_LOOKUP = re.compile(r"([0-9]{1,6}) *=\s*$")

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import operator
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ Tool = Callable[..., Any]
 Message = Mapping[str, Any]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+EQUALS = re.compile(r"([0-9]{1,6}) *=\s*$")  # an answer that ends so looks the number up
 MAX_CALLS = 8  # per answer; more are refused, and counted
 MAX_REPLY_CHARS = 4000
 

@@ -1,6 +1,6 @@
 """One block of history: the responses to one prompt in one step, as they lie in memory.
 
-native/blocks.cpp sorts and searches it; the slow and obvious twin of that is tests/reference/plain_blocks.py.
+native/blocks.cpp sorts and searches it.
 
     text      documents one after another: the last tokens before a response, the response, END
     order     the suffix array of text, without its ENDs: suffixes end with their document, are compared up to

@@ -1,7 +1,7 @@
 """The drafter: continues running sequences with what was said after the same words, as far as it pays.
 
 Drafts only ever cost or save time: what is sampled never depends on them. The drafter is compiled (one call
-into C++ per pass and method, see native/drafter.cpp); its twin is tests/reference/plain_drafter.py.
+into C++ per pass and method, see native/drafter.cpp).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
@@ -33,19 +33,6 @@ def prompt_key(uid: str) -> int:
     return int.from_bytes(blake2b(uid.encode(), digest_size=8).digest(), "little")
 
 
-class Store(Protocol):
-    """Where blocks are sorted and searched: ``native.library.NativeStore``."""
-
-    @property
-    def pointer(self) -> int: ...
-
-    def add(self, key: int, block: Block) -> None: ...
-
-    def drop(self, key: int, step: int) -> None: ...
-
-    def sort(self, key: int, step: int) -> None: ...
-
-
 class History:
     """Blocks by prompt, newest first: at most ``epochs`` per prompt and ``memory_mb`` (MiB) in all.
 
@@ -59,8 +46,8 @@ class History:
     it ahead of time.
     """
 
-    def __init__(self, *, memory_mb: float = 256, epochs: int = 3, store: Store | None = None) -> None:
-        """``store``: None: the compiled one. Raises BuildError where there is no compiler, and ValueError."""
+    def __init__(self, *, memory_mb: float = 256, epochs: int = 3) -> None:
+        """Raises BuildError where there is no compiler, and ValueError."""
         if not memory_mb > 0:
             raise ValueError(f"memory_mb is {memory_mb}; use a positive number of MiB")
         if epochs < 1:
@@ -72,7 +59,7 @@ class History:
         self._limit = memory_mb * 2**20
         self._epochs = epochs
         self._blocks: dict[int, list[Block]] = {}
-        self._store = store or NativeStore(load_library())
+        self._store = NativeStore(load_library())
 
     @property
     def native(self) -> int:
@@ -129,10 +116,10 @@ class History:
         atomic_write(path, self._write)
 
     @classmethod
-    def load(cls, path: Path, *, memory_mb: float = 256, epochs: int = 3, store: Store | None = None) -> Self:
+    def load(cls, path: Path, *, memory_mb: float = 256, epochs: int = 3) -> Self:
         """What ``save`` wrote, cut to these limits. Raises OSError where it cannot be read, BuildError where
         there is no compiler, and ValueError for a file that is damaged or of another kind."""
-        history = cls(memory_mb=memory_mb, epochs=epochs, store=store)
+        history = cls(memory_mb=memory_mb, epochs=epochs)
         with path.open("rb") as file:
             for key, block in _read(file, path, history.lengths):
                 history._keep(key, block)

@@ -8,16 +8,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ostinato.config import Recipe
-from ostinato.config.sections import TaskSection
+from ostinato.config.sections import REMOTE, TaskSection
 from ostinato.env.custom import SEEDS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.tasks import check_disjoint, load_tasks, with_system
@@ -38,6 +41,10 @@ from ostinato.types import Prompt, Sampling
 
 if TYPE_CHECKING:
     from ostinato.serve.agents import AgentServer
+
+
+log = logging.getLogger(__name__)
+KEY = "OSTINATO_API_KEY"
 
 
 class ClosingGrader(Grader, Protocol):
@@ -120,11 +127,30 @@ def _agents(recipe: Recipe, renderer: Renderer) -> AgentServer | None:
         return None
     try:
         from ostinato.serve.agents import AgentServer
+        from ostinato.serve.elsewhere import Place
     except ModuleNotFoundError as error:
         raise ValueError(f'agents need {error.name}; install it: pip install "ostinato[serve]"') from None
     if not renderer.has_chat_template:
         raise ValueError(f"task.agent needs a chat template, and {renderer.folder} has none")
-    return AgentServer(renderer)
+    task, place = recipe.task, Place()
+    if task.agent_elsewhere:
+        key = key_for(task.agent_host, "task.agent_host")
+        place = Place(host=task.agent_host, port=task.agent_port, address=task.agent_address, key=key)
+    server = AgentServer(renderer, place, calls=task.agent_tool_calls, wait_s=task.agent_wait_s)
+    if task.agent == REMOTE:
+        log.info("agents fetch rollouts at %s/rollouts/next", server.address)
+    return server
+
+
+def key_for(host: str, name: str) -> str:
+    """What agents elsewhere send: $OSTINATO_API_KEY. ValueError where ``host`` needs one and has none."""
+    from ostinato.serve.server import is_loopback
+
+    if not (key := os.environ.get(KEY, "")) and not is_loopback(host):
+        raise ValueError(
+            f"{name} {host} can be reached by other machines; set a key: {KEY} in the environment"
+        )
+    return key
 
 
 def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
@@ -200,18 +226,24 @@ def new_stage(prepared: RunInputs, engine: Engine, grader: Grader) -> RolloutCon
         engine=engine,
         env=environment(recipe, prepared.renderer, prepared.tool_counters, prepared.agents),
         grader=grader,
-        sampling=Sampling(
-            temperature=recipe.rollout.temperature,
-            top_k=recipe.rollout.top_k,
-            top_p=recipe.rollout.top_p,
-            min_p=recipe.rollout.min_p,
-            max_tokens=recipe.rollout.max_tokens,
-            stop_tokens=prepared.renderer.stop_tokens,
-            stop_strings=recipe.rollout.stop,
-        ),
+        sampling=sampling_of(recipe, prepared.renderer),
         context_limit=prepared.decoder.config.max_positions,
         interruption=new_interruption(recipe, prepared.renderer),
         identity=stage_identity(recipe),
+    )
+
+
+def sampling_of(recipe: Recipe, renderer: Renderer) -> Sampling:
+    """How the answers of training are drawn."""
+    rollout = recipe.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        max_tokens=rollout.max_tokens,
+        stop_tokens=renderer.stop_tokens,
+        stop_strings=rollout.stop,
     )
 
 
@@ -248,7 +280,12 @@ def _agent_episodes(
 ) -> Callable[[Prompt], Env]:
     from ostinato.serve.agents import AgentEpisode, agent_of
 
-    agent = agent_of(task.agent, task.agent_command)
+    if task.agent == REMOTE:
+        agent = agents.elsewhere.fetched
+    elif task.agent_url:
+        agent = partial(agents.elsewhere.sent, task.agent_url)
+    else:
+        agent = agent_of(task.agent, task.agent_command)
 
     def episode(prompt: Prompt) -> Env:
         return AgentEpisode(
@@ -258,6 +295,7 @@ def _agent_episodes(
             max_calls=task.max_turns,
             silence_s=task.agent_silence_s,
             counters=counters,
+            queued=task.agent == REMOTE,
         )
 
     return episode

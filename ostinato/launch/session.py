@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.engine import threads
-from ostinato.launch import RunFailed
+from ostinato.engine.threads import Threads
+from ostinato.launch import RunFailed, threads
 from ostinato.launch.dtype import resolved
 from ostinato.launch.machine import record_start
 from ostinato.launch.output import lasting
@@ -134,7 +134,7 @@ def _session(
     better (``parallel.replan``)."""
     clock = SteadyClock()
     with new_life(RunFolder(path), clock) as life, contextlib.ExitStack() as held:
-        chosen = threads.configure_early(recipe.engine.threads)
+        chosen = threads.configure(recipe)
         recipe = resolved(recipe, run=path if resume else None, warn=True)
         from ostinato.launch.checks import check
         from ostinato.launch.drafts import new_memory
@@ -177,7 +177,7 @@ def _first_lines(
     prepared: RunInputs,
     components: RunComponents,
     path: Path,
-    chosen: threads.Threads | None,
+    chosen: Threads | None,
     done: int,
 ) -> Iterator[str]:
     from ostinato.launch.expect import forecast

@@ -7,9 +7,9 @@ context. A request that continues the conversation is answered on the tokens of 
 sampled; any other (a subagent, a compacted context, a retry) begins a new row of tokens. The requests of an
 agent are answered one after the other. Sampling, seeds and the model are the run's, whatever it requests.
 
-An agent is a function ``agent(base_url, row)``, a coroutine function, or a command that finds the address in
-OPENAI_BASE_URL and the row as JSON on its standard input. What it returns, or posts to ``{base_url}/reward``,
-is the reward of the episode.
+An agent is a function ``agent(base_url, row)``, a coroutine function, a command that finds the address in
+OPENAI_BASE_URL and the row as JSON on its standard input, or a program elsewhere (``serve.elsewhere``). What
+it returns, or posts to ``{base_url}/reward``, is the reward of the episode.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,15 +40,15 @@ from ostinato.render import Renderer
 from ostinato.serve.anthropic_messages import MessagesBody, error_body, message
 from ostinato.serve.anthropic_messages import events as message_events
 from ostinato.serve.bodies import ChatBody, parsed
-from ostinato.serve.calls import Answer, ApiError, Call, Message, Piece, Usage
+from ostinato.serve.calls import Answer, ApiError, Call, Message, Piece, ToolCall, Usage
+from ostinato.serve.elsewhere import MODEL, Elsewhere, Place, id_of, number
 from ostinato.serve.openai_chat import Shape, message_of
 from ostinato.serve.openai_responses import ResponsesBody, response
 from ostinato.serve.openai_responses import events as response_events
-from ostinato.serve.server import address, bound
-from ostinato.serve.toolcalls import for_template, read_calls
-from ostinato.types import Completion, Emitted, NewRow, Prompt
+from ostinato.serve.server import address, bound, check_key
+from ostinato.serve.toolcalls import CallForm, arguments_of, for_equals, for_template, read_calls, read_equals
+from ostinato.types import Completion, Emitted, NewRow, Prompt, Stop
 
-MODEL = "policy"  # the name of the model that agents use
 END_S = 5.0  # for an agent that was told to end
 Agent = Callable[[str, Mapping[str, Any]], Any]
 
@@ -81,6 +82,10 @@ async def _run(command: Sequence[str], base_url: str, row: Mapping[str, Any]) ->
     if process.returncode:
         last = errors.decode(errors="replace").strip().rpartition("\n")[2]
         raise RuntimeError(f"{command[0]} ended with {process.returncode}: {last[:500]}")
+
+
+class _Begun:
+    """A worker has fetched the rollout: from now on its agent is not silent."""
 
 
 class Waiting:
@@ -121,14 +126,18 @@ class AgentEpisode:
         agent: Agent,
         prompt: Prompt,
         *,
-        max_calls: int,
-        silence_s: float,
+        max_calls: float,
+        silence_s: float | None,
         counters: Counter[str],
+        queued: bool = False,
+        id_: str = "",
     ) -> None:
         self.reward: float | None = None
+        self._heard_at = time.monotonic()
         self._server, self._agent, self._prompt = server, agent, prompt
         self._calls_left, self._silence_s, self._counters = max_calls, silence_s, counters
-        self._events: asyncio.Queue[Waiting | BaseException | None] = asyncio.Queue()
+        self._queued, self._id = queued, id_
+        self._events: asyncio.Queue[Waiting | BaseException | _Begun | None] = asyncio.Queue()
         self._now: Waiting | None = None
         self._context = np.zeros(0, np.int32)
         self._chat: list[dict[str, Any]] = []  # as the template takes it, the last answer included
@@ -139,7 +148,7 @@ class AgentEpisode:
     async def start(self) -> np.ndarray:
         """[P] int32: what the agent's first request is."""
         self._loop = asyncio.get_running_loop()
-        self.base_url = self._server.begin(self, self._agent, self._row())
+        self.base_url = self._server.begin(self, self._agent, self._row(), self._id)
         waiting = await self._next()
         if waiting is None:
             raise RuntimeError("the agent ended without a call; its base_url is the first argument")
@@ -155,12 +164,17 @@ class AgentEpisode:
         self._answer_tokens = completion.tokens
         self._context = np.concatenate([self._context, completion.tokens])
         self._now.settle(answer)
-        self._now = None
+        self._now, self._heard_at = None, time.monotonic()
         self._calls_left -= 1
         waiting = await self._next()
         if waiting is None:
             return None
         return self._continued(waiting.call)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its agent was heard or answered; 0 while an answer is computed."""
+        return 0.0 if self._now is not None else time.monotonic() - self._heard_at
 
     def close(self) -> None:
         """End the agent, and refuse what it still requests."""
@@ -184,9 +198,12 @@ class AgentEpisode:
     async def _next(self) -> Waiting | None:
         """The agent's next request, which is then the one to answer; None when it has ended."""
         try:
-            event = await asyncio.wait_for(self._events.get(), self._silence_s)
+            event = await asyncio.wait_for(self._events.get(), None if self._queued else self._silence_s)
         except TimeoutError:
             raise RuntimeError(f"the agent made no call for {self._silence_s:g} s") from None
+        if isinstance(event, _Begun):
+            self._queued = False
+            return await self._next()
         if isinstance(event, BaseException):
             raise RuntimeError(f"the agent raised {type(event).__name__}: {event}") from event
         if event is None:
@@ -202,7 +219,7 @@ class AgentEpisode:
     def _whole(self, call: Call) -> np.ndarray:
         """The prompt of a request by itself."""
         assert call.messages is not None
-        chat, native = for_template(self._server.renderer, call.messages, call.tools)
+        chat, native = self._server.for_template(call.messages, call.tools)
         self._chat, self._said, self._native = list(chat), [*call.messages], native
         self._tools, self._context = call.tools, self._server.renderer.chat(chat, tools=native)
         self._counters["agent/rows"] += 1
@@ -214,7 +231,7 @@ class AgentEpisode:
         before = len(self._said)
         if call.tools == self._tools and _same(call.messages[:before], self._said):
             new = call.messages[before:]
-            chat, _ = for_template(self._server.renderer, new, ())
+            chat, _ = self._server.for_template(new, ())
             try:
                 bridge = self._server.renderer.after_turn(
                     self._chat, chat, self._answer_tokens, tools=self._native
@@ -229,7 +246,7 @@ class AgentEpisode:
 
     def _answered(self, call: Call, completion: Completion) -> Answer:
         number = f"{len(self._said):04x}"
-        content, calls = read_calls(completion.text, number) if call.tools else (completion.text, ())
+        content, calls = self._server.read(completion, call, number) if call.tools else (completion.text, ())
         emitted = Emitted(tokens=completion.tokens, logprobs=completion.logprobs)
         return Answer(
             index=0,
@@ -244,8 +261,9 @@ class AgentEpisode:
 
     # ---- from the thread of the server
 
-    def put(self, event: Waiting | BaseException | None) -> None:
+    def put(self, event: Waiting | BaseException | _Begun | None) -> None:
         """A request, or the agent's end."""
+        self._heard_at = time.monotonic()
         if self._ended:
             self._counters["agent/after_end"] += 1
             if isinstance(event, Waiting):
@@ -261,20 +279,35 @@ def _same(new: Sequence[Message], old: Sequence[Message]) -> bool:
 
 
 def _same_message(new: Message, old: Message) -> bool:
-    return (new["role"], new.get("content") or "") == (old["role"], old.get("content") or "") and [
-        (call["function"]["name"], call["function"]["arguments"]) for call in new.get("tool_calls") or ()
-    ] == [(call["function"]["name"], call["function"]["arguments"]) for call in old.get("tool_calls") or ()]
+    """Arguments of tools as values: some clients write their JSON anew."""
+    calls = [
+        [(call["function"]["name"], arguments_of(call)) for call in one.get("tool_calls") or ()]
+        for one in (new, old)
+    ]
+    texts = [(one["role"], one.get("content") or "") for one in (new, old)]
+    return texts[0] == texts[1] and calls[0] == calls[1]
 
 
 class AgentServer:
     """The addresses of all rollouts, in a thread with an event loop of its own, in which agents run too."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
+    def __init__(
+        self,
+        renderer: Renderer,
+        place: Place | None = None,
+        *,
+        calls: CallForm = "json",
+        wait_s: float = 600.0,
+        opened: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        self.renderer, self._calls, self._opened = renderer, calls, opened
+        self._place = place = place or Place()
+        self.elsewhere = Elsewhere(place.key, self._begun, wait_s)
         self._episodes: dict[str, AgentEpisode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ids = 0
-        self._listening = bound("127.0.0.1", 0)
+        self._listening = bound(place.host, place.port)
+        self.address = place.address.rstrip("/") or address(self._listening)
         self._loop = asyncio.new_event_loop()
         config = uvicorn.Config(self._app(), log_level="error", lifespan="off", timeout_keep_alive=600)
         self._http = uvicorn.Server(config)
@@ -285,12 +318,38 @@ class AgentServer:
         asyncio.set_event_loop(self._loop)
         self._http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # the run has its own
         self._loop.run_until_complete(self._http._serve(sockets=[self._listening]))
+        self._loop.run_until_complete(self._end_all())
+        self._loop.close()
 
-    def begin(self, episode: AgentEpisode, agent: Agent, row: Mapping[str, Any]) -> str:
+    async def _end_all(self) -> None:
+        """Agents, and requests that nobody answers any more."""
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait([*tasks, asyncio.create_task(self.elsewhere.close())], timeout=END_S)
+
+    def for_template(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+        """(messages, tools) as the chat template takes them, with tool calls in the form of this server."""
+        if self._calls == "equals":
+            return for_equals(messages, tools), []
+        return for_template(self.renderer, messages, tools)
+
+    def read(self, completion: Completion, call: Call, number: str) -> tuple[str, tuple[ToolCall, ...]]:
+        """(content, tool calls) of an answer; ``number`` begins the ids of the calls."""
+        if self._calls == "json":
+            return read_calls(completion.text, number)
+        ended = completion.stop is Stop.STRING  # with a string that is a part of the call
+        said = self.renderer.decode(completion.tokens) if ended else completion.text
+        content, calls = read_equals(said, call.tools, number)
+        return (content, calls) if calls else (completion.text, ())
+
+    def begin(self, episode: AgentEpisode, agent: Agent, row: Mapping[str, Any], id_: str = "") -> str:
         """Start the agent of an episode; the address that it gets."""
         self._ids += 1
-        id_ = f"{self._ids:x}"
-        base_url = f"{address(self._listening)}/rollout/{id_}/v1"
+        id_ = id_ or f"{self._ids:x}"
+        base_url = f"{self.address}/rollout/{id_}/v1"
         self._episodes[id_] = episode
         self._loop.call_soon_threadsafe(self._start, id_, episode, agent, base_url, row)
         return base_url
@@ -316,14 +375,15 @@ class AgentServer:
 
     def end(self, episode: AgentEpisode) -> None:
         """Cancel an episode's agent and forget its address."""
-        id_ = episode.base_url.split("/")[-2]
+        id_ = id_of(episode.base_url)
 
         def end() -> None:
             self._episodes.pop(id_, None)
             if task := self._tasks.pop(id_, None):
                 task.cancel()
 
-        self._loop.call_soon_threadsafe(end)
+        with suppress(RuntimeError):  # the server is closed, and all agents are
+            self._loop.call_soon_threadsafe(end)
 
     def close(self) -> None:
         self._http.should_exit = self._http.force_exit = True
@@ -338,13 +398,28 @@ class AgentServer:
             "/v1/responses": self._responses,
             "/v1/messages": self._messages,
             "/v1/reward": self._reward,
+            "/v1/end": self.elsewhere.end,
         }
-        return Starlette(
-            routes=[
-                Route("/rollout/{id}" + path, _guarded(handler, path), methods=["POST"])
-                for path, handler in handlers.items()
-            ]
-        )
+        key = self._place.key
+        routes = [
+            Route("/rollout/{id}" + path, _guarded(handler, path, key), methods=["POST"])
+            for path, handler in handlers.items()
+        ]
+        fetch = Route("/rollouts/next", _guarded(self.elsewhere.next, "", key), methods=["GET", "POST"])
+        return Starlette(routes=[*routes, fetch])
+
+    def has(self, id_: str) -> bool:
+        """Is there a rollout of this id?"""
+        return id_ in self._episodes
+
+    def finish(self, id_: str) -> None:
+        """End a rollout as if its agent had ended."""
+        if episode := self._episodes.get(id_):
+            episode.put(None)
+
+    def _begun(self, id_: str) -> None:
+        if id_ in self._episodes:
+            self._episodes[id_].put(_Begun())
 
     def _episode(self, request: Request) -> AgentEpisode:
         id_ = request.path_params["id"]
@@ -364,6 +439,10 @@ class AgentServer:
             )
         if call.n != 1:
             raise ApiError(f"n is {call.n}; a rollout has one answer to a request", param="n")
+        if self._calls == "equals":
+            for_equals((), call.tools)  # a fault of the request, not of the run
+        if self._opened is not None and (id_ := request.path_params["id"]) not in self._episodes:
+            await self._opened(id_)
         waiting = Waiting(call)
         self._episode(request).put(waiting)
         return await waiting.answer()
@@ -405,12 +484,10 @@ class AgentServer:
             value = parse_json(await request.body())["value"]
         except (ValueError, TypeError, KeyError) as error:
             raise ApiError('send {"value": number}', param="value") from error
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-            raise ApiError(f"value is {value!r}; send a finite number", param="value")
-        episode = self._episode(request)
+        reward, episode = number(value, "value"), self._episode(request)
         if episode.reward is not None:
             raise ApiError(f"the rollout has its reward, {episode.reward:g}", status=409, code="reward_given")
-        episode.reward = float(value)
+        episode.reward = reward
         return JSONResponse({"reward": episode.reward})
 
 
@@ -430,10 +507,11 @@ async def _whole_stream(answer: Answer, events: Callable[[Any], Any]) -> Respons
 
 
 def _guarded(
-    handler: Callable[[Request], Awaitable[Response]], path: str
+    handler: Callable[[Request], Awaitable[Response]], path: str, key: str
 ) -> Callable[[Request], Awaitable[Response]]:
     async def guarded(request: Request) -> Response:
         try:
+            check_key(request, key)
             return await handler(request)
         except ApiError as error:
             body = error_body(error) if path == "/v1/messages" else error.body()

@@ -7,7 +7,6 @@ POST /tokenize  /detokenize        GET /v1/models  /v1/models/{name}  /health  /
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -28,6 +27,7 @@ from ostinato.serve import anthropic_messages, openai_responses
 from ostinato.serve.bodies import ChatBody, CompletionBody, Lenient, Sampled, parsed
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.serve.openai_chat import Shape, sse
+from ostinato.serve.server import check_key
 from ostinato.serve.service import Model, Service
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -154,7 +154,7 @@ class Door:
 
         async def guarded(request: Request) -> Response:
             try:
-                self._check_key(request)
+                check_key(request, self._key)
                 response = await handler(request)
             except ClientDisconnect:
                 self._service.metrics.left.inc()
@@ -169,19 +169,6 @@ class Door:
             return response
 
         return guarded
-
-    def _check_key(self, request: Request) -> None:
-        if not self._key:
-            return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        given = given or request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
-            raise ApiError(
-                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
-                status=401,
-                kind="authentication_error",
-                code="invalid_api_key",
-            )
 
     async def _body(self, request: Request) -> bytes:
         most, data = self._service.limits.body_bytes, bytearray()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hmac
 import socket
 from contextlib import suppress
 from ipaddress import ip_address
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import Request
+
+from ostinato.serve.calls import ApiError
 
 BACKLOG = 2048
 
@@ -27,7 +31,7 @@ def bound(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ValueError(
-            f"cannot listen on {host} port {port} ({error.strerror}); choose another --port"
+            f"cannot listen on {host} port {port} ({error.strerror}); choose another port"
         ) from error
 
 
@@ -35,6 +39,19 @@ def address(listening: socket.socket) -> str:
     """http://host:port of a socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def check_key(request: Request, key: str) -> None:
+    """ApiError 401 where a request has another key, in OpenAI's header or Anthropic's; "": none is needed."""
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    given = given or request.headers.get("x-api-key", "")
+    if key and not hmac.compare_digest(given.encode(), key.encode()):
+        raise ApiError(
+            "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+            status=401,
+            kind="authentication_error",
+            code="invalid_api_key",
+        )
 
 
 class HttpServer(uvicorn.Server):
@@ -50,4 +67,4 @@ class HttpServer(uvicorn.Server):
             self.run(sockets=[self._listening])
 
 
-__all__ = ["HttpServer", "address", "bound", "is_loopback"]
+__all__ = ["HttpServer", "address", "bound", "check_key", "is_loopback"]

@@ -6,17 +6,23 @@ as ``env.tools`` writes them. Calls are read in the form of both, which Qwen, He
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
+
+Agents of small models have a shorter form, ``equals``: an answer that ends in "5=" calls the only tool with
+5, as with the calculator of GSM8K (arXiv 2110.14168). Its reply is a user's message; no tool is described:
+such a model has not learned to read a description.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from ostinato.env.tools import OPEN, parse_calls, with_instructions
+from ostinato.env.tools import EQUALS, OPEN, parse_calls, with_instructions
 from ostinato.render import IncrementalDecoder, Renderer
-from ostinato.serve.calls import Message, ToolCall
+from ostinato.serve.calls import ApiError, Message, ToolCall
+
+CallForm = Literal["json", "equals"]
 
 
 def for_template(
@@ -37,7 +43,7 @@ def _plain(message: Message, native: bool) -> dict[str, Any]:
     if "name" in message:
         plain["name"] = message["name"]
     if calls := message.get("tool_calls"):
-        functions = [{"name": c["function"]["name"], "arguments": _object(c)} for c in calls]
+        functions = [{"name": c["function"]["name"], "arguments": arguments_of(c)} for c in calls]
         if native:
             plain["tool_calls"] = [{"type": "function", "function": function} for function in functions]
         else:
@@ -46,7 +52,7 @@ def _plain(message: Message, native: bool) -> dict[str, Any]:
     return plain
 
 
-def _object(call: Mapping[str, Any]) -> Any:
+def arguments_of(call: Mapping[str, Any]) -> Any:
     """Arguments as a value: templates write them as JSON themselves."""
     arguments = call["function"].get("arguments") or "{}"
     if not isinstance(arguments, str):
@@ -74,6 +80,46 @@ def read_calls(text: str, prefix: str) -> tuple[str, tuple[ToolCall, ...]]:
         for number, call in enumerate(calls)
     )
     return text.partition(OPEN)[0].rstrip(), made
+
+
+def for_equals(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as a model reads them that calls by "argument=". ApiError for more than one tool with one
+    parameter."""
+    if tools:
+        _only(tools)
+    chat = []
+    for message in messages:
+        role, text = message["role"], message.get("content") or ""
+        for call in message.get("tool_calls") or ():
+            text += f"{next(iter(arguments_of(call).values()))}="
+        chat.append({"role": "user" if role == "tool" else role, "content": text})
+    return chat
+
+
+def read_equals(
+    text: str, tools: Sequence[Mapping[str, Any]], prefix: str
+) -> tuple[str, tuple[ToolCall, ...]]:
+    """As ``read_calls``; ``text`` with its stop string."""
+    found = EQUALS.search(text)
+    if found is None:
+        return text, ()
+    name, parameter, number = *_only(tools), int(found[1])
+    arguments = json.dumps({parameter[0]: str(number) if parameter[1] == "string" else number})
+    return text[: found.start()], (ToolCall(id=f"call_{prefix}0", name=name, arguments=arguments),)
+
+
+def _only(tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[str, str]]:
+    """(name, (parameter, its type)) of the only tool."""
+    functions = [tool.get("function", tool) for tool in tools]
+    fields = [(one.get("parameters") or {}).get("properties") or {} for one in functions]
+    if len(tools) != 1 or len(fields[0]) != 1:
+        raise ApiError(
+            'task.agent_tool_calls is "equals", which is for one tool with one parameter; the request has '
+            f"{len(tools)} with {', '.join(str(len(each)) for each in fields)} parameters",
+            param="tools",
+        )
+    ((name, schema),) = fields[0].items()
+    return functions[0]["name"], (name, schema.get("type", "integer"))
 
 
 class TextStream:
@@ -115,4 +161,12 @@ def _overhang(text: str, strings: Sequence[str]) -> int:
     return 0
 
 
-__all__ = ["TextStream", "for_template", "read_calls"]
+__all__ = [
+    "CallForm",
+    "TextStream",
+    "arguments_of",
+    "for_equals",
+    "for_template",
+    "read_calls",
+    "read_equals",
+]

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ostinato.engine.local import LocalEngine
 from ostinato.env.custom import EnvEpisode, seeds
-from ostinato.env.games import GuessNumber
-from ostinato.launch.policy import load_policy, serve
-from ostinato.render import Renderer
+from ostinato.env.games import GuessNumber, PriceList
+from ostinato.env.tasks import load_tasks
+from ostinato.launch.policy import load_policy
 from ostinato.rollout.convert import samples
-from ostinato.rollout.rollout import RolloutContext, RolloutRequest, rollout_group
-from ostinato.types import Group, Prompt, Reward, Sampling, Stop
+from ostinato.types import Stop
 
 pytest.importorskip("openai")
 import agents
+from episodes import World, turns_of
 
-from ostinato.serve.agents import AgentEpisode, AgentServer, agent_of
+from ostinato.serve.agents import AgentServer, agent_of
+from ostinato.serve.toolcalls import for_equals, read_equals
 
-PROMPT = Prompt(uid="p", messages=({"role": "user", "content": "1+1="},), columns={"seed": 5})
-
-
-class OwnReward:
-    async def grade(self, group: Group) -> list[Reward]:
-        return [Reward(value=trajectory.env_reward) for trajectory in group.trajectories]
+sys.path.append(str(Path(__file__).parents[2] / "recipes"))
+price_agent: Any = import_module("price_agent")
 
 
 @pytest.fixture(scope="module")
@@ -45,44 +41,9 @@ def server(policy: Any) -> Iterator[AgentServer]:
     made.close()
 
 
-class World:
-    """An engine of its own, and rollouts on it."""
-
-    def __init__(self, policy: Any, server: AgentServer) -> None:
-        self.engine: LocalEngine = serve(policy)
-        self.renderer: Renderer = policy.renderer
-        self.server, self.counters = server, Counter[str]()
-
-    def play(self, env: Any, prompt: Prompt = PROMPT, size: int = 4, max_tokens: int = 16) -> Group:
-        stage = RolloutContext(
-            engine=self.engine,
-            env=env,
-            grader=OwnReward(),
-            sampling=Sampling(max_tokens=max_tokens, stop_tokens=self.renderer.stop_tokens),
-            context_limit=400,
-        )
-        ask = RolloutRequest(prompt=prompt, seed=(0, 1, 2), group_size=size, step=1)
-        return asyncio.run(rollout_group(stage, ask)).group
-
-    def agent(self, agent: Any, calls: int = 4, silence_s: float = 20.0) -> Any:
-        return lambda prompt: AgentEpisode(
-            self.server, agent, prompt, max_calls=calls, silence_s=silence_s, counters=self.counters
-        )
-
-
 @pytest.fixture
 def world(policy: Any, server: AgentServer) -> World:
     return World(policy, server)
-
-
-def turns_of(group: Group) -> list[list[tuple[list[int], list[int], list[float]]]]:
-    return [
-        [
-            (t.context.tolist(), t.completion.tokens.tolist(), t.completion.logprobs.tolist())
-            for t in trajectory.turns
-        ]
-        for trajectory in group.trajectories
-    ]
 
 
 def test_an_agent_with_openais_client_plays_the_episode_of_the_built_in_environment(
@@ -102,6 +63,73 @@ def test_an_agent_with_openais_client_plays_the_episode_of_the_built_in_environm
                 if history:  # all that has run is found in the prefix tree
                     assert turn.completion.cached_tokens == history - 1
                 history += len(turn.context) + len(turn.completion.tokens)
+
+
+def test_an_agent_with_a_tool_plays_the_episodes_of_the_built_in_shop(policy: Any) -> None:
+    """``tools`` in, ``tool_calls`` out, the tool's answer back, over several turns: tokens, log-probabilities
+    and rewards are those of the built-in environment, bit for bit; nothing is computed twice; once more."""
+    server = AgentServer(policy.renderer, calls="equals")
+    try:
+        calls = 0
+        for prompt in seeds(Sums, "g", "train", 0, 2):
+            built_in = World(policy, server).play(shop(policy.renderer), prompt, stop=("=",))
+            played = [World(policy, server) for _ in range(2)]
+            groups = [one.play(one.agent(sums, 3), prompt, stop=("=",)) for one in played]
+            assert turns_of(groups[0]) == turns_of(groups[1]) == turns_of(built_in)
+            rewards = [[t.env_reward for t in group.trajectories] for group in (groups[0], built_in)]
+            assert rewards[0] == rewards[1]
+            for trajectory in groups[0].trajectories:
+                calls += len(trajectory.turns) - 1
+                history = 0
+                for turn in trajectory.turns:
+                    assert turn.completion.cached_tokens >= history - 1  # of siblings it finds even more
+                    history += len(turn.context) + len(turn.completion.tokens)
+        assert calls > 4
+    finally:
+        server.close()
+
+
+class Sums(PriceList):
+    """Asks for what the model computes step by step, so that it calls the tool before it has learned to."""
+
+    def reset(self, *, seed: int, options: Any) -> Any:
+        super().reset(seed=seed, options=options)
+        (row,) = load_tasks("arithmetic", "train", seed, 1)
+        assert row.messages is not None
+        return row.messages[0]["content"], {}
+
+
+async def sums(base_url: str, row: Any) -> float:
+    return await price_agent.visit(Sums(), agents.client().with_options(base_url=base_url), row["seed"])
+
+
+def shop(renderer: Any) -> Any:
+    return lambda prompt: EnvEpisode(prompt, renderer, Sums, 3)
+
+
+async def two_tools(base_url: str, row: Any) -> float:
+    tools: Any = [*price_agent.TOOLS, *price_agent.TOOLS]
+    client, messages = agents.client().with_options(base_url=base_url), [{"role": "user", "content": "1"}]
+    await client.chat.completions.create(model="policy", messages=messages, tools=tools)  # type: ignore[arg-type]
+    return 1.0
+
+
+def test_short_tool_calls_are_for_one_tool(policy: Any) -> None:
+    server = AgentServer(policy.renderer, calls="equals")
+    try:
+        world = World(policy, server)
+        refused = world.play(world.agent(two_tools), size=1).trajectories[0]
+        assert "is for one tool with one parameter; the request has 2" in refused.error
+    finally:
+        server.close()
+    call = {"id": "c", "type": "function", "function": {"name": "price", "arguments": '{"item": 5}'}}
+    chat = [{"role": "assistant", "content": "4+", "tool_calls": [call]}, {"role": "tool", "content": "9"}]
+    assert for_equals(chat, ()) == [
+        {"role": "assistant", "content": "4+5="},
+        {"role": "user", "content": "9"},
+    ]
+    assert read_equals("4+05 =", price_agent.TOOLS, "p")[1][0].arguments == '{"item": 5}'
+    assert read_equals("4+5", price_agent.TOOLS, "p") == ("4+5", ())
 
 
 def test_other_conversations_are_rows_of_their_own_with_one_advantage(world: World) -> None:

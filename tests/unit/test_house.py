@@ -66,11 +66,11 @@ BUDGETS = {
     "engine": 5_900,
     "model": 5_900,
     "plan": 4_900,
-    "cli": 1_100,  # 1,000 and the options of serve
+    "cli": 1_130,  # 1,000 and the options of serve and proxy
     "serve": 3_000,  # what the plan gives to it
     "ablate": 800,
     "parallel": 3_900,
-    "launch": 3_900,  # 3,700, and what serves policies and agents
+    "launch": 3_980,  # 3,700, what serves policies and agents, and the proxy
     "pipeline": 3_150,
     "scaling": 2_800,  # with its commands
     "train": 2_650,

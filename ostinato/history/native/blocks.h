@@ -39,8 +39,7 @@ struct Block {
   int32_t size() const { return length - documents; }
 };
 
-// All of them are exact twins of tests/reference/plain_blocks.py. ``context`` points at the last ``n`` tokens, n <= DEPTH
-// for find, none of them END. A block that came from ``blocks_of`` is sorted.
+// ``context`` points at the last ``n`` tokens, n <= DEPTH for find, none of them END. A block that came from ``blocks_of`` is sorted.
 Span find(const Block& block, const int32_t* context, long n);           // places that begin with these n tokens
 Span narrow(const Block& block, Span span, long depth, int32_t token);   // those whose token at ``depth`` is ``token``;
     // depth < DEPTH unless the span is one place, since deeper tokens are in no order

@@ -4,8 +4,6 @@
 //           of the whole batch are taken in the order of their survival, each is followed by its own look-up, and
 //           the cut is where expected tokens per second are the most
 // observe   appends what was really sampled, and teaches the estimator with every candidate whose place was reached
-//
-// The twin is tests/reference/plain_drafter.py: same candidates, same arithmetic, same decisions.
 #include <algorithm>
 #include <memory>
 #include <unordered_map>

@@ -1,7 +1,7 @@
 // P(a draft token is accepted): a logistic model of what is known about the candidate, learnt from what came.
 //
-// Everything is in double precision and in the order of the plain twin (built without fused multiply-adds), so that
-// both decide alike.
+// Everything is in double precision and in one order (built without fused multiply-adds), so that every processor
+// decides alike.
 #pragma once
 #include <algorithm>
 #include <cmath>

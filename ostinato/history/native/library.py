@@ -16,7 +16,7 @@ from ostinato.isa import flags
 
 FOLDER = Path(__file__).parent
 SOURCES = ("blocks.cpp", "drafter.cpp")
-# no contraction: a fused multiply-add would round differently from the plain twins
+# no contraction: with fused multiply-adds processors would decide differently
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off")
 
 

@@ -86,7 +86,11 @@ template <class C> struct Widen {
     const __m512i size = std::is_same<C, Int8>::value ? _mm512_abs_epi8(codes) : codes;  // bit 7 is not looked at
     const __m512i lows = _mm512_permutex2var_epi8(low[0], size, low[1]);
     const __m512i sizes = _mm512_permutex2var_epi8(high[0], size, high[1]);
-    const __m512i highs = _mm512_ternarylogic_epi32(sizes, codes, _mm512_set1_epi8(char(0x80)), 0xf8);  // a | b & c
+    __m512i highs = _mm512_ternarylogic_epi32(sizes, codes, _mm512_set1_epi8(char(0x80)), 0xf8);  // a | b & c
+    if (std::is_same<C, Int8>::value) {  // the one code whose size has bit 7: -128, in bf16 0xc300
+      const __mmask64 least = _mm512_cmpeq_epi8_mask(codes, _mm512_set1_epi8(char(0x80)));
+      highs = _mm512_mask_mov_epi8(highs, least, _mm512_set1_epi8(char(0xc3)));
+    }
     first = (__m512bh)_mm512_unpacklo_epi8(lows, highs);
     second = (__m512bh)_mm512_unpackhi_epi8(lows, highs);
   }

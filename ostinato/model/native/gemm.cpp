@@ -1,12 +1,16 @@
 // Matrix products for skinny activations x [M, K] and row-major weights w [N, K]: which form serves, and the C names.
 //
 // The same source serves every instruction set: the vector is a parameter (vector.h). Where the processor multiplies
-// bf16, products of bf16 take the forms of gemm_pairs.h, all others those of gemm_dot.h.
+// bf16, products of bf16 take the forms of gemm_pairs.h, or where it has tiles those of gemm_tiles.h, all others those
+// of gemm_dot.h.
 
 #include "gemm_dot.h"
 #include "gemm_panels.h"
 #if defined(__AVX512BF16__)
 #include "gemm_pairs.h"
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include "gemm_tiles.h"
 #endif
 
 namespace {
@@ -17,6 +21,9 @@ template <class W, class T, class Y> void plain(const Product<T, Y>& p, long fir
 }
 
 template <class W, class Y> void of_bf16(const Product<bf16, Y>& p, long first, long last) {
+#if defined(__AMX_BF16__) && defined(__linux__)
+  if (p.K % DEPTH_OF_TILE == 0 && has_tiles()) return tiles<W>(p, first, last);
+#endif
 #if defined(__AVX512BF16__)
   if (p.K % 2 == 0) return pairs<W>(p, first, last);  // an odd K has a last half pair
 #endif
@@ -92,6 +99,10 @@ void nt_add_bf16(const bf16* x, const bf16* w, bf16* y, long ldy, long M, long N
 void nn_bf16(const bf16* x, long ldx, const bf16* w, bf16* y, long ldy, long M, long N, long K) {
 #pragma omp parallel
   {
+#if defined(__AMX_BF16__) && defined(__linux__)
+    if (N % DEPTH_OF_TILE == 0 && has_tiles()) nn_tiles_share(x, ldx, w, y, ldy, M, N, K);
+    else
+#endif
 #if defined(__AVX512BF16__)
     if (N % 2 == 0) nn_share(x, ldx, w, y, ldy, M, N, K);
     else

@@ -42,7 +42,9 @@ template <class T> inline void rows_of(const Mixture<T>& m, long e, long& first,
 }
 
 // What a product of so many rows takes, as measured.
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+inline long cost(long rows) { return rows == 0 ? 0 : 2 + (rows + 15) / 16; }  // mostly reading w
+#elif defined(__AVX512BF16__)
 inline long cost(long rows) { return rows == 0 ? 0 : rows <= 8 ? 3 : 1 + (rows + 15) / 16 * 4; }  // two forms
 #else
 inline long cost(long rows) { return rows == 0 ? 0 : rows + 2; }

@@ -93,22 +93,6 @@ def test_whatever_is_drafted_the_tokens_are_the_same(data: st.DataObject) -> Non
     assert not drafter._open, "every handle was closed"
 
 
-def test_a_listener_hears_every_token_once_and_in_order() -> None:
-    requests = asked(2)
-    plain = answers(engine(), requests)
-    heard: dict[int, list[int]] = {0: [], 1: []}
-
-    def listener(index: int, emitted: Emitted) -> None:
-        heard[index].extend(emitted.tokens.tolist())
-
-    async def listen() -> None:
-        async for _ in engine(oracle(requests, plain)).generate(requests, on_tokens=listener):
-            pass
-
-    asyncio.run(listen())
-    assert heard == {i: c.tokens.tolist() for i, c in enumerate(plain)}
-
-
 def test_a_caller_that_goes_away_closes_its_handles() -> None:
     requests = asked(4)
     drafter = oracle(requests, answers(engine(), requests), length=2)

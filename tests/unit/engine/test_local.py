@@ -23,7 +23,7 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
 from ostinato.pipeline.work import completion_work
-from ostinato.types import NO_EXPERT, Completion, Emitted, Request, Sampling, Stop
+from ostinato.types import NO_EXPERT, Emitted, Request, Sampling, Stop
 
 DECODER = tiny_decoder()
 
@@ -199,34 +199,6 @@ def test_the_next_turn_prefills_only_what_is_new(kernels: Kernels | None) -> Non
     assert reply.tokens.tolist() == naive(second)[0][:8]
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_a_publish_in_flight_keeps_running_sequences_and_marks_their_tokens(kernels: Kernels | None) -> None:
-    ours = engine(kernels)
-    asked = [request(10, 0, max_tokens=20)]
-
-    async def go() -> Completion:
-        stream = ours.generate(asked, on_tokens=lambda index, emitted: publish_at(6))
-        async for _, completion in stream:
-            return completion
-        raise AssertionError
-
-    seen = 0
-
-    def publish_at(count: int) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == count:
-            ours.publish(adapters_of(DECODER, 9), 1)
-
-    done = asyncio.run(go())
-    assert done.versions.tolist() == [0] * 6 + [1] * 14
-    assert done.tokens.tolist()[:6] == naive(asked[0])[0][:6]
-    assert (
-        ours._scheduler.cache.match([int(t) for t in asked[0].tokens]).tokens == 0
-    )  # its cache mixes two policies
-    ours._scheduler.cache.check([])
-
-
 def test_the_engine_samples_from_the_trainers_own_tensors() -> None:
     """No second copy of the base: a change of a base weight in place is what the engine samples from next."""
     decoder = tiny_decoder(seed=1)
@@ -289,15 +261,6 @@ def test_requests_that_cannot_fit_are_refused_by_name() -> None:
         answers(small, [request(20, max_tokens=100)])
     with pytest.raises(ValueError, match="stop_strings"):
         answers(engine(None), [request(5, stop_strings=("a",))])
-
-
-def test_logits_that_are_not_finite_end_one_request_by_name() -> None:
-    decoder = tiny_decoder(seed=2)
-    decoder.embed.data[3] = torch.nan
-    ours = LocalEngine(decoder, kv_memory_mb=4)
-    broken = Request(tokens=np.array([3], np.int32), sampling=Sampling(max_tokens=4), seed=(0,))
-    (done,) = answers(ours, [broken])
-    assert done.stop == Stop.ERROR and "finite" in done.error and ours.counters.errors == 1
 
 
 def test_a_partial_block_may_be_the_only_one_left() -> None:
@@ -367,18 +330,6 @@ def test_a_token_outside_of_the_vocabulary_is_refused_by_name() -> None:
     bad = Request(tokens=np.array([1, VOCAB], np.int32), sampling=Sampling(max_tokens=3), seed=(0,))
     with pytest.raises(ValueError, match=f"token {VOCAB}, but the model's are 0 to {VOCAB - 1}"):
         answers(engine(None), [bad])
-
-
-def test_a_caller_that_goes_away_frees_its_blocks() -> None:
-    ours = engine(None)
-
-    async def leave() -> None:
-        async for _ in ours.generate([request(5, i, max_tokens=4 + 20 * i) for i in range(4)]):
-            break
-
-    asyncio.run(leave())
-    ours._scheduler.cache.check([])
-    assert not ours._scheduler.table.order and not ours._scheduler.waiting
 
 
 def test_an_error_in_a_step_reaches_every_caller() -> None:

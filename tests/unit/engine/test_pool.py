@@ -26,7 +26,7 @@ from small_pool import (
     token_at,
 )
 
-from ostinato.engine.pool import EnginePool, State
+from ostinato.engine.pool import EnginePool
 from ostinato.jobs import Job, Plan, Worker, least_loaded
 from ostinato.observe.timeline import Kind
 from ostinato.types import Completion, Request, Stop
@@ -216,16 +216,6 @@ def test_workers_that_are_lost_again_and_again_end_the_run_by_name_and_in_time()
     assert at < 6 * 2 + (0.5 + 1.5 + 3.5 + 7.5) + 1
 
 
-def test_workers_that_never_come_up_end_the_run_in_time() -> None:
-    async def main() -> float:
-        pool = World(start_s=1e6).pool(1, max_restarts=2, start_s=50)
-        with pytest.raises(WorkerLost, match="silent for 50 s: starting"):
-            await answers(pool, group(0))
-        return now()
-
-    assert run(main()) < 3 * 50 + 5
-
-
 def test_one_bad_place_does_not_end_a_run_whose_others_are_at_work() -> None:
     """Its losses were counted against a worker that was sampling a long answer all the time."""
     world = World({(0, life): Fault("stillborn") for life in range(99)})
@@ -259,57 +249,6 @@ def test_whoever_still_waits_when_the_pool_is_closed_is_told() -> None:
     run(main())
 
 
-def test_an_answer_in_between_makes_losses_harmless() -> None:
-    """Budgets are of losses in a row: a worker a day is no reason to stop a run of a month."""
-    world = World({(0, life): Fault("raise", at=30) for life in range(12)})
-
-    async def main() -> Any:
-        pool = world.pool(1, max_restarts=2, pause_s=0.0)
-        for place in range(12):
-            found = await answers(pool, group(place, longest=20))
-            assert said(found) == [expected(request) for request in group(place, longest=20)]
-            await asyncio.sleep(40)
-        await pool.close()
-        return pool.counters
-
-    assert run(main())["workers/restarts"] >= 10
-
-
-@pytest.mark.slow
-@settings(max_examples=20, deadline=None)
-@given(
-    poisoned=st.sets(st.integers(0, 7), max_size=3),
-    workers=st.integers(1, 3),
-    placement=st.one_of(st.none(), st.integers(0, 1000)),
-)
-def test_the_prompt_that_breaks_workers_is_found_and_no_other_is_blamed(
-    poisoned: set[int], workers: int, placement: int | None
-) -> None:
-    guilty = {f"p{place}" for place in poisoned}
-
-    async def main() -> tuple[list[list[Completion]], EnginePool]:
-        world = World(make=lambda: SlowEngine(poison=guilty))
-        place = least_loaded if placement is None else mixed(placement)
-        pool = world.pool(workers, place=place, slots=16, max_restarts=20)
-        requests = [group(place, 3) for place in range(8)]
-        found = await asyncio.gather(*(answers(pool, one) for one in requests))
-        again = await answers(pool, group(min(poisoned, default=0), 1))
-        assert (again[0].stop is Stop.ERROR) == bool(poisoned) or len(expected(group(0)[0])) < 3
-        await pool.close()
-        return list(found), pool
-
-    found, pool = run(main())
-    for place, completions in enumerate(found):
-        for request, one in zip(group(place, 3), completions, strict=True):
-            if one.stop is Stop.ERROR:
-                assert place in poisoned and f"prompt p{place} is quarantined" in one.error
-                assert "out of memory" in one.error and len(one.tokens) == 0
-            else:
-                assert one.tokens.tolist() == expected(request)
-    broken = [p for p in poisoned if any(len(expected(request)) > 2 for request in group(p, 3))]
-    assert pool.counters["workers/quarantined"] == len(broken)
-
-
 def test_nobody_joins_a_suspect_that_runs_alone() -> None:
     """All its calls ran and none waited: then its worker was as good as any other for those who came."""
     world = World({(0, 0): Fault("raise", at=4), (0, 1): Fault("raise", at=4)})
@@ -341,19 +280,6 @@ def test_too_many_prompts_that_break_workers_end_the_run_by_name() -> None:
         await pool.close()
 
     run(main())
-
-
-def test_a_request_that_the_engine_refuses_fails_alone() -> None:
-    async def main() -> tuple[list[Completion], EnginePool]:
-        pool = World(make=lambda: SlowEngine(refuse={"p1"})).pool(1)
-        found = await answers(pool, [*group(0, 2), *group(1, 1), *group(2, 2)])
-        await pool.close()
-        return found, pool
-
-    found, pool = run(main())
-    assert [one.stop is Stop.ERROR for one in found] == [False, False, True, False, False]
-    assert "is refused" in found[2].error
-    assert pool.counters["workers/restarts"] == 0
 
 
 def test_a_worker_that_runs_dry_takes_over_what_runs_elsewhere() -> None:
@@ -429,28 +355,6 @@ def test_publications_are_booked_when_all_have_proved_them() -> None:
     assert {(f"sampler-{n}", Kind.START) for n in range(3)} <= kinds
     assert ("sampler-1", Kind.PUBLISH) in kinds
     assert pool.take_spans() == []
-
-
-def test_what_the_pool_says_of_its_workers() -> None:
-    world = World({(1, 0): Fault("raise", at=5), (1, 1): Fault("stillborn")}, start_s=4)
-
-    async def main() -> list[list[dict[str, Any]]]:
-        pool = world.pool(2)
-        asked = asyncio.create_task(answers(pool, group(0, 8, longest=100)))
-        rows = [pool.status()]
-        for seconds in (6, 6):
-            await asyncio.sleep(seconds)
-            rows.append(pool.status())
-        await asked
-        await pool.close()
-        return rows
-
-    first, serving, lost = run(main())
-    assert [row["state"] for row in first] == [State.STARTING, State.STARTING]
-    assert [row["state"] for row in serving] == ["serving", "serving"]
-    assert [row["worker"] for row in serving] == ["sampler-0", "sampler-1"]
-    assert lost[1]["state"] == "starting" and "the actor died" in lost[1]["cause"]
-    assert set(first[0]) == {"worker", "state", "since", "version", "running", "sampled", "heard", "cause"}
 
 
 def test_a_placement_that_fails_is_told_to_those_who_wait() -> None:

@@ -61,22 +61,6 @@ def test_eight_prompts_that_break_workers_do_not_use_up_the_budget_of_the_worker
     assert pool.counters["workers/quarantined"] == len(guilty) == 8
 
 
-def test_a_pause_of_the_network_that_costs_six_samplers_ends_no_run() -> None:
-    """It was six losses in a row, of all workers together, where five were allowed."""
-    world = World({(number, 0): Fault("pause", at=3) for number in range(6)})
-    groups = [group(place, 4) for place in range(6)]
-
-    async def main() -> tuple[list[list[Completion]], EnginePool]:
-        pool = world.pool(6)
-        found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
-        await pool.close()
-        return list(found), pool
-
-    found, pool = run(main())
-    assert [said(one) for one in found] == [[expected(request) for request in one] for one in groups]
-    assert pool.counters["workers/restarts"] == 6 and pool.counters["workers/quarantined"] == 0
-
-
 @pytest.mark.parametrize("blips", [1, 2, 3, 4])
 def test_workers_that_are_lost_together_blame_nobody(blips: int) -> None:
     """After two of them all that was in flight ran one prompt at a time, for ever so long."""
@@ -216,21 +200,6 @@ def test_a_sampler_that_never_comes_up_is_named_while_another_serves() -> None:
 
     assert run(main()).endswith("sampler-1: OSError: no such host")
     assert len(world.links[1]) == 3
-
-
-def test_a_place_that_has_failed_a_thousand_times_is_still_tried() -> None:
-    """The pause doubled each time until it was no float any more, and that ended the run."""
-    request = long_answer(30)
-    faults = {(0, life): Fault("stillborn") for life in range(1200)}
-    world = World(faults, start_s=len(expected(request)) / 1100)
-
-    async def main() -> None:
-        pool = world.pool(2, pause_s=0.0, max_restarts=1)
-        assert said(await answers(pool, [request])) == [expected(request)]
-        await pool.close()
-
-    run(main())
-    assert len(world.links[0]) > 1030
 
 
 @pytest.mark.parametrize("when", ["starts", "works"])

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small_pool import (
     Fault,
     World,
@@ -20,7 +18,7 @@ from small_pool import (
 )
 
 from ostinato.engine.pool_calls import Call
-from ostinato.jobs import Job, Plan, Worker, least_loaded
+from ostinato.jobs import Job, Plan, Worker
 from ostinato.rollout.schedule import placement
 from ostinato.types import Completion, Request, Sampling
 
@@ -45,23 +43,6 @@ def test_calls_wait_in_the_pool_where_placement_can_still_choose() -> None:
     assert run(main()) == [3, 2, 1, 0]
 
 
-def test_siblings_stay_together() -> None:
-    world = World()
-
-    async def main() -> None:
-        pool = world.pool(2, slots=8)
-        await pool.ready()
-        asked = [asyncio.create_task(answers(pool, group(place, 4))) for place in range(4)]
-        await asyncio.sleep(0.5)
-        for lives in world.links.values():
-            uids = [request.uid for request, _ in lives[0].engine.running.values()]
-            assert sorted(map(uids.count, set(uids))) == [4, 4]
-        await asyncio.gather(*asked)
-        await pool.close()
-
-    run(main())
-
-
 def test_the_next_turn_of_a_conversation_goes_where_its_beginning_is() -> None:
     world = World()
 
@@ -78,22 +59,6 @@ def test_the_next_turn_of_a_conversation_goes_where_its_beginning_is() -> None:
         return homes
 
     assert len(set(run(main()))) == 1
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    jobs=st.lists(st.tuples(st.integers(0, 3), st.one_of(st.none(), st.integers(0, 3))), max_size=30),
-    slots=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-)
-def test_the_plain_placement_fills_what_there_is_and_no_more(
-    jobs: list[tuple[int, int | None]], slots: list[int]
-) -> None:
-    waiting = [Job(id=n, step=1, place=place, home=home) for n, (place, home) in enumerate(jobs)]
-    workers = [Worker(id=n, slots=room) for n, room in enumerate(slots)]
-    plan = least_loaded(waiting, workers)
-    ids, targets = [id for id, _ in plan.starts], [worker for _, worker in plan.starts]
-    assert len(set(ids)) == len(ids) == min(len(waiting), sum(slots))
-    assert all(targets.count(n) <= room for n, room in enumerate(slots))
 
 
 @pytest.mark.parametrize("name", ["least-loaded", "longest-first", "histopipe"])

@@ -3,7 +3,6 @@ another policy's. What is right is told by ``ran``: the decoder itself, piece by
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.fake_engine import FakeEngine
 from reference.naive_cache import NaiveCache
 from reference.scripted import ScriptedDrafter
 from worlds import DRAFTS_PAY, KERNELS, NATIVE, VOCAB, adapters_of, answers, tiny_decoder
@@ -190,19 +188,6 @@ def test_only_what_the_caller_lacks_is_handed_out() -> None:
     for start in (-1, 40):
         with pytest.raises(ValueError, match=f"routes_from is {start}; a prompt of 40 tokens allows 0 to 39"):
             run(engine(), request(tokens, routes_from=start))
-
-
-def test_a_fake_engine_hands_out_the_same_part() -> None:
-    fake = FakeEngine(lambda adapters, request, said: np.zeros(VOCAB), moe=(2, 3))
-
-    async def ask(start: int) -> Completion:
-        (done,) = [done async for _, done in fake.generate([request(text(9), routes_from=start)])]
-        return done
-
-    everything, rest = asyncio.run(ask(0)), asyncio.run(ask(4))
-    assert everything.prompt_experts is not None and everything.prompt_experts.dtype == np.int8
-    np.testing.assert_array_equal(rest.prompt_experts, everything.prompt_experts[4:])  # type: ignore[arg-type]
-    np.testing.assert_array_equal(rest.experts, everything.experts)  # type: ignore[arg-type]
 
 
 # ---- memory that runs out

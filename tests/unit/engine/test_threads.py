@@ -10,20 +10,21 @@ import pytest
 from ostinato.engine import threads
 from ostinato.engine.threads import Threads, Timing
 
+WORK = threads.Products()
 TORCH_LOADED = "ignore:threads.configure was called after torch"
 
 
 def write_cache(count: int, policy: str) -> None:
-    threads.cache_file().parent.mkdir(parents=True)
-    threads.cache_file().write_text(json.dumps({"best": {"count": count, "policy": policy}}))
+    threads.cache_file(WORK).parent.mkdir(parents=True)
+    threads.cache_file(WORK).write_text(json.dumps({"best": {"count": count, "policy": policy}}))
 
 
 def test_the_fastest_that_did_not_fail_wins() -> None:
-    slow = Timing(count=1, policy="passive", ms_per_step=3.0)
-    fast = Timing(count=2, policy="active", ms_per_step=2.0)
-    failed = Timing(count=4, policy="active", ms_per_step=None)
+    slow = Timing(count=1, policy="passive", us_per_token=3.0)
+    fast = Timing(count=2, policy="active", us_per_token=2.0)
+    failed = Timing(count=4, policy="active", us_per_token=None)
     assert threads.fastest([slow, failed, fast]) is fast
-    hardly = Timing(count=2, policy="passive", ms_per_step=2.1)
+    hardly = Timing(count=2, policy="passive", us_per_token=2.1)
     assert threads.fastest([fast, hardly]) is hardly  # spinning has to be worth it
     assert threads.fastest([failed]) is None
 
@@ -69,11 +70,19 @@ def test_a_broken_cache_is_as_none(
 ) -> None:
     """An unknown policy was a KeyError, one that is null an AttributeError, and an infinity an OverflowError:
     every command ended there until somebody removed the file."""
-    threads.cache_file().parent.mkdir(parents=True)
-    threads.cache_file().write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert threads.cached() is None
+    threads.cache_file(WORK).parent.mkdir(parents=True)
+    threads.cache_file(WORK).write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert threads.cached(WORK) is None
     (line,) = caplog.messages
     assert "is damaged or of another version" in line and "\n" not in line
+
+
+def test_a_probe_times_the_products_of_the_model_that_is_run() -> None:
+    """Threads were chosen by products of one small width, whatever was run: one for a server that ran 1.4
+    times as fast with two."""
+    timed = threads.probe(threads.Products(native=False, dtype="float32"), "passive", [1, 2])
+    assert set(timed) == {1, 2} and all(us is not None and us > 0 for us in timed.values())
+    assert threads.probe(threads.Products(), "active", [1]) == {}  # one thread never waits
 
 
 def test_configuring_after_torch_warns(own_cache: Path) -> None:

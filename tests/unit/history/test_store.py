@@ -1,26 +1,27 @@
-"""The closed history: its search against brute force and against its native twin, its limits, its file."""
+"""The closed history: its search against brute force, its limits, its file."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import plain_blocks as plain
-from reference.plain_blocks import DEPTH, PlainStore, Span
 from small_drafts import compiled as has_compiler
 
 from ostinato.history import blocks
 from ostinato.history.blocks import CONTEXT, END, PROBS, Block
 from ostinato.history.native import library as native
-from ostinato.history.store import OVERHEAD, History, Store, prompt_key
+from ostinato.history.store import OVERHEAD, History, prompt_key
 from ostinato.types import HistoryEntry
 
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler here")
 EXAMPLES = settings(max_examples=40, deadline=None)
+DEPTH = 64  # tokens after which two suffixes count as equal
+Span = tuple[int, int]  # places [low, high) of ``Block.order``
 
 
 def past(tokens: Sequence[int], context: Sequence[int] = (), reward: float | None = None) -> HistoryEntry:
@@ -61,10 +62,10 @@ def suffix(block: Block, place: int) -> list[int]:
 
 
 class Native:
-    """The search of native/blocks.cpp in the words of its twin."""
+    """The search of native/blocks.cpp in the block of one step."""
 
     def __init__(self, history: History, uid: str, step: int) -> None:
-        self.library = native.load_library()
+        self.library, self.history = native.load_library(), history  # which keeps the block
         self.block = self.library.history_block(history.native, prompt_key(uid), step)
         assert self.block
 
@@ -79,10 +80,10 @@ class Native:
         length = self.library.history_longest(self.block, _int32(context), len(context), least, span)
         return length, (span.low, span.high)
 
-    def next_at(self, place: int, depth: int) -> plain.Next:
+    def next_at(self, place: int, depth: int) -> native.Next:
         out = native.Next()
         self.library.history_next(self.block, place, depth, out)
-        return plain.Next(token=out.token, edge=out.edge, prob=out.prob, reward=out.reward)
+        return out
 
     def _span(self, name: str, *given: object, span: Span = (0, 0)) -> Span:
         """``find`` takes its span last, ``narrow`` first."""
@@ -96,19 +97,12 @@ def _int32(tokens: Sequence[int]) -> ctypes.Array[ctypes.c_int32]:
     return (ctypes.c_int32 * len(tokens))(*tokens)
 
 
-@pytest.fixture(scope="module")
-def compiled() -> History:
-    if not has_compiler():
-        pytest.skip("there is no C++ compiler here")
-    return History()
-
-
-@pytest.fixture(scope="module", params=["plain", "native"])
-def store_of(request: pytest.FixtureRequest) -> Callable[[], Store | None]:
-    """Makes the stores of histories: of the native search (None) and of its twin."""
-    if request.param == "native" and not has_compiler():
-        pytest.skip("there is no C++ compiler here")
-    return PlainStore if request.param == "plain" else lambda: None
+def searched(said: Sequence[HistoryEntry]) -> tuple[Block, Native]:
+    """A sorted block of these responses, and its search."""
+    history = History()
+    history.add("p", 1, said)
+    [block] = history.blocks("p")
+    return block, Native(history, "p", 1)
 
 
 # ---- one block ----
@@ -132,36 +126,38 @@ def test_documents_are_context_response_end(said: list[HistoryEntry]) -> None:
 @EXAMPLES
 @given(pasts())
 def test_order_is_sorted_to_the_depth_and_then_by_position(said: list[HistoryEntry]) -> None:
-    block = blocks.lay_out(0, said)
-    plain.sort(block)
+    block, _ = searched(said)
     keys = [(suffix(block, place)[:DEPTH], int(block.order[place])) for place in range(block.size)]
     assert keys == sorted(keys)
     assert sorted(block.order.tolist()) == np.flatnonzero(block.text != END).tolist()
 
 
 @EXAMPLES
-@given(pasts(), st.lists(st.integers(0, 2), min_size=1, max_size=6))
-def test_find_and_narrow_give_all_places_and_no_other(said: list[HistoryEntry], context: list[int]) -> None:
-    block = blocks.lay_out(0, said)
-    plain.sort(block)
-    context = [token + 70_000 * block.wide for token in context]
-    expected = [place for place in range(block.size) if suffix(block, place)[: len(context)] == context]
-    span = plain.find(block, context)
-    assert list(range(*span)) == expected
-    step_by_step = (0, block.size)
-    for depth, token in enumerate(context):
-        step_by_step = plain.narrow(block, step_by_step, depth, token)
-    assert list(range(*step_by_step)) == expected
-
-
-@EXAMPLES
-@given(pasts(), st.lists(st.integers(0, 2), min_size=1, max_size=90), st.integers(1, 4))
-def test_longest_is_the_longest_that_goes_on(
-    said: list[HistoryEntry], context: list[int], least: int
+@given(
+    said=pasts(),
+    context=st.lists(st.integers(0, 2), min_size=1, max_size=90),
+    start=st.none() | st.integers(0, 30),
+    least=st.integers(1, 4),
+)
+def test_the_search_finds_what_brute_force_finds(
+    said: list[HistoryEntry], context: list[int], start: int | None, least: int
 ) -> None:
-    block = blocks.lay_out(0, said)
-    plain.sort(block)
+    """All places of a context and no other, at once and token by token; the longest suffix that goes on; and
+    what comes next. Contexts are of the text (from ``start`` on) or of anywhere."""
+    block, search = searched(said)
     context = [token + 70_000 * block.wide for token in context]
+    if start is not None:
+        context = said[0].tokens.tolist()[start:] or context
+    tails = {place: suffix(block, place) for place in range(block.size)}
+    places, span = [*tails], (0, block.size)
+    for depth, token in enumerate(context[: DEPTH - 1]):
+        span = search.narrow(span, depth, token)
+        places = [place for place in places if tails[place][depth : depth + 1] == [token]]
+        assert [*range(*span)] == places == [*range(*search.find(context[: depth + 1]))]
+        for place in {*places[:1], *places[-1:]}:
+            come, position = search.next_at(place, depth), int(block.order[place]) + depth
+            assert (come.token, come.edge) == (token, block.edges[position] * blocks.EDGE_STEP)
+            assert come.prob == np.float32(PROBS[block.probs[position]])
     texts = [document[:-1] for document in documents(block)]
     lengths = [
         length
@@ -170,56 +166,24 @@ def test_longest_is_the_longest_that_goes_on(
             context[-length:] == text[at : at + length] for text in texts for at in range(len(text) - length)
         )
     ]
-    length, span = plain.longest(block, context, least)
+    length, span = search.longest(context, least)
     assert length == max(lengths, default=0)
-    assert span == (plain.find(block, context[len(context) - length :]) if length else (0, 0))
-
-
-@pytest.mark.slow
-@EXAMPLES
-@given(said=pasts(), context=st.lists(st.integers(-1, 2), min_size=1, max_size=90), data=st.data())
-def test_native_is_its_twin(
-    compiled: History, said: list[HistoryEntry], context: list[int], data: st.DataObject
-) -> None:
-    """Order, find, narrow, longest and next of both, on contexts from the text and from nowhere."""
-    uid = "twin"
-    compiled.add(uid, 1, said)
-    ours, [twin] = Native(compiled, uid, 1), compiled.blocks(uid)
-    order = twin.order.copy()
-    plain.sort(twin)
-    assert (order == twin.order).all()
-
-    text = said[0].tokens.tolist()
-    context = data.draw(
-        st.sampled_from([text, [token + 70_000 * twin.wide for token in context if token >= 0]])
-    )
-    context = context[data.draw(st.integers(0, max(0, len(context) - 1))) :]
-    assert ours.find(context[:DEPTH]) == plain.find(twin, context[:DEPTH])
-    for least in (1, 3):
-        assert ours.longest(context, least) == plain.longest(twin, context, least)
-    span = (0, twin.size)
-    for depth, token in enumerate(context[: DEPTH - 1]):
-        for place in {span[0], span[1] - 1} if span[0] < span[1] else ():
-            assert ours.next_at(place, depth) == plain.next_at(twin, place, depth)
-        before, span = span, plain.narrow(twin, span, depth, token)
-        assert ours.narrow(before, depth, token) == span
+    assert span == (search.find(context[len(context) - length :]) if length else (0, 0))
 
 
 def test_the_end_of_a_document_ends_a_match() -> None:
     """A context that runs over the border of two responses was never written."""
-    block = blocks.lay_out(0, [past([1, 2]), past([3, 4])])
-    plain.sort(block)
-    assert plain.find(block, [2, 3]) == plain.find(block, [2, 9]) == (2, 2)
-    low, high = plain.find(block, [2])
-    assert high - low == 1 and plain.next_at(block, low, 1).token == END
-    assert plain.longest(block, [1, 2], 1) == (0, (0, 0))  # nothing follows it
+    _, search = searched([past([1, 2]), past([3, 4])])
+    assert search.find([2, 3]) == search.find([2, 9]) == (2, 2)
+    low, high = search.find([2])
+    assert high - low == 1 and search.next_at(low, 1).token == END
+    assert search.longest([1, 2], 1) == (0, (0, 0))  # nothing follows it
 
 
 def test_a_response_can_be_drafted_from_its_first_token() -> None:
-    block = blocks.lay_out(0, [past([7], context=range(20))])
-    plain.sort(block)
-    length, (place, _) = plain.longest(block, list(range(30, 40)) + list(range(12, 20)), 1)
-    assert length == CONTEXT and plain.next_at(block, place, length).token == 7
+    _, search = searched([past([7], context=range(20))])
+    length, (place, _) = search.longest(list(range(30, 40)) + list(range(12, 20)), 1)
+    assert length == CONTEXT and search.next_at(place, length).token == 7
 
 
 # ---- quantisation ----
@@ -246,11 +210,10 @@ def test_probabilities_are_kept_to_half_a_step(probs: list[float]) -> None:
     ],
 )
 def test_rewards_are_kept_against_their_mean(rewards: list[float | None], signs: list[int]) -> None:
-    block = blocks.lay_out(0, [past([1, 2], reward=reward) for reward in rewards])
+    block, search = searched([past([1, 2], reward=reward) for reward in rewards])
     assert block.rewards.tolist() == signs
-    plain.sort(block)
-    positions = [int(np.flatnonzero(block.order == start)[0]) for start in block.starts[:-1]]
-    assert [plain.next_at(block, place, 1).reward for place in positions] == signs
+    places = [int(np.flatnonzero(block.order == start)[0]) for start in block.starts[:-1]]
+    assert [search.next_at(place, 1).reward for place in places] == signs
 
 
 @pytest.mark.parametrize("missing", ["probs", "edges"])
@@ -258,14 +221,14 @@ def test_a_response_without_its_intervals_is_refused(missing: str) -> None:
     whole = past([1, 2, 3])
     parts = {name: getattr(whole, name) for name in ("context", "tokens", "probs", "edges")}
     with pytest.raises(ValueError, match="engine reports both"):
-        History(store=PlainStore()).add("p", 1, [HistoryEntry(**{**parts, missing: np.zeros(0, np.float32)})])
+        History().add("p", 1, [HistoryEntry(**{**parts, missing: np.zeros(0, np.float32)})])
 
 
 # ---- the store ----
 
 
-def test_a_prompt_keeps_its_newest_epochs(store_of: Callable[[], Store | None]) -> None:
-    history = History(store=store_of(), epochs=2)
+def test_a_prompt_keeps_its_newest_epochs() -> None:
+    history = History(epochs=2)
     for step in (1, 5, 9, 7):
         history.add("p", step, [past([step, 2, 3])])
     assert [block.step for block in history.blocks("p")] == [9, 7]
@@ -274,9 +237,9 @@ def test_a_prompt_keeps_its_newest_epochs(store_of: Callable[[], Store | None]) 
     assert history.blocks("another") == []
 
 
-def test_a_step_that_is_told_again_replaces_what_was_there(store_of: Callable[[], Store | None]) -> None:
+def test_a_step_that_is_told_again_replaces_what_was_there() -> None:
     """A resumed run plays its last steps again."""
-    history = History(store=store_of())
+    history = History()
     history.add("p", 1, [past([1, 2])])
     history.add("p", 2, [past([3, 4]), past([5])])
     history.add("p", 2, [past([6])])
@@ -288,9 +251,9 @@ def test_a_step_that_is_told_again_replaces_what_was_there(store_of: Callable[[]
 
 @EXAMPLES
 @given(data=st.data())
-def test_bytes_are_counted_and_bounded(store_of: Callable[[], Store | None], data: st.DataObject) -> None:
+def test_bytes_are_counted_and_bounded(data: st.DataObject) -> None:
     limit = data.draw(st.integers(1, 6000))
-    history = History(store=store_of(), memory_mb=limit / 2**20, epochs=2)
+    history = History(memory_mb=limit / 2**20, epochs=2)
     additions = st.tuples(st.sampled_from("abcde"), st.integers(1, 4), st.integers(0, 300))
     for uid, step, length in data.draw(st.lists(additions, max_size=12)):
         history.add(uid, step, [past([1] * length)])
@@ -304,7 +267,7 @@ def test_bytes_are_counted_and_bounded(store_of: Callable[[], Store | None], dat
 def test_a_round_larger_than_the_memory_keeps_its_share() -> None:
     """Least recently used would have dropped every block just before its prompt came round again."""
     each = blocks.bytes_needed(101, 1, False) + OVERHEAD
-    history = History(memory_mb=20 * each / 2**20, store=PlainStore())
+    history = History(memory_mb=20 * each / 2**20)
     found = []
     for step in range(120):
         uid = str(step % 40)
@@ -313,51 +276,49 @@ def test_a_round_larger_than_the_memory_keeps_its_share() -> None:
     assert sum(found[40:]) >= 0.45 * len(found[40:])
 
 
-def test_adding_moves_nothing_that_is_kept(compiled: History) -> None:
+def test_adding_moves_nothing_that_is_kept() -> None:
     """A drafter holds spans while groups finish: what is kept stays; ``generation`` says ask again."""
-    uid, library = "held", native.load_library()
-    compiled.add(uid, 1, [past([1, 2, 3, 1, 2, 4])])
-    before = Native(compiled, uid, 1).find([1, 2])
-    generation = library.history_generation(compiled.native)
+    uid, library, history = "held", native.load_library(), History()
+    history.add(uid, 1, [past([1, 2, 3, 1, 2, 4])])
+    before = Native(history, uid, 1).find([1, 2])
+    generation = library.history_generation(history.native)
     for step in range(2, 4):
-        compiled.add(uid, step, [past([1, 2, 9])])
-        compiled.add(f"{uid} {step}", step, [past([1, 2, 9])])
-    assert library.history_generation(compiled.native) > generation
-    assert Native(compiled, uid, 1).find([1, 2]) == before
-    compiled.add(uid, 4, [past([5])])  # epochs=3: step 1 goes
-    assert not library.history_block(compiled.native, prompt_key(uid), 1)
+        history.add(uid, step, [past([1, 2, 9])])
+        history.add(f"{uid} {step}", step, [past([1, 2, 9])])
+    assert library.history_generation(history.native) > generation
+    assert Native(history, uid, 1).find([1, 2]) == before
+    history.add(uid, 4, [past([5])])  # epochs=3: step 1 goes
+    assert not library.history_block(history.native, prompt_key(uid), 1)
 
 
 # ---- the file ----
 
 
-def test_a_saved_history_comes_back(store_of: Callable[[], Store | None], tmp_path: Path) -> None:
-    history = History(store=store_of())
+def test_a_saved_history_comes_back(tmp_path: Path) -> None:
+    history = History()
     history.add("p", 1, [past([1, 2, 3], context=[4], reward=1.0), past([1, 2], reward=0.0)])
     history.add("p", 2, [past([70_000, 2])])
     history.add("q", 2, [past([9])])
     history.lengths.observe("p", [3, 2], [False, True])
     history.build_now()
     history.save(tmp_path / "history")
-    again = History.load(tmp_path / "history", store=store_of())
+    again = History.load(tmp_path / "history")
     for uid in ("p", "q"):
         for old, new in zip(history.blocks(uid), again.blocks(uid), strict=True):
             assert (old.step, old.wide, old.memory.tobytes()) == (new.step, new.wide, new.memory.tobytes())
     assert (again.num_bytes, again.num_tokens) == (history.num_bytes, history.num_tokens)
     assert again.lengths.state() == history.lengths.state() and not again.counters
-    smaller = History.load(tmp_path / "history", epochs=1, store=PlainStore())
+    smaller = History.load(tmp_path / "history", epochs=1)
     assert [block.step for block in smaller.blocks("p")] == [2]
 
 
-def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(
-    store_of: Callable[[], Store | None], tmp_path: Path
-) -> None:
+def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(tmp_path: Path) -> None:
     """The history is in no checkpoint: where the newest one was damaged, the run went on from an older one
     with drafts from answers that it had yet to sample, and its ``draft/reuse`` was not that of a run that
     nobody had killed."""
 
     def after(steps: int) -> History:
-        history = History(store=store_of(), epochs=4)
+        history = History(epochs=4)
         for step in range(1, steps + 1):
             for uid in ("p", "q" if step < 3 else "r"):
                 history.add(uid, step, [past([step, 2, 3])])
@@ -366,7 +327,7 @@ def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(
 
     after(4).save(tmp_path / "history")
     straight = after(2)
-    back = History.load(tmp_path / "history", epochs=4, store=store_of())
+    back = History.load(tmp_path / "history", epochs=4)
     back.forget_after(2)
     for uid in "pqr":
         old, new = straight.blocks(uid), back.blocks(uid)
@@ -381,7 +342,7 @@ def test_a_run_that_goes_back_has_not_yet_sampled_what_followed(
 @given(data=st.data())
 def test_a_damaged_file_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged"
-    history = History(store=PlainStore())
+    history = History()
     history.add("p", 1, [past([1, 2, 3])])
     history.save(path)
     content = bytearray(path.read_bytes())
@@ -391,7 +352,7 @@ def test_a_damaged_file_is_refused(tmp_path_factory: pytest.TempPathFactory, dat
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
     with pytest.raises(ValueError, match="delete it to begin an empty one"):
-        History.load(path, store=PlainStore())
+        History.load(path)
 
 
 def test_a_key_is_the_same_everywhere() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference.naive_cache import NaiveCache
 from rounding import hidden_rounding
 from torch import Tensor
-from worlds import adapters_of, tiny_dense
+from worlds import DEEPSEEK, adapters_of, tiny_dense
 
 from ostinato.model.attention import CausalAttention, DenseMaskAttention
 from ostinato.model.config import parse_config
@@ -30,19 +30,7 @@ RAW: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**MOE, "head_dim": 8, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "mixtral": MOE,
     "olmoe": {**MOE, "clip_qkv": 1.5},
-    "deepseek_v3": {
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 12,
-        "v_head_dim": 8,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
 }
 FAMILIES = list(RAW)
 SPARSE = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"]

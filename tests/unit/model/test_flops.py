@@ -26,52 +26,10 @@ from ostinato.pipeline.work import (
     rollout_work,
     trajectory_work,
 )
+from ostinato.plan.named import find_model
 from ostinato.rollout.health import prefilled_tokens, sampled_tokens
 from ostinato.types import Completion, Group, Prompt, Sample, Stop, Trajectory, Turn
 
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "n_shared_experts": 1,
-    "n_group": 8,
-    "topk_group": 4,
-    "first_k_dense_replace": 3,
-}
 DENSE = {**SIZES, "model_type": "llama"}
 FAMILIES: dict[str, dict[str, Any]] = {"dense": DENSE, **{k: {**SIZES, **v} for k, v in KINDS.items()}}
 WORK = Work(7, 50, 5)
@@ -96,20 +54,17 @@ def specs() -> st.SearchStrategy[AdapterSpec]:
 
 
 @pytest.mark.parametrize(
-    ("config", "billions", "pair"),
+    ("name", "billions", "pair"),
     [
-        (SMOLLM2, 0.1345, 30 * 9 * 4 * 64),  # its embedding is its head
-        (QWEN3_30B_A3B, 3.35, 48 * 32 * 4 * 128),  # "3.3 billion activated"
-        (DEEPSEEK_V3, 37.5, 61 * 128 * 2 * (192 + 128)),  # "37 billion activated"
+        ("smollm2-135m", 0.1345, 30 * 9 * 4 * 64),  # its embedding is its head
+        ("qwen3-30b-a3b", 3.35, 48 * 32 * 4 * 128),  # "3.3 billion activated"
+        ("deepseek-v3", 37.5, 61 * 128 * 2 * (192 + 128)),  # "37 billion activated"
     ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_a_token_costs_twice_the_parameters_that_it_meets(
-    config: dict[str, Any], billions: float, pair: float
-) -> None:
+def test_a_token_costs_twice_the_parameters_that_it_meets(name: str, billions: float, pair: float) -> None:
     """The published counts of three models, which have the embedding in them. The weighted sum of the
     experts' answers meets no parameter, and is nothing beside them."""
-    parsed = parse_config(config)
+    parsed = find_model(name).config
     flops = FlopModel.of(parsed, None)
     embedding = 0 if parsed.tie_embeddings else parsed.vocab_size * parsed.hidden_size
     assert flops.forward(Work(tokens=1, logits=1)) / 2 + embedding == pytest.approx(1e9 * billions, rel=2e-3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from worlds import tiny_dense
+from worlds import DEEPSEEK, tiny_dense
 
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
@@ -18,26 +18,12 @@ from ostinato.model.hf import load_model, save_model
 
 BASE = tiny_dense(tie_word_embeddings=False, max_position_embeddings=64, initializer_range=0.2)
 MOE = {"num_experts": 4, "num_experts_per_tok": 2}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "q_lora_rank": None,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True, "mlp_bias": True, "attention_bias": True},
     "qwen2": {"model_type": "qwen2"},
     "qwen3_moe": {"model_type": "qwen3_moe", **MOE, "moe_intermediate_size": 16, "head_dim": 8},
     "mixtral": {"model_type": "mixtral", **MOE},
-    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3": {**DEEPSEEK, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
 }
 
 

@@ -238,16 +238,6 @@ def test_a_row_is_the_same_in_any_batch(kernels: Kernels, dtype: torch.dtype, de
         assert torch.equal(kernels.ops.linear(x[:rows], w, None, torch.float32), wide[:rows])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_is_the_same_in_any_batch(kernels: Kernels, dtype: torch.dtype) -> None:
-    x, weight = draw(70, 96, dtype=dtype), draw(96, dtype=dtype, seed=2)
-    assert torch.equal(kernels.ops.rms_norm(x[3:4], weight, 1e-6), kernels.ops.rms_norm(x, weight, 1e-6)[3:4])
-    ids = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(t))[:2] for t in range(70)])
-    gates, gate_up, down = torch.rand(70, 2), draw(4, 64, 96, dtype=dtype), draw(4, 96, 32, dtype=dtype)
-    mixed = kernels.ops.experts(x, ids, gates, gate_up, down, None)
-    assert torch.equal(kernels.ops.experts(x[9:10], ids[9:10], gates[9:10], gate_up, down, None), mixed[9:10])
-
-
 def test_training_with_native_products_is_training(kernels: Kernels) -> None:
     """The LoRA linear in bf16: outputs and gradients of the native products against torch's."""
     x, w = draw(70, 64, dtype=torch.bfloat16), draw(96, 64, dtype=torch.bfloat16, seed=1) / 8

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from worlds import VOCAB, adapters_of, tiny_dense
+from worlds import DEEPSEEK, VOCAB, adapters_of, tiny_dense
 
 from ostinato.engine.paged import BLOCK, KVStore, NativePaged, Rows
 from ostinato.model.config import parse_config
@@ -53,20 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": OLMOE,
 }
-MLA = {
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 6,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": None,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+LATENT = {**DEEPSEEK, "num_key_value_heads": 6, "n_group": 1, "topk_group": 1}
 
 
 def model(
@@ -137,27 +124,24 @@ def draw_tokens(count: int, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("dtype", "storage"), KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("adapted", [None, *ExpertScheme])
-def test_the_step_is_the_decoder(
-    kernels: Kernels,
-    family: str,
-    adapted: ExpertScheme | None,
-    dtype: torch.dtype,
-    storage: torch.dtype | None,
-) -> None:
+def check_decoding(kernels: Kernels, decoder: Decoder, adapted: ExpertScheme | None) -> None:
     """Prompts, then drafts, then single tokens: 25, 12 and 3 rows take different forms of products."""
-    decoder = model(FAMILIES[family], dtype, storage=storage)
-    prepared = None
-    if adapted is not None:
-        prepared = adapters(decoder, adapted, ROLES, 4)
+    prepared = adapters(decoder, adapted, ROLES, 4) if adapted is not None else None
     twins = Twins(kernels, decoder, prepared, sequences=3, blocks=4)
     starts = [0, 0, 0]
     for counts in ([3, 21, 1], [1, 10, 1], [1, 1, 1]):
         positions, rows = twins.rows(starts, counts)
         twins.check(draw_tokens(sum(counts)), positions, rows)
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("adapted", [None, *ExpertScheme])
+def test_the_step_is_the_decoder(
+    kernels: Kernels, family: str, adapted: ExpertScheme | None, kind: tuple[torch.dtype, torch.dtype | None]
+) -> None:
+    check_decoding(kernels, model(FAMILIES[family], kind[0], storage=kind[1]), adapted)
 
 
 @pytest.mark.parametrize("kind", [Weights.INT8, Weights.FP8])
@@ -166,14 +150,7 @@ def test_the_step_is_the_decoder(
 def test_the_step_is_the_decoder_with_quantised_weights(
     kernels: Kernels, family: str, adapted: ExpertScheme | None, kind: Weights
 ) -> None:
-    decoder = quantise(model(FAMILIES[family]), kind)
-    prepared = adapters(decoder, adapted, ROLES, 4) if adapted is not None else None
-    twins = Twins(kernels, decoder, prepared, sequences=3, blocks=4)
-    starts = [0, 0, 0]
-    for counts in ([3, 21, 1], [1, 10, 1], [1, 1, 1]):
-        positions, rows = twins.rows(starts, counts)
-        twins.check(draw_tokens(sum(counts)), positions, rows)
-        starts = [start + count for start, count in zip(starts, counts, strict=True)]
+    check_decoding(kernels, quantise(model(FAMILIES[family]), kind), adapted)
 
 
 @settings(max_examples=30, deadline=None)
@@ -268,7 +245,7 @@ def test_steps_alternate_and_grow_without_sharing_state(kernels: Kernels) -> Non
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
 
 
-@pytest.mark.parametrize("unknown", [MLA, {**OLMOE, "clip_qkv": 5.0}], ids=["latent attention", "clipped"])
+@pytest.mark.parametrize("unknown", [LATENT, {**OLMOE, "clip_qkv": 5.0}], ids=["latent attention", "clipped"])
 def test_what_the_step_does_not_know_it_leaves_to_the_twin(kernels: Kernels, unknown: dict[str, Any]) -> None:
     assert kernels.fused(model(unknown), [None]) is None
     assert isinstance(kernels.fused(model(OLMOE), [None]), FusedStep)

@@ -79,6 +79,13 @@ def test_every_code_means_what_torch_says(kernels: Kernels) -> None:
 # ---- products
 
 
+def test_the_least_code_is_a_value_too(kernels: Kernels) -> None:
+    """-128 was widened to 0 where bytes are permuted (AVX-512 VBMI). ``quantise`` makes no such code."""
+    every = torch.arange(-128, 128).repeat(2).view(16, 32).to(torch.int8)
+    w = Quantised.of(every, torch.ones(16))
+    assert torch.equal(kernels.ops.linear(torch.eye(32, dtype=torch.bfloat16), w), every.T.to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize(
     ("depth", "columns"), [(2, 1), (6, 17), (33, 5), (64, 48), (66, 33), (70, 16), (130, 65), (576, 100)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,13 +15,12 @@ from reference.fake_engine import FakeEngine, draw, scripted
 
 from ostinato.algo.noise import key, uniform
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.env.dialogue import Dialogue
 from ostinato.pipeline.draft_metrics import counts, pasts
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.rollout import RolloutContext, play_episode
-from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory
+from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory
 
 LETTERS = "abcdefgh"
 END = LETTERS.index("h")  # ends an answer
@@ -199,19 +197,6 @@ def test_an_answer_whose_thought_is_closed_is_that_of_one_request(
         np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
 
 
-def test_a_stop_string_across_the_seam_ends_the_answer_before_what_was_sampled_behind_it() -> None:
-    """The engine sees the thought "abc" as a prompt, so it goes on behind "cb" and says "bdd"."""
-    rule = interruption(3, 3, 3, end="a")
-    sampling = Sampling(max_tokens=1, stop_strings=("cb",))
-    answer = only_answer(stage(says("abc", "bdd"), interruption=rule, sampling=sampling))
-    assert (WORDS.decode(answer.tokens), answer.text, answer.stop) == ("abcb", "ab", Stop.STRING)
-    assert answer.experts is not None and (answer.experts[-1] == NO_EXPERT).all()
-    interrupted = only_answer(
-        stage(says("dec", "bdd"), interruption=replace(rule, phrase=WORDS.encode("f")), sampling=sampling)
-    )
-    assert (interrupted.text, interrupted.stop) == ("decfbdd", Stop.LENGTH)  # the phrase lies between
-
-
 @given(
     shortest=st.integers(1, 50),
     more=st.integers(0, 50),
@@ -340,52 +325,6 @@ def test_health_says_how_many_were_told_and_what_came_of_it() -> None:
     assert row["completions/clipped_ratio"] == pytest.approx(1 / 3)
     calm = health([group_of(ended)])
     assert (calm["interrupt/rate"], calm["tokens/injected"]) == (0, 0) and "interrupt/answered" not in calm
-
-
-def test_a_tool_call_behind_the_phrase_is_made() -> None:
-    """The dialogue reads the whole answer, so a thought that the phrase closes hides no call behind it."""
-
-    class Words:
-        def prompt(self, prompt: Prompt) -> np.ndarray:
-            return np.array([1], np.int32)
-
-        def after_turn(self, messages: Any, new_messages: Any, answer: Any = ()) -> np.ndarray:
-            return np.frombuffer(new_messages[0]["content"].encode(), np.uint8).astype(np.int32)
-
-    class Bytes(Letters):
-        def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-            return bytes(int(token) for token in tokens).decode()
-
-    call = b'<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>\0'
-    phrase = b" stop </think>"
-    scripts = {1: b"<think>er", 10 + len(phrase): call, 11 + len(phrase) + len(call): b"8\0"}
-    engine = FakeEngine(
-        scripted(lambda request: scripts[len(request.tokens)], 256),
-        decode=lambda tokens: bytes(tokens).decode(),
-    )
-    rule = Interruption(
-        shortest=9,
-        longest=9,
-        answer_tokens=99,
-        phrase=np.frombuffer(phrase, np.uint8).astype(np.int32),
-        think_end="</think>",
-        words=Bytes(),
-    )
-    counters: Counter[str] = Counter()
-    chat = Prompt(uid="p", messages=({"role": "user", "content": "?"},))
-    setting = RolloutContext(
-        engine=engine,
-        env=lambda prompt: Dialogue(
-            chat, Words(), tools={"double": lambda x: 2 * x}, max_turns=2, counters=counters
-        ),
-        grader=Parity(),
-        sampling=Sampling(stop_tokens=(0,)),
-        context_limit=500,
-        interruption=rule,
-    )
-    played = episode(setting)
-    assert counters["tools/calls"] == 1 and bytes(played.turns[1].context.tolist()) == b"8"
-    assert played.turns[0].completion.text.startswith("<think>er stop </think><tool_call>")
 
 
 @pytest.mark.parametrize("change", [{"shortest": 0}, {"shortest": 6}, {"answer_tokens": 0}])

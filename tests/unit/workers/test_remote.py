@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nouns import completion, episode, group_of
 
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.engine.serve import SamplerLink
@@ -22,15 +23,10 @@ from ostinato.reward.remote import GraderLink, GraderServer
 from ostinato.train.remote import TrainerLink, TrainerServer
 from ostinato.types import (
     Batch,
-    Completion,
     Group,
     Microbatch,
-    Prompt,
     Reward,
     StepReport,
-    Stop,
-    Trajectory,
-    Turn,
 )
 from ostinato.workers.host import BUILD, Host, dealt
 from ostinato.workers.lost import WorkerKind, WorkerLost
@@ -250,19 +246,8 @@ class Judge:
 
 
 def group(*lengths: int) -> Group:
-    def trajectory(length: int) -> Trajectory:
-        experts = np.zeros((length, 2, 2), np.int8)
-        said = Completion(
-            tokens=np.zeros(length, np.int32),
-            logprobs=np.zeros(length, np.float32),
-            versions=np.zeros(length, np.int32),
-            stop=Stop.EOS,
-            experts=experts,
-        )
-        turns = (Turn(context=np.array([1], np.int32), completion=said),)
-        return Trajectory(turns=turns, stop=Stop.EOS, seed=(0,))
-
-    return Group(prompt=Prompt(uid="p", text="?"), trajectories=tuple(map(trajectory, lengths)), step=1)
+    routed = (completion(n, experts=np.zeros((n, 2, 2), np.int8)) for n in lengths)
+    return group_of(*map(episode, routed))
 
 
 def graders(count: int, dies: Callable[[int, int], str], **options: Any) -> tuple[GraderLink, list[Direct]]:
@@ -477,31 +462,6 @@ def test_what_the_trainer_refuses_is_no_loss() -> None:
 
 
 # ---- samplers
-
-
-def test_a_sampler_is_asked_as_it_would_be_here() -> None:
-    class Asked:
-        async def start(self, calls: Any, drop: Any) -> None:
-            self.started = (calls, drop)
-
-        async def collect(self, wait_s: float) -> str:
-            return f"waited {wait_s}"
-
-        async def publish(self, publication: Any) -> str:
-            return "f00d"
-
-    sampler = Asked()
-    remote = Direct(sampler)
-
-    async def run() -> None:
-        link: Any = SamplerLink(remote, 5.0)
-        await link.start([(3, "request")], [1])
-        assert sampler.started == ([(3, "request")], [1])
-        assert await link.collect(0.5) == "waited 0.5" and await link.publish("p") == "f00d"
-        await link.close()
-
-    asyncio.run(run())
-    assert remote.killed
 
 
 @pytest.mark.parametrize("end", ["", "after", "late"])

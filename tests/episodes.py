@@ -1,0 +1,62 @@
+"""Rollouts of agents on an engine of their own, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from ostinato.engine.local import LocalEngine
+from ostinato.launch.policy import serve
+from ostinato.render import Renderer
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, rollout_group
+from ostinato.serve.agents import AgentEpisode, AgentServer
+from ostinato.types import Group, Prompt, Reward, Sampling
+
+PROMPT = Prompt(uid="p", messages=({"role": "user", "content": "1+1="},), columns={"seed": 5})
+
+
+class OwnReward:
+    async def grade(self, group: Group) -> list[Reward]:
+        return [Reward(value=trajectory.env_reward) for trajectory in group.trajectories]
+
+
+class World:
+    """An engine of its own, and rollouts on it."""
+
+    def __init__(self, policy: Any, server: AgentServer) -> None:
+        self.engine: LocalEngine = serve(policy)
+        self.renderer: Renderer = policy.renderer
+        self.server, self.counters = server, Counter[str]()
+
+    def play(self, env: Any, prompt: Prompt = PROMPT, size: int = 4, stop: tuple[str, ...] = ()) -> Group:
+        stage = RolloutContext(
+            engine=self.engine,
+            env=env,
+            grader=OwnReward(),
+            sampling=Sampling(max_tokens=16, stop_tokens=self.renderer.stop_tokens, stop_strings=stop),
+            context_limit=400,
+        )
+        ask = RolloutRequest(prompt=prompt, seed=(0, 1, 2), group_size=size, step=1)
+        return asyncio.run(rollout_group(stage, ask)).group
+
+    def agent(self, agent: Any, calls: int = 4, silence_s: float = 20.0, queued: bool = False) -> Any:
+        return lambda prompt: AgentEpisode(
+            self.server,
+            agent,
+            prompt,
+            max_calls=calls,
+            silence_s=silence_s,
+            counters=self.counters,
+            queued=queued,
+        )
+
+
+def turns_of(group: Group) -> list[list[tuple[list[int], list[int], list[float]]]]:
+    return [
+        [
+            (t.context.tolist(), t.completion.tokens.tolist(), t.completion.logprobs.tolist())
+            for t in trajectory.turns
+        ]
+        for trajectory in group.trajectories
+    ]
