@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -49,6 +50,7 @@ from ostinato.serve.server import address, bound, check_key
 from ostinato.serve.toolcalls import CallForm, arguments_of, for_equals, for_template, read_calls, read_equals
 from ostinato.types import Completion, Emitted, NewRow, Prompt, Stop
 
+log = logging.getLogger(__name__)
 END_S = 5.0  # for an agent that was told to end
 Agent = Callable[[str, Mapping[str, Any]], Any]
 
@@ -305,7 +307,7 @@ class AgentServer:
         self.elsewhere = Elsewhere(place.key, self._begun, wait_s)
         self._episodes: dict[str, AgentEpisode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ids = 0
+        self._ids, self._told = 0, False
         self._listening = bound(place.host, place.port)
         self.address = place.address.rstrip("/") or address(self._listening)
         self._loop = asyncio.new_event_loop()
@@ -367,6 +369,9 @@ class AgentServer:
                 if isinstance(given, int | float) and episode.reward is None:
                     episode.reward = float(given)
             except Exception as error:  # a user's code
+                if not self._told:
+                    log.warning("an agent failed, the first of this run: %s: %s", type(error).__name__, error)
+                self._told = True
                 episode.put(error)
             else:
                 episode.put(None)
