@@ -25,17 +25,6 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec
 
-MODULES = {
-    "self_attn.q_proj": "attn.q",
-    "self_attn.k_proj": "attn.k",
-    "self_attn.v_proj": "attn.v",
-    "self_attn.o_proj": "attn.o",
-    "mlp.gate_proj": "mlp.gate",
-    "mlp.up_proj": "mlp.up",
-    "mlp.down_proj": "mlp.down",
-}
-
-
 WAIT_S = 20.0  # for other requests
 
 
@@ -45,8 +34,8 @@ def read_peft(folder: Path, decoder: Decoder) -> Adapters:
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():
         where, part = name.removeprefix("base_model.model.model.layers.").split(".lora_")
-        number, module = where.split(".", 1)
-        pairs.setdefault(f"layers.{number}.{MODULES[module]}", {})[part[0]] = tensor
+        name = where.replace("self_attn", "attn").removesuffix("_proj")
+        pairs.setdefault(f"layers.{name}", {})[part[0]] = tensor
     spec = AdapterSpec(rank=about["r"], alpha=about["lora_alpha"], targets=("attn", "mlp"))
     return Adapters(spec, {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}, decoder.config)
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from nouns import sample_of
 from torch import Tensor
+from worlds import DEEPSEEK, tiny_dense
 
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
@@ -29,53 +30,30 @@ from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import NO_EXPERT, Batch, Sample
 
-_COMMON = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "initializer_range": 0.15,
-}
+_COMMON = tiny_dense(
+    vocab_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    max_position_embeddings=128,
+    initializer_range=0.15,
+)
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {  # grouped queries, norms per head, one dense layer, tied embedding
-        "model_type": "qwen3_moe",
         **_COMMON,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "tie_word_embeddings": True,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [1],
+        **{"model_type": "qwen3_moe", "num_key_value_heads": 4, "head_dim": 8, "num_experts": 8},
+        **{
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
     },
     "mla": {  # latents, groups of experts with a correction bias, shared experts, one dense layer
-        "model_type": "deepseek_v3",
         **_COMMON,
-        "num_key_value_heads": 8,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+        **DEEPSEEK,
+        **{"num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+        **{"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
         "tie_word_embeddings": False,
     },
 }

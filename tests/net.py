@@ -1,11 +1,10 @@
 """What a change of the house must not change: adapters of short runs to the byte, forecasts, a plan.
 
-    python tests/net.py record     keep the results of this commit for this kind of machine
-    python tests/net.py check      compute them again and compare: exit code 1, a line for each difference
+    python tests/net.py     keep the results of this commit for this kind of machine
 
-Adapters depend on the order of sums, and with it on the processor and on torch: what is kept has their
-names, and a machine that has nothing kept records first, on the commit that it compares with. Everything
-goes through the command line, so that no rename of a module changes what is compared.
+tests/e2e/test_net.py compares with them. Adapters depend on the order of sums, and with it on the processor
+and on torch: what is kept has their names. Everything goes through the command line, so that no rename of a
+module changes what is compared.
 """
 
 from __future__ import annotations
@@ -188,24 +187,5 @@ def record(found: dict[str, Any]) -> None:
     )
 
 
-def main() -> int:
-    if sys.argv[1:] not in (["record"], ["check"]):
-        print(__doc__)
-        return 2
-    start = time.monotonic()
-    found = results()
-    print(f"computed in {time.monotonic() - start:.0f} s on {machine()}")
-    if sys.argv[1] == "record":
-        record(found)
-        return 0
-    before = kept()
-    if before is None or before["adapters"] is None:
-        print(f"nothing is kept of {machine()}; record it on the commit to compare with")
-        return 2
-    wrong = differences(before, found)
-    print("\n".join(wrong[:50]) or "everything as recorded")
-    return bool(wrong)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    record(results())

@@ -1,63 +1,23 @@
-"""A pool in a world without delays: an engine that takes a second for a token, links that fail as told, and
-an event loop whose clock jumps to whatever comes next: minutes of silence are tested in milliseconds."""
+"""A pool on a clock that jumps: an engine that takes a second for a token, and links that fail as told."""
 
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+from loops import now
 
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.jobs import Job, Placement, Plan, Worker
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling, Stop
 
-T = TypeVar("T")
 WORDS = 50
 EOS = 0
-
-
-class _Jumping(selectors.DefaultSelector):  # type: ignore[misc]  # a class that differs by platform
-    """Waits for nothing: the clock jumps instead. To wait for ever is an error."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise RuntimeError("everybody waits, and nothing is going to happen")
-        self.now += max(timeout, 0.0)
-        return super().select(0)
-
-
-class JumpingLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self.jumping = _Jumping()
-        super().__init__(self.jumping)
-
-    def time(self) -> float:
-        return self.jumping.now
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` on the jumping clock."""
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        return runner.run(main)
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def hold_up(seconds: float) -> None:
-    """Do something else in the event loop's thread for so long."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, JumpingLoop)
-    loop.jumping.now += seconds
 
 
 def token_at(seed: tuple[int, ...], position: int, weight: int) -> int:

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import hold_up, jumping, now, run
 from small_pool import (
     Fault,
     SlowEngine,
@@ -17,19 +19,17 @@ from small_pool import (
     expected,
     fingerprint,
     group,
-    hold_up,
     mixed,
-    now,
     publication,
-    run,
     said,
     token_at,
 )
 
-from ostinato.engine.pool import EnginePool
+from ostinato.engine.pool_calls import Call
 from ostinato.jobs import Job, Plan, Worker, least_loaded
 from ostinato.observe.timeline import Kind
-from ostinato.types import Completion, Request, Stop
+from ostinato.rollout.schedule import placement
+from ostinato.types import Completion, Request, Sampling, Stop
 from ostinato.workers.lost import WorkerLost
 from ostinato.workers.suspects import Key, isolated
 
@@ -150,19 +150,17 @@ def test_tokens_are_of_the_versions_that_they_carry_and_calls_hear_what_came_bef
         ("stillborn", "OSError: no such host"),
     ],
 )
-def test_a_worker_that_fails_is_named_replaced_and_its_calls_are_answered(fault: str, cause: str) -> None:
+@jumping
+async def test_a_worker_that_fails_is_named_replaced_and_its_calls_are_answered(
+    fault: str, cause: str
+) -> None:
     kind, _, at = fault.partition(" ")
     world = World({(0, 0): Fault(kind, at=float(at or 0))})
-
-    async def main() -> tuple[list[Completion], float, dict[str, Any], EnginePool]:
-        pool = world.pool(1)
-        pool.publish(7, 3)
-        found = await answers(pool, group(0))
-        at, status = now(), pool.status()[0]
-        await pool.close()
-        return found, at, status, pool
-
-    found, at, status, pool = run(main())
+    pool = world.pool(1)
+    pool.publish(7, 3)
+    found = await answers(pool, group(0))
+    at, status = now(), pool.status()[0]
+    await pool.close()
     assert said(found) == [expected(request, 7) for request in group(0)]
     assert at < 90, "longer than silence, a start and the answers together"
     assert cause in status["cause"]
@@ -173,116 +171,101 @@ def test_a_worker_that_fails_is_named_replaced_and_its_calls_are_answered(fault:
     assert status["state"] == "serving" and status["version"] == 3 and status["sampled"] > 0
 
 
-def test_a_policy_that_cannot_be_sent_is_refused_and_the_old_one_stays() -> None:
+@jumping
+async def test_a_policy_that_cannot_be_sent_is_refused_and_the_old_one_stays() -> None:
     def refusing(weight: int, version: int) -> Any:
         if weight < 0:
             raise RuntimeError("adapter tensor a is not finite, so this policy is not published")
         return publication(weight, version)
 
-    async def main() -> list[Completion]:
-        pool = World().pool(2, publication=refusing)
-        pool.publish(7, 1)
-        await pool.ready()
-        with pytest.raises(RuntimeError, match="tensor a is not finite"):
-            pool.publish(-1, 2)
-        found = await answers(pool, group(0))
-        await pool.close()
-        return found
-
-    found = run(main())
+    pool = World().pool(2, publication=refusing)
+    pool.publish(7, 1)
+    await pool.ready()
+    with pytest.raises(RuntimeError, match="tensor a is not finite"):
+        pool.publish(-1, 2)
+    found = await answers(pool, group(0))
+    await pool.close()
     assert said(found) == [expected(request, 7) for request in group(0)]
     assert {version for one in found for version in one.versions.tolist()} == {1}
 
 
-def test_workers_that_are_lost_again_and_again_end_the_run_by_name_and_in_time() -> None:
+@jumping
+async def test_workers_that_are_lost_again_and_again_end_the_run_by_name_and_in_time() -> None:
     world = World({(number, life): Fault("stillborn") for number in range(2) for life in range(9)})
-
-    async def main() -> tuple[str, float]:
-        pool = world.pool(2, max_restarts=5)
-        with pytest.raises(WorkerLost) as error:
-            await answers(pool, group(0))
-        at = now()
-        with pytest.raises(WorkerLost):
-            await answers(pool, group(1))
-        with pytest.raises(WorkerLost):
-            await pool.ready()
-        await pool.close()
-        return str(error.value), at
-
-    sentence, at = run(main())
+    pool = world.pool(2, max_restarts=5)
+    with pytest.raises(WorkerLost) as error:
+        await answers(pool, group(0))
+    at = now()
+    with pytest.raises(WorkerLost):
+        await answers(pool, group(1))
+    with pytest.raises(WorkerLost):
+        await pool.ready()
+    await pool.close()
+    sentence = str(error.value)
     assert "2 of 2 samplers were lost more than 5 times in a row" in sentence
     assert "cluster.max_restarts is 5" in sentence
     assert "sampler-0: OSError: no such host; sampler-1: OSError: no such host" in sentence
     assert at < 6 * 2 + (0.5 + 1.5 + 3.5 + 7.5) + 1
 
 
-def test_one_bad_place_does_not_end_a_run_whose_others_are_at_work() -> None:
+@jumping
+async def test_one_bad_place_does_not_end_a_run_whose_others_are_at_work() -> None:
     """Its losses were counted against a worker that was sampling a long answer all the time."""
     world = World({(0, life): Fault("stillborn") for life in range(99)})
     request = next(
         one for place in range(99) for one in group(place, longest=400) if len(expected(one)) > 150
     )
 
-    async def main() -> tuple[list[Completion], EnginePool]:
-        pool = world.pool(2, max_restarts=3)
-        found = await answers(pool, [request])
-        await pool.close()
-        return found, pool
-
-    found, pool = run(main())
+    pool = world.pool(2, max_restarts=3)
+    found = await answers(pool, [request])
+    await pool.close()
     assert said(found) == [expected(request)]
     assert pool.counters["workers/restarts"] > 3
 
 
-def test_whoever_still_waits_when_the_pool_is_closed_is_told() -> None:
-    async def main() -> None:
-        pool = World().pool(1)
-        asked = asyncio.create_task(answers(pool, group(0, longest=1000)))
-        await asyncio.sleep(5)
-        await pool.close()
-        with pytest.raises(RuntimeError, match="the pool was closed"):
-            await asked
-        with pytest.raises(RuntimeError, match="the pool was closed"):
-            await pool.ready()
-        assert [row["state"] for row in pool.status()] == ["lost"]
-
-    run(main())
+@jumping
+async def test_whoever_still_waits_when_the_pool_is_closed_is_told() -> None:
+    pool = World().pool(1)
+    asked = asyncio.create_task(answers(pool, group(0, longest=1000)))
+    await asyncio.sleep(5)
+    await pool.close()
+    with pytest.raises(RuntimeError, match="the pool was closed"):
+        await asked
+    with pytest.raises(RuntimeError, match="the pool was closed"):
+        await pool.ready()
+    assert [row["state"] for row in pool.status()] == ["lost"]
 
 
-def test_nobody_joins_a_suspect_that_runs_alone() -> None:
+@jumping
+async def test_nobody_joins_a_suspect_that_runs_alone() -> None:
     """All its calls ran and none waited: then its worker was as good as any other for those who came."""
     world = World({(0, 0): Fault("raise", at=4), (0, 1): Fault("raise", at=4)})
     first, second = (group(place, 2, longest=200, step=1) for place in (0, 1))
-
-    async def main() -> None:
-        pool = world.pool(1)
-        asked = [asyncio.create_task(answers(pool, requests)) for requests in (first, second)]
-        await asyncio.sleep(21)
-        asked.append(asyncio.create_task(answers(pool, group(2, 2))))
-        engine = world.links[0][2].engine
-        while not all(task.done() for task in asked):
-            assert len({request.uid for request, _ in engine.running.values()}) <= 1
-            await asyncio.sleep(1)
-        assert [said(await task) for task in asked] == [
-            [expected(request) for request in requests] for requests in (first, second, group(2, 2))
-        ]
-        await pool.close()
-
-    run(main())
+    pool = world.pool(1)
+    asked = [asyncio.create_task(answers(pool, requests)) for requests in (first, second)]
+    await asyncio.sleep(21)
+    asked.append(asyncio.create_task(answers(pool, group(2, 2))))
+    engine = world.links[0][2].engine
+    while not all(task.done() for task in asked):
+        assert len({request.uid for request, _ in engine.running.values()}) <= 1
+        await asyncio.sleep(1)
+    assert [said(await task) for task in asked] == [
+        [expected(request) for request in requests] for requests in (first, second, group(2, 2))
+    ]
+    await pool.close()
 
 
-def test_too_many_prompts_that_break_workers_end_the_run_by_name() -> None:
-    async def main() -> None:
-        world = World(make=lambda: SlowEngine(poison={f"p{n}" for n in range(9)}))
-        pool = world.pool(2, max_quarantined=1, max_restarts=50)
-        with pytest.raises(WorkerLost, match="2 prompts broke samplers"):
-            await asyncio.gather(*(answers(pool, group(place)) for place in range(3)))
-        await pool.close()
-
-    run(main())
+@jumping
+async def test_too_many_prompts_that_break_workers_end_the_run_by_name() -> None:
+    world = World(make=lambda: SlowEngine(poison={f"p{n}" for n in range(9)}))
+    pool = world.pool(2, max_quarantined=1, max_restarts=50)
+    with pytest.raises(WorkerLost, match="2 prompts broke samplers"):
+        await asyncio.gather(*(answers(pool, group(place)) for place in range(3)))
+    await pool.close()
 
 
-def test_a_worker_that_runs_dry_takes_over_what_runs_elsewhere() -> None:
+@jumping
+async def test_a_worker_that_runs_dry_takes_over_what_runs_elsewhere() -> None:
     """The calls go on where they were, token by token, and are answered once."""
     world = World()
     requests = group(1, 6, longest=60)
@@ -296,14 +279,10 @@ def test_a_worker_that_runs_dry_takes_over_what_runs_elsewhere() -> None:
             return Plan(moves=tuple((job.id, idle.id) for job in busy.jobs[::2]))
         return Plan()
 
-    async def main() -> tuple[list[Completion], EnginePool]:
-        pool = world.pool(2, place=share)
-        await pool.ready()
-        found = await answers(pool, requests)
-        await pool.close()
-        return found, pool
-
-    found, pool = run(main())
+    pool = world.pool(2, place=share)
+    await pool.ready()
+    found = await answers(pool, requests)
+    await pool.close()
     assert said(found) == [expected(request) for request in requests]
     assert pool.counters["workers/migrated"] >= 1
     sampled = sum(link.engine.counters["decoded"] for [link] in world.links.values())
@@ -311,85 +290,62 @@ def test_a_worker_that_runs_dry_takes_over_what_runs_elsewhere() -> None:
     assert pool.work["decoded"] == sampled
 
 
-def test_who_goes_away_leaves_nothing_behind() -> None:
+@jumping
+async def test_who_goes_away_leaves_nothing_behind() -> None:
     world = World()
-
-    async def main() -> None:
-        pool = world.pool(2, slots=2)
-        await pool.ready()
-        task = asyncio.create_task(answers(pool, group(0, 8, longest=10_000)))
-        await asyncio.sleep(3)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await asyncio.sleep(5)
-        assert pool.gauges()["workers/calls_waiting"] == 0
-        assert all(not link.engine.running for [link] in world.links.values())
-        assert said(await answers(pool, group(1))) == [expected(request) for request in group(1)]
-        assert pool.counters["workers/restarts"] == 0
-        await pool.close()
-
-    run(main())
+    pool = world.pool(2, slots=2)
+    await pool.ready()
+    task = asyncio.create_task(answers(pool, group(0, 8, longest=10_000)))
+    await asyncio.sleep(3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(5)
+    assert pool.gauges()["workers/calls_waiting"] == 0
+    assert all(not link.engine.running for [link] in world.links.values())
+    assert said(await answers(pool, group(1))) == [expected(request) for request in group(1)]
+    assert pool.counters["workers/restarts"] == 0
+    await pool.close()
 
 
-def test_publications_are_booked_when_all_have_proved_them() -> None:
-    async def main() -> EnginePool:
-        pool = World().pool(3)
-        await pool.ready()
-        pool.remember("p0", 1, ())
-        pool.publish(12345, 1)
-        assert pool.take_publications() == []
-        await asyncio.sleep(5)
-        [booked] = pool.take_publications()
-        assert (booked.version, booked.bytes, booked.workers) == (1, 3 * 5, 3)
-        assert pool.served == (1, fingerprint(12345))
-        pool.publish(777, 2)  # overtaken before it is on its way: never sent
-        pool.publish(778, 3)
-        await asyncio.sleep(1)
-        assert sum(one.bytes for one in pool.take_publications()) <= 2 * 3 * 3
-        assert all(row["version"] == 3 or row["running"] == 0 for row in pool.status())
-        await pool.close()
-        return pool
-
-    pool = run(main())
+@jumping
+async def test_publications_are_booked_when_all_have_proved_them() -> None:
+    pool = World().pool(3)
+    await pool.ready()
+    pool.remember("p0", 1, ())
+    pool.publish(12345, 1)
+    assert pool.take_publications() == []
+    await asyncio.sleep(5)
+    [booked] = pool.take_publications()
+    assert (booked.version, booked.bytes, booked.workers) == (1, 3 * 5, 3)
+    assert pool.served == (1, fingerprint(12345))
+    pool.publish(777, 2)  # overtaken before it is on its way: never sent
+    pool.publish(778, 3)
+    await asyncio.sleep(1)
+    assert sum(one.bytes for one in pool.take_publications()) <= 2 * 3 * 3
+    assert all(row["version"] == 3 or row["running"] == 0 for row in pool.status())
+    await pool.close()
     kinds = {(span.worker, span.kind) for span in pool.take_spans()}
     assert {(f"sampler-{n}", Kind.START) for n in range(3)} <= kinds
     assert ("sampler-1", Kind.PUBLISH) in kinds
     assert pool.take_spans() == []
 
 
-def test_a_placement_that_fails_is_told_to_those_who_wait() -> None:
+@jumping
+async def test_a_placement_that_fails_is_told_to_those_who_wait() -> None:
     """It is called from the event loop, which would only log what it raises: everybody waited for ever."""
 
     def broken(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
         raise KeyError("no such worker")
 
-    async def main() -> None:
-        pool = World().pool(1, place=broken)
-        with pytest.raises(KeyError, match="no such worker"):
-            await answers(pool, group(0))
-
-    run(main())
+    pool = World().pool(1, place=broken)
+    with pytest.raises(KeyError, match="no such worker"):
+        await answers(pool, group(0))
 
 
-def test_a_pool_is_of_one_event_loop_at_a_time() -> None:
-    world = World()
-    pool = world.pool(1)
-    assert said(run(answers(pool, group(0)))) == [expected(request) for request in group(0)]
-    assert said(run(answers(pool, group(1)))) == [expected(request) for request in group(1)], "a new life"
-
-    async def two() -> None:
-        await pool.ready()
-        other = asyncio.new_event_loop()
-        try:
-            pool._loop = other
-            with pytest.raises(RuntimeError, match="another event loop"):
-                await pool.ready()
-        finally:
-            pool._loop = asyncio.get_running_loop()
-            other.close()
-            await pool.close()
-
-    run(two())
+def test_a_pool_that_was_closed_lives_again_in_another_event_loop() -> None:
+    pool = World().pool(1)
+    for place in (0, 1):
+        assert said(run(answers(pool, group(place)))) == [expected(request) for request in group(place)]
 
 
 def test_sizes_are_checked_before_any_work() -> None:
@@ -419,19 +375,78 @@ def test_suspects_run_in_cells_and_somebody_is_always_on_the_way(
     assert closed, "all workers stay open while a suspect waits"
 
 
-def test_a_training_step_that_holds_the_event_loop_up_makes_nobody_silent() -> None:
+@jumping
+async def test_a_training_step_that_holds_the_event_loop_up_makes_nobody_silent() -> None:
     """A timer of the wait was due before the reply that lay there had passed its tasks: after every step of
     some minutes in the same process all workers were lost."""
     world = World()
+    pool = world.pool(2)
+    asked = asyncio.create_task(answers(pool, group(0, 8, longest=100)))
+    for _ in range(3):
+        await asyncio.sleep(4.4)
+        hold_up(300.0)
+    assert said(await asked) == [expected(request) for request in group(0, 8, longest=100)]
+    await pool.close()
+    assert pool.counters["workers/restarts"] == 0
 
-    async def main() -> EnginePool:
-        pool = world.pool(2)
-        asked = asyncio.create_task(answers(pool, group(0, 8, longest=100)))
-        for _ in range(3):
-            await asyncio.sleep(4.4)
-            hold_up(300.0)
-        assert said(await asked) == [expected(request) for request in group(0, 8, longest=100)]
-        await pool.close()
-        return pool
 
-    assert run(main()).counters["workers/restarts"] == 0
+# ---- the pool: who gets what, as its placement says
+
+
+@jumping
+async def test_calls_wait_in_the_pool_where_placement_can_still_choose() -> None:
+    """Longest first by prediction, with one slot: the order of the answers is that of the predictions."""
+
+    def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Plan:
+        order = sorted(waiting, key=lambda job: -job.predicted)
+        free = [worker.id for worker in workers for _ in range(worker.slots - len(worker.jobs))]
+        return Plan(starts=tuple((job.id, to) for job, to in zip(order, free, strict=False)))
+
+    pool = World().pool(
+        1, slots=1, place=longest_first, expect=lambda request: float(request.seed[2] % 4 + 1)
+    )
+    await pool.ready()
+    order = [index async for index, _ in pool.generate([group(place, 1)[0] for place in range(4)])]
+    await pool.close()
+    assert order == [3, 2, 1, 0]
+
+
+@jumping
+async def test_the_next_turn_of_a_conversation_goes_where_its_beginning_is() -> None:
+    world = World()
+    pool = world.pool(3)
+    await pool.ready()
+    homes = []
+    for _ in range(5):
+        before = [link.engine.counters["decoded"] for [link] in world.links.values()]
+        await answers(pool, group(2, 1))
+        after = [link.engine.counters["decoded"] for [link] in world.links.values()]
+        homes.append([a > b for a, b in zip(after, before, strict=True)].index(True))
+    await pool.close()
+    assert len(set(homes)) == 1
+
+
+@pytest.mark.parametrize("name", ["least-loaded", "longest-first", "histopipe"])
+@jumping
+async def test_every_placement_of_a_recipe_gives_the_same_answers(name: str) -> None:
+    world = World({(1, 0): Fault("raise", at=9)})
+    groups = [group(place, 4, step=1 + place // 6) for place in range(12)]
+    pool = world.pool(
+        3, place=placement(name), slots=4, expect=lambda request: float(request.seed[2] * 3 % 20)
+    )
+    found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
+    await pool.close()
+    for requests, one in zip(groups, found, strict=True):
+        assert said(one) == [expected(request) for request in requests]
+
+
+def test_a_seed_path_says_who_are_siblings() -> None:
+    def job(*seed: int) -> Job:
+        request = Request(tokens=np.ones(3, np.int32), sampling=Sampling(), seed=seed)
+        call = Call(id=7, index=0, request=request, results=asyncio.Queue(), expected=0.0)
+        return call.job()
+
+    assert (job(0, 4, 11, 2).step, job(0, 4, 11, 2).place) == (4, 11)
+    assert job(0, -1, 3, 11, 2).place == 11, "an evaluation in lanes"
+    assert job(5, 2).place == 7, "nobody's sibling"
+    assert job(0, 4, 11, 2).predicted == float("inf")

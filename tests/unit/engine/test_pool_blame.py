@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small_pool import Fault, Link, SlowEngine, World, answers, expected, group, mixed, now, run, said
+from loops import jumping, now
+from small_pool import Fault, Link, SlowEngine, World, answers, expected, group, mixed, said
 
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.jobs import least_loaded
 from ostinato.observe.timeline import Kind
-from ostinato.types import Completion, Publication, Request, Stop
+from ostinato.types import Publication, Request, Stop
 from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.suspects import Key, Suspects
 
@@ -37,22 +38,19 @@ def long_answer(tokens: int) -> Request:
     slots=st.sampled_from([1, 3, 16]),
     at_once=st.booleans(),
 )
-def test_eight_prompts_that_break_workers_do_not_use_up_the_budget_of_the_workers(
+@jumping
+async def test_eight_prompts_that_break_workers_do_not_use_up_the_budget_of_the_workers(
     workers: int, placement: int | None, slots: int, at_once: bool
 ) -> None:
     """Each kills a worker several times before it is found, which ended the run as five workers lost."""
     places = [place for place in range(99) if len(expected(group(place, 1)[0])) > 2][:16]
     guilty = {f"p{place}" for place in places[::2]}
 
-    async def main() -> tuple[list[list[Completion]], EnginePool]:
-        place = least_loaded if placement is None else mixed(placement)
-        pool = World(make=lambda: SlowEngine(poison=guilty)).pool(workers, place=place, slots=slots)
-        asked = [answers(pool, group(one, 1), 0.0 if at_once else 2.0 * one) for one in places]
-        found = await asyncio.gather(*asked)
-        await pool.close()
-        return list(found), pool
-
-    found, pool = run(main())
+    place = least_loaded if placement is None else mixed(placement)
+    pool = World(make=lambda: SlowEngine(poison=guilty)).pool(workers, place=place, slots=slots)
+    asked = [answers(pool, group(one, 1), 0.0 if at_once else 2.0 * one) for one in places]
+    found = await asyncio.gather(*asked)
+    await pool.close()
     for place, [one] in zip(places, found, strict=True):
         if f"p{place}" in guilty:
             assert one.stop is Stop.ERROR and f"prompt p{place} is quarantined" in one.error
@@ -62,53 +60,44 @@ def test_eight_prompts_that_break_workers_do_not_use_up_the_budget_of_the_worker
 
 
 @pytest.mark.parametrize("blips", [1, 2, 3, 4])
-def test_workers_that_are_lost_together_blame_nobody(blips: int) -> None:
+@jumping
+async def test_workers_that_are_lost_together_blame_nobody(blips: int) -> None:
     """After two of them all that was in flight ran one prompt at a time, for ever so long."""
     world = World({(number, life): Fault("raise", at=4) for number in range(3) for life in range(blips)})
     groups = [group(place, 1, longest=60) for place in range(18)]
-
-    async def main() -> float:
-        pool = world.pool(3)
-        found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
-        assert [said(one) for one in found] == [[expected(request) for request in one] for one in groups]
-        assert pool.counters["workers/quarantined"] == 0
-        at = now()
-        await pool.close()
-        return at
-
+    pool = world.pool(3)
+    found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
+    assert [said(one) for one in found] == [[expected(request) for request in one] for one in groups]
+    assert pool.counters["workers/quarantined"] == 0
+    at = now()
+    await pool.close()
     longest = max(len(expected(request)) for [request] in groups)
     undisturbed = blips * (4 + 2 + 4) + 2 + longest
-    assert run(main()) <= undisturbed + (0 if blips < 4 else longest), "at the worst one half after the other"
+    assert at <= undisturbed + (0 if blips < 4 else longest), "at the worst one half after the other"
 
 
-def test_a_prompt_whose_host_was_killed_twice_is_not_guilty() -> None:
+@jumping
+async def test_a_prompt_whose_host_was_killed_twice_is_not_guilty() -> None:
     """The longest answer is alone on its worker at last: each loss was a try and the proof at once."""
     world = World({(0, 0): Fault("raise", at=9), (0, 1): Fault("raise", at=9)})
     request = long_answer(30)
-
-    async def main() -> list[Completion]:
-        pool = world.pool(1)
-        found = await answers(pool, [request])
-        await pool.close()
-        return found
-
-    assert said(run(main())) == [expected(request)]
+    pool = world.pool(1)
+    found = await answers(pool, [request])
+    await pool.close()
+    assert said(found) == [expected(request)]
 
 
-def test_a_prompt_is_quarantined_in_its_round_and_may_come_again() -> None:
+@jumping
+async def test_a_prompt_is_quarantined_in_its_round_and_may_come_again() -> None:
     poison = {"p1"}
     first, again, later = (group(1, 2, step=step) for step in (1, 1, 2))
 
-    async def main() -> tuple[list[Completion], EnginePool]:
-        pool = World(make=lambda: SlowEngine(poison=poison)).pool(1)
-        found = [*await answers(pool, first), *await answers(pool, again)]
-        assert [one.stop for one in found] == [Stop.ERROR] * 4
-        poison.clear()
-        found = await answers(pool, later)
-        await pool.close()
-        return found, pool
-
-    found, pool = run(main())
+    pool = World(make=lambda: SlowEngine(poison=poison)).pool(1)
+    found = [*await answers(pool, first), *await answers(pool, again)]
+    assert [one.stop for one in found] == [Stop.ERROR] * 4
+    poison.clear()
+    found = await answers(pool, later)
+    await pool.close()
     assert said(found) == [expected(request) for request in later]
     assert pool.counters["workers/quarantined"] == 1
 
@@ -125,7 +114,8 @@ class Bursting(Link):
         return await super().publish(publication)
 
 
-def test_a_worker_that_is_lost_to_a_policy_blames_no_prompt() -> None:
+@jumping
+async def test_a_worker_that_is_lost_to_a_policy_blames_no_prompt() -> None:
     lives: list[Bursting] = []
 
     async def spawn(number: int) -> Bursting:
@@ -134,18 +124,14 @@ def test_a_worker_that_is_lost_to_a_policy_blames_no_prompt() -> None:
         return lives[-1]
 
     request = long_answer(30)
-
-    async def main() -> list[Completion]:
-        pool = EnginePool(spawn, 1, publication=numbered)
-        asked = asyncio.create_task(answers(pool, [request]))
-        for version in range(4):
-            pool.publish(0, version)
-            await asyncio.sleep(20.0)
-        found = await asked
-        await pool.close()
-        return found
-
-    assert said(run(main())) == [expected(request)] and len(lives) == 4
+    pool = EnginePool(spawn, 1, publication=numbered)
+    asked = asyncio.create_task(answers(pool, [request]))
+    for version in range(4):
+        pool.publish(0, version)
+        await asyncio.sleep(20.0)
+    found = await asked
+    await pool.close()
+    assert said(found) == [expected(request)] and len(lives) == 4
 
 
 def numbered(weight: int, version: int) -> Publication:
@@ -187,23 +173,21 @@ def test_the_guilty_one_of_n_is_found_in_log2_n_losses(count: int, data: st.Data
     assert guilty not in suspects.cells and not suspects.accused
 
 
-def test_a_sampler_that_never_comes_up_is_named_while_another_serves() -> None:
+@jumping
+async def test_a_sampler_that_never_comes_up_is_named_while_another_serves() -> None:
     """The run waited for it for ever, where nobody works before all are ready."""
     world = World({(1, life): Fault("stillborn") for life in range(99)})
-
-    async def main() -> str:
-        pool = world.pool(2, max_restarts=2)
-        with pytest.raises(WorkerLost, match=r"1 of 2 samplers .* more than 2 times") as error:
-            await asyncio.wait_for(pool.ready(), 60)
-        await pool.close()
-        return str(error.value)
-
-    assert run(main()).endswith("sampler-1: OSError: no such host")
+    pool = world.pool(2, max_restarts=2)
+    with pytest.raises(WorkerLost, match=r"1 of 2 samplers .* more than 2 times") as error:
+        await asyncio.wait_for(pool.ready(), 60)
+    await pool.close()
+    assert str(error.value).endswith("sampler-1: OSError: no such host")
     assert len(world.links[1]) == 3
 
 
 @pytest.mark.parametrize("when", ["starts", "works"])
-def test_what_no_worker_survives_ends_the_run_as_itself(when: str) -> None:
+@jumping
+async def test_what_no_worker_survives_ends_the_run_as_itself(when: str) -> None:
     """The loss of Ray's head was told as that of so many samplers."""
     world = World()
 
@@ -224,16 +208,13 @@ def test_what_no_worker_survives_ends_the_run_as_itself(when: str) -> None:
         link.collect = until  # type: ignore[method-assign]
         return link
 
-    async def main() -> EnginePool:
-        pool = EnginePool(spawn, 3, publication=numbered)
-        asked = [asyncio.create_task(answers(pool, group(place, longest=90))) for place in range(4)]
-        for one in await asyncio.gather(*asked, return_exceptions=True):
-            assert isinstance(one, WorkerLost) and one.kind is WorkerKind.CLUSTER
-        assert now() < 10
-        await pool.close()
-        return pool
-
-    assert run(main()).counters["workers/restarts"] == 0
+    pool = EnginePool(spawn, 3, publication=numbered)
+    asked = [asyncio.create_task(answers(pool, group(place, longest=90))) for place in range(4)]
+    for one in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(one, WorkerLost) and one.kind is WorkerKind.CLUSTER
+    assert now() < 10
+    await pool.close()
+    assert pool.counters["workers/restarts"] == 0
 
 
 @dataclass(eq=False)
@@ -246,7 +227,8 @@ class Loading(Link):
         return await super().publish(publication)
 
 
-def test_a_policy_is_booked_when_those_who_serve_have_proved_it() -> None:
+@jumping
+async def test_a_policy_is_booked_when_those_who_serve_have_proved_it() -> None:
     """One that was starting had minutes to do so: they were told as the seconds of a publication. They are
     a part of its start."""
     clock, lives = time.time(), [0, 0]
@@ -256,21 +238,18 @@ def test_a_policy_is_booked_when_those_who_serve_have_proved_it() -> None:
         fault = Fault("raise", at=20) if (number, lives[number]) == (1, 1) else None
         return Loading(SamplerServer(engine, f"sampler-{number}", int), engine, fault)
 
-    async def main() -> EnginePool:
-        pool = EnginePool(spawn, 2, publication=numbered)
-        pool.publish(7, 1)
-        await pool.ready()
-        await asyncio.sleep(12.0)  # sampler-1 is lost, and begins anew
-        pool.publish(8, 2)
-        await asyncio.sleep(1.0)
-        [booked] = pool.take_publications()
-        assert (booked.version, booked.workers, booked.bytes) == (2, 1, 1)
-        await pool.ready()
-        assert not pool.take_publications()
-        gauges = pool.gauges()
-        assert gauges["workers/restarts"] == gauges["workers/migrated"] == 0, "a row without losses says so"
-        await pool.close()
-        return pool
-
-    spans = [span for span in run(main()).take_spans() if span.kind is Kind.START]
+    pool = EnginePool(spawn, 2, publication=numbered)
+    pool.publish(7, 1)
+    await pool.ready()
+    await asyncio.sleep(12.0)  # sampler-1 is lost, and begins anew
+    pool.publish(8, 2)
+    await asyncio.sleep(1.0)
+    [booked] = pool.take_publications()
+    assert (booked.version, booked.workers, booked.bytes) == (2, 1, 1)
+    await pool.ready()
+    assert not pool.take_publications()
+    gauges = pool.gauges()
+    assert gauges["workers/restarts"] == gauges["workers/migrated"] == 0, "a row without losses says so"
+    await pool.close()
+    spans = [span for span in pool.take_spans() if span.kind is Kind.START]
     assert len(spans) == 3 and all(span.start >= clock for span in spans)

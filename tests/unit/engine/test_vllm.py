@@ -72,6 +72,12 @@ def score(adapters: Any, tokens: np.ndarray) -> np.ndarray:
     return logprobs.gather(1, rows[1:, None])[:, 0].numpy()
 
 
+def is_of(said: Completion, adapters: Any) -> None:
+    """What answered ``ask()`` was sampled by this policy."""
+    expected = score(adapters, np.concatenate([ask().tokens, said.tokens]))[len(ask().tokens) - 1 :]
+    np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+
+
 @pytest.fixture
 def server() -> Iterator[FakeVllm]:
     server = FakeVllm(DECODER, decode)
@@ -171,8 +177,7 @@ def test_a_request_that_began_on_the_base_ends_on_it_and_its_tokens_say_so(
     engine.publish(None, 1)
     said = asyncio.run(publish_under_way())
     assert (said.versions == 1).all()
-    expected = score(None, np.concatenate([ask().tokens, said.tokens]))[len(ask().tokens) - 1 :]
-    np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+    is_of(said, None)
 
 
 def test_what_is_served_is_told_and_old_folders_go(engine: VllmEngine, tmp_path: Path) -> None:
@@ -278,8 +283,7 @@ def test_nothing_is_sampled_between_a_new_adapter_and_its_label(server: FakeVllm
     said = asyncio.run(cut_off())
     assert elsewhere.sampled_meanwhile == 0
     assert (said.versions == 2).all()  # what had begun before was asked again
-    expected = score(POLICIES[1], np.concatenate([ask().tokens, said.tokens]))[len(ask().tokens) - 1 :]
-    np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+    is_of(said, POLICIES[1])
 
 
 def test_a_server_that_was_left_paused_is_woken(server: FakeVllm, tmp_path: Path) -> None:
@@ -372,8 +376,7 @@ def test_an_answer_of_another_policy_is_never_used(engine: VllmEngine, server: F
         server.broken = "forgetful"
     said = run(engine, ask())[0]
     assert server.lives == lives + 1 and (said.versions == 1).all()
-    expected = score(POLICIES[0], np.concatenate([ask().tokens, said.tokens]))[len(ask().tokens) - 1 :]
-    np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+    is_of(said, POLICIES[0])
 
 
 def test_a_request_that_breaks_on_a_sound_server_fails_alone(engine: VllmEngine, server: FakeVllm) -> None:

@@ -171,21 +171,6 @@ def test_the_search_finds_what_brute_force_finds(
     assert span == (search.find(context[len(context) - length :]) if length else (0, 0))
 
 
-def test_the_end_of_a_document_ends_a_match() -> None:
-    """A context that runs over the border of two responses was never written."""
-    _, search = searched([past([1, 2]), past([3, 4])])
-    assert search.find([2, 3]) == search.find([2, 9]) == (2, 2)
-    low, high = search.find([2])
-    assert high - low == 1 and search.next_at(low, 1).token == END
-    assert search.longest([1, 2], 1) == (0, (0, 0))  # nothing follows it
-
-
-def test_a_response_can_be_drafted_from_its_first_token() -> None:
-    _, search = searched([past([7], context=range(20))])
-    length, (place, _) = search.longest(list(range(30, 40)) + list(range(12, 20)), 1)
-    assert length == CONTEXT and search.next_at(place, length).token == 7
-
-
 # ---- quantisation ----
 
 

@@ -7,46 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds import DEEPSEEK, tiny_dense, tiny_moe
 
 from ostinato.model.config import QKNorm, RopeType, parse_config, read_config
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-QWEN3_MOE = {
-    **SMALL,
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
-DEEPSEEK = {
-    **SMALL,
-    "model_type": "deepseek_v3",
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-}
+SMALL = tiny_dense(num_hidden_layers=4, tie_word_embeddings=False)
+QWEN3_MOE = tiny_moe(num_hidden_layers=4, num_experts=8)
+LATENT = {**SMALL, **DEEPSEEK, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
 
 
 def refusal(**changes: Any) -> str:
     with pytest.raises(ValueError) as error:
-        parse_config({**SMALL, "model_type": "llama", **changes})
+        parse_config({**SMALL, **changes})
     return str(error.value)
 
 
@@ -55,7 +27,6 @@ def test_smollm2_as_published() -> None:
     config = parse_config(
         {
             **SMALL,
-            "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
             "attention_bias": False,
             "hidden_act": "silu",
@@ -75,7 +46,7 @@ def test_smollm2_as_published() -> None:
     )
     assert config.tie_embeddings
     assert config.rope.theta == 100000
-    assert (config.head_dim, config.num_kv_heads, config.qk_norm, config.moe) == (16, 2, QKNorm.NONE, None)
+    assert (config.head_dim, config.num_kv_heads, config.qk_norm, config.moe) == (8, 2, QKNorm.NONE, None)
     assert config.raw["rope_theta"] == 100000
 
 
@@ -102,11 +73,9 @@ def test_rope_in_both_spellings() -> None:
     new = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     new |= {"original_max_position_embeddings": 64, "rope_theta": 5e5}
     old = {key: value for key, value in new.items() if key != "rope_theta"}
-    v5 = parse_config({**SMALL, "model_type": "llama", "rope_parameters": new})
-    v4 = parse_config({**SMALL, "model_type": "llama", "rope_scaling": old, "rope_theta": 5e5})
-    oldest = parse_config(
-        {**SMALL, "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5}
-    )
+    v5 = parse_config({**SMALL, "rope_parameters": new})
+    v4 = parse_config({**SMALL, "rope_scaling": old, "rope_theta": 5e5})
+    oldest = parse_config({**SMALL, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5})
     assert v5.rope == v4.rope
     assert v5.rope.rope_type == RopeType.LLAMA3
     assert (oldest.rope.rope_type, oldest.rope.factor) == (RopeType.LINEAR, 2.0)
@@ -134,11 +103,11 @@ def test_rope_in_both_spellings() -> None:
             ("sliding_window", "32"),
         ),
         ({**QWEN3_MOE, "num_experts_per_tok": 9}, ("num_experts_per_tok", "9", "8")),
-        ({**DEEPSEEK, "topk_method": "greedy"}, ("topk_method", "greedy", "noaux_tc")),
-        ({**DEEPSEEK, "n_group": 3}, ("n_group", "3", "8")),
-        ({**DEEPSEEK, "topk_group": 5}, ("topk_group", "5", "4")),
-        ({**DEEPSEEK, "topk_group": 1}, ("num_experts_per_tok", "3", "1 of 4 groups")),
-        ({**DEEPSEEK, "attention_bias": True}, ("attention_bias", "True")),
+        ({**LATENT, "topk_method": "greedy"}, ("topk_method", "greedy", "noaux_tc")),
+        ({**LATENT, "n_group": 3}, ("n_group", "3", "8")),
+        ({**LATENT, "topk_group": 5}, ("topk_group", "5", "4")),
+        ({**LATENT, "topk_group": 1}, ("num_experts_per_tok", "3", "1 of 4 groups")),
+        ({**LATENT, "attention_bias": True}, ("attention_bias", "True")),
     ],
 )
 def test_refusals_name_field_and_value(changes: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -156,8 +125,8 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="JSON object"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
-    assert read_config(tmp_path).hidden_size == 64
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    assert read_config(tmp_path).hidden_size == 32
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -201,12 +170,12 @@ NAN = float("nan")
         ),
         ({**QWEN3_MOE, "num_experts": 10**9}, "num_experts is 1000000000"),
         ({**QWEN3_MOE, "use_sliding_window": True, "sliding_window": "all"}, "sliding_window is 'all'"),
-        ({**DEEPSEEK, "moe_layer_freq": 0}, "moe_layer_freq is 0"),
-        ({**DEEPSEEK, "n_group": "4"}, "n_group is '4'"),
-        ({**DEEPSEEK, "routed_scaling_factor": NAN}, "routed_scaling_factor is nan"),
-        ({**DEEPSEEK, "q_lora_rank": -1}, "q_lora_rank is -1"),
-        ({**DEEPSEEK, "n_shared_experts": -1}, "n_shared_experts is -1"),
-        ({**DEEPSEEK, "first_k_dense_replace": 1.5}, "first_k_dense_replace is 1.5"),
+        ({**LATENT, "moe_layer_freq": 0}, "moe_layer_freq is 0"),
+        ({**LATENT, "n_group": "4"}, "n_group is '4'"),
+        ({**LATENT, "routed_scaling_factor": NAN}, "routed_scaling_factor is nan"),
+        ({**LATENT, "q_lora_rank": -1}, "q_lora_rank is -1"),
+        ({**LATENT, "n_shared_experts": -1}, "n_shared_experts is -1"),
+        ({**LATENT, "first_k_dense_replace": 1.5}, "first_k_dense_replace is 1.5"),
     ],
 )
 def test_numbers_that_no_model_has_are_refused_by_name(changes: dict[str, Any], words: str) -> None:

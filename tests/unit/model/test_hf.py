@@ -1,4 +1,4 @@
-"""Hugging Face folders: round trips, the other spellings of experts, and damaged files."""
+"""Hugging Face folders: round trips, other spellings of experts, damaged files; what a model may be called."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model, save_model
+from ostinato.model.named import is_hub_name, is_model_name, model_folder
 
 BASE = tiny_dense(tie_word_embeddings=False, max_position_embeddings=64, initializer_range=0.2)
 MOE = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -136,3 +137,34 @@ def test_a_config_that_is_larger_than_the_weights_takes_no_memory(tmp_path: Path
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(ValueError, match=words):
             load_model(tmp_path)
+
+
+# ---- what a user may call a model
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("asset:no-such-asset", "not packaged"),
+        ("nowhere", "no Hugging Face folder"),
+        ("a/b/c", "no Hugging Face folder"),
+        ("", "no Hugging Face folder"),
+    ],
+)
+def test_what_is_no_model_is_refused(name: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        model_folder(name)
+
+
+def test_names_of_models_and_of_recipes_are_told_apart() -> None:
+    assert all(map(is_model_name, ("asset:seed-moe", "smollm2-135m", "Qwen/Qwen3-0.6B")))
+    assert not any(map(is_model_name, ("quickstart", "recipes/mine.toml", "runs", "tests/unit")))
+
+
+def test_a_hub_name_is_not_a_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter trained on a hub model names its base by the hub name, not by this machine's cache."""
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name("Qwen/Qwen3-0.6B")
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    assert not is_hub_name("Qwen/Qwen3-0.6B")
+    assert not any(map(is_hub_name, ("asset:seed-moe", "smollm2-135m", "/tmp/a/b", "a")))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds import answers
 
 import ostinato
 from ostinato.engine.local import LocalEngine
@@ -23,25 +22,21 @@ from ostinato.model.config import read_config
 from ostinato.model.hf import load_model
 from ostinato.render import Renderer
 from ostinato.reward.verify import exact
-from ostinato.types import Completion, Request, Sampling
+from ostinato.types import Request, Sampling
 
 FOLDER = Path(ostinato.__file__).parent / "assets" / "seed-moe"
 RECIPE = Path(__file__).parents[3] / "recipes" / "seed_moe.py"
 END = "<|im_end|>"
 
 
-def load_recipe() -> ModuleType:
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
     spec = importlib.util.spec_from_file_location("seed_moe_recipe", RECIPE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def recipe() -> ModuleType:
-    return load_recipe()
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +48,12 @@ def read_log() -> list[dict]:
     return [json.loads(line) for line in (FOLDER / "train_log.jsonl").read_text().splitlines()]
 
 
-# ---- size and form -----------------------------------------------------------------------------
-
-
 def test_it_is_small_and_sparse_with_one_dense_layer() -> None:
     decoder, config = load_model(FOLDER, dtype=torch.bfloat16), read_config(FOLDER)
     assert 5e6 <= sum(p.numel() for p in decoder.parameters()) <= 10e6
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 16e6
     assert config.model_type == "qwen3_moe" and config.moe is not None
     assert set(range(config.num_layers)) - set(config.moe.layers) == {0}
-
-
-# ---- tokenizer and template --------------------------------------------------------------------
 
 
 @settings(max_examples=50, deadline=None)
@@ -96,20 +85,6 @@ def test_the_recipe_writes_the_packaged_files(recipe: ModuleType, tmp_path: Path
     assert read_config(tmp_path) == read_config(FOLDER)
 
 
-# ---- the annotators ----------------------------------------------------------------------------
-
-
-# ---- training ----------------------------------------------------------------------------------
-
-
-# ---- the model ---------------------------------------------------------------------------------
-
-
-async def complete(engine: LocalEngine, requests: Sequence[Request]) -> list[Completion]:
-    found = {index: completion async for index, completion in engine.generate(requests)}
-    return [found[index] for index in range(len(requests))]
-
-
 @pytest.mark.slow
 def test_it_starts_where_rl_has_room(renderer: Renderer) -> None:
     """A small sample of what the log says: wide bounds, so that only a broken checkpoint or engine fails."""
@@ -121,9 +96,9 @@ def test_it_starts_where_rl_has_room(renderer: Renderer) -> None:
         for i, p in enumerate(prompts)
         for s in range(8)
     ]
-    completions = asyncio.run(complete(engine, requests))
-    answers = [p.columns["answer"] for p in prompts for _ in range(8)]
-    right = np.array(exact([c.text for c in completions], answers)).reshape(16, 8)
+    completions = answers(engine, requests)
+    wanted = [p.columns["answer"] for p in prompts for _ in range(8)]
+    right = np.array(exact([c.text for c in completions], wanted)).reshape(16, 8)
     assert 0.1 < right.mean() < 0.55
     assert right.max(1).mean() > 0.5
     assert all(c.stop == "eos" for c in completions)
