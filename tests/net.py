@@ -2,7 +2,7 @@
 
     python tests/net.py     keep the results of this commit for this kind of machine
 
-tests/e2e/test_net.py compares with them. Adapters depend on the order of sums, and with it on the processor
+tests/e2e/test_loop.py compares with them. Adapters depend on the order of sums, and with it on the processor
 and on torch: what is kept has their names. Everything goes through the command line, so that no rename of a
 module changes what is compared.
 """

@@ -222,6 +222,8 @@ class Game:
             ended.append(is_last or rng.random() < 0.02)  # given up
             start += len(nodes)
             self.seen.update(drafted=len(nodes), accepted=accepted, emitted=came)
+            self.seen.update(f"drafted {len(path)} deep" for path in nodes)
+            self.seen.update(f"accepted {depth} deep" for depth in range(1, accepted + 1))
         told = [
             np.concatenate([getattr(one, name)[-n:] for one, n in zip(running, counts, strict=True)])
             for name in ("tokens", "probs", "edges")

@@ -160,6 +160,7 @@ class Link:
     fault: Fault | None = None
     closed: bool = False
     born: float = field(default_factory=now)
+    sent: list[Publication] = field(default_factory=list)
 
     def is_now(self, *kinds: str) -> bool:
         fault = self.fault
@@ -201,6 +202,7 @@ class Link:
 
     async def publish(self, publication: Publication) -> str:
         await self._suffer()
+        self.sent.append(publication)
         proof = await self.server.publish(publication)
         return "something else" if self.is_now("mute") else proof
 

@@ -200,7 +200,6 @@ def test_the_next_turn_prefills_only_what_is_new(kernels: Kernels | None) -> Non
 
 
 def test_the_engine_samples_from_the_trainers_own_tensors() -> None:
-    """No second copy of the base: a change of a base weight in place is what the engine samples from next."""
     decoder = tiny_decoder(seed=1)
     pointers = {name: p.data_ptr() for name, p in decoder.named_parameters()}
     ours = LocalEngine(decoder, kv_memory_mb=4)

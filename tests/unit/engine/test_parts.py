@@ -123,7 +123,6 @@ def test_a_part_goes_on_under_the_policy_of_now_and_keeps_the_versions_that_it_h
 
 @native_only
 def test_drafts_know_a_part_that_moves() -> None:
-    """The drafter is told of all that was sampled, here or elsewhere; tokens are the same."""
 
     def drafting() -> LocalEngine:
         history = History()
@@ -139,7 +138,6 @@ def test_drafts_know_a_part_that_moves() -> None:
 
 
 def test_a_cut_frees_what_the_request_had() -> None:
-    """Seated, waiting for a seat, or in the middle of its prompt: nothing is left behind."""
     ours = engine(kernels=None, max_batch=2, step_tokens=8)
     found = run(ours, ASKED, cut_after=2)
     assert all(one.stop is Stop.ABORT for one in found)

@@ -52,7 +52,6 @@ def request(length: int, index: int, policy: str, **sampling: Any) -> Request:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("tight", [{}, {"step_tokens": 7, "max_batch": 5}], ids=["wide", "tight"])
 def test_every_policy_answers_among_others_as_alone(kernels: Kernels | None, tight: dict[str, int]) -> None:
-    """The same prompts under all policies at once: nothing of one policy's prefix serves another's."""
     asked = [request(20, i, name, top_p=0.9 if i % 2 else 1.0) for i in range(3) for name in NAMES]
     together = answers(engine(kernels, **tight), asked)
     for one, done in zip(asked, together, strict=True):

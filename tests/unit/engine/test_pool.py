@@ -309,7 +309,8 @@ async def test_who_goes_away_leaves_nothing_behind() -> None:
 
 @jumping
 async def test_publications_are_booked_when_all_have_proved_them() -> None:
-    pool = World().pool(3)
+    world = World()
+    pool = world.pool(3)
     await pool.ready()
     pool.remember("p0", 1, ())
     pool.publish(12345, 1)
@@ -321,9 +322,12 @@ async def test_publications_are_booked_when_all_have_proved_them() -> None:
     pool.publish(777, 2)  # overtaken before it is on its way: never sent
     pool.publish(778, 3)
     await asyncio.sleep(1)
-    assert sum(one.bytes for one in pool.take_publications()) <= 2 * 3 * 3
+    overtaken, booked = pool.take_publications()
+    assert (overtaken.version, booked.version, booked.bytes, booked.workers) == (2, 3, 3 * 3, 3)
     assert all(row["version"] == 3 or row["running"] == 0 for row in pool.status())
     await pool.close()
+    for [link] in world.links.values():
+        assert [told for one in link.sent for told in one.answers] == [("p0", 1, ())], "sent once"
     kinds = {(span.worker, span.kind) for span in pool.take_spans()}
     assert {(f"sampler-{n}", Kind.START) for n in range(3)} <= kinds
     assert ("sampler-1", Kind.PUBLISH) in kinds

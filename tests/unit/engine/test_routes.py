@@ -135,7 +135,6 @@ def test_eight_turns_run_every_token_once(kernels: Kernels | None) -> None:
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.tuples(LENGTHS, LENGTHS), min_size=2, max_size=5), seed=st.integers(0, 99))
 def test_turns_merged_are_one_capture(lengths: list[tuple[int, int]], seed: int) -> None:
-    """Over block edges, with answers of one token and contexts of one."""
     ours = engine()
     talk = Talk(ours, seed)
     for context, answer in lengths:

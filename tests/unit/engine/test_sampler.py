@@ -131,7 +131,6 @@ FILTERS = [
 @pytest.mark.parametrize("values", FILTERS)
 @pytest.mark.parametrize("vocab", [7, 1000, 1003])
 def test_a_token_was_drawn_from_its_support(values: dict[str, float], vocab: int, kernels: Kernels) -> None:
-    """Its log-probability is that of a softmax over the ids that are told; both samplers tell the same."""
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(0, 3, (64, vocab)).astype(np.float32))
     told = []

@@ -64,7 +64,6 @@ def test_cached_decode_is_the_full_forward(family: str) -> None:
 @given(prompt=st.integers(1, 4), answers=st.lists(st.integers(1, 4), min_size=1, max_size=3))
 @torch.no_grad()
 def test_packed_siblings_equal_separate_sequences(prompt: int, answers: list[int]) -> None:
-    """One prompt computed once for all siblings gives every sibling what it would have alone."""
     decoder = tiny("qwen3_moe")
     rows = [torch.arange(length) * 7 % 61 + i for i, length in enumerate([prompt, *answers])]
     segments, positions, start = [Segment(start=0, stop=prompt)], [torch.arange(prompt)], prompt

@@ -1,4 +1,4 @@
-"""Hugging Face folders: round trips, other spellings of experts, damaged files; what a model may be called."""
+"""Hugging Face folders: round trips, other spellings of experts, damage; and what a model may be called."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ def test_multi_token_prediction_layers_are_left_out_loudly(tmp_path: Path) -> No
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    """In one sentence each: missing, unexpected, misshapen, quantised tensors; truncated and absent files."""
     save_model(tiny("qwen2"), tmp_path)
     key, path = "model.layers.1.self_attn.k_proj.bias", tmp_path / "model.safetensors"
     whole = path.read_bytes()

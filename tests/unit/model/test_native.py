@@ -148,7 +148,6 @@ def test_a_slot_takes_the_row_it_is_told(kernels: Kernels, dtype: torch.dtype) -
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("num", [4, 16, 37, 128])
 def test_route(kernels: Kernels, num: int, norm: bool) -> None:
-    """Softmax and the best experts of it; whatever stands beside a row."""
     moe = MoEConfig(num_experts=num, top_k=3, intermediate_size=8, layers=(0,), norm_topk=norm, scaling=1.5)
     logits = draw(40, num) * 3
     ids, weights, native = kernels.ops.route(logits, moe)
@@ -239,7 +238,6 @@ def test_a_row_is_the_same_in_any_batch(kernels: Kernels, dtype: torch.dtype, de
 
 
 def test_training_with_native_products_is_training(kernels: Kernels) -> None:
-    """The LoRA linear in bf16: outputs and gradients of the native products against torch's."""
     x, w = draw(70, 64, dtype=torch.bfloat16), draw(96, 64, dtype=torch.bfloat16, seed=1) / 8
     factors = [draw(8, 64, seed=2) / 8, draw(96, 8, seed=3)]
     results = []

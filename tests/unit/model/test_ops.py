@@ -89,7 +89,6 @@ def test_linear_can_accumulate_in_fp32() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_lora_linear_is_the_plain_composition(bias: bool) -> None:
-    """Same value and gradients as x W^T + bias + s x A^T B^T under ordinary autograd, in float64."""
     x, w, a, b = (normal(*s, seed=i, grad=i != 1) for i, s in enumerate([(6, 5), (7, 5), (3, 5), (7, 3)]))
     offset = normal(7, seed=8) if bias else None
     plain = F.linear(x, w, offset) + 0.7 * (x @ a.T) @ b.T
@@ -120,7 +119,6 @@ def expert_lora(scheme: str, count: int, dim: int, width: int, rank: int, dtype:
 @pytest.mark.parametrize("scheme", ["none", "shared_outer", "per_expert"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_grouped_experts_are_the_loop(scheme: str, dtype: torch.dtype) -> None:
-    """Values and gradients to x, mixture weights and adapter factors; fp32 takes the grouped kernel."""
     count, dim, width, rank, rows, k = 5, 8, 12, 4, 9, 2
     x = normal(rows, dim, dtype=dtype, grad=True)
     weights = normal(rows, k, seed=3, dtype=dtype, grad=True)
@@ -145,7 +143,6 @@ def test_grouped_experts_are_the_loop(scheme: str, dtype: torch.dtype) -> None:
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_grouped_linear_with_any_group_sizes(sizes: list[int], dtype: torch.dtype) -> None:
-    """Empty experts, one expert, no rows at all: each row meets the weight of its own group."""
     x, weight = normal(sum(sizes), 8, dtype=dtype), normal(len(sizes), 4, 8, seed=1, dtype=dtype)
     out = grouped_linear(x, weight, torch.tensor(sizes).cumsum(0).to(torch.int32))
     owner = [expert for expert, size in enumerate(sizes) for _ in range(size)]

@@ -118,7 +118,6 @@ def test_flash_equals_its_math_twin_for_a_larger_key_set(causal: bool) -> None:
 
 
 def test_equal_siblings_share_their_calls() -> None:
-    """Three calls for 8 siblings: the prompt, the answers on themselves, the answers on the prompt."""
     answers = [Segment(start=s, stop=s + 3, prefix_start=0, prefix_stop=5) for s in range(5, 29, 3)]
     parts = PackedAttention((Segment(start=0, stop=5), *answers)).parts
     assert [(p.count, p.length, p.key_length, p.causal) for p in parts] == [

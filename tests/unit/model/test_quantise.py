@@ -111,7 +111,6 @@ def test_a_product_of_codes_is_the_bf16_product_of_their_values(
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("scheme", [None, *ExpertScheme])
 def test_experts(kernels: Kernels, kind: Weights, scheme: ExpertScheme | None) -> None:
-    """Native, torch and the loop over the values in fp32; a token's result does not depend on the others."""
     T, E, K, D, width = 40, 5, 2, 32, 24
     x = draw(T, D, dtype=torch.bfloat16)
     weights, ids = draw(T, E, seed=1).softmax(-1).topk(K)

@@ -41,7 +41,6 @@ def hidden(decoder: Decoder) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_model_that_would_have_been_loaded(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Every bit, frozen, with the head that was asked for, at the first time and at the second."""
     save_model(tiny(kind), tmp_path / "model")
     plain = load_model(tmp_path / "model", dtype, fp32_head=True)
     for _ in range(2):
@@ -67,7 +66,6 @@ def test_it_is_written_once(source: Path, folder: Path) -> None:
 
 
 def test_two_that_come_at_once_have_one_copy(source: Path, folder: Path) -> None:
-    """Whoever is second waits for the first, and neither sees half a file."""
     found: list[Decoder] = []
     threads = [
         threading.Thread(target=lambda: found.append(shared_model(source, folder=folder))) for _ in range(4)

@@ -74,7 +74,6 @@ specs = st.builds(
     seed=st.integers(0, 99),
 )
 def test_files_are_those_of_the_safetensors_library(shapes: list[Any], seed: int) -> None:
-    """The library reads ours and we read the library's: the same names, dtypes and bits."""
     tensors = {
         f"t{i}": torch.randn(shape, generator=generator(seed)).to(dtype)
         for i, (dtype, shape) in enumerate(shapes)
@@ -103,7 +102,6 @@ def test_whole_cache_lines_lie_on_cache_lines(kind: str) -> None:
 
 @given(kind=st.sampled_from(sorted(KINDS)), spec=specs, seed=st.integers(0, 99))
 def test_adapters_arrive_bit_for_bit(kind: str, spec: AdapterSpec, seed: int) -> None:
-    """Factors, their order, spec and fingerprint are those that were sent; equal adapters are equal bytes."""
     sent = random_adapters(DECODERS[kind], spec, seed)
     payload = pack(sent)
     got = unpack(payload, DECODERS[kind].config)
@@ -194,7 +192,6 @@ def test_payloads_of_others_are_refused_in_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_weights_arrive_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In place: the tensors that somebody computes with are the same objects, with the other's values."""
     sent, got = tiny(kind, dtype), tiny(kind, dtype).init_weights(9)
     places = [weight.data_ptr() for weight in got.parameters()]
     pack_weights(sent, tmp_path / "weights")
@@ -254,7 +251,6 @@ def test_an_engine_says_what_it_serves() -> None:
 
 
 def test_an_engine_takes_all_weights_of_a_policy(tmp_path: Path) -> None:
-    """It then samples as an engine of that policy does, and its fingerprint is of the weights it has."""
     policy, served = tiny("softmax").init_weights(5), engine(tiny("softmax"))
     assert sampled(served) != sampled(engine(policy))
     pack_weights(policy, tmp_path / "weights")

@@ -162,7 +162,6 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 def test_tiers_meet_linear_targets_as_well_as_any_division_of_the_workers(
     means: list[float], spare: int, slots: int
 ) -> None:
-    """Everybody gets somebody, nobody is left over, and the twin that tries them all finds nothing better."""
     longest, workers = sorted(means), len(means) + spare
     tokens = [16 * mean for mean in longest]
 

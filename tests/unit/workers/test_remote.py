@@ -222,7 +222,6 @@ def test_what_follows_waits_until_the_worker_is_built() -> None:
     first=st.integers(0, 9),
 )
 def test_cores_are_dealt_round(workers: list[int], cores: int, first: int) -> None:
-    """Nobody shares a core while there are enough, and a worker never has one twice."""
     available = [first + core for core in range(cores)]
     firsts = np.cumsum([0, *workers[:-1]]).tolist()
     hands = [dealt(start, count, available) for start, count in zip(firsts, workers, strict=True)]
