@@ -105,7 +105,12 @@ class Tasks(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Prompts per epoch."""
+        """How many prompts there are."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Twice so many places in a row contain every prompt."""
         ...
 
 

@@ -275,6 +275,7 @@ class Prompt:
     text: str | None = None
     messages: tuple[Mapping[str, str], ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    task: str = ""  # by name, where several are mixed
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):

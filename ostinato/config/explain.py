@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ostinato.config.sections import DownstreamSection
+from ostinato.config.sections import DownstreamSection, MixedTask
 
 Keys = Mapping[tuple[str, ...], Sequence[str]]  # of each section, by its path
 
@@ -65,8 +65,9 @@ def _sentence(fault: Any, keys: Keys) -> str:
 
 
 def _dotted(loc: Sequence[str]) -> str:
-    depth = 4 if loc[:2] == ["eval", "downstream"] else 2  # its sets are sections by name
-    text = ".".join(loc[:depth])
+    tables = (["eval", "downstream"], ["task", "mix"])  # sections by name or number
+    depth = 4 if loc[:2] in tables else 2
+    text = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in loc[:depth]).removeprefix(".")
     return text + "".join(f"[{part}]" for part in loc[depth:] if part.isdigit())
 
 
@@ -76,7 +77,8 @@ def _is_schedule(loc: Sequence[str]) -> bool:
 
 def _unknown_key(loc: Sequence[str], keys: Keys) -> str:
     parent, key = tuple(loc[:-1]), loc[-1]
-    here = keys.get(parent, tuple(DownstreamSection.model_fields))  # no other section is so deep
+    deep = MixedTask if parent[:1] == ("task",) else DownstreamSection  # no other section is so deep
+    here = keys.get(parent, tuple(deep.model_fields))
     near = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
     elsewhere = [".".join((*path, key)) for path, names in keys.items() if key in names and path != parent]
     if near:

@@ -19,13 +19,16 @@ from ostinato.config.sections import (
     AlgoSection,
     ClusterSection,
     Count,
+    CurriculumSection,
     DraftSection,
     EngineSection,
     EvalSection,
     ForecastSection,
     LedgerSection,
     LogSection,
+    MixedTask,
     ModelSection,
+    OneTask,
     ParallelSection,
     PipelineSection,
     RewardSection,
@@ -47,6 +50,7 @@ class Recipe(Section):
     task: TaskSection = TaskSection()
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
+    curriculum: CurriculumSection = CurriculumSection()
     pipeline: PipelineSection = PipelineSection()
     algo: AlgoSection = AlgoSection()
     trainer: TrainerSection = TrainerSection()
@@ -72,17 +76,9 @@ class Recipe(Section):
                 f"pipeline.staleness is {stale} with {steps} trainer.steps, so the policy of the beginning "
                 "would sample every batch; lower it, or take more steps"
             )
-        self._check_env()
-        if self.task.max_turns > 1 and not (self.task.tools or self.task.env or self.task.has_agent):
-            raise ValueError(
-                f"task.max_turns is {self.task.max_turns} but task.tools is empty, so no turn follows; "
-                'name a tool, e.g. ["calculator"], or set max_turns=1'
-            )
-        if self.task.tools and self.task.max_turns == 1:
-            raise ValueError(
-                f"task.tools is {list(self.task.tools)} but task.max_turns is 1, so no reply could be read; "
-                "set max_turns to 2 or more"
-            )
+        for name, task in self.task.by_name.items():
+            self._check_task(f"task.mix.{name}" if name else "task", task, self.judges(name))
+        self._check_mixture()
         self._check_bounds()
         if self.parallel.replan and not self.trainer.checkpoint_every:
             raise ValueError(
@@ -128,41 +124,96 @@ class Recipe(Section):
                 'computed; use model.storage="same", or one rank'
             )
 
-    def _check_env(self) -> None:
-        task = self.task
+    def judges(self, task: str) -> RewardSection:
+        """The rewards of a task by name ("" where there is one alone): those that it names, with their
+        weights. KeyError for another name."""
+        one, reward = self.task.by_name[task], self.reward
+        if not (chosen := one.rewards if isinstance(one, MixedTask) else ()):
+            return reward
+        weights = dict(zip(reward.functions, reward.weights, strict=True)) if reward.weights else {}
+        kept = tuple(weights[name] for name in chosen if name in weights)
+        return reward.model_copy(update={"functions": chosen, "weights": kept})
+
+    def _check_task(self, where: str, task: OneTask, reward: RewardSection) -> None:
+        if other := [name for name in reward.functions if name not in self.reward.functions]:
+            raise ValueError(
+                f"{where}.rewards has {other[0]!r}, which is none of reward.functions "
+                f"{list(self.reward.functions)}; add it there"
+            )
         if task.env and task.tools:
             raise ValueError(
-                f"task.tools is {list(task.tools)} with task.env {task.env!r}; name methods of the class "
-                "as its tools"
+                f"{where}.tools is {list(task.tools)} with {where}.env {task.env!r}; name methods of the "
+                "class as its tools"
             )
         agents = [key for key in ("agent", "agent_command", "agent_url") if getattr(task, key)]
         if len(agents) > 1 or (agents and (task.env or task.tools)):
             raise ValueError(
-                "an agent has its own environment and tools; of task.agent, task.agent_command, "
-                "task.agent_url, task.env and task.tools only one can be given"
+                f"an agent has its own environment and tools; of {where}.agent, {where}.agent_command, "
+                f"{where}.agent_url, {where}.env and {where}.tools only one can be given"
             )
         if task.agent_url and not task.agent_url.startswith(("http://", "https://")):
-            raise ValueError(f'task.agent_url is {task.agent_url!r}; give it as "http://host:8000/path"')
+            raise ValueError(f'{where}.agent_url is {task.agent_url!r}; give it as "http://host:8000/path"')
         if not task.agent_elsewhere and (task.agent_host != "127.0.0.1" or task.agent_address):
             raise ValueError(
-                "task.agent_host and task.agent_address are for agents elsewhere, and those of this run are "
-                'started by it; leave them out, or set task.agent to "remote" or task.agent_url'
+                f"{where}.agent_host and {where}.agent_address are for agents elsewhere, and those of this "
+                f'run are started by it; leave them out, or set {where}.agent="remote" or {where}.agent_url'
             )
         if task.agent_host in ("0.0.0.0", "::") and not task.agent_address:
             raise ValueError(
-                f"task.agent_host is {task.agent_host!r}, which is every address of this machine; set "
-                'task.agent_address to the one that agents use, e.g. "http://trainer:8100"'
+                f"{where}.agent_host is {task.agent_host!r}, which is every address of this machine; set "
+                f'{where}.agent_address to the one that agents use, e.g. "http://trainer:8100"'
             )
         if task.agent_tool_calls == "equals" and not (task.has_agent and "=" in self.rollout.stop):
             raise ValueError(
-                'task.agent_tool_calls is "equals", which needs an agent and answers that end there; set '
+                f'{where}.agent_tool_calls is "equals", which needs an agent and answers that end there; set '
                 'rollout.stop to ["="]'
             )
         if task.has_agent and self.rollout.interrupt_after:
             raise ValueError("rollout.interrupt_after is not done for agents; leave it out")
-        if not (task.env or task.has_agent) and (task.source == "seeds" or "env" in self.reward.functions):
-            key = "task.source" if task.source == "seeds" else "reward.functions"
-            raise ValueError(f"{key} is for an environment, and task.env is empty; name its class")
+        if not (task.env or task.has_agent) and (task.source == "seeds" or "env" in reward.functions):
+            key = f"{where}.source" if task.source == "seeds" else "reward.functions"
+            raise ValueError(f"{key} is for an environment, and {where}.env is empty; name its class")
+        if task.max_turns > 1 and not (task.tools or task.env or task.has_agent):
+            raise ValueError(
+                f"{where}.max_turns is {task.max_turns} but {where}.tools is empty, so no turn follows; "
+                'name a tool, e.g. ["calculator"], or set max_turns=1'
+            )
+        if task.tools and task.max_turns == 1:
+            raise ValueError(
+                f"{where}.tools is {list(task.tools)} but {where}.max_turns is 1, so no reply could be read; "
+                "set max_turns to 2 or more"
+            )
+
+    def _check_mixture(self) -> None:
+        marks = {name: self.judges(name).full_marks for name in self.task.by_name}
+        best, least = max(marks, key=marks.__getitem__), min(marks, key=marks.__getitem__)
+        if self.reward.solved_at == "full" and marks[best] != marks[least]:
+            raise ValueError(
+                f'reward.solved_at is "full", which is a reward of {marks[best]:g} for the task {best!r} and '
+                f"of {marks[least]:g} for {least!r}; set reward.weights so that they are equal, or solved_at"
+            )
+        agents = [task for task in self.task.by_name.values() if task.has_agent]
+        for key in ("agent_host", "agent_port", "agent_address", "agent_tool_calls", "agent_wait_s"):
+            if len(values := {getattr(task, key) for task in agents}) > 1:
+                raise ValueError(
+                    f"task.mix has {len(values)} values of {key}, and agents of a run share one server; give "
+                    "all of them the same"
+                )
+        for name, each in self.eval.downstream.items():
+            if each.task and each.task not in marks:
+                raise ValueError(
+                    f"eval.downstream.{name}.task is {each.task!r}; use one of the tasks of task.mix: "
+                    f"{[*filter(None, marks)]}"
+                )
+        if (by := self.curriculum.by) == "task" and len(marks) < 2:
+            raise ValueError(
+                'curriculum.by is "task" with one task; name several in [[task.mix]], or use "prompt"'
+            )
+        if by != "off" and self.rollout.group_size < 2:
+            raise ValueError(
+                f'curriculum.by is "{by}" with rollout.group_size 1, and one answer is no pass rate; use a '
+                "group_size of at least 2"
+            )
 
     def _check_bounds(self) -> None:
         """Nothing that has a bound of its own may take longer than what ends the whole run."""

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from ostinato.config import sections
 from ostinato.config.recipe import Recipe
-from ostinato.config.sections import AlgoSection, DownstreamSection, Section
+from ostinato.config.sections import AlgoSection, DownstreamSection, MixedTask, Section, TaskSection
 
 ALGO = Path(__file__).parent.parent / "algo"
 HEAD = """# All recipe keys
@@ -42,17 +42,26 @@ def reference() -> str:
     for name, field in fields.items():
         if _is_section(field):
             section = typing.cast(type[Section], field.annotation)
-            parts += [
-                f"## [{name}]\n",
-                _text(section),
-                _table(section.model_fields, comments[section.__name__]),
-            ]
+            parts += _section(f"[{name}]", section, comments)
             if section is AlgoSection:
                 parts += [_algorithm()]
+            if section is TaskSection:
+                parts += _section("[[task.mix]]", MixedTask, comments, own=True)
             if name == "eval":
-                parts += ["## [eval.downstream.NAME]\n", _text(DownstreamSection)]
-                parts += [_table(DownstreamSection.model_fields, comments["DownstreamSection"])]
+                parts += _section("[eval.downstream.NAME]", DownstreamSection, comments)
     return "\n".join(parts)
+
+
+def _section(
+    title: str, section: type[Section], comments: Mapping[str, Mapping[str, str]], *, own: bool = False
+) -> list[str]:
+    """Its part of the page; ``own``: without the keys of the class above it."""
+    said = {
+        key: text for one in reversed(section.__mro__) for key, text in comments.get(one.__name__, {}).items()
+    }
+    above = section.__mro__[1].model_fields if own else {}
+    fields = {key: field for key, field in section.model_fields.items() if key not in above}
+    return [f"## {title}\n", _text(section), _table(fields, said)]
 
 
 def comments_of(source: str) -> dict[str, dict[str, str]]:

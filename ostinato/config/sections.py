@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -57,13 +58,11 @@ class AdapterSection(Section):
         return self
 
 
-class TaskSection(Section):
-    """``source``: "arithmetic", "gym:<name>", a .jsonl or .parquet file, a dataset folder, "hf:<name>", or
-    "seeds": numbers for ``env``."""
+class OneTask(Section):
+    """Where prompts come from, and what an episode is."""
 
     source: str = "arithmetic"
     n_train: Count = 4096  # 0: every row of a file
-    seed: int = 0
     params: dict[str, Any] = Field(default_factory=dict)  # of the source
     system_prompt: str = ""
     max_turns: Positive = 1
@@ -89,6 +88,47 @@ class TaskSection(Section):
         return self.agent == REMOTE or bool(self.agent_url)
 
 
+class MixedTask(OneTask):
+    """One task of a mixture, with the keys of ``[task]`` beside these. Its prompts come in the order of its
+    own epochs, and take ``weight`` / (sum of all weights) of the places of the stream, evenly spread."""
+
+    name: str  # in metrics, scores, and in front of the uids of its prompts
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    rewards: Names = ()  # those of reward.functions that judge it; empty: all
+
+    @model_validator(mode="after")
+    def _check(self) -> MixedTask:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
+            raise ValueError(f"task.mix has the name {self.name!r}; use letters, digits, '.', '_' and '-'")
+        return self
+
+
+class TaskSection(OneTask):
+    """``source``: "arithmetic", "gym:<name>", a .jsonl or .parquet file, a dataset folder, "hf:<name>", or
+    "seeds": numbers for ``env``. With tables ``[[task.mix]]`` these have the keys, but for ``seed``."""
+
+    seed: int = 0
+    mix: Annotated[tuple[MixedTask, ...], Field(strict=False)] = ()  # several tasks, as below
+
+    @property
+    def by_name(self) -> dict[str, OneTask]:
+        """The tasks of the mixture; without one this task, under the name ""."""
+        return {one.name: one for one in self.mix} or {"": self}
+
+    @model_validator(mode="after")
+    def _check(self) -> TaskSection:
+        names = [one.name for one in self.mix]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"task.mix has the name {twice[0]!r} twice; give each task its own")
+        for key, field in OneTask.model_fields.items() if self.mix else ():
+            value = getattr(self, key)
+            if value != field.get_default(call_default_factory=True):
+                raise ValueError(
+                    f"task.{key} is {value!r} beside task.mix, whose tasks have their own; move it into one"
+                )
+        return self
+
+
 class RewardSection(Section):
     """``functions``: built-in names, "module:function" or "file.py:function", with TRL's signature.
 
@@ -103,6 +143,17 @@ class RewardSection(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per group and function
     workers: Positive = 1
     isolation: Literal["auto", "off", "strict"] = "auto"
+
+    @property
+    def positive(self) -> dict[str, float]:
+        """The positive weights by function."""
+        weights = self.weights or (1.0,) * len(self.functions)
+        return {name: weight for name, weight in zip(self.functions, weights, strict=True) if weight > 0}
+
+    @property
+    def full_marks(self) -> float:
+        """A 1 from every function with a positive weight."""
+        return sum(self.positive.values())
 
     @model_validator(mode="after")
     def _check(self) -> RewardSection:
@@ -181,6 +232,30 @@ class RolloutSection(Section):
                 f"rollout.interrupt_phrase holds {said[0]!r}, one of rollout.stop, which ends an answer; "
                 "change one of them"
             )
+
+
+class CurriculumSection(Section):
+    """Prompts by their pass rate: places of the stream whose prompt (or task) was solved less often than
+    ``low`` or more often than ``high`` are passed over, but for ``revisit`` of them, so that nothing is lost
+    for ever. What was never sampled has no rate, and is taken.
+
+    The rate is a mean over the answers of one prompt, each group counting half as much as the next one of it;
+    or, by task, over those of all its prompts (a factor of 0.95 for each group).
+    """
+
+    by: Literal["off", "prompt", "task"] = "off"
+    low: Share = 0.2
+    high: Share = 0.8
+    revisit: Annotated[float, Field(ge=0.001, le=1)] = 0.1  # of the places of what is passed over
+
+    @model_validator(mode="after")
+    def _check(self) -> CurriculumSection:
+        if self.low > self.high:
+            raise ValueError(
+                f"curriculum.low is {self.low:g} and curriculum.high {self.high:g}, so no rate lies between "
+                "them; use low <= high"
+            )
+        return self
 
 
 class PipelineSection(Section):
@@ -314,6 +389,7 @@ class DownstreamSection(Section):
     n: Count = 0  # 0: every row of a file
     k: Positive = 1
     every: Count | str = 0  # as eval.every
+    task: str = ""  # of a mixture: whose environment, tools and rewards it has; empty: the first one's
 
 
 class EvalSection(Section):

@@ -35,6 +35,10 @@ class Rows:
         """Prompts per epoch."""
         return len(self._prompts)
 
+    @property
+    def epoch(self) -> int:
+        return len(self._prompts)
+
     def prompt(self, index: int) -> Prompt:
         epoch, position = divmod(index, len(self._prompts))
         if self._shuffle:
@@ -42,7 +46,7 @@ class Rows:
         return self._prompts[position]
 
 
-@functools.lru_cache(maxsize=4)  # a batch can straddle two epochs
+@functools.lru_cache(maxsize=16)  # a batch can straddle two epochs of each task
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
     """A permutation of ``count``: the order of raw Philox words, which numpy keeps stable across versions."""
     key = np.array([seed, epoch], np.int64).view(np.uint64)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ostinato.config import DownstreamSection, Recipe
+from ostinato.env.mixture import named
 from ostinato.env.tasks import check_disjoint, load_tasks
 from ostinato.every import NEVER, Every
 from ostinato.pipeline.evaluate import Evaluation
@@ -26,11 +27,12 @@ def downstream_prompts(recipe: Recipe, trained_on: Sequence[Prompt]) -> dict[str
 
 
 def _prompts(recipe: Recipe, wanted: DownstreamSection, trained_on: Sequence[Prompt]) -> list[Prompt]:
-    seed, system = recipe.task.seed, recipe.task.system_prompt
+    name = wanted.task or next(iter(recipe.task.by_name))
+    seed, system = recipe.task.seed, recipe.task.by_name[name].system_prompt
     prompts = load_tasks(wanted.source, wanted.split, seed, wanted.n or None, wanted.params, system)
-    if wanted.source == recipe.task.source:
+    if wanted.source in {task.source for task in recipe.task.by_name.values()}:
         check_disjoint(trained_on, prompts)
-    return prompts
+    return named(prompts, name)
 
 
 def _named(name: str, load: Callable[[], list[Prompt]]) -> list[Prompt]:
@@ -96,9 +98,10 @@ def rules(recipe: Recipe) -> str:
     """What decides the score of an answer, and how it comes about, beside prompt and sampling: as JSON."""
     tree = recipe.model_dump(mode="json")
     interruption = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
+    mixed = ("mix",) if recipe.task.mix else ()
     keys = {
         "reward": ("functions", "weights"),
-        "task": ("tools", "max_turns"),
+        "task": ("tools", "max_turns", *mixed),
         "rollout": interruption if recipe.rollout.interrupt_after else (),
     }
     return json.dumps({section: [tree[section][key] for key in names] for section, names in keys.items()})

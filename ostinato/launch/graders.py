@@ -18,6 +18,7 @@ def new_grader(recipe: Recipe) -> WorkerGrader:
         timeout_s=recipe.reward.timeout_s,
         workers=recipe.reward.workers,
         isolation=recipe.reward.isolation,
+        judges={one.name: one.rewards for one in recipe.task.mix if one.rewards},
     )
 
 

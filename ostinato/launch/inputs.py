@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ostinato.config import Recipe
-from ostinato.config.sections import REMOTE, TaskSection
+from ostinato.config.sections import REMOTE, OneTask
 from ostinato.env.custom import SEEDS, EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
-from ostinato.env.tasks import check_disjoint, load_tasks, with_system
+from ostinato.env.mixture import Mixture, counts, named
+from ostinato.env.tasks import Rows, check_disjoint, load_tasks, with_system
 from ostinato.env.tools import resolve_tools
 from ostinato.launch.checks import check
 from ostinato.launch.engine import shares
@@ -33,7 +34,7 @@ from ostinato.launch.models import load_decoder
 from ostinato.launch.solved import check_solvable
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
-from ostinato.protocols import Engine, Env, Grader
+from ostinato.protocols import Engine, Env, Grader, Tasks
 from ostinato.render import Renderer
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.rollout import RolloutContext
@@ -84,25 +85,28 @@ class RunInputs:
 def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     """Load what the recipe names and find what is wrong with it. A context: it ends the reward workers."""
     check(recipe)
-    check_solvable(recipe.reward)
+    for name in recipe.task.by_name:
+        check_solvable(recipe.judges(name))
     folder = model_folder(recipe.model.path)
     renderer = Renderer(folder)
-    train_prompts = prompts(recipe, "train", recipe.task.n_train or None) if training else []
+    train_prompts = prompts(recipe, "train", None) if training else []
     eval_prompts = prompts(recipe, recipe.eval.split, recipe.eval.n)
-    if training and recipe.eval.split == "eval" and recipe.task.source != SEEDS:
-        check_disjoint(train_prompts, eval_prompts)
+    if training and recipe.eval.split == "eval":
+        check_disjoint(*(_fixed(recipe, rows) for rows in (train_prompts, eval_prompts)))
     downstream = downstream_prompts(recipe, train_prompts)
     scored = [*eval_prompts, *(prompt for each in downstream.values() for prompt in each)]
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
-    check_lengths(recipe, [*train_prompts, *scored], renderer, decoder.config.max_positions)
+    for rows in of_tasks([*train_prompts, *scored]).values():
+        check_lengths(recipe, rows, renderer, decoder.config.max_positions)
     grader = new_grader(recipe)
 
     def encode(text: str) -> list[int]:
         return renderer.encode(text).tolist()
 
     try:
-        sets = [rows for rows in (train_prompts, eval_prompts, *downstream.values()) if rows]
-        found = [warning for rows in sets for warning in grader.check(rows[0], encode)]
+        sets = [train_prompts, eval_prompts, *downstream.values()]
+        first = [rows[0] for each in sets for rows in of_tasks(each).values()]
+        found = [warning for row in first for warning in grader.check(row, encode)]
     except BaseException:
         grader.close()
         raise
@@ -123,7 +127,8 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
 
 def _agents(recipe: Recipe, renderer: Renderer) -> AgentServer | None:
     """The server that agents call. ValueError without what it needs."""
-    if not recipe.task.has_agent:
+    tasks = [task for task in recipe.task.by_name.values() if task.has_agent]
+    if not tasks:
         return None
     try:
         from ostinato.serve.agents import AgentServer
@@ -132,12 +137,12 @@ def _agents(recipe: Recipe, renderer: Renderer) -> AgentServer | None:
         raise ValueError(f'agents need {error.name}; install it: pip install "ostinato[serve]"') from None
     if not renderer.has_chat_template:
         raise ValueError(f"task.agent needs a chat template, and {renderer.folder} has none")
-    task, place = recipe.task, Place()
-    if task.agent_elsewhere:
+    task, place = tasks[0], Place()  # the others have the same place
+    if any(one.agent_elsewhere for one in tasks):
         key = key_for(task.agent_host, "task.agent_host")
         place = Place(host=task.agent_host, port=task.agent_port, address=task.agent_address, key=key)
     server = AgentServer(renderer, place, calls=task.agent_tool_calls, wait_s=task.agent_wait_s)
-    if task.agent == REMOTE:
+    if any(one.agent == REMOTE for one in tasks):
         log.info("agents fetch rollouts at %s/rollouts/next", server.address)
     return server
 
@@ -154,14 +159,53 @@ def key_for(host: str, name: str) -> str:
 
 
 def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
-    task = recipe.task
+    """``n`` prompts, of a mixture by its weights; None: ``n_train`` of each task, all rows of a file where
+    that is 0. Raises ValueError, for a task of a mixture with its name."""
+    section, found = recipe.task, list[Prompt]()
+    sizes = {} if n is None else counts(weights(recipe), section.seed, n)
+    for name, task in section.by_name.items():
+        try:
+            found += named(_prompts(task, split, section.seed, sizes.get(name, task.n_train or None)), name)
+        except ValueError as error:
+            if not name:
+                raise
+            raise ValueError(f"task.mix {name!r}: {error}") from error
+    return found
+
+
+def weights(recipe: Recipe) -> dict[str, float]:
+    """Of the tasks by name."""
+    return {one.name: one.weight for one in recipe.task.mix} or {"": 1.0}
+
+
+def _prompts(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
     if task.source != SEEDS:
-        return load_tasks(task.source, split, task.seed, n, task.params, task.system_prompt)
+        return load_tasks(task.source, split, seed, n, task.params, task.system_prompt)
     if n is None:
         raise ValueError(f"task.n_train is 0; task.source {SEEDS!r} is endless, say how many prompts to draw")
     make = factory(task.env, task.env_params) if task.env else None
-    rows = seeds(make, task.env, split, task.seed, n)
+    rows = seeds(make, task.env, split, seed, n)
     return [with_system(row, task.system_prompt) for row in rows] if task.system_prompt else rows
+
+
+def _fixed(recipe: Recipe, rows: Sequence[Prompt]) -> list[Prompt]:
+    """Without those of "seeds", whose text is the same in every game."""
+    return [row for row in rows if recipe.task.by_name[row.task].source != SEEDS]
+
+
+def new_tasks(prepared: RunInputs) -> Tasks:
+    """The stream of prompts that the run trains on."""
+    seed, by_task = prepared.recipe.task.seed, of_tasks(prepared.train_prompts)
+    streams = {name: Rows(rows, seed=seed) for name, rows in by_task.items()}
+    return streams[""] if "" in streams else Mixture(streams, weights(prepared.recipe), seed=seed)
+
+
+def of_tasks(rows: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """The prompts of each task, in their order; all under "" without a mixture."""
+    found: dict[str, list[Prompt]] = {}
+    for row in rows:
+        found.setdefault(row.task, []).append(row)
+    return found
 
 
 def check_lengths(recipe: Recipe, rows: Sequence[Prompt], renderer: Renderer, context: int) -> None:
@@ -251,6 +295,8 @@ def stage_identity(recipe: Recipe) -> str:
     """Twelve hex digits of everything in the recipe that decides which groups are played, and how they are
     judged, beside the policy, the sampling and the seeds."""
     tree = recipe.model_dump(mode="json")
+    if not recipe.task.mix:
+        del tree["task"]["mix"]  # groups of older runs are found
     reward, weights, rollout = tree["reward"], tree["engine"]["weights"], tree["rollout"]
     keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
     interruption = [rollout[key] for key in keys]
@@ -266,18 +312,26 @@ def environment(
 ) -> Callable[[Prompt], Env]:
     """A fresh episode per prompt: of an environment of one's own, one turn, or a conversation with tools,
     whose calls ``counters`` counts."""
-    tools, turns = resolve_tools(recipe.task.tools), recipe.task.max_turns
+    made = {
+        name: _episodes(task, renderer, counters, agents if task.has_agent else None)
+        for name, task in recipe.task.by_name.items()
+    }
+    return lambda prompt: made[prompt.task](prompt)
+
+
+def _episodes(
+    task: OneTask, renderer: Renderer, counters: Counter[str] | None, agents: AgentServer | None
+) -> Callable[[Prompt], Env]:
+    tools, turns = resolve_tools(task.tools), task.max_turns
     if agents is not None:
-        return _agent_episodes(recipe.task, agents, Counter() if counters is None else counters)
-    if recipe.task.env:
-        make = factory(recipe.task.env, recipe.task.env_params)
+        return _agent_episodes(task, agents, Counter() if counters is None else counters)
+    if task.env:
+        make = factory(task.env, task.env_params)
         return lambda prompt: EnvEpisode(prompt, renderer, make, turns, counters=counters)
     return lambda prompt: Dialogue(prompt, renderer, tools=tools, max_turns=turns, counters=counters)
 
 
-def _agent_episodes(
-    task: TaskSection, agents: AgentServer, counters: Counter[str]
-) -> Callable[[Prompt], Env]:
+def _agent_episodes(task: OneTask, agents: AgentServer, counters: Counter[str]) -> Callable[[Prompt], Env]:
     from ostinato.serve.agents import AgentEpisode, agent_of
 
     if task.agent == REMOTE:

@@ -9,14 +9,13 @@ from typing import Any
 
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
-from ostinato.env.tasks import Rows
 from ostinato.launch.caveats import own_weights
 from ostinato.launch.checks import check
 from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory, save_history
 from ostinato.launch.engine import new_engine
 from ostinato.launch.evaluations import evaluations
-from ostinato.launch.inputs import RunInputs, longest_answer, new_stage
+from ostinato.launch.inputs import RunInputs, longest_answer, new_stage, new_tasks
 from ostinato.launch.models import newest_checkpoint
 from ostinato.launch.solved import solved_at
 from ostinato.model.config import ModelConfig
@@ -24,6 +23,7 @@ from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters
 from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.buffer import Late
+from ostinato.pipeline.curriculum import Curriculum
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
 from ostinato.pipeline.loop import Loop, LoopState, Plan
@@ -43,7 +43,7 @@ def new_evaluations(prepared: RunInputs) -> list[Evaluation]:
         prepared.eval_prompts,
         prepared.downstream,
         stop_tokens=prepared.renderer.stop_tokens,
-        solved_at=solved_at(prepared.recipe.reward),
+        solved_at=mark(prepared.recipe),
         weights=eval_weights(prepared.recipe),
     )
 
@@ -76,7 +76,7 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         steps=recipe.trainer.steps,
         prompts_per_step=recipe.rollout.prompts_per_step,
         group_size=recipe.rollout.group_size,
-        answer_tokens=answer_tokens * recipe.task.max_turns,
+        answer_tokens=answer_tokens * max(task.max_turns for task in recipe.task.by_name.values()),
         tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
         minibatches=recipe.trainer.minibatches,
         staleness=recipe.pipeline.staleness,
@@ -84,14 +84,27 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         late=Late(recipe.pipeline.late),
         watch_s=recipe.pipeline.watch_s,
         seed=recipe.seed,
-        solved_at=solved_at(recipe.reward),
+        solved_at=mark(recipe),
         solved_for_good=recipe.rollout.solved_for_good,
+        curriculum=new_curriculum(recipe),
         eval_at_start=recipe.eval.at_start,
         checkpoint_every=recipe.trainer.checkpoint_every,
         trajectories_every=recipe.log.trajectories_every,
         stop_on_collapse=recipe.trainer.stop_on_collapse,
         flops=flops,
     )
+
+
+def new_curriculum(recipe: Recipe) -> Curriculum | None:
+    section = recipe.curriculum
+    if section.by == "off":
+        return None
+    return Curriculum(**section.model_dump(), seed=recipe.seed, solved_at=mark(recipe))
+
+
+def mark(recipe: Recipe) -> float:
+    """The reward from which an answer is solved: the same for all tasks of a mixture."""
+    return solved_at(recipe.judges(next(iter(recipe.task.by_name))))
 
 
 def new_flops(recipe: Recipe, config: ModelConfig, adapters: Adapters | None) -> FlopModel:
@@ -133,7 +146,7 @@ def new_loop(
     return Loop(
         plan=new_plan(recipe, flops, longest_answer(recipe, prepared.renderer)[0]),
         stage=new_stage(prepared, components.engine, prepared.grader),
-        tasks=Rows(prepared.train_prompts, seed=recipe.task.seed),
+        tasks=new_tasks(prepared),
         trainer=trainer,
         algorithm=check(recipe),
         folder=run,

@@ -71,6 +71,10 @@ class Monitor:
         if name != GREEDY_SET:
             self._scores[name] = f"{label} {interval(row, 'pass@1')} (reward {_number(row, 'reward')})"
         self.say(f"step {row['step']}: {label} {scores(row)} on {row['n']} prompts")
+        if tasks := row.get("tasks"):
+            self.say(
+                "  ".join(("  of them", *(f"{one} {interval(its, 'pass@1')}" for one, its in tasks.items())))
+            )
         if name == MAIN_SET and first and (row.get("reward_max") or 0) > 0 and (why := unsolved([row])):
             self.say(f"warning      {why}")
 

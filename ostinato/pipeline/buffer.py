@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ostinato.pipeline.curriculum import Rates
 from ostinato.pipeline.rounds import Admission, Rounds
 from ostinato.rollout.rollout import RolloutResult, end_tasks
 from ostinato.types import Group
@@ -141,6 +143,7 @@ class TrainBatch:
     num_stale: int  # dropped, those that had not ended too
     num_admitted: int  # from the stream, since the step before
     num_anew: int  # of an earlier process, since then: their policy is gone, and another plays them
+    choices: Mapping[str, int] = field(default_factory=dict)  # of the curriculum, since then
 
 
 @dataclass(kw_only=True)
@@ -153,6 +156,7 @@ class RolloutBuffer:
     rounds: Rounds
     cursor: int
     retired: Sequence[str]
+    rates: Rates  # that the curriculum of ``rounds`` goes by
     leaving: Callable[[Sequence[Group], Sequence[str]], Sequence[str]] | None = None
     on_progress: Callable[[], None] = lambda: None
     _held: dict[int, _Held] = field(default_factory=dict)  # by place; without those that are trained on
@@ -164,6 +168,7 @@ class RolloutBuffer:
     _news: asyncio.Event = field(default_factory=asyncio.Event)  # somebody has ended
     _num_admitted: int = 0
     _num_anew: int = 0
+    _choices: Counter[str] = field(default_factory=Counter)
 
     def recall(self, ahead: Sequence[Admission], finished: int, version: int) -> list[Admission]:
         """Take up what an earlier process had on its way, as far as the spool has it. The others, which are
@@ -290,6 +295,8 @@ class RolloutBuffer:
         groups = [self._unjudged.pop(place).group for place in sorted(self._unjudged)]
         if self.leaving is not None and groups:
             self.retired = (*self.retired, *self.leaving(groups, self.retired))
+        if self.rounds.curriculum is not None and groups:
+            self.rates = self.rounds.curriculum.measured(self.rates, groups)
 
     def _again(self, room: int, finished: int, version: int) -> list[Admission]:
         """Of those that were lost: they keep their noise and their place, and are as young as their new
@@ -300,9 +307,11 @@ class RolloutBuffer:
 
     def _next(self, room: int, finished: int, version: int) -> list[Admission]:
         """From the stream; empty when everybody has left it."""
-        new = self._following(self.rounds.places(self.cursor, self._left, room), finished, version)
+        places = self.rounds.places(self.cursor, self._left, room, self.rates)
+        new = self._following(places, finished, version)
         if new:
-            self.cursor = new[-1].place + 1
+            self._choices += self.rounds.choices(self.cursor, places[-1] + 1, self._left, self.rates)
+            self.cursor = places[-1] + 1
             self._num_admitted += len(new)
         return new
 
@@ -345,8 +354,9 @@ class RolloutBuffer:
             num_stale=len(stale),
             num_admitted=self._num_admitted,
             num_anew=self._num_anew,
+            choices=self._choices,
         )
-        self._num_admitted, self._num_anew = 0, 0
+        self._num_admitted, self._num_anew, self._choices = 0, 0, Counter()
         return taken
 
 

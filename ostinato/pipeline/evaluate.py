@@ -22,7 +22,7 @@ import numpy as np
 
 from ostinato.every import NEVER, Every
 from ostinato.pipeline.step_metrics import MONEY
-from ostinato.rollout.health import counters, length_figures, pass_at_k
+from ostinato.rollout.health import counters, length_figures, of_tasks, pass_at_k
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult, play, verdicts
 from ostinato.run import MAIN_SET, to_json
 from ostinato.types import Group, Prompt, Sampling
@@ -79,7 +79,7 @@ def same_prompts(evaluation: Evaluation) -> str:
 
 
 def _prompts(evaluation: Evaluation) -> list[Any]:
-    return [[one.uid, one.text, one.messages, one.columns] for one in evaluation.prompts]
+    return [[one.uid, one.text, one.messages, one.columns] for one in evaluation.prompts]  # a task is in uids
 
 
 def _digest(tree: Any) -> str:
@@ -150,7 +150,15 @@ async def evaluate_groups(
     about |= {"held_out": held_out(evaluation), "prompts": same_prompts(evaluation)}
     about |= {"weights": evaluation.weights, "samples": samples, "solved_at": evaluation.solved_at}
     groups = [item.group for item in played]
+    by_task = {name: task_score(score(own, evaluation)) for name, own in of_tasks(groups).items()}
+    about |= {"tasks": by_task} if by_task else {}
     return {**about, **score(groups, evaluation), "seconds": seconds}, groups
+
+
+def task_score(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row of eval.jsonl has of each task of a mixture."""
+    names = ("n", "pass@1", "stderr", "answer_stderr", "reward", "reward_stderr")
+    return {name: row[name] for name in names}
 
 
 def score(groups: Sequence[Group], evaluation: Evaluation) -> dict[str, Any]:

@@ -46,11 +46,12 @@ def _rows(judged: Sequence[tuple[Group, Trajectory]]) -> Iterator[dict[str, Any]
             by_function.setdefault(name, []).append((group, one, report))
     for name, failed in by_function.items():
         group, one, report = failed[-1]
+        tasks = {group.prompt.task for group, *_ in failed}  # those of the other tasks may have other judges
         detail, _, trace = report.partition("\n")
         yield {
             "function": name,
             "count": len(failed),
-            "of": len(judged),
+            "of": sum(group.prompt.task in tasks for group, _ in judged),
             "detail": detail,
             "trace": trace,
             "uid": group.prompt.uid,

@@ -283,6 +283,7 @@ class Loop:
             version=version,
             cursor=self._feed.cursor,
             retired=self._feed.retired,
+            rates=self._feed.rates,
             empty_in_a_row=0 if learned.credit.samples else before.empty_in_a_row + 1,
             ahead=self._feed.ahead,
             admitted=before.admitted + taken.num_admitted,

@@ -37,6 +37,7 @@ def new_buffer(
         group_size=plan.group_size,
         seed=plan.seed,
         staleness=plan.staleness,
+        curriculum=plan.curriculum,
     )
     return RolloutBuffer(
         rule=AdmissionRule(
@@ -49,6 +50,7 @@ def new_buffer(
         rounds=rounds,
         cursor=state.cursor,
         retired=state.retired,
+        rates=state.rates,
         leaving=leaving if plan.solved_for_good else None,
         on_progress=on_progress,
     )

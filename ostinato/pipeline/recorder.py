@@ -19,6 +19,7 @@ from ostinato.observe.stability import watch_after
 from ostinato.observe.timeline import Kind, Span, kept, pool_of
 from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
 from ostinato.pipeline.credit import Credit, assign
+from ostinato.pipeline.curriculum import curriculum_figures
 from ostinato.pipeline.draft_metrics import Drafted
 from ostinato.pipeline.observer import Observer, Workers
 from ostinato.pipeline.state import Finish, Plan
@@ -133,6 +134,7 @@ class StepRecorder:
         self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
         self.draw(clock.step, spans)
         counts = self.new_counts()
+        row |= curriculum_figures(taken.choices, len(feed.rates)) if self.plan.curriculum else {}
         row |= {"rollout/from_spool": float(sum(item.spooled for item in taken.batch)), **counts}
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))
         if batch is not None and (self.plan.staleness or self.plan.overlap):

@@ -11,6 +11,7 @@ from typing import Any
 
 from ostinato.model.flops import FlopModel
 from ostinato.pipeline.buffer import Late
+from ostinato.pipeline.curriculum import Curriculum, Rates
 from ostinato.pipeline.rounds import Admission
 from ostinato.pipeline.signals import ENDERS
 
@@ -57,6 +58,7 @@ class Plan:
     seed: int = 0
     solved_at: float = 1.0  # a reward from here on is a solution
     solved_for_good: float = 0.0  # share of a group's solutions at which its prompt leaves; 0: none ever does
+    curriculum: Curriculum | None = None  # prompts by their pass rate; None: all of them
     eval_at_start: bool = True
     checkpoint_every: int = 0
     trajectories_every: int = 0
@@ -85,6 +87,7 @@ class LoopState:
     version: int = 0  # of the policy that the engine serves
     empty_in_a_row: int = 0
     retired: Sequence[str] = ()  # uids of prompts that have left the stream for good, as they left
+    rates: Rates = field(default_factory=dict)  # measured ones, of prompts or tasks, for a curriculum
     ahead: Sequence[Admission] = ()  # on their way; those that had ended are in the spool
     admitted: int = 0
     trained: int = 0  # part of a batch, and not dropped there by a rule
@@ -99,6 +102,7 @@ class LoopState:
             )
         object.__setattr__(self, "ahead", tuple(Admission(*one) for one in self.ahead))  # lists in JSON
         object.__setattr__(self, "retired", tuple(self.retired))
+        object.__setattr__(self, "rates", {name: tuple(pair) for name, pair in self.rates.items()})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -18,7 +18,13 @@ from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.credit import Credit
 from ostinato.pipeline.state import StalenessViolation
 from ostinato.pipeline.work import batch_work, needed_work, rollout_work, step_flops
-from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
+from ostinato.rollout.health import (
+    health,
+    injected_tokens,
+    prefilled_tokens,
+    sampled_tokens,
+    task_figures,
+)
 from ostinato.rollout.rollout import RolloutResult
 from ostinato.routes import route_bytes
 from ostinato.types import Batch, Group, StepReport
@@ -108,7 +114,7 @@ def step_row(
     """The metrics of one step that trained on ``groups`` and played ``fresh``; ``batch`` and ``report`` are
     None when there was nothing to learn from, ``costs`` where FLOPs are not known, and ``drafts`` is empty
     where nothing is drafted."""
-    row = health(groups, solved_at=solved_at) | dict(drafts)
+    row = health(groups, solved_at=solved_at) | task_figures(groups, solved_at) | dict(drafts)
     row |= {f"groups/dropped/{name}": float(count) for name, count in sorted(credit.dropped_groups.items())}
     trained, dropped = trained_tokens(credit, batch, report)
     row |= {f"tokens/wasted/{name}": float(count) for name, count in sorted(dropped.items())}

@@ -24,8 +24,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,8 @@ class WorkerGrader:
     ``functions`` are what ``verify.resolve`` accepts: a built-in name, ``module:function`` or
     ``path.py:function``. ``timeout_s`` limits one function on one group; a call that hangs is killed, a
     call whose process died is repeated up to ``retries`` times. ``workers`` is the number of processes, which
-    are confined according to ``isolation`` (reward.isolation of a recipe).
+    are confined according to ``isolation`` (reward.isolation of a recipe). ``judges`` names, by task of a
+    mixture, the functions that judge its answers; all of them judge the others.
 
     A function's None is a skip and leaves the sum of the others, as in TRL. A fault leaves the completion
     without a value: the sum of the others would score the fault 0. ``Reward.reason`` reads
@@ -170,12 +172,14 @@ class WorkerGrader:
         workers: int = 1,
         retries: int = 1,
         isolation: Mode = "auto",
+        judges: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         _refuse(functions, weights, timeout_s, workers, retries)
         self.counters: Counter[str] = Counter()
         self._functions = list(functions)
         self._names = _names(functions)
         self._weights = list(weights) if weights is not None else [1.0] * len(functions)
+        self._judges = dict(judges)
         self._timeout_s, self._retries = timeout_s, retries
         self._closed = False
         self._lock = threading.Lock()
@@ -224,7 +228,7 @@ class WorkerGrader:
         columns = _columns(prompt, [([text], list(encode(text))) for text in texts])
         columns["env_reward"] = [0.0] * len(texts)
         warnings = []
-        for function, name in zip(self._functions, self._names, strict=True):
+        for function, name, _ in self._of(prompt):
             verdicts, trace = self._threads.submit(self._ask, function, 2, columns, True).result()
             if not all(fault for _, fault, _ in verdicts):
                 continue
@@ -246,33 +250,25 @@ class WorkerGrader:
         columns = _columns(group.prompt, [_answers(trajectory) for trajectory in played])
         columns["env_reward"] = [trajectory.env_reward for trajectory in played]
         loop = asyncio.get_running_loop()
+        functions, names, weights = zip(*self._of(group.prompt), strict=True)
         calls = [
             loop.run_in_executor(self._threads, self._ask, function, len(played), columns)
-            for function in self._functions
+            for function in functions
         ]
         by_function, traces = zip(*await asyncio.gather(*calls), strict=True)
-        for name, verdicts in zip(self._names, by_function, strict=True):
+        for name, verdicts in zip(names, by_function, strict=True):
             for value, fault, _ in verdicts:
                 if value is None:
                     self._count(f"rewards/{name}/{fault or 'skipped'}")
-        rewards = iter([self._sum(verdicts, traces) for verdicts in zip(*by_function, strict=True)])
+        each = zip(*by_function, strict=True)
+        rewards = iter([_sum(zip(names, weights, verdicts, traces, strict=True)) for verdicts in each])
         return [_unplayed(t) if t.stop in NO_VERDICT else next(rewards) for t in group.trajectories]
 
-    def _sum(self, verdicts: Sequence[Verdict], traces: Sequence[str]) -> Reward:
-        parts: dict[str, float | None] = {}
-        failed: dict[str, str] = {}
-        faults, terms = [], []
-        of_functions = zip(self._names, self._weights, verdicts, traces, strict=True)
-        for name, weight, (value, fault, detail), trace in of_functions:
-            parts[name] = value
-            if fault:
-                faults.append(f"{fault}: {name}: {detail}")
-                failed[name] = f"{fault}: {detail}\n{trace}".rstrip()
-            elif value is not None:
-                terms.append(weight * value)
-        if faults or not terms:
-            return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts, failed=failed)
-        return Reward(value=math.fsum(terms), parts=parts)
+    def _of(self, prompt: Prompt) -> list[tuple[str, str, float]]:
+        """(function, its name in metrics, its weight) of those that judge the prompt's task."""
+        every = zip(self._functions, self._names, self._weights, strict=True)
+        chosen = self._judges.get(prompt.task, self._functions)
+        return [one for one in every if one[0] in chosen]
 
     def _start(self) -> str:
         worker = self._idle.get()
@@ -311,6 +307,23 @@ class WorkerGrader:
     def _count(self, key: str) -> None:
         with self._lock:
             self.counters[key] += 1
+
+
+def _sum(of_functions: Iterable[tuple[str, float, Verdict, str]]) -> Reward:
+    """The weighted sum of one answer's verdicts: (name, weight, verdict, traceback) of each function."""
+    parts: dict[str, float | None] = {}
+    failed: dict[str, str] = {}
+    faults, terms = [], []
+    for name, weight, (value, fault, detail), trace in of_functions:
+        parts[name] = value
+        if fault:
+            faults.append(f"{fault}: {name}: {detail}")
+            failed[name] = f"{fault}: {detail}\n{trace}".rstrip()
+        elif value is not None:
+            terms.append(weight * value)
+    if faults or not terms:
+        return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts, failed=failed)
+    return Reward(value=math.fsum(terms), parts=parts)
 
 
 def _close(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> None:

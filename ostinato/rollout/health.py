@@ -70,6 +70,26 @@ def solved_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float
     }
 
 
+def of_tasks(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """The groups of each task of a mixture, by name; empty without one."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.prompt.task:
+            found.setdefault(group.prompt.task, []).append(group)
+    return dict(sorted(found.items()))
+
+
+def task_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
+    """``tasks/{name}/share`` of the groups, and of these ``reward``, ``pass@1`` and ``frac_reward_zero_std``,
+    for each task of a mixture that has some."""
+    figures: dict[str, float] = {}
+    for name, own in of_tasks(groups).items():
+        known = reward_figures(own) | solved_figures(own, solved_at)
+        kept = {key: known[key] for key in ("reward", "pass@1", "frac_reward_zero_std")}
+        figures |= {f"tasks/{name}/{key}": n for key, n in {"share": len(own) / len(groups), **kept}.items()}
+    return figures
+
+
 def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Sampled tokens per trajectory, all turns, failed ones left out; terminated ones ended by themselves.
     Beside them, how answers fared that were interrupted."""

@@ -70,8 +70,8 @@ BUDGETS = {
     "serve": 3_000,  # what the plan gives to it
     "ablate": 800,
     "parallel": 3_900,
-    "launch": 3_980,  # 3,700, what serves policies and agents, and the proxy
-    "pipeline": 3_150,
+    "launch": 4_050,  # 3,700, what serves policies and agents, the proxy, and mixtures
+    "pipeline": 3_300,  # 3,150 and a curriculum
     "scaling": 2_800,  # with its commands
     "train": 2_650,
     "(files of their own)": 2_400,
@@ -81,8 +81,8 @@ BUDGETS = {
     "workers": 1_300,
     "rollout": 1_300,
     "history": 1_200,
-    "env": 1_400,  # 1,100, environments of one's own and of other packages
-    "config": 1_100,  # the reference of all keys is generated there
+    "env": 1_500,  # 1,100, environments of one's own and of other packages, mixtures
+    "config": 1_210,  # the reference of all keys is generated there; mixtures and curricula
 }
 LAB, TESTS = 9_300, 47_500  # 1,000 of them for serve, agents and environments of one's own
 

@@ -139,7 +139,7 @@ def comparisons(data: RunData) -> Table:
     """Side by side with the baseline: the model at step 0, on the same prompts."""
     step = f"step {last_step(data.evals)}" if ends(data.evals)[1] else "not yet"
     head = ("before\nstep 0, the baseline", f"after\n{step}", "change")
-    rows = [*(_compared(data) if data.evals else ()), *_downstream(data)]
+    rows = [*(_compared(data) if data.evals else ()), *_mixed(data), *_downstream(data)]
     return Table(title="held out", head=head, rows=rows, note=protocol(data))
 
 
@@ -160,6 +160,15 @@ def _compared(data: RunData) -> Iterator[Line]:
         old, new = (None if one is None else number(one, key) for one in (before, after))
         change = "" if old is None or new is None else format(new - old, f"+{form}")
         yield name, *(NOT_MEASURED if one is None else format(one, form) for one in (old, new)), change
+
+
+def _mixed(data: RunData) -> Iterator[Line]:
+    """pass@1 of each task of a mixture, in the main set, and how much of the run was spent on it."""
+    for name, last in (data.evals[-1].get("tasks", {}) if data.evals else {}).items():
+        rows = [{**row.get("tasks", {}).get(name, {}), "step": row["step"]} for row in data.evals]
+        share = total(data.metrics, f"tasks/{name}/share") / max(1, len(data.metrics))
+        note = f"{number(last, 'n') or 0:.0f} prompts; {share:.0%} of all groups of training"
+        yield change_line(f"{name}, pass@1\n{note}", *ends(rows), "pass@1")
 
 
 def _downstream(data: RunData) -> Iterator[Line]:
@@ -261,12 +270,17 @@ def header(data: RunData) -> list[Fact]:
         Fact("Model", str(data.setting("model.path", "?")), str(data.setting("model.dtype", ""))),
         Fact("Trained", adapter),
         Fact("Algorithm", str(data.setting("algo.name", "?")), overrides),
-        Fact("Task", str(data.setting("task.source", "?")), f"reward: {rewards}" if rewards else ""),
+        Fact("Task", _task(data), f"reward: {rewards}" if rewards else ""),
         Fact("Step", f"{sizes} answers", f"≤ {data.longest_answer} each"),
         Fact("Seed", str(data.setting("seed", "?"))),
         Fact("When", _when(data)),
         *_machine(data),
     ]
+
+
+def _task(data: RunData) -> str:
+    mixed = [f"{one['name']} x {one.get('weight', 1):g}" for one in data.setting("task.mix", ())]
+    return ", ".join(mixed) or str(data.setting("task.source", "?"))
 
 
 def _when(data: RunData) -> str:

@@ -84,6 +84,7 @@ def test_malformed_override(text: str) -> None:
 
 PHRASE = "rollout.interrupt_after=[8, 8]; rollout.answer_tokens=8"
 HARD = "eval.downstream.hard.source=x"
+TWO_MARKS = "reward.functions=['exact', 'numeric']; task.mix=[{name='a', rewards=['exact']}, {name='b'}]"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,23 @@ HARD = "eval.downstream.hard.source=x"
         ("trainer.replay=false; trainer.replay_threshold=0.95", "trainer.replay_threshold is 0.95 with tra"),
         ("model.storage=bfloat16; adapter.kind=full", 'model.storage is "bfloat16" with adapter.kind "full"'),
         ("model.storage=bfloat16; parallel.layout=d2", "model.storage is \"bfloat16\" with parallel.layout"),
+        # several tasks
+        ("task.mix=[{name='a', weight=0}]", "task.mix[0].weight is 0; use a number above 0.0"),
+        ("task.mix=[{name='a', weight=inf}]", "task.mix[0].weight is inf; use a finite number"),
+        ("task.mix=[{weight=1}]", "task.mix[0].name is missing; every task.mix section names its own"),
+        ("task.mix=[{name='a b'}]", "task.mix has the name 'a b'; use letters, digits"),
+        ("task.mix=[{name='a'}, {name='a'}]", "task.mix has the name 'a' twice; give each task its own"),
+        ("task.mix=[{name='a', wieght=2}]", "task.mix.0.wieght is not a key of a recipe; did you mean task."),
+        ("task.n_train=5; task.mix=[{name='a'}]", "task.n_train is 5 beside task.mix, whose tasks have th"),
+        ("task.mix=[{name='a', rewards=['env']}]", "task.mix.a.rewards has 'env', which is none of reward.f"),
+        ("task.mix=[{name='a', source='seeds'}]", "task.mix.a.source is for an environment, and task.mix.a."),
+        ("task.mix=[{name='a', max_turns=2}]", "task.mix.a.max_turns is 2 but task.mix.a.tools is empty"),
+        (TWO_MARKS, "reward.solved_at is \"full\", which is a reward of 2 for the task 'b' and of 1 for 'a'"),
+        (f"{HARD}; eval.downstream.hard.task=a", "eval.downstream.hard.task is 'a'; use one of the tasks"),
+        ("curriculum.low=0.9", "curriculum.low is 0.9 and curriculum.high 0.8, so no rate lies between them"),
+        ("curriculum.revisit=0", "curriculum.revisit is 0; use 0.001 or more"),
+        ("curriculum.by=task", 'curriculum.by is "task" with one task; name several in [[task.mix]]'),
+        ("curriculum.by=prompt; rollout.group_size=1", 'curriculum.by is "prompt" with rollout.group_size 1'),
         # what is evaluated, and what is foretold
         ("eval.every=2 parsecs", "eval.every is '2 parsecs'; use a number of steps, or"),
         ("eval.every=-1", "eval.every is -1; use a number of steps, or"),
@@ -172,6 +190,31 @@ def test_a_recipe_of_an_older_run_folder_may_name_a_key_that_is_gone_and_was_off
 def test_cross_field_faults_name_both_fields(tree: dict[str, Any], fields: list[str]) -> None:
     sentence = refusal(tree)
     assert all(field in sentence for field in fields)
+
+
+def test_a_mixture_is_read_and_written_back() -> None:
+    text = """
+    [[task.mix]]
+    name = "sums"
+    params = {digits = 2}
+    weight = 2
+    rewards = ["exact"]
+    [[task.mix]]
+    name = "guess"
+    source = "seeds"
+    env = "ostinato.env.games:GuessNumber"
+    max_turns = 4
+    rewards = ["env"]
+    [reward]
+    functions = ["exact", "env"]
+    weights = [0.5, 0.5]
+    [curriculum]
+    by = "task"
+    """
+    recipe = Recipe.parse(tomllib.loads(text))
+    assert list(recipe.task.by_name) == ["sums", "guess"] and list(Recipe().task.by_name) == [""]
+    assert recipe.judges("guess").functions == ("env",) and recipe.judges("guess").full_marks == 0.5
+    assert Recipe.parse(tomllib.loads(dump_toml(recipe))) == recipe
 
 
 def test_a_typo_is_named_first_and_the_rest_is_counted() -> None:

@@ -34,6 +34,7 @@ from ostinato.observe.report.facts import (
     difference,
     estimate,
     faults,
+    header,
     headline,
     protocol,
     seconds_text,
@@ -173,6 +174,18 @@ def test_the_headline_compares_with_step_zero() -> None:
     assert (head.before, head.after[:7], head.after_step) == ("0.300 [0.245, 0.362]", "0.700 [", 40)
     assert head.change == "+0.400 [+0.313, +0.478]"
     assert head.tone == "good" and "improved" in head.verdict
+
+
+def test_a_mixture_is_compared_task_by_task() -> None:
+    of = [{"tasks": {"sums": score(0, some), "guess": score(0, 0.1)}} for some in (0.2, 0.6)]
+    evals = [score(step, 0.4) | each for step, each in zip((0, 9), of, strict=True)]
+    metrics = [{"step": 1, "tasks/sums/share": 1.0}, {"step": 2, "tasks/sums/share": 0.5}]
+    mixed = {"task": {"mix": [{"name": "sums", "weight": 3.0}, {"name": "guess"}]}}
+    found = data(evals=evals, metrics=metrics, **mixed)
+    lines = comparisons(found).rows
+    assert cells(comparisons(found))["sums, pass@1"][2].startswith("+0.400")
+    assert any(name.endswith("75% of all groups of training") for name, *_ in lines)
+    assert "sums x 3, guess x 1" in [fact.value for fact in header(found)]
 
 
 def test_scores_of_the_sampler_are_kept_from_that_of_what_is_exported(tmp_path: Path) -> None:

@@ -89,6 +89,17 @@ def test_a_fair_coin() -> None:
     assert figures["completions/mean_length"] == 1  # the evaluation's sampling, not the stage's
 
 
+def test_a_mixture_has_a_score_per_task() -> None:
+    mixed = [replace(one, task="ab"[i % 4 == 3]) for i, one in enumerate(prompts(64))]
+    evaluation = Evaluation(split="eval", prompts=mixed, sampling=SAMPLING, samples=4)
+    figures = row(evaluation)
+    tasks = figures["tasks"]
+    assert (list(tasks), tasks["a"]["n"], tasks["b"]["n"]) == (["a", "b"], 48, 16)
+    assert (48 * tasks["a"]["pass@1"] + 16 * tasks["b"]["pass@1"]) / 64 == pytest.approx(figures["pass@1"])
+    alone = row(replace(evaluation, prompts=mixed[:3]))["tasks"]["a"]  # the first three are of task a
+    assert alone["n"] == 3 and "tasks" not in row(replace(evaluation, prompts=prompts(4)))
+
+
 def test_common_random_numbers() -> None:
     evaluation = Evaluation(split="eval", prompts=prompts(32), sampling=SAMPLING, seed=5)
     first, second = row(evaluation, step=0), row(evaluation, step=100)

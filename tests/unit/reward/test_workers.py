@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,17 @@ def test_a_reward_is_the_weighted_sum_and_a_skipped_part_leaves_the_others(grade
     assert [reward.value for reward in rewards] == [0.5 * 2 + 2, 0.5 * 4]
     assert rewards[1].parts == {"length": 4.0, "sometimes": None}
     assert grader.counters["rewards/sometimes/skipped"] == 1
+
+
+def test_a_task_of_a_mixture_has_its_own_judges(file: str) -> None:
+    names = [f"{file}:{name}" for name in ("length", "strict")]
+    with WorkerGrader(names, judges={"words": names[:1]}) as grader:
+        other = group("ab")
+        words = replace(other, prompt=replace(other.prompt, task="words"))
+        assert values(grader, words) == [2.0] and not grader.check(words.prompt)
+        assert values(grader, other) == [None]
+        with pytest.raises(ValueError, match="reward strict does not take the row"):
+            grader.check(other.prompt)
 
 
 def test_the_same_grader_serves_several_event_loops_and_concurrent_groups(grader: WorkerGrader) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from nouns import completion, episode
 from nouns import group_of as group
 
-from ostinato.rollout.health import health, pass_at_k, prefilled_tokens
+from ostinato.rollout.health import health, pass_at_k, prefilled_tokens, task_figures
 from ostinato.types import Reward, Stop, Trajectory
 
 
@@ -20,6 +21,24 @@ def member(
 ) -> Trajectory:
     verdict = None if stop is Stop.ERROR else Reward(value=reward, reason=reason, parts={"exact": reward})
     return episode(completion(length, stop=stop, cached_tokens=1), 3, reward=verdict, error=error)
+
+
+def test_tasks_of_a_mixture_by_hand() -> None:
+    groups = [group(member(1), member(0)), group(member(1), member(1)), group(member(0), member(0))]
+    assert not task_figures(groups, 1.0)
+    mixed = [
+        replace(one, prompt=replace(one.prompt, task=task)) for one, task in zip(groups, "aab", strict=True)
+    ]
+    assert task_figures(mixed, 1.0) == {
+        "tasks/a/share": pytest.approx(2 / 3),
+        "tasks/a/reward": 0.75,
+        "tasks/a/pass@1": 0.75,
+        "tasks/a/frac_reward_zero_std": 0.5,
+        "tasks/b/share": pytest.approx(1 / 3),
+        "tasks/b/reward": 0.0,
+        "tasks/b/pass@1": 0.0,
+        "tasks/b/frac_reward_zero_std": 1.0,
+    }
 
 
 def test_by_hand() -> None:

@@ -85,4 +85,6 @@ def solved_at(data: RunData) -> float:
         return limit - 1e-6
     functions = data.setting("reward.functions", ("",))
     weights = data.setting("reward.weights") or [1.0] * len(functions)
-    return sum(weight for weight in weights if weight > 0) - 1e-6
+    chosen = next(iter(data.setting("task.mix", ())), {}).get("rewards") or functions  # alike for all tasks
+    pairs = zip(functions, weights, strict=False)
+    return sum(weight for name, weight in pairs if name in chosen and weight > 0) - 1e-6

@@ -1,0 +1,110 @@
+"""Several tasks as one stream, with weights: which task a place belongs to, and which prompt of it.
+
+Places go round a circle by the golden ratio, and each task has an arc as long as its share: every stretch of
+the stream has each task nearly as often as its weight says (a low-discrepancy sequence). All is integers
+modulo 2^64, and a function of (seed, index) alone:
+
+    place     0  1  2  3  4  5  6  7  8  9        weights 2 and 1, seed 0
+    prompt    a0 a1 b0 a2 b1 a3 a4 b2 a5 a6       of the task's own stream
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from ostinato.protocols import Tasks
+from ostinato.types import Prompt
+
+CIRCLE = 1 << 64
+STEP = 0x9E3779B97F4A7C15  # CIRCLE / golden ratio
+SLACK = 16  # places; a stretch of any length has a task less than 2 SLACK times too rarely
+
+
+def arcs(weights: Sequence[float]) -> list[int]:
+    """Where each task's arc ends, on a circle of CIRCLE; the first begins at 0."""
+    total, ends, so_far = sum(map(Fraction, weights)), list[int](), Fraction(0)
+    for weight in weights:
+        so_far += Fraction(weight)
+        ends.append(round(CIRCLE * so_far / total))
+    return ends
+
+
+def turn(seed: int, ends: Sequence[int], index: int) -> tuple[int, int]:
+    """(task by number, place in its own stream) of the place ``index`` of a mixture with these ``arcs``: the
+    task on whose arc start + index * STEP lies, and how many places before it lay there too."""
+    task = bisect_right(ends, (_start(seed) + index * STEP) % CIRCLE)
+    return task, before(seed, ends, task, index)
+
+
+def before(seed: int, ends: Sequence[int], task: int, count: int) -> int:
+    """How many of the first ``count`` places are this task's. Points below c on the circle are counted one by
+    one: x mod m < c exactly where floor(x / m) is greater by 1 than floor((x - c) / m)."""
+    begin = ends[task - 1] if task else 0
+    to_end, to_begin = (_floor_sum(count, _start(seed) + CIRCLE - end) for end in (ends[task], begin))
+    return to_begin - to_end
+
+
+def _start(seed: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"mixture/{seed}".encode()).digest()[:8], "big")
+
+
+def _floor_sum(count: int, start: int) -> int:
+    """Sum of floor((STEP * i + start) / CIRCLE) over i below ``count``, by Euclid's algorithm."""
+    total, a, b, m = 0, STEP, start, CIRCLE
+    while True:
+        total += count * (count - 1) // 2 * (a // m) + count * (b // m)
+        a, b = a % m, b % m
+        last = a * count + b
+        if last < m:
+            return total
+        count, b, a, m = last // m, last % m, m, a
+
+
+def shares(weights: Mapping[str, float]) -> dict[str, float]:
+    """Of all places, by name."""
+    total = math.fsum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def counts(weights: Mapping[str, float], seed: int, n: int) -> dict[str, int]:
+    """How many of the first ``n`` places each task has, at least 1 each."""
+    ends = arcs(list(weights.values()))
+    return {name: max(1, before(seed, ends, number, n)) for number, name in enumerate(weights)}
+
+
+class Mixture:
+    """Implements protocols.Tasks: the streams of ``parts`` by name, mixed by their ``weights``.
+
+    Without state, so a resumed run continues the stream by its index alone.
+    """
+
+    def __init__(self, parts: Mapping[str, Tasks], weights: Mapping[str, float], *, seed: int) -> None:
+        self._parts, self._seed = [parts[name] for name in weights], seed
+        self._ends, self._shares = arcs(list(weights.values())), list(shares(weights).values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    @property
+    def epoch(self) -> int:
+        parts = zip(self._parts, self._shares, strict=True)
+        return max(math.ceil((part.epoch + SLACK) / share) for part, share in parts)
+
+    def prompt(self, index: int) -> Prompt:
+        task, place = turn(self._seed, self._ends, index)
+        return self._parts[task].prompt(place)
+
+
+def named(prompts: Sequence[Prompt], task: str) -> list[Prompt]:
+    """The prompts as those of a task: two tasks may have the same one, so its name is part of their uids."""
+    return (
+        [replace(prompt, uid=f"{task}/{prompt.uid}", task=task) for prompt in prompts] if task else [*prompts]
+    )
+
+
+__all__ = ["Mixture", "arcs", "counts", "named", "shares", "turn"]
