@@ -1,0 +1,296 @@
+"""One adapter that is trained call by call: gradients add up until ``optim_step``.
+
+    forward_backward(rows, loss), forward_backward(rows, loss), ..., optim_step(settings)
+
+It is for callers that write the loop themselves: the training API (``serve.tinker``), supervised and
+preference recipes. Rows come with targets, weights and a loss; they are packed into microbatches, siblings
+share the rows of their prompt, and they go through the passes of ``PolicyTrainer`` (``train.local``). Losses
+are sums, so neither the cut into calls nor the packing changes a gradient but by rounding; the same calls in
+the same order give the same bits. Several of these may stand on one frozen base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.algo.offpolicy import Mismatch
+from ostinato.algo.pack import pack
+from ostinato.algo.routing import sequence_spans
+from ostinato.algo.token_losses import BOUNDS, TokenLoss
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.train.inputs import Inputs, as_inputs
+from ostinato.train.leaves import WholeLeaves, trained_parameters
+from ostinato.train.local import LocalPasses
+from ostinato.train.optimizer import OptimizerSettings, build_optimizer, clip_gradients
+from ostinato.train.passes import Outcome, ScoreOptions, Scores
+from ostinato.train.state import load_state_tensors, state_tensors
+from ostinato.types import Microbatch, Sample
+
+TOKENS_PER_MICROBATCH = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """A sequence with what its loss needs. Position t predicts ``targets[t]``, one token or K of them."""
+
+    tokens: np.ndarray  # [N] int32
+    targets: np.ndarray  # [N] or [N, K] int64
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)  # by name, shaped as targets, fp32
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens):
+            raise ValueError("has no tokens; give at least one")
+        if self.targets.ndim not in (1, 2) or len(self.targets) != len(self.tokens):
+            shape = list(self.targets.shape)
+            raise ValueError(f"has target_tokens of shape {shape} for {len(self.tokens)} tokens of input")
+        for name, values in self.values.items():
+            if values.shape != self.targets.shape:
+                want, have = list(self.targets.shape), list(values.shape)
+                raise ValueError(f"has {name} of shape {have} where target_tokens has {want}")
+            if not np.isfinite(values).all():
+                raise ValueError(f"has a number in {name} that is not finite")
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens before the first target that matters, which siblings have in common; all if none does."""
+        telling = [values for name, values in self.values.items() if name not in BOUNDS]
+        flat = [values.reshape(len(self.tokens), -1).any(1) for values in telling]
+        first = np.flatnonzero(np.logical_or.reduce(flat)) if flat else np.zeros(1, np.int64)
+        return int(first[0]) + 1 if len(first) else len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scored:
+    """What a call gave: per row the log-probabilities of its targets, shaped like them, and the loss."""
+
+    logprobs: list[np.ndarray]
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """One step of AdamW (arXiv 1711.05101, algorithm 2). ``max_grad_norm`` 0: nothing is clipped."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = {"learning_rate": self.lr, "eps": self.eps, "weight_decay": self.weight_decay}
+        for name, value in {**numbers, "grad_clip_norm": self.max_grad_norm}.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; use a number from 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"beta1 and beta2 are {self.betas}; use numbers in [0, 1)")
+
+
+class NotFinite(ValueError):
+    """Gradients that are not finite: nothing was learned from them, and they are gone."""
+
+
+class Accumulator:
+    """Trains ``adapters`` in place on a frozen ``decoder``. Call after call, in one thread."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        adapters: Adapters,
+        *,
+        ops: Ops = TORCH_OPS,
+        tokens_per_microbatch: int = TOKENS_PER_MICROBATCH,
+        recompute: bool = False,
+    ) -> None:
+        self.decoder, self.adapters, self._budget = decoder, adapters, tokens_per_microbatch
+        self._passes = LocalPasses(
+            decoder, adapters, ops=ops, temperature=1.0, recompute=recompute, entropy_grad=False
+        )
+        self._leaves = WholeLeaves(trained_parameters(decoder, adapters))
+        for leaf in self._leaves.named.values():
+            leaf.requires_grad_()
+        self._optimizer = build_optimizer(self._leaves.named.values(), OptimizerSettings(lr=1.0))
+        self.steps = 0  # of the optimizer
+
+    def forward_backward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
+        """Adds the gradients of the loss. Raises ValueError naming the first row that cannot be learned from,
+        before any work."""
+        return self._scored(rows, loss, learn=True)
+
+    def forward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
+        """The same without gradients: log-probabilities are those of ``forward_backward``, bit for bit."""
+        return self._scored(rows, loss, learn=False)
+
+    def _scored(self, rows: Sequence[Row], loss: TokenLoss, *, learn: bool) -> Scored:
+        check_rows(rows, loss, self.decoder.config.vocab_size, self.decoder.config.max_positions)
+        found: dict[int, np.ndarray] = {}
+        total = 0.0
+        for part in packed(rows, self._budget, self.decoder):
+            logprobs, value = self._learned(part, loss) if learn else self._read(part, loss)
+            total += value
+            found |= part.split(logprobs)
+        return Scored(logprobs=[found[index] for index in range(len(rows))], loss=total)
+
+    def _learned(self, part: Part, loss: TokenLoss) -> tuple[Tensor, float]:
+        seen: list[Tensor] = []
+
+        def objective(inputs: Inputs, scores: Scores) -> Outcome:
+            assert scores.logprobs is not None
+            logprobs = scores.logprobs.index_select(0, part.places)
+            seen.append(logprobs.detach())
+            unmeasured = Mismatch(0, {}, {})  # what the sampler's were is the client's to compare
+            return Outcome(loss=loss(logprobs, part.values), stats={}, mismatch=unmeasured, counts=None)
+
+        (outcome,) = self._passes.train([part.inputs], objective, 1.0)
+        return seen[0], float(outcome.loss)
+
+    def _read(self, part: Part, loss: TokenLoss) -> tuple[Tensor, float]:
+        (scores,) = self._passes.score([part.inputs], ScoreOptions())
+        assert scores.logprobs is not None
+        logprobs = scores.logprobs.index_select(0, part.places)
+        return logprobs, float(loss(logprobs, part.values))
+
+    def optim_step(self, settings: Adam) -> dict[str, float]:
+        """Learn from what has added up, and forget it. Without any, nothing changes (as in torch).
+
+        Raises NotFinite where the gradients are not.
+        """
+        gradients = [leaf.grad for leaf in self._leaves.named.values() if leaf.grad is not None]
+        norm = float(self._leaves.reduce()) if gradients else 0.0
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad()
+            raise NotFinite(
+                f"the gradient norm is {norm}; nothing was learned, send rows with smaller values"
+            )
+        if settings.max_grad_norm:
+            clip_gradients(gradients, norm, settings.max_grad_norm)
+        for group in self._optimizer.param_groups:
+            group.update(
+                lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+            )
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.steps += 1
+        return {"grad_norm": norm, "learning_rate": settings.lr}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and optimizer moments, not copied: what a checkpoint holds (``train.state``)."""
+        return state_tensors(self._leaves, self._optimizer)
+
+    def restore(self, tensors: Mapping[str, Tensor], *, optimizer: bool = True) -> None:
+        """Go back, bit for bit, to where ``tensors`` were taken, without gradients; without ``optimizer`` its
+        moments start afresh. Raises ValueError for those of another adapter."""
+        if not optimizer:
+            tensors = {name: one for name, one in tensors.items() if not name.startswith("optimizer.")}
+        load_state_tensors(self._leaves, self._optimizer, tensors)
+        self._optimizer.zero_grad()
+
+
+def check_rows(rows: Sequence[Row], loss: TokenLoss, vocab_size: int, context: int) -> None:
+    """Raises ValueError naming the first row that ``loss`` cannot take, or the model."""
+    for index, row in enumerate(rows):
+        missing = [name for name in loss.needed if name not in row.values]
+        unread = sorted(row.values.keys() - {*loss.needed, *loss.optional})
+        if missing:
+            raise ValueError(f"datum {index} has no {missing[0]}, which {loss.name} needs")
+        if unread:
+            raise ValueError(f"datum {index} has {unread[0]}, which {loss.name} does not read; leave it out")
+        if row.values.keys() != rows[0].values.keys():
+            raise ValueError(f"datum {index} has other inputs than datum 0; give all the same")
+        if len(row.tokens) > context:
+            raise ValueError(f"datum {index} has {len(row.tokens)} tokens and the context is {context}")
+        for name, ids in (("input", row.tokens), ("target_tokens", row.targets)):
+            if ids.min() < 0 or ids.max() >= vocab_size:
+                wrong = ids.min() if ids.min() < 0 else ids.max()
+                raise ValueError(f"datum {index} has the token {wrong} in {name}; use 0 to {vocab_size - 1}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """A microbatch of rows. What siblings have in common is scored once: R targets, at U places."""
+
+    inputs: Inputs  # of U targets
+    places: Tensor  # [R] int64, into the U
+    values: Mapping[str, Tensor]  # [R] each
+    shapes: Mapping[int, tuple[int, ...]]  # of the targets of each row, in the order of R
+
+    def split(self, flat: Tensor) -> dict[int, np.ndarray]:
+        """[R] by row."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = np.split(flat.cpu().numpy(), np.cumsum(sizes)[:-1])
+        return {
+            index: one.reshape(shape) for one, (index, shape) in zip(parts, self.shapes.items(), strict=True)
+        }
+
+
+def packed(rows: Sequence[Row], tokens_per_microbatch: int, decoder: Decoder) -> Iterator[Part]:
+    """The rows as microbatches of at most so many tokens, first-fit-decreasing, prompts shared."""
+    samples = [_sample(row, index) for index, row in enumerate(rows)]
+    weights = [sample.loss_mask.astype(np.float64) for sample in samples]
+    batch = pack(samples, weights, tokens_per_microbatch=tokens_per_microbatch)
+    for microbatch in batch.microbatches:
+        yield _part(microbatch, rows, decoder)
+
+
+def _sample(row: Row, index: int) -> Sample:
+    """For ``pack``, which lays out whatever comes before the last trained token: a token behind the row."""
+    length = len(row.tokens) + 1
+    mask = np.arange(length) == length - 1
+    return Sample(
+        tokens=np.append(row.tokens, 0).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.zeros(length, np.float32),
+        advantages=np.zeros(length, np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        group=0,  # siblings are told by the tokens of their prompt
+        prompt_len=row.prompt_len,
+        uid=str(index),
+    )
+
+
+def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Decoder) -> Part:
+    order = [int(uid) for uid in microbatch.uids]
+    spans = sequence_spans(microbatch).tolist()
+    predictors, targets = [], []
+    for index, (start, stop, first, last) in zip(order, spans, strict=True):
+        own = np.concatenate([np.arange(first, last), np.arange(start, stop)])
+        wanted = rows[index].targets.reshape(len(own), -1)
+        predictors.append(np.repeat(own, wanted.shape[1]))
+        targets.append(wanted.reshape(-1))
+    pairs = np.stack([np.concatenate(predictors), np.concatenate(targets)], axis=1)
+    unique, places = np.unique(pairs, axis=0, return_inverse=True)
+    zeros = np.zeros(len(unique), np.float32)
+    scored = replace(
+        microbatch,
+        rows=unique[:, 0].astype(np.int32),
+        targets=unique[:, 1].astype(np.int32),
+        logprobs=zeros,
+        advantages=zeros,
+        weights=zeros,
+        sample_idx=zeros.astype(np.int32),
+        staleness=zeros.astype(np.int32),
+    )
+    device = decoder.device
+
+    def joined(name: str) -> Tensor:
+        flat = [rows[index].values[name].reshape(-1) for index in order]
+        return torch.from_numpy(np.concatenate(flat).astype(np.float32)).to(device)
+
+    values = {name: joined(name) for name in rows[order[0]].values}  # of all alike: checked
+    return Part(
+        inputs=as_inputs(scored, device, moe=False, replay=False),
+        places=torch.from_numpy(places.reshape(-1)).to(device),
+        values=values,
+        shapes={index: rows[index].targets.shape for index in order},
+    )
+
+
+__all__ = ["Accumulator", "Adam", "NotFinite", "Row", "Scored", "check_rows", "packed"]
