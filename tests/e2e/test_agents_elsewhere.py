@@ -98,6 +98,15 @@ def test_a_worker_elsewhere_plays_the_episodes_of_an_agent_in_the_process(policy
         assert turns_of(world.play(fetched(world))) == turns_of(inside.play(inside.agent(agents.guess)))
 
 
+def test_a_worker_that_has_hung_up_is_given_no_rollout(policy: Any) -> None:
+    """It would be silent there, and a fault."""
+    with started(policy) as world:
+        with pytest.raises(httpx2.TimeoutException):
+            httpx2.post(f"{world.server.address}/rollouts/next", json={}, timeout=0.3)
+        with worker(world.server.address, agents.guess):
+            assert not world.play(fetched(world, silence_s=5.0), size=1).trajectories[0].error
+
+
 def test_what_no_worker_fetches_or_ends_is_a_fault_with_its_name(policy: Any) -> None:
     with started(policy, wait_s=0.3) as world:
         lost = world.play(fetched(world), size=1).trajectories[0]
