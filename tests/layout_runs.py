@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from nouns import sample_of
+from nouns import drawn
 from torch import Tensor
 from worlds import DEEPSEEK, tiny_dense
 
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.model.config import ModelConfig, parse_config
+from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
 from ostinato.parallel.layout import Layout
@@ -28,7 +28,7 @@ from ostinato.parallel.shares import Placement, shares_of
 from ostinato.train.layouts import sharded_trainer
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer
-from ostinato.types import NO_EXPERT, Batch, Sample
+from ostinato.types import Batch
 
 _COMMON = tiny_dense(
     vocab_size=64,
@@ -168,49 +168,12 @@ def batch_of(case: Case, step: int) -> Batch:
     """The batch of a step: 4 groups of 3 siblings, with routes to replay that no router would have chosen."""
     config = parse_config(MODELS[case.model])
     rng = np.random.default_rng((7, step))
-    samples = [
-        _sample(rng, config, group, sibling, prompt)
-        for group in range(4)
-        for prompt in [_prompt(rng, config, 4 + group)]
-        for sibling in range(3)
-    ]
+    samples = []
+    for group in range(4):
+        lengths = [5 + 3 * sibling + group for sibling in range(3)]
+        samples += drawn(rng, config.vocab_size, 4 + group, lengths, moe=config.moe, group=group)
     weights = aggregation_weights(samples, Aggregation.SAMPLE)
     return pack(samples, weights, tokens_per_microbatch=case.microbatch, minibatches=case.minibatches)
-
-
-def _prompt(rng: np.random.Generator, config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    return rng.integers(0, config.vocab_size, length), _routes(rng, config, length)
-
-
-def _sample(
-    rng: np.random.Generator,
-    config: ModelConfig,
-    group: int,
-    sibling: int,
-    prompt: tuple[np.ndarray, np.ndarray],
-) -> Sample:
-    length = 5 + 3 * sibling + group
-    tokens = np.concatenate((prompt[0], rng.integers(0, config.vocab_size, length))).astype(np.int32)
-    mask = np.arange(len(tokens)) >= len(prompt[0])
-    routes = np.concatenate((prompt[1], _routes(rng, config, length)))
-    routes[-1] = NO_EXPERT
-    logprobs = 0.1 * rng.standard_normal(len(tokens)) - np.log(config.vocab_size)
-    return sample_of(
-        tokens,
-        len(prompt[0]),
-        logprobs=np.where(mask, logprobs, 0).astype("f4"),
-        advantages=np.where(mask, 1 + rng.standard_normal(), 0).astype("f4"),
-        group=group,
-        uid=f"{group}#{sibling}",
-        experts=routes,
-    )
-
-
-def _routes(rng: np.random.Generator, config: ModelConfig, length: int) -> np.ndarray:
-    moe = config.moe
-    assert moe is not None
-    order = rng.random((length, len(moe.layers), moe.num_experts)).argsort(axis=-1)
-    return order[..., : moe.top_k].astype(np.int16)
 
 
 LAYOUTS = (

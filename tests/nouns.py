@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.types import Completion, Group, Prompt, Reward, Sample, Stop, Trajectory, Turn
+from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Reward, Sample, Stop, Trajectory, Turn
 
 
 def completion(tokens: Sequence[int] | np.ndarray | int, **changes: Any) -> Completion:
@@ -42,3 +42,38 @@ def sample_of(tokens: Sequence[int] | np.ndarray | int, prompt: int, **changes: 
         "group": 0,
     }
     return Sample(**{"tokens": ids, "prompt_len": prompt, **usual, **changes})
+
+
+def drawn_routes(rng: np.random.Generator, moe: Any, rows: int) -> np.ndarray:
+    """[rows, L_moe, K] as no router of ``moe`` (a ``MoEConfig``) would choose them."""
+    order = rng.random((rows, len(moe.layers), moe.num_experts)).argsort(-1)
+    return order[..., : moe.top_k].astype(np.int16)
+
+
+def drawn(
+    rng: np.random.Generator,
+    vocab: int,
+    prompt: int,
+    answers: Sequence[int],
+    *,
+    moe: Any = None,
+    group: int = 0,
+    gap: slice = slice(0),
+) -> list[Sample]:
+    """Siblings behind ``prompt`` tokens, with answers of these lengths, of which ``gap`` was put in;
+    routes of the prompt are those of all, the last row's are not known."""
+    context, common = rng.integers(0, vocab, prompt), drawn_routes(rng, moe, prompt) if moe else None
+    found = []
+    for sibling, length in enumerate(answers):
+        tokens = np.concatenate([context, rng.integers(0, vocab, length)])
+        mask = np.arange(len(tokens)) >= prompt
+        mask[prompt:][gap] = False
+        more: dict[str, Any] = {"loss_mask": mask, "group": group, "uid": f"{group}#{sibling}"}
+        if moe:
+            more["experts"] = np.concatenate([common, drawn_routes(rng, moe, length)])
+            more["experts"][-1] = NO_EXPERT
+        logprobs = 0.1 * rng.standard_normal(len(tokens)) - np.log(vocab)
+        more["logprobs"] = np.where(mask, logprobs, 0).astype("f4")
+        more["advantages"] = np.where(mask, 1 + rng.standard_normal(), 0).astype("f4")
+        found.append(sample_of(tokens, prompt, **more))
+    return found

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from nouns import sample_of
+from nouns import drawn
 from worlds import VOCAB, tiny_dense, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
@@ -45,28 +45,8 @@ CASES = ("dense", "moe", "full", "sharded")
 
 def samples(moe: MoEConfig | None, siblings: int) -> list[Sample]:
     """Answers to one prompt: most of one token, which has no row of its own, the last 150 of 5."""
-    rng = np.random.default_rng(0)
-    prompt, found = rng.integers(0, VOCAB, 8), []
-    for sibling in range(siblings):
-        length = 1 if sibling < siblings - 150 else 5
-        tokens = np.concatenate([prompt, rng.integers(0, VOCAB, length)]).astype(np.int32)
-        mask = np.arange(len(tokens)) >= len(prompt)
-        experts = None
-        if moe is not None:
-            shape = len(tokens), len(moe.layers), moe.num_experts
-            drawn = np.random.default_rng(1).random(shape)
-            experts = drawn.argsort(axis=-1)[..., : moe.top_k].astype(np.int16)
-        found.append(
-            sample_of(
-                tokens,
-                len(prompt),
-                logprobs=np.where(mask, -np.log(VOCAB), 0).astype("f4"),
-                advantages=np.where(mask, rng.standard_normal(), 0).astype("f4"),
-                uid=str(sibling),
-                experts=experts,
-            )
-        )
-    return found
+    lengths = [1] * (siblings - 150) + [5] * 150
+    return drawn(np.random.default_rng(0), VOCAB, 8, lengths, moe=moe)
 
 
 @functools.cache

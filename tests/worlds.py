@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nouns import sample_of
+from nouns import drawn
 from torch import Tensor
 
 from ostinato.engine.cost import KNOTS, CostTable
@@ -20,7 +20,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.weights import Moe
-from ostinato.types import NO_EXPERT, Completion, Request, Sample
+from ostinato.types import Completion, Request, Sample
 
 VOCAB = 61
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXY"
@@ -225,14 +225,4 @@ def native_choice(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> list[s
 
 def siblings(decoder: Decoder, prompt: int, answers: list[int], seed: int) -> list[Sample]:
     """Of one prompt, whose routes they share, each with routes of its own; the last row unknown."""
-    rng = np.random.default_rng(seed)
-    context, common = rng.integers(0, VOCAB, prompt), random_routes(decoder, prompt, seed).numpy()
-    found = []
-    for index, length in enumerate(answers):
-        tokens = np.concatenate([context, rng.integers(0, VOCAB, length)]).astype(np.int32)
-        own = random_routes(decoder, length, seed + index + 1).numpy()
-        own[-1] = NO_EXPERT
-        experts = np.concatenate([common, own])
-        zeros = {"advantages": np.zeros(len(tokens), np.float32), "versions": np.zeros(len(tokens), np.int32)}
-        found.append(sample_of(tokens, prompt, group=seed % 2, experts=experts, **zeros))
-    return found
+    return drawn(np.random.default_rng(seed), VOCAB, prompt, answers, moe=moe_of(decoder), group=seed % 2)

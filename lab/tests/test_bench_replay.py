@@ -162,7 +162,7 @@ def test_every_bug_is_put_before_the_gate(small: tuple[planted.Trainers, Adapter
         assert row["overlap"] < 0.7 and (row["k3"] is None) == (row["bug"] == "all zero")
 
 
-def test_routes_of_a_policy_are_its_own_and_age(
+def test_routes_of_a_policy_age(
     small: tuple[planted.Trainers, Adapters, list[Sample]],
 ) -> None:
     trainers, policy, made = small

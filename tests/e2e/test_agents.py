@@ -178,9 +178,7 @@ def test_an_agent_may_be_a_plain_function_or_a_command(world: World) -> None:
         (agents.wrong_model, "the model 'gpt-4' is not served to agents"),
     ],
 )
-def test_an_agent_that_fails_is_a_fault_with_its_name_and_never_a_zero(
-    world: World, agent: Any, sentence: str
-) -> None:
+def test_an_agent_that_fails_is_a_named_fault_and_no_zero(world: World, agent: Any, sentence: str) -> None:
     group = world.play(world.agent(agent, silence_s=0.5), size=2)
     for trajectory in group.trajectories:
         assert trajectory.stop is Stop.ERROR and trajectory.error.startswith("env: RuntimeError:")

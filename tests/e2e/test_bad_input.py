@@ -121,9 +121,7 @@ TRAIN = ["train", "tiny.toml"]
     ],
     ids=lambda value: "-".join(value)[:60] if isinstance(value, list) else "",
 )  # fmt: skip
-def test_what_is_wrong_is_refused_before_any_work(
-    refusal: Refusal, arguments: list[str], words: list[str]
-) -> None:
+def test_what_is_wrong_is_refused_at_once(refusal: Refusal, arguments: list[str], words: list[str]) -> None:
     sentence = refusal(*arguments)
     for word in words:
         assert word in sentence

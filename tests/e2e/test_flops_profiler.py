@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nouns import group_of, sample_of
+from nouns import drawn, group_of
 from reference.scripted import ScriptedDrafter
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -113,17 +113,8 @@ def batch_of(vocab: int, seed: int = 0, budget: int = 90, minibatches: int = 1) 
     """Groups of siblings that share prompts, in several microbatches; some answers have a reply inside."""
     rng, samples = np.random.default_rng(seed), []
     for group in range(3):
-        prompt = rng.integers(0, vocab, 6 + 5 * group)
-        for sibling in range(4):
-            tokens = np.concatenate([prompt, rng.integers(0, vocab, 4 + 5 * sibling)]).astype(np.int32)
-            mask = np.arange(len(tokens)) >= len(prompt)
-            mask[len(prompt) + 5 : len(prompt) + 8] = False
-            more: dict[str, Any] = {
-                "logprobs": np.where(mask, -np.log(vocab), 0).astype("f4"),
-                "advantages": np.where(mask, rng.standard_normal(), 0).astype("f4"),
-            }
-            uid = f"{group}#{sibling}"
-            samples.append(sample_of(tokens, len(prompt), loss_mask=mask, group=group, uid=uid, **more))
+        lengths = [4 + 5 * sibling for sibling in range(4)]
+        samples += drawn(rng, vocab, 6 + 5 * group, lengths, group=group, gap=slice(5, 8))
     weights = aggregation_weights(samples, Aggregation.TOKEN)
     return pack(samples, weights, tokens_per_microbatch=budget, minibatches=minibatches)
 

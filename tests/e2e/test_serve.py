@@ -219,9 +219,7 @@ def test_adapters_are_served_by_name_in_one_batch(tmp_path: Any) -> None:
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "messages"),
     ],
 )
-def test_what_is_wrong_is_said_in_openais_form(
-    at: At, fields: dict[str, Any], status: int, param: str
-) -> None:
+def test_errors_are_in_openais_form(at: At, fields: dict[str, Any], status: int, param: str) -> None:
     reply = post(at, "/v1/chat/completions", {"model": MODEL, "messages": QUESTION, **fields})
     error = reply.json()["error"]
     assert reply.status_code == status and error["param"].startswith(param) and error["message"]

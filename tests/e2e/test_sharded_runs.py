@@ -121,9 +121,7 @@ def test_all_ranks_do_the_same(tmp_path: Path) -> None:
         ("raise", 2, 3, "raised ValueError: step 3 does not suit rank 2, last seen in step 3"),
     ],
 )
-def test_a_rank_that_is_lost_in_a_step_ends_all_by_name(
-    tmp_path: Path, what: str, rank: int, step: int, why: str
-) -> None:
+def test_a_lost_rank_ends_all_by_name(tmp_path: Path, what: str, rank: int, step: int, why: str) -> None:
     found, left = troubled(tmp_path, Trouble(what=what, rank=rank, step=step))
     assert found["error"] == "WorkerLost"
     assert found["text"].startswith(f"rank {rank} on ") and why in found["text"]

@@ -64,9 +64,7 @@ def support_of(targets: Tensor, vocab: int, seed: int, share: float = 0.7) -> Su
 @given(
     st.integers(1, 9), st.sampled_from([0.5, 1.0, 1.7]), st.integers(0, 999), st.sampled_from([0.0, 0.7, 1.0])
 )
-def test_both_equal_the_naive_computation_over_supports(
-    chunk: int, temperature: float, seed: int, share: float
-) -> None:
+def test_both_equal_the_naive_computation(chunk: int, temperature: float, seed: int, share: float) -> None:
     """Some rows, or all, or none with a support; supports of one id, whose only token is certain, too."""
     hidden, weight, targets = problem()
     compare(hidden, weight, targets, chunk, temperature, support_of(targets, len(weight), seed, share))

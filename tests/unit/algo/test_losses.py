@@ -340,11 +340,7 @@ def test_defaults_of_the_papers() -> None:
     [
         ("gropo", {}, "algo.name is 'gropo'; did you mean 'grpo'?"),
         ("grpo", {"clip_hi": 0.3}, "algo.clip_hi is not a key; did you mean 'clip_high'?"),
-        (
-            "cispo",
-            {"epsilon_high": 5},
-            "algo.epsilon_high is not a key; TRL's epsilon_high is ratio_cap here",
-        ),
+        ("cispo", {"epsilon_high": 5}, "algo.epsilon_high is not a key; TRL's epsilon_high is ratio_cap"),
         ("grpo", {"loss": "cispo", "epsilon_high": 5}, "TRL's epsilon_high is ratio_cap here"),
         ("cispo", {"epsilon": 0.2}, "TRL's epsilon does nothing in CISPO"),
         ("dapo", {"epsilon_high": 0.28}, "TRL's epsilon_high is clip_high here"),
@@ -366,28 +362,16 @@ def test_defaults_of_the_papers() -> None:
         ("grpo", {"ratio_cap": 5}, "algo.ratio_cap has no effect because algo.loss is 'clipped'"),
         ("grpo", {"batch_pool": "all"}, "algo.batch_pool has no effect because algo.scale is 'group'"),
         ("grpo", {"overlong_factor": 0.5}, "algo.overlong_factor has no effect"),
-        (
-            "grpo",
-            {"correction_high": 3},
-            "algo.correction_high has no effect because algo.correction is 'none'",
-        ),
+        ("grpo", {"correction_high": 3}, "algo.correction_high has no effect because algo.correction is"),
         (
             "grpo",
             {"correction": "token_truncate", "correction_low": 0.5},
-            "algo.correction_low has no effect because algo.correction is 'token_truncate'",
+            "algo.correction_low has no effect",
         ),
         ("grpo", {"baseline": "none"}, "algo.baseline is 'none' but scale is 'group'"),
         ("grpo", {"anchor": "old"}, "algo.anchor is 'old'; known: auto, trainer"),
-        (
-            "grpo",
-            {"anchor": "trainer", "correction": "token_mask"},
-            "algo.anchor has no effect because algo.correction is 'token_mask'; remove it or change that",
-        ),
-        (
-            "grpo",
-            {"anchor": "trainer", "correction_high": 3},
-            "algo.correction_high has no effect because algo.correction is 'none'",
-        ),
+        ("grpo", {"anchor": "trainer", "correction": "token_mask"}, "algo.anchor has no effect because"),
+        ("grpo", {"anchor": "trainer", "correction_high": 3}, "algo.correction_high has no effect because"),
         ("rloo", {"anchor": "trainer"}, "algo.anchor has no effect because algo.loss is 'reinforce'"),
     ],
 )

@@ -132,9 +132,7 @@ def test_microbatches_are_filled_across_groups() -> None:
 
 
 @given(steps(), st.integers(1, 30), st.booleans())
-def test_packing_changes_nothing_that_a_loss_depends_on(
-    samples: list[Sample], budget: int, share: bool
-) -> None:
+def test_packing_changes_nothing_that_losses_need(samples: list[Sample], budget: int, share: bool) -> None:
     """Each trained token exactly once, predicted by the row that sees exactly the tokens before it."""
     weights = token_weights(samples)
     batch = pack(samples, weights, tokens_per_microbatch=budget, share_prompts=share, version=4)

@@ -137,17 +137,9 @@ def stops() -> str:
     [
         ("<tool_call>not json</tool_call>", "Error: the call is not JSON", "unreadable"),
         ("<tool_call>[1]</tool_call>", 'Error: the call has no "name"', "unreadable"),
-        (
-            '<tool_call>{"name": "hangs", "arguments": 3}</tool_call>',
-            'Error: "arguments" of hangs',
-            "unreadable",
-        ),
+        ('<tool_call>{"name": "hangs", "arguments": 3}</tool_call>', 'Error: "arguments" of', "unreadable"),
         (call(name="calc"), "Error: there is no function 'calc', only", "unknown"),
-        (
-            '<tool_call>{"name": "calculator"}</tool_call>',
-            "Error: calculator: missing a required",
-            "unreadable",
-        ),
+        ('<tool_call>{"name": "calculator"}</tool_call>', "Error: calculator: missing", "unreadable"),
         (call("2+"), "Error: calculator: SyntaxError", "raised"),
         ('<tool_call>{"name": "breaks"}</tool_call>', "Error: breaks: RuntimeError: out of ink", "raised"),
         ('<tool_call>{"name": "leaves"}</tool_call>', "Error: leaves: RuntimeError: SystemExit", "raised"),

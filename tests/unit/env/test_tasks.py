@@ -160,10 +160,7 @@ def test_a_uid_is_the_content_and_not_the_place() -> None:
         ({"prompt": "2+2?"}, "row 2 of .* has no 'answer', 'solution' or 'ground_truth'"),
         ({"prompt": "2+2?", "answer": None}, "row 2 of .* has no 'answer'"),
         ({"prompt": [{"role": "user"}], "answer": "4"}, "row 2 of .* neither text nor a chat"),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "4"},
-            "neither text nor a chat",
-        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "4"}, "neither text nor a"),
         ({"prompt": 5, "answer": "4"}, "neither text nor a chat"),
         ({"prompt": "2+2?", "answer": "4", "completions": 1}, "row 2 of .* has a column 'completions'"),
         ({"prompt": "2+2?", "answer": "4", "id": "a"}, "row 2 of .* has the id 'a' of row 1"),

@@ -127,16 +127,11 @@ def test_vllm_rows_and_layers() -> None:
         (some(6), [1, 2], "in layers \\[0, 3\\], where the model has no router"),
         (some(6, layers=2), [1, 2, 3], "2 layers"),
         (some(6), [0, 0], "two routers"),
-        (
-            np.zeros((6, 4, TOP_K), np.uint8),
-            [0, 1, 2, 3],
-            "never written",
-        ),  # a fused kernel that records nothing
+        # a fused kernel that records nothing
+        (np.zeros((6, 4, TOP_K), np.uint8), [0, 1, 2, 3], "never written"),
     ],
 )
-def test_vllm_outputs_that_do_not_fit_are_refused(
-    ids: np.ndarray | None, layers: list[int], says: str
-) -> None:
+def test_unfit_vllm_outputs_are_refused(ids: np.ndarray | None, layers: list[int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Routes.from_vllm(vllm_output(ids), layers=layers, num_experts=EXPERTS)
 

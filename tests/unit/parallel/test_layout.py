@@ -161,9 +161,7 @@ def test_parts_cover_a_tensor_once(text: str, model: str, data: st.DataObject) -
 
 
 @given(st.sampled_from(LAYOUTS), st.sampled_from(sorted(MODELS)), st.data())
-def test_a_gradient_is_summed_over_all_that_keep_the_same_part(
-    text: str, model: str, data: st.DataObject
-) -> None:
+def test_a_gradient_is_summed_over_all_with_the_same_part(text: str, model: str, data: st.DataObject) -> None:
     """Following the axes of a leaf from one rank leads to every rank of its stage with the same part, and no
     other."""
     layout, config = Layout.parse(text), parse_config(MODELS[model])

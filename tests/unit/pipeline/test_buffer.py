@@ -115,9 +115,7 @@ def test_who_is_late_is_waited_for_and_nobody_else(rule: AdmissionRule, seed: in
 
 
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(1, 9), st.integers(0, 10**6))
-def test_without_overlap_it_is_rounds_in_lockstep(
-    prompts: int, staleness: int, steps: int, seed: int
-) -> None:
+def test_without_overlap_it_is_in_lockstep(prompts: int, staleness: int, steps: int, seed: int) -> None:
     """The twin: step s trains on places (s - 1) N to s N - 1, and round r is admitted when round r - 1 has
     ended and at most k steps before its own."""
     world = World(AdmissionRule(prompts=prompts, staleness=staleness, steps=steps), seed)
@@ -161,9 +159,7 @@ def overdue_slow(rule: AdmissionRule, left: Sequence[Admission], finished: int) 
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12), st.integers(1, 3), st.integers(0, 4)
 )
-def test_who_is_overdue_against_the_slow_twin(
-    groups: list[tuple[int, bool]], prompts: int, staleness: int
-) -> None:
+def test_overdue_against_the_slow_twin(groups: list[tuple[int, bool]], prompts: int, staleness: int) -> None:
     finished = 4
     some = held(*((place, min(finished, step), ended) for place, (step, ended) in enumerate(groups)))
     some = [one for one in some if one.step + staleness >= finished]
@@ -183,9 +179,7 @@ def test_who_is_overdue_against_the_slow_twin(
 @pytest.mark.parametrize(
     ("staleness", "prompts", "late"), [(2, 2, ()), (1, 2, (0, 1)), (0, 2, (0, 1, 2, 3)), (2, 1, (1, 3))]
 )
-def test_a_recipe_that_was_changed_finds_who_is_too_old_by_now(
-    staleness: int, prompts: int, late: Sequence[int]
-) -> None:
+def test_a_changed_recipe_finds_who_is_too_old(staleness: int, prompts: int, late: Sequence[int]) -> None:
     """Two rounds of two were admitted after one and after two steps; three are finished. With less staleness,
     or fewer groups a step, some would wait too long, one behind the other."""
     some = held((0, 1, True), (1, 1, True), (2, 2, True), (3, 2, True))

@@ -196,9 +196,7 @@ def same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_to_train_and_to_sample_at_once_is_to_do_one_after_the_other(
-    kernels: Kernels | None, dtype: torch.dtype
-) -> None:
+def test_training_beside_sampling_is_one_after_the_other(kernels: Kernels | None, dtype: torch.dtype) -> None:
     turns, at_once = Both(kernels, dtype), Both(kernels, dtype)
     answers = asyncio.run(turns.sample())
     batch = batch_of(answers)

@@ -134,9 +134,7 @@ def test_zero_variance_everywhere_is_reported_then_a_named_stop(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ahead", [{}, {"overlap": True, "staleness": 2}], ids=["lockstep", "overlap"])
-def test_a_failure_of_the_engine_passes_through_after_a_checkpoint(
-    tmp_path: Path, ahead: dict[str, Any]
-) -> None:
+def test_a_failing_engine_passes_through_after_a_checkpoint(tmp_path: Path, ahead: dict[str, Any]) -> None:
     bench = Bench(tmp_path, **ahead)
     honest = bench.engine.generate
 
@@ -238,9 +236,7 @@ def test_a_failure_inside_a_training_step_is_never_checkpointed(tmp_path: Path) 
         (signal.SIGHUP, Finish.HUNG_UP),  # it had killed the run at once
     ],
 )
-def test_one_signal_ends_after_the_step_with_a_checkpoint(
-    tmp_path: Path, number: signal.Signals, why: Finish
-) -> None:
+def test_one_signal_ends_after_the_step_saved(tmp_path: Path, number: signal.Signals, why: Finish) -> None:
     before = signal.getsignal(number)
     bench = Bench(tmp_path)
     send(bench, number, 2)
@@ -260,9 +256,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_sigterm_abandons_a_step_that_takes_too_long(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sigterm_abandons_a_step_that_is_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The run saves what it has; the groups that were finished stay in the spool for the resumed run."""
 
     class Stuck(IsRight):
@@ -330,9 +324,7 @@ def test_the_loop_tells_a_collapse_once_and_stops_where_it_was_asked_to(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_remembers_what_it_was_told_and_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_remembers_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """To resume a run that stopped is to say that it shall go on: the same collapse stops it no more."""
     stops: dict[str, Any] = {"grader": GoesWrong(), "max_empty_steps": 99, "stop_on_collapse": True}
     first = Bench(tmp_path, steps=40, **stops)

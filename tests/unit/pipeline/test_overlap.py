@@ -161,9 +161,7 @@ def test_killed_at_any_group_nothing_is_lost_and_nothing_trained_on_twice(
         assert found.useful + sum(found.wasted.values()) == sum(found.flops.values())
 
 
-def test_what_was_on_its_way_is_found_or_played_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_under_way_is_found_or_played_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Ctrl-C after two steps: of the four groups ahead those that had ended are in the spool, and the others
     are played by the policy of then; each is trained on once."""
     first = overlapped(tmp_path, steps=9)
@@ -213,9 +211,7 @@ def test_more_staleness_or_less_when_a_run_goes_on(tmp_path: Path) -> None:
         assert max(max(ages) for ages in again.trainer.ages) <= again.loop.plan.staleness
 
 
-def test_sigterm_drains_what_is_on_its_way_into_the_spool(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sigterm_drains_what_runs_into_the_spool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing new is admitted, the step ends, and what is on its way may end too: the resumed run plays none
     of it again."""
     bench = overlapped(tmp_path, steps=9, grader=Slow(), grace_s=10.0)
@@ -230,9 +226,7 @@ def test_sigterm_drains_what_is_on_its_way_into_the_spool(
     assert sorted(trained_on(again)) == sorted(f"p{n}" for n in range(18))
 
 
-def test_who_goes_on_under_another_layout_plays_nothing_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_layout_plays_nothing_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The loop ends at the checkpoint that was asked at; what was on its way then is in the spool."""
     asked: list[int] = []
     bench = overlapped(tmp_path, steps=9, checkpoint_every=2)
@@ -250,9 +244,7 @@ def test_who_goes_on_under_another_layout_plays_nothing_again(
 
 
 @pytest.mark.parametrize(("number", "why"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
-def test_who_is_asked_to_stop_does_not_go_on_under_another_layout(
-    tmp_path: Path, number: signal.Signals, why: str
-) -> None:
+def test_who_is_to_stop_does_not_go_on_elsewhere(tmp_path: Path, number: signal.Signals, why: str) -> None:
     """A signal while layouts were weighed, or while what was on its way ended, was lost: the run went on."""
     bench = overlapped(tmp_path, steps=9, checkpoint_every=2)
 
@@ -280,9 +272,7 @@ def test_who_is_asked_to_stop_does_not_go_on_under_another_layout(
     assert bench.run().why == why
 
 
-def test_a_drain_ends_with_the_grace_period_and_training_does_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_drain_ends_with_the_grace_period(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stuck = Stuck(lambda group: int(group.prompt.uid[1:]) >= 4, Lesson())
     bench = overlapped(tmp_path, steps=9, grader=stuck, grace_s=0.05, eval_at_start=False)
     learn = bench.trainer.step

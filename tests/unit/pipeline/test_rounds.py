@@ -154,9 +154,7 @@ def test_a_stale_run_that_was_killed_is_the_run_that_was_not(
     assert "anew" not in caplog.text
 
 
-def test_from_the_older_of_two_checkpoints_it_is_the_same_run_too(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_older_checkpoint_gives_the_same_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The newest checkpoint may turn out to be damaged. The one before it names rounds that were played
     ahead, and the spool had dropped their groups when the newest was written: they were played anew by a
     later policy, with a note that this was not quite the run. Nothing is sampled again."""
@@ -175,9 +173,7 @@ def test_from_the_older_of_two_checkpoints_it_is_the_same_run_too(
     assert "anew" not in caplog.text
 
 
-def test_a_queue_that_is_lost_is_played_anew_and_said_to_be(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_queue_is_played_anew_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = stale(tmp_path, 2, steps=4)
     first.run()
     saved, logits = first.saved[-1]
@@ -197,9 +193,7 @@ def test_a_queue_that_is_lost_is_played_anew_and_said_to_be(
     assert resumed.loop.state.cursor == 36  # no prompt is lost
 
 
-def test_one_refused_round_is_played_anew_and_no_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_round_is_played_anew_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A step whose routes the trainer refused took the whole queue with it: the spool drops that round, and a
     resumed run threw away those behind it too, whose groups were all there, wound the stream back and gave
     their places to other steps, while prompts that had left by them stayed away."""

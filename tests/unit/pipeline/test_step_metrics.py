@@ -233,7 +233,7 @@ spans = st.builds(
 
 
 @given(st.lists(st.tuples(st.lists(spans, max_size=6), st.floats(0.1, 4)), max_size=6))
-def test_pools_are_never_busier_than_they_can_be_and_no_second_is_lost(
+def test_pools_are_never_too_busy_and_no_second_is_lost(
     steps: list[tuple[list[Span], float]],
 ) -> None:
     """Spans that are told late are booked in the steps that have room for them."""

@@ -264,9 +264,7 @@ def test_of_overlap_only_the_trainer_and_what_it_publishes_teach(tmp_path: Path)
         ({"sampler": "local"}, "samples by vllm and its plan is of local"),
     ],
 )
-def test_a_run_that_teaches_nothing_is_refused_in_a_sentence(
-    tmp_path: Path, more: dict[str, Any], words: str
-) -> None:
+def test_a_run_that_teaches_nothing_is_refused(tmp_path: Path, more: dict[str, Any], words: str) -> None:
     run = slow_run(tmp_path / "run", 1.0)
     run.recipe.write_text('name = "x"\n[parallel]\nlayout = "d4"\n[engine]\nbackend = "vllm"\n')
     if "tokens" in more:
@@ -399,9 +397,7 @@ def test_a_plan_that_was_held_to_its_layout_is_weighed_against_all(tmp_path: Pat
         ({"lacking": None}, "nothing could be weighed"),
     ],
 )
-def test_what_cannot_be_weighed_changes_nothing(
-    tmp_path: Path, change: dict[str, object], sentence: str
-) -> None:
+def test_what_cannot_be_weighed_is_left(tmp_path: Path, change: dict[str, object], sentence: str) -> None:
     run = shortened(tmp_path)
     said = json.loads((run.path / "plan.json").read_text()) | change
     (run.path / "plan.json").write_text(json.dumps(said))
@@ -445,9 +441,7 @@ def straggler(path: Path, routes: list[np.ndarray]) -> float:
     return imbalance(loads_of(routes), owner_of(placement), 4).straggler
 
 
-def test_a_placement_from_a_run_and_what_it_is_worth(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_placement_and_what_it_is_worth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, routes = run_of(tmp_path / "run")
     out = tmp_path / "placement.json"
     command(Asked(run=folder.path, ranks=4, out=out))

@@ -167,9 +167,7 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -
         load(tmp_path, step=9)
 
 
-def test_what_a_killed_process_left_is_ignored_and_cleared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_kill_left_is_ignored_and_cleared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_checkpoint(tmp_path, checkpoint_of(1))
     torn = tmp_path / ".step-00000002.abc"
     torn.mkdir()
@@ -218,9 +216,7 @@ def test_a_reader_beside_a_run_finds_the_next_checkpoint(
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
-def test_a_full_disk_leaves_the_last_good_checkpoint(
-    tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_leaves_the_last_one(tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture) -> None:
     """A limit on file size stands for the full disk: to the writer both are an error of write()."""
     save_checkpoint(tmp_path, checkpoint_of(1), keep=1)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -254,9 +254,7 @@ def test_what_a_batch_itself_moved_is_no_misalignment(lr: float) -> None:
 @pytest.mark.parametrize(("prompt", "answer"), [(60, 14), (100, 20)])
 @pytest.mark.parametrize("bug", ["late", "rolled", "random"])
 @pytest.mark.parametrize("siblings", [1, 4])
-def test_a_long_prompt_does_not_vouch_for_a_wrong_answer(
-    prompt: int, answer: int, bug: str, siblings: int
-) -> None:
+def test_a_long_prompt_vouches_for_no_wrong_answer(prompt: int, answer: int, bug: str, siblings: int) -> None:
     """A prompt of 60 rows that was right, counted once more for each sibling, made 0.9 of answers of 10 rows
     that were drawn by chance, and the lowest sequence was said to be above the mean."""
     decoder = decoder_of({**RAW, "max_position_embeddings": 256})

@@ -18,7 +18,7 @@ import repeated_steps
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nouns import sample_of
+from nouns import drawn
 from repeated_steps import CASES, prepare
 from small_replay import local_passes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,43 +64,12 @@ def adapters_of(decoder: Decoder, dtype: torch.dtype = torch.float32) -> Adapter
 
 
 def samples_of(decoder: Decoder, groups: int = 3, siblings: int = 3, seed: int = 0) -> list[Sample]:
-    """Groups of siblings of different lengths; the last one of each has a tool reply in the middle."""
-    rng = np.random.default_rng(seed)
-    moe, samples = decoder.config.moe, []
+    """Groups of siblings of different lengths, with a tool reply in the middle."""
+    rng, samples = np.random.default_rng(seed), []
     for group in range(groups):
-        prompt = rng.integers(0, VOCAB, size=4 + group)
-        prompt_experts = experts_of(rng, len(prompt), moe)
-        for sibling in range(siblings):
-            answer = rng.integers(0, VOCAB, size=5 + 2 * sibling + group)
-            tokens = np.concatenate([prompt, answer]).astype(np.int32)
-            mask = np.arange(len(tokens)) >= len(prompt)
-            logprobs = 0.1 * rng.standard_normal(len(tokens)) - math.log(VOCAB)
-            if sibling == siblings - 1:
-                mask[len(prompt) + 2 : len(prompt) + 4] = False
-            experts = None
-            if moe is not None:
-                experts = np.concatenate([prompt_experts, experts_of(rng, len(answer), moe)])
-                experts[-1] = NO_EXPERT
-            samples.append(
-                sample_of(
-                    tokens,
-                    len(prompt),
-                    loss_mask=mask,
-                    logprobs=np.where(mask, logprobs, 0).astype("f4"),
-                    advantages=np.where(mask, rng.standard_normal(), 0).astype("f4"),
-                    group=group,
-                    uid=f"{group}#{sibling}",
-                    experts=experts,
-                )
-            )
+        lengths = [5 + 2 * sibling + group for sibling in range(siblings)]
+        samples += drawn(rng, VOCAB, 4 + group, lengths, moe=decoder.config.moe, group=group, gap=slice(2, 4))
     return samples
-
-
-def experts_of(rng: np.random.Generator, count: int, moe) -> np.ndarray:
-    if moe is None:
-        return np.zeros(0)
-    shape = (count, len(moe.layers), moe.num_experts)
-    return rng.random(shape).argsort(axis=-1)[..., : moe.top_k].astype(np.int16)
 
 
 def batch_of(samples: list[Sample], budget: int = 60, version: int = 0, minibatches: int = 1) -> Batch:
