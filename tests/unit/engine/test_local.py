@@ -184,21 +184,6 @@ def test_siblings_prefill_their_prompt_once(kernels: Kernels | None) -> None:
     assert len({tuple(c.tokens.tolist()) for c in together}) > 1  # their noise differs
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_the_next_turn_prefills_only_what_is_new(kernels: Kernels | None) -> None:
-    ours = engine(kernels)
-    first = request(20)
-    (answer,) = answers(ours, [first])
-    before = ours.counters.prefilled
-    context = np.concatenate([first.tokens, answer.tokens, np.array([1, 2, 3], np.int32)])
-    second = Request(tokens=context, sampling=Sampling(max_tokens=8), seed=(7, 1))
-    (reply,) = answers(ours, [second])
-    # the last answer token was never run, so it and the three new ones are; the very last gives the logits
-    assert ours.counters.prefilled - before == 3
-    assert reply.cached_tokens == 20 + 12 - 1
-    assert reply.tokens.tolist() == naive(second)[0][:8]
-
-
 def test_the_engine_samples_from_the_trainers_own_tensors() -> None:
     decoder = tiny_decoder(seed=1)
     pointers = {name: p.data_ptr() for name, p in decoder.named_parameters()}

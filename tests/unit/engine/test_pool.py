@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import hold_up, jumping, now, run
 from small_pool import (
+    EOS,
     Fault,
     SlowEngine,
     World,
@@ -44,91 +45,55 @@ faults = st.dictionaries(
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     workers=st.integers(1, 3),
-    sizes=st.lists(st.tuples(st.integers(1, 5), st.floats(0, 30)), min_size=1, max_size=6),
+    sizes=st.lists(st.tuples(st.integers(1, 5), st.floats(0, 40)), min_size=1, max_size=6),
+    publishes=st.lists(st.floats(0, 40), max_size=5).map(sorted),
     faults=faults,
     placement=st.one_of(st.none(), st.integers(0, 1000)),
     slots=st.integers(1, 8),
 )
-def test_with_any_workers_placement_and_kills_the_answers_are_those_of_one_engine(
+@jumping
+async def test_with_any_workers_placement_and_kills_all_is_answered_by_the_policies_that_it_names(
     workers: int,
     sizes: list[tuple[int, float]],
+    publishes: list[float],
     faults: dict[tuple[int, int], Fault],
     placement: int | None,
     slots: int,
 ) -> None:
-    world = World(faults)
-    groups = [(group(place, size), after) for place, (size, after) in enumerate(sizes)]
+    """In flight too, over moves; calls hear what came before them, and nothing that was never published."""
+    world, place = World(faults), least_loaded if placement is None else mixed(placement)
+    pool = world.pool(workers, place=place, slots=slots, max_restarts=50)
+    pool.publish(7, 0)
 
-    async def main() -> list[list[Completion]]:
-        place = least_loaded if placement is None else mixed(placement)
-        pool = world.pool(workers, place=place, slots=slots, max_restarts=50)
-        try:
-            return await asyncio.gather(*(answers(pool, requests, after) for requests, after in groups))
-        finally:
-            await pool.close()
-            assert pool.gauges()["workers/calls_waiting"] == 0
-            assert not pool._open, "calls are on their way that nobody asked for"
+    async def publisher() -> None:
+        for version, at in enumerate(publishes, start=1):
+            await asyncio.sleep(at - now())
+            pool.publish(7 + version, version)
 
-    for (requests, _), found in zip(groups, run(main()), strict=True):
-        guilty = [one for one in found if one.stop is Stop.ERROR]
-        assert all("is quarantined" in one.error for one in guilty)  # twice alone on a worker that died
-        for request, one in zip(requests, found, strict=True):
-            assert one.stop is Stop.ERROR or one.tokens.tolist() == expected(request)
-    assert all(link.engine.most <= slots for lives in world.links.values() for link in lives)
+    async def ask(number: int, size: int, at: float) -> tuple[int, list[Request], list[Completion]]:
+        await asyncio.sleep(at)
+        version, requests = pool.served[0], group(number, size)
+        return version, requests, await answers(pool, requests)
 
-
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None)
-@given(
-    publishes=st.lists(st.floats(0, 40), max_size=5),
-    asks=st.lists(st.floats(0, 40), min_size=1, max_size=5),
-    faults=faults,
-    placement=st.one_of(st.none(), st.integers(0, 1000)),
-)
-def test_tokens_are_of_the_versions_that_they_carry_and_calls_hear_what_came_before_them(
-    publishes: list[float],
-    asks: list[float],
-    faults: dict[tuple[int, int], Fault],
-    placement: int | None,
-) -> None:
-    """In flight too, over kills and moves; and no token is of a policy that was never published."""
-    times = sorted(publishes)
-    world = World(faults)
-
-    async def main() -> list[tuple[int, list[Request], list[Completion]]]:
-        place = least_loaded if placement is None else mixed(placement)
-        pool = world.pool(2, place=place, max_restarts=50)
-        pool.publish(7, 0)
-
-        async def publisher() -> None:
-            for version, at in enumerate(times, start=1):
-                await asyncio.sleep(at - now())
-                pool.publish(7 + version, version)
-
-        async def ask(number: int, at: float) -> tuple[int, list[Request], list[Completion]]:
-            await asyncio.sleep(at)
-            version = pool.served[0]
-            requests = group(number, 3)
-            return version, requests, await answers(pool, requests)
-
-        try:
-            publishing = asyncio.create_task(publisher())
-            found = await asyncio.gather(*(ask(n, at) for n, at in enumerate(asks)))
-            await publishing
-            return list(found)
-        finally:
-            await pool.close()
-
-    for version, requests, found in run(main()):
-        for request, one in zip(requests, found, strict=True):
+    asked = (ask(number, *one) for number, one in enumerate(sizes))
+    _, *found = await asyncio.gather(publisher(), *asked)
+    await pool.close()
+    assert pool.gauges()["workers/calls_waiting"] == 0
+    assert not pool._open, "calls are on their way that nobody asked for"
+    for version, requests, completions in found:
+        for request, one in zip(requests, completions, strict=True):
+            if one.stop is Stop.ERROR:
+                assert "is quarantined" in one.error  # twice alone on a worker that died
+                continue
             ages = one.versions.tolist()
-            assert one.stop is Stop.ERROR or ages
-            assert ages == sorted(ages) and all(version <= age <= len(times) for age in ages)
+            assert ages == sorted(ages) and all(version <= age <= len(publishes) for age in ages)
             at = [token_at(request.seed, len(request.tokens) + n, 7 + age) for n, age in enumerate(ages)]
             assert one.tokens.tolist() == at
+            assert at[-1] == EOS or len(at) == request.sampling.max_tokens
+    assert all(link.engine.most <= slots for lives in world.links.values() for link in lives)
 
 
 @pytest.mark.parametrize(
