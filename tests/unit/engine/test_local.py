@@ -193,19 +193,7 @@ def test_the_engine_samples_from_the_trainers_own_tensors() -> None:
     assert {name: p.data_ptr() for name, p in ours.decoder.named_parameters()} == pointers
 
 
-def words(tokens: Sequence[int]) -> str:
-    return "".join(chr(ord("A") + t % 26) for t in tokens)
-
-
-def test_stops() -> None:
-    free = answers(engine(None), [request(5, max_tokens=30)])[0].tokens.tolist()
-    stop = free[4]
-    (eos,) = answers(engine(None, decode=words), [request(5, max_tokens=30, stop_tokens=(stop,))])
-    assert eos.stop == Stop.EOS and eos.tokens.tolist() == free[: free.index(stop) + 1]
-    assert eos.text == words(free[: free.index(stop)])
-    string = words(free)[6:9]
-    (cut,) = answers(engine(None, decode=words), [request(5, max_tokens=30, stop_strings=(string,))])
-    assert cut.stop == Stop.STRING and cut.text == words(free).split(string)[0]
+def test_an_answer_ends_no_sooner_than_it_may_and_with_the_context() -> None:
     (late,) = answers(
         engine(None), [request(5, max_tokens=30, min_tokens=10, stop_tokens=tuple(range(VOCAB - 1)))]
     )
