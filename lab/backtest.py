@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.decide import Action, Terms, settling, verdict
 from ostinato.scaling.gates import FEWEST, Standing, assess
 from ostinato.scaling.noise import CONSERVATIVE, Noise
-from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
-from ostinato.scaling.series import Series
+from ostinato.scaling.series import Series, simulated
 
 FRACTIONS = (0.25, 0.35, 0.5, 0.7)
 SCALERL = Sigmoid(R0=0.40, A=0.61, B=1.92, C_mid=2542.0)  # table 1 of the paper
@@ -159,46 +156,4 @@ def calibrate(
         coverage=float(np.mean([hit for each in hits.values() for hit in each])),
         median_width=float(np.median(widths)),
         by_ratio=tuple((ratio, float(np.mean(each))) for ratio, each in hits.items() if each),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settlement:
-    """Of simulated runs whose budget was undecided: how many were told a compute that would settle it, the
-    share of those that were then decided there (three in four are promised, see ``decide.settling``), and
-    the share of the decided that was right: the gain of what was left at the time of asking, by the curve
-    itself, is on the side that was decided for."""
-
-    undecided: int
-    told: int
-    decided: float
-    right: float
-
-
-def settlement(
-    runs: int = 60, *, truth: Sigmoid = SCALERL, sd: float = 0.0042, rho: float = 0.45
-) -> Settlement:
-    """Runs of 20 evaluations that end at 1.5 to 5 C_mid, with 1.5 to 8 times as much to spend and least gains
-    of 0.005 to 0.03: the undecided ones are continued on their own curve."""
-    rng, undecided, then, right = np.random.default_rng(0), 0, [], []
-    for number in range(runs):
-        last = rng.uniform(1.5, 5) * truth.C_mid
-        C = np.arange(1, 20 * rng.uniform(1.5, 8)) * last / 20
-        whole = simulated(truth, C, sd=sd, rho=rho, seed=number)
-        terms = Terms(budget=1.001 * C[-1], min_gain=float(rng.choice([0.005, 0.01, 0.02, 0.03])))
-        known = posterior(whole.between(last=1.001 * last))
-        if verdict(known, terms) is not Action.UNDECIDED:
-            continue
-        undecided += 1
-        if (settled := settling(known, terms)) is not None:
-            later = posterior(whole.between(last=1.001 * settled))
-            then.append(verdict(later, terms, since=float(known.series.compute[-1])))
-            worth = float(truth.score(terms.budget) - truth.score(last)) >= terms.min_gain
-            right.append(then[-1] is (Action.CONTINUE if worth else Action.STOP))
-    decided = len(then) - then.count(Action.UNDECIDED)
-    return Settlement(
-        undecided=undecided,
-        told=len(then),
-        decided=decided / len(then) if then else math.nan,
-        right=sum(right) / decided if decided else math.nan,
     )

@@ -20,14 +20,14 @@ import numpy as np
 from rich.table import Table
 from scipy.optimize import brentq
 
-from lab.backtest import FRACTIONS, Row, backtest, calibrate, settlement, summary
+from lab.backtest import FRACTIONS, Row, backtest, calibrate, summary
 from lab.harness import Bench, Result, Say, option
 from lab.paper_fit import fit_paper
 from ostinato.axis import Axis
 from ostinato.scaling.curve import Sigmoid
 from ostinato.scaling.fit import fit
 from ostinato.scaling.forms import Form, fit_form
-from ostinato.scaling.gates import TOLD
+from ostinato.scaling.gates import REPORTED
 from ostinato.scaling.noise import CONSERVATIVE, MEASURED, Noise
 from ostinato.scaling.posterior import posterior
 from ostinato.scaling.series import Series, read_csv, series
@@ -54,8 +54,6 @@ BARS = {
     "median_error": 0.012,
     "synthetic_noise_known": (0.88, 0.96),
     "synthetic_default": 0.88,
-    "settled": 0.75,
-    "settled_right": 0.9,
     "largest_relative_error": 1e-6,
     "fit_s": 0.1,
     "posterior_s": 1.0,
@@ -72,11 +70,10 @@ class Scaling(Bench):
     fractions: tuple[float, ...] = FRACTIONS
     headline: float = 0.5
     synthetic: int = 500
-    undecided: int = 60  # runs that are asked for the compute that would settle their budget
     rounds: int = 5  # of timings
 
     def quick(self) -> Scaling:
-        return replace(self, synthetic=100, undecided=15, rounds=1)
+        return replace(self, synthetic=100, rounds=1)
 
     def measure(self, say: Say) -> dict[str, Any]:
         curves = {
@@ -109,7 +106,6 @@ class Scaling(Bench):
         }
         say("simulated curves")
         result["synthetic"] = synthetic(self.synthetic)
-        result["settled"] = asdict(settlement(self.undecided))
         result["noises"] = noises(list(curves.values()), self)
         if self.points is None:
             result["exactness"] = exactness()
@@ -140,13 +136,9 @@ class Scaling(Bench):
             result["synthetic"][name]["coverage"] for name in ("matched", "matched_all", "default")
         )
         failed = [name for name, holds in result["held"].items() if not holds]
-        settled = result["settled"]
         shown.caption = (
             f"simulated: {matched:.1%} covered where the noise is known ({of_all:.1%} over the parameters of"
             f" all published curves), {default:.1%} with the noise that all commands assume;"
-            f" {settled['told']} of {settled['undecided']} undecided runs were told when they would be"
-            f" decided,"
-            f" {settled['decided']:.0%} were, of these {settled['right']:.0%} rightly;"
             f" fit {1e3 * result['seconds']['fit_s']:.1f} ms, posterior"
             f" {1e3 * result['seconds']['posterior_s']:.0f} ms; bars missed: {', '.join(failed) or 'none'}"
         )
@@ -168,7 +160,7 @@ def _by_fraction(rows: Sequence[Row], fraction: float) -> dict[str, Any]:
     return {
         "fraction": fraction,
         "all": asdict(summary(at)),
-        "told": asdict(summary([row for row in at if row.standing in TOLD])),
+        "told": asdict(summary([row for row in at if row.standing in REPORTED])),
         "distinct": asdict(summary([row for row in at if row.name in DISTINCT])),
     }
 
@@ -285,8 +277,6 @@ def _held(result: dict[str, Any]) -> dict[str, bool]:
         "synthetic_noise_known": low <= result["synthetic"]["matched"]["coverage"] <= high,
         "synthetic_noise_known_all": low <= result["synthetic"]["matched_all"]["coverage"] <= high,
         "synthetic_default": result["synthetic"]["default"]["coverage"] >= BARS["synthetic_default"],
-        "settled": result["settled"]["decided"] >= BARS["settled"],
-        "settled_right": result["settled"]["right"] >= BARS["settled_right"],
         "fit_s": result["seconds"]["fit_s"] <= BARS["fit_s"],
         "posterior_s": result["seconds"]["posterior_s"] <= BARS["posterior_s"],
     }

@@ -1,7 +1,7 @@
 """The run folder: what a run leaves on disk, and the two ways of writing there that survive a crash.
 
     runs/<recipe>-<yyyymmdd-hhmmss>/
-        recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl  drafts.jsonl
+        recipe.toml  metrics.jsonl  ledger.jsonl  trajectories.jsonl.zst  eval.jsonl
         mismatch.jsonl  watch.jsonl  forecast.jsonl  timeline.jsonl  failed_rewards.jsonl
         checkpoints/  adapter/  history.bin  report.html  .lock  alive.json
 
@@ -304,7 +304,6 @@ class RunFolder:
         self.metrics = Jsonl(path / "metrics.jsonl")
         self.ledger = Jsonl(path / "ledger.jsonl")
         self.eval = Jsonl(path / "eval.jsonl")
-        self.drafts = Jsonl(path / "drafts.jsonl")
         self.mismatch = Jsonl(path / "mismatch.jsonl")
         self.watch = Jsonl(path / "watch.jsonl")
         self.failed = Jsonl(path / "failed_rewards.jsonl")
@@ -359,7 +358,7 @@ class RunFolder:
     @property
     def _logs(self) -> tuple[Jsonl | JsonlZst, ...]:
         """Those whose rows a resumed run writes again."""
-        logs = (self.metrics, self.eval, self.drafts, self.mismatch, self.watch)
+        logs = (self.metrics, self.eval, self.mismatch, self.watch)
         return (*logs, self.forecast, self.replan, self.trajectories)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ostinato.scaling.ablation import REFERENCE
 from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.plan import simulated
+from ostinato.scaling.series import simulated
 
 LAWS = {
     REFERENCE: Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1e12),

@@ -14,8 +14,7 @@ from small_ledger import a_step, start
 from ostinato.cli.app import main
 from ostinato.run import RunFolder
 from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.plan import simulated
-from ostinato.scaling.series import Series
+from ostinato.scaling.series import Series, simulated
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
 

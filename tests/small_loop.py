@@ -12,7 +12,6 @@ import math
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -204,7 +203,6 @@ class FakeMemory:
         self.forgotten: list[str] = []
         self.observed = 0
         self.counters = Counted()
-        self.trace = deque([(9, 9, 9)])  # of an evaluation before the step
         self.books = Drafting(store=self, lengths=self, drafter=self, meter=self, past=self.past)
 
     def past(self, uid: str) -> list[np.ndarray]:
@@ -224,7 +222,6 @@ class FakeMemory:
         """Ten times as much at each look: 1, 10, 100 ..."""
         self.looked = 10 * getattr(self, "looked", 0.1)
         self.counters.seconds_without = 3 * self.looked
-        self.trace.append((2, 4, 3))
         counts, zeros = {source: int(self.looked) for source in Source}, (0,) * 10
         return DraftStats(
             **dict.fromkeys(("passes", "naps", "looked", "slept", "emitted"), int(10 * self.looked)),

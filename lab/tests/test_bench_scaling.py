@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from lab import scaling as bench
-from lab.backtest import SCALERL, settlement, summary
+from lab.backtest import SCALERL, summary
 from lab.harness import tell
 from ostinato.run import to_json
 from ostinato.scaling.gates import Flag, assess
 from ostinato.scaling.noise import MEASURED
-from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import posterior
+from ostinato.scaling.series import simulated
 
 
 def test_what_is_not_a_number_is_null(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -38,12 +38,6 @@ def test_points_that_nothing_can_be_tested_on_are_refused(tmp_path: Path) -> Non
     points.write_text("figure,series,gpu_hours,pass_rate\na,b,1600,0.5\na,b,2000,0.55\n")
     with pytest.raises(ValueError, match=r"none of the 1 curves of .* nothing can be tested"):
         bench.Scaling(points=points).measure(lambda _: None)
-
-
-@pytest.mark.slow
-def test_an_undecided_run_is_told_when_it_will_be_decided() -> None:
-    found = settlement(6)
-    assert 0 < found.told <= found.undecided <= 6 and found.decided >= 0.5 and found.right == 1
 
 
 # ---- published runs and simulated ones: would the forecasts have been right?

@@ -1,4 +1,4 @@
-"""What an ablation answers: the paper's table for the user's own task, for people and as JSON.
+"""The result of an ablation: the paper's table for the user's own task, for people and as JSON.
 
 Everything is made of kept lines (``kept``), so it comes out the same without the run folders.
 """
@@ -17,7 +17,7 @@ from ostinato.observe.report.facts import NONE, Table, compute_text
 from ostinato.scaling import contrast
 from ostinato.scaling.ablation import REFERENCE, Ablation, Run, ablate
 from ostinato.scaling.fit import PARAMETERS
-from ostinato.scaling.views import Answer, line, table
+from ostinato.scaling.views import Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +72,7 @@ def _name(row: Row) -> str:
 
 
 def answer(of: Compared, notes: Sequence[str] = ()) -> Answer:
-    """``notes`` are told first."""
+    """``notes`` come first."""
     lead = [*notes, *sentences(of)]
     tables = [*contrast.tables(of.found, of.axis.unit), *_acted(of.found, of.rows)]
     return Answer(result=as_json(of) | {"notes": lead}, lead=lead, tables=tables)
@@ -82,29 +82,29 @@ def sentences(of: Compared) -> list[str]:
     rows, arms = of.rows, of.found.arms
     seeds = sorted({row["seed"] for row in rows})
     cut = f", evaluations before {compute_text(of.first)} left out" if of.first else ""
-    told = [
+    lines = [
         f"{len(arms) - 1} arms and {REFERENCE}, {len(rows)} runs, seeds {', '.join(map(str, seeds))}; compute"
         f" in {of.axis.unit}{cut}. Held-out prompts: {rows[0]['prompts']}.",
     ]
-    told += of.left_out
+    lines += of.left_out
     recipe = next(row for row in rows if row["arm"] == REFERENCE)
     for name in dict.fromkeys(row["arm"] for row in rows):
         own = [row for row in rows if row["arm"] == name and row["held_out"] != recipe["held_out"]]
         if own:
-            told.append(
+            lines.append(
                 f"{name}, seed {', '.join(str(row['seed']) for row in own)}: held-out prompts are answered"
                 f" otherwise than by {_name(recipe)} (length, interruption, temperature or tools differ)."
             )
-    told += [f"{_name(row)} has not ended." for row in rows if not row["ended"]]
-    told += [
+    lines += [f"{_name(row)} has not ended." for row in rows if not row["ended"]]
+    lines += [
         f"{_name(row)}: {row['unmeasured']} evaluations without a score are left out."
         for row in rows
         if row["unmeasured"]
     ]
     for arm in arms:
         if missing := [seed for seed in seeds if seed not in arm.seeds]:
-            told.append(f"{arm.name} has no run of seed {', '.join(map(str, missing))} here.")
-    return told + contrast.sentences(of.found)
+            lines.append(f"{arm.name} has no run of seed {', '.join(map(str, missing))} here.")
+    return lines + contrast.sentences(of.found)
 
 
 def _acted(found: Ablation, rows: Sequence[Row]) -> list[Table]:
@@ -118,14 +118,14 @@ def _acted(found: Ablation, rows: Sequence[Row]) -> list[Table]:
         values = [one[name] for one in some if name in one]
         return _share(float(np.mean(values)), of_one=name != "staleness/mean") if values else NONE
 
-    lines = [line(arm, "", *(cell(some, name) for name in names)) for arm, some in each.items()]
+    acts = [(arm, *(cell(some, name) for name in names)) for arm, some in each.items()]
     note = (
         "Means over the steps of all seeds: tokens capped or clipped, answers interrupted or cut off, groups"
         " of equal rewards, prompts still asked in the end, age of what is trained on, effective sample size"
         " of the sampler's answers. A part that never acts can make no difference here, whatever it does"
         " elsewhere."
     )
-    return [table("What acted", [ACTED[name] for name in names], lines, note)]
+    return [Table(title="What acted", head=[ACTED[name] for name in names], rows=acts, note=note)]
 
 
 def _share(value: float, *, of_one: bool) -> str:

@@ -1,4 +1,4 @@
-"""``ostinato ablate``: run a recipe and its arms, and tell which choice moves the ceiling, which only B."""
+"""``ostinato ablate``: run a recipe and its arms: which choice moves the ceiling, which only B."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Study:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Telling:
+class Output:
     """What is fitted, and where it goes."""
 
     axis: str = Axis.FLOPS
@@ -43,13 +43,13 @@ class Telling:
 
 
 def command(
-    source: str, overrides: Sequence[str], study: Study, telling: Telling, *, leave_one_out: bool
+    source: str, overrides: Sequence[str], study: Study, output: Output, *, leave_one_out: bool
 ) -> int:
     """The exit code. A recipe is run where ``leave_one_out`` says so; runs that are there are only fitted."""
-    Axis.parse(telling.axis, "--axis")  # or it says what is wrong with it
+    Axis.parse(output.axis, "--axis")  # or it says what is wrong with it
     there = Path(source).is_dir() or source.endswith(".jsonl")
     if leave_one_out and not there:
-        return run(source, overrides, study, telling)
+        return run(source, overrides, study, output)
     if not there:
         find_recipe(source)  # or it says what is wrong with the name
         raise ValueError(
@@ -62,11 +62,11 @@ def command(
             f"{source} holds runs that are only fitted; drop --leave-one-out, overrides, --arms, --seeds,"
             " --workers and --out, or name the recipe"
         )
-    return fit(Path(source), telling)
+    return fit(Path(source), output)
 
 
-def run(source: str, overrides: Sequence[str], study: Study, telling: Telling) -> int:
-    """Let the runs of a recipe that have not ended run, then tell. 1 where a run failed, 130 on Ctrl-C."""
+def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> int:
+    """Finish the runs of a recipe, then show the fits. 1 where a run failed, 130 on Ctrl-C."""
     base = Recipe.load(source, *overrides)
     if base.model.dtype == "auto":  # one for all runs, which are compared
         overrides = [*overrides, f"model.dtype={resolved(base).model.dtype}"]
@@ -81,7 +81,7 @@ def run(source: str, overrides: Sequence[str], study: Study, telling: Telling) -
         workers=study.workers,
     )
     check(jobs)
-    console = Console(file=lasting(sys.stderr if str(telling.json_file) == "-" else sys.stdout))
+    console = Console(file=lasting(sys.stderr if str(output.json_file) == "-" else sys.stdout))
     console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
     try:
         states = arms.run(jobs, study.workers, progress(console))
@@ -92,39 +92,39 @@ def run(source: str, overrides: Sequence[str], study: Study, telling: Telling) -
     notes = [f"{state.job.folder.name} failed: {state.error}." for state in failed]
     done = [state.job.folder for state in states if state.what == "done"]
     try:
-        rows, left_out = collect(done, telling.measure)
-        tell(rows, [*notes, *left_out], telling)
+        rows, left_out = collect(done, output.measure)
+        show_fits(rows, [*notes, *left_out], output)
     except ValueError as error:  # too few runs are left to compare: why they failed is what matters
         if not failed:
             raise
         why = str(error).rstrip(".") if done else "no run has come to its end"
-        for sentence in (*notes, f"Nothing can be told: {why}."):
+        for sentence in (*notes, f"Nothing can be compared: {why}."):
             console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     return 1 if failed else 0
 
 
-def fit(source: Path, telling: Telling) -> int:
+def fit(source: Path, output: Output) -> int:
     """Tell what the runs in a folder, or the lines of a file, come to."""
     if source.is_dir():
-        tell(*collect(folders_in(source), telling.measure), telling)
+        show_fits(*collect(folders_in(source), output.measure), output)
     else:
-        tell(read_kept(source, telling.measure), [], telling)
+        show_fits(read_kept(source, output.measure), [], output)
     return 0
 
 
-def tell(rows: Sequence[Row], notes: Sequence[str], telling: Telling) -> None:
-    """``notes`` are told first."""
-    axis, first = Axis(telling.axis), amount(telling.cut, "--cut") if telling.cut else 0.0
-    if telling.kept is not None:
-        write_kept(telling.kept, rows)
-    show(answer(compared(rows, axis, first), notes), telling.json_file)
+def show_fits(rows: Sequence[Row], notes: Sequence[str], output: Output) -> None:
+    """``notes`` come first."""
+    axis, first = Axis(output.axis), amount(output.cut, "--cut") if output.cut else 0.0
+    if output.kept is not None:
+        write_kept(output.kept, rows)
+    show(answer(compared(rows, axis, first), notes), output.json_file)
 
 
 def progress(console: Console) -> Callable[[Sequence[State]], None]:
     """A line for each run that begins or ends."""
     before: dict[Path, str] = {}
 
-    def told(states: Sequence[State]) -> None:
+    def update(states: Sequence[State]) -> None:
         for state in states:
             if before.get(state.job.folder) != state.what:
                 steps = f"{state.step}/{state.job.recipe.trainer.steps}"
@@ -132,4 +132,4 @@ def progress(console: Console) -> Callable[[Sequence[State]], None]:
                 console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
             before[state.job.folder] = state.what
 
-    return told
+    return update

@@ -24,7 +24,7 @@ from ostinato.run import RunFolder
 from ostinato.scaling.ablation import REFERENCE
 
 LOG = "train.log"  # what a child prints, in its run folder
-PATIENCE_S = 60.0  # for a child to finish its step and save, once it is asked to stop
+PATIENCE_S = 60.0  # for a child to finish its step and save, after SIGTERM
 LOOK_S = 1.0  # between looks at the children
 
 
@@ -128,12 +128,12 @@ def check(jobs: Sequence[Job]) -> None:
 def _differs(job: Job) -> str:
     """The first key in which the run that is there has another value; what changes no result is not looked
     at. Empty where there is none."""
-    there, wanted = Recipe.load(job.folder / "recipe.toml").model_dump(), job.recipe.model_dump()
-    for tree in (there, wanted):
+    there, planned = Recipe.load(job.folder / "recipe.toml").model_dump(), job.recipe.model_dump()
+    for tree in (there, planned):
         del tree["engine"]["threads"]
         for section in ("name", "log", "ablate", "ledger"):
             tree.pop(section, None)
-    for section, value in wanted.items():
+    for section, value in planned.items():
         if value != there[section]:
             if not isinstance(value, Mapping):
                 return section
@@ -177,7 +177,7 @@ def run(
     """Let all jobs run that have not ended, ``workers`` at once; their last states.
 
     A run that fails is named and does not keep the others from running. KeyboardInterrupt (Ctrl-C; SIGTERM
-    and SIGHUP raise one) asks the children to stop, waits until they have saved, and is raised again.
+    and SIGHUP raise one) stops the children, waits until they have saved, and is raised again.
     """
     states = {job.folder: _state(job) for job in jobs}
     waiting = [job for job in jobs if states[job.folder].what != "done"]
@@ -217,7 +217,7 @@ def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | Non
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # a Ctrl-C is told to it once, by us
+            start_new_session=True,  # Ctrl-C reaches it once, as our SIGTERM
         )
     return _Child(job=job, process=process), ""
 
@@ -239,15 +239,15 @@ def _steps(folder: Path) -> int:
 
 
 def _last_words(folder: Path, code: int | None) -> str:
-    """Why a child failed: what it said last."""
+    """Why a child failed: its last line."""
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line for line in lines if line.strip()]
-    named = [line for line in said[-20:] if line.startswith("ostinato:")]
-    return (named or said or [""])[-1].removeprefix("ostinato:").strip() or f"exit code {code}"
+    printed = [line for line in lines if line.strip()]
+    named = [line for line in printed[-20:] if line.startswith("ostinato:")]
+    return (named or printed or [""])[-1].removeprefix("ostinato:").strip() or f"exit code {code}"
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask to stop, wait until all have saved, kill what does not."""
+    """Send SIGTERM, wait until all have saved, kill what does not."""
     for child in children:
         child.send_signal(signal.SIGTERM)  # finishes its step, or gives it up after a grace
     limit = time.monotonic() + PATIENCE_S

@@ -1,7 +1,7 @@
 """Runs of a study as one JSON line each, of which tables are made.
 
 A run folder is megabytes and does not travel; its line holds the scores, and the compute spent at each of
-them on every axis that the ledger knows. Answers are made from lines alone, whether they come from folders or
+them on every axis that the ledger knows. Results are made from lines alone, whether they come from folders or
 from a file.
 
 Folders of a study are named <arm>-s<seed>, the arm in lower-case letters and digits joined by "-"; what
@@ -43,7 +43,7 @@ ACTED = {  # of metrics.jsonl: how often the parts of a recipe did something; a 
     "staleness/mean": "updates old",
     "sampling/ess": "ESS",
 }
-AT_THE_END = {"groups/left_share"}  # the last step tells; of the others the mean over steps
+AT_THE_END = {"groups/left_share"}  # the value of the last step; of the others the mean over steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ KEYS = {
 
 def read_kept(path: Path, measure: Measure = MEASURE) -> list[dict[str, Any]]:
     """Raises ValueError for a file that ``write_kept`` did not write, and for one of another ``measure``:
-    scores that are not in a line cannot be told from it."""
+    scores that are not in a line cannot be computed from it."""
     rows = []
     for at, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -217,10 +217,10 @@ def read_kept(path: Path, measure: Measure = MEASURE) -> list[dict[str, Any]]:
             raise ValueError(
                 f"line {at} of {path} is no run; give a file that ostinato ablate --collect wrote"
             )
-        for key, asked in asdict(measure).items():
-            if row[key] != asked:
+        for key, given in asdict(measure).items():
+            if row[key] != given:
                 raise ValueError(
-                    f"line {at} of {path} keeps scores of {key} {row[key]}, and {asked} is asked for; use"
+                    f"line {at} of {path} keeps scores of {key} {row[key]}, and {given} is asked for; use"
                     f" --{key} {row[key]}, or collect the runs anew"
                 )
         rows.append(row)

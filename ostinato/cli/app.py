@@ -1,6 +1,6 @@
 """The ``ostinato`` command: arguments in, exit codes out.
 
-0 done; 1 a failure while running; 2 something the user wrote, told in one sentence before work starts, or
+0 done; 1 a failure while running; 2 something the user wrote, reported in one sentence before work starts, or
 at the first evaluation or step where a reward function has never worked;
 130, 143 and 129 a run that was saved and stopped by Ctrl-C, SIGTERM or SIGHUP (a closed terminal, a pipe
 whose reader is gone).
@@ -12,7 +12,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +28,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+PASSED_ON: dict[str, Any] = {  # a command with commands or options of its own
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
 RecipePath = Annotated[
     str, typer.Argument(help="A TOML recipe, or the name of a packaged one.", show_default=False)
 ]
@@ -231,10 +235,7 @@ def board(
     command(run, host, port, show=show)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command(**PASSED_ON)
 def bench(ctx: typer.Context) -> None:
     """Measure this machine: bench rollouts | bench train (see bench --help)."""
     try:
@@ -246,10 +247,7 @@ def bench(ctx: typer.Context) -> None:
     raise typer.Exit(benches.run(ctx.args))
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command(**PASSED_ON)
 def scale(ctx: typer.Context) -> None:
     """Where a run will end and whether to go on: scale fit | forecast | decide ... (see scale --help)."""
     from ostinato.scaling.commands import app as scale_app
@@ -257,10 +255,7 @@ def scale(ctx: typer.Context) -> None:
     scale_app(args=ctx.args, prog_name="ostinato scale")
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command(**PASSED_ON)
 def plan(ctx: typer.Context) -> None:
     """Which layouts of a model fit a cluster, how fast they are, what they cost (see plan --help)."""
     from ostinato.plan.commands import command
@@ -303,18 +298,18 @@ def ablate(
     ] = None,
 ) -> None:
     """Which choice of a recipe moves the ceiling, which only the efficiency: runs, fits, one table."""
-    from ostinato.ablate.commands import Study, Telling, command
+    from ostinato.ablate.commands import Output, Study, command
     from ostinato.ablate.kept import Measure
 
     study = Study(arms=arms or (), seeds=seeds, workers=workers, out=out)
-    telling = Telling(
+    output = Output(
         axis=axis,
         cut=cut,
         measure=Measure(split=split, metric=metric, low=low, high=high),
         kept=collect,
         json_file=json_file,
     )
-    raise typer.Exit(command(source, overrides or [], study, telling, leave_one_out=leave_one_out))
+    raise typer.Exit(command(source, overrides or [], study, output, leave_one_out=leave_one_out))
 
 
 @app.command(hidden=True)
@@ -329,7 +324,7 @@ def rank() -> None:
 
 @app.command()
 def doctor(
-    model: Annotated[str, typer.Argument(help="Products are timed in its shapes.")] = "asset:seed-moe",
+    model: Annotated[str, typer.Argument(help="Threads are chosen by its products.")] = "asset:seed-moe",
     measure: Annotated[
         bool, typer.Option("--measure", help="Time thread settings and the pipeline again.")
     ] = False,
@@ -357,8 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, RunFailed, OSError) as error:
         if len(kept) < len(given):
             raise
-        said = lasting(sys.stderr)
+        out = lasting(sys.stderr)
         for note in getattr(error, "__notes__", ()):
-            print(note, file=said)
-        print("ostinato:", " ".join(str(error).splitlines()), file=said)
+            print(note, file=out)
+        print("ostinato:", " ".join(str(error).splitlines()), file=out)
         sys.exit(2 if isinstance(error, ValueError) else 1)

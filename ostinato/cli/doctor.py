@@ -8,16 +8,17 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from rich.console import Console
 from rich.table import Table
 
-from ostinato import __version__, compiler
+from ostinato import __version__, compiler, isa
 from ostinato.engine import threads
 from ostinato.engine.cores import Kept, kept, kept_file
+from ostinato.launch.machine import memory_gib
 from ostinato.launch.output import logged
 from ostinato.reward import isolation
 
@@ -45,8 +46,8 @@ class Finding:
 
 
 def doctor(model: str, *, measure: bool) -> int:
-    """Print the table, with products of the shapes of ``model``; return the exit code, 1 when something that
-    every run needs is at fault. Raises ValueError for a model that is none."""
+    """Print the table, threads chosen by the products of ``model``; return the exit code, 1 when something
+    that every run needs is at fault. Raises ValueError for a model that is none."""
     console = Console()
     with logged(threads.__name__):
         work = threads.Products(model=model)
@@ -58,9 +59,8 @@ def doctor(model: str, *, measure: bool) -> int:
         Finding(name="threads", value=str(choice)),
         *torch_findings(),
         *extras(),
-        *arithmetic(model, choice),
+        *arithmetic(choice, os.environ),
         self_test(),
-        *quickstart(),
         pipeline(console, measure=measure),
     ]
     table = Table("", "", show_header=False, box=None)
@@ -77,22 +77,12 @@ def machine() -> Iterator[Finding]:
     )
     cores = f"{threads.logical_cores()} usable, {threads.physical_cores()} physical"
     yield Finding(name="cores", value=cores)
-    yield Finding(name="memory", value=memory())
+    size = memory_gib()
+    yield Finding(name="memory", value="unknown" if size is None else f"{size:.1f} GiB")
     yield Finding(name="reward isolation", value=isolation.summary())
     yield Finding(
         name="C++ compiler", value=compiler.find() or "none: the torch kernels are used, slower; install g++"
     )
-
-
-def memory() -> str:
-    """Physical memory, and what is available now where the system says it."""
-    try:
-        page = os.sysconf("SC_PAGE_SIZE")
-        total = os.sysconf("SC_PHYS_PAGES") * page / 2**30
-        available = os.sysconf("SC_AVPHYS_PAGES") * page / 2**30
-    except (ValueError, OSError, AttributeError):  # not every system has these names
-        return "unknown"
-    return f"{total:.1f} GiB, {available:.1f} GiB free"
 
 
 def torch_findings() -> Iterator[Finding]:
@@ -126,27 +116,20 @@ def extras() -> Iterator[Finding]:
         yield Finding(name=f"extra {extra}", value=value.replace("[", r"\["))
 
 
-def arithmetic(model: str, choice: threads.Threads) -> Iterator[Finding]:
-    """Which instruction set the kernels use, how fast products are, and what is far slower than it should."""
-    from ostinato.launch import speed
-
-    yield Finding(name="instruction set", value=speed.instruction_set())
-    measured = speed.speeds(model)
-    for kernels, dtypes in measured.items():
-        yield Finding(name=f"products, {kernels}", value=speed.line(dtypes))
-    cores = threads.logical_cores(), threads.physical_cores()
-    for warning in speed.warnings(measured, choice, *cores, os.environ):
-        yield Finding(name="warning", value=f"[yellow]{warning}[/yellow]")
-
-
-def quickstart() -> Iterator[Finding]:
-    """What the packaged recipe would take here."""
-    from ostinato.launch import speed
-
-    try:
-        yield Finding(name="quickstart", value=speed.quickstart())
-    except (ValueError, RuntimeError, ImportError, OSError) as error:
-        yield Finding(name="quickstart", value=f"cannot be run: {error}", ok=False)
+def arithmetic(choice: threads.Threads, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The instruction set of the kernels, and settings that leave cores idle or let threads spin."""
+    cap = isa.capped()
+    limit = "" if cap == isa.NATIVE else f" ({isa.VARIABLE}={cap} caps it)"
+    yield Finding(name="instruction set", value=isa.instruction_set() + limit)
+    logical, physical = threads.logical_cores(), threads.physical_cores()
+    found = []
+    if choice.source == "environment" and 2 * choice.count <= physical:
+        found.append(f"OMP_NUM_THREADS={choice.count} leaves {physical - choice.count} cores idle: unset it")
+    if choice.count > logical:
+        found.append(f"OMP_NUM_THREADS={choice.count} is more than the {logical} usable cores: unset it")
+    if environ.get("GOMP_SPINCOUNT", "").lower() in ("infinite", "infinity"):
+        found.append("GOMP_SPINCOUNT=infinite keeps waiting threads on their cores: unset it")
+    yield from (Finding(name="warning", value=f"[yellow]{warning}[/yellow]") for warning in found)
 
 
 def self_test() -> Finding:
@@ -173,7 +156,7 @@ def pipeline(console: Console, *, measure: bool) -> Finding:
 
 
 def recommendation(known: Kept) -> str:
-    """What was fastest, how to ask for it, the others, and how far that can be trusted."""
+    """What was fastest, how to set it, the others, and how far that can be trusted."""
     others = ", ".join(f"{arm} {speed:.2f}" for arm, speed in known.speeds.items() if arm != known.arm)
     day = time.strftime("%Y-%m-%d", time.localtime(known.at))
     caution = ", in one round" if known.rounds == 1 else ""

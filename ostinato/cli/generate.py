@@ -62,7 +62,7 @@ async def converse(
     """
     talk = Conversation(renderer, system)
     for turn, line in enumerate(lines):
-        request = Request(tokens=talk.ask(line), sampling=sampling, seed=(seed, turn))
+        request = Request(tokens=talk.add(line), sampling=sampling, seed=(seed, turn))
         voice = Voice(renderer, out)
         async for _, completion in engine.generate(
             [request], on_tokens=lambda _, emitted, say=voice.say: say(emitted.tokens)
@@ -77,7 +77,7 @@ class Voice:
     """Writes the text of one answer while its tokens come."""
 
     def __init__(self, renderer: Renderer, out: TextIO) -> None:
-        self._decoder, self._out, self._said = IncrementalDecoder(renderer), out, 0
+        self._decoder, self._out, self._printed = IncrementalDecoder(renderer), out, 0
 
     def say(self, tokens: np.ndarray) -> None:
         for token in tokens.tolist():
@@ -89,8 +89,8 @@ class Voice:
         self._flush("\n")
 
     def _flush(self, end: str = "") -> None:
-        print(self._decoder.text[self._said :], end=end, file=self._out, flush=True)
-        self._said = len(self._decoder.text)
+        print(self._decoder.text[self._printed :], end=end, file=self._out, flush=True)
+        self._printed = len(self._decoder.text)
 
 
 class Conversation:
@@ -102,7 +102,7 @@ class Conversation:
         self._context = np.empty(0, np.int32)
         self._answer = np.empty(0, np.int32)
 
-    def ask(self, text: str) -> np.ndarray:
+    def add(self, text: str) -> np.ndarray:
         """[P] int32: the whole context up to and with the user's ``text``."""
         if not self._renderer.has_chat_template:
             return self._renderer.prompt(Prompt(uid="cli", text=text))

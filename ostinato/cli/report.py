@@ -1,4 +1,4 @@
-"""``ostinato report``, and what a run has to write down while it can: the machine that it ran on."""
+"""``ostinato report``: the page, and sampler against trainer in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ostinato train`` and ``resume``: run, then tell what came of it."""
+"""``ostinato train`` and ``resume``: run, then print what came of it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ carries the version that sampled it, and such sequences are not added to the pre
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -78,7 +77,6 @@ class LocalEngine:
             raise ValueError(f"engine.max_batch {max_batch} and step_tokens {step_tokens} must be at least 1")
         self.decoder, self.context_limit = decoder, context_limit
         self.counters = Counters()
-        self.trace: deque[tuple[int, int, int]] = deque(maxlen=4096)  # (sequences, drafted, emitted) per step
         self._decode, self._leaves, self._record_support = decode, leaves, record_support
         layers, shape = decoder.config.num_layers, decoder.kv_shape
         blocks = (kv_memory_mb << 20) // block_bytes(layers, shape, decoder.dtype)
@@ -125,10 +123,6 @@ class LocalEngine:
         """The same of a whole policy: all weights in ``path`` (``wire.pack_weights``), into the decoder."""
         self._runner.load(path)
         self.publish(None, version)
-
-    def pass_seconds(self, rows: int, context: int) -> float:
-        """Of a pass of ``rows`` rows that see ``context`` positions each, timed now: before any request."""
-        return self._runner.seconds(rows, context)
 
     @property
     def served(self) -> tuple[int, str]:
@@ -280,7 +274,6 @@ class LocalEngine:
         self, plan: ModelInput, drafts: Drafts, ready: np.ndarray, output: StepOutput, seconds: float
     ) -> None:
         nodes, speculation = len(drafts.tokens), self.speculation
-        self.trace.append((len(ready), nodes, int(output.counts.sum())))
         if speculation is None:
             self.counters.seconds_without += seconds
         else:

@@ -201,11 +201,6 @@ def products(config: ModelConfig) -> list[Product]:
     ]
 
 
-def flops(wanted: list[Product]) -> float:
-    """Of all products of one token, forward."""
-    return sum(2.0 * one.count * math.prod(one.shape[-2:]) * (3 * one.top_k or 1) for one in wanted)
-
-
 def measure(
     wanted: list[Product], inference: Ops, training: Ops, *, fp32_head: bool, budget_s: float
 ) -> dict[str, Seconds]:

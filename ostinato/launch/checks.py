@@ -1,23 +1,26 @@
-"""Whether the keys of a recipe fit each other and this machine, where that takes no model."""
+"""Whether the keys of a recipe fit each other and this machine, and from which reward an answer is solved."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from ostinato.algo.advantages import check_group_size
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.config import Recipe
+from ostinato.config.sections import RewardSection
 from ostinato.engine.vllm_answers import COLDEST
 from ostinato.model.decoder import Decoder
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout
+from ostinato.reward.verify import BUILT_IN
 
 MASKS, ROUTES = "--return-sampling-mask", "--enable-return-routed-experts"
 
 
 def check(recipe: Recipe) -> Algorithm:
-    """The algorithm that the recipe asks for, checked against the rest of it."""
+    """The algorithm of the recipe, checked against the rest of it."""
     chosen = algorithm(recipe.algo.name, **recipe.algo.overrides)
     try:
         check_group_size(recipe.rollout.group_size, chosen.baseline, chosen.scale, chosen.drop_zero_variance)
@@ -105,7 +108,7 @@ def check_model(recipe: Recipe, decoder: Decoder) -> None:
         return
     if recipe.trainer.replay is not False and ROUTES not in recipe.engine.server_args:
         raise ValueError(
-            f"trainer.replay is {recipe.trainer.replay!r}, but vLLM tells no experts unless it is asked to; "
+            f"trainer.replay is {recipe.trainer.replay!r}, but vLLM returns no experts by default; "
             f'add "{ROUTES}" to engine.server_args (a GPU build of vLLM), or set it to false'
         )
     others = [target for target in recipe.adapter.targets if not target.startswith("attn")]
@@ -113,4 +116,35 @@ def check_model(recipe: Recipe, decoder: Decoder) -> None:
         raise ValueError(
             f'adapter.targets has "{others[0]}", and vLLM reads adapters of a mixture of experts in a format '
             'that is not written; use adapter.targets=["attn"]'
+        )
+
+
+ROUNDING = 1e-6  # of sums of weighted rewards
+
+
+def solved_at(reward: RewardSection) -> float:
+    """The reward from which an answer is solved, less ROUNDING: the recipe's own, or a 1 from every function
+    with a positive weight."""
+    return (reward.full_marks if reward.solved_at == "full" else reward.solved_at) - ROUNDING
+
+
+def check_solvable(reward: RewardSection) -> None:
+    """Raises ValueError where no answer can ever be solved. That is known of built-in functions alone, which
+    give 0 to 1; a user's own function may give more than 1."""
+    most = reward.full_marks
+    if solved_at(reward) > most and all(name in BUILT_IN for name in reward.positive):
+        raise ValueError(
+            f"reward.solved_at is {reward.solved_at:g}, but reward.functions {list(reward.functions)} give "
+            f'at most {most:g}, so no answer could be solved; set it to {most:g} or less, or to "full"'
+        )
+
+
+def several_full_marks(reward: RewardSection) -> Iterator[str]:
+    """What "full" means where several functions count, one of them a user's own."""
+    weights = reward.positive
+    if reward.solved_at == "full" and len(weights) > 1 and not all(name in BUILT_IN for name in weights):
+        yield (
+            'reward.solved_at = "full" counts an answer as solved from a reward of '
+            f"{reward.full_marks:g} on, a 1 from each of {', '.join(weights)}; where one of them never "
+            "gives 1, pass@1 stays 0: set reward.solved_at to the reward that you call solved"
         )

@@ -41,7 +41,7 @@ from ostinato.workers.lost import WorkerLost
 from ostinato.workers.ray_cluster import Cluster, RayRemote, Want
 from ostinato.workers.remote import WorkerFault
 
-AHEAD = 2  # calls that a sampler has for each that it decodes: none of its seats waits for a message
+AHEAD = 2  # calls that a sampler has for each that it decodes: no place in the batch waits for a message
 KEPT_WEIGHTS = 3  # files of all weights
 IMPORT_S = 60.0  # that a child of a grader may take to import the reward functions
 
@@ -50,7 +50,7 @@ IMPORT_S = 60.0  # that a child of a grader may take to import the reward functi
 def clustered(
     prepared: RunInputs, folder: Path, memory: Memory | None, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
-    """Start or join Ray and open what the recipe asks for, made by the functions of the module ``workers``;
+    """Start or join Ray and open the workers of the recipe, made by the functions of the module ``workers``;
     all of it has ended when the context does.
 
     Raises ValueError where no Ray answers or the workers do not fit.
@@ -61,7 +61,7 @@ def clustered(
     with contextlib.ExitStack() as held:
         opened = Cluster.open(
             section.address,
-            wants(recipe),
+            places(recipe),
             pin=section.pin,
             start_s=section.start_s,
             silence_s=section.silence_s,
@@ -150,7 +150,7 @@ async def _ready(pool: EnginePool, graders: GraderLink | None) -> None:
     await asyncio.gather(pool.ready(), *([graders.ready()] if graders else []))
 
 
-def wants(recipe: Recipe) -> list[Want]:
+def places(recipe: Recipe) -> list[Want]:
     """A place for each worker, the trainer's first: with pinning it has the first cores."""
     section = recipe.cluster
     cpus = section.cpus_per_worker
@@ -270,7 +270,7 @@ def drafting(memory: Memory, pool: EnginePool) -> Drafting:
     sent to them with the next policy."""
     history = memory.history
     return Drafting(
-        store=Told(history, pool),
+        store=SharedHistory(history, pool),
         lengths=history.lengths,
         drafter=memory.drafter,
         meter=Meter(pool),
@@ -278,8 +278,8 @@ def drafting(memory: Memory, pool: EnginePool) -> Drafting:
     )
 
 
-class Told:
-    """``pipeline.draft_metrics.Store``: remembers, and tells the samplers."""
+class SharedHistory:
+    """``pipeline.draft_metrics.Store``: adds to the history, and sends the same to the samplers."""
 
     def __init__(self, history: History, pool: EnginePool) -> None:
         self._history, self._pool = history, pool
@@ -298,11 +298,10 @@ class Told:
 
 
 class Meter:
-    """``pipeline.draft_metrics.Meter``: the engines of all workers together, without the course of passes."""
+    """``pipeline.draft_metrics.Meter``: the counters of all workers' engines, added up."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
-        self.trace: deque[tuple[int, int, int]] = deque(maxlen=0)
 
     @property
     def counters(self) -> Counters:

@@ -48,8 +48,10 @@ class RunComponents:
         return self.tokens_sampled() + self.trainer.progress
 
     async def run(self, loop: Loop, folder: Path) -> Finished:
-        """Run ``loop``; meanwhile workers.json in ``folder`` tells of the workers."""
-        telling = asyncio.create_task(_tell(folder / "workers.json", self.status)) if self.status else None
+        """Run ``loop``; meanwhile workers.json in ``folder`` has the state of the workers."""
+        writing = (
+            asyncio.create_task(_keep_writing(folder / "workers.json", self.status)) if self.status else None
+        )
         try:
             if self.ready is not None:
                 with StopSignals(0.0, at_once=True) as signals, contextlib.suppress(Abandoned):
@@ -58,14 +60,14 @@ class RunComponents:
                     return Finished(state=loop.state, why=Finish.of(signals.received))
             return await loop.run()
         finally:
-            if telling is not None and self.status is not None:
-                telling.cancel()
+            if writing is not None and self.status is not None:
+                writing.cancel()
                 _write(folder / "workers.json", self.status())  # before they end: what did the work
             if self.end is not None:
                 await self.end()
 
 
-async def _tell(path: Path, status: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+async def _keep_writing(path: Path, status: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
     while True:
         _write(path, status())
         await asyncio.sleep(STATUS_S)
@@ -74,6 +76,6 @@ async def _tell(path: Path, status: Callable[[], Sequence[Mapping[str, Any]]]) -
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Not flushed to the disk: the rows are of now, and gone with the process."""
     aside = path.with_name(f".{path.name}")
-    with contextlib.suppress(OSError):  # a full disk is the loop's to tell
+    with contextlib.suppress(OSError):  # a full disk is reported by the loop
         aside.write_text(json.dumps(list(rows)))
         aside.replace(path)

@@ -50,7 +50,7 @@ class Memory:
 
 
 def new_memory(section: DraftSection, saved: Path | None) -> Memory | None:
-    """The memory of a run, with what is ``saved``; None where the recipe wants no drafts, or where there is
+    """The memory of a run, with what is ``saved``; None where the recipe has no drafts, or where there is
     no compiler."""
     if not section.enabled:
         return None

@@ -102,8 +102,8 @@ def _python(given: str) -> str:
     python = shutil.which(str(Path(given).expanduser())) if given else sys.executable
     if python is None:
         raise ValueError(f"engine.python is {given!r}, which is no program; name the python that has vLLM")
-    asked = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    if subprocess.run([python, "-c", asked], capture_output=True, timeout=60, check=False).returncode:
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    if subprocess.run([python, "-c", probe], capture_output=True, timeout=60, check=False).returncode:
         what = f"engine.python {given!r}" if given else "this Python"
         raise ValueError(
             f'engine.backend is "vllm", which {what} does not have; name the one in engine.python'
@@ -160,7 +160,7 @@ def kernels(recipe: Recipe, decoder: Decoder) -> Kernels | None:
 
 @cache
 def _warn_once(sentence: str) -> None:
-    """Engine and trainer each ask for the kernels."""
+    """Engine and trainer each load the kernels."""
     logger.warning(sentence)
 
 

@@ -26,11 +26,11 @@ def downstream_prompts(recipe: Recipe, trained_on: Sequence[Prompt]) -> dict[str
     }
 
 
-def _prompts(recipe: Recipe, wanted: DownstreamSection, trained_on: Sequence[Prompt]) -> list[Prompt]:
-    name = wanted.task or next(iter(recipe.task.by_name))
+def _prompts(recipe: Recipe, section: DownstreamSection, trained_on: Sequence[Prompt]) -> list[Prompt]:
+    name = section.task or next(iter(recipe.task.by_name))
     seed, system = recipe.task.seed, recipe.task.by_name[name].system_prompt
-    prompts = load_tasks(wanted.source, wanted.split, seed, wanted.n or None, wanted.params, system)
-    if wanted.source in {task.source for task in recipe.task.by_name.values()}:
+    prompts = load_tasks(section.source, section.split, seed, section.n or None, section.params, system)
+    if section.source in {task.source for task in recipe.task.by_name.values()}:
         check_disjoint(trained_on, prompts)
     return named(prompts, name)
 
@@ -74,7 +74,7 @@ def evaluations(
     thinking, answer = rollout.interrupt_after[1:], rollout.answer_tokens
     sampling = Sampling(
         temperature=main.temperature,
-        # that of the recipe is not used where thinking is interrupted, so it must not tell sets apart then
+        # rollout.max_tokens is not used where thinking is interrupted: no part of the set's identity then
         max_tokens=sum(thinking) + answer if thinking else rollout.max_tokens,
         stop_tokens=stop_tokens,
         stop_strings=rollout.stop,

@@ -1,8 +1,8 @@
-"""What a run hears of its own future: after each evaluation a row of forecast.jsonl, metrics, and one line.
+"""A run's own forecast: after each evaluation a row of forecast.jsonl, metrics, and one line.
 
 Compute is that of the steps which made the policy, as eval.jsonl has it, and so are budgets: FLOPs, tokens
-and steps are those that the recipe asks for, whatever engine, cache and drafter made of it, and hours those
-of steps alone, without loading, saving and restarts. So a run foretells the same whenever it is run, killed
+and steps are those of the recipe, whatever engine, cache and drafter made of it, and hours those
+of steps alone, without loading, saving and restarts. So a run predicts the same whenever it is run, killed
 and resumed or not, on any axis but those of the clock and its price. ``ostinato scale`` reads the ledger,
 which has what was really paid.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ from ostinato.observe.report.facts import compute_text
 from ostinato.protocols import MetricWriter
 from ostinato.run import MAIN_SET, RunFolder, to_json
 from ostinato.scaling.decide import Action, Terms, decide
-from ostinato.scaling.gates import FEWEST, TOLD, Assessment, Standing, assess
-from ostinato.scaling.posterior import Posterior, interval, posterior
+from ostinato.scaling.gates import FEWEST, REPORTED, Assessment, Standing, assess
+from ostinato.scaling.posterior import Posterior, posterior
 from ostinato.scaling.series import Series, read_run
 
 logger = logging.getLogger(__name__)
@@ -52,14 +53,14 @@ def new_forecaster(
 
     def should_stop(step: int) -> bool:
         row = json.loads(to_json(look(recipe, run, step)))  # as it will be read back
-        told = list(run.forecast.rows())
+        earlier = list(run.forecast.rows())
         stop = terms.stop and row["verdict"] == Action.STOP
-        but = goes_on(row, told) if stop else ""
-        if row not in told:  # a resumed run looks again at what it has been told
+        but = goes_on(row, earlier) if stop else ""
+        if row not in earlier:  # a resumed run computes its last row again
             run.forecast.append(row)
             for writer in writers:
                 writer.write(step, metrics(row))
-            news = row["failed"] and row["sentence"] not in [each["sentence"] for each in told]
+            news = row["failed"] and row["sentence"] not in [each["sentence"] for each in earlier]
             if row["n"] >= FEWEST or news:
                 logger.info(f"step {step}: forecast: {row['sentence']}{but and f'; goes on, for {but}'}")
         return stop and not but
@@ -67,17 +68,17 @@ def new_forecaster(
     return should_stop
 
 
-def goes_on(row: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> str:
+def goes_on(row: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> str:
     """Why a run goes on although ``row`` says that its rest is not worth it; empty where it ends.
 
     A single look may err, and a curve that rests early may rise again: at least 30 % of the budget has to be
-    spent, and the last row before this step, of those ``told``, has to say the same of an identified curve.
+    spent, and the last of the ``earlier`` rows has to say the same of an identified curve.
     """
     if row["gate"] != Standing.IDENTIFIED:
         return "the curve is only provisionally known"
     if row["compute"] < LEAST_SPENT * row["budget"]:
         return f"less than {LEAST_SPENT:.0%} of the budget is spent"
-    before = [(each["verdict"], each["gate"]) for each in told if each["step"] < row["step"]]
+    before = [(each["verdict"], each["gate"]) for each in earlier if each["step"] < row["step"]]
     again = before[-1:] == [(Action.STOP, Standing.IDENTIFIED)]
     return "" if again else "the next look has to say so too"
 
@@ -100,7 +101,7 @@ def look(recipe: Recipe, run: RunFolder, step: int) -> dict[str, Any]:
 
 
 def _with_gaps(row: dict[str, Any], unmeasured: int) -> dict[str, Any]:
-    """Evaluations that had no score are no points of the curve, and are told."""
+    """Evaluations that had no score are no points of the curve, and are counted."""
     if not unmeasured:
         return row
     words = f"{unmeasured} evaluation{'s' * (unmeasured > 1)} without a score left out"
@@ -120,29 +121,29 @@ def compute_of(row: Mapping[str, Any], recipe: Recipe) -> float:
 
 
 def counted(axis: Axis) -> str:
-    """What the forecasts of a run count in, told apart from what the ledger has under the same name."""
+    """What the forecasts of a run count in, as distinct from the ledger's axis of the same name."""
     if axis in (Axis.HOURS, Axis.DEVICE_HOURS, Axis.MONEY):
         return f"{axis} of steps alone"
     return f"{axis} of the recipe" if axis is Axis.FLOPS else str(axis)
 
 
 def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, Any]:
-    """What the evaluations foretell: ``A``, ``B``, ``C_mid``, ``at_budget`` and ``gain`` (of the rest of the
-    budget) as [q05, q50, q95], and ``curve``, quantiles of R(C) over compute.
+    """``A``, ``B``, ``C_mid``, ``at_budget`` and ``gain`` (of the rest of the budget) by the evaluations, as
+    [q05, q50, q95], and ``curve``, quantiles of R(C) over compute.
 
     A curve that is not identified has no medians, and one that refutes the model has no intervals either.
     """
     now, score = (float(values[-1]) if len(series) else None for values in (series.compute, series.score))
-    told = {"compute": now, "score": score, "R0": series.R0, "n": len(series), "budget": budget}
+    head = {"compute": now, "score": score, "R0": series.R0, "n": len(series), "budget": budget}
     if now is None or len(series) < FEWEST:
         reason = f"{len(series)} of the {FEWEST} evaluations that a curve takes"
-        return told | {"gate": Standing.NOT_IDENTIFIED, **_nothing(reason)}
+        return head | {"gate": Standing.NOT_IDENTIFIED, **_nothing(reason)}
     known = posterior(series)
     assessment = assess(known)
     left = budget > now
     ahead = known.score(budget) if left else None
     worth = Terms(budget=budget, min_gain=terms.min_gain)
-    decision = decide(known, worth, settle=False) if left and assessment.standing in TOLD else None
+    decision = decide(known, worth) if left and assessment.standing in REPORTED else None
     verdict, rival = (decision.action, decision.rival) if decision else (NO_FORECAST, "")
     row = {
         "gate": assessment.standing,
@@ -154,13 +155,12 @@ def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, 
         "gain": _shown(known.gain(now, budget), assessment) if left else None,
         "curve": _curve(known, assessment, max(now, budget)),
     }
-    sentence = "; ".join([_sentence({**told, **row}, verdict, terms), *([rival] if rival else [])])
-    return told | row | {"verdict": verdict, "sentence": sentence.removesuffix(".")}
+    sentence = "; ".join([_sentence({**head, **row}, verdict, terms), *([rival] if rival else [])])
+    return head | row | {"verdict": verdict, "sentence": sentence.removesuffix(".")}
 
 
 def metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """forecast/* for the writers: what may be told, and whether the curve is identified (1), provisionally so
-    (0.5) or not (0)."""
+    """forecast/* for the writers; ``identified`` is 1, provisionally 0.5, or 0."""
     named = {"A_q05": ("A", 0), "A_q50": ("A", 1), "A_q95": ("A", 2)}
     named |= {"at_budget_q50": ("at_budget", 1), "gain_q50": ("gain", 1)}
     values = {name: row[key][at] for name, (key, at) in named.items() if row[key] is not None}
@@ -174,20 +174,19 @@ def _nothing(reason: str) -> dict[str, Any]:
 
 
 def _shown(draws: np.ndarray, assessment: Assessment) -> list[float | None] | None:
-    """[q05, q50, q95], as much of them as may be told."""
-    if assessment.silent:
+    """[q05, q50, q95], as far as they may be reported."""
+    if (found := assessment.shown(draws)) is None:
         return None
-    found = interval(draws)
-    return [found.low, found.median if assessment.standing in TOLD else None, found.high]
+    return [found.low, None if math.isnan(found.median) else found.median, found.high]
 
 
 def _curve(known: Posterior, assessment: Assessment, last: float) -> dict[str, list[float]] | None:
     """Quantiles of R(C) from the first evaluation to ``last``, to five digits; the outer ones of a curve that
-    may not be told."""
+    may not be reported."""
     if assessment.silent:
         return None
     places = np.geomspace(float(known.series.compute[0]), last, PLACES)
-    levels = CURVE if assessment.standing in TOLD else BAND
+    levels = CURVE if assessment.standing in REPORTED else BAND
     found = np.quantile(known.score(places), list(levels.values()), axis=0)
     rows = zip(["compute", *levels], [places, *found], strict=True)
     return {name: [float(f"{value:.5g}") for value in values] for name, values in rows}

@@ -26,12 +26,11 @@ from ostinato.env.dialogue import Dialogue
 from ostinato.env.mixture import Mixture, counts, named
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks, with_system
 from ostinato.env.tools import resolve_tools
-from ostinato.launch.checks import check
+from ostinato.launch.checks import check, check_solvable
 from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
 from ostinato.launch.graders import new_grader
 from ostinato.launch.models import load_decoder
-from ostinato.launch.solved import check_solvable
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.protocols import Engine, Env, Grader, Tasks

@@ -1,4 +1,4 @@
-"""The first lines of a run: what is about to run, for a person."""
+"""The first lines of a run: what is about to run, and what of it is not exact or not what it seems."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
+from ostinato.algo.algorithms import Algorithm, Anchor, Loss
 from ostinato.algo.offpolicy import Correction
-from ostinato.launch.caveats import caveats
-from ostinato.launch.checks import check
+from ostinato.config import Recipe
+from ostinato.launch.checks import check, several_full_marks
+from ostinato.launch.engine import notes
 from ostinato.launch.inputs import RunInputs
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Work
@@ -48,3 +50,98 @@ def introduction(prepared: RunInputs, adapters: Adapters | None) -> Iterator[str
     moe = decoder.num_moe_layers > 0
     yield from (f"note         {caveat}" for caveat in caveats(recipe, chosen, moe=moe))
     yield from (f"warning      {warning}" for warning in prepared.warnings)
+
+
+def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[str]:
+    """What is allowed and is not exact, or not what it seems, one sentence each."""
+    rollout, settings = recipe.rollout, recipe.trainer
+    filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
+    if used := " and ".join(f"rollout.{name}" for name, on in filters.items() if on):
+        yield (
+            f"{used} cut what is sampled from: log-probabilities, entropy and gradients are over the tokens "
+            "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
+        )
+    yield from several_full_marks(recipe.reward)
+    yield from _of_weights(recipe)
+    if recipe.engine.backend == "vllm":
+        yield from notes(recipe)
+    if rollout.interrupt_after:
+        yield (
+            f"rollout.interrupt_after = {list(rollout.interrupt_after)} bounds answers, with "
+            f"rollout.answer_tokens = {rollout.answer_tokens}; rollout.max_tokens is not used"
+        )
+    usual = type(settings).model_fields
+    idle = [key for key in ("replay", "replay_threshold") if getattr(settings, key) != usual[key].default]
+    if idle and not moe:
+        names = " and ".join(f"trainer.{key}" for key in idle)
+        yield f"{names} change nothing: {recipe.model.path} has no mixture of experts"
+    if moe and settings.replay == "auto" and recipe.log.mismatch_every == 0:
+        yield (
+            'trainer.replay = "auto" with log.mismatch_every = 0 measures the first step alone, and what it '
+            "decides there holds for the whole run"
+        )
+    if recipe.adapter.path and chosen.needs_reference:
+        yield f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path"
+    if chosen.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:
+        yield (
+            f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
+            "all but the first learn off-policy without a correction"
+        )
+    yield from _of_workers(recipe)
+    if 5 * (first := recipe.pipeline.staleness + 1) > settings.steps and first > 1:
+        yield (
+            f"pipeline.staleness is {first - 1}: the first {first} of {settings.steps} batches are all "
+            "sampled by the policy of the beginning"
+        )
+    if recipe.pipeline.staleness and uncorrected(chosen):
+        yield (
+            f"pipeline.staleness is {recipe.pipeline.staleness}, and nothing in {chosen.name} as it is set "
+            "corrects for the policy that sampled: batches are trained on as if they were fresh"
+        )
+
+
+def _of_workers(recipe: Recipe) -> Iterator[str]:
+    """What does nothing where the recipe has it."""
+    place, workers = recipe.pipeline.placement, recipe.cluster.samplers
+    usual = type(recipe.pipeline).model_fields["placement"].default
+    if place != usual and workers < 2:
+        yield f'pipeline.placement = "{place}" changes nothing with {workers or "no"} cluster.samplers'
+    elif place in ("longest-first", "histopipe") and not recipe.draft.enabled:
+        yield (
+            f'pipeline.placement = "{place}" has no lengths without draft.enabled, whose history has them: '
+            "all answers count as equally long"
+        )
+    if recipe.pipeline.late == "drop" and not recipe.pipeline.overlap:
+        yield 'pipeline.late = "drop" changes nothing without pipeline.overlap: nothing is ever late'
+    if recipe.pipeline.overlap and not recipe.pipeline.staleness:
+        yield (
+            "pipeline.overlap with pipeline.staleness 0 is the synchronous loop: nothing overlaps; set "
+            "pipeline.staleness to 1 or 2"
+        )
+
+
+def uncorrected(chosen: Algorithm) -> bool:
+    """Does no ratio of this algorithm see the policy that sampled?"""
+    blind = chosen.loss is Loss.REINFORCE or chosen.anchor is Anchor.TRAINER
+    return blind and chosen.correction is Correction.NONE
+
+
+def _of_weights(recipe: Recipe) -> Iterator[str]:
+    """What follows from engine.weights."""
+    weights = recipe.engine.weights
+    if weights == "model":
+        return
+    if not own_weights(recipe):
+        yield f'engine.weights = "{weights}" changes nothing: the model is in bfloat16 already'
+        return
+    yield (
+        f'engine.weights = "{weights}": the sampler is not quite the policy that is trained; sampling/* in '
+        "the metrics says how far it is, and held-out scores are the sampler's, but for one of the exported "
+        "policy at the end of the run"
+    )
+
+
+def own_weights(recipe: Recipe) -> bool:
+    """Does the sampler compute with weights that are not the trainer's (``model.quantise``)?"""
+    same = ("model", "bf16") if recipe.model.dtype == "bfloat16" else ("model",)
+    return recipe.engine.weights not in same

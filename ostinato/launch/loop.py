@@ -1,37 +1,46 @@
-"""The loop of a run, from its inputs and components; what it saves and where it goes on."""
+"""The loop of a run, from its inputs and components: its ledger, its observer, checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from ostinato.config import Recipe
+from ostinato.config import Recipe, dump_toml
 from ostinato.engine.local import LocalEngine
-from ostinato.launch.caveats import own_weights
-from ostinato.launch.checks import check
+from ostinato.launch.checks import check, solved_at
 from ostinato.launch.components import RunComponents
 from ostinato.launch.drafts import Memory, save_history
 from ostinato.launch.engine import new_engine
 from ostinato.launch.evaluations import evaluations
+from ostinato.launch.forecast import new_forecaster
 from ostinato.launch.inputs import RunInputs, longest_answer, new_stage, new_tasks
+from ostinato.launch.introduction import device_name, own_weights
 from ostinato.launch.models import newest_checkpoint
-from ostinato.launch.solved import solved_at
+from ostinato.launch.progress import Monitor
 from ostinato.model.config import ModelConfig
+from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters
-from ostinato.observe.ledger import Ledger
+from ostinato.observe.ledger import Ledger, Life, SteadyClock, Terms
 from ostinato.pipeline.buffer import Late
 from ostinato.pipeline.curriculum import Curriculum
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.observer import Observer
+from ostinato.pipeline.signals import in_thread
 from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.protocols import MetricWriter, RestorableTrainer
 from ostinato.run import RunFolder
 from ostinato.train.checkpoint import Checkpoint, mend, oldest_step, save_checkpoint
+
+if TYPE_CHECKING:
+    from ostinato.plan.again import Replanner
 
 logger = logging.getLogger(__name__)
 
@@ -182,3 +191,63 @@ def restore(run: RunFolder, trainer: RestorableTrainer) -> LoopState:
         return LoopState()
     trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
     return LoopState(**checkpoint.state["loop"])
+
+
+def new_ledger(
+    recipe: Recipe,
+    run: RunFolder,
+    decoder: Decoder,
+    clock: SteadyClock,
+    life: Life,
+    pools: Mapping[str, int] | None = None,
+) -> Ledger:
+    """The ledger of one process, which began when ``clock`` did and writes the signs of ``life``. ``pools``:
+    devices by pool where workers have them; otherwise the recipe's."""
+    section = recipe.ledger
+    terms = Terms(
+        devices=sum(pools.values()) if pools else section.devices,
+        pools=pools or {},
+        device=device_name(decoder) or "cpu",
+        price_per_device_hour=section.price_per_device_hour,
+        currency=section.currency,
+        recipe=hashlib.sha256(dump_toml(recipe).encode()).hexdigest()[:12],
+    )
+    return Ledger(folder=run, terms=terms, clock=clock, life=life)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunObserver:
+    """``pipeline.observer.Observer`` of a run with a recipe."""
+
+    monitor: Monitor
+    forecaster: Callable[[int], bool] | None
+    replanner: Replanner | None
+
+    def on_step(self, row: Mapping[str, float]) -> None:
+        self.monitor.step(row)
+
+    def on_eval(self, row: Mapping[str, Any]) -> None:
+        self.monitor.evaluated(row)
+
+    def should_stop(self, step: int) -> bool:
+        return self.forecaster is not None and self.forecaster(step)
+
+    async def should_replan(self, step: int) -> bool:
+        return self.replanner is not None and await in_thread(partial(self.replanner, step))
+
+    @property
+    def resume(self) -> str:
+        """The command that resumes the run under the layout found better; empty without one."""
+        return "" if self.replanner is None else self.replanner.command
+
+
+def new_observer(
+    recipe: Recipe, run: RunFolder, monitor: Monitor, writers: Sequence[MetricWriter]
+) -> RunObserver:
+    replanner = None
+    if recipe.parallel.replan:
+        from ostinato.plan.again import Replanner
+
+        replanner = Replanner(run)
+    forecaster = new_forecaster(recipe, run, writers)
+    return RunObserver(monitor=monitor, forecaster=forecaster, replanner=replanner)

@@ -36,7 +36,7 @@ def machine(device: str = "") -> str:
 
 
 def processor() -> str:
-    """The name on the processor, as far as the system tells."""
+    """The name on the processor, as far as the system has it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))

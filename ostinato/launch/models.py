@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def load_decoder(
     section: ModelSection, folder: Path, *, shared: bool = False, share: Share | None = None
 ) -> Decoder:
-    """The model in ``folder`` as the recipe wants it: dtype, device, precision of the head; frozen.
+    """The model in ``folder`` as the recipe has it: dtype, device, precision of the head; frozen.
 
     ``shared``: over the one copy of the whole that all processes of a host map, where the device is the CPU.
     ``share``: only this part of it.
@@ -56,7 +56,7 @@ def device_of(section: ModelSection) -> str:
 
 
 def adapter_spec(section: AdapterSection) -> AdapterSpec:
-    """The LoRA that a recipe asks for."""
+    """The LoRA of a recipe."""
     from ostinato.model.lora import AdapterSpec, ExpertScheme
 
     return AdapterSpec(

@@ -21,7 +21,7 @@ from ostinato.protocols import RestorableTrainer
 def open_components(
     prepared: RunInputs, folder: Path, memory: Memory | None, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
-    """The components that the recipe asks for, and the inputs they work with, until the context ends.
+    """The components of the recipe, and the inputs they work with, until the context ends.
     ``folder`` is of the run, ``workers`` the module that makes those of a cluster."""
     if prepared.recipe.cluster.samplers:
         from ostinato.launch.cluster import clustered

@@ -17,14 +17,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ostinato.inputs import escaped
+from ostinato.observe.report.facts import estimate, score_text
 from ostinato.observe.report.verdicts import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
 
 Row = Mapping[str, Any]
-Z95 = 1.959964  # two-sided 95 % of the normal distribution
 LABELS = {MAIN_SET: "held-out", GREEDY_SET: "held-out greedy"}
-
-
 _ODD_STEPS = {"refused_step": "step refused", "empty_step": "nothing to learn from"}
 
 
@@ -80,8 +78,8 @@ class Monitor:
 
     def exported(self, row: Row) -> None:
         """A row of eval.jsonl with the model's weights, of a run that samples with others."""
-        told = f"held-out {scores(row)} on {row['n']} prompts"
-        self.say(f"step {row['step']}: the policy as exported, with the model's weights: {told}")
+        scored = f"held-out {scores(row)} on {row['n']} prompts"
+        self.say(f"step {row['step']}: the policy as exported, with the model's weights: {scored}")
 
     def say(self, line: str) -> None:
         self.console.print(escaped(line), highlight=False, markup=False, soft_wrap=True)
@@ -124,28 +122,9 @@ def scores(row: Row) -> str:
     return f"pass@1 {interval(row, 'pass@1')}, mean reward {_number(row, 'reward')}"
 
 
-def bounds(row: Row, name: str) -> tuple[float, float] | None:
-    """95 % interval of a share by Wilson's score (1927), which holds at 0 and 1 too, and of the mean reward
-    by the normal distribution; None without an error.
-
-    The standard error is over prompts, so it is turned into the number of independent answers that would
-    have it; where it is 0 (all prompts alike) that number is ``n``.
-    """
-    value, error = row.get(name), row.get("stderr" if name == "pass@1" else f"{name}_stderr")
-    if value is None or error is None or not math.isfinite(value + error):
-        return None
-    if name == "reward":
-        return value - Z95 * error, value + Z95 * error
-    n = value * (1 - value) / error**2 if error > 0 else row["n"]
-    middle = (value + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
-    half = Z95 / (1 + Z95**2 / n) * math.sqrt(value * (1 - value) / n + Z95**2 / (4 * n**2))
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def interval(row: Row, name: str) -> str:
     """A score with its 95 % interval: "0.312 [0.256, 0.368]"."""
-    limits = bounds(row, name)
-    return _number(row, name) + (f" [{limits[0]:.3f}, {limits[1]:.3f}]" if limits else "")
+    return score_text(estimate(row, name)) or "-"
 
 
 def before_after(

@@ -3,7 +3,7 @@
     torchrun ... -m ostinato train recipe.toml parallel.layout=d2t2     every rank is this command
     ostinato train recipe.toml parallel.layout=d2t2                     rank 0 starts the others on its host
 
-A follower reads no recipe and no run folder: rank 0 tells it all that it needs but the model, which has to be
+A follower reads no recipe and no run folder: rank 0 sends it all but the model, which has to be
 under the same path or name on every host.
 """
 
@@ -47,7 +47,7 @@ def follow(place: Place, *, child: bool = False) -> int:
         signal.SIGINT,
         signal.SIGTERM,
         signal.SIGHUP,
-    ):  # rank 0 decides, and needs everybody for its last step
+    ):  # rank 0 decides, and its last step takes all ranks
         signal.signal(number, signal.SIG_IGN)
     if child:
         end_with_parent(_leave)
@@ -58,10 +58,10 @@ def follow(place: Place, *, child: bool = False) -> int:
     from ostinato.parallel.follow import following
     from ostinato.workers.lost import WorkerLost
 
-    def new_local(told: str, ready: Ready) -> Local:
+    def new_local(text: str, ready: Ready) -> Local:
         import tomllib
 
-        recipe = Recipe.parse(tomllib.loads(told))
+        recipe = Recipe.parse(tomllib.loads(text))
         _choose_gpu(recipe, place)
         return new_sharded_trainer(recipe, place.rank, ready=ready)
 
@@ -80,7 +80,7 @@ def _leave(sentence: str) -> None:
 
 
 def _leave_later(sentence: str) -> None:
-    """torchrun ends all ranks when the first one ends, and rank 0 has to save what it can, and tell."""
+    """torchrun ends all ranks when the first one ends, and rank 0 has to save what it can and report."""
     print(f"ostinato: {sentence}", file=sys.stderr, flush=True)
     time.sleep(LATER_S)
     os._exit(LOST)

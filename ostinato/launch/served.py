@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.launch import RunFailed
-from ostinato.launch.models import newest_checkpoint, recipe_of
-from ostinato.launch.policy import Policy, load_policy, serve
-from ostinato.launch.trainer import new_adapters, new_trainer
+from ostinato.launch.models import recipe_of
+from ostinato.launch.policy import Policy, load_policy, serve, trained
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_io import load_peft
@@ -133,15 +132,11 @@ def _adapter(where: str, decoder: Decoder) -> tuple[int, Adapters, RunFolder | N
 def newest(run: RunFolder, decoder: Decoder) -> tuple[int, Adapters]:
     """(step, adapters) of the newest whole checkpoint of a run on this base. ValueError without one."""
     recipe = Recipe.load(run.recipe)
-    adapters = new_adapters(recipe, decoder) if recipe.adapter.kind == "lora" else None
-    if adapters is None:
+    if recipe.adapter.kind != "lora":
         raise ValueError(f"run {run.path} trains all weights, so it is no adapter; serve it by itself")
-    trainer = new_trainer(recipe, decoder, adapters)
-    checkpoint = newest_checkpoint(run, trainer)
-    if checkpoint is None:
-        raise ValueError(f"run {run.path} has no checkpoint yet; let it train first")
-    trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
-    return checkpoint.step, adapters
+    step, adapters = trained(recipe, run, decoder)
+    assert adapters is not None
+    return step, adapters
 
 
 async def follow(served: Served) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +27,16 @@ from ostinato.launch.progress import Monitor
 from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import LOCK, locked
 from ostinato.observe.ledger import Ledger, SteadyClock, new_life
+from ostinato.observe.report.facts import ends
+from ostinato.observe.report.reading import main_scores
 from ostinato.pipeline.signals import ending
-from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder, atomic_write, new_run_path
+from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 
 if TYPE_CHECKING:
     from ostinato.launch.components import RunComponents
     from ostinato.launch.inputs import RunInputs
     from ostinato.model.lora import Adapters
-    from ostinato.pipeline.loop import Finish, Finished, LoopState
+    from ostinato.pipeline.loop import Finish, Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +110,12 @@ def _new_folder(recipe: Recipe) -> Iterator[Path]:
 @ending()
 def _train(recipe: Recipe, path: Path, console: Console, *, again: bool, workers: str) -> Outcome:
     with _interrupted_before(path):
-        return _session(recipe, path=path, console=console, workers=workers, resume=again)
+        return _session(recipe, path=path, console=console, resume=again, workers=workers)
 
 
 @contextlib.contextmanager
 def _interrupted_before(path: Path) -> Iterator[None]:
-    """A signal while a session begins learns where the run is; one that has begun tells that itself."""
+    """A signal while a session begins gets the path of the run; a session that has begun adds it itself."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -122,14 +124,7 @@ def _interrupted_before(path: Path) -> Iterator[None]:
         raise
 
 
-def _session(
-    recipe: Recipe,
-    *,
-    path: Path,
-    console: Console,
-    workers: str,
-    resume: bool,
-) -> Outcome:
+def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, workers: str) -> Outcome:
     """From the start or the newest checkpoint to the end, or to a checkpoint from which another layout is
     better (``parallel.replan``)."""
     clock = SteadyClock()
@@ -140,9 +135,7 @@ def _session(
         from ostinato.launch.drafts import new_memory
         from ostinato.launch.inputs import prepare
         from ostinato.launch.introduction import device_name
-        from ostinato.launch.ledger import new_ledger
-        from ostinato.launch.loop import new_loop, restore
-        from ostinato.launch.observer import new_observer
+        from ostinato.launch.loop import new_ledger, new_loop, new_observer, restore
         from ostinato.launch.open_components import open_components
         from ostinato.pipeline.state import LoopState
 
@@ -160,7 +153,7 @@ def _session(
         with ledger.session(state.step), screen as monitor:
             algorithm, prompts = asdict(check(recipe)), len(prepared.train_prompts)
             record_start(run, device_name(prepared.decoder), algorithm, prompts)
-            for line in _first_lines(prepared, components, path, chosen, state.step):
+            for line in _first_lines(prepared, components, path, chosen):
                 monitor.say(line)
             observer = new_observer(recipe, run, monitor, writers)
             with _named_failures(path):
@@ -178,17 +171,13 @@ def _first_lines(
     components: RunComponents,
     path: Path,
     chosen: Threads | None,
-    done: int,
 ) -> Iterator[str]:
-    from ostinato.launch.expect import forecast
     from ostinato.launch.introduction import introduction
 
     yield f"run folder   {path}"
     yield f"threads      {chosen or 'as torch was started'}"
     yield from introduction(prepared, components.trainer.adapters())
     yield from components.lines
-    if (ahead := forecast(prepared, components.engine, components.trainer, done)) is not None:
-        yield f"expected     {ahead}"
 
 
 def _export(
@@ -199,27 +188,16 @@ def _export(
     ledger: Ledger,
     monitor: Monitor,
 ) -> None:
-    """Write the trained policy, and score it as it is exported where the sampler has weights of its own."""
-    from ostinato.launch.caveats import own_weights
+    """Write the trained policy. Where the sampler has weights of its own, add to eval.jsonl, unless it is
+    there, the score with the weights that the policy is exported for."""
+    from ostinato.launch.introduction import own_weights
+    from ostinato.launch.loop import score_exported
     from ostinato.launch.policy import write_policy
 
-    recipe = prepared.recipe
+    recipe, state = prepared.recipe, finished.state
     write_policy(prepared.decoder, adapters, prepared.folder, run.adapter, recipe.model.path)
-    if own_weights(recipe) and finished.why in ("done", "collapsed", "solved", "enough"):
-        _score_exported(prepared, adapters, run, finished.state, ledger, monitor)
-
-
-def _score_exported(
-    prepared: RunInputs,
-    adapters: Adapters | None,
-    run: RunFolder,
-    state: LoopState,
-    ledger: Ledger,
-    monitor: Monitor,
-) -> None:
-    """Add to eval.jsonl, unless it is there, the score with the weights that the policy is exported for."""
-    from ostinato.launch.loop import score_exported
-
+    if not own_weights(recipe) or finished.why not in ("done", "collapsed", "solved", "enough"):
+        return
     known = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}
     if (state.step, MAIN_SET, "model") not in known:
         row = asyncio.run(score_exported(prepared, adapters, state, ledger))
@@ -228,29 +206,18 @@ def _score_exported(
 
 
 def _outcome(recipe: Recipe, run: RunFolder, finished: Finished) -> Outcome:
-    from ostinato.launch.loop import eval_weights
-
-    every = list(run.eval.rows())
-    rows = [row for row in every if row["set"] == MAIN_SET]
-    weights, step = eval_weights(recipe), finished.state.step
-    sampler = [row for row in rows if row.get("weights", weights) == weights]
-    exact = [row for row in rows if row not in sampler and row["step"] == step]
-    before, after = _ends(sampler)
+    found = main_scores(list(run.eval.rows()), recipe.model_dump(mode="json"))
+    before, after = ends(found["evals"])
+    exported, step = found["exported"], finished.state.step
     return Outcome(
         folder=run.path,
         step=step,
         why=finished.why,
         before=before,
         after=after,
-        exported=exact[-1] if exact else None,
-        greedy=_ends([row for row in every if row["set"] == GREEDY_SET]),
+        exported=exported if exported and exported["step"] == step else None,
+        greedy=ends(found["greedy"]),
     )
-
-
-def _ends(rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-    """Of rows of eval.jsonl of one set: the one before training, and the last one after a step."""
-    before = next((row for row in rows if row["step"] == 0), None)
-    return before, rows[-1] if rows and rows[-1]["step"] else None
 
 
 def _folder(path: Path, recipe: str, resume: bool) -> RunFolder:
@@ -263,7 +230,7 @@ def _folder(path: Path, recipe: str, resume: bool) -> RunFolder:
 
 @contextlib.contextmanager
 def _named_failures(path: Path) -> Iterator[None]:
-    """Around the run in ``path``: its named failures become RunFailed, and Ctrl-C learns where it was."""
+    """Around the run in ``path``: its named failures become RunFailed, and Ctrl-C gets its path."""
     from ostinato.pipeline.failed import RewardFails
 
     mend = f"to go on: ostinato resume {path}"
@@ -276,7 +243,7 @@ def _named_failures(path: Path) -> Iterator[None]:
         raise RunFailed(f"{error}; what was saved is in {path}, {mend}") from error
     except RewardFails as error:
         raise RewardFails(f"{error}; then, {mend}", error.note) from error
-    except ValueError as error:  # past all checks it is not the user's, and is not told as if it were
+    except ValueError as error:  # past all checks it is not the user's, and is not reported as one
         raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {mend}") from error
 
 

@@ -26,25 +26,25 @@ from ostinato.types import HistoryEntry
 
 def sampler(recipe: str, name: str, history: str = "") -> SamplerServer:
     """The local engine behind ``protocols.Sampler``; drafts begin with the ``history`` of the run, if any."""
-    told, folder = _read(recipe)
-    decoder = load_decoder(told.model, folder, shared=shares(told))
+    parsed, folder = _read(recipe)
+    decoder = load_decoder(parsed.model, folder, shared=shares(parsed))
     saved = Path(history) if history and Path(history).exists() else None
-    memory = new_memory(told.draft, saved)
-    engine = new_engine(told, decoder, Renderer(folder), memory, name=name)
+    memory = new_memory(parsed.draft, saved)
+    engine = new_engine(parsed, decoder, Renderer(folder), memory, name=name)
     remember = None if memory is None else Remembering(memory)
     return SamplerServer(engine, name, lambda payload: unpack(payload, decoder.config), remember=remember)
 
 
 def trainer(recipe: str, refused: str) -> TrainerServer:
     """The policy trainer; batches that it refuses are kept in the folder ``refused``."""
-    told, folder = _read(recipe)
-    decoder = load_decoder(told.model, folder, shared=shares(told))
-    adapters = new_adapters(told, decoder)
-    return TrainerServer(new_trainer(told, decoder, adapters, save_refused(Path(refused))))
+    parsed, folder = _read(recipe)
+    decoder = load_decoder(parsed.model, folder, shared=shares(parsed))
+    adapters = new_adapters(parsed, decoder)
+    return TrainerServer(new_trainer(parsed, decoder, adapters, save_refused(Path(refused))))
 
 
 class Remembering:
-    """What ``SamplerServer`` tells of answers that others sampled: drafts for the prompt's next epoch."""
+    """Adds answers of other samplers to the history: drafts for the prompt's next epoch."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -56,8 +56,8 @@ class Remembering:
 
 def _read(recipe: str) -> tuple[Recipe, Path]:
     sweep()  # what a killed run left on this host, which may be another than the driver's
-    told = Recipe.parse(tomllib.loads(recipe))
-    return told, model_folder(told.model.path)
+    parsed = Recipe.parse(tomllib.loads(recipe))
+    return parsed, model_folder(parsed.model.path)
 
 
 __all__ = ["sampler", "trainer"]

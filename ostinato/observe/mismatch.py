@@ -41,11 +41,10 @@ def arm(
     """Everything that is reported about the log ratios [R] of tokens; ``sample_idx`` [R]: whose they are;
     ``clusters`` [R]: which of these are alike, such as the answers to one prompt (by default, none are).
 
-    k1 and k3 estimate KL(sampler || trainer) in nats per token (Schulman 2020), with a 95 % interval of k3 by
-    bootstrap over clusters, whose tokens are not independent; NaN, of fewer than 5 clusters. ``tails`` is
-    F(tau): the share of tokens with max(r, 1/r) > tau. ``chi2``: mean r^2 - 1. ``ess``: (sum r)^2 / (R sum
-    r^2). ``masked``: shares of tokens that truncation, IcePop and the mask of whole sequences would touch.
-    Raises ValueError for no tokens.
+    k3 estimates KL(sampler || trainer) in nats per token (Schulman 2020), with a 95 % interval by bootstrap
+    over clusters, whose tokens are not independent; NaN, of fewer than 5 clusters. ``tails`` is F(tau): the
+    share of tokens with max(r, 1/r) > tau. ``ess``: (sum r)^2 / (R sum r^2). ``masked``: shares of tokens
+    that truncation, IcePop and the mask of whole sequences would touch. Raises ValueError for no tokens.
     """
     if len(log_ratio) == 0:
         raise ValueError("log_ratio is empty; measure at least one token")
@@ -61,17 +60,12 @@ def arm(
     return {
         "tokens": len(log_ratio),
         "sequences": len(lengths),
-        "k1": float(-log_ratio.mean()),
         "k3": float(k3.mean()),
         "k3_low": low,
         "k3_high": high,
         "abs_mean": float(gap.mean()),
-        "abs_p99": float(np.quantile(gap, 0.99)),
         "abs_max": float(gap.max()),
-        "ratio_mean": float(ratio.mean()),
-        "chi2": squares - 1,
         "ess": min(1.0, float(ratio.mean()) ** 2 / squares),  # but for rounding, by Cauchy and Schwarz
-        "sequence_abs_mean": float(np.abs(sums).mean()),
         "tails": [[tau, float((gap > math.log(tau)).mean())] for tau in TAUS],
         "cdf": _cdf(gap),
         "masked": {
@@ -114,7 +108,6 @@ def routers(
     return {
         "differ": _share(differ.sum(), known.sum()),
         "tokens_differ": _share(differ.any(axis=1).sum(), tokens.sum()),
-        "per_token": _share(differ.sum(), tokens.sum()),
         "overlap": _mean(share),
         "lowest_sequence": math.nan if spans is None else _lowest(share, spans),
         "layers": [

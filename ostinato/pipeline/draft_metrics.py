@@ -3,7 +3,7 @@
     finished groups -> pasts -> store       the drafts of each prompt's next epoch come from here
                     -> lengths              how long its answers will be: the longest are admitted first
                     -> likeness             how alike the answers of neighbouring policies are
-    drafter, engine -> row and detail of the step (metrics.jsonl, drafts.jsonl)
+    drafter, engine -> metrics of the step
 
 Nothing here can change a token: without the store, or with another run's, a run samples the same and takes
 longer.
@@ -12,10 +12,9 @@ longer.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from ostinato.history.similarity import length_rank_correlation, rank_shift, tok
 from ostinato.types import Completion, Group, HistoryEntry, Prompt, Stop
 
 REUSE_PROMPTS = 4  # of a step, whose tokens are compared with their past: an observation must cost nothing
-MOST_POINTS = 400  # of a step's course
 
 Answers = Callable[
     [str], Sequence[np.ndarray]
@@ -74,17 +72,6 @@ class Meter(Protocol):
     @property
     def counters(self) -> Counters: ...
 
-    @property
-    def trace(self) -> deque[tuple[int, int, int]]: ...  # (sequences, draft rows, emitted tokens) by pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drafted:
-    """What drafting did in a step: a part of its row of metrics, and its row of drafts.jsonl."""
-
-    row: Mapping[str, float]
-    detail: Mapping[str, Any]
-
 
 @dataclass(kw_only=True)
 class Drafting:
@@ -100,26 +87,16 @@ class Drafting:
     def begin(self) -> None:
         """What is drafted from here on belongs to the step."""
         self._stats, self._saved_s = self.drafter.stats(), _saved_s(self.meter.counters)
-        self.meter.trace.clear()
 
-    def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> Drafted:
+    def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> dict[str, float]:
         """The metrics of the step, whose rollouts took ``rollout_s``; then its answers are remembered."""
         stats = self.drafter.stats() - self._stats
         sampled = sum(_sampled(one) for answers in _by_prompt(groups).values() for one in answers)
         row = counts(groups) | figures(stats, sampled, rollout_s)
         row["draft/seconds_saved"] = _saved_s(self.meter.counters) - self._saved_s
-        detail = {
-            "step": step,
-            "labels": list(stats.labels),
-            "hits": list(stats.hits),
-            "predicted": [round(value, 1) for value in stats.predicted],
-            "drafted_at": _without_zeros(stats.drafted_at),
-            "accepted_at": _without_zeros(stats.accepted_at),
-            "trace": course(self.meter.trace),
-        }
         row |= self.likeness.compare(groups, self.past)
         row |= self._remember(groups, step)
-        return Drafted(row=row, detail=detail)
+        return row
 
     def forget(self, prompts: Iterable[Prompt]) -> None:
         """Drop the live text of prompts that are done with and not remembered (an evaluation's)."""
@@ -217,19 +194,6 @@ def figures(stats: DraftStats, sampled: int, rollout_s: float) -> dict[str, floa
     was drafted."""
     shares = {f"draft/share_{name}": _ratio(count, sampled) for name, count in stats.accepted.items()}
     return shares | {"draft/cpu_share": _ratio(stats.seconds, rollout_s)}
-
-
-def course(trace: Iterable[tuple[int, int, int]], most: int = MOST_POINTS) -> list[list[float]]:
-    """Running sequences, draft rows and emitted tokens over the passes of a step: at most ``most`` means."""
-    passes = np.array(list(trace), np.float64).reshape(-1, 3)
-    parts = np.array_split(passes, min(most, len(passes))) if len(passes) else []
-    return [[round(float(value), 2) for value in part.mean(0)] for part in parts]
-
-
-def _without_zeros(by_depth: Sequence[int]) -> list[int]:
-    """Up to the greatest depth that was drafted."""
-    last = max((depth for depth, count in enumerate(by_depth, start=1) if count), default=0)
-    return list(by_depth[:last])
 
 
 def _saved_s(counters: Counters) -> float:

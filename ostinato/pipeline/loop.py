@@ -30,7 +30,7 @@ from ostinato.algo.routing import Misaligned
 from ostinato.observe.ledger import Ledger
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.buffer import TrainBatch
-from ostinato.pipeline.draft_metrics import Drafted, Drafting
+from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers
@@ -224,20 +224,17 @@ class Loop:
         self._end_step(step, version, taken, learned, row)
         row |= self.state.totals
         ended = self._why is not None
-        if (
-            self._recorder.report(step, row, groups, learned.report, drafted, ended)
-            and self.plan.stop_on_collapse
-        ):
+        if self._recorder.report(step, row, groups, learned.report, ended) and self.plan.stop_on_collapse:
             self._why = Finish.COLLAPSED
         self._why = self._why or self._nobody_left()
         if overlap and self._goes_on:
             self._feed.admit(step, version)
         self._dog.on_progress()
 
-    def _drafted(self, ended: Sequence[RolloutResult], clock: Clock) -> Drafted | None:
-        """The metrics of drafts, and what has ended is remembered."""
+    def _drafted(self, ended: Sequence[RolloutResult], clock: Clock) -> dict[str, float]:
+        """The metrics of drafts; what has ended is remembered."""
         if self.drafting is None:
-            return None
+            return {}
         # where rollouts go on all the time a drafter has the whole step to work in
         seconds = clock.read()[0] if self.plan.overlap else clock.rollout_s
         drafted = self.drafting.end([item.group for item in ended], self.state.step + 1, seconds)

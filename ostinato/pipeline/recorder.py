@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ostinato.algo.algorithms import Algorithm
@@ -20,7 +20,6 @@ from ostinato.observe.timeline import Kind, Span, kept, pool_of
 from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
 from ostinato.pipeline.credit import Credit, assign
 from ostinato.pipeline.curriculum import curriculum_figures
-from ostinato.pipeline.draft_metrics import Drafted
 from ostinato.pipeline.observer import Observer, Workers
 from ostinato.pipeline.state import Finish, Plan
 from ostinato.pipeline.step_metrics import (
@@ -103,7 +102,7 @@ class StepRecorder:
         ended: Sequence[RolloutResult],
         taken: TrainBatch,
         learned: Learned,
-        drafted: Drafted | None,
+        drafted: Mapping[str, float],
     ) -> dict[str, float]:
         """The row of the step, but for sums over the run; the ledger and the timeline have theirs then.
         ``groups`` are those that have left: trained on or dropped. ``ended`` is what the row pays for."""
@@ -121,7 +120,7 @@ class StepRecorder:
             fresh=fresh,
             solved_at=self.plan.solved_at,
             costs=costs,
-            drafts=drafted.row if drafted else {},
+            drafts=drafted,
         )
         if self.plan.overlap:  # what has ended since the last row was played since then too
             now, before = time.perf_counter(), self._row_at
@@ -178,15 +177,12 @@ class StepRecorder:
         row: dict[str, float],
         groups: Sequence[Group],
         report: StepReport | None,
-        drafted: Drafted | None,
         ended: bool,
     ) -> Finish | None:
         """COLLAPSED where the run is to end for that; ``ended``: it is the last step in any case."""
         row, collapsed = self._watched(step, row)
         for writer in (self.folder, *self.writers):
             writer.write(step, row)
-        if drafted is not None:
-            self.folder.drafts.append(drafted.detail)
         every = self.plan.trajectories_every
         collapsed = collapsed and self.plan.stop_on_collapse
         last = ended or step == self.plan.steps or collapsed

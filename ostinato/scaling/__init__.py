@@ -4,7 +4,7 @@
     curve     the sigmoid and its laws            noise      autocorrelated noise of evaluations
     fit       least squares: variable projection  forms      other laws, chosen by rolling-origin error
     posterior what is known of A, B, C_mid
-    gates     what may be said of a curve         decide     go on, stop, undecided
+    gates     whether it is identified            decide     go on, stop, undecided
     ablation  several recipes, by seeds of each   seeds      how far runs differ by their seed alone
     plan      curves not measured yet             contrast   tables of an ablation
     reading, views, answers, commands             ``ostinato scale``

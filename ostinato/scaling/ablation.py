@@ -5,7 +5,7 @@ An arm is the recipe with one choice changed, run with one or more seeds. For ea
     x of seed s = m + tau z[s],   z[s] ~ N(0, 1)         m: of the arm, what the next seed is expected to have
     what is known of x of seed s: the posterior of its run
 
-tau, how far runs differ by their seed alone, is shared by all arms that may be told, because two seeds say
+tau, how far runs differ by their seed alone, is shared by all ranked arms, because two seeds say
 next to nothing about it and two seeds of nine arms do (``seeds``). Draws of m are the mean of one draw of
 each seed plus tau z / sqrt(seeds): within and between are both in every interval.
 
@@ -22,14 +22,14 @@ from enum import StrEnum
 
 import numpy as np
 
-from ostinato.scaling.gates import TOLD, Assessment, Standing, assess
+from ostinato.scaling.gates import REPORTED, Assessment, Standing, assess
 from ostinato.scaling.noise import CONSERVATIVE, Noise, sd_of_mean
 from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
 from ostinato.scaling.seeds import FLOOR, Z90, spread
 from ostinato.scaling.series import Series, require_comparable
 
 REFERENCE = "the recipe"
-FAMILY = 0.10  # chance that any arm is said to move A where none does; as much again for B or C_mid
+FAMILY = 0.10  # chance that any verdict says that A moves where it does not; as much again for B or C_mid
 LAST = 0.8  # the score reached at C is the mean of the evaluations beyond this share of C
 DRAWS = 8192
 
@@ -60,7 +60,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Arm:
-    """What is known of one arm. Intervals are 90 %; None where they may not be told."""
+    """What is known of one arm. Intervals are 90 %; None where the curve is not identified."""
 
     name: str
     seeds: tuple[int, ...]
@@ -85,13 +85,13 @@ class Arm:
     verdict: Verdict = Verdict.NOT_RANKED
 
     @property
-    def told(self) -> bool:
-        return self.standing in TOLD
+    def ranked(self) -> bool:
+        return self.standing in REPORTED
 
     @property
     def steep(self) -> bool:
         """Are B and C_mid known, of all seeds?"""
-        return self.told and all(each.steep for each in self.assessments)
+        return self.ranked and all(each.steep for each in self.assessments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,8 +99,8 @@ class Ablation:
     """The arms in the order in which they were given, the recipe first."""
 
     arms: tuple[Arm, ...]
-    common: float  # compute that all runs have reached which have ended, of the arms that may be told
-    shared_A: float | None  # mean A of the recipe; None where it may not be told
+    common: float  # compute that all runs have reached which have ended, of the ranked arms
+    shared_A: float | None  # mean A of the recipe; None where its curve is not identified
     tail: float  # a probability below it, or above 1 - tail, is a verdict on A; half of it on B and C_mid
     spread: Mapping[str, Interval]  # tau of A, ln B, ln C_mid
 
@@ -129,14 +129,14 @@ def ablate(
     }
     rng = np.random.default_rng(seed)
     arms = [_alone(name, pairs) for name, pairs in by_arm.items()]
-    common = _common(runs, {arm.name for arm in arms if arm.told})
+    common = _common(runs, {arm.name for arm in arms if arm.ranked})
     arms = _reached(arms, common, rng, draws)
-    told = [arm for arm in arms if arm.told]
-    tau = spreads([[_own(one) for one in arm.known] for arm in told], rng, draws)
-    own = {arm.name: pooled([_own(one) for one in arm.known], tau, rng) for arm in told}
+    ranked = [arm for arm in arms if arm.ranked]
+    tau = spreads([[_own(one) for one in arm.known] for arm in ranked], rng, draws)
+    own = {arm.name: pooled([_own(one) for one in arm.known], tau, rng) for arm in ranked}
     shared_A = float(np.mean(own[reference]["A"])) if reference in own else None
     tail = FAMILY / (2 * max(1, len(names) - 1))
-    shared = {} if shared_A is None else _at_shared(told, own, shared_A, rng)
+    shared = {} if shared_A is None else _at_shared(ranked, own, shared_A, rng)
     return Ablation(
         arms=tuple(_judged(arm, own, shared, reference, tail) for arm in arms),
         common=common,
@@ -177,24 +177,24 @@ def _alone(name: str, pairs: Sequence[tuple[Run, Posterior]]) -> Arm:
     )
 
 
-def _common(runs: Sequence[Run], told: Set[str]) -> float:
+def _common(runs: Sequence[Run], ranked: Set[str]) -> float:
     """The compute at which scores are put side by side. A run that died early, or is still going on, does not
     pull it down for the others, as long as there is one that has ended."""
     ended = [run for run in runs if run.ended]
-    chosen = [run for run in ended if run.arm in told] or ended or runs
+    chosen = [run for run in ended if run.arm in ranked] or ended or runs
     return min(float(run.series.compute[-1]) for run in chosen)
 
 
 def _reached(arms: Sequence[Arm], common: float, rng: np.random.Generator, draws: int) -> list[Arm]:
     """The arms with their scores around compute ``common``, as measured: no curve is in it, so it holds for
-    runs that collapsed. One that did not get there has the score where its shortest run is. An arm that may
-    not be told does not add to the spread between seeds of the others, and has its own."""
+    runs that collapsed. One that did not get there has the score where its shortest run is. An arm that is
+    not ranked does not add to the spread between seeds of the others, and has its own."""
     ends = [min(common, *(float(one.series.compute[-1]) for one in arm.known)) for arm in arms]
     found = [_measured(arm.known, at) for arm, at in zip(arms, ends, strict=True)]
     scale, reached = SPREAD["A"], []
-    shared = spread([each for arm, each in zip(arms, found, strict=True) if arm.told], scale, rng, draws)
+    shared = spread([each for arm, each in zip(arms, found, strict=True) if arm.ranked], scale, rng, draws)
     for arm, at, (means, errors) in zip(arms, ends, found, strict=True):
-        tau = shared if arm.told else spread([(means, errors)], scale, rng, draws)
+        tau = shared if arm.ranked else spread([(means, errors)], scale, rng, draws)
         sd = np.sqrt((errors**2).sum() / len(means) ** 2 + tau**2 / len(means))
         score = np.clip(means.mean() + sd * rng.standard_normal(draws), 0, 1)
         reached.append(replace(arm, reached=interval(score), reached_at=at))
@@ -264,21 +264,21 @@ def at_ceiling(known: Posterior, A: float) -> dict[str, np.ndarray]:
 
 
 def _at_shared(
-    told: Sequence[Arm], own: Mapping[str, Draws], A: float, rng: np.random.Generator
+    ranked: Sequence[Arm], own: Mapping[str, Draws], A: float, rng: np.random.Generator
 ) -> dict[str, Draws]:
     """ln B and ln C_mid at the ceiling ``A``, of the arms that know their B and whose own ceiling is within
     the margin of it: further away the refit would be of another curve."""
-    near = [arm for arm in told if arm.steep and abs(float(np.median(own[arm.name]["A"])) - A) <= FLOOR]
+    near = [arm for arm in ranked if arm.steep and abs(float(np.median(own[arm.name]["A"])) - A) <= FLOOR]
     found = {arm.name: [at_ceiling(one, A) for one in arm.known] for arm in near}
-    tau = spreads(list(found.values()), rng, len(told[0].known[0].A))
+    tau = spreads(list(found.values()), rng, len(ranked[0].known[0].A))
     return {name: pooled(each, tau, rng) for name, each in found.items()}
 
 
 def _judged(
     arm: Arm, own: Mapping[str, Draws], shared: Mapping[str, Draws], reference: str, tail: float
 ) -> Arm:
-    """``arm`` with its intervals, and compared where it and the recipe may be told."""
-    if not arm.told:
+    """``arm`` with its intervals, and compared where it and the recipe are ranked."""
+    if not arm.ranked:
         return arm
     mine = own[arm.name]
     arm = replace(
@@ -305,8 +305,8 @@ def _judged(
 
 def judge(lower: Mapping[str, float], apart: float, tail: float) -> tuple[Verdict, tuple[str, ...]]:
     """The rule. A is moved where the probability that it is lower is beyond ``tail`` on either side. Where it
-    is not, and the medians are no further ``apart`` than the margin (0.02), B and C_mid are asked at a common
-    A, each with half of the tail: they are two questions. Where ``lower`` lacks them, so does the verdict."""
+    is not, and the medians are no further ``apart`` than the margin (0.02), B and C_mid are tested at one A,
+    each with half of the tail: they are two questions. Where ``lower`` lacks them, so does the verdict."""
 
     def beyond(name: str, tail: float) -> bool:
         return not tail <= lower[name] <= 1 - tail

@@ -13,11 +13,10 @@ from ostinato.run import RunFolder
 from ostinato.scaling import contrast
 from ostinato.scaling.ablation import Run, ablate
 from ostinato.scaling.decide import Terms, decide, forecast, reach
-from ostinato.scaling.fit import CutOff, by_cutoff, spread
-from ostinato.scaling.forms import ORIGINS, Choice, choose, rival, rival_sentence
+from ostinato.scaling.forms import ORIGINS, Choice, choose, rival_sentence
 from ostinato.scaling.posterior import Interval
 from ostinato.scaling.reading import Window
-from ostinato.scaling.views import TORN, Answer, Known, line, middle, span, standing_sentences, table
+from ostinato.scaling.views import TORN, Answer, Known, middle, span, standing_sentences
 
 
 def about(known: Known) -> dict[str, Any]:
@@ -47,29 +46,23 @@ def _json(found: Interval | None) -> dict[str, float] | None:
 
 
 def fit(window: Window) -> Answer:
-    """The curve, the interval of its ceiling, other laws, and stability by cut-off."""
+    """The curve, the interval of its ceiling, and other laws."""
     known = Known.of(window)
-    cuts = by_cutoff(window.fitted) if known.told else []
-    forms = choose(window.fitted) if known.told else []
-    sentences = standing_sentences(known)
-    sentences += [rival_sentence(forms)] if rival(forms) else []
-    if len(cuts) > 1:
-        sentences.append(f"A moves by {spread(cuts):.3f} over {len(cuts)} cut-offs.")
+    forms = choose(window.fitted) if known.ranked else []
     return Answer(
-        result=about(known) | _fitted(known, cuts, forms),
-        lead=sentences,
+        result=about(known) | _fitted(known, forms),
+        lead=[*standing_sentences(known), *filter(None, [rival_sentence(forms)])],
         tables=[_parameters(known)],
     )
 
 
-def _fitted(known: Known, cuts: Sequence[CutOff], forms: Sequence[Choice]) -> dict[str, Any]:
+def _fitted(known: Known, forms: Sequence[Choice]) -> dict[str, Any]:
     found = known.posterior.fit
     curve = found.curve
     least = _steep(known, {"A": curve.A, "B": curve.B, "C_mid": curve.C_mid})
     least |= {"sse": found.sse, "sd": found.residual_sd}
     return {
-        "least_squares": least if known.told else None,
-        "by_cutoff": [_steep(known, asdict(cut)) for cut in cuts],
+        "least_squares": least if known.ranked else None,
         "laws": [
             {
                 "form": one.form,
@@ -90,7 +83,7 @@ def _steep(known: Known, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parameters(known: Known) -> Table:
     unit, curve = known.window.unit, known.posterior.fit.curve
-    A = f"{curve.A:.4f}" if known.told else NONE
+    A = f"{curve.A:.4f}" if known.ranked else NONE
     B, C_mid = (f"{curve.B:.3f}", compute_text(curve.C_mid)) if known.assessment.steep else (NONE, NONE)
     shown, series = known.parameters(), known.posterior.series
     error = f" ± {series.R0_stderr:.3f}" if series.R0_stderr else ""
@@ -100,17 +93,17 @@ def _parameters(known: Known) -> Table:
         ("C_mid", f"{unit}; half of the gain", "", C_mid),
     )
     lines = [
-        line(name, note, middle(shown[name], form), span(shown[name], form), least)
+        (f"{name}\n{note}", middle(shown[name], form), span(shown[name], form), least)
         for name, note, form, least in kinds
     ]
-    lines.append(line("R0", "score; before training", f"{series.R0:.3f}{error}", "measured", NONE))
-    return table(known.name, ("median", "90 % interval", "least squares"), lines)
+    lines.append(("R0\nscore; before training", f"{series.R0:.3f}{error}", "measured", NONE))
+    return Table(title=known.name, head=("median", "90 % interval", "least squares"), rows=lines)
 
 
 # -- forecast and decide
 
 
-def foretell(window: Window, at: Sequence[float], targets: Sequence[float]) -> Answer:
+def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> Answer:
     """Scores at given computes, and computes at which given scores are reached."""
     for target in targets:
         if not 0 < target < 1:
@@ -119,19 +112,20 @@ def foretell(window: Window, at: Sequence[float], targets: Sequence[float]) -> A
     scores = [forecast(known.posterior, C) for C in at]
     reached = [reach(known.posterior, T) for T in targets]
     now, unit = float(window.fitted.compute[-1]), window.unit
-    rival_law = rival_sentence(choose(window.fitted)) if known.told else ""
+    rival_law = rival_sentence(choose(window.fitted)) if known.ranked else ""
     lines = []
     for one in scores:
-        gain = known.shown(known.posterior.gain(now, one.compute))
+        gain = known.assessment.shown(known.posterior.gain(now, one.compute))
         cells = (middle(one.score), span(one.score), span(one.measured), span(gain, "{:+.3f}"))
-        lines.append(line(f"{compute_text(one.compute)} {unit}", "score", *cells))
+        lines.append((f"{compute_text(one.compute)} {unit}\nscore", *cells))
     columns = ("median", "90 % interval", "of one evaluation", f"gain on {compute_text(now)}")
-    of_score = table("Score at", columns, lines)
+    of_score = Table(title="Score at", head=columns, rows=lines)
     lines = []
     for one in reached:
         chance = NONE if one.probability is None else f"{one.probability:.0%}"
-        lines.append(line(f"{one.target:.3f}", unit, chance, middle(one.compute, ""), span(one.compute, "")))
-    of_compute = table("Target", ("P(A above it)", "compute, median", "90 % interval"), lines)
+        lines.append((f"{one.target:.3f}\n{unit}", chance, middle(one.compute, ""), span(one.compute, "")))
+    head = ("P(A above it)", "compute, median", "90 % interval")
+    of_compute = Table(title="Target", head=head, rows=lines)
     return Answer(
         result=about(known)
         | {
@@ -156,7 +150,7 @@ def judge(window: Window, terms: Terms) -> Answer:
     found = decide(known.posterior, terms)
     left = terms.budget - float(window.fitted.compute[-1])
     least, price = f"{terms.min_gain:.3f}", f"{terms.price * left:.3f}"
-    rows = [line("gain of the rest", "score", middle(found.gain), span(found.gain), least, price)]
+    rows = [("gain of the rest\nscore", middle(found.gain), span(found.gain), least, price)]
     columns = ("median", "80 % interval", "least gain", "price of the rest")
     note = f"From {compute_text(terms.budget - left)} to {compute_text(terms.budget)} {window.unit}."
     return Answer(
@@ -166,7 +160,6 @@ def judge(window: Window, terms: Terms) -> Answer:
             "exit_code": found.action.exit_code,
             "why": found.reason,
             "gain": _json(found.gain),
-            "settled": found.settled,
             "rival": found.rival or None,
             **asdict(terms),
         },
@@ -175,7 +168,7 @@ def judge(window: Window, terms: Terms) -> Answer:
             *standing_sentences(known),
             *([found.rival] if found.rival else []),
         ],
-        tables=[table(known.name, columns, rows, note)],
+        tables=[Table(title=known.name, head=columns, rows=rows, note=note)],
         exit_code=found.action.exit_code,
     )
 

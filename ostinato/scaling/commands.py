@@ -40,7 +40,7 @@ def fit(
     json_file: JsonFile = None,
 ) -> None:
     """Fit R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B), and say how well it is known."""
-    tell(answers.fit(read_one(source, reading)), json_file)
+    finish(answers.fit(read_one(source, reading)), json_file)
 
 
 @app.command()
@@ -62,9 +62,9 @@ def forecast(
 ) -> None:
     """The score at a compute, or the compute for a score."""
     if not at and not target:
-        raise ValueError("nothing is asked; give --at a compute or --target a score")
+        raise ValueError("nothing to compute; give --at a compute or --target a score")
     computes = [amount(text, "--at") for text in at or ()]
-    tell(answers.foretell(read_one(source, reading), computes, target or ()), json_file)
+    finish(answers.forecasts(read_one(source, reading), computes, target or ()), json_file)
 
 
 @app.command()
@@ -80,7 +80,7 @@ def compare(
     json_file: JsonFile = None,
 ) -> None:
     """Which ceiling is higher, and which run is only more efficient; for several seeds: ostinato ablate."""
-    tell(answers.compare(read_several(sources, reading)), json_file)
+    finish(answers.compare(read_several(sources, reading)), json_file)
 
 
 @app.command()
@@ -95,15 +95,15 @@ def decide(
     ] = 0.01,
     json_file: JsonFile = None,
 ) -> None:
-    """Go on (exit code 0), stop (10) or undecided (20), and the compute that would settle it.
+    """Go on (exit code 0), stop (10) or undecided (20).
 
     Stop: the whole rest of the budget brings less than --min-gain, or than --price for each unit, with 90 %;
     a smaller --budget may yet pay. Go on: it brings more than both, with 90 %. All else is undecided, and so
-    is a curve that is not identified, and one to which a law that foretold it better promises the gain.
+    is a curve that is not identified, and one to which a law that predicted it better promises the gain.
     Exit codes 1 and 2 are errors, as of every command.
     """
     terms = Terms(budget=amount(budget, "--budget"), min_gain=min_gain, price=price)
-    tell(answers.judge(read_one(source, reading), terms), json_file)
+    finish(answers.judge(read_one(source, reading), terms), json_file)
 
 
 @app.command()
@@ -115,10 +115,10 @@ def ledger(
     json_file: JsonFile = None,
 ) -> None:
     """What runs have cost: time, tokens, FLOPs useful and wasted, money, compute on every axis."""
-    tell(answers.books([RunFolder.open(run) for run in runs], price_per_device_hour), json_file)
+    finish(answers.books([RunFolder.open(run) for run in runs], price_per_device_hour), json_file)
 
 
-def tell(answer: Answer, json_file: Path | None) -> None:
+def finish(answer: Answer, json_file: Path | None) -> None:
     """Show the answer and exit with its code."""
     show(answer, json_file)
     if answer.exit_code:

@@ -7,9 +7,9 @@ from typing import Any
 
 from ostinato.observe.report.facts import NONE, Table, compute_text
 from ostinato.scaling.ablation import FAMILY, Ablation, Arm, Verdict
-from ostinato.scaling.gates import TOLD, Assessment
+from ostinato.scaling.gates import REPORTED, Assessment
 from ostinato.scaling.seeds import ENOUGH, FLOOR
-from ostinato.scaling.views import both, line, span, table
+from ostinato.scaling.views import both, span
 
 
 def verdict(arm: Arm) -> str:
@@ -22,7 +22,7 @@ def verdict(arm: Arm) -> str:
 
 def sentences(found: Ablation) -> list[str]:
     """Who is not ranked, and how far runs differ by their seed alone."""
-    tau, freedom = found.spread["A"], sum(len(arm.seeds) - 1 for arm in found.arms if arm.told)
+    tau, freedom = found.spread["A"], sum(len(arm.seeds) - 1 for arm in found.arms if arm.ranked)
     others = ", so the three runs of the paper are counted too" if freedom < ENOUGH else ""
     return [
         *(f"{arm.name} is not ranked: {arm.reason}." for arm in found.arms if arm.reason),
@@ -62,9 +62,8 @@ def _score(arm: Arm, common: float) -> str:
 
 def _ceilings(found: Ablation, unit: str) -> Table:
     lines = [
-        line(
+        (
             arm.name,
-            "",
             str(len(arm.seeds)),
             both(arm.A),
             both(arm.A_less, "{:+.3f}"),
@@ -80,15 +79,14 @@ def _ceilings(found: Ablation, unit: str) -> Table:
         f"{rule(found)} Score at {compute_text(found.common)} {unit}, which all runs that ended and may be"
         " told have reached: as measured just before, no curve."
     )
-    return table("Arm", columns, lines, note)
+    return Table(title="Arm", head=columns, rows=lines, note=note)
 
 
 def _efficiency(found: Ablation, unit: str) -> Table:
     held = "" if found.shared_A is None else f" at A = {found.shared_A:.3f}"
     lines = [
-        line(
+        (
             arm.name,
-            "",
             both(arm.B, "{:.2f}"),
             both(arm.B_shared, "{:.2f}"),
             _chance(arm, "B"),
@@ -104,7 +102,7 @@ def _efficiency(found: Ablation, unit: str) -> Table:
         f"C_mid in {unit}: compute of half of the gain; its ratio too is at that A. A dash: A is further than"
         f" {FLOOR:g} from that of {found.arms[0].name}, or B is not known."
     )
-    return table("Arm", columns, lines, note)
+    return Table(title="Arm", head=columns, rows=lines, note=note)
 
 
 def as_json(found: Ablation) -> dict[str, Any]:
@@ -134,5 +132,5 @@ def _arm_json(arm: Arm) -> dict[str, Any]:
 
 
 def _run_json(seed: int, found: Assessment) -> dict[str, Any]:
-    ratio = found.ratio if found.standing in TOLD else None
+    ratio = found.ratio if found.standing in REPORTED else None
     return {"seed": seed, "standing": found.standing, "C_max_over_C_mid": ratio, "flags": found.flags}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,7 @@ class Fit:
 
     @property
     def residual_sd(self) -> float:
-        """Unbiased for independent noise; 0 where nothing is left to tell it from."""
+        """Unbiased for independent noise; 0 without degrees of freedom."""
         return math.sqrt(self.sse / max(1, len(self.residuals) - PARAMETERS))
 
 
@@ -122,36 +121,3 @@ class _Problem:
         if 0.0 < a < self.most:  # a moves with them
             J = J - np.outer(S, S @ J) / (S @ S)
         return self.y - a * S, a * J
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutOff:
-    """A fit of what lies at ``first`` and beyond."""
-
-    first: float
-    evaluations: int
-    A: float
-    B: float
-    C_mid: float
-
-
-def by_cutoff(series: Series, *, rho: float = 0.0, share_left_out: float = 0.4) -> list[CutOff]:
-    """Fits that leave out ever more of the early evaluations: the early phase is not a sigmoid's (appendix
-    A.5 leaves out the first epoch), and an asymptote that depends on the cut is not to be trusted."""
-    found = []
-    for start in range(max(1, math.ceil(share_left_out * len(series)))):
-        kept = series.take(slice(start, None))
-        if len(kept) < PARAMETERS + 2:
-            break
-        curve = fit(kept, rho=rho).curve
-        found.append(
-            CutOff(
-                first=float(kept.compute[0]), evaluations=len(kept), A=curve.A, B=curve.B, C_mid=curve.C_mid
-            )
-        )
-    return found
-
-
-def spread(cuts: Sequence[CutOff]) -> float:
-    """Largest less smallest A."""
-    return max(cut.A for cut in cuts) - min(cut.A for cut in cuts) if cuts else math.nan

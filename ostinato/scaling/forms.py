@@ -1,4 +1,4 @@
-"""Other laws beside the sigmoid, and the choice among them by what each would have foretold."""
+"""Other laws beside the sigmoid, and the choice among them by what each would have predicted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ostinato.scaling.fit import B_RANGE, REACH, fit
 from ostinato.scaling.posterior import posterior
 from ostinato.scaling.series import Series
 
-ORIGINS = (0.5, 0.6, 0.7, 0.8)  # shares of the evaluations after which the rest is foretold
+ORIGINS = (0.5, 0.6, 0.7, 0.8)  # shares of the evaluations after which the rest is predicted
 
 
 class Form(StrEnum):
@@ -151,7 +151,7 @@ def _refined(sse: Callable[[np.ndarray], np.ndarray], low: float, high: float, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A form, how far it was off where it had to foretell, and its fit to everything; ``reason`` says why
+    """A form, how far it was off where it had to predict, and its fit to everything; ``reason`` says why
     there is none."""
 
     form: Form
@@ -166,7 +166,7 @@ class Choice:
 def choose(series: Series) -> list[Choice]:
     """All forms, the one with the smallest rolling-origin error first.
 
-    Of one series after another, the order says which law foretold best; of a short one it mostly says that
+    Of one series after another, the order says which law predicted best; of a short one it mostly says that
     the first origins lie below 2 C_mid, where least squares takes the ceiling of a sigmoid to 1.
     """
     return sorted((_choice(series, form) for form in Form), key=lambda choice: choice.error)
@@ -176,9 +176,9 @@ CLEARLY = 0.7  # the error of another law has to be below so much of ours
 
 
 def rival(choices: Sequence[Choice]) -> Choice | None:
-    """The law, other than a sigmoid from the measured R0, that foretold a series clearly better than the
+    """The law, other than a sigmoid from the measured R0, that predicted a series clearly better than the
     posterior did, and from the last origin too: from the first ones a sigmoid is often not identified yet,
-    and would not have been told.
+    and would not have been reported.
 
     Of simulated sigmoids one in three has one at 3 C_mid and one in ten at 5; of curves that rise with ln C
     for good, nine in ten.
@@ -193,13 +193,13 @@ def rival(choices: Sequence[Choice]) -> Choice | None:
 
 
 def rival_sentence(choices: Sequence[Choice]) -> str:
-    """What a person is told of the ``rival``; empty where there is none."""
+    """The ``rival`` in one sentence; empty where there is none."""
     best = rival(choices)
     if best is None or best.law is None:
         return ""
     ours = next(one for one in choices if one.form is Form.POSTERIOR)
     return (
-        f"Another law, {best.form}, has foretold this run better ({best.error:.4f} against {ours.error:.4f},"
+        f"Another law, {best.form}, has predicted this run better ({best.error:.4f} against {ours.error:.4f},"
         f" root mean square); its ceiling is {best.law.parameters.get('A', 1.0):.3f}."
     )
 

@@ -1,4 +1,4 @@
-"""What may be said of a curve: identified, provisional, or not; flags in words."""
+"""Whether a curve is identified, provisionally or not at all; flags in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ostinato.scaling.fit import B_RANGE, Fit
 from ostinato.scaling.noise import MEASURED, sd_from_steps, sd_of_mean
-from ostinato.scaling.posterior import Interval, Posterior, interval
+from ostinato.scaling.posterior import LEVEL, Interval, Posterior, interval
 from ostinato.scaling.series import Series
 
 FEWEST = 5  # evaluations for a forecast of three parameters
@@ -30,7 +30,7 @@ class Standing(StrEnum):
     NOT_IDENTIFIED = "not identified"  # no point
 
 
-TOLD = frozenset({Standing.IDENTIFIED, Standing.PROVISIONAL})
+REPORTED = frozenset({Standing.IDENTIFIED, Standing.PROVISIONAL})
 
 
 class Flag(StrEnum):
@@ -40,11 +40,11 @@ class Flag(StrEnum):
     TAIL = "non-monotone tail"  # has fallen from what it had reached
     A_AT_BOUND = "A at bound"
     B_AT_BOUND = "B at bound"
-    B_UNKNOWN = "B and C_mid not known"  # what is said of them is the prior's
+    B_UNKNOWN = "B and C_mid not known"  # their posterior is the prior
     RUNS = "runs of residuals"  # the sigmoid leaves a pattern
 
 
-# Why nothing is identified, whatever the posterior says; the first that holds is told.
+# Why nothing is identified, whatever the posterior says; the first that holds is the reason.
 REFUSALS = {
     Flag.FALLING: "the scores have fallen below where they began; a rising curve says nothing about that",
     Flag.TAIL: "the last scores are below what had been reached; a rising curve says nothing about that",
@@ -53,7 +53,7 @@ REFUSALS = {
 }
 SILENCING = frozenset(
     REFUSALS
-)  # not even an interval is told: it would be that of a wrong model, or the prior's
+)  # not even an interval is reported: it would be that of a wrong model, or the prior's
 UNSTEEP = frozenset({Flag.B_AT_BOUND, Flag.B_UNKNOWN})
 
 
@@ -70,13 +70,20 @@ class Assessment:
 
     @property
     def silent(self) -> bool:
-        """No number may be told: the curve refutes the model, or has not begun to show."""
+        """No number is reported: the curve refutes the model, or has not begun to show."""
         return self.A is None
+
+    def shown(self, draws: np.ndarray, level: float = LEVEL) -> Interval | None:
+        """The interval of ``draws``, as far as it may be reported: without its median where the curve is not
+        identified, None where ``silent``."""
+        if self.silent:
+            return None
+        return interval(draws, level) if self.standing in REPORTED else interval(draws, level).ends()
 
     @property
     def steep(self) -> bool:
-        """May B and C_mid be told? A run that was saturated when it was first evaluated knows its A alone."""
-        return self.standing in TOLD and UNSTEEP.isdisjoint(self.flags)
+        """Are B and C_mid reported? Of a run that was saturated from the start only A is identified."""
+        return self.standing in REPORTED and UNSTEEP.isdisjoint(self.flags)
 
 
 def assess(known: Posterior) -> Assessment:
@@ -113,8 +120,8 @@ def _steep(known: Posterior) -> bool:
     """Do the evaluations say more about B than the prior does (is most of the precision of ln B theirs), and
     is C_mid above the least that the prior allows?"""
     floor = float(known.series.compute[0]) / known.prior.below
-    told = float(np.log(known.B).std()) < known.prior.spread / math.sqrt(2)
-    return told and float(np.mean(known.C_mid < 2 * floor)) < AT_BOUND
+    informed = float(np.log(known.B).std()) < known.prior.spread / math.sqrt(2)
+    return informed and float(np.mean(known.C_mid < 2 * floor)) < AT_BOUND
 
 
 def _flags(series: Series, fit: Fit) -> list[Flag]:
@@ -172,7 +179,7 @@ def _falls(R: np.ndarray) -> bool:
 
 def runs_z(residuals: np.ndarray) -> float:
     """z of the number of runs of equal sign (Wald and Wolfowitz 1940): far below 0, the residuals have a
-    pattern. 0 where too few are of one sign to tell."""
+    pattern. 0 where fewer than 3 are of one sign."""
     sign = np.sign(residuals[residuals != 0])
     above, below = int((sign > 0).sum()), int((sign < 0).sum())
     if min(above, below) < 3:

@@ -21,7 +21,7 @@ from ostinato.scaling.noise import CONSERVATIVE, Noise, simulate, whiten
 from ostinato.scaling.normal import log_between, truncated
 from ostinato.scaling.series import Series
 
-LEVEL = 0.9  # of all intervals, unless another is asked for
+LEVEL = 0.9  # of all intervals by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ def axis_of(text: str) -> Axis:
     """The value of an option --axis."""
     try:
         return Axis.parse(text, "--axis")
-    except ValueError as error:  # of a ValueError typer tells the value alone
+    except ValueError as error:  # of a ValueError typer shows the value alone
         raise typer.BadParameter(str(error)) from None
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from ostinato.axis import Axis
 from ostinato.observe.ledger import priced, read, spent
 from ostinato.run import RunFolder
+from ostinato.scaling.curve import Sigmoid
+from ostinato.scaling.noise import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,6 +141,23 @@ def require_comparable(*compared: Series) -> None:
             )
 
 
+def simulated(
+    curve: Sigmoid,
+    compute: Sequence[float] | np.ndarray,
+    *,
+    sd: float = 0.0042,
+    rho: float = 0.45,
+    seed: int = 0,
+    name: str = "simulated",
+) -> Series:
+    """Evaluations of a known curve with AR(1) noise; the defaults are those of published runs. Scores are
+    clipped to [0, 1]."""
+    rng = np.random.default_rng(seed)
+    C = np.asarray(compute, float)
+    noise = simulate(rng, 1, len(C), sd, rho)[0]
+    return series(name, C, np.clip(curve.score(C) + noise, 0, 1), R0=curve.R0)
+
+
 # ---- from files
 
 
@@ -160,10 +179,10 @@ def read_csv(
     Lines that start with # are comments. A step-0 row (compute 0) is R0 where none is given. Raises
     ValueError in words for columns that are not there, cells that are no numbers, and bad series.
     """
-    wanted = [compute, score, *by, *([] if stderr is None else [stderr])]
+    columns_read = [compute, score, *by, *([] if stderr is None else [stderr])]
     groups: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
-    for line, row in _csv_rows(path, wanted):
-        values = tuple(_number(row[name], name, path, line) for name in wanted if name not in by)
+    for line, row in _csv_rows(path, columns_read):
+        values = tuple(_number(row[name], name, path, line) for name in columns_read if name not in by)
         groups.setdefault(tuple(row[name] for name in by), []).append(values)
     if not groups:
         raise ValueError(f"{path} has no rows below its header; nothing can be fitted")
@@ -186,18 +205,18 @@ def read_csv(
     return found
 
 
-def _csv_rows(path: Path, wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+def _csv_rows(path: Path, columns_read: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
     """(line number, row) of every row."""
     with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets put a mark before the header
         lines = [(at, line) for at, line in enumerate(file, start=1) if line.strip() and line[0] != "#"]
     reader = csv.DictReader(line for _, line in lines)
-    missing = [name for name in wanted if name not in (reader.fieldnames or ())]
+    missing = [name for name in columns_read if name not in (reader.fieldnames or ())]
     if missing:
         raise ValueError(
             f"{path} has no column {missing[0]!r}; its columns are {', '.join(reader.fieldnames or ())}"
         )
     for row in reader:
-        yield lines[reader.line_num - 1][0], {name: row[name] or "" for name in wanted}
+        yield lines[reader.line_num - 1][0], {name: row[name] or "" for name in columns_read}
 
 
 def _number(cell: str, column: str, path: Path, line: int) -> float:
@@ -289,8 +308,8 @@ ANSWER_ERRORS = {"pass@1": "answer_stderr", "reward": "reward_answer_stderr"}
 def _stderr(row: Mapping[str, Any], metric: str, low: float, high: float) -> float:
     """Of one evaluation, in the units of its metric."""
     draws = row["n"] * (1 if metric == "pass@k" else row.get("samples", 1))
-    if (told := row.get(ANSWER_ERRORS.get(metric, ""))) is not None:
-        return max(told, (high - low) / (draws + 2))  # where all answers agree, one may yet err
+    if (error := row.get(ANSWER_ERRORS.get(metric, ""))) is not None:
+        return max(error, (high - low) / (draws + 2))  # where all answers agree, one may yet err
     R = (row[metric] - low) / (high - low)
     R = (R * draws + 1) / (draws + 2)  # Laplace's rule: an evaluation with all answers right may yet err
     return (high - low) * math.sqrt(max(0.0, R * (1 - R)) / max(1, draws))

@@ -1,7 +1,7 @@
 """From what the library knows of a curve to what is shown of it.
 
-The rule of what may be told is applied here, once: intervals of a curve that is not identified have no
-median, and of one that refutes the model there are none.
+Intervals of a curve that is not identified have no median, and of one that refutes the model there are none
+(``Assessment.shown``).
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ostinato.observe.report.facts import NONE, Line, Table, compute_text
+from ostinato.observe.report.facts import NONE, Table, compute_text
 from ostinato.observe.report.ledger import torn
 from ostinato.run import RunFolder
-from ostinato.scaling.gates import TOLD, Assessment, assess
-from ostinato.scaling.posterior import Interval, Posterior, interval, posterior
+from ostinato.scaling.gates import REPORTED, Assessment, assess
+from ostinato.scaling.posterior import Interval, Posterior, posterior
 from ostinato.scaling.reading import Window
 
 TORN = "The last line of its ledger was torn by a kill and is not counted."
@@ -48,25 +46,18 @@ class Known:
         return cls(window=window, posterior=found, assessment=assess(found))
 
     @property
-    def told(self) -> bool:
-        """May a point be told?"""
-        return self.assessment.standing in TOLD
+    def ranked(self) -> bool:
+        """Is there a point estimate?"""
+        return self.assessment.standing in REPORTED
 
     @property
     def name(self) -> str:
         return self.window.whole.name
 
-    def shown(self, draws: np.ndarray, level: float = 0.9) -> Interval | None:
-        """The interval of ``draws``, as much of it as may be told."""
-        if self.assessment.silent:
-            return None
-        return interval(draws, level) if self.told else interval(draws, level).ends()
-
     def parameters(self) -> dict[str, Interval | None]:
-        """A, B and C_mid, as much of them as may be told: no median of B and C_mid where they are the
-        prior's."""
+        """As far as they may be reported: no median of B and C_mid where they are the prior's."""
         draws = {"A": self.posterior.A, "B": self.posterior.B, "C_mid": self.posterior.C_mid}
-        found = {name: self.shown(each) for name, each in draws.items()}
+        found = {name: self.assessment.shown(each) for name, each in draws.items()}
         if not self.assessment.steep:
             found |= {name: one and one.ends() for name, one in found.items() if name != "A"}
         return found
@@ -80,7 +71,7 @@ def span(found: Interval | None, form: str = "{:.3f}") -> str:
 
 
 def middle(found: Interval | None, form: str = "{:.3f}") -> str:
-    """The median, or a dash where it may not be told."""
+    """The median, or a dash without one."""
     if found is None or math.isnan(found.median):
         return NONE
     return _text(found.median, form)
@@ -93,14 +84,6 @@ def both(found: Interval | None, form: str = "{:.3f}") -> str:
 
 def _text(value: float, form: str) -> str:
     return form.format(value) if form and math.isfinite(value) else compute_text(value)
-
-
-def table(title: str, columns: Sequence[str], lines: Sequence[Line], note: str = "") -> Table:
-    return Table(title=title, head=columns, rows=lines, note=note)
-
-
-def line(name: str, note: str, *cells: str) -> Line:
-    return f"{name}\n{note}", *cells
 
 
 def standing_sentences(known: Known) -> list[str]:

@@ -92,13 +92,6 @@ def metrics(step: int) -> dict[str, float]:
     }
 
 
-def draft_detail(step: int) -> dict[str, object]:
-    ten = [10 * n for n in range(10)]
-    trace = [[max(1.0, 32 - i // 2), 30.0 - i // 3, 60.0 - i // 2] for i in range(70)]
-    known = {"labels": ten, "hits": [n // 2 for n in ten], "predicted": [0.6 * n for n in ten]}
-    return {"step": step, **known, "drafted_at": ten[::-1], "accepted_at": ten[:0:-1], "trace": trace}
-
-
 def group(step: int, index: int, tokens: Renderer) -> Group:
     """Siblings; one wrote the probe, one was cut off, one called a tool, one failed before it began."""
     noise = np.random.default_rng((step, index))
@@ -151,7 +144,6 @@ def make_run(path: Path, tokens: Renderer) -> RunFolder:
             run.mismatch.append(mismatch_row(step, on=step != 25, growth=1 + step / 60))
         if step:
             run.write(step, metrics(step))
-            run.drafts.append(draft_detail(step))
             run.ledger.append(a_step(1, step, 1.76e9 + 10.2 * step))
         else:
             run.ledger.append(start(1, 1.76e9 - 5.0))
@@ -354,12 +346,12 @@ def test_the_board_of_a_run_that_goes(tmp_path: Path) -> None:
         dom = dump_dom(server.address, tmp_path / "profile", budget_ms=4000)
     assert "data-error" not in opening(dom) and "data-pwned" not in opening(dom)
     assert 'data-lanes="5"' in opening(dom) and 'data-workers="3"' in opening(dom)
-    assert 'data-answers="24"' in opening(dom)
+    assert 'data-samples="2"' in opening(dom)
     assert dom.count('<div class="uplot') > 6
     assert 'class="state live"' in dom and "running" in dom and "step 12 of 30" in dom
     assert re.search(r"idle: samplers \d+ %, trainer \d+ %, graders \d+ %", dom)
     assert "k3 &lt;script&gt;" in dom and "&lt;b&gt;killed&lt;/b&gt;" in dom
-    assert "<img" not in dom and dom.count("<script") == 4
+    assert "<img" not in dom and dom.count("<script") == 5
 
 
 def test_the_board_of_a_run_that_has_not_begun(tmp_path: Path) -> None:
@@ -379,7 +371,7 @@ const until = async (what) => { for (let i = 0; i < 200 && !what(); i++) await w
 (async () => {
   const seen = {};
   const before = () => at("steps").textContent.startsWith("step 8 of 30");
-  await until(() => before() && root.dataset.answers && root.dataset.lanes);
+  await until(() => before() && root.dataset.samples && root.dataset.lanes);
   seen.first = root.dataset.charts;
   const pick = document.querySelector(".pick");
   pick.metric.value = "groups/outstanding";
@@ -391,11 +383,14 @@ const until = async (what) => { for (let i = 0; i < 200 && !what(); i++) await w
   const canvas = document.querySelector("canvas"), top = canvas.getBoundingClientRect().top + 8;
   canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: 400, clientY: top }));
   seen.under = document.querySelector("figure.gantt .at").textContent;
-  const choose = at("choose");
-  choose.verdict.value = "solved";
+  const choose = document.querySelector("form.samples");
+  choose.step.value = "3";
+  choose.step.dispatchEvent(new Event("change"));
+  await until(() => document.querySelector(".prompt pre").textContent.startsWith("What is 3"));
+  choose.filter.value = "solved";
   choose.find.value = "it is 4";
-  choose.dispatchEvent(new Event("change"));
-  await until(() => root.dataset.answers === "1");
+  choose.filter.dispatchEvent(new Event("change"));
+  await until(() => document.querySelectorAll(".answer").length === 1);
   seen.found = document.querySelector(".answer pre").textContent;
   seen.prompt = document.querySelector(".prompt pre").textContent;
   await fetch("/state?ready=1");

@@ -62,17 +62,17 @@ def test_classes_can_be_read() -> None:
 # Lines of Python: what was reached on 2026-11-23. The aims are 40,000 for the wheel, 8,000 for the lab
 # and 32,000 for the tests (with those of the lab), so these come down.
 BUDGETS = {
-    "observe": 5_100,
+    "observe": 4_970,
     "engine": 5_900,
     "model": 5_900,
     "plan": 4_900,
-    "cli": 1_130,  # 1,000 and the options of serve and proxy
+    "cli": 1_110,  # 1,000 and the options of serve and proxy
     "serve": 3_000,  # what the plan gives to it
-    "ablate": 800,
+    "ablate": 780,
     "parallel": 3_900,
-    "launch": 4_050,  # 3,700, what serves policies and agents, the proxy, and mixtures
+    "launch": 3_630,  # 3,200, what serves policies and agents, the proxy, and mixtures
     "pipeline": 3_300,  # 3,150 and a curriculum
-    "scaling": 2_800,  # with its commands
+    "scaling": 2_620,  # with its commands
     "train": 2_950,  # 2,650 and training call by call (accumulate)
     "(files of their own)": 2_400,
     "algo": 2_200,

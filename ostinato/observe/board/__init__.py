@@ -1,8 +1,8 @@
 """`ostinato board RUN`: a page in the browser that follows a run while it goes.
 
-    run folder -> tail (what is new) -> follow (what it comes to), answers -> server -> page
+    run folder -> tail (new rows) -> follow (state), samples -> server -> page
 
-Reads run folders, as the report does, and shares its charts, its timeline and its style. Nothing is fetched
+Reads run folders, as the report does, and shares its charts, timeline, samples and style. Nothing is fetched
 from anywhere else.
 """
 

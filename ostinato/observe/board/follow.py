@@ -65,7 +65,7 @@ class Follower:
         self._rows |= {"watch": deque(maxlen=ALARMS), "ledger": deque(maxlen=STEPS)}
         self._spans: deque[Span] = deque(maxlen=SPANS)
         self._beat: Row | None = None  # the last sign of life of the run's process
-        self._heard = 0.0  # when it was given, by our monotonic clock
+        self._beat_at = 0.0  # when it was given, by our monotonic clock
         self._began = False
         self.revisions: dict[str, int] = {"charts": 0, "timeline": 0}
         self.data = RunData(name=run.path.resolve().name, recipe_text="", recipe={}, **EMPTY)
@@ -87,7 +87,7 @@ class Follower:
             self._beat = None
         elif beat != self._beat:  # one that was there before us may be old
             at = None if self._began else number(beat, "at")
-            self._beat, self._heard = beat, now - (max(0.0, time.time() - at) if at is not None else 0.0)
+            self._beat, self._beat_at = beat, now - (max(0.0, time.time() - at) if at is not None else 0.0)
         self._began = True
 
     def _read_recipe(self) -> None:
@@ -119,7 +119,7 @@ class Follower:
     # ---- what the page shows
 
     def state(self) -> dict[str, Any]:
-        """Everything but charts and timeline, which are worth asking for when ``revisions`` change."""
+        """Everything but charts and timeline, which change with ``revisions``."""
         return {
             "name": self.data.name,
             "status": self.status(),
@@ -157,7 +157,7 @@ class Follower:
             ends = (number(row, name) for row in self._rows["ledger"] for name in ("at", "ended_at"))
             newest = max((end for end in ends if end is not None), default=None)
             return None if newest is None else max(0.0, time.time() - newest)
-        return self._clock() - self._heard
+        return self._clock() - self._beat_at
 
     def progress(self) -> dict[str, Any]:
         """Finished steps, those that are planned, and a guess at the seconds that are left."""
@@ -199,15 +199,15 @@ class Follower:
     def charts(self, chosen: Sequence[str]) -> list[dict[str, Any]]:
         return charts(self._curves, self.data, chosen)
 
-    def timeline(self, seconds: float) -> list[dict[str, Any]]:
-        """The last ``seconds`` that are known of; nothing without any."""
+    def timeline(self, seconds: float) -> dict[str, Any] | None:
+        """The picture of the last ``seconds``; None without spans."""
         if not self._spans:
-            return []
+            return None
         stop = max(span.stop for span in self._spans)
         last = [span for span in self._spans if span.stop > stop - seconds]
         start = max(stop - seconds, min(span.start for span in last))
         end = "latest" if self.status()["tone"] == Tone.LIVE else "end"
-        return [picture(last, start, stop, steps_of(self._rows["ledger"])) | {"end": end}]
+        return picture(last, start, stop, steps_of(self._rows["ledger"])) | {"end": end}
 
 
 TILES: Sequence[tuple[str, str, Callable[[float], str], str]] = (

@@ -2,7 +2,7 @@
 
     GET /            the page          GET /charts?metric=..&revision=..
     GET /state       all that is small GET /timeline?seconds=..&revision=..
-    GET /answers?verdict=..&find=..&low=..&high=..&step=..&after=..
+    GET /groups?step=..   groups of a step   GET /group?step=..&place=..   one with its answers
 
 No path of the file system can be requested. The run is read on request, at most twice a second however many
 browsers there are; without one the server sleeps.
@@ -25,14 +25,15 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ostinato.inputs import escaped
-from ostinato.observe.board.answers import Answers, Query, Verdict
 from ostinato.observe.board.follow import Follower
+from ostinato.observe.board.samples import Samples
 from ostinato.observe.report.page import solved_at
 from ostinato.observe.report.page.offline import FOLDER, render
+from ostinato.render import Renderer
 from ostinato.run import RunFolder
 
 FOLDERS = (Path(__file__).parent / "page", FOLDER)
-SCRIPTS = ("uplot.js", "charts.js", "gantt.js", "board.js")
+SCRIPTS = ("uplot.js", "charts.js", "gantt.js", "samples.js", "board.js")
 PORT, TRIES = 7321, 20  # the first to try, and how many
 MOST_SECONDS = 900.0  # of the timeline
 CHOSEN = 24  # metrics
@@ -43,23 +44,26 @@ Params = Mapping[str, list[str]]
 class Board:
     """The replies to the page, for any number of threads."""
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(self, run: RunFolder, renderer: Renderer | None = None) -> None:
         self._follower = Follower(run)
         self._following = threading.Lock()
         self._follower.look()
-        self._answers = Answers(run.trajectories.path, solved_at(self._follower.data))
+        self._samples = Samples(run.trajectories.path, renderer)
         self._browsing = threading.Lock()
         self.routes: dict[str, Callable[[Params], dict[str, Any]]] = {
             "/state": self._state,
             "/charts": self._charts,
             "/timeline": self._timeline,
-            "/answers": self._browse,
+            "/groups": self._groups,
+            "/group": self._group,
         }
 
     @cached_property
     def page(self) -> bytes:
         look = {"folders": FOLDERS, "styles": ("report.css", "board.css")}
-        return escaped(render("board.html.jinja", SCRIPTS, **look, name=self._follower.data.name)).encode()
+        data = self._follower.data
+        page = render("board.html.jinja", SCRIPTS, **look, name=data.name, solved_at=solved_at(data))
+        return escaped(page).encode()
 
     def _state(self, params: Params) -> dict[str, Any]:
         with self._following:
@@ -72,7 +76,7 @@ class Board:
 
     def _timeline(self, params: Params) -> dict[str, Any]:
         seconds = min(MOST_SECONDS, max(1.0, _number(params, "seconds", 120.0)))
-        return self._changed("timeline", params, lambda: {"pictures": self._follower.timeline(seconds)})
+        return self._changed("timeline", params, lambda: {"picture": self._follower.timeline(seconds)})
 
     def _changed(self, what: str, params: Params, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The revision, and what it is of unless the page has it."""
@@ -81,18 +85,18 @@ class Board:
             now = self._follower.revisions[what]
             return {"revision": now} | ({} if _number(params, "revision", -1) == now else make())
 
-    def _browse(self, params: Params) -> dict[str, Any]:
-        after = [int(part) for part in params.get("after", [])]
-        query = Query(
-            verdict=Verdict(params.get("verdict", [Verdict.ALL])[0]),
-            find=params.get("find", [""])[0],
-            low=_number(params, "low", -math.inf),
-            high=_number(params, "high", math.inf),
-            step=int(params.get("step", ["-1"])[0]),
-            after=(after[0], after[1]) if len(after) == 2 else None,
-        )
+    def _groups(self, params: Params) -> dict[str, Any]:
         with self._browsing:
-            return self._answers.browse(query)
+            return self._samples.index(_whole(params, "step", -1))
+
+    def _group(self, params: Params) -> dict[str, Any]:
+        with self._browsing:
+            return self._samples.group(_whole(params, "step", -1), _whole(params, "place", -1))
+
+
+def _whole(params: Params, name: str, default: int) -> int:
+    """Raises ValueError for anything but digits with a sign."""
+    return int(params.get(name, [str(default)])[0])
 
 
 def _number(params: Params, name: str, default: float) -> float:
@@ -110,10 +114,10 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, run: RunFolder, host: str, port: int) -> None:
+    def __init__(self, run: RunFolder, host: str, port: int, renderer: Renderer | None = None) -> None:
         self.host, self.address_family = host, AF_INET6 if ":" in host else AF_INET
         super().__init__((host, port), Handler)
-        self.board = Board(run)
+        self.board = Board(run, renderer)
 
     def server_bind(self) -> None:
         """Without looking its own name up, which can take long and which nothing here needs."""
@@ -132,8 +136,8 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        if not self._meant_for_us():
-            self._send(HTTPStatus.FORBIDDEN, b"this board is asked for under another name\n", "text/plain")
+        if not self._own_name():
+            self._send(HTTPStatus.FORBIDDEN, b"this board is not served under that host name\n", "text/plain")
             return
         url = urlsplit(self.path)
         board = self.server.board
@@ -151,9 +155,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         self._send(HTTPStatus.OK, escaped(text).encode(), "application/json")
 
-    def _meant_for_us(self) -> bool:
-        """On this machine alone, a page of somebody else's must not reach us by a name that it made point
-        here (DNS rebinding)."""
+    def _own_name(self) -> bool:
+        """On a loopback address, is the Host header a name of this machine? Another site must not reach the
+        board by a name that it made resolve to this address (DNS rebinding)."""
         if not is_loopback(self.server.host):
             return True
         try:
@@ -177,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A page that asks every second would fill the terminal."""
+        """No log: a page requests something every second."""
 
     def handle(self) -> None:
         try:
@@ -194,15 +198,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def open_server(run: RunFolder, host: str, port: int = 0) -> Server:
-    """A server of the board of ``run``; 0: the first free port from ``PORT`` on.
+def open_server(run: RunFolder, host: str, port: int = 0, renderer: Renderer | None = None) -> Server:
+    """A server of the board of ``run``; port 0: the first free one from ``PORT`` on. ``renderer``: the
+    tokenizer, with which answers are shown token by token.
 
     Raises ValueError, in one sentence, for a port that is in use and a host that is not this machine's.
     """
     tried = [port] if port else range(PORT, PORT + TRIES)
     for one in tried:
         try:
-            return Server(run, host, one)
+            return Server(run, host, one, renderer)
         except OSError as error:
             why = error
     what = f"port {port}" if port else f"none of the ports {PORT} to {PORT + TRIES - 1}"

@@ -179,7 +179,7 @@ def _signal(rows: Sequence[Row]) -> list[Chart]:
     lost_note = "Answers cut off, and groups whose answers all got one reward."
     if any(column(rows, "interrupt/rate")):
         lost |= {"interrupt/rate": ("interrupted answers", "--blue")}
-        lost_note += " Interrupted answers were told to end (rollout.interrupt_after)."
+        lost_note += " Interrupted answers were cut by a phrase (rollout.interrupt_after)."
     mean, low, high = (column(rows, f"completions/{name}_length") for name in ("mean", "min", "max"))
     length = [Series(label="mean", values=mean, color="--blue", low=low, high=high)]
     length_note = "Sampled tokens per answer; band: shortest to longest."

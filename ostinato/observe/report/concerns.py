@@ -38,8 +38,8 @@ def concerns(data: RunData) -> list[Concern]:
     """Everything noteworthy, the gravest first; empty when there is nothing."""
     found = [*_files(data), *_score(data), *_rewards(data)]
     if data.metrics:
-        found += [*_alarms(data), *_training(data), *_signal(data), *_mismatch(data), *_replayed(data)]
-        found += [*_losses(data), *_drafts(data)]
+        found += [*_alarms(data), *_counted(data), *_signal(data), *_mismatch(data), *_replayed(data)]
+        found += _drafts(data)
     order = list(Level)
     return sorted(found, key=lambda concern: order.index(concern.level))
 
@@ -79,21 +79,11 @@ def _rewards(data: RunData) -> Iterator[Concern]:
         yield Concern(Level.LOOK, f"{failed.sentence}; the traceback is under the faults.")
 
 
-def _training(data: RunData) -> Iterator[Concern]:
-    rows = data.metrics
-    if refused := _when(rows, "refused_step"):
-        why = "refused because a loss or gradient was not finite"
-        yield Concern(Level.BAD, f"{_steps(refused)} {why} (step {steps_text(refused)}).")
-    if empty := _when(rows, "empty_step"):
-        why = "empty: no sample was left to learn from"
-        yield Concern(Level.LOOK, f"{_steps(empty)} {why} (step {steps_text(empty)}).")
-
-
 def _alarms(data: RunData) -> Iterator[Concern]:
     """What the stability watch reported while the run went on."""
     for alarm in data.alarms:
         step, collapsed = alarm["step"], bool(alarm.get("collapse"))
-        what = "The run collapsed" if collapsed else "The stability watch spoke up"
+        what = "The run collapsed" if collapsed else "The stability watch raised an alarm"
         why = f"{alarm.get('sentence', alarm.get('rule', '?'))}, since step {alarm.get('since', step):.0f}"
         yield Concern(Level.BAD if collapsed else Level.LOOK, f"{what} at step {step:.0f}: {why}.")
 
@@ -138,15 +128,25 @@ def _mismatch(data: RunData) -> Iterator[Concern]:
         yield Concern(Level.LOOK, text)
 
 
-def _losses(data: RunData) -> Iterator[Concern]:
-    rows = data.metrics
-    answers = total(rows, "rollout/trajectories")
-    for key, what in (("rollout/failed", "failed"), ("rollout/no_verdict", "got no verdict")):
+# metric, level, what it means of the steps that have it
+STEPS = (
+    ("refused_step", Level.BAD, "refused because a loss or gradient was not finite"),
+    ("empty_step", Level.LOOK, "empty: no sample was left to learn from"),
+)
+ANSWERS = (("rollout/failed", "failed"), ("rollout/no_verdict", "got no verdict"))
+
+
+def _counted(data: RunData) -> Iterator[Concern]:
+    rows, answers = data.metrics, total(data.metrics, "rollout/trajectories")
+    for key, level, what in STEPS:
+        if when := _when(rows, key):
+            steps = "1 step was" if len(when) == 1 else f"{len(when)} steps were"
+            yield Concern(level, f"{steps} {what} (step {steps_text(when)}).")
+    for key, what in ANSWERS:
         if count := total(rows, key):
             level = Level.BAD if answers and count / answers > FAULT_SHARE else Level.NOTE
-            when = steps_text(_when(rows, key))
-            text = f"{count:,.0f} of {answers:,.0f} answers {what}, in step {when}; see the faults below."
-            yield Concern(level, text)
+            text = f"{count:,.0f} of {answers:,.0f} answers {what}, in step {steps_text(_when(rows, key))}"
+            yield Concern(level, f"{text}; see the faults below.")
 
 
 def _drafts(data: RunData) -> Iterator[Concern]:
@@ -164,10 +164,6 @@ def _when(rows: Sequence[Row], key: str) -> list[int]:
 def _with_steps(rows: Sequence[Row], key: str) -> list[tuple[float, int]]:
     """(value, step) where there is a value."""
     return [(value, int(row["step"])) for row in rows if (value := number(row, key)) is not None]
-
-
-def _steps(when: Sequence[int]) -> str:
-    return "1 step was" if len(when) == 1 else f"{len(when)} steps were"
 
 
 def _tenth(rows: Sequence[Row]) -> Sequence[Row]:

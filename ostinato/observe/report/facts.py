@@ -132,7 +132,7 @@ def _verdict(before: Estimate | None, after: Estimate | None) -> tuple[str, str]
         return "The policy improved: the 95 % interval of the change lies above 0.", "good"
     if interval[1] < 0:
         return "The policy got worse: the 95 % interval of the change lies below 0.", "bad"
-    return "No change can be told from chance: the 95 % interval of the change contains 0.", "plain"
+    return "No change beyond chance: the 95 % interval of the change contains 0.", "plain"
 
 
 def comparisons(data: RunData) -> Table:

@@ -1,4 +1,4 @@
-"""What a run foretold of itself, evaluation by evaluation: forecast.jsonl as a section of the report.
+"""What a run predicted of itself, evaluation by evaluation: forecast.jsonl as a section of the report.
 
 Nothing is fitted here. Every row has its quantiles; what is not identified has no medians, and has none here.
 """
@@ -17,14 +17,14 @@ from ostinato.observe.report.reading import Row, RunData, number
 LAST = 6  # forecasts that the table shows
 LEVELS = ("q05", "q25", "q50", "q75", "q95")
 MOVED = {
-    "A": ("Foretold ceiling", "Where the curve ends however much is spent (A)"),
-    "at_budget": ("Foretold at the budget", "Where the curve is when the budget is spent"),
+    "A": ("Predicted ceiling", "Where the curve ends however much is spent (A)"),
+    "at_budget": ("Predicted at the budget", "Where the curve is when the budget is spent"),
 }
 
 
 def forecast_sections(data: RunData) -> list[Section]:
     """The curve as the last forecast has it, and how ceiling and score at the budget moved; empty for a run
-    that foretold nothing."""
+    that predicted nothing."""
     rows = [row for row in data.forecasts if number(row, "compute") and number(row, "score") is not None]
     if not rows:
         return []
@@ -35,7 +35,7 @@ def forecast_sections(data: RunData) -> list[Section]:
     charts += [_moved(rows, key, axis) for key in MOVED if any(row.get(key) for row in rows)]
     lead = f"After the evaluation of step {last['step']}: {last.get('sentence', '?')}."
     if newest["step"] > last["step"]:  # what is shown below is not of today
-        lead += f" At step {newest['step']} no more could be foretold: {newest.get('sentence', '?')}."
+        lead += f" At step {newest['step']} no more could be predicted: {newest.get('sentence', '?')}."
     table = _table(rows, axis)
     return [Section(title="Forecast", anchor="forecast", lead=lead, charts=charts, tables=[table])]
 
@@ -68,7 +68,7 @@ def places(compute: Sequence[float], last: float, count: int = 64) -> np.ndarray
 
 
 def _moved(rows: Sequence[Row], key: str, axis: str) -> Chart:
-    """Intervals of a foretold score over the compute at which they were foretold."""
+    """Intervals of a predicted score over the compute at which they were predicted."""
     title, note = MOVED[key]
     intervals = [row.get(key) or (None, None, None) for row in rows]
     low, middle, high = (list(values) for values in zip(*intervals, strict=True))

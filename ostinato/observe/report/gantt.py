@@ -1,8 +1,4 @@
-"""Who did what when, as data that page/gantt.js draws: a lane for each worker, a few stretches of time.
-
-A long run cannot be drawn in full: the whole of it is shown coarsely, and its first, its most idle and its
-last steps in detail.
-"""
+"""Who did what when: data of page/gantt.js, a lane for each worker, coarse where spans are many."""
 
 from __future__ import annotations
 
@@ -49,27 +45,12 @@ def recorded(spans: Sequence[Span], steps: Sequence[Step]) -> list[tuple[Step, U
     return [(step, use) for step, use in zip(steps, found, strict=True) if any(use.seconds.values())]
 
 
-def pictures(spans: Sequence[Span], steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """All of it, and where that had to be thinned, the stretches to look at more closely."""
+def whole(spans: Sequence[Span], steps: Sequence[Step]) -> dict[str, Any] | None:
+    """The picture of the whole run; None without spans."""
     if not spans:
-        return []
+        return None
     start, stop = min(span.start for span in spans), max(span.stop for span in spans)
-    whole = picture(spans, start, stop, steps, name="the whole run")
-    if not whole["coarse"]:
-        return [whole]
-    shares = [(step, use.idle()) for step, use in recorded(spans, steps) if step.start >= start]
-    if not shares:
-        return [whole]
-    most_idle = max(shares, key=lambda one: one[1] or 0.0)[0]
-    few = [step for step, _ in shares]
-    chosen = {"the first steps": few[:3], "the last steps": few[-3:]}
-    chosen[f"step {most_idle.step}, the most idle"] = [most_idle]
-    closer = [
-        picture(spans, those[0].start, those[-1].stop, steps, name=name)
-        for name, those in chosen.items()
-        if those[-1].stop - those[0].start < 10 * sum(one.stop - one.start for one in those)
-    ]
-    return [whole, *closer]
+    return picture(spans, start, stop, steps, name="the whole run")
 
 
 def picture(

@@ -13,7 +13,7 @@ from ostinato.run import RunFolder
 Books = Mapping[str, Summary]  # by the name of the run
 Form = Callable[[float], str]
 
-PARTS = {
+MEANING = {  # of parts of device time, wall clock and FLOPs
     "sample": "sampling",
     "grade": "where training waited for it",
     "train": "forward and backward",
@@ -21,15 +21,11 @@ PARTS = {
     "eval": "held-out sets; in no compute",
     "idle": "held and not busy: loading, saving, between steps",
     "lost": "given up, or until the last sign of life of a process that was killed",
-}
-WALL = {
-    "steps": "",
-    "evaluation": "",
     "saving": "checkpoints",
     "loading": "until a process is ready, each time",
     "between": "what has no row",
-    "lost": "given up, or until the last sign of life of a process that was killed",
 }
+DEVICE = ("sample", "grade", "train", "measure", "eval", "idle", "lost")
 AXES: Mapping[Axis, tuple[str, Form | None]] = {
     Axis.DEVICE_HOURS: ("devices x wall clock, idle ones too", "{:.4g}".format),
     Axis.HOURS: ("wall clock", "{:.4g}".format),
@@ -75,9 +71,15 @@ def _entries(one: Summary) -> Iterator[Entry]:
     yield from _compute(one)
     wall, devices = sum(one.wall.values()), sum(pool.total for pool in one.pools.values())
     for name, seconds in {**one.wall, "all": wall}.items():
-        yield "Wall clock", f"{name}\n{WALL.get(name, '')}", seconds, wall, seconds_text
+        yield "Wall clock", _part(name), seconds, wall, seconds_text
     for pool, held in one.pools.items():
-        parts = {**dict.fromkeys(PARTS), **held.busy, "idle": held.idle, "lost": held.lost, "all": held.total}
+        parts = {
+            **dict.fromkeys(DEVICE),
+            **held.busy,
+            "idle": held.idle,
+            "lost": held.lost,
+            "all": held.total,
+        }
         for part, seconds in parts.items():
             yield f"Device time, pool {pool}", _part(part), seconds, held.total, seconds_text
     sampled = one.tokens.get("sampled")
@@ -116,7 +118,7 @@ def _compute(one: Summary) -> Iterator[Entry]:
 
 def _part(name: str) -> str:
     """The name of a part of the work, and what it is."""
-    return f"{name}\n{PARTS.get(name, '')}"
+    return f"{name}\n{MEANING.get(name, '')}"
 
 
 def _reasons(title: str, what: str, counts: Mapping[str, int], whole: float | None) -> Iterator[Entry]:

@@ -106,7 +106,7 @@ def facts(data: RunData) -> list[Fact]:
         used = "the sampler's, replayed" if last.get("replay") else "the trainer's own"
         names = ("overlap", "lowest_sequence", "differ", "tokens_differ")
         overlap, lowest, differ, tokens = (_percent(number(choice, name)) for name in names)
-        limit = f"; the gate asks for {_percent(gate(data))}" if gate(data) else ""
+        limit = f"; the gate requires {_percent(gate(data))}" if gate(data) else ""
         margin, near = (figure_text(number(choice, f"margin_{name}median")) for name in ("", "flip_"))
         found += [
             Fact("Experts in training", used, str(last.get("decision") or "")),
@@ -238,7 +238,7 @@ def gate(data: RunData) -> float:
 
 
 def summary(data: RunData) -> dict[str, Any]:
-    """The section as one JSON object: every measurement, the sums of the last step, what the watch said."""
+    """The section as one JSON object: every measurement, the sums of the last step, the alarms."""
     best = best_score(data)
     latest = data.metrics[-1] if data.metrics else {}
     return {

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from ostinato.run import GREEDY_SET, MAIN_SET, Jsonl, RunFolder
 
 Row = Mapping[str, Any]
 
-ENDS = 20_000  # spans at either end of a timeline that are read as they are
-BETWEEN = 60_000  # that are left of those between
+SPANS = 60_000  # of a timeline; of twice as many neighbours are joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,11 +32,10 @@ class RunData:
     downstream: Mapping[str, Sequence[Row]] = field(default_factory=dict)  # of the other sets, each in order
     forecasts: Sequence[Row] = ()  # one per evaluation that was looked ahead from, in order
     ledger: Sequence[Row]  # in order, all events
-    drafts: Sequence[Row] = ()  # one per step of a run that drafted, in order
     mismatch: Sequence[Row] = ()  # one per step in which sampler and trainer were compared in full, in order
     alarms: Sequence[Row] = ()  # of the stability watch, in order
     failed: Sequence[Row] = ()  # one per step or evaluation and reward function that failed there, in order
-    spans: Sequence[Span] = ()  # what workers did and when; between the ends of a long run, the less detailed
+    spans: Sequence[Span] = ()  # what workers did and when; of a long run the less detailed
     starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
     plan: Row = field(default_factory=dict)  # what was planned, where the run was planned (plan.json)
     weighed: Sequence[Row] = ()  # what the run has become against its plan, at checkpoints, in order
@@ -84,7 +80,6 @@ def read_run(run: RunFolder) -> RunData:
         },
         forecasts=_by_step(_rows(run.forecast, damage)),
         ledger=_rows(run.ledger, damage, checked),
-        drafts=_by_step(_rows(run.drafts, damage)),
         mismatch=_by_step(_rows(Jsonl(run.path / "mismatch.jsonl"), damage)),
         alarms=[row for row in _rows(run.watch, damage) if number(row, "step") is not None],
         failed=_rows(run.failed, damage),
@@ -114,12 +109,12 @@ def main_scores(rows: Sequence[Row], recipe: Row) -> dict[str, Any]:
     greedy = _by_step([row for row in rows if row.get("set") == GREEDY_SET])
     rows = [row for row in rows if row.get("set", MAIN_SET) == MAIN_SET]
     splits = [row.get("split") for row in rows]
-    wanted = recipe.get("eval", {}).get("split")
-    split = wanted if wanted in splits or not splits else splits[0]
+    named = recipe.get("eval", {}).get("split")
+    split = named if named in splits or not splits else splits[0]
     rows = [row for row in rows if row.get("split") == split]
     kinds = [row.get("weights", "model") for row in rows]
-    wanted = recipe.get("engine", {}).get("weights")
-    kind = wanted if wanted in kinds else next(iter(kinds), "model")
+    named = recipe.get("engine", {}).get("weights")
+    kind = named if named in kinds else next(iter(kinds), "model")
     sampler, exact = (
         [row for row, has in zip(rows, kinds, strict=True) if has == one] for one in (kind, "model")
     )
@@ -148,19 +143,15 @@ def _spans(log: Jsonl, damage: list[str]) -> Iterator[Span]:
         damage.append(f"{log.path.name} has a row that is no span ({error!r}); the timeline ends there.")
 
 
-def thinned(spans: Iterable[Span], ends: int = ENDS, between: int = BETWEEN) -> list[Span]:
-    """All spans where they are few; else those at both ends as they are, and ``between`` them fewer that come
-    to the same seconds (``timeline.coarse``)."""
-    rest = iter(spans)
-    head, tail = list(islice(rest, ends)), deque[Span]()
-    middle, grain = list[Span](), 0.05
-    for span in rest:
-        tail.append(span)
-        if len(tail) > ends:
-            middle.append(tail.popleft())
-        while len(middle) > 2 * between:
-            middle, grain = coarse(middle, grain), 2 * grain
-    return [*head, *middle, *tail]
+def thinned(spans: Iterable[Span], most: int = SPANS) -> list[Span]:
+    """All spans where they are few; else at most 2 x ``most`` that come to the same seconds
+    (``timeline.coarse``)."""
+    found, grain = list[Span](), 0.05
+    for span in spans:
+        found.append(span)
+        while len(found) > 2 * most:
+            found, grain = coarse(found, grain), 2 * grain
+    return found
 
 
 def _by_step(rows: Sequence[Row]) -> list[Row]:

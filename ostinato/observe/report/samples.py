@@ -63,7 +63,7 @@ def pack_samples(log: JsonlZst, renderer: Renderer | None, *, budget: int = BUDG
     most = _groups_per_step(log, budget)
     recorded, held = 0, 0
     damage: list[str] = []
-    for rows in _groups(_whole(log, damage)):
+    for rows in groups_of(_whole(log, damage)):
         recorded += len(rows)
         chunks = by_step.setdefault(int(rows[0]["step"]), [])
         if len(chunks) < most:
@@ -123,7 +123,7 @@ def _whole(log: JsonlZst, damage: list[str]) -> Iterator[Row]:
         damage.append(f"{log.path.name} is damaged ({error}); later samples are not shown.")
 
 
-def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def groups_of(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """Siblings stand together in the log; a new group begins with another prompt or with its sample 0."""
     group: list[Row] = []
     for row in rows:
@@ -136,20 +136,28 @@ def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield group
 
 
-def _chunk(rows: Sequence[Row], pieces: Pieces | None) -> Chunk:
+def listed(rows: Sequence[Row]) -> dict[str, Any]:
+    """What the list of groups shows of a group: step, uid, the beginning of its prompt, rewards."""
     first = rows[0]
+    messages = _prompt(first)["messages"]
+    return {
+        "step": int(first["step"]),
+        "uid": str(first["uid"]),
+        "preview": " ".join(messages[-1]["content"].split())[:PREVIEW] if messages else "",
+        "rewards": tuple(row.get("reward") for row in rows),
+    }
+
+
+def content(rows: Sequence[Row], pieces: Pieces | None) -> tuple[dict[str, Any], int]:
+    """(a group as samples.js shows it, tokens of overlong answers that are not in it)."""
     answers, cuts = zip(*(_answer(row, pieces) for row in rows), strict=True)
-    messages, columns = prompt_texts(first)
-    content = {"messages": messages, "columns": columns, "answers": answers}
-    plain = to_json(content).encode()
-    return Chunk(
-        step=int(first["step"]),
-        uid=str(first["uid"]),
-        preview=" ".join(messages[-1]["content"].split())[:PREVIEW] if messages else "",
-        rewards=tuple(row.get("reward") for row in rows),
-        cut_tokens=sum(cuts),
-        data=base64.b64encode(zlib.compress(plain, 4)).decode(),
-    )
+    return {**_prompt(rows[0]), "answers": answers}, sum(cuts)
+
+
+def _chunk(rows: Sequence[Row], pieces: Pieces | None) -> Chunk:
+    shown, cut = content(rows, pieces)
+    data = base64.b64encode(zlib.compress(to_json(shown).encode(), 4)).decode()
+    return Chunk(**listed(rows), cut_tokens=cut, data=data)
 
 
 def _answer(row: Row, pieces: Pieces | None) -> tuple[dict[str, Any], int]:
@@ -174,7 +182,7 @@ def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str
     return {
         "num_tokens": len(tokens),
         "num_context": len(turn["context"]),
-        "context": clip(pieces.text(turn["context"])) if pieces else None,
+        "context": _clip(pieces.text(turn["context"])) if pieces else None,
         "tokens": tokens[:most],
         "pieces": pieces.split(tokens[:most]) if pieces else None,
         "logprobs": [
@@ -185,7 +193,7 @@ def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str
         "versions": versions[:1] if len(set(versions)) == 1 else versions[:most],
         "experts": experts[:most].ravel().tolist() if experts is not None else None,
         "routing": list(experts.shape[1:]) if experts is not None else None,  # [moe_layers, top_k]
-        "text": clip(turn["text"]),
+        "text": _clip(turn["text"]),
         "stop": turn["stop"],
     }
 
@@ -198,19 +206,22 @@ def _of_sampled(versions: Sequence[int]) -> list[int]:
     return known
 
 
-def prompt_texts(row: Row) -> tuple[list[dict[str, str]], dict[str, str]]:
+def _prompt(row: Row) -> dict[str, Any]:
     """The messages of a trajectory's prompt, and its columns; overlong ones are cut."""
     prompt, columns = row.get("prompt"), row.get("columns") or {}
     chat = prompt if isinstance(prompt, list) else [{"role": "", "content": prompt}]
-    messages = [{"role": str(m.get("role", "")), "content": clip(_text(m.get("content")))} for m in chat]
-    return messages, {str(name): clip(_text(value)) for name, value in columns.items()}
+    messages = [{"role": str(m.get("role", "")), "content": _clip(_text(m.get("content")))} for m in chat]
+    return {
+        "messages": messages,
+        "columns": {str(name): _clip(_text(value)) for name, value in columns.items()},
+    }
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def clip(text: str) -> str:
+def _clip(text: str) -> str:
     more = len(text) - CHARACTERS
     return text if more <= 0 else f"{text[:CHARACTERS]} … ({more:,} more characters in the run folder)"
 

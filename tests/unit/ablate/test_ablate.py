@@ -16,7 +16,7 @@ from kept_rows import LAWS, kept_row
 
 from ostinato.ablate import answer, commands
 from ostinato.ablate import jobs as jobs_of
-from ostinato.ablate.commands import Study, Telling
+from ostinato.ablate.commands import Output, Study
 from ostinato.ablate.jobs import Job, State, check, plan, run
 from ostinato.ablate.kept import Measure, acted, collect, ended, prompts, read_kept, series_of, write_kept
 from ostinato.axis import Axis
@@ -422,9 +422,9 @@ def test_why_runs_failed_is_said_where_nothing_can_be_told(
 
     monkeypatch.setattr(jobs_of, "run", lambda *_: [failed(job) for job in jobs])
     monkeypatch.setattr(commands, "collect", collected)
-    code = commands.run(str(recipe), [], Study(seeds=1, out=tmp_path), Telling())
+    code = commands.run(str(recipe), [], Study(seeds=1, out=tmp_path), Output())
     said = capsys.readouterr().out
     assert code == 1
     assert "recipe-s0 failed: no signal." in said
     why = "no run of 'the recipe' is there" if surviving else "no run has come to its end"
-    assert f"Nothing can be told: {why}" in said
+    assert f"Nothing can be compared: {why}" in said

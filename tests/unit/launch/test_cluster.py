@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.launch.caveats import caveats
 from ostinato.launch.checks import check
 from ostinato.launch.components import RunComponents
+from ostinato.launch.introduction import caveats
 from ostinato.pipeline.state import Finish, LoopState
 from ostinato.types import HistoryEntry
 from ostinato.workers.remote import WorkerFault
@@ -48,7 +48,7 @@ def test_what_workers_elsewhere_cannot_do_is_refused(sections: dict[str, Any], w
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"pipeline": {"placement": "histopipe"}, "draft": {"enabled": False}}, "knows no lengths"),
+        ({"pipeline": {"placement": "histopipe"}, "draft": {"enabled": False}}, "has no lengths"),
         ({"pipeline": {"placement": "histopipe"}, "cluster": {"samplers": 0}}, "changes nothing with no"),
     ],
 )
@@ -59,7 +59,7 @@ def test_what_does_nothing_is_told(sections: dict[str, Any], words: str) -> None
 
 def test_everybody_has_a_place_and_a_pool() -> None:
     told = recipe(cluster={"samplers": 2, "graders": 1, "remote_trainer": True, "cpus_per_worker": 3})
-    wants = cluster.wants(told)
+    wants = cluster.places(told)
     assert [want.name for want in wants] == ["trainer", "sampler-0", "sampler-1", "grader-0"]
     assert {want.cpus for want in wants} == {3} and not any(want.gpus for want in wants)
     assert cluster.pools(told) == {"samplers": 2, "trainer": 1, "graders": 1}

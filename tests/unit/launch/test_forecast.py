@@ -22,9 +22,8 @@ from ostinato.pipeline.evaluate import spent_in_steps
 from ostinato.pipeline.step_metrics import add_totals
 from ostinato.run import RunFolder, to_json
 from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import interval, posterior
-from ostinato.scaling.series import Series, series
+from ostinato.scaling.series import Series, series, simulated
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
 TERMS = ForecastSection()
@@ -67,7 +66,7 @@ def test_a_law_that_fits_better_is_heard() -> None:
     C = np.linspace(800, 20_000, 25)
     noise = 0.002 * np.random.default_rng(0).standard_normal(25)
     row = outlook(series("log", C, 0.3 + 0.08 * np.log(C / 300) + noise, R0=0.3), 80_000, TERMS)
-    assert "has foretold this run better" in row["reasons"][-1]
+    assert "has predicted this run better" in row["reasons"][-1]
     assert row["sentence"].endswith(f"; {row['reasons'][-1].removesuffix('.')}")
     assert row["verdict"] != "stop"
 
@@ -258,7 +257,7 @@ def test_why_nothing_can_be_foretold_is_said_once(tmp_path: Path, caplog: pytest
     assert again is not None and not again(1700) and len(caplog.messages) == 2
     lead = forecast_sections(read_folder(run))[0].lead
     assert lead.startswith("After the evaluation of step 1500: A 0.6")
-    assert "At step 1700 no more could be foretold: none yet: run run was scored on another" in lead
+    assert "At step 1700 no more could be predicted: none yet: run run was scored on another" in lead
 
 
 @given(st.integers(1, 4000), st.floats(1e-3, 1e20))

@@ -20,9 +20,9 @@ from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.observe.board import open_server
-from ostinato.observe.board.answers import PAGE, Answers, Query, Verdict
 from ostinato.observe.board.curves import Curves, charts
 from ostinato.observe.board.follow import AGAIN_S, SILENT_S, Follower, workers
+from ostinato.observe.board.samples import Samples
 from ostinato.observe.board.server import Board
 from ostinato.observe.board.tail import Frames, Tail
 from ostinato.observe.report.reading import RunData
@@ -190,63 +190,32 @@ def test_new_frames_are_seen_and_a_replaced_log_is_read_anew(answers: JsonlZst) 
     assert frames.frames == []
 
 
-# ---- answers
+# ---- samples
 
 
-def browsed(log: JsonlZst, **query: Any) -> list[tuple[int, str]]:
-    """All that match, page by page: (step, text)."""
-    browser, found, after = Answers(log.path, solved_at=0.99), list[tuple[int, str]](), None
-    while True:
-        reply = browser.browse(Query(**query, after=after))
-        assert len(reply["answers"]) <= PAGE
-        found += [(one["step"], one["turns"][0]["text"]) for one in reply["answers"]]
-        if reply["next"] is None:
-            return found
-        after = tuple(reply["next"])
+def texts(samples: Samples, step: int) -> list[str]:
+    return [one["turns"][0]["text"] for one in samples.group(step, 0)["answers"]]
 
 
-def test_answers_come_the_newest_first(answers: JsonlZst) -> None:
-    found = browsed(answers)
-    assert [step for step, _ in found] == [step for step in range(8, 0, -1) for _ in range(3)]
-    assert browsed(answers, step=3)[0] == (3, "It is 3.")
+def test_groups_come_by_step_the_last_one_first(answers: JsonlZst) -> None:
+    samples = Samples(answers.path, None)
+    found = samples.index()
+    assert found["steps"] == list(range(1, 9)) and [one["step"] for one in found["groups"]] == [8]
+    assert found["groups"][0]["preview"] == "question 8" and found["groups"][0]["rewards"] == (1.0, 0.25, 0.0)
+    assert samples.index(3)["groups"][0]["step"] == 3 and samples.index(99) == found
+    assert texts(samples, 3) == ["It is 3.", "No idea", "and then"]
+    assert samples.group(3, 0)["columns"] == {"answer": "46"}
+    with pytest.raises(ValueError, match="step 3 has no group 1"):
+        samples.group(3, 1)
 
 
-@pytest.mark.parametrize(
-    ("query", "count"),
-    [
-        ({"verdict": Verdict.SOLVED}, 8),
-        ({"verdict": Verdict.UNSOLVED}, 16),
-        ({"verdict": Verdict.TRUNCATED}, 8),
-        ({"verdict": Verdict.FAULT}, 0),
-        ({"find": "IT IS"}, 8),
-        ({"find": "question 4"}, 3),
-        ({"low": 0.1, "high": 0.5}, 8),
-        ({"verdict": Verdict.SOLVED, "find": "idea"}, 0),
-    ],
-)
-def test_answers_are_chosen(answers: JsonlZst, query: dict[str, Any], count: int) -> None:
-    assert len(browsed(answers, **query)) == count
-
-
-def test_pages_of_answers_leave_none_out(answers: JsonlZst) -> None:
-    """Groups larger than a page, with a page's end in the middle of them."""
-    log_step(answers, 9, *(trajectory(f"{n}", n / 100) for n in range(2 * PAGE + 5)))
-    found = [text for step, text in browsed(answers) if step == 9]
-    assert found == [str(n) for n in range(2 * PAGE + 5)]
-
-
-def test_a_search_that_finds_nothing_comes_back_in_time(answers: JsonlZst) -> None:
-    browser = Answers(answers.path, solved_at=0.99)
-    reply = browser.browse(Query(find="nowhere"), seconds=0.0)
-    assert (reply["answers"], reply["at"]) == ([], 8) and reply["next"] is not None
-    assert browser.browse(Query(find="nowhere", after=tuple(reply["next"])), seconds=0.0)["at"] == 7
-
-
-def test_an_answer_without_a_verdict_is_a_fault(answers: JsonlZst) -> None:
-    log_step(answers, 9, trajectory("?", None))
-    (found,) = Answers(answers.path, 0.99).browse(Query(verdict=Verdict.FAULT))["answers"]
-    assert found["reward"] is None and found["tone"] == "fault"
-    assert found["versions"] == [3, 4] and found["columns"] == {"answer": "46"}
+def test_a_step_that_is_done_again_is_read_anew(answers: JsonlZst) -> None:
+    samples = Samples(answers.path, None)
+    samples.index(8)
+    answers.keep(lambda row: row["step"] < 8)
+    log_step(answers, 8, trajectory("anew", None))
+    assert samples.index(8)["groups"][0]["rewards"] == (None,)
+    assert texts(samples, 8) == ["anew"]
 
 
 # ---- curves
@@ -326,7 +295,7 @@ def test_a_run_before_its_first_step(run: RunFolder) -> None:
     hands = Hands()
     follower = Follower(run, hands)
     assert later(follower, hands) == {"tone": "open", "text": "has not begun yet"}
-    assert follower.charts([]) == [] and follower.timeline(60) == []
+    assert follower.charts([]) == [] and follower.timeline(60) is None
     assert follower.state()["progress"] == {"step": 0, "of": 40, "left": None}
     began(run)
     beat(run, time.time())
@@ -395,8 +364,8 @@ def test_only_the_last_minutes_of_the_timeline_are_drawn(run: RunFolder) -> None
         a_step(run, step)
     follower = Follower(run, hands)
     later(follower, hands)
-    (shown,) = follower.timeline(12.0)
-    assert shown["seconds"] == 12.0 and shown["end"] == "latest"
+    shown = follower.timeline(12.0)
+    assert shown is not None and shown["seconds"] == 12.0 and shown["end"] == "latest"
     assert [lane["worker"] for lane in shown["lanes"]][-1] == "grader-0"
     assert all(0 <= share <= 1 for share in shown["idle"].values())
 
@@ -509,7 +478,7 @@ def test_the_page_and_its_policy(run: RunFolder) -> None:
     policy = page.decode().split('Content-Security-Policy" content="')[1].split('">')[0]
     assert headers["X-Frame-Options"] == "DENY"
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "'unsafe-eval'" not in policy
-    assert policy.count("'sha256-") == 4
+    assert policy.count("'sha256-") == 5
     assert b"http" not in page.replace(b"https://github.com/leeoniya/uPlot", b"").replace(
         b"http-equiv", b""
     )  # no request
@@ -520,14 +489,12 @@ def test_nothing_outside_the_run_can_be_asked_for(run: RunFolder) -> None:
     with served(run) as where:
         for path in ("/../secret", "/recipe.toml", "/%2e%2e/secret", "//etc/passwd", "/state/../../secret"):
             assert get(where, path)[0] == 404
-        assert get(where, "/answers?low=nan")[0] == 400
-        assert get(where, "/answers?verdict=sideways")[0] == 400
-        assert get(where, "/answers?after=x&after=y")[0] == 400
+        assert get(where, "/groups?step=nan")[0] == 400
+        assert get(where, "/group?step=1&place=0")[0] == 400
         assert get(where, "/charts?revision=x")[0] == 400
-        assert get(where, "/answers?step=inf")[0] == 400  # once an OverflowError, and no answer at all
-        assert get(where, "/answers?step=1e400")[0] == 400
-        assert get(where, "/answers")[0] == 200  # of a run that has none yet: once a 400
-        assert get(where, "/answers?low=-inf&high=inf&step=0")[0] == 200
+        assert get(where, "/groups?step=inf")[0] == 400  # once an OverflowError, and no answer at all
+        assert get(where, "/groups?step=1e400")[0] == 400
+        assert get(where, "/groups")[0] == 200  # of a run that has none yet: once a 400
 
 
 @pytest.mark.parametrize(
@@ -548,14 +515,15 @@ def test_what_has_not_changed_is_not_sent_again(run: RunFolder) -> None:
         again = json.loads(get(where, f"/charts?metric=loss&revision={told['revision']}")[2])
         assert "charts" not in again
         shown = json.loads(get(where, "/timeline?seconds=60")[2])
-        assert shown["pictures"][0]["lanes"]
-        assert "pictures" not in json.loads(get(where, f"/timeline?revision={shown['revision']}")[2])
+        assert shown["picture"]["lanes"]
+        assert "picture" not in json.loads(get(where, f"/timeline?revision={shown['revision']}")[2])
 
 
 def test_what_a_model_said_is_data(run: RunFolder) -> None:
     log_step(run.trajectories, 1, trajectory(PROBE, 1.0), uid=PROBE)
     with served(run) as where:
-        _, headers, body = get(where, "/answers")
+        get(where, "/groups")
+        _, headers, body = get(where, "/group?step=1&place=0")
     assert headers["Content-Type"] == "application/json" and headers["X-Content-Type-Options"] == "nosniff"
     assert json.loads(body)["answers"][0]["turns"][0]["text"] == PROBE
 
@@ -586,7 +554,7 @@ def test_the_board_writes_nothing(run: RunFolder) -> None:
     before = sorted((path, path.stat().st_mtime_ns) for path in run.path.rglob("*"))
     os.utime(run.path, ns=(1, 1))
     with served(run) as where:
-        for path in ("/", "/state", "/charts", "/timeline", "/answers"):
+        for path in ("/", "/state", "/charts", "/timeline", "/groups", "/group?step=1&place=0"):
             assert get(where, path)[0] == 200
     assert run.path.stat().st_mtime_ns == 1
     assert sorted((path, path.stat().st_mtime_ns) for path in run.path.rglob("*")) == before

@@ -206,7 +206,7 @@ def test_scores_of_the_sampler_are_kept_from_that_of_what_is_exported(tmp_path: 
         ([], "No held-out score"),
         ([score(0, 0.3)], "Only the model before"),
         ([score(20, 0.3)], "nothing to compare with"),
-        ([score(0, 0.3), score(20, 0.33)], "told from chance"),
+        ([score(0, 0.3), score(20, 0.33)], "beyond chance"),
         ([score(0, 0.5), score(20, 0.3)], "got worse"),
         ([score(0, 0.5, None), score(20, 0.9, None)], "no interval"),
         ([score(0, None), score(20, 0.9)], "nothing to compare with"),

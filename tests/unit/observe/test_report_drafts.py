@@ -12,7 +12,7 @@ from ostinato.observe.report import write_report
 from ostinato.observe.report.charts import Chart
 from ostinato.observe.report.concerns import concerns
 from ostinato.observe.report.drafts import draft_sections, lead
-from ostinato.observe.report.reading import RunData, read_run
+from ostinato.observe.report.reading import RunData
 from ostinato.run import RunFolder
 
 
@@ -31,17 +31,7 @@ def row(step: int, **changes: float) -> dict[str, Any]:
     return {"step": step, **drafts, **{f"draft/{name}": value for name, value in changes.items()}}
 
 
-DETAIL = {
-    "labels": [0, 0, 0, 0, 0, 10, 0, 0, 0, 90],
-    "hits": [0, 0, 0, 0, 0, 5, 0, 0, 0, 81],
-    "predicted": [0.0, 0.0, 0.0, 0.0, 0.0, 5.6, 0.0, 0.0, 0.0, 85.5],
-    "drafted_at": [60, 40, 2],
-    "accepted_at": [54, 32],
-    "trace": [[4.0, 6.0, 9.0], [2.0, 3.0, 4.0]],
-}
-
-
-def data(rows: list[dict[str, Any]], drafts: list[dict[str, Any]] | None = None) -> RunData:
+def data(rows: list[dict[str, Any]]) -> RunData:
     return RunData(
         name="run",
         recipe_text="",
@@ -50,7 +40,6 @@ def data(rows: list[dict[str, Any]], drafts: list[dict[str, Any]] | None = None)
         evals=[],
         ledger=[],
         starts=[],
-        drafts=drafts or [],
         damage=[],
     )
 
@@ -76,22 +65,6 @@ def test_shares_of_the_output_add_up_to_all_of_it() -> None:
     assert totals == pytest.approx([1.0, 1.0])
 
 
-def test_calibration_is_over_the_whole_run() -> None:
-    shown = charts(data([row(1), row(2)], [{"step": step, **DETAIL} for step in (1, 2)]))
-    predicted, observed = shown["calibration"].series
-    assert shown["calibration"].steps == list(range(5, 100, 10))
-    assert predicted.values[9] == pytest.approx(0.95) and predicted.values[0] is None
-    assert (observed.values[5], observed.values[9]) == (0.5, 0.9)
-    assert observed.low is not None and observed.low[5] is not None and 0.25 < observed.low[5] < 0.5
-    assert observed.values[0] is None
-    assert shown["acceptance-by-depth"].series[0].values == pytest.approx([0.9, 0.8, 0.0])
-
-
-def test_without_details_the_charts_say_so() -> None:
-    shown = charts(data([row(1)]))
-    assert all(shown[key].empty for key in ("calibration", "acceptance-by-depth"))
-
-
 def test_the_lead_says_what_it_comes_to() -> None:
     sentence = lead([row(1), row(2, tokens_per_pass=3.0)])
     assert "3.00 tokens" in sentence and "50% of all tokens" in sentence
@@ -108,13 +81,8 @@ def test_drafts_that_cost_more_than_they_save_are_a_concern() -> None:
     assert "20% longer" in text and "draft.enabled" in text
 
 
-def test_it_reaches_the_page_and_a_damaged_log_is_said(tmp_path: Path) -> None:
+def test_it_reaches_the_page(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run", dump_toml(Recipe()))
     run.write(1, row(1))
-    run.drafts.append({"step": 1, **DETAIL})
-    with run.drafts.path.open("ab") as file:
-        file.write(b"not json\n")
-    assert read_run(run).drafts[0]["trace"] == DETAIL["trace"]
     page = write_report(run).read_text(encoding="utf-8")
-    assert "Drafts from history" in page and 'data-chart="calibration"' in page
-    assert "line 2 of" in page
+    assert "Drafts from history" in page and 'data-chart="output-by-source"' in page

@@ -24,7 +24,7 @@ from ostinato.observe.report.ledger import tables
 from ostinato.observe.report.reading import read_run
 from ostinato.run import RunFolder
 from ostinato.scaling.curve import Sigmoid
-from ostinato.scaling.plan import simulated
+from ostinato.scaling.series import simulated
 
 computes = st.lists(st.floats(1e-3, 1e22), min_size=1, max_size=30, unique=True).map(sorted)
 
@@ -117,7 +117,7 @@ FALLEN = {"gate": "not identified", "A": None, "B": None, "C_mid": None, "at_bud
 }
 
 
-def foretold(path: Path, last: int) -> RunFolder:
+def predicted(path: Path, last: int) -> RunFolder:
     """A run of ``last`` evaluations, one every 1,000 units of compute, each with a look ahead."""
     path.mkdir(exist_ok=True)
     run = RunFolder(path)
@@ -137,7 +137,7 @@ def charts_of(run: RunFolder) -> dict[str, Chart]:
 
 @pytest.mark.slow
 def test_the_curve_is_that_of_the_last_row(tmp_path: Path) -> None:
-    run = foretold(tmp_path, 15)
+    run = predicted(tmp_path, 15)
     charts, last = charts_of(run), [*run.forecast.rows()][-1]
     assert set(charts) == {"curve", "forecast-A", "forecast-at_budget"}
     band, half, points = charts["curve"].series
@@ -151,7 +151,7 @@ def test_the_curve_is_that_of_the_last_row(tmp_path: Path) -> None:
 
 
 def test_what_is_not_identified_has_no_median_in_any_figure_or_cell(tmp_path: Path) -> None:
-    run = foretold(tmp_path, 5)
+    run = predicted(tmp_path, 5)
     assert [*run.forecast.rows()][-1]["gate"] == "not identified"
     charts = charts_of(run)
     known = [one for one in charts["curve"].series if one.low is not None]
@@ -163,7 +163,7 @@ def test_what_is_not_identified_has_no_median_in_any_figure_or_cell(tmp_path: Pa
 
 @pytest.mark.slow
 def test_of_a_curve_that_refutes_the_model_nothing_is_drawn(tmp_path: Path) -> None:
-    run = foretold(tmp_path, 12)
+    run = predicted(tmp_path, 12)
     last = [*run.forecast.rows()][-1]
     run.forecast.append({**last, **FALLEN, "step": 130, "compute": 13_000.0})
     (section,) = forecast_sections(read_run(run))
@@ -183,7 +183,7 @@ def score(step: int, value: float, **changes: Any) -> dict[str, Any]:
 
 def test_downstream_sets_stand_beside_the_main_one(tmp_path: Path) -> None:
     """Each on its own steps; the headline is the main set's alone, and another split does not hide it."""
-    run = foretold(tmp_path, 6)
+    run = predicted(tmp_path, 6)
     run.recipe.write_text('[eval]\nsplit = "train"\n')
     for step in (0, 10, 20):
         run.eval.append(score(step, 0.3 + step / 100, split="train"))

@@ -19,7 +19,7 @@ from small_loop import TEN_A_ROW, Bench, FakeMemory
 from ostinato.algo.algorithms import algorithm
 from ostinato.model.flops import Work
 from ostinato.pipeline.credit import Credit, assign
-from ostinato.pipeline.draft_metrics import CONTEXT, Likeness, counts, course, pasts
+from ostinato.pipeline.draft_metrics import CONTEXT, Likeness, counts, pasts
 from ostinato.pipeline.work import needed_work, rollout_work
 from ostinato.rollout.health import sampled_tokens
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
@@ -308,15 +308,6 @@ def test_counts_are_sums_over_answers(sizes: list[tuple[int, int, int]]) -> None
         assert np.isnan(row["draft/tokens_per_pass"])
     if accepted + wrong:
         assert row["draft/acceptance"] == pytest.approx(accepted / (accepted + wrong))
-
-
-@given(st.integers(0, 1000), st.integers(1, 400))
-def test_a_course_is_short_and_keeps_the_mean(num_passes: int, most: int) -> None:
-    trace = [(i, 2 * i, 3) for i in range(num_passes)]
-    points = course(trace, most)
-    assert len(points) == min(most, num_passes)
-    if num_passes <= most:
-        assert points == [[i, 2 * i, 3] for i in range(num_passes)]
 
 
 def test_likeness_is_told_when_prompts_return() -> None:

@@ -26,9 +26,8 @@ from ostinato.scaling.ablation import (
 )
 from ostinato.scaling.curve import Sigmoid, score
 from ostinato.scaling.noise import whiten
-from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import posterior
-from ostinato.scaling.series import Series
+from ostinato.scaling.series import Series, simulated
 
 RECIPE = Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1000.0)
 SCALE = SPREAD["A"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lab.scaling import oracles, published
 from ostinato.scaling.curve import Sigmoid, compute_for
-from ostinato.scaling.fit import by_cutoff, fit, spread
+from ostinato.scaling.fit import fit
 from ostinato.scaling.forms import Form, choose, fit_form
 from ostinato.scaling.noise import (
     CONSERVATIVE,
@@ -26,9 +26,8 @@ from ostinato.scaling.noise import (
     whiten,
 )
 from ostinato.scaling.normal import log_between, truncated
-from ostinato.scaling.plan import simulated
 from ostinato.scaling.posterior import PRIOR, Interval, _Grid, interval, posterior
-from ostinato.scaling.series import Series, read_csv, series
+from ostinato.scaling.series import Series, read_csv, series, simulated
 
 curves = st.builds(
     lambda R0, gain, B, log_C_mid: Sigmoid(R0=R0, A=R0 + gain * (1 - R0), B=B, C_mid=math.exp(log_C_mid)),
@@ -187,15 +186,6 @@ def sorted_like(found: dict[str, Series]) -> list[float]:
     return [printed[name] for name in found]
 
 
-def test_cutoffs() -> None:
-    one = points()["Fig10a ScaleRL-bs768"].between(first=1500)
-    cuts = by_cutoff(one)
-    assert [cut.evaluations for cut in cuts] == [20, 19, 18, 17, 16, 15, 14, 13]
-    assert cuts[0].A == fit(one).curve.A
-    assert spread(cuts) == pytest.approx(max(c.A for c in cuts) - min(c.A for c in cuts))
-    assert math.isnan(spread([]))
-
-
 # ---- other laws
 
 
@@ -214,14 +204,14 @@ def test_every_form_comes_back_from_its_own_curve(form: Form) -> None:
 
 
 def test_the_form_that_foretells_best_comes_first() -> None:
-    """The sigmoid foretells a curve that saturates; a law without a ceiling, one that has none."""
+    """The sigmoid predicts a curve that saturates; a law without a ceiling, one that has none."""
     C = np.linspace(500, 15_000, 30)
     noise = simulated(SCALERL, C, seed=1).score - SCALERL.score(C)
     saturating = series("saturating", C, SCALERL.score(C) + noise, R0=0.4)
     endless = series("endless", C, 1 - np.exp(1.0 - 0.2 * np.log(C)) + noise / 4, R0=0.05)
     assert choose(saturating)[0].form in (Form.SIGMOID, Form.SIGMOID_FREE_R0)
     assert choose(endless)[0].form in (Form.LOG_ERROR, Form.POWER)  # of which it is the case A = 1
-    assert {one.error for one in choose(saturating.take(slice(4)))} == {math.inf}  # nothing to foretell
+    assert {one.error for one in choose(saturating.take(slice(4)))} == {math.inf}  # nothing to predict
 
 
 def test_a_form_that_cannot_be_fitted_is_last_and_says_why() -> None:

@@ -1,13 +1,13 @@
-// Follows a run: asks for what has changed once a second, and sets everything that a model said as text.
+// Follows a run: requests what has changed once a second, and sets everything that a model wrote as text.
 "use strict";
 (() => {
-  const EVERY = 1000, HIDDEN = 10000, REDRAW = 2000;  // milliseconds between two questions, while nobody looks, between two drawings
+  const EVERY = 1000, HIDDEN = 10000, REDRAW = 2000;  // milliseconds between two requests, while the page is hidden, between two drawings
   const root = document.documentElement, at = (id) => document.getElementById(id);
   const mounted = new Map();  // charts by key
   const revisions = { charts: -1, timeline: -1 };
   const pick = document.querySelector(".pick"), choose = at("choose"), stretch = document.querySelector("#timeline [name=seconds]");
   const gantt = Gantt.mount(document.querySelector("figure.gantt"));
-  let chosen = decodeURIComponent(location.hash.slice(1)).split(",").filter(Boolean), metrics = "", failing = "[]", serial = 0;
+  let chosen = decodeURIComponent(location.hash.slice(1)).split(",").filter(Boolean), metrics = "", failing = "[]";
 
   function make(tag, className, ...children) {
     const made = document.createElement(tag);
@@ -16,7 +16,7 @@
     return made;
   }
 
-  async function ask(path, parameters = {}) {
+  async function request(path, parameters = {}) {
     const query = new URLSearchParams();
     for (const [name, value] of Object.entries(parameters)) for (const one of [value].flat()) query.append(name, one);
     const reply = await fetch(`${path}?${query}`);
@@ -24,7 +24,7 @@
     return reply.json();
   }
 
-  // ---- what the run says of itself
+  // ---- state
 
   function showState(state) {
     const { status, progress } = state, left = progress.left ? `, about ${progress.left} left` : "";
@@ -121,114 +121,54 @@
 
   // ---- timeline
 
-  function showTimeline(pictures) {
-    const picture = pictures[0];
+  function showTimeline(picture) {
     document.querySelector("figure.gantt").hidden = !picture;
     at("no-timeline").hidden = Boolean(picture);
     root.dataset.lanes = picture ? picture.lanes.length : 0;
     if (!picture) return;
     at("idle").textContent = "idle: " + Object.entries(picture.idle).map(([pool, share]) => `${pool} ${Math.round(share * 100)} %`).join(", ");
-    gantt.show(pictures, true);
+    gantt.show(picture, true);
   }
 
   stretch.addEventListener("change", () => { revisions.timeline = -1; look(); });
 
   // ---- answers
 
-  const number = (value) => (value === null || value === undefined ? "–" : String(+value.toFixed(3)).replace("-", "−"));
-  let shown = null, next = null;  // the group that was shown last, where the next reply goes on
-
-  function answerCard(answer) {
-    const parts = Object.entries(answer.parts), [oldest, newest] = answer.versions;
-    const box = make("article", `answer ${answer.tone}`, make("p", "verdict",
-      make("b", "", answer.reward === null ? "no verdict" : `reward ${number(answer.reward)}`),
-      parts.length > 1 ? make("span", "", parts.map(([name, value]) => `${name} ${number(value)}`).join(" · ")) : null,
-      make("span", "", `${answer.turns.reduce((sum, turn) => sum + turn.tokens, 0)} tokens`),
-      make("span", "", answer.stop === "length" ? "truncated" : `stop: ${answer.stop}`),
-      answer.versions.length ? make("span", "", oldest === newest ? `policy ${oldest}` : `policies ${oldest} to ${newest}`) : null,
-      make("span", "", `sample ${answer.sample}`),
-      answer.error || answer.reason ? make("span", "why", answer.error || answer.reason) : null));
-    answer.turns.forEach((turn, i) => box.append(
-      ...(i ? [make("p", "role", `turn ${i + 1}`)] : []),
-      turn.text ? make("pre", "", turn.text) : make("p", "role", `${turn.tokens} tokens, and no text of them`)));
-    if (!answer.turns.length) box.append(make("p", "role", "nothing was sampled"));
-    return box;
-  }
-
-  function promptCard(answer) {
-    const box = make("div", "card prompt");
-    for (const message of answer.messages) {
-      if (message.role) box.append(make("p", "role", message.role));
-      box.append(make("pre", "", message.content));
-    }
-    const columns = Object.entries(answer.columns).flatMap(([name, value]) => [`${name} `, make("b", "", value), "   "]);
-    box.append(make("p", "columns", `step ${answer.step} · prompt ${answer.uid}   `, ...columns));
-    return box;
-  }
-
-  async function browse(anew) {
-    const mine = ++serial, form = Object.fromEntries(new FormData(choose)), asked = {};
-    for (const [name, value] of Object.entries(form)) if (value !== "") asked[name] = value;
-    if (!anew && next) asked.after = next;
-    at("looked").textContent = "Looking …";
-    const reply = await ask("/answers", asked);
-    if (mine !== serial) return;  // something else was asked for meanwhile
-    if (anew) { at("answers").replaceChildren(); shown = null; }
-    for (const answer of reply.answers) {
-      const group = `${answer.step} ${answer.uid}`;
-      if (group !== shown) at("answers").append(promptCard(answer));
-      shown = group;
-      at("answers").append(answerCard(answer));
-    }
-    next = reply.next;
-    at("more").hidden = next === null;
-    at("more").textContent = reply.answers.length ? "Show more" : `Look on, before step ${reply.at}`;
-    const any = at("answers").children.length;
-    at("looked").textContent = !reply.steps.length ? "No answers are recorded yet (log.trajectories_every)." : next === null ? (any ? "That is all." : "No answer matches.") : any ? "" : `None down to step ${reply.at}.`;
-    steps(reply.steps);
-    root.dataset.answers = at("answers").querySelectorAll(".answer").length;
-  }
-
-  function steps(all) {
-    if (choose.step.options.length === all.length + 1) return;
-    const before = choose.step.value;
-    choose.step.replaceChildren(new Option("the last", ""), ...all.toReversed().map((step) => new Option(step, step)));
-    choose.step.value = before;
-  }
-
-  const failed = (error) => { at("looked").textContent = String(error.message || error); };
-  choose.addEventListener("submit", (event) => { event.preventDefault(); browse(true).catch(failed); });
-  choose.addEventListener("change", () => browse(true).catch(failed));
-  at("more").addEventListener("click", () => browse(false).catch(failed));
+  Samples.mount({
+    list: (step) => request("/groups", step === undefined ? {} : { step }),
+    open: (group, place) => request("/group", { step: group.step, place }),
+  }, Number(at("samples").dataset.solvedAt));
 
   // ---- again and again
 
-  let asking = false, drawn = -Infinity;
+  let waiting = false, drawn = -Infinity, step = null;
 
   async function look() {
-    if (asking) return;
-    asking = true;
+    if (waiting) return;
+    waiting = true;
     try {
-      const state = await ask("/state"), now = performance.now(), due = now - drawn > REDRAW;
+      const state = await request("/state"), now = performance.now(), due = now - drawn > REDRAW;
       showState(state);
+      if (step !== null && state.progress.step !== step) Samples.refresh();
+      step = state.progress.step;
       if (due || revisions.charts < 0 || revisions.timeline < 0) drawn = now;
       if (revisions.charts < 0 || (due && state.revisions.charts !== revisions.charts)) {
-        const reply = await ask("/charts", { metric: chosen });
+        const reply = await request("/charts", { metric: chosen });
         revisions.charts = reply.revision;
         showCharts(reply.charts);
       }
       if (revisions.timeline < 0 || (due && state.revisions.timeline !== revisions.timeline)) {
-        const reply = await ask("/timeline", { seconds: stretch.value });
+        const reply = await request("/timeline", { seconds: stretch.value });
         revisions.timeline = reply.revision;
-        showTimeline(reply.pictures);
+        showTimeline(reply.picture);
       }
       at("gone").hidden = true;
       root.dataset.looks = Number(root.dataset.looks || 0) + 1;
     } catch (error) {
-      if (!(error instanceof TypeError)) throw error;  // fetch: nobody is there
+      if (!(error instanceof TypeError)) throw error;  // fetch: no server
       at("gone").hidden = false;
     } finally {
-      asking = false;
+      waiting = false;
     }
   }
 
@@ -240,5 +180,4 @@
   document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
   showChosen();
   follow();
-  browse(true).catch(failed);
 })();

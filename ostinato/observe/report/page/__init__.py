@@ -27,7 +27,7 @@ from ostinato.observe.report.facts import (
     waste,
 )
 from ostinato.observe.report.forecast import forecast_sections
-from ostinato.observe.report.gantt import pictures, steps_of
+from ostinato.observe.report.gantt import steps_of, whole
 from ostinato.observe.report.mismatch import mismatch_section
 from ostinato.observe.report.page.offline import render, script_json
 from ostinato.observe.report.plan import plan_sections
@@ -66,7 +66,7 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
         samples=samples,
         chart_data=script_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty}),
         gantt_in=ANCHOR if data.spans else "",
-        gantt_data=script_json(pictures(data.spans, steps_of(data.ledger))),
+        gantt_data=script_json(whole(data.spans, steps_of(data.ledger))),
         marks=json.dumps(marked_steps(data)),
         sample_data=script_json(_sample_index(data, samples)),
     )

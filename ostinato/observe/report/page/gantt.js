@@ -25,8 +25,8 @@ const Gantt = (() => {
 
   function mount(figure) {
     const canvas = figure.querySelector("canvas"), at = figure.querySelector(".at"), legend = figure.querySelector(".legend");
-    const note = figure.querySelector("figcaption p"), select = figure.querySelector(".picture"), pen = canvas.getContext("2d");
-    let pictures = [], picture = null, from = 0, to = 1, dragged = null, hovered = null, left = 80, row = 20, zoomed = false;
+    const note = figure.querySelector("figcaption p"), pen = canvas.getContext("2d");
+    let picture = null, from = 0, to = 1, dragged = null, hovered = null, left = 80, row = 20, zoomed = false;
 
     const length = () => picture.seconds * 1000;
     const wide = () => Math.max(1, canvas.clientWidth - left - RIGHT);
@@ -101,7 +101,7 @@ const Gantt = (() => {
     }
 
     // What the colours mean, with the seconds that are in view.
-    function tell() {
+    function legendOf() {
       const sums = {};
       for (const lane of picture.lanes) eachSpan(lane, ({ kind, start, ms }) => {
         const seen = Math.min(to, start + ms) - Math.max(from, start);
@@ -146,7 +146,7 @@ const Gantt = (() => {
       to = from + size;
       zoomed = size < length() - 1e-6;
       draw();
-      tell();
+      legendOf();
     }
 
     canvas.addEventListener("pointermove", (event) => {
@@ -177,14 +177,10 @@ const Gantt = (() => {
       MOVES[key]();
     });
 
-    // Shows these pictures, the chosen one first; a picture that goes on keeps the part that is looked at.
+    // Shows a picture; one that goes on keeps the part that is looked at.
     function show(found, keep = false) {
-      const chosen = Math.min(Math.max(0, Number(select.value) || 0), found.length - 1), before = picture;
-      pictures = found;
-      select.replaceChildren(...pictures.map((one, i) => new Option(one.name, i)));
-      select.value = chosen;
-      select.parentElement.hidden = pictures.length < 2;
-      picture = pictures[chosen] || null;
+      const before = picture;
+      picture = found;
       if (!picture) return;
       const thinned = picture.coarse ? "Short spans are joined, the seconds of each kind kept. " : "";
       const hidden = picture.hidden ? `${picture.hidden} more workers have no room. ` : "";
@@ -193,7 +189,6 @@ const Gantt = (() => {
       if (moved !== null && from + moved >= 0) go(from + moved, to + moved); else go(0, length());
     }
 
-    select.addEventListener("change", () => { zoomed = false; show(pictures); });
     new ResizeObserver(() => draw()).observe(canvas);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
     return { show };
@@ -201,8 +196,9 @@ const Gantt = (() => {
 
   const data = document.getElementById("gantt-data"), figure = document.querySelector("figure.gantt");
   if (data && figure) {
-    mount(figure).show(JSON.parse(data.textContent));
-    document.documentElement.dataset.lanes = JSON.parse(data.textContent)[0].lanes.length;
+    const picture = JSON.parse(data.textContent);
+    mount(figure).show(picture);
+    document.documentElement.dataset.lanes = picture.lanes.length;
   }
   return { mount };
 })();

@@ -1,26 +1,16 @@
-// The browser of samples. Everything that a model wrote is set as text, never as markup.
+// The browser of samples: of a page that holds them, or of a server. What a model wrote is set as text, never as markup.
 "use strict";
-(() => {
-  const { groups, solved_at: solvedAt } = JSON.parse(document.getElementById("sample-data").textContent);
-  const chunks = document.querySelectorAll("script.chunk");
+const Samples = (() => {
   const root = document.documentElement, PAGE = 8, NO_EXPERT = -1;
-  const form = document.querySelector(".controls");
-  if (!form) { root.dataset.samples = "none"; return; }
-  const view = document.getElementById("group"), card = document.getElementById("token");
+  const form = document.querySelector("form.samples"), view = document.getElementById("group"), card = document.getElementById("token");
   const tokens = new WeakMap();  // span -> what hovering over it shows
-  let content = null, serial = 0;
+  let source = null, solvedAt = 1, groups = [], content = null, serial = 0;
 
   function make(tag, className, ...children) {
     const made = document.createElement(tag);
     if (className) made.className = className;
     made.append(...children.filter((child) => child !== null && child !== ""));
     return made;
-  }
-
-  async function inflate(text) {
-    const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-    return JSON.parse(await new Response(stream).text());
   }
 
   const number = (value, digits = 3) => (value === null || value === undefined ? "–" : String(+value.toFixed(digits)).replace("-", "−"));
@@ -108,8 +98,9 @@
   }
 
   function show() {
-    const group = groups[form.group.value], wanted = form.find.value.toLowerCase();
-    const answers = content.answers.filter(FILTERS[form.filter.value]).filter((answer) => text(answer).toLowerCase().includes(wanted)).sort(SORTS[form.sort.value]);
+    if (!content) return;
+    const group = groups[form.group.value], sought = form.find.value.toLowerCase();
+    const answers = content.answers.filter(FILTERS[form.filter.value]).filter((answer) => text(answer).toLowerCase().includes(sought)).sort(SORTS[form.sort.value]);
     const list = make("div", ""), more = make("button", "");
     more.type = "button";
     let shown = 0;
@@ -126,7 +117,7 @@
   }
 
   async function open() {
-    const mine = ++serial, opened = await inflate(chunks[form.group.value].textContent);
+    const mine = ++serial, opened = await source.open(groups[form.group.value], form.group.value);
     if (mine !== serial) return;  // another group was chosen meanwhile
     content = opened;
     show();
@@ -139,11 +130,29 @@
     return made;
   }
 
-  function list() {
-    const step = Number(form.step.value);
-    const here = groups.map((group, i) => [group, i]).filter(([group]) => group.step === step);
-    form.group.replaceChildren(...here.map(([group, i]) => option(i, `${group.rewards.filter(isSolved).length}/${group.rewards.length} solved · ${group.preview}`)));
-    return open();
+  // The groups of a step, of the last one without a number; then the first of them is opened.
+  async function list(step) {
+    const mine = ++serial, found = await source.list(step);
+    if (mine !== serial) return undefined;
+    [groups, content] = [found.groups, null];
+    offer(found.steps, groups[0]?.step);
+    form.group.replaceChildren(...groups.map((group, i) => option(i, `${group.rewards.filter(isSolved).length}/${group.rewards.length} solved · ${group.preview}`)));
+    if (groups.length) return open();
+    root.dataset.samples = "none";
+    return view.replaceChildren(make("p", "calm", "No answers are recorded yet (log.trajectories_every)."));
+  }
+
+  function offer(steps, chosen) {
+    form.step.replaceChildren(...steps.map((step) => option(step, String(step))));
+    if (chosen !== undefined) form.step.value = String(chosen);
+  }
+
+  // Steps that were recorded meanwhile; what is shown stays.
+  async function refresh() {
+    if (!groups.length) return list();
+    const { step } = groups[0], found = await source.list(step);
+    if (groups[0].step === step && found.steps.length !== form.step.options.length) offer(found.steps, step);
+    return undefined;
   }
 
   function place(span) {
@@ -166,7 +175,7 @@
     return make("div", "routes", ...layers.map((chosen, l) => make("span", "", make("i", "", `${l}: `), chosen.join(" "))));
   }
 
-  function tell(span) {
+  function showToken(span) {
     const token = tokens.get(span);
     hide();
     span.classList.add("on");
@@ -184,29 +193,54 @@
     place(span);
   }
 
-  view.addEventListener("pointerover", (event) => { if (tokens.has(event.target)) tell(event.target); else hide(); });
-  view.addEventListener("pointerleave", hide);
-  view.addEventListener("focusout", hide);
-  view.addEventListener("keydown", (event) => {
-    const answer = event.target.closest(".answer"), move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (event.key === "Escape") hide();
-    if (!answer || move === undefined) return;
-    event.preventDefault();
-    const all = [...answer.querySelectorAll(".t")], now = all.findIndex((span) => span.classList.contains("on"));
-    const span = all[Math.min(all.length - 1, Math.max(0, now + move))];
-    if (span) { span.scrollIntoView({ block: "nearest" }); tell(span); }
-  });
-  addEventListener("scroll", () => { const on = view.querySelector(".t.on"); if (on) place(on); }, { passive: true });
 
-  form.addEventListener("submit", (event) => event.preventDefault());
-  form.step.append(...[...new Set(groups.map((group) => group.step))].map((step) => option(step, String(step))));
-  form.step.value = String(groups[groups.length - 1].step);
-  form.step.addEventListener("change", list);
-  form.group.addEventListener("change", open);
-  for (const control of [form.sort, form.filter]) control.addEventListener("change", show);
-  form.find.addEventListener("input", show);
-  if (typeof DecompressionStream === "undefined") {
-    view.textContent = "This browser cannot inflate the samples (no DecompressionStream); use a newer one.";
-    root.dataset.samples = "unsupported";
-  } else list();
+  // ``list(step)`` gives {steps, groups}, ``open(group, place)`` a group's prompt and answers.
+  function mount(given, solved) {
+    [source, solvedAt] = [given, solved];
+    form.addEventListener("submit", (event) => event.preventDefault());
+    form.step.addEventListener("change", () => list(Number(form.step.value)));
+    form.group.addEventListener("change", open);
+    for (const control of [form.sort, form.filter]) control.addEventListener("change", show);
+    form.find.addEventListener("input", show);
+    view.addEventListener("pointerover", (event) => { if (tokens.has(event.target)) showToken(event.target); else hide(); });
+    view.addEventListener("pointerleave", hide);
+    view.addEventListener("focusout", hide);
+    view.addEventListener("keydown", (event) => {
+      const answer = event.target.closest(".answer"), move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (event.key === "Escape") hide();
+      if (!answer || move === undefined) return;
+      event.preventDefault();
+      const all = [...answer.querySelectorAll(".t")], now = all.findIndex((span) => span.classList.contains("on"));
+      const span = all[Math.min(all.length - 1, Math.max(0, now + move))];
+      if (span) { span.scrollIntoView({ block: "nearest" }); showToken(span); }
+    });
+    addEventListener("scroll", () => { const on = view.querySelector(".t.on"); if (on) place(on); }, { passive: true });
+    return list();
+  }
+
+  async function inflate(text) {
+    const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    return JSON.parse(await new Response(stream).text());
+  }
+
+  // The samples that the page itself holds.
+  function embedded(data) {
+    const all = data.groups.map((group, i) => ({ ...group, chunk: i })), steps = [...new Set(all.map((group) => group.step))];
+    const chunks = document.querySelectorAll("script.chunk");
+    if (!all.length) { root.dataset.samples = "none"; return; }
+    if (typeof DecompressionStream === "undefined") {
+      view.textContent = "This browser cannot inflate the samples (no DecompressionStream); use a newer one.";
+      root.dataset.samples = "unsupported";
+      return;
+    }
+    mount({
+      list: async (step = steps[steps.length - 1]) => ({ steps, groups: all.filter((group) => group.step === step) }),
+      open: (group) => inflate(chunks[group.chunk].textContent),
+    }, data.solved_at);
+  }
+
+  const data = document.getElementById("sample-data");
+  if (data) embedded(JSON.parse(data.textContent));
+  return { mount, refresh };
 })();
