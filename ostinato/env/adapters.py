@@ -6,12 +6,15 @@
     env_params = {id = "game:GuessTheNumber-v0-easy", action = "\\\\boxed{{{number}}}"}
 
 ``action`` is what the game reads for an answer: "{text}" is the answer itself, "{number}" its last number, so
-that a small model which writes plain numbers can play games that want them in a box.
+that a small model which writes plain numbers can play games that want them in a box. ``shown`` is a regular
+expression: of what a game says only its matches are read, one a line, where there are some. So a game of 500
+bytes of English is one of 20 for a model that knows no English.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import random
@@ -39,27 +42,35 @@ def _action(form: str, text: str) -> str:
     return form.format(text=text, number=found[-1] if found else "")
 
 
+def _matches(shown: re.Pattern[str], text: str) -> str:
+    found = [match.group() for match in shown.finditer(text)] if shown.pattern else []
+    return "\n".join(found) or text
+
+
 class Gem:
     """gem-llm's ``id``; ``params`` are its own."""
 
-    def __init__(self, id: str, action: str = "{text}", **params: Any) -> None:
+    def __init__(self, id: str, action: str = "{text}", shown: str = "", **params: Any) -> None:
         self._env, self._form = _package("gem", "gem-llm").make(id, **params), action
+        self._shown = re.compile(shown)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         random.seed(seed)  # its games draw from there
         text, info = self._env.reset(seed=seed)
-        return f"{text}{info.get('suffix', '')}", {}
+        return _matches(self._shown, f"{text}{info.get('suffix', '')}"), {}
 
     def step(self, action: str) -> Step:
         text, reward, ended, cut, info = self._env.step(_action(self._form, action))
-        return f"{text}{info.get('suffix', '')}", float(reward), bool(ended), bool(cut), {}
+        reply = _matches(self._shown, f"{text}{info.get('suffix', '')}")
+        return reply, float(reward), bool(ended), bool(cut), {}
 
 
 class TextArena:
     """textarena's single-player ``id``."""
 
-    def __init__(self, id: str, action: str = "{text}", **params: Any) -> None:
+    def __init__(self, id: str, action: str = "{text}", shown: str = "", **params: Any) -> None:
         self._env, self._form = _package("textarena", "textarena").make(env_id=id, **params), action
+        self._shown = re.compile(shown)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         random.seed(seed)  # its games draw from there
@@ -80,24 +91,22 @@ class TextArena:
         if not isinstance(observed, str):
             observed = "\n".join(str(part[1]) for part in observed)  # (from whom, message, kind)
         before, self._seen = self._seen, observed
-        return observed.removeprefix(before).strip() if before else observed
+        return _matches(self._shown, observed.removeprefix(before).strip() if before else observed)
 
 
 class TextWorld:
     """A textworld game for each seed, generated offline: ``rooms``, ``objects`` and ``quest`` steps. What can
-    be done is listed with numbers; an answer is a command, or ends in a number of the list."""
+    be done is listed with numbers; an answer is a command, or ends in a number of the list. A game is
+    compiled once in a process, which takes about a second."""
 
-    def __init__(self, rooms: int = 1, objects: int = 2, quest: int = 1) -> None:
+    def __init__(self, rooms: int = 1, objects: int = 2, quest: int = 1, shown: str = "") -> None:
         self._textworld = _package("textworld", "textworld")
-        self._size, self._env, self._score = (rooms, objects, quest), None, 0.0
+        self._size, self._shown = (rooms, objects, quest), re.compile(shown)
+        self._env, self._score = None, 0.0
         self._commands: list[str] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="ostinato-textworld-")
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        chosen = self._textworld.GameOptions()
-        chosen.nb_rooms, chosen.nb_objects, chosen.quest_length = self._size
-        chosen.seeds, chosen.path = seed % 2**31, str(Path(self._folder.name) / "game.z8")
-        file, _ = self._textworld.make(chosen)
+        file = _compiled(self._textworld, self._size, seed % 2**31)
         wanted = self._textworld.EnvInfos(admissible_commands=True, score=True, max_score=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a generated game is none of the published ones
@@ -117,12 +126,27 @@ class TextWorld:
         self._commands = sorted(state.admissible_commands or ())
         listed = "\n".join(f"{number} {command}" for number, command in enumerate(self._commands, 1))
         text = re.sub(r"\n\s*\n[\s>]*(-=.*)?", "\n", state.feedback).strip()  # without the status line
-        return f"{text}\n{listed}"
+        return _matches(self._shown, f"{text}\n{listed}")
 
     def close(self) -> None:
         if self._env is not None:
             self._env.close()
-        self._folder.cleanup()
+
+
+@functools.cache
+def _games() -> tempfile.TemporaryDirectory[str]:
+    """Where games are compiled to; it goes with the process."""
+    return tempfile.TemporaryDirectory(prefix="ostinato-textworld-")
+
+
+@functools.cache
+def _compiled(textworld: Any, size: tuple[int, int, int], seed: int) -> str:
+    """The file of a game."""
+    chosen = textworld.GameOptions()
+    chosen.nb_rooms, chosen.nb_objects, chosen.quest_length = size
+    name = "-".join(map(str, (*size, seed)))
+    chosen.seeds, chosen.path = seed, str(Path(_games().name) / f"{name}.z8")
+    return textworld.make(chosen)[0]
 
 
 __all__ = ["Gem", "TextArena", "TextWorld"]

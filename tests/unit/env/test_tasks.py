@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -392,6 +394,26 @@ def test_a_seed_is_a_game(package: str, game: Any, params: dict[str, Any]) -> No
     first = played(3)
     assert first == played(3) and first[0] and len(first) > 1
     assert any(played(seed) != first for seed in range(4, 16))
+
+
+class Wordy:
+    """gem's interface: English around what matters."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "You are playing a game. Guess between 1 and 10, please.", {"suffix": "Your turn."}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return {"[7]": "It is lower than 7.", "[]": "That is none."}[action], 0.5, False, False, {}
+
+
+def test_of_a_wordy_game_only_what_is_shown_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=lambda id: Wordy()))
+    game = Gem("wordy", action="[{number}]", shown=r"between \d+ and \d+|lower than \d+|You")
+    assert game.reset(seed=0, options={})[0] == "You\nbetween 1 and 10\nYou"
+    assert game.step("#### 7")[:2] == ("lower than 7", 0.5)
+    assert game.step("none")[0] == "That is none."  # without a match all of it is
+    with pytest.raises(ValueError, match=r"task.env 'ostinato.env.adapters:Gem' .* unterminated"):
+        factory("ostinato.env.adapters:Gem", {"id": "wordy", "shown": "[0-9"})
 
 
 def test_a_package_that_is_missing_is_named() -> None:
