@@ -62,7 +62,8 @@ def drawn(
 ) -> list[Sample]:
     """Siblings behind ``prompt`` tokens, with answers of these lengths, of which ``gap`` was put in;
     routes of the prompt are those of all, the last row's are not known."""
-    context, common = rng.integers(0, vocab, prompt), drawn_routes(rng, moe, prompt) if moe else None
+    context = rng.integers(0, vocab, prompt)
+    common = drawn_routes(rng, moe, prompt) if moe else np.empty(0)
     found = []
     for sibling, length in enumerate(answers):
         tokens = np.concatenate([context, rng.integers(0, vocab, length)])
