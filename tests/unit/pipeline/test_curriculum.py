@@ -15,6 +15,7 @@ from nouns import completion, episode, group_of
 from small_loop import Bench, as_saved, deterministic
 
 from ostinato.algo.noise import key, uniform
+from ostinato.env.mixture import Mixture, named
 from ostinato.env.tasks import Rows
 from ostinato.pipeline.curriculum import PASSED_OVER, Choice, Curriculum, Rates
 from ostinato.pipeline.rounds import Rounds
@@ -113,6 +114,30 @@ def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path: Path, changes: dict[st
     assert passed > 0 and whole.rows[-1]["curriculum/known"] <= 12
     last = LoopState(**whole.saved[-1][0])
     assert last.cursor == last.admitted + passed
+
+
+def mixed(path: Path, **options: Any) -> Bench:
+    """A run of two tasks, of which places are taken by the tasks' rates."""
+    bench = Bench(path, keep=9, checkpoint_every=3, steps=8, **options)
+    parts = {
+        name: Rows(named([Prompt(uid=str(k), text="?") for k in range(5)], name), seed=1) for name in "ab"
+    }
+    bench.loop.tasks = Mixture(parts, {"a": 3.0, "b": 1.0}, seed=1)
+    return bench
+
+
+def test_a_resumed_mixture_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    rule = replace(RULE, by="task", low=0.3, high=0.7, revisit=0.2)
+    whole = mixed(tmp_path / "whole", curriculum=rule)
+    whole.run()
+    part = mixed(tmp_path / "whole", curriculum=rule, **as_saved(whole, 0))
+    part.run()
+    assert [deterministic(row) for row in part.rows] == [deterministic(row) for row in whole.rows[3:]]
+    assert set(whole.saved[-1][0]["rates"]) == {"a", "b"}
+    plain = mixed(tmp_path / "plain")
+    plain.run()
+    shares = [row.get("tasks/a/share", 0.0) for row in plain.rows]
+    assert sum(shares) / 8 == pytest.approx(0.75, abs=0.05)
 
 
 def test_without_one_there_is_nothing_to_read(tmp_path: Path) -> None:
