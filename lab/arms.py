@@ -60,7 +60,7 @@ class Nothing:
 
     def propose(self, running: DraftQuery) -> Drafts:
         none = np.zeros(0, np.int32)
-        return Drafts(counts=np.zeros(len(running.handles), np.int32), tokens=none, parents=none)
+        return Drafts(counts=np.zeros(len(running.handles), np.int32), tokens=none)
 
     def observe(self, emitted: SampledTokens) -> None:
         pass
@@ -85,11 +85,9 @@ class Oracle:
         left = np.array([len(self._answers[h]) - self._said[h] - 1 for h in handles])
         counts = best_depth(np.minimum(left, running.room), running.seconds)
         parts = [self._answers[h][self._said[h] :][:n] for h, n in zip(handles, counts.tolist(), strict=True)]
-        firsts = np.repeat(np.cumsum(counts) - counts, counts)
         return Drafts(
             counts=counts.astype(np.int32),
             tokens=np.concatenate([*parts, np.zeros(0, np.int32)]).astype(np.int32),
-            parents=(np.arange(len(firsts)) - firsts - 1).astype(np.int32),
         )
 
     def observe(self, emitted: SampledTokens) -> None:
@@ -150,7 +148,6 @@ class Pair:
         kv_memory_mb: int,
         max_batch: int,
         context_limit: int,
-        leaves: int,
         clock: Clock = Clock.WALL,
     ) -> None:
         self._clock, self._expect = clock.read, nothing_known
@@ -166,7 +163,6 @@ class Pair:
                 max_batch=max_batch,
                 context_limit=context_limit,
                 drafter=drafter,
-                leaves=leaves,
                 expect=None if drafter is None else lambda request: self._expect(request),
             )
 

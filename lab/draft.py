@@ -96,7 +96,6 @@ class Draft(Bench):
     )
     epochs: int = option(3, "Over all prompts.")
     rounds: int = option(2, "Replays of the whole run; medians count.")
-    leaves: int = option(4, "Most leaves of a draft; 1 is chains.")
     clock: Clock = option(Clock.WALL, "cpu is for one thread on a machine that others use too.")
     arms: tuple[Arm, ...] = tuple(Arm)
 
@@ -111,7 +110,7 @@ class Draft(Bench):
     def __post_init__(self) -> None:
         if not self.batches or min(self.batches) < 1:
             raise ValueError(f"--batch is {self.batches}; give sizes of at least 1, with commas")
-        for name in ("epochs", "rounds", "leaves"):
+        for name in ("epochs", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}; use at least 1")
 
@@ -131,7 +130,6 @@ class Draft(Bench):
                 kv_memory_mb=recipe.engine.kv_memory_mb,
                 max_batch=batch,
                 context_limit=model.decoder.config.max_positions,
-                leaves=self.leaves,
                 clock=self.clock,
             )
             for round_ in range(self.rounds):
@@ -298,7 +296,6 @@ def summary(bench: Draft, rows: Sequence[Measured]) -> dict[str, Any]:
             "dtype": recipe.model.dtype,
             "recipe": recipe.name,
             "rounds": bench.rounds,
-            "leaves": bench.leaves,
             "clock": str(bench.clock),
         },
     }

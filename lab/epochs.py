@@ -20,10 +20,11 @@ from ostinato.engine.local import LocalEngine
 from ostinato.env.tasks import Rows, load_tasks
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
-from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.named import model_folder
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.model.ops import TORCH_OPS
+from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.pipeline.credit import assign
 from ostinato.pipeline.draft_metrics import pasts
 from ostinato.render import Renderer

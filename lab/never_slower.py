@@ -61,7 +61,6 @@ class NeverSlower(Bench):
     new_tokens: int = 48
     precision: float = 0.005
     cell_s: float = 14.0
-    leaves: int = option(4, "Most leaves of a draft; 1 is chains.")
     clock: Clock = option(Clock.WALL, "cpu is for one thread on a machine that others use too.")
 
     def quick(self) -> NeverSlower:
@@ -156,7 +155,6 @@ def _cells(bench: NeverSlower, name: str, folder: str, say: Say) -> Any:
         kv_memory_mb=_kv_memory_mb(model, max(bench.batches), context),
         max_batch=max(bench.batches),
         context_limit=min(context, model.decoder.config.max_positions),
-        leaves=bench.leaves,
         clock=bench.clock,
     )
     pair.warm_up(_requests(bench, work, 1.0, min(4, max(bench.batches)), seed=-1))

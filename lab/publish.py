@@ -34,10 +34,12 @@ from lab.settings import our_threads
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
-from ostinato.model.merge import merge
+from ostinato.model.lora import Adapters, init_adapters
+from ostinato.model.peft_io import merge
+from ostinato.model.shapes import AdapterSpec
 from ostinato.model.shared import shared_file, shared_model, sweep
 from ostinato.model.wire import fingerprint, fingerprint_weights, pack, pack_weights
+from ostinato.workers.remote import sealed
 
 LARGER = {
     "model_type": "llama",
@@ -199,7 +201,7 @@ def _send_adapters(
     decoder: Decoder, adapters: Adapters, path: Path, sampler: Contender, version: int
 ) -> dict[str, float]:
     start = time.perf_counter()
-    path.write_bytes(pack(adapters))
+    path.write_bytes(sealed(pack(adapters)))
     packed = time.perf_counter()
     expected = fingerprint(adapters)
     row = {"pack_s": packed - start, "fingerprint_s": time.perf_counter() - packed}

@@ -25,6 +25,7 @@ from ostinato.model.hf import load_model
 from ostinato.model.shared import shared_file, shared_model
 from ostinato.model.wire import unpack
 from ostinato.types import Request, Sampling
+from ostinato.workers.remote import opened
 
 PROMPTS, PROMPT = 4, 24
 
@@ -55,8 +56,8 @@ def published(engine: LocalEngine, task: dict[str, Any]) -> dict[str, Any]:
     if "weights" in task:
         engine.publish_weights(Path(task["weights"]), task["version"])
     else:
-        content = Path(task["adapters"]).read_bytes()
-        engine.publish(unpack(content, engine.decoder.config), task["version"])
+        packed = opened(Path(task["adapters"]).read_bytes())
+        engine.publish(unpack(packed, engine.decoder.config), task["version"])
     loaded = time.perf_counter()
     version, fingerprint = engine.served
     seconds = {"load_s": loaded - start, "prove_s": time.perf_counter() - loaded}

@@ -26,9 +26,10 @@ from ostinato.algo.pack import pack
 from ostinato.engine.local import LocalEngine
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
-from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.lora import init_adapters
 from ostinato.model.native import Kernels, load
 from ostinato.model.ops import TORCH_OPS
+from ostinato.model.shapes import AdapterSpec
 from ostinato.pipeline.credit import assign
 from ostinato.render import Renderer
 from ostinato.train.optimizer import OptimizerSettings

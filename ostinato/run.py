@@ -308,7 +308,6 @@ class RunFolder:
         self.watch = Jsonl(path / "watch.jsonl")
         self.failed = Jsonl(path / "failed_rewards.jsonl")
         self.forecast = Jsonl(path / "forecast.jsonl")
-        self.replan = Jsonl(path / "replan.jsonl")
         self.timeline = Jsonl(path / "timeline.jsonl")
         self.trajectories = JsonlZst(path / "trajectories.jsonl.zst")
 
@@ -359,7 +358,7 @@ class RunFolder:
     def _logs(self) -> tuple[Jsonl | JsonlZst, ...]:
         """Those whose rows a resumed run writes again."""
         logs = (self.metrics, self.eval, self.mismatch, self.watch)
-        return (*logs, self.forecast, self.replan, self.trajectories)
+        return (*logs, self.forecast, self.trajectories)
 
 
 def new_run_path(root: Path, recipe: str, now: datetime | None = None) -> Path:

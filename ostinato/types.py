@@ -240,7 +240,8 @@ class Publication:
 
     version: int
     fingerprint: str
-    payload: bytes  # ``model.wire``: safetensors; empty: the base, without adapters
+    payload: Any = None  # ``model.wire.pack`` of the adapters; None: the base, without adapters
+    size: int = 0  # bytes of the payload
     path: str = ""  # a file that holds the payload instead, where it is large and the host is the same
     answers: tuple[
         tuple[str, int, tuple[HistoryEntry, ...]], ...
@@ -461,17 +462,14 @@ class DraftQuery:
     room: np.ndarray  # [S] int32: most draft tokens that could still be emitted
     weights: np.ndarray  # [S] float32: worth of one token of it now, 1 for all while requests wait
     seconds: np.ndarray  # [N + 1] float64: what this pass takes with n draft tokens in it; N: most allowed
-    leaves: int = 1  # most leaves in the draft of one sequence: 1 asks for chains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drafts:
-    """Guesses, sequence after sequence. Within a sequence a parent stands before its children; ``parents``
-    are indices into the sequence's own nodes, -1 for what follows its last token: a chain is -1, 0, 1, ..."""
+    """Proposed tokens, sequence after sequence: each goes on with the one before it."""
 
-    counts: np.ndarray  # [S] int32, nodes of each sequence
+    counts: np.ndarray  # [S] int32, tokens of each sequence
     tokens: np.ndarray  # [n] int32
-    parents: np.ndarray  # [n] int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

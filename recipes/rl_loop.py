@@ -28,7 +28,8 @@ from ostinato.env.arithmetic import rows
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
-from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.lora import init_adapters
+from ostinato.model.shapes import AdapterSpec
 from ostinato.render import Renderer
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import health

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from ostinato.engine.vllm_server import vllm_lost
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec
+from ostinato.model.lora import Adapters
+from ostinato.model.shapes import AdapterSpec
 
 WAIT_S = 20.0  # for other requests
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ostinato.algo.speculate import accepted_path
+from ostinato.algo.speculate import accepted_drafts
 
 VOCAB, LENGTH = 5, 3
 Prefix = tuple[int, ...]
@@ -43,35 +43,29 @@ def inverse_transform(p: np.ndarray, u: float) -> int:
     return int(min(np.searchsorted(p.cumsum(), u, side="right"), VOCAB - 1))
 
 
-def adversary(p: Policy, prefix: Prefix, u: np.ndarray, kind: str) -> list[Prefix]:
-    """Two paths to the end of the answer: what a drafter may know is everything, the noise included."""
-
-    def path(choose: Callable[[np.ndarray, float], int]) -> Prefix:
-        at = prefix
-        while len(at) < LENGTH:
-            at += (choose(p[at], u[len(at)]),)
-        return at[len(prefix) :]
-
-    unlikely, likely = path(lambda q, _: int(q.argmin())), path(lambda q, _: int(q.argmax()))
-    coupled = path(inverse_transform)
-    spoilt = path(lambda q, v: (inverse_transform(q, v) + 1) % VOCAB)
-    return {"wrong": [unlikely, spoilt], "likely": [likely, unlikely], "coupled": [coupled, spoilt]}[kind]
+def adversary(p: Policy, prefix: Prefix, u: np.ndarray, kind: str) -> Prefix:
+    """The rest of an answer: what a drafter may know is everything, the noise included."""
+    choose: dict[str, Callable[[np.ndarray, float], int]] = {
+        "wrong": lambda q, _: int(q.argmin()),
+        "likely": lambda q, _: int(q.argmax()),
+        "coupled": inverse_transform,
+        "spoilt": lambda q, v: (inverse_transform(q, v) + 1) % VOCAB,
+    }
+    at = prefix
+    while len(at) < LENGTH:
+        at += (choose[kind](p[at], u[len(at)]),)
+    return at[len(prefix) :]
 
 
 def sample_then_match(p: Policy, kind: str, rng: np.random.Generator) -> Prefix:
-    """One answer through ``accepted_path``, with a tree of two leaves before every pass."""
+    """One answer through ``accepted_drafts``, with a draft before every pass."""
     u, out = rng.random(LENGTH), ()
     while len(out) < LENGTH:
-        nodes: dict[tuple[int, ...], int] = {}
-        for path in adversary(p, out, u, kind):
-            for n in range(1, len(path)):
-                nodes.setdefault(path[:n], len(nodes))
-        tokens = np.array([path[-1] for path in nodes], np.int64)
-        parents = np.array([nodes.get(path[:-1], -1) for path in nodes], np.int64)
-        contexts = [out, *(out + path for path in nodes)]
+        draft = adversary(p, out, u, kind)[:-1]
+        contexts = [out + draft[:n] for n in range(len(draft) + 1)]
         drawn = np.array([inverse_transform(p[c], u[len(c)]) for c in contexts])
-        path = accepted_path(tokens, parents, drawn)
-        out += tuple(int(drawn[node + 1]) for node in (-1, *path))
+        (accepted,) = accepted_drafts(np.array([len(draft)]), np.array(draft, np.int64), drawn)
+        out += tuple(drawn[: accepted + 1].tolist())
     return out
 
 

@@ -19,11 +19,11 @@ from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.lora import Adapters, init_adapters
+from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import Mesh
-from ostinato.parallel.parts import own_decoders
-from ostinato.parallel.pieces import own_adapters
+from ostinato.parallel.pieces import own_adapters, own_decoders
 from ostinato.parallel.shares import Placement, shares_of
 from ostinato.train.layouts import sharded_trainer
 from ostinato.train.optimizer import OptimizerSettings

@@ -28,9 +28,10 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.model.config import MoEConfig, parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.lora import init_adapters
 from ostinato.model.native import BuildError, load
 from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import Mesh
 from ostinato.train.layouts import sharded_trainer

@@ -31,13 +31,12 @@ def request(
     )
 
 
-def running(*handles: int, room: int = 40, seconds: np.ndarray = FREE, leaves: int = 1) -> DraftQuery:
+def running(*handles: int, room: int = 40, seconds: np.ndarray = FREE) -> DraftQuery:
     return DraftQuery(
         handles=np.array(handles, np.int64),
         room=np.full(len(handles), room, np.int32),
         weights=np.ones(len(handles), np.float32),
         seconds=seconds,
-        leaves=leaves,
     )
 
 
@@ -107,17 +106,16 @@ class Speaker:
         self.edges.append(float(np.float32(ends[token] - chances[token])))
         return token
 
-    def verify(self, policy: np.ndarray, draft: list[tuple[int, int]]) -> tuple[int, int, bool]:
-        """Sample-then-match along a draft of (token, parent): how many tokens came, how many of them were
-        drafted, and whether that is the end."""
-        at, before, accepted = -1, len(self.tokens), 0
+    def verify(self, policy: np.ndarray, draft: list[int]) -> tuple[int, int, bool]:
+        """Sample-then-match along a draft: how many tokens came, how many of them were drafted, and whether
+        that is the end."""
+        before = len(self.tokens)
         while True:
-            token = self.speak(policy)
-            at = draft.index((token, at)) if (token, at) in draft else -2
-            accepted += at >= 0
+            token, at = self.speak(policy), len(self.tokens) - before - 1
+            hit = draft[at : at + 1] == [token]
             ended = token == STOP or len(self.tokens) == self.limit
-            if at < 0 or ended:
-                return len(self.tokens) - before, accepted, ended
+            if not hit or ended:
+                return at + 1, at + hit, ended
 
 
 def policy_of(seed: int, step: int, drift: float) -> np.ndarray:
@@ -127,23 +125,11 @@ def policy_of(seed: int, step: int, drift: float) -> np.ndarray:
     return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
 
 
-def paths(drafts: Drafts, rooms: list[int], leaves: int, most: int) -> list[list[list[int]]]:
-    """Of every sequence the path to each node. They are well formed: parents first, no deeper than there is
-    room, siblings that differ, and no more leaves and tokens than allowed."""
-    assert drafts.counts.sum() == len(drafts.tokens) == len(drafts.parents) <= most
-    start, found = 0, []
-    for count, room in zip(drafts.counts.tolist(), rooms, strict=True):
-        nodes: list[list[int]] = []
-        parents = drafts.parents[start : start + count].tolist()
-        for token, parent in zip(drafts.tokens[start : start + count].tolist(), parents, strict=True):
-            assert -1 <= parent < len(nodes)
-            nodes.append([*(nodes[parent] if parent >= 0 else ()), token])
-        assert max(map(len, nodes), default=0) <= max(room, 0)
-        assert len(set(range(count)) - set(parents)) <= leaves
-        assert len(set(map(tuple, nodes))) == count
-        found.append(nodes)
-        start += count
-    return found
+def split(drafts: Drafts, rooms: list[int], most: int) -> list[list[int]]:
+    """The draft of every sequence: no longer than there is room, no more tokens than allowed."""
+    assert drafts.counts.sum() == len(drafts.tokens) <= most
+    assert all(count <= max(room, 0) for count, room in zip(drafts.counts.tolist(), rooms, strict=True))
+    return [part.tolist() for part in np.split(drafts.tokens, np.cumsum(drafts.counts)[:-1])]
 
 
 @dataclass(kw_only=True)
@@ -153,7 +139,6 @@ class Game:
     drafter: Any
     history: History
     seed: int
-    leaves: int = 1
     temperature: float = 1.0
     drift: float = 0.1
     steps: int = 3
@@ -208,21 +193,17 @@ class Game:
                 room=np.array(room, np.int32),
                 weights=np.array([rng.choice([1, 1, 0.5, 2]) for _ in running], np.float32),
                 seconds=np.cumsum([1e-3] + [rng.choice(steps) for _ in range(most)]),
-                leaves=self.leaves,
             )
         )
-        counts, ended, start = [], [], 0
-        for speaker, nodes in zip(running, paths(drafts, room, self.leaves, most), strict=True):
-            for path in nodes:
-                self.on_draft(speaker, path)
-            part = slice(start, start + len(nodes))
-            pairs = zip(drafts.tokens[part].tolist(), drafts.parents[part].tolist(), strict=True)
-            came, accepted, is_last = speaker.verify(policy, [*pairs])
+        counts, ended = [], []
+        for speaker, draft in zip(running, split(drafts, room, most), strict=True):
+            for depth in range(len(draft)):
+                self.on_draft(speaker, draft[: depth + 1])
+            came, accepted, is_last = speaker.verify(policy, draft)
             counts.append(came)
             ended.append(is_last or rng.random() < 0.02)  # given up
-            start += len(nodes)
-            self.seen.update(drafted=len(nodes), accepted=accepted, emitted=came)
-            self.seen.update(f"drafted {len(path)} deep" for path in nodes)
+            self.seen.update(drafted=len(draft), accepted=accepted, emitted=came)
+            self.seen.update(f"drafted {depth} deep" for depth in range(1, len(draft) + 1))
             self.seen.update(f"accepted {depth} deep" for depth in range(1, accepted + 1))
         told = [
             np.concatenate([getattr(one, name)[-n:] for one, n in zip(running, counts, strict=True)])

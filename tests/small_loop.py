@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finished, Loop, LoopState, Plan
-from ostinato.pipeline.signals import in_thread
 from ostinato.pipeline.spool import Spool
 from ostinato.rollout.rollout import RolloutContext
 from ostinato.run import RunFolder
@@ -167,15 +165,11 @@ class TellingEngine(FakeEngine):
 
 @dataclass
 class Recorder:
-    """``pipeline.observer.Observer`` of functions; ``replan`` is called in a thread."""
+    """``pipeline.observer.Observer`` of functions."""
 
     on_step: Callable[[Mapping[str, float]], None]
     on_eval: Callable[[Mapping[str, Any]], None] = lambda row: None
     should_stop: Callable[[int], bool] = lambda step: False
-    replan: Callable[[int], bool] | None = None
-
-    async def should_replan(self, step: int) -> bool:
-        return self.replan is not None and await in_thread(partial(self.replan, step))
 
 
 @dataclass

@@ -32,7 +32,7 @@ def fingerprint(weight: int) -> str:
 
 def publication(weight: int, version: int) -> Publication:
     payload = b"" if weight == 0 else str(weight).encode()
-    return Publication(version=version, fingerprint=fingerprint(weight), payload=payload)
+    return Publication(version=version, fingerprint=fingerprint(weight), payload=payload, size=len(payload))
 
 
 def read(payload: bytes) -> int:

@@ -15,7 +15,8 @@ from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.lora import Adapters, init_adapters
+from ostinato.model.shapes import AdapterSpec
 from ostinato.train.local import LocalPasses
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer

@@ -108,7 +108,7 @@ def train(folder: Path, steps: int, seconds: float) -> None:
     if place.rank:
         following(place, lambda told, ready: Toy(place.rank), leave)
         return
-    terms = Terms(backend="gloo", timeout_s=20.0, silence_s=5.0, told="")
+    terms = Terms(backend="gloo", timeout_s=20.0, silence_s=5.0, recipe="")
     saved = folder / "state.pt"
     try:
         with leading(place, meet(place), terms, lambda ready: Toy(0, slow=seconds)) as trainer:

@@ -17,8 +17,9 @@ from ostinato.engine.cost import KNOTS, CostTable
 from ostinato.engine.local import LocalEngine
 from ostinato.model.config import MoEConfig, Scoring, parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.shapes import AdapterSpec
 from ostinato.model.weights import Moe
 from ostinato.types import Completion, Request, Sample
 

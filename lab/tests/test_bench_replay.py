@@ -22,8 +22,9 @@ from ostinato.algo.routing import alignment
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.ops import TORCH_OPS
+from ostinato.model.shapes import AdapterSpec
 from ostinato.observe.mismatch import arm, routers
 from ostinato.types import NO_EXPERT, Batch, Completion, Sample, Stop, Trajectory, Turn
 

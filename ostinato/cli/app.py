@@ -166,17 +166,9 @@ def place(
     ] = None,
 ) -> None:
     """Which expert rank keeps which experts, from the routes that a run has recorded."""
-    from ostinato.plan.place import Asked, command
+    from ostinato.plan.place import command
 
-    command(
-        Asked(
-            run=run,
-            ranks=ranks,
-            out=out or run / "placement.json",
-            nodes=nodes,
-            current=current,
-        )
-    )
+    command(run, ranks, out or run / "placement.json", nodes=nodes, current=current)
 
 
 @app.command()

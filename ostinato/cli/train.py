@@ -66,9 +66,6 @@ def _last_lines(outcome: Outcome) -> Iterator[str]:
     yield f"talk to it   ostinato serve {outcome.folder}"
     if outcome.why in EXIT and outcome.why != "hung_up":
         yield f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"
-    if outcome.why == "replanned":
-        why = "for a better layout (replan.jsonl says why)"
-        yield f"stopped after step {outcome.step} {why}; to go on: {outcome.resume}"
     if outcome.why == "enough":
         why = "by its own forecast the rest is not worth its compute"
         anyway = f"ostinato resume {outcome.folder} forecast.stop=false"

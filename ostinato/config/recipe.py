@@ -80,11 +80,6 @@ class Recipe(Section):
             self._check_task(f"task.mix.{name}" if name else "task", task, self.judges(name))
         self._check_mixture()
         self._check_bounds()
-        if self.parallel.replan and not self.trainer.checkpoint_every:
-            raise ValueError(
-                "parallel.replan is true, which ends the run at a checkpoint, and trainer.checkpoint_every "
-                "is 0; set it, or parallel.replan=false"
-            )
         if self.parallel.sharded and self.cluster.remote_trainer:
             raise ValueError(
                 f"parallel.layout is {self.parallel.layout!r} with cluster.remote_trainer true, but the "

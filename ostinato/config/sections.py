@@ -312,7 +312,6 @@ class ParallelSection(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 300.0  # of one collective, and of a rank that does not get on
     silence_s: Annotated[float, Field(gt=0)] = 30.0  # without a sign of life, before a rank is lost
     placement: str = ""  # a file that says which expert rank keeps which experts (ostinato place)
-    replan: bool = False  # end at a checkpoint where another layout is better, by the plan in the run folder
 
     @property
     def sharded(self) -> bool:
@@ -486,7 +485,6 @@ class DraftSection(Section):
     enabled: bool = True
     memory_mb: Positive = 256  # of past answers, over all prompts
     epochs: Positive = 3  # kept of each prompt
-    leaves: Positive = 4  # most leaves of a draft while few sequences run; 1: chains only
 
 
 class LedgerSection(Section):

@@ -45,6 +45,3 @@ class Driver:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise  # a cancelled loop or Ctrl-C is not ours to swallow; the callers have the rest
-
-
-__all__ = ["Driver"]

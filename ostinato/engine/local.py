@@ -19,23 +19,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ostinato.engine.busy import Busy
 from ostinato.engine.cache import KVCache
-from ostinato.engine.completions import new_completion
 from ostinato.engine.cost import CostTable
-from ostinato.engine.counters import Counters
+from ostinato.engine.counters import Busy, Counters
 from ostinato.engine.driver import Driver
 from ostinato.engine.model_input import NO_DRAFTS, ModelInput, build_model_input
 from ostinato.engine.paged import KVStore, block_bytes
-from ostinato.engine.policies import Policies
 from ostinato.engine.postprocess import StepOutput, postprocess, sampling_rows
-from ostinato.engine.requests import Limits, Results, new_sequence
+from ostinato.engine.requests import Limits, Results, new_completion, new_sequence
 from ostinato.engine.routes import RouteStore
-from ostinato.engine.runner import Runner
+from ostinato.engine.runner import Policies, Runner
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.sequences import Sequence, SequenceTable
 from ostinato.engine.speculation import Speculation, afford
-from ostinato.engine.trees import copied_blocks, release_trees, settle_trees
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
@@ -48,11 +44,10 @@ class LocalEngine:
     """Implements ``protocols.Engine`` on a ``Decoder``; the base weights are the decoder's own tensors.
 
     ``decode`` turns token ids into text (needed for stop strings and ``Completion.text``). ``context_limit``
-    is the largest number of tokens in a sequence. ``drafter`` guesses ahead, in trees of up to ``leaves``
-    leaves where few sequences run. ``expect``: see ``Scheduler``. ``cost`` is what passes take, measured here
-    unless given. ``record_routing`` and ``record_support``: completions carry experts, and what their filters
-    had kept. ``name`` is the worker's in the timeline.
-    Raises ValueError for requests that can never fit.
+    is the largest number of tokens in a sequence. ``drafter`` proposes drafts. ``expect``: see
+    ``Scheduler``. ``cost`` is what passes take, measured here unless given. ``record_routing`` and
+    ``record_support``: completions carry experts, and what their filters had kept.
+    ``name`` is the worker's in the timeline. Raises ValueError for requests that can never fit.
     """
 
     def __init__(
@@ -68,7 +63,6 @@ class LocalEngine:
         record_routing: bool = True,
         record_support: bool = True,
         drafter: Drafter | None = None,
-        leaves: int = 4,
         expect: Callable[[Request], float] | None = None,
         cost: CostTable | None = None,
         name: str = "engine",
@@ -77,7 +71,7 @@ class LocalEngine:
             raise ValueError(f"engine.max_batch {max_batch} and step_tokens {step_tokens} must be at least 1")
         self.decoder, self.context_limit = decoder, context_limit
         self.counters = Counters()
-        self._decode, self._leaves, self._record_support = decode, leaves, record_support
+        self._decode, self._record_support = decode, record_support
         layers, shape = decoder.config.num_layers, decoder.kv_shape
         blocks = (kv_memory_mb << 20) // block_bytes(layers, shape, decoder.dtype)
         store = KVStore.allocate(layers, blocks, shape, decoder.dtype, decoder.device)
@@ -101,7 +95,7 @@ class LocalEngine:
     def speculate(self, drafter: Drafter, *, always: bool = False) -> Speculation:
         """With ``drafter``; at work once it is this engine's ``speculation``, changed between rollouts."""
         assert self.cost is not None, "an engine made without a drafter has no cost table"
-        return Speculation(drafter, self.cost, self._scheduler.table, self._leaves, always=always)
+        return Speculation(drafter, self.cost, self._scheduler.table, always=always)
 
     @property
     def version(self) -> int:
@@ -143,7 +137,7 @@ class LocalEngine:
         self._driver.enter()
         self._scheduler.add(mine)
         if self.speculation is not None:
-            self.speculation.meet({request.uid for request in requests})
+            self.speculation.begin({request.uid for request in requests})
         self._driver.start()
         try:
             for _ in mine:
@@ -192,18 +186,16 @@ class LocalEngine:
         if len(chosen) == 0:
             return
         drafts = self._draft(chosen, counts)
-        plan = build_model_input(scheduler.table, chosen, counts, drafts, scheduler.cache)
-        try:
-            hidden = self._forward(plan)
-            ready = scheduler.computed(chosen, counts)
-            prefilled = int(counts.sum()) - len(ready)
-            self.counters.steps += 1
-            self.counters.prefilled += prefilled
-            self.counters.drafted += len(drafts.tokens)
-            output = self._sample(hidden, plan, drafts, ready) if len(ready) else None
-        except BaseException:
-            release_trees(plan.further, scheduler.cache)
-            raise
+        plan = build_model_input(scheduler.table, chosen, counts, drafts)
+        hidden, routing = self._runner.run(plan)
+        if self._routes is not None and routing is not None:
+            self._routes.write(plan.slots, routing)
+        ready = scheduler.computed(chosen, counts)
+        prefilled = int(counts.sum()) - len(ready)
+        self.counters.steps += 1
+        self.counters.prefilled += prefilled
+        self.counters.drafted += len(drafts.tokens)
+        output = self._sample(hidden, plan, drafts, ready) if len(ready) else None
         seconds = time.perf_counter() - start
         self.counters.seconds += seconds
         if output is not None:
@@ -217,17 +209,9 @@ class LocalEngine:
         scheduler = self._scheduler
         drafts = self.speculation.propose(chosen, counts, len(scheduler.waiting))
         if len(drafts.tokens):
-            drafts, cut = afford(scheduler.table, scheduler.cache, chosen, drafts, self._leaves)
+            drafts, cut = afford(scheduler.table, scheduler.cache, chosen, drafts)
             self.counters.cut_drafts += cut
         return drafts
-
-    def _forward(self, plan: ModelInput) -> torch.Tensor:
-        """Hidden states [T, D] of the rows; their keys, values and routes are in the cache."""
-        self._copy_blocks(copied_blocks(plan.further, self._scheduler.table, plan.seats))
-        hidden, routing = self._runner.run(plan)
-        if self._routes is not None and routing is not None:
-            self._routes.write(plan.slots, routing if plan.write is None else routing[plan.write])
-        return hidden
 
     def _copy_blocks(self, copies: Seq[tuple[int, int]]) -> None:
         """Keys, values and routes of (source, target) blocks."""
@@ -242,7 +226,7 @@ class LocalEngine:
         self, hidden: torch.Tensor, plan: ModelInput, drafts: Drafts, ready: np.ndarray
     ) -> StepOutput:
         """Draw a token on every row that may emit one, keep what follows from the last one that is real."""
-        table, cache = self._scheduler.table, self._scheduler.cache
+        table = self._scheduler.table
         asked = sampling_rows(table, plan, drafts, ready)
         drawn = self._runner.draw(
             hidden,
@@ -260,12 +244,11 @@ class LocalEngine:
             sequence = table.at(int(chosen[r]))
             assert sequence.on_tokens is not None
             sequence.on_tokens(sequence.index, output.of(r, sequence.request.top_logprobs))
-        settle_trees(plan.further, table, plan.seats, ready, output.paths, cache)
         self.counters.decoded += int(output.counts.sum())
         self.counters.accepted += int(output.accepted.sum())
         self.counters.passes += len(ready)
         if self.speculation is not None and output.stops:
-            self.speculation.tell_end(plan.seats[ready[list(output.stops)]])
+            self.speculation.observe_end(plan.seats[ready[list(output.stops)]])
         for r, stop in output.stops.items():
             self._finish(int(plan.seats[ready[r]]), stop)
         return output

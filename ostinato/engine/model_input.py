@@ -1,7 +1,6 @@
 """One pass over the model: which rows it has, where their keys and values go, what they see.
 
-A sequence that decodes has 1 + k rows: its last token and the k nodes of its draft. A chain continues the
-sequence's own blocks; trees are run leaf by leaf (``engine.trees``).
+A sequence that decodes has 1 + k rows: its last token and the k tokens of its draft, in its own blocks.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.engine.cache import BLOCK, KVCache
+from ostinato.engine.cache import BLOCK
 from ostinato.engine.sequences import SequenceTable
-from ostinato.engine.trees import Leaf, are_chains, branch, grow_trees
 from ostinato.types import Drafts
 
 
@@ -26,11 +24,8 @@ class ModelInput:
     owner: np.ndarray  # [T] int32: which sequence
     tokens: np.ndarray  # [T] int64
     positions: np.ndarray  # [T] int64
-    tables: np.ndarray  # [S + further leaves, blocks] int32
-    table: np.ndarray  # [T] int32: row of ``tables``
-    write: np.ndarray | None  # [W] int32: the row that is written to slot w; None: row w
-    slots: np.ndarray  # [W] int64
-    further: list[Leaf]  # of drafts that are trees
+    tables: np.ndarray  # [S, blocks] int32
+    slots: np.ndarray  # [T] int64: where keys and values of each row go
     policies: list[tuple[int, int, int]]  # (number, first row, last row + 1), in the order of the rows
 
     @property
@@ -39,7 +34,7 @@ class ModelInput:
         return int(self.positions.sum()) + len(self.positions)
 
 
-NO_DRAFTS = Drafts(counts=np.zeros(0, np.int32), tokens=np.zeros(0, np.int32), parents=np.zeros(0, np.int32))
+NO_DRAFTS = Drafts(counts=np.zeros(0, np.int32), tokens=np.zeros(0, np.int32))
 
 
 def draft_counts(drafts: Drafts, sequences: int) -> np.ndarray:
@@ -48,12 +43,12 @@ def draft_counts(drafts: Drafts, sequences: int) -> np.ndarray:
 
 
 def build_model_input(
-    seats: SequenceTable, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts, cache: KVCache
+    seats: SequenceTable, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts
 ) -> ModelInput:
     """The pass of ``chosen`` seats, of which ``counts`` rows of known text and then ``drafts`` are run.
 
-    ``drafts.counts`` is aligned with ``chosen``, or empty where nothing is drafted. The blocks of the main
-    paths are there already, those of further leaves come from ``cache``.
+    ``drafts.counts`` is aligned with ``chosen``, or empty where nothing is drafted. The blocks are there
+    already.
     """
     rows = counts + draft_counts(drafts, len(chosen))
     ends = np.cumsum(rows)
@@ -68,16 +63,8 @@ def build_model_input(
         tokens[~known] = drafts.tokens
     else:
         tokens[:] = seats.text[chosen[owner], positions]
-    further: list[Leaf] = []
-    if len(drafts.tokens) and not are_chains(drafts):
-        further = grow_trees(seats, chosen, drafts, firsts + counts, positions, cache)
-    width = int(seats.num_blocks[chosen].max(initial=1))
-    tables = seats.tables[chosen, : max([width, *(leaf.first + len(leaf.blocks) for leaf in further)])]
-    table = owner
-    write: np.ndarray | None = None
+    tables = seats.tables[chosen, : int(seats.num_blocks[chosen].max(initial=1))]
     slots = tables[owner, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
-    if further:
-        tables, table, write, slots = branch(tables, owner, positions, slots, further, firsts, counts)
     return ModelInput(
         chosen,
         rows,
@@ -86,10 +73,7 @@ def build_model_input(
         tokens,
         positions,
         tables,
-        table.astype(np.int32),
-        write,
         slots,
-        further,
         _policies(seats.policy[chosen], ends),
     )
 

@@ -79,25 +79,16 @@ def block_bytes(layers: int, shape: tuple[int, int, int], dtype: torch.dtype) ->
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of one forward stand. Rows of a sequence are consecutive.
+    """Where the rows of one forward stand. Rows of a sequence are consecutive."""
 
-    Without ``write`` row t's key and value go to slots[t]. With it slot w gets those of row write[w]: a row
-    that several leaves of a draft share is written into the blocks of each.
-    """
-
-    slots: Tensor  # [W] int64; W = T without ``write``
+    slots: Tensor  # [T] int64: where the key and value of row t go
     tables: Tensor  # [S, max_blocks] int32
     sequence: Tensor  # [T] int32: row of ``tables``
     lengths: Tensor  # [T] int32: positions that row t sees, itself included
-    write: Tensor | None = None  # [W] int32
 
     def part(self, first: int, last: int) -> Rows:
         """Rows first to last - 1 as a pass of their own."""
-        slots, write = self.slots[first:last], None
-        if self.write is not None:
-            mine = (self.write >= first) & (self.write < last)
-            slots, write = self.slots[mine], self.write[mine] - first
-        return Rows(slots, self.tables, self.sequence[first:last], self.lengths[first:last], write)
+        return Rows(self.slots[first:last], self.tables, self.sequence[first:last], self.lengths[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +101,7 @@ class NativePaged:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         keys, values, rows = self.store.key_layers[layer], self.store.value_layers[layer], self.rows
-        self.kernels.write_cache(k, v, rows.slots, keys, values, rows.write)
+        self.kernels.write_cache(k, v, rows.slots, keys, values)
         return self.kernels.paged_attention(q, keys, values, rows.tables, rows.sequence, rows.lengths, scale)
 
 
@@ -124,10 +115,8 @@ class TorchPaged:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         keys, values, rows = self.store.key_layers[layer], self.store.value_layers[layer], self.rows
         blocks, offsets = rows.slots // BLOCK, rows.slots % BLOCK
-        if rows.write is not None:
-            k, v = k[rows.write], v[rows.write]
-        W, heads = k.shape[:2]
-        keys[blocks, :, :, offsets, :] = k.reshape(W, heads, keys.shape[2], keys.shape[4])
+        heads = k.shape[1]
+        keys[blocks, :, :, offsets, :] = k.reshape(len(k), heads, keys.shape[2], keys.shape[4])
         values[blocks, :, offsets] = v
         longest = int(rows.lengths.max())
         tables = rows.tables[:, : (longest + BLOCK - 1) // BLOCK].long()

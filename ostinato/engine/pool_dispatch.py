@@ -14,8 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ostinato.engine.pool_calls import Call, Results, fault
-from ostinato.engine.pool_worker import Worker, sampler_lost
+from ostinato.engine.pool_worker import Call, Results, Worker, fault, sampler_lost
 from ostinato.engine.serve import failed
 from ostinato.jobs import Placement, Plan, least_loaded
 from ostinato.types import Completion, Request, Stop
@@ -191,6 +190,3 @@ class OpenCalls:
         for call in calls:
             if cause := self.suspects.quarantined.get(call.key):
                 self._end(call, failed(cause))
-
-
-__all__ = ["OpenCalls"]

@@ -8,21 +8,99 @@ which names the cause. What a worker says of the policy that it serves is checke
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ostinato import jobs
-from ostinato.engine.pool_calls import Call
+from ostinato.jobs import Job
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Sampler
-from ostinato.types import PollResult, Publication
-from ostinato.workers.lost import WorkerKind, WorkerLost
-from ostinato.workers.restarts import Restarts
+from ostinato.types import Completion, PollResult, Publication, Request
+from ostinato.workers.lost import Restarts, WorkerKind, WorkerLost
+from ostinato.workers.suspects import Key, name
+
+Results = asyncio.Queue[tuple[int, Completion] | BaseException]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """A request on its way; ids grow in the order in which they were asked."""
+
+    id: int
+    index: int  # of the request in its ``generate``
+    request: Request
+    results: Results
+    expected: float  # tokens; 0: unknown
+    home: int | None = None  # the worker that has it, or had what comes before it
+    after: int = 0  # the number of the publication that its worker had been sent before it
+    handed: bool = False  # its worker has heard of it
+    generated: int = 0  # tokens, as its worker told last
+    going_to: int | None = None  # the worker that is to go on with it, while it is given up where it is
+    wanted: bool = True  # somebody waits for it
+
+    @property
+    def key(self) -> Key:
+        """Calls of one prompt in one round have the same."""
+        return self.request.uid, self.request.seed[:-1]
+
+    @property
+    def prompt(self) -> str:
+        """What it is named by in failures."""
+        return name(self.key)
+
+    @property
+    def partial_len(self) -> int:
+        """Tokens of its answer that it brings along."""
+        return 0 if self.request.partial is None else len(self.request.partial.tokens)
+
+    @property
+    def may_move(self) -> bool:
+        """Not while it is on its way, and not before it has got on where it is: it could move for ever."""
+        return (
+            self.wanted and self.going_to is None and (not self.handed or self.generated > self.partial_len)
+        )
+
+    def job(self) -> Job:
+        """As placements see it. A seed path is (run, round, ..., place in the stream, sample); where it is
+        shorter, nobody is its sibling."""
+        seed = self.request.seed
+        step, place = (seed[1], seed[-2]) if len(seed) > 3 else (0, self.id)
+        return Job(
+            id=self.id,
+            step=step,
+            place=place,
+            predicted=self.expected or math.inf,
+            prompt=len(self.request.tokens),
+            generated=max(self.generated, self.partial_len),
+            home=self.home,
+        )
+
+    def go_on(self, part: Completion) -> None:
+        """Keep what was sampled so far for whoever gets the call next."""
+        if len(part.tokens):
+            self.request = replace(self.request, partial=part)
+
+
+def fault(call: Call, answer: Completion, versions: Collection[int]) -> str:
+    """What is wrong with an answer of a worker that was sent these versions for it; "" if nothing is."""
+    before, brought = call.partial_len, call.request.partial
+    if brought is not None and not np.array_equal(answer.tokens[:before], brought.tokens):
+        return f"did not continue what it was given of prompt {call.prompt}"
+    if unknown := set(answer.versions[before:].tolist()) - set(versions):
+        return (
+            f"answered prompt {call.prompt} with tokens of version {min(unknown)}, "
+            f"where {' or '.join(map(str, sorted(versions)))} was to be sampled from"
+        )
+    return ""
+
 
 COLLECT_S = 2.0  # the longest that a collect waits where nothing happens: a sign of life
 HEAR_S = 0.02  # from one collect to the next: what ends meanwhile is heard of together
@@ -407,6 +485,3 @@ class Fleet:
             f"in a row without an answer in between (cluster.max_restarts is {most}): {causes}",
             final=True,
         )
-
-
-__all__ = ["Fleet", "Place", "State", "Worker", "bounded", "sampler_lost"]

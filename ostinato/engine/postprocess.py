@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ostinato.algo.noise import uniform
-from ostinato.algo.speculate import accepted_chains
+from ostinato.algo.speculate import accepted_drafts
 from ostinato.engine.model_input import ModelInput, draft_counts
 from ostinato.engine.sampler import Drawn
 from ostinato.engine.sequences import SequenceTable, Settings
-from ostinato.engine.trees import are_chains, tree_paths
 from ostinato.types import Drafts, Emitted, Stop, Support
 
 Decode = Callable[[Seq[int]], str] | None
@@ -29,7 +28,6 @@ class StepOutput:
     logprobs: np.ndarray  # [n] float32
     edges: np.ndarray  # [n] float32
     stops: dict[int, Stop]  # of those that end
-    paths: dict[int, list[int]]  # accepted nodes, of the sequences whose draft is a tree
     top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest of every token: ids, logprobs [n, m]
 
     def of(self, r: int, top: int) -> Emitted:
@@ -91,15 +89,16 @@ def postprocess(
     """Verify the drafts of the ``ready`` sequences of the pass, and append what they were given.
 
     ``versions`` [R] of the policies that they ran under. ``drawn`` has a token for the last token and each
-    draft node of every ready sequence, in their order.
+    draft token of every ready sequence, in their order.
     """
     chosen = plan.seats[ready]
     if len(drafts.tokens):
         nodes = drafts.counts[ready].astype(np.int64)
-        accepted, rows, paths = _verify(drafts, nodes, drawn.tokens)
+        accepted = accepted_drafts(nodes, drafts.tokens, drawn.tokens)
+        rows = np.flatnonzero(_leading(nodes + 1, accepted + 1))
     else:
         nodes = accepted = np.zeros(len(ready), np.int64)
-        rows, paths = np.arange(len(ready)), {}
+        rows = np.arange(len(ready))
     given = accepted + 1
     counts, stops = _cut_off(seats, chosen, given, drawn.tokens[rows], decode)
     if stops:
@@ -121,7 +120,7 @@ def postprocess(
     seats.drafted[chosen] += nodes
     seats.accepted[chosen] += accepted
     top = None if drawn.top is None else (drawn.top[0][rows], drawn.top[1][rows])
-    return StepOutput(counts, accepted, tokens, logprobs, edges, stops, paths, top)
+    return StepOutput(counts, accepted, tokens, logprobs, edges, stops, top)
 
 
 def _keep(seats: SequenceTable, by_token: np.ndarray, rows: np.ndarray, support: Support) -> None:
@@ -131,20 +130,6 @@ def _keep(seats: SequenceTable, by_token: np.ndarray, rows: np.ndarray, support:
     spans = (by_token[wanted], (ends - support.counts[rows])[wanted], ends[wanted])
     for seat, start, end in zip(*(span.tolist() for span in spans), strict=True):
         seats.at(seat).kept.append(support.ids[start:end].copy())  # a view would hold the whole draw
-
-
-def _verify(
-    drafts: Drafts, nodes: np.ndarray, drawn: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, dict[int, list[int]]]:
-    """(accepted nodes of each, rows of ``drawn`` that are emitted, accepted nodes of each tree)."""
-    if are_chains(drafts):
-        accepted = accepted_chains(nodes, drafts.tokens, drawn)
-        return accepted, np.flatnonzero(_leading(nodes + 1, accepted + 1)), {}
-    starts = np.cumsum(nodes + 1) - (nodes + 1)
-    paths = tree_paths(drafts, nodes, starts, drawn)
-    accepted = np.array([len(paths.get(r, ())) for r in range(len(nodes))], np.int64)
-    walks = [np.array([-1, *paths.get(r, ())]) + 1 + start for r, start in enumerate(starts.tolist())]
-    return accepted, np.concatenate(walks), paths
 
 
 def _leading(counts: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,9 +135,8 @@ class Runner:
         rows = Rows(
             slots=self.on_device(plan.slots),
             tables=self.on_device(np.ascontiguousarray(plan.tables)),
-            sequence=self.on_device(plan.table),
+            sequence=self.on_device(plan.owner),
             lengths=self.on_device((plan.positions + 1).astype(np.int32)),
-            write=None if plan.write is None else self.on_device(plan.write),
         )
         if len(plan.policies) == 1 or self._fused is not None:
             return self.forward(plan.tokens, plan.positions, rows, plan.policies)
@@ -222,3 +221,29 @@ class Runner:
         middle = time.perf_counter()
         self.draw(hidden, settings, u)
         return middle - start, time.perf_counter() - middle
+
+
+class Policies:
+    """Numbers by name, and versions by number, of what ``runner`` holds. The policy without a name is 0."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.numbers: dict[str, int] = {"": 0}
+        self.versions: dict[int, int] = {0: 0}
+        self._runner, self._next = runner, 1
+
+    def publish(self, adapters: Adapters | None, version: int, name: str = "") -> None:
+        """Run a copy of ``adapters`` (None: the base) under ``name`` from now on."""
+        number = self._next if name else 0
+        self._runner.serve(adapters, number)
+        self.numbers[name], self.versions[number] = number, version
+        self._next += number > 0
+
+    def versions_of(self, numbers: np.ndarray) -> np.ndarray:
+        """[R] int32 of the policies with these numbers [R]."""
+        return np.array([self.versions[number] for number in numbers.tolist()], np.int32)
+
+    def retire(self, running: Iterable[int]) -> None:
+        """Forget those that have lost their name and that nothing runs under."""
+        for number in self.versions.keys() - {*self.numbers.values(), *running}:
+            del self.versions[number]
+            self._runner.retire(number)

@@ -203,6 +203,3 @@ def longest_first(
             sequence.expected = sequence.prompt_len + known[request.uid]
     # those that were preempted first: they hold their callers up already
     return deque(sorted(waiting, key=lambda one: (one.sampled is None, len(one.text) - one.expected)))
-
-
-__all__ = ["Scheduler", "longest_first"]

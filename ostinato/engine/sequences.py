@@ -67,7 +67,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)  # of the tree, that its prefill is about to make ready
     handle: int = NO_HANDLE  # at the drafter
-    told: int = 0  # length up to which the drafter knows it
+    observed: int = 0  # length up to which the drafter has its tokens
     cached: int = 0
     computed: int = 0  # positions that had run when it was preempted
     again: list[tuple[int, int]] = field(default_factory=list)  # of them [from, to) ran once more, each time
@@ -102,7 +102,7 @@ class SequenceTable:
         self.expected = np.zeros(size, np.float64)
         self.address = np.zeros(size, np.uint64)
         self.handle = np.full(size, NO_HANDLE, np.int64)
-        self.told = np.zeros(size, np.int64)
+        self.observed = np.zeros(size, np.int64)
         self.temperature = np.zeros(size, np.float32)
         self.top_k = np.zeros(size, np.int32)
         self.top_p = np.zeros(size, np.float32)
@@ -142,7 +142,7 @@ class SequenceTable:
         self.length[seat], self.computed[seat], self.prompt[seat] = length, computed, prompt
         self.limit[seat], self.expected[seat] = sequence.limit, sequence.expected
         self.address[seat], self.handle[seat] = sequence.address, sequence.handle
-        self.told[seat] = sequence.told
+        self.observed[seat] = sequence.observed
         self.temperature[seat], self.top_k[seat] = sampling.temperature, sampling.top_k
         self.top_p[seat], self.min_p[seat] = sampling.top_p, sampling.min_p
         self.filtered[seat] = sampling.filtered
@@ -173,7 +173,7 @@ class SequenceTable:
         arrays = (self.logprobs, self.edges, self.versions)
         sequence.sampled = tuple(array[seat, prompt:length].copy() for array in arrays)
         sequence.drafted, sequence.accepted = int(self.drafted[seat]), int(self.accepted[seat])
-        sequence.passes, sequence.told = int(self.passes[seat]), int(self.told[seat])
+        sequence.passes, sequence.observed = int(self.passes[seat]), int(self.observed[seat])
         sequence.computed = int(self.computed[seat])
         stop_tokens = sequence.request.sampling.stop_tokens
         self._stop_tokens[stop_tokens] -= 1

@@ -82,7 +82,7 @@ class SamplerServer:
         self,
         engine: Serving,
         name: str,
-        read: Callable[[bytes], Any],
+        read: Callable[[Any], Any],
         *,
         remember: Remember | None = None,
     ) -> None:
@@ -118,7 +118,7 @@ class SamplerServer:
         """Serve it from the next pass on. Raises what the engine and ``read`` raise; the old policy goes on
         then."""
         start, engine, version = time.time(), self._engine, publication.version
-        size = len(publication.payload)
+        size = publication.size
         if publication.path:
             if not isinstance(engine, Reloadable):
                 raise RuntimeError(f"{self._name} cannot load all weights ({publication.path})")
@@ -256,6 +256,3 @@ class SamplerLink:
     async def close(self) -> None:
         """End the worker, at once."""
         self._remote.kill()
-
-
-__all__ = ["Interruptible", "Reloadable", "SamplerLink", "SamplerServer", "Serving", "empty", "failed"]

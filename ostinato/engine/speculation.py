@@ -1,10 +1,10 @@
-"""The engine's dealings with its drafter: when it is asked, what it is told, what the engine can afford.
+"""The engine's dealings with its drafter: when it is called, what it observes, what the engine can afford.
 
-Speculation must never cost more than it saves, so it is asked only while it pays. After every pass for
-which it was asked the account is made up: what plain decoding would have taken for the same progress, less
+Speculation must never cost more than it saves, so it is called only while it pays. After every pass for
+which it was called the account is made up: what plain decoding would have taken for the same progress, less
 what the pass takes by the cost table, less the time spent on drafting. Where that is a loss it is left alone
-for so many passes that the loss is no more than a two-hundredth of their time; meanwhile it is not even told
-what was sampled, and catches up when it is asked again.
+for so many passes that the loss is no more than a two-hundredth of their time; meanwhile it does not observe
+what was sampled either, and catches up when it is called again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from ostinato.engine.cost import CostTable
 from ostinato.engine.model_input import NO_DRAFTS, ModelInput
 from ostinato.engine.postprocess import StepOutput
 from ostinato.engine.sequences import NO_HANDLE, Sequence, SequenceTable
-from ostinato.engine.trees import are_chains
 from ostinato.protocols import Drafter
 from ostinato.types import DraftQuery, Drafts, SampledTokens
 
 MAX_ROWS = 512  # draft tokens in one pass
 MAX_DEPTH = 32  # draft tokens of one sequence, about: it bounds the table of costs that is handed over
-TREES_UP_TO = 8  # sequences: beyond, a chain with the noise in hand gets nearly all of a tree's gain
 TRIALS = 0.005  # of the time: what may be lost on looking whether drafts would pay
 LONGEST_NAP = 1000  # passes
-INTRODUCTION_S = 15e-6  # what a drafter takes to be told of a request, about
+INTRODUCTION_S = 15e-6  # that a drafter takes to open a request, about
 LEAST_FIXED = 0.2  # share of a pass beside its rows; below, drafts that are all right could not gain much
 LAST = 1.5  # tokens: who is so far behind the last one shares its weight
 STRICT = 0.5  # the same where the account is made up: many who are last together must all get on
@@ -37,10 +35,10 @@ class Speculation:
     """What is drafted for the sequences in ``seats``."""
 
     def __init__(
-        self, drafter: Drafter, cost: CostTable, seats: SequenceTable, leaves: int, *, always: bool = False
+        self, drafter: Drafter, cost: CostTable, seats: SequenceTable, *, always: bool = False
     ) -> None:
         """``always``: ask before every pass, whatever the account says (for baselines that have none)."""
-        self._drafter, self._cost, self._seats, self._leaves = drafter, cost, seats, leaves
+        self._drafter, self._cost, self._seats = drafter, cost, seats
         self._always = always
         self._met: set[str] = set()  # uids of prompts that were asked for
         self._returning = False  # whether the latest had been asked for before
@@ -52,7 +50,7 @@ class Speculation:
         self.spent = 0.0  # seconds of drafting for the pass at hand
         self._farewells = 0.0  # seconds of telling what ended, not yet in the account
 
-    def meet(self, uids: set[str]) -> None:
+    def begin(self, uids: set[str]) -> None:
         """Requests of these prompts are on their way. When prompts begin to return there is history at last,
         and what drafts were worth without it says nothing any more."""
         returning = not self._met.isdisjoint(uids)
@@ -66,7 +64,7 @@ class Speculation:
         for seat in seats[state.handle[seats] == NO_HANDLE].tolist():
             sequence = state.at(seat)
             sequence.handle = self._drafter.open(sequence.request)
-            state.handle[seat], state.told[seat] = sequence.handle, sequence.prompt_len
+            state.handle[seat], state.observed[seat] = sequence.handle, sequence.prompt_len
 
     def propose(self, chosen: np.ndarray, counts: np.ndarray, waiting: int) -> Drafts:
         """Drafts for a pass of ``counts`` rows of known text of the ``chosen`` seats, aligned with them;
@@ -95,7 +93,7 @@ class Speculation:
             return NO_DRAFTS
         aligned = np.zeros(len(chosen), np.int32)
         aligned[decoding] = drafts.counts
-        return Drafts(counts=aligned, tokens=drafts.tokens, parents=drafts.parents)
+        return Drafts(counts=aligned, tokens=drafts.tokens)
 
     def _worth_meeting(self, ready: np.ndarray, pass_s: float) -> bool:
         """Whether what is left to gain, at best, is much more than introducing the newcomers costs."""
@@ -106,11 +104,10 @@ class Speculation:
     def _ask(self, ready: np.ndarray, known: int, attended: float) -> Drafts:
         """What the drafter has for ``ready`` in a pass of ``known`` rows besides."""
         state = self._seats
-        self.tell(ready)
+        self.observe(ready)
         # a pass samples one token more than it drafts, so the last one allowed need not be drafted
         room = np.minimum(state.limit[ready] - state.length[ready] - 1, MAX_DEPTH)
-        leaves = self._leaves if len(ready) <= TREES_UP_TO else 1
-        most = int(min(room.sum() * leaves, MAX_ROWS))
+        most = int(min(room.sum(), MAX_ROWS))
         if most <= 0:
             return NO_DRAFTS
         extra, longer = np.arange(most + 1), float(state.length[ready].mean())
@@ -120,7 +117,6 @@ class Speculation:
                 room=room.astype(np.int32),
                 weights=self._weights(ready).astype(np.float32),
                 seconds=self._cost.seconds(known + extra, attended + extra * longer),
-                leaves=leaves,
             )
         )
 
@@ -163,24 +159,24 @@ class Speculation:
         without_s = self.judge(plan.seats[ready], output.counts, ended, plain_s, pass_s)
         return without_s if nodes else seconds - self.spent
 
-    def tell_end(self, seats: np.ndarray) -> None:
+    def observe_end(self, seats: np.ndarray) -> None:
         """The same of sequences that have ended, and whose handles are closed by it. Those that it has never
         been asked about need no introduction."""
         start, state = time.perf_counter(), self._seats
-        self.tell(seats[state.handle[seats] != NO_HANDLE], ended=True)
+        self.observe(seats[state.handle[seats] != NO_HANDLE], ended=True)
         self._farewells += time.perf_counter() - start
 
-    def tell(self, seats: np.ndarray, ended: bool = False) -> None:
-        """Show the drafter what has been sampled in ``seats`` since it was last told."""
+    def observe(self, seats: np.ndarray, ended: bool = False) -> None:
+        """Pass on to the drafter what has been sampled in ``seats`` since the last call."""
         state = self._seats
         self._open(seats)
-        counts = state.length[seats] - state.told[seats]
+        counts = state.length[seats] - state.observed[seats]
         if len(seats) == 0 or not (ended or counts.any()):
             return
         owner = np.repeat(np.arange(len(seats)), counts)
         row = seats[owner]
-        place = state.told[row] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        state.told[seats] = state.length[seats]
+        place = state.observed[row] + np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        state.observed[seats] = state.length[seats]
         self._drafter.observe(
             SampledTokens(
                 handles=state.handle[seats],
@@ -244,21 +240,15 @@ def _soft_max(left: np.ndarray) -> float:
     return peak + STRICT * float(np.log(np.exp((left - peak) / STRICT).sum()))
 
 
-def afford(
-    seats: SequenceTable, cache: KVCache, chosen: np.ndarray, drafts: Drafts, leaves: int
-) -> tuple[Drafts, int]:
-    """Allocate the blocks of the main paths from what is free; nobody is preempted or forgotten for a guess.
+def afford(seats: SequenceTable, cache: KVCache, chosen: np.ndarray, drafts: Drafts) -> tuple[Drafts, int]:
+    """Allocate the blocks of drafts from what is free; nothing is preempted or forgotten for a draft.
 
-    Returns the drafts of which there is room, and how many draft tokens there was none for. Blocks of further
-    leaves are left free.
+    Returns the drafts of which there is room, and how many draft tokens there was none for.
     """
-    branches = 0 if are_chains(drafts) else (leaves - 1) * int((drafts.counts > 0).sum())
-    longest = int(drafts.counts.max(initial=0)) // BLOCK + 2
-    spare = cache.free - branches * longest
-    ends = np.minimum(seats.length[chosen] + drafts.counts, seats.limit[chosen])  # a tree is not that deep
-    want = (ends + BLOCK - 1) // BLOCK - seats.num_blocks[chosen]
-    dropped = np.full(len(chosen), spare < 0) & (drafts.counts > 0)
-    for s in np.flatnonzero((want > 0) & (drafts.counts > 0) & ~dropped).tolist():
+    spare = cache.free
+    want = (seats.length[chosen] + drafts.counts + BLOCK - 1) // BLOCK - seats.num_blocks[chosen]
+    dropped = np.zeros(len(chosen), bool)
+    for s in np.flatnonzero((want > 0) & (drafts.counts > 0)).tolist():
         if want[s] > spare:
             dropped[s] = True
             continue
@@ -270,4 +260,4 @@ def afford(
         return drafts, 0
     kept = np.repeat(~dropped, drafts.counts)
     counts = np.where(dropped, 0, drafts.counts).astype(np.int32)
-    return Drafts(counts=counts, tokens=drafts.tokens[kept], parents=drafts.parents[kept]), int((~kept).sum())
+    return Drafts(counts=counts, tokens=drafts.tokens[kept]), int((~kept).sum())

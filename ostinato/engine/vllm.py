@@ -38,17 +38,16 @@ from ostinato.engine.requests import Limits
 from ostinato.engine.serve import failed
 from ostinato.engine.vllm_answers import answer, choice_of, question, refuse
 from ostinato.engine.vllm_company import Company
-from ostinato.engine.vllm_http import Reply, Unreachable, post
 from ostinato.engine.vllm_proof import Proofs, Verdict
 from ostinato.engine.vllm_served import Lives, Policy, Served
-from ostinato.engine.vllm_server import Server, check, vllm_lost
+from ostinato.engine.vllm_server import Reply, Server, Unreachable, check, post, vllm_lost
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_io import PEFT_CONFIG, PEFT_TENSORS, write_peft
 from ostinato.model.wire import check_finite, fingerprint
 from ostinato.observe.timeline import Kind, Span
 from ostinato.types import Completion, Request, Sampling
-from ostinato.workers.restarts import Restarts
+from ostinato.workers.lost import Restarts
 
 BEAT_S = 5.0  # between two signs of life of a server with requests
 MOST_OPEN = 512  # connections at once
@@ -196,13 +195,13 @@ class VllmEngine:
         key = request.uid, request.seed[:-1]
         async with desk.gate:
             with desk.company.member(key):
-                while key not in desk.company.guilty:
+                while key not in desk.company.quarantined:
                     async with desk.company.together(key):
                         found = await self._attempt(desk, request)
                     if found is not None:
                         await self._prove(desk, request, *found)
                         return index, found[1]
-                return index, failed(desk.company.guilty[key])
+                return index, failed(desk.company.quarantined[key])
 
     async def _attempt(self, desk: _Desk, request: Request) -> tuple[Policy, Completion] | None:
         """(the policy that was asked, what it said); None: it is to be asked again."""
@@ -312,7 +311,7 @@ class _Desk:
     gate: asyncio.Semaphore
     proof: asyncio.Lock = field(default_factory=asyncio.Lock)
     company: Company = field(default_factory=Company)
-    blamed: tuple[int, str] = (-1, "")  # the last epoch whose loss has been, and what is told of it
+    blamed: tuple[int, str] = (-1, "")  # the last epoch whose loss has been, and its description
     open: int = 0  # questions that are being answered
     watch: asyncio.Task[None] | None = None
 
@@ -384,6 +383,3 @@ def _digest(folder: Path) -> str:
     for name in (PEFT_CONFIG, PEFT_TENSORS):
         hashed.update((folder / name).read_bytes())
     return hashed.hexdigest()
-
-
-__all__ = ["Policy", "VllmEngine"]

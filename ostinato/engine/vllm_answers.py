@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from ostinato.algo.noise import key
-from ostinato.engine.completions import text_of
-from ostinato.engine.requests import Limits, check
+from ostinato.engine.requests import Limits, check, text_of
 from ostinato.engine.serve import failed
-from ostinato.engine.vllm_http import Reply, Unreachable
+from ostinato.engine.vllm_server import Reply, Unreachable
 from ostinato.routes import route_dtype
 from ostinato.types import NO_EXPERT, Completion, Request, Stop, Support
 
@@ -124,14 +123,11 @@ def _support(choice: dict[str, Any]) -> Support | None:
 
 def _routes(choice: dict[str, Any], length: int, num_experts: int | None) -> np.ndarray | None:
     """[length, layers, top_k], where the server tells them (``--enable-return-routed-experts``)."""
-    told = choice.get("routed_experts")
-    if told is None or num_experts is None:
+    encoded = choice.get("routed_experts")
+    if encoded is None or num_experts is None:
         return None
-    rows = np.load(io.BytesIO(base64.b64decode(told)), allow_pickle=False)
+    rows = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     if len(rows) != length - 1:
         raise ValueError(f"vLLM gave the experts of {len(rows)} tokens for an answer that ends at {length}")
     last = np.full((1, *rows.shape[1:]), NO_EXPERT)
     return np.concatenate([rows.astype(np.int32), last]).astype(route_dtype(num_experts))
-
-
-__all__ = ["COLDEST", "answer", "choice_of", "question", "refuse"]

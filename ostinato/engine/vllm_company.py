@@ -27,7 +27,7 @@ class Company:
         self._news = asyncio.Event()
 
     @property
-    def guilty(self) -> Mapping[Key, str]:
+    def quarantined(self) -> Mapping[Key, str]:
         """What each prompt did that is not asked any more, in one sentence."""
         return self.suspects.quarantined
 
@@ -86,6 +86,3 @@ def _counted(counter: Counter[Key], key: Key) -> Iterator[None]:
         counter[key] -= 1
         if not counter[key]:
             del counter[key]
-
-
-__all__ = ["Company"]

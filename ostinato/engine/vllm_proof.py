@@ -102,6 +102,3 @@ def scores(
         hidden, _ = decoder(rows, places, CausalAttention(), adapters=adapters)
         logits = decoder.logits(hidden[:-1]).float() / sampling.temperature
         return logits.log_softmax(-1).gather(1, rows[1:, None])[:, 0].cpu()
-
-
-__all__ = ["Proofs", "Verdict", "scores", "verdict"]

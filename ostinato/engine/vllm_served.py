@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.engine.vllm_http import Reply, Unreachable, call
-from ostinato.engine.vllm_server import Server, vllm_lost, vllm_wrong
+from ostinato.engine.vllm_server import Reply, Server, Unreachable, call, vllm_lost, vllm_wrong
 from ostinato.model.lora import Adapters
-from ostinato.workers.lost import WorkerLost
-from ostinato.workers.restarts import Restarts
+from ostinato.workers.lost import Restarts, WorkerLost
 
 logger = logging.getLogger(__name__)
 LORA = "ostinato"  # the name of the adapter there
@@ -106,7 +104,7 @@ class Served:
         passes. ``/health`` says well for a while after it died."""
         reply = self._call("GET", "/weight_info")
         if reply.status != 200:
-            raise Unreachable(f"vLLM told no sign of life but {reply.error}")
+            raise Unreachable(f"vLLM gave no sign of life but {reply.error}")
         self._version(reply.body["weight_version"])
         self.signs += 1
 
@@ -185,6 +183,3 @@ class Lives:
         self.server.close()
         with self._lock:  # a restart that was under way has ended, and what it had started ends too
             self.server.close()
-
-
-__all__ = ["Lives", "Policy", "Served"]

@@ -18,12 +18,82 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
-from ostinato.engine.vllm_http import Unreachable, call, host_and_port
 from ostinato.workers import guard
 from ostinato.workers.lost import WorkerKind, WorkerLost
 from ostinato.workers.process import Child, last_lines
+
+if TYPE_CHECKING:
+    import httpx2
+
+
+DIRECT: dict[str, Any] = {"trust_env": False, "verify": False}  # no proxy; the address is plain http
+
+
+class Unreachable(ConnectionError):
+    """No whole answer came: nobody listens, the connection broke, or time was over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    status: int
+    body: Any  # JSON; the text where it is none
+
+    @property
+    def error(self) -> str:
+        """What vLLM says of a request that it refused, in one line."""
+        body = self.body.get("error", self.body) if isinstance(self.body, dict) else self.body
+        message = body.get("message", body) if isinstance(body, dict) else body
+        return f"{self.status}: {' '.join(str(message).split())[:400]}"
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Raises ValueError for what is no address of a server."""
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port, parts = None, None, urlsplit("")
+    if parts.scheme != "http" or not host or parts.path not in ("", "/"):
+        raise ValueError(f'engine.address is {address!r}; give it as "http://host:8000"')
+    return host, port or 80
+
+
+def call(address: str, method: str, path: str, body: Any = None, *, key: str = "", timeout_s: float) -> Reply:
+    """The answer, with at most ``timeout_s`` for each part of it; ``key`` is the server's. Raises
+    Unreachable."""
+    import httpx2  # of the extra "vllm"
+
+    try:
+        with httpx2.Client(timeout=timeout_s, **DIRECT) as client:
+            return _reply(client.request(method, address + path, json=body, headers=_headers(key)))
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        raise Unreachable(f"{method} {path}: {type(error).__name__} {error}") from error
+
+
+async def post(address: str, path: str, body: Any, *, key: str = "") -> Reply:
+    """The answer, however long it takes; a cancelled call closes the connection. Raises Unreachable."""
+    import httpx2
+
+    try:
+        async with httpx2.AsyncClient(timeout=None, **DIRECT) as client:
+            return _reply(await client.post(address + path, json=body, headers=_headers(key)))
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        raise Unreachable(f"POST {path}: {type(error).__name__} {error}") from error
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+def _reply(response: httpx2.Response) -> Reply:
+    try:
+        return Reply(status=response.status_code, body=response.json() if response.content else None)
+    except ValueError:
+        return Reply(status=response.status_code, body=response.text)
+
 
 EXTENSION = "ostinato.interop.vllm_worker.Worker"
 GUARD = "ostinato.interop.vllm_key.Guard"
@@ -191,7 +261,7 @@ class VllmAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a server told of itself."""
+    """What a server reports of itself."""
 
     base: str  # the name that the model without adapters has there
     context: int
@@ -210,10 +280,10 @@ def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
         reply = call(address, method, path, body, key=key, timeout_s=CALL_S)
         return reply.status, reply.body
 
-    status, told = ask("GET", "/v1/models")
+    status, answer = ask("GET", "/v1/models")
     must(status != 401, "asks for another key", f"the {KEY} of this process, or set that to the server's")
     must(status == 200, f"answers GET /v1/models with {status}", "vllm serve, 0.32 or newer")
-    model = next(card for card in told["data"] if not card.get("parent"))
+    model = next(card for card in answer["data"] if not card.get("parent"))
     status, _ = ask("GET", "/weight_info")
     must(
         status == 200, "has no /weight_info", "VLLM_SERVER_DEV_MODE=1 in its environment (vLLM 0.32 or newer)"
@@ -230,11 +300,11 @@ def check(address: str, prompt: Sequence[int], key: str = "") -> Facts:
     )
     sampling = {"max_tokens": 1, "logprobs": 0, "top_k": 1, "temperature": 1.0}
     body = {"model": model["id"], "token_ids": list(prompt), "sampling_params": sampling}
-    status, told = ask("POST", "/inference/v1/generate", body)
+    status, answer = ask("POST", "/inference/v1/generate", body)
     must(status != 403, "gives no tokens for tokens", "--enable-scale-out")
     must(status == 200, f"answers /inference/v1/generate with {status}", "vLLM 0.32 or newer")
-    choice = told["choices"][0]
-    must(bool(choice.get("weight_versions")), "does not tell who sampled a token", "vLLM 0.32 or newer")
+    choice = answer["choices"][0]
+    must(bool(choice.get("weight_versions")), "does not label who sampled a token", "vLLM 0.32 or newer")
     sure = choice["logprobs"]["content"][0]["logprob"]  # of the one token that top_k = 1 has kept
     must(abs(sure) < 1e-6, "tells log-probabilities before filters", "--logprobs-mode processed_logprobs")
     return Facts(
@@ -256,6 +326,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-__all__ = ["KEY", "Serve", "Server", "VllmAt", "VllmChild", "check", "environment", "vllm_lost", "vllm_wrong"]

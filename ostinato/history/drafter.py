@@ -93,7 +93,7 @@ class HistoryDrafter:
         self._prompt = "", prompt_key("")  # the last uid and its key
         i32, f32 = np.int32, np.float32
         self._asked = _Shelf(
-            handles=np.int64, room=i32, weights=f32, seconds=np.float64, counts=i32, tokens=i32, parents=i32
+            handles=np.int64, room=i32, weights=f32, seconds=np.float64, counts=i32, tokens=i32
         )
         self._told = _Shelf(handles=np.int64, counts=i32, ended=np.uint8, tokens=i32, probs=f32, edges=f32)
 
@@ -128,17 +128,13 @@ class HistoryDrafter:
         room["seconds"][: most + 1] = running.seconds
         rows = self._library.drafter_propose(
             self._drafter, count, at["handles"], at["room"], at["weights"], at["seconds"], most,
-            running.leaves, at["counts"], at["tokens"], at["parents"],
+            at["counts"], at["tokens"],
         )  # fmt: skip
         if rows < 0:
             raise ValueError(
                 "a handle is not open; propose for handles that open gave and observe has not ended"
             )
-        drafts = Drafts(
-            counts=room["counts"][:count].copy(),
-            tokens=room["tokens"][:rows].copy(),
-            parents=room["parents"][:rows].copy(),
-        )
+        drafts = Drafts(counts=room["counts"][:count].copy(), tokens=room["tokens"][:rows].copy())
         self._seconds[1] += time.perf_counter() - start
         return drafts
 
@@ -212,7 +208,7 @@ def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
         "drafter_new": (_P, (_P, ctypes.POINTER(_Rules), ctypes.POINTER(ctypes.c_double))),
         "drafter_free": (None, (_P,)),
         "drafter_open": (_I64, (_P, _U64, ctypes.c_int, _P, _L, ctypes.c_int, _P, _L)),
-        "drafter_propose": (_L, (_P, _L, _P, _P, _P, _P, _L, _L, _P, _P, _P)),
+        "drafter_propose": (_L, (_P, _L, _P, _P, _P, _P, _L, _P, _P)),
         "drafter_observe": (ctypes.c_int, (_P, _L, _P, _P, _P, _P, _P, _P)),
         "drafter_forget": (None, (_P, _P, _L)),
         "drafter_stats": (None, (_P, ctypes.POINTER(_Stats))),

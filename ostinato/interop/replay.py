@@ -53,7 +53,7 @@ def attach_replay(model: nn.Module, example: Mapping[str, Any] | None = None) ->
 
 
 class Tape:
-    """What routers chose while it was set, beside what they were told to."""
+    """What routers chose while it was set, beside what they were to take."""
 
     def __init__(self, sites: tuple[Site, ...], routes: Routes | None) -> None:
         self._sites, self.routes = sites, routes
@@ -106,7 +106,7 @@ class Tape:
         self._drift.append((site, drift, _DRIFT * torch.finfo(dtype).eps))
 
     def close(self) -> None:
-        """All that can be told only at the end, at one wait for the device: raises RuntimeError for routers
+        """All that shows only at the end, at one wait for the device: raises RuntimeError for routers
         that were not called alike, formulas that no longer hold, and recomputation of another forward."""
         self._check_calls()
         for site, drift, bound in self._drift:
@@ -130,8 +130,8 @@ class Tape:
     def _check_calls(self) -> None:
         calls = [len(one) for one in self._native]
         if min(calls) == 0 or min(calls) != max(calls):
-            told = {site.name: count for site, count in zip(self._sites, calls, strict=True)}
-            raise RuntimeError(f"every router has to be called once in each forward; calls: {told}")
+            counts = {site.name: count for site, count in zip(self._sites, calls, strict=True)}
+            raise RuntimeError(f"every router has to be called once in each forward; calls: {counts}")
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._targets is None or self._targets[0].device != device:
@@ -343,6 +343,3 @@ def _guard(replay: Replay) -> Callable[..., None]:
             )
 
     return hook
-
-
-__all__ = ["Replay", "Routes", "Tape", "UnsupportedRouter", "attach_replay"]

@@ -30,6 +30,3 @@ class Guard:
         else:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
-
-
-__all__ = ["VARIABLE", "Guard"]

@@ -51,6 +51,3 @@ def digest(folder: Path) -> str:
     for name in FILES:
         hashed.update((folder / name).read_bytes())
     return hashed.hexdigest()
-
-
-__all__ = ["Worker", "digest"]

@@ -109,9 +109,7 @@ def all_weights(decoder: Decoder) -> Iterator[Callable[[Any, int], Publication]]
             kept.append(path)
             if len(kept) > KEPT_WEIGHTS:
                 kept.popleft().unlink()
-            return Publication(
-                version=version, fingerprint=fingerprint_weights(decoder), payload=b"", path=str(path)
-            )
+            return Publication(version=version, fingerprint=fingerprint_weights(decoder), path=str(path))
 
         yield publication
 

@@ -130,7 +130,6 @@ def new_engine(
         max_batch=recipe.engine.max_batch,
         context_limit=decoder.config.max_positions,
         drafter=memory.drafter if memory else None,
-        leaves=recipe.draft.leaves,
         expect=memory.expect if memory else None,
         name=name,
     )

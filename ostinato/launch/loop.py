@@ -7,8 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine.local import LocalEngine
@@ -33,14 +32,10 @@ from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups, spent_in_steps
 from ostinato.pipeline.loop import Loop, LoopState, Plan
 from ostinato.pipeline.observer import Observer
-from ostinato.pipeline.signals import in_thread
 from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.protocols import MetricWriter, RestorableTrainer
 from ostinato.run import RunFolder
 from ostinato.train.checkpoint import Checkpoint, mend, oldest_step, save_checkpoint
-
-if TYPE_CHECKING:
-    from ostinato.plan.again import Replanner
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +216,6 @@ class RunObserver:
 
     monitor: Monitor
     forecaster: Callable[[int], bool] | None
-    replanner: Replanner | None
 
     def on_step(self, row: Mapping[str, float]) -> None:
         self.monitor.step(row)
@@ -232,22 +226,9 @@ class RunObserver:
     def should_stop(self, step: int) -> bool:
         return self.forecaster is not None and self.forecaster(step)
 
-    async def should_replan(self, step: int) -> bool:
-        return self.replanner is not None and await in_thread(partial(self.replanner, step))
-
-    @property
-    def resume(self) -> str:
-        """The command that resumes the run under the layout found better; empty without one."""
-        return "" if self.replanner is None else self.replanner.command
-
 
 def new_observer(
     recipe: Recipe, run: RunFolder, monitor: Monitor, writers: Sequence[MetricWriter]
 ) -> RunObserver:
-    replanner = None
-    if recipe.parallel.replan:
-        from ostinato.plan.again import Replanner
-
-        replanner = Replanner(run)
     forecaster = new_forecaster(recipe, run, writers)
-    return RunObserver(monitor=monitor, forecaster=forecaster, replanner=replanner)
+    return RunObserver(monitor=monitor, forecaster=forecaster)

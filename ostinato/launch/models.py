@@ -11,7 +11,7 @@ from ostinato.model.named import is_model_name
 
 if TYPE_CHECKING:
     from ostinato.model.decoder import Decoder
-    from ostinato.model.lora import AdapterSpec
+    from ostinato.model.shapes import AdapterSpec
     from ostinato.model.share import Share
     from ostinato.protocols import RestorableTrainer
     from ostinato.run import RunFolder
@@ -57,7 +57,7 @@ def device_of(section: ModelSection) -> str:
 
 def adapter_spec(section: AdapterSection) -> AdapterSpec:
     """The LoRA of a recipe."""
-    from ostinato.model.lora import AdapterSpec, ExpertScheme
+    from ostinato.model.shapes import AdapterSpec, ExpertScheme
 
     return AdapterSpec(
         rank=section.rank,

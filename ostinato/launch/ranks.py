@@ -94,10 +94,9 @@ def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTra
     """
     from ostinato.algo.routing import Misaligned
     from ostinato.launch.trainer import new_sharded_trainer, save_refused
-    from ostinato.parallel.control import Terms, meet
+    from ostinato.parallel.control import Terms, keep_store, meet
     from ostinato.parallel.follow import leading
     from ostinato.parallel.key import new_key
-    from ostinato.parallel.local_store import keep_store
     from ostinato.workers.lost import WorkerLost
 
     recipe, layout = prepared.recipe, Layout.parse(prepared.recipe.parallel.layout)
@@ -123,7 +122,7 @@ def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTra
                 backend=backend(recipe, prepared.decoder.device.type),
                 timeout_s=recipe.parallel.timeout_s,
                 silence_s=recipe.parallel.silence_s,
-                told=dump_toml(recipe),
+                recipe=dump_toml(recipe),
             )
             refused = save_refused(folder / "refused")
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,6 @@ class Outcome:
     after: Mapping[str, Any] | None
     exported: Mapping[str, Any] | None = None
     greedy: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)  # before and after
-    resume: str = ""  # the command that goes on, where the run has ended for a better layout
 
 
 WORKERS = "ostinato.launch.workers"  # makes the samplers and trainers of a cluster
@@ -125,8 +124,7 @@ def _interrupted_before(path: Path) -> Iterator[None]:
 
 
 def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, workers: str) -> Outcome:
-    """From the start or the newest checkpoint to the end, or to a checkpoint from which another layout is
-    better (``parallel.replan``)."""
+    """From the start or the newest checkpoint to the end."""
     clock = SteadyClock()
     with new_life(RunFolder(path), clock) as life, contextlib.ExitStack() as held:
         chosen = threads.configure(recipe)
@@ -162,8 +160,7 @@ def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, work
                 )
                 finished = asyncio.run(components.run(loop, path))
                 _export(prepared, components.trainer.adapters(), run, finished, ledger, monitor)
-    outcome = _outcome(recipe, run, finished)
-    return replace(outcome, resume=observer.resume)
+    return _outcome(recipe, run, finished)
 
 
 def _first_lines(

@@ -22,9 +22,8 @@ from ostinato.model.peft_io import Saved, load_peft, read_peft
 from ostinato.model.share import Share
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import Mesh
-from ostinato.parallel.parts import own_decoders
-from ostinato.parallel.pieces import fresh_adapters, own_adapters
-from ostinato.parallel.placement_file import read_placement
+from ostinato.parallel.pieces import fresh_adapters, own_adapters, own_decoders
+from ostinato.parallel.placement import read_placement
 from ostinato.parallel.shares import shares_of
 from ostinato.train.layouts import sharded_trainer
 from ostinato.train.optimizer import OptimizerSettings, Schedule
@@ -73,7 +72,7 @@ def new_sharded_trainer(
     ``ready`` is called then, and waits for the others."""
     section, folder = recipe.parallel, model_folder(recipe.model.path)
     layout, config = Layout.parse(section.layout), read_config(folder)
-    placement = read_placement(section.placement, layout)
+    placement = read_placement(Path(section.placement), layout.expert) if section.placement else None
     kept = shares_of(layout, config, rank, placement)
     if decoder is not None:
         parts = own_decoders(decoder, kept)

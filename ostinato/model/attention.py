@@ -9,14 +9,13 @@ T rows, H query heads, G key-value heads, Dk and Dv their widths, S keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.model.config import RopeConfig, RopeType
-from ostinato.types import Segment
 
 # (layer, q [T, H, Dk], k [T, G, Dk], v [T, G, Dv], scale) -> [T, H, Dv]; q, k, v may be strided views
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -27,27 +26,6 @@ class CausalAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return sdpa(q, k, v, scale, is_causal=True)
-
-
-class DenseMaskAttention:
-    """The slow obvious twin for packed rows: a full [T, T] mask written out from the segments."""
-
-    def __init__(self, segments: Sequence[Segment], device: torch.device | str = "cpu") -> None:
-        self.mask = segment_mask(segments).to(device)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return sdpa(q, k, v, scale, mask=self.mask)
-
-
-def segment_mask(segments: Sequence[Segment]) -> Tensor:
-    """[T, T] bool, True where the row may see the column."""
-    total = max((s.stop for s in segments), default=0)
-    mask = torch.zeros(total, total, dtype=torch.bool)
-    for s in segments:
-        rows = s.stop - s.start
-        mask[s.start : s.stop, s.start : s.stop] = torch.ones(rows, rows, dtype=torch.bool).tril()
-        mask[s.start : s.stop, s.prefix_start : s.prefix_stop] = True
-    return mask
 
 
 def sdpa(

@@ -68,7 +68,7 @@ class Rates:
 
 
 class Part(StrEnum):
-    """What the FLOPs of a forward are told by."""
+    """What the FLOPs of a forward are reported by."""
 
     ATTENTION = "attention"
     MLP = "mlp"  # of dense layers
@@ -124,9 +124,9 @@ class FlopModel:
     def describe(self) -> dict[str, float]:
         """FLOPs of one token by part of the forward, where there are any, and in "backward". What attention
         adds for a (query, key) pair, in all heads and layers, is "pair" and "backward_pair"."""
-        told = {str(part): rates.tokens + rates.logits for part, rates in self.parts.items()}
+        parts = {str(part): rates.tokens + rates.logits for part, rates in self.parts.items()}
         back = self.backward_rates
-        return {name: flops for name, flops in told.items() if flops} | {
+        return {name: flops for name, flops in parts.items() if flops} | {
             "pair": _sum(self.parts.values()).pairs,
             "backward": back.tokens + back.logits,
             "backward_pair": back.pairs,
@@ -269,6 +269,3 @@ def _sum(rates: Iterable[Rates]) -> Rates:
 
 def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
-
-
-__all__ = ["FlopModel", "LayerRates", "Part", "Rates", "Work", "layer_rates"]

@@ -14,6 +14,3 @@ class Gemm:
 
     nt: Callable[..., Tensor]  # (x [M, K], w [N, K], bias=None, out_dtype=None) -> x w^T + bias
     nn: Callable[[Tensor, Tensor], Tensor]  # (x [M, N], w [N, K]) -> x w
-
-
-__all__ = ["Gemm"]

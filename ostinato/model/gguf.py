@@ -193,6 +193,3 @@ def _save_tokenizer(reader: GGUFReader, folder: Path) -> None:
             "chat_template": _field(reader, "tokenizer.chat_template"),
         },
     )
-
-
-__all__ = ["convert", "rotary_halves", "smollm2_folder"]

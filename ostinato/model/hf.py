@@ -21,14 +21,12 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.hf_names import (
     Stored,
     canonical,
-    hf_module,
     hf_tensors,
     is_extra_layer,
     is_redundant,
     stored,
 )
-from ostinato.model.pieces import blocks, is_whole
-from ostinato.model.share import Share
+from ostinato.model.share import Share, blocks, is_whole
 from ostinato.run import atomic_write
 
 # Files that travel with the weights: tokenizer, chat template, generation defaults.
@@ -269,14 +267,3 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     atomic_write(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-__all__ = [
-    "fill",
-    "hf_module",
-    "hf_tensors",
-    "load_model",
-    "save_model",
-    "weight_files",
-    "write_tensors",
-]

@@ -171,6 +171,3 @@ def _whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     biases = {f"{name}.bias": (shape[-2],) for name, shape in linears.items()}
     table = (config.vocab_size, config.hidden_size)
     return linears | biases | {"embed": table, "head": table}
-
-
-__all__ = ["Stored", "canonical", "hf_module", "hf_tensors", "is_extra_layer", "is_redundant", "stored"]

@@ -24,13 +24,10 @@ from torch.autograd.function import once_differentiable
 from ostinato.model.config import ModelConfig
 from ostinato.model.moe import ExpertLora
 from ostinato.model.shapes import (
-    ROLES,
     STACKED,
     AdapterSpec,
-    ExpertScheme,
     adapter_shapes,
     layer_shapes,
-    linear_shapes,
 )
 
 Product = Callable[..., Tensor]
@@ -267,21 +264,3 @@ class _LoraLinear(torch.autograd.Function):
         grad_a = grad_low.t().mm(x) if ctx.needs_input_grad[3] else None
         grad_b = grad.t().mm(low) if ctx.needs_input_grad[4] else None
         return grad_x, None, None, grad_a, grad_b, None, None, None
-
-
-__all__ = [
-    "NO_LORA",
-    "ROLES",
-    "STACKED",
-    "AdapterSpec",
-    "Adapters",
-    "ExpertScheme",
-    "LayerLora",
-    "Lora",
-    "Prepared",
-    "adapter_shapes",
-    "init_adapters",
-    "linear_shapes",
-    "lora_linear",
-    "narrow_linear",
-]

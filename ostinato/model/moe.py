@@ -298,25 +298,3 @@ def _grouped_mm_works(x: Tensor, weight: Tensor) -> bool:
     if x.dtype not in ((torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)):
         return False
     return all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
-
-
-def experts_loop(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, lora: ExpertLora | None = None
-) -> Tensor:
-    """The twin of ``experts``: one token and one expert at a time, straight from the definition."""
-
-    def pick(factor: Tensor, expert: int) -> Tensor:
-        return factor[expert] if factor.dim() == 3 else factor
-
-    rows = []
-    for t in range(x.shape[0]):
-        total = torch.zeros_like(x[t])
-        for k, expert in enumerate(ids[t].tolist()):
-            w1, w2 = gate_up[expert], down[expert]
-            if lora is not None:
-                w1 = w1 + lora.scale * pick(lora.gate_up_b, expert) @ pick(lora.gate_up_a, expert)
-                w2 = w2 + lora.scale * pick(lora.down_b, expert) @ pick(lora.down_a, expert)
-            gate, up = (w1 @ x[t]).chunk(2)
-            total = total + weights[t, k].to(x.dtype) * (w2 @ (F.silu(gate) * up))
-        rows.append(total)
-    return torch.stack(rows)

@@ -11,7 +11,7 @@ equally long neighbours (b): no mask, no padding, no copy of the prefix. Flash b
 P = exp(S - lse) and dS = P (dP - rowsum(dOut * Out)); given the lse and out of the *union*, each part's
 backward is its exact share of the gradient, and the shares add up.
 
-The slow twin is ``attention.DenseMaskAttention``.
+The slow twin is in tests/reference/plain_layers.py.
 
 T rows, H query heads, Hkv key heads, Dk and Dv head dimensions; B blocks of N rows each see M keys.
 """
@@ -296,6 +296,3 @@ def _kernel(q: Tensor, v: Tensor) -> Kernel:
         return FLASH_CPU
     flash = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return FLASH_CUDA if q.device.type == "cuda" and flash else MATH
-
-
-__all__ = ["FLASH_CPU", "FLASH_CUDA", "MATH", "Kernel", "PackedAttention", "Part"]

@@ -13,6 +13,7 @@ D hidden size, M expert width, E experts, r rank.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -26,9 +27,10 @@ from torch import Tensor
 
 from ostinato.inputs import parse_json
 from ostinato.model.decoder import Decoder
-from ostinato.model.hf import hf_module, save_model, write_tensors
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters, linear_shapes
-from ostinato.model.merge import merge
+from ostinato.model.hf import save_model, write_tensors
+from ostinato.model.hf_names import hf_module
+from ostinato.model.lora import Adapters, init_adapters
+from ostinato.model.shapes import AdapterSpec, linear_shapes
 from ostinato.run import atomic_write
 
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -251,16 +253,13 @@ def _module(name: str) -> str:
     return hf_module(name, _IN_MEMORY)
 
 
-__all__ = [
-    "PEFT_CONFIG",
-    "PEFT_TENSORS",
-    "Saved",
-    "base_fingerprint",
-    "export_merged",
-    "fingerprint_of",
-    "fingerprint_stride",
-    "load_peft",
-    "read_peft",
-    "save_peft",
-    "write_peft",
-]
+def merge(decoder: Decoder, adapters: Adapters) -> Decoder:
+    """A copy of the decoder with alpha / r * B A added to every adapted weight, in fp32 before rounding."""
+    merged = copy.deepcopy(decoder)
+    linears = merged.named_linears()
+    with torch.no_grad():
+        for name, (a, b) in adapters.tensors.items():
+            weight = linears[name].weight
+            update = adapters.spec.scale_of(name) * (b.float() @ a.float())
+            weight.copy_(weight.float() + update.to(weight.device))
+    return merged

@@ -142,14 +142,3 @@ def adapter_shapes(
             f"adapter.targets {spec.targets} match nothing in this {config.model_type} model; add attn"
         )
     return shapes
-
-
-__all__ = [
-    "ROLES",
-    "STACKED",
-    "AdapterSpec",
-    "ExpertScheme",
-    "adapter_shapes",
-    "layer_shapes",
-    "linear_shapes",
-]

@@ -12,9 +12,9 @@ embedding and head. Whole everywhere: norms, routers, down-projections to latent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 
 from ostinato.model.config import ModelConfig
@@ -192,15 +192,22 @@ def _runs(ids: Sequence[int]) -> Spans:
     return tuple(runs)
 
 
-__all__ = [
-    "INPUTS",
-    "MEMBERS",
-    "OUTPUTS",
-    "Share",
-    "Spans",
-    "is_cut",
-    "is_expert",
-    "local_config",
-    "placed",
-    "size_of",
-]
+Box = tuple[slice, ...]
+
+
+def blocks(spans: Sequence[Spans]) -> Iterator[tuple[Box, Box]]:
+    """(where in the whole, where in the part) of every solid block of a part, in the order of the part."""
+    by_dimension = []
+    for kept in spans:
+        places, start = [], 0
+        for span in kept:
+            places.append((slice(span.start, span.stop), slice(start, start + len(span))))
+            start += len(span)
+        by_dimension.append(places)
+    for block in product(*by_dimension):
+        yield tuple(whole for whole, _ in block), tuple(part for _, part in block)
+
+
+def is_whole(spans: Sequence[Spans], shape: Sequence[int]) -> bool:
+    """Is the part all of ``shape``, in its own order?"""
+    return all(kept == (range(size),) for kept, size in zip(spans, shape, strict=True))

@@ -336,6 +336,3 @@ def _has_locked(held: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-__all__ = ["own_folder", "shared_file", "shared_model", "sweep"]

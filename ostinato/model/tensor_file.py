@@ -114,6 +114,3 @@ def joined(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterat
     yield plan.header
     for name in plan.starts:
         yield raw(tensors[name])
-
-
-__all__ = ["ALIGNMENT", "Layout", "Shaped", "joined", "layout", "raw", "read", "shapes_of"]

@@ -1,11 +1,11 @@
 """Weights on their way from the trainer to the samplers, exact in the last bit, and their fingerprints.
 
-    pack, unpack                 adapters as bytes: factors in fp32 and the spec they belong to; megabytes
-    pack_weights, load_weights   all weights of a decoder as a file, where all of them are trained
+    pack, unpack                 adapters as values: factors in fp32 and the spec they belong to; megabytes
+    pack_weights, load_weights   all weights of a decoder as a safetensors file, where all of them are trained
     fingerprint(...)             which values these are: the same here and where they are served
 
-Both are safetensors files with one entry of metadata. Values that are not finite are refused by name before
-anything is sent, loaded or served: a policy that broke must not reach a sampler.
+Values that are not finite are refused by name before anything is sent, loaded or served: a policy that broke
+must not reach a sampler.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import json
 import mmap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from enum import StrEnum
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.inputs import parse_json
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, adapter_shapes
+from ostinato.model.lora import Adapters
+from ostinato.model.shapes import AdapterSpec, adapter_shapes
 from ostinato.model.tensor_file import joined, raw, read
 from ostinato.run import atomic_write
 
-_META = "ostinato"
+_METADATA = {"ostinato": json.dumps({"kind": "weights", "about": {}})}
 _LEAF = 4 << 20  # bytes that are hashed in one piece
-
-
-class Kind(StrEnum):
-    """What a payload holds."""
-
-    ADAPTERS = "adapters"
-    WEIGHTS = "weights"
 
 
 class NotFinite(RuntimeError):
@@ -48,37 +40,43 @@ class NotFinite(RuntimeError):
 # ---- adapters
 
 
-def pack(adapters: Adapters | None) -> bytes:
-    """All of ``adapters``; b"" for None, the base. Raises NotFinite."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """Adapters apart from any decoder: fp32 factors on the CPU by name (``Adapters.state_dict``)."""
+
+    spec: AdapterSpec
+    factors: Mapping[str, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(factor.nbytes for factor in self.factors.values())
+
+
+def pack(adapters: Adapters | None) -> Packed | None:
+    """A copy of ``adapters``; None for None, the base. Raises NotFinite."""
     if adapters is None:
-        return b""
-    check_finite(adapters)
-    return b"".join(joined(adapters.state_dict(), _metadata(Kind.ADAPTERS, _spec(adapters))))
-
-
-def unpack(payload: bytes | bytearray | memoryview, config: ModelConfig) -> Adapters | None:
-    """What ``pack`` was given, on the CPU, bit for bit; ``config`` is of the decoder that is to serve it.
-
-    Raises ValueError where the payload is damaged or does not fit the decoder, and NotFinite.
-    """
-    if not len(payload):
         return None
-    about, state = _read(bytearray(payload), Kind.ADAPTERS)  # the caller's own memory, to do with as it likes
-    try:
-        scheme, targets = ExpertScheme(about["expert_scheme"]), tuple(about["targets"])
-        spec = AdapterSpec(**{**about, "expert_scheme": scheme, "targets": targets})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the adapters come with a spec that this version does not know ({error})"
-        ) from error
+    check_finite(adapters)
+    factors = {name: one.detach().to("cpu", copy=True) for name, one in adapters.state_dict().items()}
+    return Packed(spec=adapters.spec, factors=factors)
+
+
+def unpack(packed: Packed | None, config: ModelConfig) -> Adapters | None:
+    """What ``pack`` was given, over the same memory; ``config`` is of the decoder that is to serve it.
+
+    Raises ValueError where it does not fit the decoder, and NotFinite.
+    """
+    if packed is None:
+        return None
+    shapes, factors = adapter_shapes(config, packed.spec), packed.factors
     wanted = {
         f"{name}.{part}": (torch.float32, shape)
-        for name, pair in adapter_shapes(config, spec).items()
+        for name, pair in shapes.items()
         for part, shape in zip("AB", pair, strict=True)
     }
-    _check_fit(state, wanted, "adapter tensor", "publish to samplers of the base that is trained")
-    names = dict.fromkeys(name.rpartition(".")[0] for name in wanted)
-    adapters = Adapters(spec, {name: (state[f"{name}.A"], state[f"{name}.B"]) for name in names}, config)
+    _check_fit(factors, wanted, "adapter tensor", "publish to samplers of the base that is trained")
+    tensors = {name: (factors[f"{name}.A"], factors[f"{name}.B"]) for name in shapes}
+    adapters = Adapters(packed.spec, tensors, config)
     check_finite(adapters)
     return adapters
 
@@ -107,7 +105,7 @@ def pack_weights(decoder: Decoder, path: Path) -> None:
     """
     weights = _weights(decoder)
     _check_finite(weights, "weight")
-    parts = joined(weights, _metadata(Kind.WEIGHTS, {}))
+    parts = joined(weights, _METADATA)
 
     def write(temporary: Path) -> None:
         with temporary.open("wb", buffering=0) as file:
@@ -128,7 +126,9 @@ def load_weights(decoder: Decoder, path: Path) -> None:
     own = _weights(decoder)
     with path.open("rb") as file:  # the mapping ends with the last of its views: closed before, these dangle
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    _, state = _read(content, Kind.WEIGHTS)
+    metadata, state = read(content)
+    if metadata != _METADATA:
+        raise ValueError("the file is a safetensors file, but none of ours; publish with pack_weights")
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
     _check_fit(state, wanted, "weight", "publish to samplers of the same model and dtype")
     _check_finite(state, "weight")
@@ -154,23 +154,6 @@ def _weights(decoder: Decoder) -> dict[str, Tensor]:
 # ---- both
 
 
-def _metadata(kind: Kind, about: Mapping[str, Any]) -> dict[str, str]:
-    """One entry, so that equal payloads are equal bytes."""
-    return {_META: json.dumps({"kind": kind, "about": about})}
-
-
-def _read(buffer: Any, kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    metadata, state = read(buffer)
-    try:
-        facts = parse_json(metadata[_META])
-        found, about = facts["kind"], facts["about"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError("the payload is a safetensors file, but none of ours; publish with pack") from error
-    if found != kind:
-        raise ValueError(f"the payload holds {found}, where {kind} are expected")
-    return about, state
-
-
 def _check_fit(
     state: Mapping[str, Tensor],
     wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
@@ -178,7 +161,7 @@ def _check_fit(
     mend: str,
 ) -> None:
     if odd := sorted(state.keys() ^ wanted.keys()):
-        where = "is missing from the payload" if odd[0] in wanted else "is unknown to this model"
+        where = "is missing" if odd[0] in wanted else "is unknown to this model"
         raise ValueError(f"{what} {odd[0]} {where}; {mend}")
     for name, (dtype, shape) in wanted.items():
         tensor = state[name]
@@ -214,16 +197,3 @@ def _digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 def _leaf(piece: memoryview) -> bytes:
     return blake2b(piece, digest_size=32).digest()
-
-
-__all__ = [
-    "Kind",
-    "NotFinite",
-    "check_finite",
-    "fingerprint",
-    "fingerprint_weights",
-    "load_weights",
-    "pack",
-    "pack_weights",
-    "unpack",
-]

@@ -78,6 +78,3 @@ def _own_routing(decoder: Decoder, routing: Tensor | None) -> Tensor | None:
         return None
     first = sum(n < layers[0] for n in moe.layers)
     return routing[:, first : first + decoder.num_moe_layers]
-
-
-__all__ = ["Rows", "decoder_chunks"]

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -241,4 +242,22 @@ class _Exchange(torch.autograd.Function):
         return ctx.links.exchanged(grad, ctx.received, ctx.sent, ctx.axis), None, None, None, None
 
 
-__all__ = ["Collectives", "Pending", "Traffic"]
+def all_gather_ragged(
+    links: Collectives,
+    shapes: Sequence[Sequence[int]],
+    own: Mapping[int, Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Tensors of these shapes on all ranks, in one reduction, whoever has them: ``own`` has some of them, by
+    index, or has zeros where others have values. What one rank alone has arrives as it is: the rest of the
+    sum is zero."""
+    sizes = [prod(shape) for shape in shapes]
+    flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    views = [one.view(*shape) for one, shape in zip(flat.split(sizes), shapes, strict=True)]
+    for index, values in own.items():
+        views[index].copy_(values)
+    if len(flat):
+        links.sum_(flat, "all")
+    return views

@@ -1,4 +1,4 @@
-"""How the ranks of one trainer meet, and how rank 0 tells the others what to do.
+"""How the ranks of one trainer meet, and how rank 0 calls the others.
 
     rank 0     call("step", batch) -> store: call/7 = {name, sizes};  group: the bytes, broadcast
     others     awaited() waits on the store, while rank 0 gives signs of life (``watch``), then takes part
@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,10 +29,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ostinato.parallel.key import VARIABLE, fits, of_meeting, signed, users_key
-from ostinato.parallel.launch import Place
-from ostinato.parallel.local_store import keep_store
+from ostinato.parallel.launch import LOOPBACK, Place
 from ostinato.parallel.watch import Member, last_line, rank_lost
-from ostinato.workers.payload import head, packed, room, unpacked
+from ostinato.workers.remote import head, packed, room, unpacked
 
 MEET_S = 1800.0  # for rank 0 to be there, and for all to have loaded their part: a large model, cold
 DAY_S = 86400.0
@@ -43,12 +43,12 @@ ALL_BUILT = "built"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What rank 0 tells everybody at first. ``told``: the recipe, as text."""
+    """Settings that rank 0 sends to all ranks at first. ``recipe``: as TOML."""
 
     backend: str  # of torch.distributed
     timeout_s: float  # of a collective, and of a call that does not get on
     silence_s: float  # without a sign of life
-    told: str
+    recipe: str
 
 
 def meet(place: Place, within_s: float = MEET_S) -> TCPStore:
@@ -89,11 +89,11 @@ class Control:
     def call(self, name: str, *arguments: Any) -> None:
         """Have the other ranks call ``name`` of what they serve; the caller does the same now."""
         payload, sizes = packed(arguments)
-        self._tell(name, sizes, head(payload, sizes))
+        self._announce(name, sizes, head(payload, sizes))
         self._broadcast(payload)
 
     def stop(self) -> None:
-        self._tell(STOP, [], b"")
+        self._announce(STOP, [], b"")
 
     def farewell(self, within_s: float) -> None:
         """Keep the store until everybody has read the end, or for ``within_s``."""
@@ -101,7 +101,7 @@ class Control:
         with contextlib.suppress(dist.DistError):
             self._store.wait(keys, timedelta(seconds=within_s))
 
-    def _tell(self, name: str, sizes: Sequence[int], head: bytes) -> None:
+    def _announce(self, name: str, sizes: Sequence[int], head: bytes) -> None:
         call = {"name": name, "sizes": sizes, "head": sha256(head).hexdigest()}
         self._store.set(f"call/{self._calls}", sealed(call, self._key, f"call {self._calls}"))
         self._calls += 1
@@ -171,7 +171,7 @@ def keyed(place: Place, store: Store) -> Store:
 def arrive(
     place: Place, store: Store, terms: Terms | None, ended: Callable[[], Mapping[int, str]] = dict
 ) -> tuple[list[Member], Terms]:
-    """Wait until all ranks are there: (members, terms). Rank 0 has ``terms`` and tells them; ``ended`` says
+    """Wait until all ranks are there: (members, terms). Rank 0 has ``terms`` and sends them; ``ended`` says
     which ranks have ended before they arrived, and how.
 
     Raises WorkerLost naming the ranks that did not come in time.
@@ -182,20 +182,20 @@ def arrive(
     if terms is not None:
 
         def gone() -> str:
-            told = [f"rank {rank} {how}" for rank, how in ended().items()]
-            return f"{'; '.join(told)}, before it had met rank 0" if told else ""
+            endings = [f"rank {rank} {how}" for rank, how in ended().items()]
+            return f"{'; '.join(endings)}, before it had met rank 0" if endings else ""
 
         late = f"did not come to {place.address}:{place.port} within"
         mend = "start as many ranks as the layout has, with one address for all"
         _await_all(store, keys, terms.timeout_s, gone, late, mend)
-    told = b"" if terms is not None else _told(place, store)
+    raw = b"" if terms is not None else _await_terms(place, store)
     members = [Member(**json.loads(store.get(key))) for key in keys]
     members[place.rank] = me  # whatever the store has
     session = _meeting_key(place, members)
     if terms is not None:
         store.set("terms", sealed(asdict(terms), session, "terms"))
         return members, terms
-    return members, Terms(**opened(told, session, "terms", place))
+    return members, Terms(**opened(raw, session, "terms", place))
 
 
 def _meeting_key(place: Place, members: Sequence[Member]) -> str:
@@ -224,7 +224,7 @@ def _forged(place: Place) -> str:
     )
 
 
-def _told(place: Place, store: Store) -> bytes:
+def _await_terms(place: Place, store: Store) -> bytes:
     """The terms, once rank 0 has them."""
     try:
         if _there(store, ["terms"], MEET_S):
@@ -262,12 +262,15 @@ def _there(store: Store, keys: list[str], within_s: float) -> bool:
     return True
 
 
-__all__ = [
-    "MEET_S",
-    "Control",
-    "Terms",
-    "arrive",
-    "keyed",
-    "meet",
-    "own_store",
-]
+def keep_store(port: int = 0, timeout: timedelta = timedelta(seconds=300)) -> TCPStore:
+    """One kept by this process, on ``port`` of 127.0.0.1 (0: a free one). By itself torch listens on every
+    interface, whatever address it is given. Raises OSError."""
+    listening = socket.create_server((LOOPBACK, port))
+    return TCPStore(
+        LOOPBACK,
+        listening.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )

@@ -190,6 +190,3 @@ class _Collect(torch.autograd.Function):
         wide = torch.promote_types(rows.dtype, torch.float32)
         grad_weights = (spread.to(wide) * rows.to(wide)).sum(dim=-1).to(weights.dtype)
         return spread * weights.to(spread.dtype).unsqueeze(1), grad_weights, None
-
-
-__all__ = ["Copies", "ExpertParallel"]

@@ -12,12 +12,10 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.peft_io import fingerprint_of, fingerprint_stride
 from ostinato.model.share import Spans
-from ostinato.parallel.collectives import Collectives
+from ostinato.parallel.collectives import Collectives, all_gather_ragged
 from ostinato.parallel.fsdp import Pieces
 from ostinato.parallel.mesh import Mesh
-from ostinato.parallel.ragged import all_gather_ragged
-from ostinato.parallel.seats import Seat, seats
-from ostinato.parallel.shares import Placement, shares_of
+from ostinato.parallel.shares import OwnedPart, Placement, owned_parts, shares_of
 
 
 def sharded_fingerprint(
@@ -40,7 +38,7 @@ def sharded_fingerprint(
             continue
         if pieces is not None and pieces.shape(weight) is not None:
             weight = pieces.joined(weight, weight.detach())  # on all of its ranks at once
-        mine = [seat for seat in seats(config, shares, name, shape) if seat.rank == mesh.rank]
+        mine = [part for part in owned_parts(config, shares, name, shape) if part.rank == mesh.rank]
         if mine:
             own[index] = _sampled(weight.detach(), shape, mine[0])
     sizes = [(len(_indices(shape)),) for shape in shapes.values()]
@@ -60,10 +58,10 @@ def _indices(shape: Sequence[int]) -> np.ndarray:
     return np.arange(0, int(np.prod(shape)), fingerprint_stride(int(np.prod(shape))))
 
 
-def _sampled(weight: Tensor, shape: Sequence[int], seat: Seat) -> Tensor:
+def _sampled(weight: Tensor, shape: Sequence[int], part: OwnedPart) -> Tensor:
     """Their values where they are here, 0 elsewhere; rounded to bf16, as fp32."""
     places = np.unravel_index(_indices(shape), shape)
-    local = [_local(spans, ids) for spans, ids in zip(seat.spans, places, strict=True)]
+    local = [_local(spans, ids) for spans, ids in zip(part.spans, places, strict=True)]
     here = np.logical_and.reduce([ids >= 0 for ids in local])
     values = torch.zeros(len(here), dtype=torch.float32, device=weight.device)
     at = tuple(torch.from_numpy(ids[here]).to(weight.device) for ids in local)
@@ -79,6 +77,3 @@ def _local(spans: Spans, ids: np.ndarray) -> np.ndarray:
         found[inside] = ids[inside] - span.start + start
         start += len(span)
     return found
-
-
-__all__ = ["parameter_shapes", "sharded_fingerprint"]

@@ -171,7 +171,7 @@ class ShardedTrainer:
             self._control.call(name, *arguments)
             return getattr(self._local, name)(*arguments)
 
-        call = told(name, self._local)
+        call = call_name(name, self._local)
         try:
             return self._lead.run(call, work)
         except self._lead.answers:
@@ -182,7 +182,7 @@ class ShardedTrainer:
             raise
 
 
-def told(name: str, local: Local) -> str:
+def call_name(name: str, local: Local) -> str:
     """A call in words: "step 7", or its name."""
     return f"step {local.counters()['steps'] + 1}" if name == "step" else name
 
@@ -261,7 +261,7 @@ def following(
     answers: tuple[type[Exception], ...] = (),
 ) -> None:
     """Every other rank: serve the calls of rank 0 until it has no more.
-    ``new_local`` gets what rank 0 told (the recipe), and what to wait for the others with (``leading``).
+    ``new_local`` gets the recipe from rank 0, and what to wait for the others with (``leading``).
     ``leave`` ends the process, from any thread, with a sentence: rank 0 is lost, another rank is, or this one
     has raised and everybody knows.
 
@@ -283,7 +283,7 @@ def following(
     try:
         control = Control(place, keys, members, terms)
         doing.call = BUILDING
-        local = new_local(terms.told, control.built)
+        local = new_local(terms.recipe, control.built)
         doing.progress = lambda: local.progress + control.progress
         _serve(local, control, doing, answers)
     except Exception as error:
@@ -301,7 +301,7 @@ def _serve(local: Local, control: Control, doing: Doing, answers: tuple[type[Exc
     doing.call = ""
     while (call := control.awaited()) is not None:
         name, arguments = call
-        doing.call = told(name, local)
+        doing.call = call_name(name, local)
         try:
             getattr(local, name)(*arguments)
         except answers as answer:  # rank 0 raises it too, or the watch finds out
@@ -316,6 +316,3 @@ def of_connection(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "c10d"))
-
-
-__all__ = ["Lead", "Local", "Ready", "ShardedTrainer", "following", "leading", "of_connection", "told"]

@@ -96,6 +96,3 @@ def _rebuilt(holder: Any, whole: dict[int, Tensor]) -> Any:
         elif id(value) in whole:
             changed[field.name] = whole[id(value)]
     return replace(holder, **changed)
-
-
-__all__ = ["Pieces"]

@@ -78,6 +78,3 @@ def fits(tag: object, key: str, *parts: str | bytes) -> bool:
 def of_meeting(key: str, members: Sequence[str]) -> str:
     """The key of one meeting; ``members``: how each rank has presented itself, with a random number."""
     return signed(key, "meeting", *members)
-
-
-__all__ = ["VARIABLE", "fits", "new_key", "of_meeting", "signed", "users_key"]

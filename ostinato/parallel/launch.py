@@ -118,12 +118,12 @@ class Ranks:
         folder.mkdir(parents=True, exist_ok=True)
         command = command or [sys.executable, "-m", "ostinato", "rank"]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        told = {"OMP_NUM_THREADS": str(threads or max(1, cores // world)), "GLOO_SOCKET_IFNAME": loopback()}
+        own = {"OMP_NUM_THREADS": str(threads or max(1, cores // world)), "GLOO_SOCKET_IFNAME": loopback()}
         children: dict[int, Child] = {}
         ranks = cls(children, folder)
         try:
             for rank in range(1, world):
-                environment = dict(os.environ) | told | local_place(world, port, rank, key).environment()
+                environment = dict(os.environ) | own | local_place(world, port, rank, key).environment()
                 log = folder / f"rank-{rank}.log"
                 log.unlink(missing_ok=True)
                 children[rank] = Child(command, log=log, lifeline=True, environ=environment)
@@ -134,9 +134,9 @@ class Ranks:
     def ended(self) -> dict[int, str]:
         """How each rank that is not there any more has ended, in words."""
         endings = {rank: child.ended() for rank, child in self._children.items()}
-        return {rank: self._told(rank, how) for rank, how in endings.items() if how}
+        return {rank: self._ending(rank, how) for rank, how in endings.items() if how}
 
-    def _told(self, rank: int, how: str) -> str:
+    def _ending(self, rank: int, how: str) -> str:
         lines = self._children[rank].last_lines(LAST_LINES)
         log = self._folder / f"rank-{rank}.log"
         return f"ended: {how}" + (f"; its last lines, in {log}: {lines}" if lines else "")
@@ -183,13 +183,3 @@ def interface_towards(address: str) -> str | None:
                 if found[20:24] == mine:
                     return name
     return None
-
-
-__all__ = [
-    "Place",
-    "Ranks",
-    "choose_interface",
-    "interface_towards",
-    "local_place",
-    "loopback",
-]

@@ -240,6 +240,3 @@ class Layout:
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """The chunks on a stage, in order of depth."""
         return tuple(range(stage, self.chunks, self.pipeline))
-
-
-__all__ = ["Coords", "Layout"]

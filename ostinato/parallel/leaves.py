@@ -28,8 +28,7 @@ from ostinato.parallel.fsdp import Pieces
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import Mesh
 from ostinato.parallel.pieces import cut, put
-from ostinato.parallel.seats import Seat, keeps, seats
-from ostinato.parallel.shares import Placement, shares_of
+from ostinato.parallel.shares import OwnedPart, Placement, keeps, owned_parts, shares_of
 
 BUCKET_BYTES = 64 << 20  # of gradients that are summed in one call
 
@@ -105,8 +104,8 @@ class ShardedLeaves:
                 assert self._pieces is not None
                 mine = self._pieces.joined(self.named[name], mine)
             whole = torch.empty(shape, dtype=some.dtype) if self._mesh.rank == 0 else None
-            for seat in seats(self._config, self._shares, name, shape):
-                self._bring(seat, mine, whole, some.dtype)
+            for part in owned_parts(self._config, self._shares, name, shape):
+                self._bring(part, mine, whole, some.dtype)
             if whole is not None:
                 found[name] = whole
         return found
@@ -154,17 +153,17 @@ class ShardedLeaves:
             return False  # it is the head, and tied to that of the first stage
         return all(self._mesh.place(axis) == 0 for axis in self._axes[name])
 
-    def _bring(self, seat: Seat, mine: Tensor | None, whole: Tensor | None, dtype: torch.dtype) -> None:
+    def _bring(self, part: OwnedPart, mine: Tensor | None, whole: Tensor | None, dtype: torch.dtype) -> None:
         """One part to the first rank, into its place."""
-        if self._mesh.rank == seat.rank:
+        if self._mesh.rank == part.rank:
             assert mine is not None
             if whole is None:
                 self._links.send(mine, "all", 0).wait()
             else:
-                put(whole, seat.spans, mine.cpu())
+                put(whole, part.spans, mine.cpu())
         elif whole is not None:
-            shape = [size_of([spans]) for spans in seat.spans]
-            put(whole, seat.spans, self._links.receive(shape, dtype, "all", seat.rank).wait().cpu())
+            shape = [size_of([spans]) for spans in part.spans]
+            put(whole, part.spans, self._links.receive(shape, dtype, "all", part.rank).wait().cpu())
 
 
 def _gradient(leaf: Tensor) -> Tensor:
@@ -184,6 +183,3 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         size += gradient.nbytes
     if bucket:
         yield bucket
-
-
-__all__ = ["ShardedLeaves", "summed_over"]

@@ -98,14 +98,3 @@ def imbalance(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Imbalance:
         worst_layer=int(factors.argmax()),
         capacity=float(stragglers(loads).max()),
     )
-
-
-__all__ = [
-    "Imbalance",
-    "expert_loads",
-    "imbalance",
-    "nominal_ranks",
-    "rank_loads",
-    "ranks_per_token",
-    "stragglers",
-]

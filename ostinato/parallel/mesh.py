@@ -59,6 +59,3 @@ class Mesh:
     def peer(self, axis: str, place: int) -> int:
         """The global rank at a place of an axis."""
         return self._ranks[axis][place]
-
-
-__all__ = ["AXES", "Mesh"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, product
 
 import torch
 from torch import Tensor
 
 from ostinato.model.config import ModelConfig
-from ostinato.model.lora import Adapters, AdapterSpec
-from ostinato.model.shapes import adapter_shapes
-from ostinato.model.share import Share, Spans, local_config, placed
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.model.shapes import AdapterSpec, adapter_shapes
+from ostinato.model.share import Share, Spans, blocks, local_config, placed
 
 
 def cut(whole: Tensor, spans: Sequence[Spans]) -> Tensor:
@@ -26,16 +26,8 @@ def cut(whole: Tensor, spans: Sequence[Spans]) -> Tensor:
 
 def put(whole: Tensor, spans: Sequence[Spans], part: Tensor) -> None:
     """Write a part into its place: the inverse of ``cut``."""
-    for box in product(*(_offsets(kept) for kept in spans)):
-        source, target = part, whole
-        for dim, (offset, span) in enumerate(box):
-            source, target = source.narrow(dim, offset, len(span)), target.narrow(dim, span.start, len(span))
-        target.copy_(source)
-
-
-def _offsets(kept: Spans) -> list[tuple[int, range]]:
-    """Where each range begins in the part, and the range."""
-    return list(zip(accumulate((len(span) for span in kept), initial=0), kept, strict=False))
+    for there, here in blocks(spans):
+        whole[there].copy_(part[here])
 
 
 def layers_of(shares: Sequence[Share]) -> frozenset[int]:
@@ -80,4 +72,20 @@ def fresh_adapters(
     return Adapters(spec, tensors, local_config(config, share))
 
 
-__all__ = ["cut", "fresh_adapters", "layers_of", "own_adapters", "put"]
+@torch.no_grad()
+def own_decoders(whole: Decoder, shares: Sequence[Share]) -> list[Decoder]:
+    """A frozen decoder for each share, with copies of the weights: what loading it from the folder gives."""
+    weights = dict(whole.named_parameters())
+    found = []
+    for share in shares:
+        part = Decoder(
+            whole.config,
+            dtype=whole.dtype,
+            device=whole.device,
+            fp32_head=whole.fp32_head,
+            share=share,
+        )
+        for name, parameter in part.named_parameters():
+            parameter.copy_(cut(weights[name], placed(whole.config, share, name, weights[name].shape)))
+        found.append(part)
+    return found

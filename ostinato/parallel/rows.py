@@ -110,6 +110,3 @@ class Ulysses:
         back = self._links.all_to_all(out.flatten(1).contiguous(), counts, counts, "c")
         heads = back.unflatten(0, (parts, rows)).transpose(0, 1)
         return heads.reshape(rows, q.shape[1], v.shape[2])
-
-
-__all__ = ["Ulysses", "VocabularyRows", "number_experts", "sequence_ops"]

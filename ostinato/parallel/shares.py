@@ -1,11 +1,12 @@
-"""Which part of a model each rank of a layout keeps. No torch: a planner counts by it."""
+"""Which part of a model, and of a tensor, each rank of a layout keeps. No torch: a planner counts by it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ostinato.model.config import ModelConfig
-from ostinato.model.share import Share
+from ostinato.model.share import Share, Spans, placed
 from ostinato.parallel.layout import Layout
 
 Placement = Sequence[Sequence[Sequence[int]]]  # by MoE layer, by expert rank: the ids that it keeps
@@ -56,4 +57,32 @@ def _kept(
     return kept
 
 
-__all__ = ["Placement", "shares_of"]
+@dataclass(frozen=True, slots=True)
+class OwnedPart:
+    """A rank with a part of a tensor that no rank before it has."""
+
+    rank: int
+    spans: tuple[Spans, ...]  # which part: ``share.placed``
+
+
+def owned_parts(
+    config: ModelConfig, shares: Sequence[Sequence[Share]], name: str, shape: Sequence[int]
+) -> list[OwnedPart]:
+    """Every part of a tensor once, by the first rank that has it. ``shares``: of every rank, by chunk;
+    ``shape``: of the whole tensor. Together the parts are the whole, and no two overlap."""
+    found: dict[tuple[Spans, ...], OwnedPart] = {}
+    for rank, chunks in enumerate(shares):
+        for share in chunks:
+            if keeps(config, share, name):
+                spans = placed(config, share, name, shape)
+                found.setdefault(spans, OwnedPart(rank, spans))
+    return list(found.values())
+
+
+def keeps(config: ModelConfig, share: Share, name: str) -> bool:
+    """Does a share have any part of a tensor of the model?"""
+    if name == "embed":
+        return share.embeds or (share.heads and config.tie_embeddings)
+    if name in ("norm", "head"):
+        return share.heads
+    return int(name.split(".")[1]) in share.layers

@@ -73,7 +73,7 @@ Extras = list[list[Any]]  # by own chunk in order of depth, by microbatch: what 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages(Generic[Part]):
-    """The seat of one rank in a pipeline of ``stages`` ranks with ``virtual`` chunks each. The defaults are
+    """One rank of a pipeline of ``stages`` ranks with ``virtual`` chunks each. The defaults are
     no pipeline at all, and need no links.
 
     ``shape``: of the residual stream of a microbatch here, (own rows, D); ``dtype``: of it.
@@ -90,7 +90,7 @@ class Stages(Generic[Part]):
     def at(
         cls, mesh: Mesh, links: Links, *, shape: Callable[[Part], tuple[int, int]], dtype: torch.dtype
     ) -> Stages[Part]:
-        """Where a rank sits in the layout of its mesh."""
+        """Of a rank in the layout of its mesh."""
         layout, place = mesh.layout, mesh.coords.pipeline
         return cls(
             shape=shape,
@@ -189,7 +189,7 @@ class _Graph:
 class _Run(Generic[Part]):
     """What is in flight on this rank."""
 
-    seat: Stages[Part]
+    stages: Stages[Part]
     parts: Sequence[Part]
     chunk: Forward[Part]
     extras: Extras = field(init=False)
@@ -199,7 +199,7 @@ class _Run(Generic[Part]):
     _sent: deque[tuple[Send, Pending]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.extras = [[] for _ in self.seat.chunks]
+        self.extras = [[] for _ in self.stages.chunks]
 
     def forward(self, action: Compute, keep: bool = True) -> Tensor:
         """Run a chunk; its output. ``keep``: with its graph, for the backward."""
@@ -209,8 +209,8 @@ class _Run(Generic[Part]):
             x = self._take(Compute(Pass.FORWARD, chunk - 1, action.part))
             x.requires_grad_(torch.is_grad_enabled())
         out, extras = self.chunk(chunk, part, x)
-        self.extras[chunk // self.seat.stages].append(extras)
-        last = chunk == self.seat.stages * self.seat.virtual - 1
+        self.extras[chunk // self.stages.stages].append(extras)
+        last = chunk == self.stages.stages * self.stages.virtual - 1
         if not last:
             self._made[action] = out.detach()
         if keep:
@@ -238,24 +238,24 @@ class _Run(Generic[Part]):
 
     def post(self, action: Receive) -> None:
         """Expect what another stage makes."""
-        assert self.seat.links is not None
-        shape, dtype, source = self.seat.shape(self.parts[action.of.part]), self.seat.dtype, action.source
-        with _named(self.seat.stage, f"the {action.of} from stage {source}"):
-            self._posted[action.of] = source, self.seat.links.receive(shape, dtype, AXIS, source)
+        assert self.stages.links is not None
+        shape, dtype, source = self.stages.shape(self.parts[action.of.part]), self.stages.dtype, action.source
+        with _named(self.stages.stage, f"the {action.of} from stage {source}"):
+            self._posted[action.of] = source, self.stages.links.receive(shape, dtype, AXIS, source)
 
     def send(self, action: Send) -> None:
         """Start to send, and make sure that what was sent long ago has arrived. Such a wait ends, since all
-        sends could be waited for (``schedule.rendezvous``)."""
-        assert self.seat.links is not None
-        with _named(self.seat.stage, f"stage {action.to} to take the {action.of}"):
-            self._sent.append((action, self.seat.links.send(self._made.pop(action.of), AXIS, action.to)))
+        sends could be waited for (``parallel.schedule``)."""
+        assert self.stages.links is not None
+        with _named(self.stages.stage, f"stage {action.to} to take the {action.of}"):
+            self._sent.append((action, self.stages.links.send(self._made.pop(action.of), AXIS, action.to)))
         self.settle(UNCONFIRMED)
 
     def settle(self, unconfirmed: int = 0) -> None:
         """Wait until no more sends than these are on their way."""
         while len(self._sent) > unconfirmed:
             action, pending = self._sent.popleft()
-            with _named(self.seat.stage, f"stage {action.to} to take the {action.of}"):
+            with _named(self.stages.stage, f"stage {action.to} to take the {action.of}"):
                 pending.wait()
 
     def _take(self, of: Compute) -> Tensor:
@@ -263,7 +263,7 @@ class _Run(Generic[Part]):
         if of not in self._posted:
             return self._made.pop(of)
         source, pending = self._posted.pop(of)
-        with _named(self.seat.stage, f"the {of} from stage {source}"):
+        with _named(self.stages.stage, f"the {of} from stage {source}"):
             return pending.wait()
 
 
@@ -276,6 +276,3 @@ def _named(stage: int, what: str) -> Iterator[None]:
     except RuntimeError as error:
         waited = time.monotonic() - started
         raise PipelineBroken(f"stage {stage} waited {waited:.1f} s for {what}, in vain: {error}") from error
-
-
-__all__ = ["Extras", "Forward", "Links", "PipelineBroken", "Stages"]

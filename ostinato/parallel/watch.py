@@ -195,22 +195,22 @@ class Judge:
     def _odd(self) -> dict[int, str]:
         """Ranks that have refused what rank 0 has not, or the other way round, and not because one of the two
         is still computing its answer."""
-        told: dict[int, str] = {}
+        odd: dict[int, str] = {}
         mine = self.signs.get(0, Sign(beat=0))
         for rank, sign in sorted(self.signs.items()):
             behind = min(sign, mine, key=lambda one: one.refused)
             if sign.refused != mine.refused and (behind.waits or not behind.call):
-                told[rank] = f"has refused {sign.refused} of its calls where rank 0 refused {mine.refused}"
-        return told
+                odd[rank] = f"has refused {sign.refused} of its calls where rank 0 refused {mine.refused}"
+        return odd
 
     def _sentence(self, causes: Mapping[int, str], when: str) -> str:
-        told = []
+        parts = []
         for rank, cause in causes.items():
             doing = self.signs[rank].doing() if rank in self.signs else "before its first sign of life"
-            told.append(f"{self.members[rank]} {cause}, {'last seen ' * (rank in self.signs)}{doing}")
+            parts.append(f"{self.members[rank]} {cause}, {'last seen ' * (rank in self.signs)}{doing}")
         mine = self.signs.get(0)
         then = f", rank 0 {mine.doing()}" if mine is not None and 0 not in causes else ""
-        return f"{'; '.join(told)} (noticed at {when}{then})"
+        return f"{'; '.join(parts)} (noticed at {when}{then})"
 
 
 class Watch:
@@ -237,7 +237,7 @@ class Watch:
         self._doing, self._on_lost, self._ended = doing, on_lost, ended
         self._judge = Judge(members, silence_s, timeout_s) if rank == 0 else None
         self._store: Store | None = None
-        self._beats, self._accused, self._told = 0, "", threading.Lock()
+        self._beats, self._accused, self._reported = 0, "", threading.Lock()
         every_s = min(BEAT_S, silence_s / 5)
         self._heart = Heartbeat(
             self._beat, self._unreachable, every_s=every_s, silence_s=silence_s, name="watch-ranks"
@@ -280,7 +280,7 @@ class Watch:
         )
 
     def _lose(self, sentence: str) -> None:
-        if self._told.acquire(blocking=False) and not self._heart.stopped.is_set():
+        if self._reported.acquire(blocking=False) and not self._heart.stopped.is_set():
             self._heart.stopped.set()
             self._on_lost(sentence)
 
@@ -299,6 +299,3 @@ def last_line(error: BaseException) -> str:
     """An exception in one line."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
-
-
-__all__ = ["Doing", "Judge", "Member", "Sign", "Store", "Watch", "last_line", "position", "rank_lost"]

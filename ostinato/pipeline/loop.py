@@ -172,7 +172,7 @@ class Loop:
             self._checkpoint()
         if self.state.step == self.plan.steps:
             return Finished(state=self.state, why=Finish.DONE)
-        if self._why is not None and (self._why is not Finish.REPLANNED or self._signals.received is None):
+        if self._why is not None:
             return Finished(state=self.state, why=self._why)
         return Finished(state=self.state, why=Finish.of(self._signals.received))
 
@@ -187,10 +187,9 @@ class Loop:
                 await signals.bounded(self._evaluate())
             if self._due(self.plan.checkpoint_every):
                 self._checkpoint()
-                await signals.bounded(self._replan())
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
                 raise nothing_to_learn(self.state, self.folder.metrics.path)
-        if signals.limited or self._why is Finish.REPLANNED:
+        if signals.limited:
             self._doing = f"what is on its way after step {self.state.step} may end"
             await signals.bounded(self._feed.drain())
 
@@ -341,14 +340,6 @@ class Loop:
             self._recorder.spans += clock.spans
             self._saved_step = self.state.step
             self._spool.forget(oldest)
-            self._dog.on_progress()
-
-    async def _replan(self) -> None:
-        """While groups play on. The rest of the run goes on from the checkpoint, as a resumed one does."""
-        if self._goes_on:
-            self._doing = f"whether another layout is better from step {self.state.step} on"
-            if await self.observer.should_replan(self.state.step) and self._goes_on:
-                self._why = Finish.REPLANNED
             self._dog.on_progress()
 
     def _save_what_there_is(self) -> None:

@@ -19,10 +19,6 @@ class Observer(Protocol):
         """After a score of the main set at ``step``: is the rest of the run not worth its compute?"""
         return False
 
-    async def should_replan(self, step: int, /) -> bool:
-        """After the checkpoint of ``step``, while groups play on: is another layout better from here on?"""
-        return False
-
 
 class Workers(Protocol):
     """The processes and threads that compute for a loop."""

@@ -33,7 +33,6 @@ class Finish(StrEnum):
     HUNG_UP = "hung_up"  # SIGHUP, or the reader of the output is gone: the same
     COLLAPSED = "collapsed"  # by the stability watch, where the plan was to stop then
     SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
-    REPLANNED = "replanned"  # at a checkpoint from which another layout is better
     ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
 
     @classmethod

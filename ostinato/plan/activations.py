@@ -204,6 +204,3 @@ def _experts(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
     indices += moe.num_experts / rows.expert * FP32  # where the rows of each expert end
     weights = rows.own * moe.top_k * b * (sums if b < FP32 else 1)
     return kept * b + indices + weights
-
-
-__all__ = ["CHUNK", "Rows", "Slots", "boundary", "ends", "once", "saved", "slots_of"]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ostinato.plan.problem import GB, Cluster, DType, Gpu
 
@@ -21,62 +22,33 @@ PER_NODE = 8
 WIDER = {DType.INT4: DType.INT8, DType.INT8: DType.BF16, DType.FP8: DType.BF16, DType.BF16: DType.FP32}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
+class Sheet(NamedTuple):
     """A row of a data sheet, in GB, TFLOP/s and GB/s, and beside it what is assumed."""
 
     memory: float
     tf32: float
     bf16: float
-    fp8: float | None  # None: it has none
+    fp8: float  # 0: it has none
     hbm: float
     link: float  # NVLink, half of the figure that counts both directions; PCIe where there is none
     pcie: float
     nic: float  # assumed, per device
     host: float  # assumed, of the host's memory per device
-    price: float  # assumed, money per device and hour
+    price: float  # assumed, money per device and hour: commonly let for in 2025, on demand
 
 
-# H800 is an H100 with less NVLink. Money: what such devices were commonly let for in 2025, on demand.
+# H800 is an H100 with less NVLink; "cpu" is a core of a server, its "host" the memory that it has already.
 SHEETS: Mapping[str, Sheet] = MappingProxyType(
     {
-        "H800-80": Sheet(
-            memory=80, tf32=494, bf16=989, fp8=1979, hbm=3350, link=200, pcie=64, nic=50, host=250, price=2.5
-        ),
-        "H100-80": Sheet(
-            memory=80, tf32=494, bf16=989, fp8=1979, hbm=3350, link=450, pcie=64, nic=50, host=250, price=2.5
-        ),
-        "H200-141": Sheet(
-            memory=141, tf32=494, bf16=989, fp8=1979, hbm=4800, link=450, pcie=64, nic=50, host=250, price=3.2
-        ),
-        "A100-80": Sheet(
-            memory=80, tf32=156, bf16=312, fp8=None, hbm=2039, link=300, pcie=32, nic=25, host=125, price=1.5
-        ),
-        "H20-96": Sheet(
-            memory=96, tf32=74, bf16=148, fp8=296, hbm=4000, link=450, pcie=64, nic=50, host=250, price=1.4
-        ),
-        "L40S-48": Sheet(
-            memory=48, tf32=183, bf16=362, fp8=733, hbm=864, link=32, pcie=32, nic=12.5, host=64, price=0.9
-        ),
-        "RTX4090-24": Sheet(
-            memory=24, tf32=82.6, bf16=165, fp8=330, hbm=1008, link=32, pcie=32, nic=3.1, host=32, price=0.4
-        ),
-        "B200-192": Sheet(
-            memory=192,
-            tf32=1125,
-            bf16=2250,
-            fp8=4500,
-            hbm=8000,
-            link=900,
-            pcie=64,
-            nic=50,
-            host=250,
-            price=5.0,
-        ),
-        # A core of a server: what calibration is for. Its "host" is the memory that it has already.
-        "cpu": Sheet(
-            memory=8, tf32=0.05, bf16=0.05, fp8=None, hbm=8, link=1.5, pcie=8, nic=1, host=8, price=0.05
-        ),
+        "H800-80": Sheet(80, 494, 989, 1979, 3350, 200, 64, 50, 250, 2.5),
+        "H100-80": Sheet(80, 494, 989, 1979, 3350, 450, 64, 50, 250, 2.5),
+        "H200-141": Sheet(141, 494, 989, 1979, 4800, 450, 64, 50, 250, 3.2),
+        "A100-80": Sheet(80, 156, 312, 0, 2039, 300, 32, 25, 125, 1.5),
+        "H20-96": Sheet(96, 74, 148, 296, 4000, 450, 64, 50, 250, 1.4),
+        "L40S-48": Sheet(48, 183, 362, 733, 864, 32, 32, 12.5, 64, 0.9),
+        "RTX4090-24": Sheet(24, 82.6, 165, 330, 1008, 32, 32, 3.1, 32, 0.4),
+        "B200-192": Sheet(192, 1125, 2250, 4500, 8000, 900, 64, 50, 250, 5.0),
+        "cpu": Sheet(8, 0.05, 0.05, 0, 8, 1.5, 8, 1, 8, 0.05),
     }
 )
 
@@ -160,6 +132,3 @@ class Ring:
             return 0.0
         away = sent * (self.ranks - self.per_node(cluster)) / (self.ranks - 1)
         return max(away / cluster.gpu.nic, (sent - away) / cluster.gpu.link)
-
-
-__all__ = ["SHEETS", "Ring", "gpu_named", "parse_cluster", "peak"]

@@ -242,17 +242,3 @@ def ring(operation: str, axis: str, ranks: int, size: float) -> list[Message]:
 
 
 Traffic = Mapping[tuple[str, str], Sent]
-
-__all__ = [
-    "Copies",
-    "Layer",
-    "Message",
-    "Sent",
-    "Talk",
-    "Traffic",
-    "layers_of",
-    "remote_copies",
-    "ring",
-    "times",
-    "total",
-]

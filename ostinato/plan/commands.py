@@ -1,6 +1,6 @@
 """``ostinato plan``: what fits, what is fastest, what it costs; from a config.json alone, without torch.
 
-options -> Problem, Allowed (asked) -> plan.search -> tables here, or one JSON object
+options -> Problem, Allowed (request) -> plan.search -> tables here, or one JSON object
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.plan import launch
-from ostinato.plan.asked import Asked, Options, ask, asked_json, plan_options
 from ostinato.plan.counts import adapter_counts, counts, kv_values
 from ostinato.plan.fit import app as fit_app
 from ostinato.plan.imbalance import SIGMA
 from ostinato.plan.memory import limit, mapped, margin
-from ostinato.plan.named import known_models
-from ostinato.plan.problem import GB, Arrangement, Base, Memory, Placement, Problem, Recompute
+from ostinato.plan.problem import GB, Arrangement, Base, Memory, Placement, Problem, Recompute, known_models
 from ostinato.plan.record import FILE, record, write
+from ostinato.plan.request import Options, PlanRequest, ask, plan_options
 from ostinato.plan.search import Found, Plan, binding, distinct, resized, search, smallest, why_lost
 from ostinato.plan.time import refit_bytes
 from ostinato.plan.traffic import step_traffic
@@ -68,14 +67,13 @@ def plan(
     started = time.perf_counter()
     if start and str(json_file) == "-":
         raise ValueError("--launch and --json - both write to standard output; give --json a file")
-    found, asked = _answer(ask(model, gpus, options), least=least)
-    problem, best = asked.problem, found.plans[0]
+    found, request = _answer(ask(model, gpus, options), least=least)
+    problem, best = request.problem, found.plans[0]
     if run is not None:
-        said = asked_json(model, gpus, options)
-        write(_file_of(run), record(problem, best, asked=said, factors=asked.clock.factors))
+        write(_file_of(run), record(problem, best, factors=request.clock.factors))
     seconds = time.perf_counter() - started
     if json_file is not None:
-        text = to_json(as_json(asked, found, top) | {"plan_seconds": round(seconds, 3)})
+        text = to_json(as_json(request, found, top) | {"plan_seconds": round(seconds, 3)})
         if str(json_file) == "-":
             typer.echo(text)
             return
@@ -83,7 +81,7 @@ def plan(
     if start:
         typer.echo(launch.ostinato(problem, best.arrangement), nl=False)
         return
-    tell(Console(), asked, found, top, seconds)
+    print_tables(Console(), request, found, top, seconds)
 
 
 def _file_of(run: Path) -> Path:
@@ -91,36 +89,36 @@ def _file_of(run: Path) -> Path:
     return run if run.suffix == ".json" else RunFolder.open(run).path / FILE
 
 
-def _answer(asked: Asked, *, least: bool) -> tuple[Found, Asked]:
+def _answer(request: PlanRequest, *, least: bool) -> tuple[Found, PlanRequest]:
     """What was found, and the question with the cluster that it was found on. Raises ValueError where nothing
     fits."""
-    problem = asked.problem
+    problem = request.problem
     if not least:
-        found = search(problem, asked.clock, asked.allowed)
+        found = search(problem, request.clock, request.allowed)
         if not found.plans:
             raise ValueError(nothing_fits(problem, found))
-        return found, asked
-    fewest = smallest(problem, asked.clock, asked.allowed)
+        return found, request
+    fewest = smallest(problem, request.clock, request.allowed)
     if fewest is None:
         raise ValueError(f"{problem.model.name} fits on no cluster of up to 1024 {problem.cluster.gpu.name}")
     cluster = resized(problem.cluster, fewest.plans[0].arrangement.num_gpus)
-    return fewest, replace(asked, problem=replace(problem, cluster=cluster))
+    return fewest, replace(request, problem=replace(problem, cluster=cluster))
 
 
 def nothing_fits(problem: Problem, found: Found) -> str:
     """One sentence: which phase misses by how much, and what would help."""
-    told = []
+    reasons = []
     for phase, near in found.near.items():
         over = near.memory.total - limit(problem)
         term = max(near.memory.terms, key=lambda name: near.memory.terms[name])
-        told.append(
+        reasons.append(
             f"{phase} misses by {over / GB:.1f} GB at best ({near.setup.layout}, mostly {term} "
             f"{near.memory.terms[term] / GB:.1f})"
         )
-    told += [f"{base}: {why}" for base, why in found.reasons.items()] if not told else []
+    reasons += [f"{base}: {why}" for base, why in found.reasons.items()] if not reasons else []
     what = f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}"
     mend = "use more GPUs (--smallest finds how many), or fewer bytes (--base fp8)"
-    return f"{what} does not fit: {'; '.join(told) or 'no layout divides the model'}; {mend}"
+    return f"{what} does not fit: {'; '.join(reasons) or 'no layout divides the model'}; {mend}"
 
 
 def needs_mapping(problem: Problem, a: Arrangement) -> bool:
@@ -170,13 +168,13 @@ def cost(problem: Problem, plan: Plan) -> float:
     return plan.arrangement.num_gpus * problem.cluster.gpu.price * plan.times.total / HOUR
 
 
-# ---- what is told
+# ---- what is printed
 
 
-def tell(console: Console, asked: Asked, found: Found, top: int, seconds: float) -> None:
+def print_tables(console: Console, request: PlanRequest, found: Found, top: int, seconds: float) -> None:
     """Tables: what was asked, the plans, memory and time of the first."""
-    problem, plans = asked.problem, distinct(found.plans, top)
-    console.print(_question(asked))
+    problem, plans = request.problem, distinct(found.plans, top)
+    console.print(_question(request))
     console.print(_plans(problem, plans))
     for number, plan in enumerate(plans[1:], start=2):
         console.print(f"{number} is {why_lost(plans[0], plan)}")
@@ -199,12 +197,12 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _question(asked: Asked) -> Table:
-    problem = asked.problem
+def _question(request: PlanRequest) -> Table:
+    problem = request.problem
     table = Table("", "", show_header=False, box=None)
     for name, value in question(problem).items():
         table.add_row(name, value)
-    table.add_row("efficiency", asked.measured)
+    table.add_row("efficiency", request.measured)
     return table
 
 
@@ -262,12 +260,12 @@ def _time(plan: Plan) -> Table:
     return table
 
 
-def as_json(asked: Asked, found: Found, top: int) -> dict[str, Any]:
+def as_json(request: PlanRequest, found: Found, top: int) -> dict[str, Any]:
     """Everything that the tables say, in bytes and seconds."""
-    problem, plans = asked.problem, distinct(found.plans, top)
+    problem, plans = request.problem, distinct(found.plans, top)
     return {
         "question": question(problem),
-        "efficiency": asked.measured,
+        "efficiency": request.measured,
         "gpu_bytes": limit(problem),
         "plans": [
             _plan_json(problem, plan) | {"why_not": "" if plan is plans[0] else why_lost(plans[0], plan)}

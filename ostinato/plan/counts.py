@@ -124,16 +124,3 @@ def kv_values(config: ModelConfig, *, latent: bool) -> int:
     if config.mla is not None and latent:
         return config.num_layers * (config.mla.kv_lora_rank + config.mla.rope_head_dim)
     return config.num_layers * config.num_kv_heads * (config.head_dim + config.v_head_dim)
-
-
-__all__ = [
-    "Counts",
-    "Role",
-    "adapter_counts",
-    "counts",
-    "end_tensors",
-    "kv_values",
-    "layer_tensors",
-    "logical_shapes",
-    "role_of",
-]

@@ -68,6 +68,3 @@ def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
         )
     if config.moe is not None:
         as_kept(layout).refuse(config)
-
-
-__all__ = ["LOCAL", "as_kept", "engine_layout", "refuse", "vllm_flags"]

@@ -28,7 +28,7 @@ from ostinato.parallel.layout import Layout
 from ostinato.plan.record import FILE, plan_of
 from ostinato.run import RunFolder, atomic_write
 
-TOKENS = 0.15  # a step may sample so much more or less than planned: what replan takes for unmoved
+TOKENS = 0.15  # a step may sample so much more or less than planned
 PUBLISH = "time/publish_s"  # in metrics.jsonl where rollouts go on while the trainer learns, and only there
 # Part -> what metrics.jsonl measures, phases of the plan in it. The trainer scores old log-probabilities
 # within its own time. In turns it publishes in it, too; with overlap time/rollout_s is only its waiting.
@@ -79,14 +79,14 @@ def fit_runs(
             f"{part.measured / part.planned:.2f} times"
         )
     keep(found, kept_file(devices[0]))
-    told = ", ".join(f"{phase} {factor:.2f}" for phase, factor in found.phases.items())
-    typer.echo(f"kept for later plans of {devices[0]}: {told}")
+    factors = ", ".join(f"{phase} {factor:.2f}" for phase, factor in found.phases.items())
+    typer.echo(f"kept for later plans of {devices[0]}: {factors}")
 
 
 def parts_of(run: RunFolder) -> list[Part]:
     """What a run teaches. Raises ValueError, in one sentence, for one that teaches nothing."""
     plan, name = plan_of(run), str(run.path)
-    rows = [row for row in run.metrics.rows() if row["step"] > plan.get("step", 0)]
+    rows = list(run.metrics.rows())
     try:
         _refuse_other_runs(name, plan, parse_toml(run.recipe.read_text(encoding="utf-8")), rows)
         found = list(_parts(name, plan, rows))
@@ -127,10 +127,10 @@ def _refuse_other_runs(
     sampler = recipe.get("engine", {}).get("backend", plan["sampler"])
     if sampler != plan["sampler"]:
         raise ValueError(f"{name} samples by {sampler} and its plan is of {plan['sampler']}; {_anew(name)}")
-    told = [row["tokens/sampled"] for row in rows[1:] if row.get("tokens/sampled")]
-    if told and abs(statistics.median(told) / plan["tokens"] - 1) > TOKENS:
+    sampled = [row["tokens/sampled"] for row in rows[1:] if row.get("tokens/sampled")]
+    if sampled and abs(statistics.median(sampled) / plan["tokens"] - 1) > TOKENS:
         raise ValueError(
-            f"{name} samples {statistics.median(told):,.0f} tokens a step and its plan is of "
+            f"{name} samples {statistics.median(sampled):,.0f} tokens a step and its plan is of "
             f"{plan['tokens']:,.0f}; {_anew(name)} and its own --prompts, --group, --answer-tokens and "
             "--max-answer"
         )
@@ -174,6 +174,3 @@ def kept(file: Path) -> Factors | None:
         return Factors(phases=phases, runs=int(read["runs"]))
 
     return read_cached(file, parsed)
-
-
-__all__ = ["Factors", "Part", "app", "fit", "keep", "kept", "kept_file", "parts_of"]

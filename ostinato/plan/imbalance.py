@@ -44,6 +44,3 @@ def distinct_ranks(num_experts: int, top_k: int, ranks: int) -> float:
     for drawn in range(top_k):  # the chance that a given rank has none of them
         missed *= max(0.0, num_experts - each - drawn) / (num_experts - drawn)
     return ranks * (1.0 - missed)
-
-
-__all__ = ["SIGMA", "Straggler", "distinct_ranks", "straggler"]

@@ -155,6 +155,3 @@ def _torchrun(problem: Problem, layout: Layout) -> str:
     nodes = -(-layout.world // per_node)
     where = "--rdzv-backend c10d --rdzv-endpoint $HEAD:29500 " if nodes > 1 else ""
     return f"torchrun --nnodes {nodes} --nproc-per-node {per_node} {where}".rstrip()
-
-
-__all__ = ["lacking", "ostinato", "sections"]

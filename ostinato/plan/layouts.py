@@ -93,6 +93,3 @@ def _possible(problem: Problem, layout: Layout, *, sampling: bool) -> bool:
     except ValueError:
         return False
     return True
-
-
-__all__ = ["divisors", "layouts"]

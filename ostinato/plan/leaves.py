@@ -160,15 +160,3 @@ def gradient_messages(
     if adapter is None and config.tie_embeddings and layout.pipeline > 1 and ends:
         found.append(Message("send_recv", "p", end_sizes(config, layout)["embed"] * width))
     return found + ring("all_reduce", "all", layout.world, NORM_BYTES)
-
-
-__all__ = [
-    "Axes",
-    "Sizes",
-    "axes_of",
-    "end_sizes",
-    "gathered_values",
-    "gradient_messages",
-    "gradient_sizes",
-    "layer_sizes",
-]

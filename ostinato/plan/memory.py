@@ -384,30 +384,3 @@ def margin(problem: Problem, found: Memory) -> float:
 def host_margin(problem: Problem, found: Memory) -> float:
     """Bytes of a node's memory that are left."""
     return problem.cluster.host_memory * problem.cluster.usable_host - found.host
-
-
-__all__ = [
-    "cache_bytes",
-    "host_margin",
-    "kept_by_layer",
-    "kinds_kept",
-    "kv_bytes",
-    "limit",
-    "mapped",
-    "margin",
-    "memory",
-    "microbatches",
-    "rows_of",
-    "sampler_memory",
-    "sampler_weights",
-    "sampler_workspace",
-    "sequences_for",
-    "shares_base",
-    "state_terms",
-    "tokens_in_flight",
-    "trained_elements",
-    "trainer_memory",
-    "trainer_rest",
-    "trainer_terms",
-    "weight_bytes",
-]

@@ -170,15 +170,3 @@ def share_of(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) 
     return Share(
         layers=tuple(range(config.num_layers)), tensor=tensor, experts=kept, expert_tensor=expert_tensor
     )
-
-
-__all__ = [
-    "Elements",
-    "chunk_layers",
-    "is_moe",
-    "layer_elements",
-    "layer_of",
-    "local",
-    "share_of",
-    "stage_elements",
-]

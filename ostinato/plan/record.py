@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.inputs import parse_json
-from ostinato.plan.launch import lacking
 from ostinato.plan.problem import Phase, Problem
 from ostinato.plan.search import Plan
 from ostinato.plan.traffic import step_traffic
@@ -17,20 +16,15 @@ from ostinato.run import RunFolder, atomic_write
 FILE = "plan.json"
 
 
-def record(
-    problem: Problem, plan: Plan, *, asked: Mapping[str, Any], factors: Mapping[str, float]
-) -> dict[str, Any]:
-    """The JSON object. ``asked``: the question, in the words of whoever can ask it again; ``factors``: of
-    phases, with which the seconds were made; "lacking": what Ostinato has not."""
+def record(problem: Problem, plan: Plan, *, factors: Mapping[str, float]) -> dict[str, Any]:
+    """The JSON object. ``factors``: of phases, with which the seconds were made."""
     cluster, chosen, times = problem.cluster, plan.arrangement, plan.times
     traffic = step_traffic(problem, chosen)
     return {
         "model": problem.model.name,
         "cluster": f"{cluster.nodes}x{cluster.per_node}x{cluster.gpu.name}",
         "layouts": {phase.value: str(chosen.setup(phase).layout) for phase in Phase},
-        "answers": list(problem.work.answers),
         "tokens": problem.work.trained_tokens,  # sampled in a step
-        "asked": dict(asked),
         "device": cluster.gpu.name,
         "factors": dict(factors),
         "placement": str(chosen.placement),
@@ -42,7 +36,6 @@ def record(
         "high": times.high,
         "memory": {phase.value: dict(found.terms) for phase, found in plan.memory.items()},
         "traffic": {f"{operation}/{axis}": sent.bytes for (operation, axis), sent in traffic.items()},
-        "lacking": lacking(problem, chosen),
     }
 
 
@@ -62,6 +55,3 @@ def plan_of(run: RunFolder) -> Mapping[str, Any]:
         raise ValueError(
             f"{path} is no JSON ({error}); plan the run anew, with --record {run.path}"
         ) from error
-
-
-__all__ = ["FILE", "plan_of", "record", "write"]

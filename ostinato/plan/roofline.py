@@ -74,6 +74,3 @@ class Wires:
         if one.operation == "send_recv":  # to the neighbour, in the same node or not
             return latency + one.sent / ((cluster.gpu.link if near else cluster.gpu.nic) * e.network)
         return latency + one.sent / (ring.bandwidth(cluster) * (e.links if near else e.network))
-
-
-__all__ = ["Efficiency", "Wires"]

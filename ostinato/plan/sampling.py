@@ -7,10 +7,13 @@ hides some of it, which a plan does not count on.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.flops import Part, layer_rates
@@ -19,7 +22,6 @@ from ostinato.parallel.layout import Layout
 from ostinato.plan.cluster import peak
 from ostinato.plan.comm import Message, remote_copies, ring
 from ostinato.plan.counts import kv_values
-from ostinato.plan.decode import Floats, Occupancy, dealt, decode_seconds, occupancy
 from ostinato.plan.engines import as_kept
 from ostinato.plan.imbalance import straggler
 from ostinato.plan.leaves import end_sizes
@@ -27,6 +29,76 @@ from ostinato.plan.memory import weight_bytes
 from ostinato.plan.parts import stage_elements
 from ostinato.plan.problem import DType, Problem, Setup
 from ostinato.plan.roofline import Efficiency, Wires
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Occupancy:
+    """Runs of decode steps between which nobody comes or goes."""
+
+    steps: Floats  # [n] how many steps
+    sequences: Floats  # [n] how many sequences each of them decodes
+    said: Floats  # [n] tokens that these have said on average, in the middle of the run
+
+    @property
+    def tokens(self) -> float:
+        """All that are decoded."""
+        return float((self.steps * self.sequences).sum())
+
+    @property
+    def longest(self) -> float:
+        """Decode steps from the first to the last."""
+        return float(self.steps.sum())
+
+
+def occupancy(lengths: Sequence[int], slots: int) -> Occupancy:
+    """Of one replica that decodes ``lengths`` in this order, at most ``slots`` at once: whoever ends makes
+    room for the next. Raises ValueError without a seat or a length."""
+    if slots < 1 or not len(lengths) or min(lengths) < 1:
+        raise ValueError(
+            f"{len(lengths)} lengths and {slots} slots; use at least 1 of each, of 1 token or more"
+        )
+    length = np.asarray(lengths, np.float64)
+    start = np.zeros(len(length))
+    ends = list(map(float, length[:slots]))
+    heapq.heapify(ends)
+    for index in range(slots, len(length)):
+        start[index] = heapq.heappop(ends)
+        heapq.heappush(ends, start[index] + length[index])
+    stop = start + length
+    events, place = np.unique(np.concatenate([start, stop]), return_inverse=True)
+    begun, ended = place[: len(length)], place[len(length) :]
+    num = len(events)
+    sequences = np.cumsum(np.bincount(begun, minlength=num) - np.bincount(ended, minlength=num))[:-1]
+    starts = np.cumsum(
+        np.bincount(begun, weights=start, minlength=num) - np.bincount(ended, weights=start, minlength=num)
+    )[:-1]
+    middle = (events[:-1] + events[1:]) / 2
+    return Occupancy(
+        steps=np.diff(events), sequences=sequences.astype(np.float64), said=middle - starts / sequences
+    )
+
+
+def dealt(answers: Sequence[int], number: int, replicas: int) -> tuple[int, ...]:
+    """The part of one replica of ``number`` answers, of the distribution that ``answers`` is a sample of:
+    that of the one with the longest answer, for all others wait for it.
+
+    Its lengths are evenly spaced quantiles, the last of them that of the longest of all ``number``. They come
+    in an order that mixes long and short, as a batch does, and the same one each time.
+    """
+    share = max(1, -(-number // replicas))
+    ordered = np.sort(np.asarray(answers, np.int64))
+    places = (np.arange(share) + 0.5) / share
+    places[-1] = max(places[-1], (number - 0.5) / number)
+    lengths = ordered[np.ceil(places * len(ordered)).astype(np.int64) - 1]
+    stride = next(n for n in range(max(1, int(share * 0.618)), share + 1) if np.gcd(n, share) == 1)
+    return tuple(int(n) for n in lengths[np.arange(share) * stride % share])
+
+
+def decode_seconds(rooms: Occupancy, step: Callable[[Floats, Floats], Floats]) -> float:
+    """Seconds of a schedule, where ``step(sequences, said)`` is that of one decode step."""
+    return float((rooms.steps * step(rooms.sequences, rooms.said)).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +129,16 @@ def rates_of(config: ModelConfig, adapter: AdapterSpec | None) -> Rates:
 
 
 @lru_cache(maxsize=512)
-def _rooms(answers: tuple[int, ...], number: int, replicas: int, seats: int) -> Occupancy:
-    return occupancy(dealt(answers, number, replicas), seats)
+def _rooms(answers: tuple[int, ...], number: int, replicas: int, slots: int) -> Occupancy:
+    return occupancy(dealt(answers, number, replicas), slots)
 
 
 def rollout_seconds(problem: Problem, setup: Setup, efficiency: Efficiency) -> dict[str, float]:
     """Of one RL step by term; "decode" is what the roofline of its products and caches says."""
     work, layout = problem.work, as_kept(setup.layout)
     pass_ = _Pass(problem=problem, layout=layout, efficiency=efficiency)
-    seats = max(1, min(setup.sequences or problem.sampler.sequences, problem.sampler.sequences))
-    rooms = _rooms(work.answers, work.num_answers, layout.data, seats)
+    slots = max(1, min(setup.sequences or problem.sampler.sequences, problem.sampler.sequences))
+    rooms = _rooms(work.answers, work.num_answers, layout.data, slots)
 
     terms = {
         "prefill": pass_.prefill(),
@@ -196,6 +268,3 @@ class _Pass:
             return 0.0
         values = stage_elements(self.problem.config, self.problem.adapter, self.layout, 0).adapters
         return values * self.problem.precision.compute.num_bytes
-
-
-__all__ = ["Rates", "rates_of", "rollout_seconds"]

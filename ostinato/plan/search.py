@@ -121,11 +121,11 @@ def _refuse(problem: Problem, allowed: Allowed) -> None:
 
 def _no_world(problem: Problem, allowed: Allowed) -> str:
     given = {"train-layout": allowed.train_layout, "rollout-layout": allowed.rollout_layout}
-    told = [f"{name} is {layout} of {layout.world} ranks" for name, layout in given.items() if layout]
+    asked = [f"{name} is {layout} of {layout.world} ranks" for name, layout in given.items() if layout]
     free = replace(allowed, train_layout=None, rollout_layout=None)
     ways = [f"{train} train and {rollout} sample" for train, rollout, _ in _worlds(problem, free)]
     return (
-        f"{' and '.join(told)}, but of {problem.cluster.num_gpus} GPUs {' or '.join(ways)}; use as many "
+        f"{' and '.join(asked)}, but of {problem.cluster.num_gpus} GPUs {' or '.join(ways)}; use as many "
         "ranks, or other GPUs"
     )
 
@@ -394,11 +394,11 @@ def binding(problem: Problem, plan: Plan) -> str:
     phase = plan.fullest()
     full = plan.memory[phase]
     terms = sorted(full.terms, key=lambda term: -full.terms[term])[:2]
-    told = " and ".join(f"{term} {full.terms[term] / GB:.1f}" for term in terms)
+    largest = " and ".join(f"{term} {full.terms[term] / GB:.1f}" for term in terms)
     part, term, seconds = slowest(plan.times)
     share = seconds / max(plan.times.total + plan.times.overlapped, 1e-9)
     return (
-        f"memory: {phase} needs {full.total / GB:.1f} of {limit(problem) / GB:.0f} GB ({told}); "
+        f"memory: {phase} needs {full.total / GB:.1f} of {limit(problem) / GB:.0f} GB ({largest}); "
         f"time: {part} {term}, {seconds:.1f} s, {share:.0%} of the step"
     )
 
@@ -468,19 +468,3 @@ def smallest(
         if any(_worlds(here, allowed)) and (found := search(here, clock, allowed)).plans:
             return found
     return None
-
-
-__all__ = [
-    "Allowed",
-    "Candidate",
-    "Found",
-    "Plan",
-    "binding",
-    "distinct",
-    "resized",
-    "samplers",
-    "search",
-    "smallest",
-    "trainers",
-    "why_lost",
-]

@@ -111,13 +111,3 @@ def switch_seconds(problem: Problem, arrangement: Arrangement, efficiency: Effic
         theirs = local_bytes(problem, _sampling(problem, arrangement), problem.precision.sampler)
         found["base"] = (both * own + theirs) / pcie
     return found
-
-
-__all__ = [
-    "SPREAD",
-    "Efficiency",
-    "Roofline",
-    "refit_bytes",
-    "refit_seconds",
-    "switch_seconds",
-]

@@ -55,12 +55,12 @@ class Steps:
     def step(self, parts: Sequence[Microbatch]) -> list[Message]:
         """One optimizer step on ``parts``, the microbatches of all data ranks in order."""
         found = [message for part in self._mine(parts) for message in self.microbatch(part)]
-        return found + self.told(parts) + self.update()
+        return found + self.shared(parts) + self.update()
 
     def scored(self, parts: Sequence[Microbatch]) -> list[Message]:
         """Old log-probabilities of ``parts``."""
         found = [message for part in self._mine(parts) for message in self.microbatch(part, backward=False)]
-        return found + self.told(parts, columns=1)
+        return found + self.shared(parts, columns=1)
 
     def _mine(self, parts: Sequence[Microbatch]) -> list[Microbatch]:
         mine = [part for n, part in enumerate(parts) if n % self.layout.data == self._data]
@@ -108,7 +108,7 @@ class Steps:
         values = gathered_values(self.config, self.layout, moe=is_moe(self.config, layer))
         return ring("all_gather", "f", self.layout.shard, values * self.weight)
 
-    def told(self, parts: Sequence[Microbatch], columns: int = 2) -> list[Message]:
+    def shared(self, parts: Sequence[Microbatch], columns: int = 2) -> list[Message]:
         """Log-probabilities of all targets to all ranks, in training entropies too, and how experts
         compare."""
         scores = columns * sum(part.targets for part in parts) * self.score
@@ -155,7 +155,7 @@ def traffic(problem: Problem, phase: Phase, setup: Setup, rank: int = 0) -> dict
     number = updates if train else updates - 1
     if not number:
         return {}
-    everyone = steps.told([part], columns=2 if train else 1)
+    everyone = steps.shared([part], columns=2 if train else 1)
     found = times(steps.microbatch(part, backward=train), number * load.number)
     found += times(everyone, number * load.number * setup.layout.data)
     return total(found + (times(steps.update(), number) if train else []))
@@ -170,6 +170,3 @@ def step_traffic(problem: Problem, arrangement: Arrangement, rank: int = 0) -> T
         key: Sent(*(sum(values) for values in zip(*(one[key] for one in found if key in one), strict=True)))
         for key in dict.fromkeys(key for one in found for key in one)
     }
-
-
-__all__ = ["Microbatch", "Steps", "published_values", "step_traffic", "traffic"]

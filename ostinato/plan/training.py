@@ -305,14 +305,3 @@ def local_bytes(problem: Problem, layout: Layout, dtype: DType) -> float:
     """Base weights of the fullest rank."""
     found = (stage_elements(problem.config, None, layout, stage) for stage in range(layout.pipeline))
     return max(weight_bytes(elements, dtype, layout.shard) for elements in found)
-
-
-__all__ = [
-    "Load",
-    "all_pairs",
-    "kinds_of",
-    "load_of",
-    "local_bytes",
-    "train_seconds",
-    "trained_values",
-]

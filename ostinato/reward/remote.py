@@ -18,9 +18,8 @@ from typing import Any, Protocol
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Grader
 from ostinato.types import Group, Reward, Trajectory
-from ostinato.workers.lost import WorkerLost
+from ostinato.workers.lost import Restarts, WorkerLost
 from ostinato.workers.remote import Remote
-from ostinato.workers.restarts import Restarts
 
 FAULT = "grader_lost"  # the name of a verdict that could not be had
 
@@ -39,10 +38,10 @@ class Graded:
 
 
 class GraderServer:
-    """The worker's side: grades, counts, tells the time that it took."""
+    """The worker's side: grades, counts, reports the time that it took."""
 
     def __init__(self, grader: Counting, name: str) -> None:
-        self._grader, self._name, self._told = grader, name, Counter[str]()
+        self._grader, self._name, self._reported = grader, name, Counter[str]()
         self._until = 0.0  # which it has said that it was busy
 
     async def ready(self) -> None:
@@ -52,7 +51,7 @@ class GraderServer:
         start = time.time()
         rewards = await self._grader.grade(group)
         now = Counter(self._grader.counters)
-        new, self._told = now - self._told, now
+        new, self._reported = now - self._reported, now
         start, self._until = max(start, self._until), time.time()  # groups overlap, spans do not
         span = Span(worker=self._name, kind=Kind.GRADE, start=start, stop=self._until, amount=len(rewards))
         return Graded(rewards=rewards, counts=new, span=span)
@@ -108,15 +107,15 @@ class GraderLink:
 
     async def grade(self, group: Group) -> list[Reward]:
         """One Reward per trajectory, in order."""
-        asked, causes, index = without_routes(group), list[str](), -1
+        lean, causes, index = without_routes(group), list[str](), -1
         while len(causes) < 2:
             index = await self._room(index, alone=bool(causes))
-            place, seats = self._places[index], self._slots if causes else 1
+            place, taken = self._places[index], self._slots if causes else 1
             try:
-                graded = await self._ask(place, asked, seats)
+                graded = await self._call(place, lean, taken)
             except WorkerLost as gone:
                 self._replace(index, place, gone)
-                if place.suspect is asked:
+                if place.suspect is lean:
                     causes.append(str(gone))
                 continue
             self._restarts.worked()
@@ -142,8 +141,8 @@ class GraderLink:
     def _with_room(self, alone: bool) -> list[int]:
         if self._suspects and not alone:
             return []
-        seats = self._slots if alone else 1
-        return [index for index, place in enumerate(self._places) if place.free >= seats]
+        needed = self._slots if alone else 1
+        return [index for index, place in enumerate(self._places) if place.free >= needed]
 
     def _wake(self) -> None:
         turns, self._turns = self._turns, []
@@ -151,8 +150,8 @@ class GraderLink:
             if not turn.done():
                 turn.set_result(None)
 
-    async def _ask(self, place: _Place, group: Group, seats: int) -> Graded:
-        place.free -= seats
+    async def _call(self, place: _Place, group: Group, taken: int) -> Graded:
+        place.free -= taken
         place.running.append(group)
         try:
             return await place.worker.call("grade", group, within_s=self._within_s)
@@ -162,7 +161,7 @@ class GraderLink:
             raise
         finally:
             place.running.remove(group)
-            place.free += seats
+            place.free += taken
             self._wake()
 
     def _replace(self, index: int, lost: _Place, cause: WorkerLost) -> None:
@@ -199,12 +198,9 @@ class GraderLink:
 def without_routes(group: Group) -> Group:
     """What a verdict may depend on: words and tokens, not the experts they came about by."""
 
-    def lean(trajectory: Trajectory) -> Trajectory:
+    def stripped(trajectory: Trajectory) -> Trajectory:
         heavy = {"experts": None, "prompt_experts": None, "support": None, "edges": None}
         turns = [replace(turn, completion=replace(turn.completion, **heavy)) for turn in trajectory.turns]
         return replace(trajectory, turns=tuple(turns))
 
-    return replace(group, trajectories=tuple(lean(one) for one in group.trajectories))
-
-
-__all__ = ["FAULT", "Graded", "GraderLink", "GraderServer", "without_routes"]
+    return replace(group, trajectories=tuple(stripped(one) for one in group.trajectories))

@@ -62,7 +62,7 @@ class Fault(StrEnum):
     NOT_A_NUMBER = "not_a_number"
     NON_FINITE = "non_finite"
     UNPICKLABLE = "unpicklable"
-    SIGNATURE = "signature"  # the last three by ``probe`` alone: no completion could change them
+    SIGNATURE = "signature"  # the last three while probing alone: no completion could change them
     NO_COLUMN = "no_column"
     UNDEFINED = "undefined"
 
@@ -95,17 +95,31 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def judge(
-    function: Callable[..., Any], num_completions: int, columns: dict[str, Any], confined: bool = False
+    function: Callable[..., Any],
+    num_completions: int,
+    columns: dict[str, Any],
+    confined: bool = False,
+    probing: bool = False,
 ) -> Judged:
     """Call a reward function and check what it returns: one verdict per completion, always.
 
     None is a verdict too (a skip). A fault of the whole call is given to every completion, a NaN or an
     infinity only to its own. ``confined``: an error that isolation may have caused names the way out.
+    ``probing``: failures that no completion could change have names of their own: a signature that does not
+    take the columns, a column that the row does not have, a name or a module that does not exist.
     """
+    if probing:
+        with contextlib.suppress(ValueError):  # a builtin without a signature
+            try:
+                inspect.signature(function).bind(**columns)
+            except TypeError as error:
+                return _all(num_completions, Fault.SIGNATURE, str(error)), ""
     try:
         return _checked(_returned(function, columns), num_completions), ""
     except BaseException as error:  # also SystemExit and the timeouts of libraries that are no Exception
-        return _raised(num_completions, Fault.RAISED, error, confined)
+        fault = _sure(function, columns, error) if probing else None
+        detail = _described(error, confined)
+        return _all(num_completions, fault or Fault.RAISED, detail), trace(error)
 
 
 def _returned(function: Callable[..., Any], columns: dict[str, Any]) -> Any:
@@ -121,11 +135,7 @@ def _checked(values: Any, num_completions: int) -> list[Verdict]:
     return [_verdict(value) for value in values]
 
 
-def _raised(num_completions: int, fault: Fault, error: BaseException, confined: bool) -> Judged:
-    return _all(num_completions, fault, _told(error, confined)), trace(error)
-
-
-def _told(error: BaseException, confined: bool) -> str:
+def _described(error: BaseException, confined: bool) -> str:
     """The exception, the line, and the way out where isolation may have caused it."""
     return f"{describe(error)}{where(error)}{OPEN_UP if confined and _was_refused(error) else ''}"
 
@@ -201,23 +211,6 @@ def trace(error: BaseException) -> str:
     return "\n\n".join(parts).encode("utf-8", "backslashreplace").decode()  # a text may be no UTF-8
 
 
-def probe(
-    function: Callable[..., Any], num_completions: int, columns: dict[str, Any], confined: bool = False
-) -> Judged:
-    """``judge``, which also tells failures that no completion could change from those that one might: a
-    signature that does not take the columns, a column that the row does not have, a name or a module that
-    does not exist."""
-    with contextlib.suppress(ValueError):  # a builtin without a signature
-        try:
-            inspect.signature(function).bind(**columns)
-        except TypeError as error:
-            return _all(num_completions, Fault.SIGNATURE, str(error)), ""
-    try:
-        return _checked(_returned(function, columns), num_completions), ""
-    except BaseException as error:  # as in ``judge``
-        return _raised(num_completions, _sure(function, columns, error) or Fault.RAISED, error, confined)
-
-
 def _sure(function: Callable[..., Any], columns: dict[str, Any], error: BaseException) -> Fault | None:
     frames = _frames(error)
     if not frames or frames[-1].filename.startswith("<"):  # code that the function runs, a completion maybe
@@ -257,10 +250,10 @@ def _limit_cpu(timeout_s: float) -> None:
 def _answer(functions: dict[str, Callable[..., Any]], request: bytes, confined: bool) -> Judged:
     (num_completions,) = HEADER.unpack_from(request)
     try:
-        name, columns, only_probe = pickle.loads(memoryview(request)[HEADER.size :])
+        name, columns, probing = pickle.loads(memoryview(request)[HEADER.size :])
     except BaseException as error:  # a column of a class that cannot be imported here
         return _all(num_completions, Fault.UNPICKLABLE, describe(error)), ""
-    return (probe if only_probe else judge)(functions[name], num_completions, columns, confined)
+    return judge(functions[name], num_completions, columns, confined, probing)
 
 
 def _confine(hello: dict[str, Any], sock: socket.socket) -> list[str]:
@@ -301,7 +294,7 @@ def main(fd: int) -> None:
         for spec in hello["functions"]:
             functions[spec] = verify.resolve(spec)
     except BaseException as error:  # importing a user's file can raise anything: it becomes one sentence
-        named = f"importing the reward {spec!r} raised {_told(error, confined)}; mend it"
+        named = f"importing the reward {spec!r} raised {_described(error, confined)}; mend it"
         ours = type(error) is ValueError and _frames(error)[-1].filename == verify.__file__
         sentence = str(error) if ours else f"{named}\n{trace(error)}"
         send(sock, json.dumps({"error": sentence}).encode())

@@ -40,6 +40,7 @@ from ostinato.workers.process import Child
 
 START_TIMEOUT_S = 60.0  # importing the functions may import much; a call's limit does not include it
 REAP_TIMEOUT_S = 5.0
+RETRIES = 1  # of a call whose process died
 KEEPER_S = 2.0  # for the keeper of a confined process to end as that has ended
 NO_VERDICT = frozenset({Stop.ERROR, Stop.ABORT})  # episodes whose end is not the policy's doing
 
@@ -151,7 +152,7 @@ class WorkerGrader:
 
     ``functions`` are what ``verify.resolve`` accepts: a built-in name, ``module:function`` or
     ``path.py:function``. ``timeout_s`` limits one function on one group; a call that hangs is killed, a
-    call whose process died is repeated up to ``retries`` times. ``workers`` is the number of processes, which
+    call whose process died is repeated once. ``workers`` is the number of processes, which
     are confined according to ``isolation`` (reward.isolation of a recipe). ``judges`` names, by task of a
     mixture, the functions that judge its answers; all of them judge the others.
 
@@ -170,17 +171,16 @@ class WorkerGrader:
         weights: Sequence[float] | None = None,
         timeout_s: float = 10.0,
         workers: int = 1,
-        retries: int = 1,
         isolation: Mode = "auto",
         judges: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        _refuse(functions, weights, timeout_s, workers, retries)
+        _refuse(functions, weights, timeout_s, workers)
         self.counters: Counter[str] = Counter()
         self._functions = list(functions)
         self._names = _names(functions)
         self._weights = list(weights) if weights is not None else [1.0] * len(functions)
         self._judges = dict(judges)
-        self._timeout_s, self._retries = timeout_s, retries
+        self._timeout_s = timeout_s
         self._closed = False
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
@@ -285,7 +285,7 @@ class WorkerGrader:
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError) as error:
             return [(None, Fault.UNPICKLABLE, child.describe(error))] * num_completions, ""
         detail = ""
-        for attempt in range(self._retries + 1):
+        for attempt in range(1 + RETRIES):
             if self._closed:
                 return [(None, Fault.DIED, "the grader was closed")] * num_completions, ""
             if attempt:
@@ -335,7 +335,7 @@ def _close(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> None:
 
 
 def _refuse(
-    functions: Sequence[str], weights: Sequence[float] | None, timeout_s: float, workers: int, retries: int
+    functions: Sequence[str], weights: Sequence[float] | None, timeout_s: float, workers: int
 ) -> None:
     if isinstance(functions, str) or not functions:
         raise ValueError(f"reward.functions is {functions!r}; give a list of names, for example ['exact']")
@@ -351,8 +351,6 @@ def _refuse(
         raise ValueError(f"reward.timeout_s is {timeout_s}; use a positive number of seconds")
     if workers < 1:
         raise ValueError(f"reward.workers is {workers}; use at least 1")
-    if retries < 0:
-        raise ValueError(f"reward.retries is {retries}; use 0 or more")
 
 
 def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:

@@ -27,11 +27,10 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.train.inputs import Inputs, as_inputs
-from ostinato.train.leaves import WholeLeaves, trained_parameters
+from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
 from ostinato.train.optimizer import OptimizerSettings, build_optimizer, clip_gradients
 from ostinato.train.passes import Outcome, ScoreOptions, Scores
-from ostinato.train.state import load_state_tensors, state_tensors
 from ostinato.types import Microbatch, Sample
 
 TOKENS_PER_MICROBATCH = 2048

@@ -236,15 +236,3 @@ def _delete(path: Path) -> None:
     grave = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     path.rename(grave / path.name)
     shutil.rmtree(grave)
-
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "checkpoints",
-    "find_damage",
-    "load_checkpoint",
-    "mend",
-    "oldest_step",
-    "save_checkpoint",
-]

@@ -182,6 +182,3 @@ def coverage(microbatches: Sequence[Microbatch]) -> float:
         if one.experts is not None
     )
     return known / sum(len(one.tokens) for one in microbatches)
-
-
-__all__ = ["Agreement", "agreement", "coverage", "refusal", "row_counts", "unreplayable", "without_routes"]

@@ -99,6 +99,3 @@ def _place(rows: np.ndarray, span: np.ndarray) -> np.ndarray:
     """Where rows of a microbatch stand in their sequence: the shared prompt first, then its own."""
     start, _, first, last = span
     return np.where(rows < start, rows - first, rows - start + last - first)
-
-
-__all__ = ["Inputs", "as_inputs", "otherwise_packed"]

@@ -11,8 +11,9 @@ from torch import Tensor
 from ostinato.algo.algorithms import Algorithm
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, adapter_shapes
+from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.model.shapes import AdapterSpec, adapter_shapes
 from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.experts import ExpertParallel
 from ostinato.parallel.fingerprint import parameter_shapes, sharded_fingerprint
@@ -135,6 +136,3 @@ def _owner(ranks: int, config: ModelConfig, placement: Placement | None) -> Any:
     if placement is not None:
         return owner_of(placement)
     return contiguous(len(config.moe.layers), config.moe.num_experts, ranks)
-
-
-__all__ = ["sharded_trainer"]

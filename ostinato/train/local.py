@@ -13,9 +13,8 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import Ops
 from ostinato.model.packed import PackedAttention
-from ostinato.train.heads import head_products
 from ostinato.train.inputs import Inputs
-from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, counted, watching
+from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, counted, head_products, watching
 
 
 class LocalPasses:
@@ -103,6 +102,3 @@ class LocalPasses:
         options["entropy_grad"] = want_entropy and self._entropy_grad
         options["matmul_nt"], options["matmul_nn"] = head_products(self._decoder, self._ops)
         return linear_logprobs(hidden, head, part.targets, **options)
-
-
-__all__ = ["LocalPasses"]

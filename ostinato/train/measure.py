@@ -132,6 +132,3 @@ def _routers(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, Any] 
         spans=np.concatenate(spans),
         layers=layers,
     )
-
-
-__all__ = ["Scored", "mismatch_row", "scored"]

@@ -144,17 +144,3 @@ def load_optimizer_tensors(
             }
         else:
             optimizer.state.pop(parameter, None)
-
-
-__all__ = [
-    "MOMENTS",
-    "OptimizerSettings",
-    "Schedule",
-    "build_optimizer",
-    "clip_gradients",
-    "gradient_norm",
-    "load_optimizer_tensors",
-    "lr_factor",
-    "optimizer_tensors",
-    "set_lr",
-]

@@ -11,13 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ostinato.algo.offpolicy import Mismatch
+from ostinato.algo.algorithms import Algorithm, policy_loss
+from ostinato.algo.logprobs import Matmul
+from ostinato.algo.offpolicy import Mismatch, importance_weights, mismatch
 from ostinato.model.config import MoEConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.moe import margins
-from ostinato.model.ops import Ops
+from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.train.gate import row_counts
 from ostinato.train.inputs import Inputs
 from ostinato.train.leaves import Leaves
@@ -114,4 +117,60 @@ def watching(ops: Ops, into: list[Tensor]) -> Ops:
     return replace(ops, route=route)
 
 
-__all__ = ["Backend", "Objective", "Outcome", "Passes", "ScoreOptions", "Scores", "counted", "watching"]
+def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None, None]:
+    """The two products of `linear_logprobs` for a frozen head, the logits as ``Decoder.logits`` has them.
+
+    None twice means both in fp32, the weight widened once: what torch can do for an FP32 head over bf16
+    weights. Native products multiply in bf16 and sum in fp32, which is as exact and several times faster.
+    """
+    head = decoder.head_weight
+    if head.dtype.itemsize >= 4 or (decoder.fp32_head and ops.gemm is TORCH_OPS.gemm):
+        return None, None
+    out_dtype = torch.float32 if decoder.fp32_head else None
+
+    def logits(hidden_nD: Tensor, head_VD: Tensor) -> Tensor:
+        return ops.gemm.nt(hidden_nD, head_VD, None, out_dtype)
+
+    def slopes(logit_slopes_nV: Tensor, head_VD: Tensor) -> Tensor:
+        return ops.gemm.nn(logit_slopes_nV.to(decoder.dtype), head_VD)
+
+    return logits, slopes
+
+
+def batch_objective(algorithm: Algorithm, num_samples: int) -> Objective:
+    """For the microbatches of a batch of ``num_samples``. A decoupled algorithm anchors its ratio at the old
+    policy and corrects for the mismatch of old and behaviour; another one anchors it at behaviour."""
+
+    def objective(part: Inputs, scores: Scores) -> Outcome:
+        logprobs, entropy, weights = scores.logprobs, scores.entropy, None
+        assert logprobs is not None and entropy is not None
+        old = logprobs.detach() if part.old is None else part.old
+        if algorithm.decoupled:
+            weights = importance_weights(
+                old - part.behaviour,
+                part.sample_idx,
+                num_samples,
+                algorithm.correction,
+                low=algorithm.correction_low,
+                high=algorithm.correction_high,
+            )
+        terms = policy_loss(
+            algorithm,
+            logprobs,
+            old if algorithm.decoupled else part.behaviour,
+            part.advantages,
+            part.weights,
+            part.sample_idx,
+            num_samples=num_samples,
+            correction=weights,
+            ref_logprobs=part.reference,
+            entropy=entropy if algorithm.needs_entropy else None,
+        )
+        return Outcome(
+            loss=terms.total,
+            stats={"entropy": entropy.detach().sum(), **terms.stats},
+            mismatch=mismatch(old, part.behaviour, correction=weights),
+            counts=scores.counts,
+        )
+
+    return objective

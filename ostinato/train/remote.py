@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import RestorableTrainer
 from ostinato.types import Batch, StepReport
-from ostinato.workers.lost import WorkerLost
+from ostinato.workers.lost import Restarts, WorkerLost
 from ostinato.workers.remote import Remote
-from ostinato.workers.restarts import Restarts
 
 T = TypeVar("T")
 
@@ -199,6 +198,3 @@ class TrainerLink:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.kill()
-
-
-__all__ = ["Snapshot", "Stepped", "TrainerLink", "TrainerServer"]

@@ -175,6 +175,3 @@ class ReplayGuard:
             return Decision(on=False, reason="replay is off: the batch carries no experts to replay")
         word = "on" if self.replaying else "off"
         return Decision(on=self.replaying, reason=f"replay is {word}, as trainer.replay says")
-
-
-__all__ = ["Admitted", "ReplayGuard"]

@@ -7,13 +7,14 @@
                same loss
     pipeline   ``parallel.stages``
 
-What a microbatch got is then told to all ranks (``everywhere``), so that the trainer decides alike on all of
+What a microbatch got is then sent to all ranks (``everywhere``), so that the trainer decides alike on all of
 them. Gradients are left as partial sums (``parallel.leaves``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,16 +24,109 @@ from ostinato.algo.logprobs import Vocabulary, chunked_logprobs, linear_logprobs
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import Ops
+from ostinato.model.packed import PackedAttention
 from ostinato.parallel.chunks import Rows, decoder_chunks
-from ostinato.parallel.collectives import Collectives
+from ostinato.parallel.collectives import Collectives, all_gather_ragged
+from ostinato.parallel.layout import Layout
 from ostinato.parallel.mesh import Mesh
-from ostinato.parallel.ragged import all_gather_ragged
+from ostinato.parallel.rows import Ulysses
 from ostinato.parallel.stages import Forward, Stages
 from ostinato.train.gate import row_counts
-from ostinato.train.heads import head_products
 from ostinato.train.inputs import Inputs
-from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, watching
-from ostinato.train.slices import Slice, idle, padding, sliced
+from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, head_products, watching
+from ostinato.types import NO_EXPERT, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Slice:
+    """What of a microbatch one rank goes through. T rows with padding, n of them this rank's own.
+
+    Seven rows over c2 t2 (P is padding), and what rank (context 1, tensor 0) has of them::
+
+        row        0 1 2 3 4 5 6 P
+        context    0 0 0 0 1 1 1 1     rows: tokens and positions of rows 4 to 7
+        tensor     0 0 1 1 0 0 1 1     own: rows 4 and 5
+    """
+
+    source: Inputs | None  # None: all rows are padding
+    index: int  # of the microbatch among those of the call
+    rows: Rows  # of the context slice; the routes of own rows
+    own: range  # of the T rows, those of this rank
+    real: int  # how many of the own rows, the first ones, are no padding
+    carried: Tensor | None  # [n, moe_layers, top_k] int16, NO_EXPERT where there is padding
+    predictors: Tensor  # [m] int64: the rows of the context slice whose hidden states predict ...
+    places: Tensor  # [m] int64: ... these of the R targets
+
+
+def sliced(part: Inputs, index: int, mesh: Mesh, links: Collectives) -> Slice:
+    """The share of this rank in a microbatch of its data rank."""
+    length = len(part.tokens)
+    total = length + padding(length, mesh.layout)
+    context, own = _ranges(total, mesh)
+    segments = part.segments
+    if total > length:
+        segments = (*segments, Segment(start=length, stop=total))
+    here = (part.rows >= context.start) & (part.rows < context.stop)
+
+    def routes(ids: Tensor | None) -> Tensor | None:
+        return None if ids is None else _filled(ids, own, NO_EXPERT)
+
+    rows = Rows(
+        tokens=_filled(part.tokens, context, 0),
+        positions=_filled(part.positions, context, 0),
+        attend=Ulysses(PackedAttention(segments), links),
+        routing=routes(part.routing),
+    )
+    return Slice(
+        source=part,
+        index=index,
+        rows=rows,
+        own=own,
+        real=max(0, min(length, own.stop) - own.start),
+        carried=routes(part.carried),
+        predictors=part.rows[here] - context.start,
+        places=here.nonzero().squeeze(1),
+    )
+
+
+def idle(mesh: Mesh, links: Collectives) -> Slice:
+    """A pass of a rank that has no microbatch left, so that the others find it in their collectives."""
+    total = mesh.layout.row_shards
+    context, own = _ranges(total, mesh)
+    blank = torch.zeros(len(context), dtype=torch.int64, device=mesh.device)
+    attend = Ulysses(PackedAttention((Segment(start=0, stop=total),)), links)
+    none = blank[:0]
+    return Slice(
+        source=None,
+        index=-1,
+        rows=Rows(tokens=blank, positions=blank, attend=attend),
+        own=own,
+        real=0,
+        carried=None,
+        predictors=none,
+        places=none,
+    )
+
+
+def padding(rows: int, layout: Layout) -> int:
+    """Rows that a microbatch of so many gets besides, to be cut evenly."""
+    return -rows % layout.row_shards
+
+
+def _ranges(total: int, mesh: Mesh) -> tuple[range, range]:
+    """(rows of a context slice, own rows)."""
+    layout, at = mesh.layout, mesh.coords
+    width, narrow = total // layout.context, total // layout.row_shards
+    start = at.context * width
+    first = start + at.tensor * narrow
+    return range(start, start + width), range(first, first + narrow)
+
+
+def _filled(x: Tensor, rows: range, fill: int) -> Tensor:
+    """Rows of x, those behind its end filled."""
+    found = x[rows.start : rows.stop]
+    missing = len(rows) - len(found)
+    return torch.cat((found, x.new_full((missing, *x.shape[1:]), fill))) if missing else found
 
 
 class ShardedPasses:
@@ -74,17 +168,17 @@ class ShardedPasses:
 
     def train(self, parts: Sequence[Inputs], objective: Objective, scale: float) -> list[Outcome]:
         mine = self._mine(parts)
-        told: dict[int, Tensor] = {}
+        found: dict[int, Tensor] = {}
 
         def loss(one: Slice, hidden: Tensor, _: Any) -> Tensor:
             logprobs, entropy = self._head(hidden, one, want_entropy=True)
             if one.source is None:
                 return logprobs.sum()  # of nothing, but others wait for its backward
-            told[one.index] = torch.stack((logprobs, entropy)).detach()
+            found[one.index] = torch.stack((logprobs, entropy)).detach()
             return objective(one.source, Scores(logprobs=logprobs, entropy=entropy)).loss * scale
 
         extras = self._stages.train(mine, self._forward(ScoreOptions()), loss)
-        pairs = self._everywhere([(2, len(part.rows)) for part in parts], told if self._tells else {})
+        pairs = self._everywhere([(2, len(part.rows)) for part in parts], found if self._leads else {})
         counts = self._counts(parts, mine, extras)
         outcomes = []
         for part, (logprobs, entropy), seen in zip(parts, pairs, counts, strict=True):
@@ -95,18 +189,18 @@ class ShardedPasses:
 
     def score(self, parts: Sequence[Inputs], options: ScoreOptions) -> list[Scores]:
         mine = self._mine(parts)
-        told: dict[int, Tensor] = {}
+        found: dict[int, Tensor] = {}
 
         @torch.no_grad()
         def use(one: Slice, hidden: Tensor, _: Any) -> None:
             if options.logprobs and one.source is not None:
-                told[one.index] = self._head(hidden.detach(), one, want_entropy=False)[0]
+                found[one.index] = self._head(hidden.detach(), one, want_entropy=False)[0]
 
         with torch.set_grad_enabled(options.as_trained):
             extras = self._stages.score(mine, self._forward(options), use)
         logprobs = native = margins = [None] * len(parts)
         if options.logprobs:
-            logprobs = self._everywhere([(len(part.rows),) for part in parts], told if self._tells else {})
+            logprobs = self._everywhere([(len(part.rows),) for part in parts], found if self._leads else {})
         if self._moe_layers and options.native:
             native = self._choices(parts, mine, extras)
         if self._moe_layers and options.margins:
@@ -220,7 +314,7 @@ class ShardedPasses:
         return torch.promote_types(self._decoders[0].dtype, torch.float32)
 
     @property
-    def _tells(self) -> bool:
+    def _leads(self) -> bool:
         """Of the ranks that know the log-probabilities of a microbatch, the one that tells them."""
         return self._stages.is_last and self._at.context == 0 and self._at.tensor == 0
 
@@ -269,7 +363,7 @@ class ShardedPasses:
         widths: tuple[int, ...],
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """[T, L_moe, ...] of every microbatch, from what a chunk's forward told of own rows and layers."""
+        """[T, L_moe, ...] of every microbatch, from what a chunk's forward gave of own rows and layers."""
         device = self._decoders[0].device
         shapes = [(len(part.tokens), *widths) for part in parts]
         own = {}
@@ -278,16 +372,13 @@ class ShardedPasses:
                 continue
             values = torch.zeros(shapes[one.index], dtype=dtype, device=device)
             for local in range(len(self._decoders)):
-                told = extras[local][place][which]
-                if told is not None:
+                part = extras[local][place][which]
+                if part is not None:
                     rows = slice(one.own.start, one.own.start + one.real)
-                    values[rows, self._layers(local)] = told[: one.real].to(dtype)
+                    values[rows, self._layers(local)] = part[: one.real].to(dtype)
             own[one.index] = values
         return all_gather_ragged(self._links, shapes, own, dtype=dtype, device=device)
 
 
 def _rows(one: Slice) -> Rows:
     return one.rows
-
-
-__all__ = ["ShardedPasses"]

@@ -93,6 +93,3 @@ def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> di
     if owner is None:
         owner = contiguous(len(moe.layers), moe.num_experts, nominal_ranks(moe.num_experts))
     return imbalance(loads, np.tile(owner, (len(carried), 1)), int(owner.max()) + 1).metrics
-
-
-__all__ = ["Totals", "balance", "staleness", "support"]

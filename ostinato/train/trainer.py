@@ -40,13 +40,11 @@ from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.peft_io import base_fingerprint
 from ostinato.train.inputs import Inputs
-from ostinato.train.leaves import WholeLeaves, trained_parameters
+from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
-from ostinato.train.objective import batch_objective
 from ostinato.train.optimizer import OptimizerSettings, build_optimizer, clip_gradients, lr_factor, set_lr
-from ostinato.train.passes import Backend, ScoreOptions
+from ostinato.train.passes import Backend, ScoreOptions, batch_objective
 from ostinato.train.replay_guard import ReplayGuard
-from ostinato.train.state import load_state_tensors, state_tensors
 from ostinato.train.totals import Totals, staleness, support
 from ostinato.types import Batch, Microbatch, StepReport
 
@@ -319,6 +317,3 @@ class PolicyTrainer:
             f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}"
         )
         return StepReport(metrics=metrics, skipped=skipped, uids=uids)
-
-
-__all__ = ["PolicyTrainer", "TrainingStopped"]

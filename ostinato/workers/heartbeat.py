@@ -83,6 +83,3 @@ class Heartbeat:
                 self._on_silence(idle.seconds, self._fault)
                 self.stopped.set()
                 return
-
-
-__all__ = ["Heartbeat", "Idle"]

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ostinato.workers.payload import opened
-from ostinato.workers.remote import answer, refusal
+from ostinato.workers.remote import answer, opened, refusal
 
 BUILD = "build"  # the first call; nothing else begins before it has ended
 
@@ -114,6 +113,3 @@ def pin(cores: Sequence[int]) -> None:
 def dealt(first: int, count: int, cores: Sequence[int]) -> list[int]:
     """``count`` neighbours of ``cores`` from ``first`` on, round and round: every core once in n workers."""
     return sorted({cores[(first + number) % len(cores)] for number in range(count)})
-
-
-__all__ = ["BUILD", "Host", "Place", "dealt", "here", "pin", "resolve"]

@@ -37,14 +37,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ostinato.workers.heartbeat import Heartbeat
 from ostinato.workers.host import BUILD, Host, Place, here
 from ostinato.workers.lost import WorkerKind, WorkerLost
-from ostinato.workers.payload import sealed
+from ostinato.workers.process import witness
 from ostinato.workers.remote import (
     SLICE_S,
     Patience,
     WorkerFault,
     outcome,
+    sealed,
 )
-from ostinato.workers.witness import witness
 
 HEAD_S = 15  # seconds without an answer of the head, after which it is lost; Ray itself aborts after 60
 STORE_BYTES = 1 << 29  # of shared memory for messages, on a cluster of our own; what does not fit is spilt
@@ -91,7 +91,7 @@ class Cluster:
         last_words: str = "this process was ended",
     ) -> Iterator[Cluster]:
         """Join the Ray at ``address``, or the one that this process has joined before, or start one here for
-        as long as the context lasts. ``last_words`` are told where the process ends before it.
+        as long as the context lasts. ``last_words`` are printed where the process ends before it.
 
         Raises ValueError, with one sentence, where no Ray answers or the workers do not fit in ``start_s``.
         """
@@ -120,12 +120,12 @@ class Cluster:
         if not self._group.wait(start_s):
             has = ray.cluster_resources()
             asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
-            told = ", ".join(
+            needed = ", ".join(
                 f"{asked[kind]:g} of {has.get(kind, 0):g} {kind}s" for kind in asked if asked[kind]
             )
             raise ValueError(
-                f"the workers of [cluster] found no place in cluster.start_s={start_s:g} s: they need {told} "
-                "that Ray has; lower cluster.samplers, cpus_per_worker or gpus_*, or add nodes"
+                f"the workers of [cluster] found no place in cluster.start_s={start_s:g} s: they need "
+                f"{needed} that Ray has; lower cluster.samplers, cpus_per_worker or gpus_*, or add nodes"
             )
 
     def remote(self, name: str, factory: str, arguments: Mapping[str, Any], *, start_s: float) -> RayRemote:
@@ -397,8 +397,5 @@ def words(error: BaseException) -> str:
         return "its process ended, as one does that is killed or out of memory"
     for lead in ("The actor is dead because ", "Worker exit detail: "):
         text = text.rpartition(lead)[2]
-    told = re.split(r"\. (?:Some common|There are some|To troubleshoot)", text)[0]
-    return f"{type(error).__name__}: {told.rstrip('.')[:300]}"
-
-
-__all__ = ["Cluster", "RayRemote", "Want", "words"]
+    sentence = re.split(r"\. (?:Some common|There are some|To troubleshoot)", text)[0]
+    return f"{type(error).__name__}: {sentence.rstrip('.')[:300]}"

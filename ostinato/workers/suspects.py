@@ -1,10 +1,10 @@
-"""Which prompts break the workers of a pool, told from workers that are lost for reasons of their own.
+"""Which prompts break the workers of a pool, apart from workers that are lost for reasons of their own.
 
-    lost with others, TRIES times -> suspect, in a cell -> lost -> each half a cell -> ... -> alone -> guilty
+    lost with others, TRIES times -> suspect, in a cell -> lost -> half a cell each -> ... -> alone -> out
 
-A cell is a set of suspects that run together, and with nobody else; so a guilty prompt is found among n in
-some log2(n) losses, and those who are innocent go on many at a time. Workers that are lost at the same time
-without a prompt in common have a cause in common: that blames nobody, the first EXCUSED times.
+A cell is a set of suspects that run together, with no other prompt; so of n the one that breaks workers is
+found in some log2(n) losses, and the others go on many at a time. Workers that are lost at the same time
+without a prompt in common have a cause in common: that counts against none, the first EXCUSED times.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ class Suspects:
         return explained
 
     def judge(self, now: float) -> list[Key]:
-        """Who is guilty, now that all is known of the time of its last loss; who has an excuse goes free."""
+        """Which prompts are quarantined, now that all losses of the time of their last one are known."""
         due = {key: charge for key, charge in self.accused.items() if charge.due <= now}
-        guilty = [key for key, charge in due.items() if self._strikes(key) >= charge.strikes]
+        found = [key for key, charge in due.items() if self._strikes(key) >= charge.strikes]
         for key in due:
             del self.accused[key]
-        for key in guilty:
+        for key in found:
             self.quarantined[key] = (
                 f"prompt {name(key)} is quarantined: {due[key].strikes} samplers were lost with it, the last "
                 f"one with it alone ({due[key].cause})"
             )
-        return guilty
+        return found
 
     def excess(self, most: int, workers: str) -> str:
         """That more than ``most`` prompts are quarantined, in one sentence; "" where they are not."""
@@ -125,6 +125,3 @@ def isolated(
     if len(places) < len(waiting) and not closed:
         closed.add(min(held, key=lambda worker: len(held[worker])))
     return places, frozenset(closed)
-
-
-__all__ = ["EXCUSED", "TRIES", "Key", "Suspects", "isolated", "name"]

@@ -27,8 +27,9 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
-from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.lora import init_adapters
 from ostinato.model.named import model_folder
+from ostinato.model.shapes import AdapterSpec
 from ostinato.protocols import Drafter
 from ostinato.render import Renderer
 from ostinato.types import Completion, HistoryEntry, Request, Sampling, Stop
@@ -85,7 +86,7 @@ def history_of(past: dict[str, list[HistoryEntry]], rotate: int = 0) -> History:
     return history
 
 
-def scripted(kind: str, asked: Sequence[Request], done: Sequence[Completion], tree: bool) -> ScriptedDrafter:
+def scripted(kind: str, asked: Sequence[Request], done: Sequence[Completion]) -> ScriptedDrafter:
     """Drafts that need no history: right, random, or wrong on purpose where it hurts most."""
     answers = {r.seed: np.concatenate([r.tokens, c.tokens]) for r, c in zip(asked, done, strict=True)}
     rng = np.random.default_rng(5)
@@ -93,15 +94,15 @@ def scripted(kind: str, asked: Sequence[Request], done: Sequence[Completion], tr
     def script(request: Request, tokens: np.ndarray) -> np.ndarray:
         truth = answers[request.seed][len(tokens) : len(tokens) + 8]
         if kind == "random":
-            return rng.integers(0, 290, (3, 8))
+            return rng.integers(0, 290, 8)
         if kind == "adversarial":  # right until the last moment, then wrong; and text after a stop token
             lie = truth.copy()
             if len(lie):
                 lie[rng.integers(len(lie)) :] = 7
-            return np.stack([lie, np.roll(lie, 1)]) if len(lie) else np.full((2, 4), 7)
+            return lie if len(lie) else np.full(4, 7)
         return np.concatenate([truth, np.full(4, 9)])  # on and on beyond the end of the answer
 
-    return ScriptedDrafter(script, length=8, tree=tree)
+    return ScriptedDrafter(script, length=8)
 
 
 SAMPLINGS = {"plain": {}, "top_p": {"top_p": 0.8}, "top_k": {"top_k": 3}, "min_p": {"min_p": 0.1}}
@@ -109,9 +110,9 @@ SETTINGS = ((0.0, "plain"), (0.6, "top_p"), (0.6, "min_p"), (1.0, "plain"))
 KINDS = ("history", "live", "random", "adversarial", "oracle", "another prompt's")
 
 
-def drafter_of(kind: str, asked: Sequence[Request], done: Sequence[Completion], tree: bool) -> Drafter:
+def drafter_of(kind: str, asked: Sequence[Request], done: Sequence[Completion]) -> Drafter:
     if kind in ("random", "adversarial", "oracle"):
-        return scripted(kind, asked, done, tree)
+        return scripted(kind, asked, done)
     if kind == "live":
         return HistoryDrafter(None)
     return HistoryDrafter(history_of(pasts(asked, done), rotate=kind != "history"))
@@ -135,16 +136,14 @@ def test_tokens_do_not_depend_on_drafts(temperature: float, filters: str) -> Non
         )
         asked = requests("asset:seed-moe", sampling)
         plain = answers(engine("asset:seed-moe", torch.float32, None), asked)
-        for kind, tree in itertools.product(KINDS, (False, True)):
-            drafter = drafter_of(kind, asked, plain, tree)
-            ours = engine("asset:seed-moe", torch.float32, drafter, leaves=4 if tree else 1, max_batch=4)
+        for kind in KINDS:
+            drafter = drafter_of(kind, asked, plain)
+            ours = engine("asset:seed-moe", torch.float32, drafter, max_batch=4)
             same(plain, answers(ours, asked))
             if kind == "oracle":
                 assert ours.counters.accepted > 2 * ours.counters.passes
                 assert stop or all(c.stop == Stop.LENGTH for c in plain)
-            if tree and kind != "adversarial":
-                continue
-            tight = engine("asset:seed-moe", torch.float32, drafter_of(kind, asked, plain, tree), max_batch=6)
+            tight = engine("asset:seed-moe", torch.float32, drafter_of(kind, asked, plain), max_batch=6)
             tight._scheduler.cache = type(tight._scheduler.cache)(11)
             same(plain, answers(tight, asked))
             if kind == "oracle" and not stop:
@@ -158,7 +157,7 @@ def test_a_stop_string_inside_a_draft(kind: str) -> None:
     asked = requests("asset:seed-moe", sampling)
     plain = answers(engine("asset:seed-moe", torch.float32, None), asked)
     assert any(c.stop == Stop.STRING for c in plain)
-    same(plain, answers(engine("asset:seed-moe", torch.float32, drafter_of(kind, asked, plain, True)), asked))
+    same(plain, answers(engine("asset:seed-moe", torch.float32, drafter_of(kind, asked, plain)), asked))
 
 
 @pytest.mark.skipif(NATIVE is None, reason="bit for bit needs the native kernels")
@@ -168,14 +167,10 @@ def test_a_pretrained_model(dtype: torch.dtype) -> None:
         model("smollm2-135m", dtype)
     except ValueError as error:
         pytest.skip(str(error))
-    for temperature, kind, tree in (
-        (1.0, "history", True),
-        (0.6, "oracle", False),
-        (0.0, "adversarial", True),
-    ):
+    for temperature, kind in ((1.0, "history"), (0.6, "oracle"), (0.0, "adversarial")):
         asked = requests("smollm2-135m", Sampling(temperature=temperature, max_tokens=24), siblings=2)
         plain = answers(engine("smollm2-135m", dtype, None), asked)
-        same(plain, answers(engine("smollm2-135m", dtype, drafter_of(kind, asked, plain, tree)), asked))
+        same(plain, answers(engine("smollm2-135m", dtype, drafter_of(kind, asked, plain)), asked))
 
 
 # ---- the law, on a real engine
@@ -205,7 +200,7 @@ def drawn(
     decoder: Decoder, drafter: Drafter | None, n: int, step: int, adapters=None
 ) -> list[tuple[int, ...]]:
     ours = LocalEngine(
-        decoder, kernels=NATIVE, kv_memory_mb=8, context_limit=16, drafter=drafter, cost=DRAFTS_PAY, leaves=3
+        decoder, kernels=NATIVE, kv_memory_mb=8, context_limit=16, drafter=drafter, cost=DRAFTS_PAY
     )
     ours.publish(adapters, 1)
     sampling = Sampling(max_tokens=3)

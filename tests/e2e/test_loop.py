@@ -21,8 +21,9 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
-from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.lora import init_adapters
 from ostinato.model.native import BuildError, load
+from ostinato.model.shapes import AdapterSpec
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finish, Loop, LoopState, Plan
 from ostinato.rollout.rollout import RolloutContext

@@ -51,7 +51,7 @@ def run(rank: int, world: int, port: int, folder: str, steps: int, trouble: Trou
             return {}
         following(place, lambda told, ready: Toy(rank, trouble), leaves(folder, rank), ANSWERS)
         return {"ended": True}
-    terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, told="the recipe")
+    terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, recipe="the recipe")
     with leading(place, meet(place), terms, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
         batch = batch_of(np.arange(4.0))
         reports = [trainer.step(batch).metrics for _ in range(steps)]
@@ -166,7 +166,7 @@ def refused(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
     if rank:
         following(place, lambda told, ready: Toy(rank, trouble), leaves(folder, rank), ANSWERS)
         return {"ended": True}
-    terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, told="")
+    terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, recipe="")
     with leading(place, meet(place), terms, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
         batch = batch_of(np.arange(4.0))
         first = trainer.step(batch).metrics
@@ -238,7 +238,7 @@ def looped(rank: int, world: int, port: int, folder: str, refuses: int, saved: A
     if rank:
         following(place, lambda told, ready: Bandit(refuses), leaves(folder, rank), ANSWERS)
         return {}
-    terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, told="")
+    terms = Terms(backend="gloo", timeout_s=TIMEOUT_S, silence_s=SILENCE_S, recipe="")
     with leading(place, meet(place), terms, lambda ready: Bandit(refuses), answers=ANSWERS) as trainer:
         state = LoopState(**saved["state"]) if saved else None
         bench = Bench(Path(folder) / "run", steps=5, checkpoint_every=2, state=state)
@@ -291,7 +291,7 @@ def loaded(rank: int, world: int, port: int, folder: str, cold_s: float, fault: 
     if rank:
         following(place, lambda told, ready: new(ready), leaves(folder, rank))
         return "ended"
-    terms = Terms(backend="gloo", timeout_s=bound.total_seconds(), silence_s=3.0, told="")
+    terms = Terms(backend="gloo", timeout_s=bound.total_seconds(), silence_s=3.0, recipe="")
     try:
         with leading(place, meet(place), terms, new) as trainer:
             return trainer.step(batch_of(np.arange(4.0))).metrics["sum"]
@@ -320,7 +320,7 @@ def test_a_part_that_cannot_be_loaded_is_told_by_name(tmp_path: Path) -> None:
 def controls(rank: int, world: int, port: int) -> control.Control:
     place = local_place(world, port, rank, KEY)
     store = control.keyed(place, meet(place))
-    terms = Terms(backend="gloo", timeout_s=4.0, silence_s=3.0, told="")
+    terms = Terms(backend="gloo", timeout_s=4.0, silence_s=3.0, recipe="")
     members, terms = control.arrive(place, store, None if rank else terms)
     return control.Control(place, store, members, terms)
 

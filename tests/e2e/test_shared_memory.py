@@ -22,7 +22,8 @@ from ostinato.engine.paged import KVStore
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model, save_model
-from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.lora import init_adapters
+from ostinato.model.shapes import AdapterSpec
 from ostinato.model.shared import shared_file, shared_model, sweep
 from ostinato.model.wire import fingerprint_weights
 

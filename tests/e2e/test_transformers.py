@@ -15,8 +15,9 @@ from torch import Tensor
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model, save_model
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.peft_io import export_merged, load_peft, save_peft
+from ostinato.model.shapes import AdapterSpec
 
 transformers = pytest.importorskip("transformers")
 

@@ -25,8 +25,9 @@ from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild
 from ostinato.model.attention import CausalAttention
 from ostinato.model.hf import load_model
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.named import model_folder
+from ostinato.model.shapes import AdapterSpec
 from ostinato.model.wire import fingerprint
 from ostinato.render import Renderer
 from ostinato.types import Completion, Stop

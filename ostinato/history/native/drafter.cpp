@@ -52,14 +52,14 @@ struct Sequence {
   int64_t pass = -1;
   int32_t first = -1;  // candidate for its next token
   double weight = 1;
-  int deepest = 0, leaves = 0, drafted = 0;
+  int deepest = 0, drafted = 0;
   bool exhausted = false;  // history had no more to say
   long size() const { return long(tokens.size()); }
 };
 
 // A candidate; ``rank`` is its place in the order of taking, -1 as long as it is not taken; ``kept``: it is drafted.
 struct Node {
-  int32_t sequence, parent, first, next, rank, depth, children;
+  int32_t sequence, parent, first, rank, depth;  // first: what follows it
   bool expanded, kept;
   double survival;
   Match match;
@@ -87,7 +87,7 @@ class Drafter {
 
   int64_t open(uint64_t prompt, bool shared, uint64_t key, bool greedy, const int32_t* tokens, long n);
   long propose(long count, const int64_t* handles, const int32_t* room, const float* weights, const double* seconds,
-               long most, long leaves, int32_t* counts, int32_t* tokens, int32_t* parents);
+               long most, int32_t* counts, int32_t* tokens);
   void observe(long count, const int64_t* handles, const int32_t* counts, const int32_t* tokens, const float* probs,
                const float* edges, const uint8_t* ended);
   void forget(const uint64_t* prompts, long n);
@@ -100,7 +100,7 @@ class Drafter {
  private:
   void index(Sequence& sequence);
   void refresh(Sequence& sequence);
-  void expand(int32_t sequence, int32_t parent, long leaves);
+  void expand(int32_t sequence, int32_t parent);
   void look_up(Sequence& sequence, Match& match, const Place& at, Candidates& candidates) const;
   void look_up_history(Sequence& sequence, Match& match, const Place& at, Candidates& candidates) const;
   void look_up_ladder(Sequence& sequence, const Match& match, const Place& at, Candidates& candidates) const;
@@ -115,11 +115,11 @@ class Drafter {
   }
   int deepest(const Sequence& sequence, int32_t room) const;
   bool worth_following(const Sequence& sequence, const Node& node) const;
-  void offer(const Sequence& sequence, int32_t first);
-  long take(double worth, long leaves);
-  long write(int32_t node, long best, int32_t parent, long written, int32_t* tokens, int32_t* parents);
+  void offer(const Sequence& sequence, int32_t node);
+  long take(double worth);
+  long write(int32_t node, long best, int32_t* tokens);
   void doze(Sequence& sequence);
-  int32_t judge(int32_t first, int32_t token);
+  bool judge(const Candidate& candidate, int32_t token);
   void teach(Sequence& sequence, const int32_t* tokens, long n);
   void close(Sequence& sequence);
   void drop(uint64_t prompt);
@@ -283,8 +283,8 @@ void Drafter::look_up(Sequence& sequence, Match& match, const Place& at, Candida
     look_up_live(others_, rules_.shared, true, sequence, at, candidates);
 }
 
-// Candidates for what follows ``parent`` (-1: the last token of the sequence) become nodes and entries of the heap.
-void Drafter::expand(int32_t at, int32_t parent, long leaves) {
+// The best candidate for what follows ``parent`` (-1: the last token of the sequence) becomes a node.
+void Drafter::expand(int32_t at, int32_t parent) {
   // the last tokens of the text, and behind them the path to the parent
   Sequence& sequence = sequences_[at];
   int32_t tail[MOST_CONTEXT + MOST_DEPTH];
@@ -310,18 +310,12 @@ void Drafter::expand(int32_t at, int32_t parent, long leaves) {
   if (parent < 0 && rules_.window == SUFFIX && candidates.count > 0)
     sequence.deepest = std::min(sequence.deepest, candidates.at[0].length);
 
-  const double survival = parent < 0 ? 1.0 : nodes_[parent].survival;
-  double left = 1.0;  // siblings exclude each other
-  int32_t last = -1;
-  for (int i = 0; i < candidates.count && i < leaves; ++i) {
-    const Candidate& candidate = candidates.at[i];
-    const int32_t node = int32_t(nodes_.size());
-    const double share = std::min(candidate.estimate, left);
-    nodes_.push_back({at, parent, -1, -1, -1, depth + 1, 0, false, false, survival * share, Match(), candidate});
-    left -= share;
-    (last >= 0 ? nodes_[last].next : parent < 0 ? sequence.first : nodes_[parent].first) = node;
-    last = node;
-  }
+  if (candidates.count == 0) return;
+  const Candidate& candidate = candidates.at[0];
+  const double survival = (parent < 0 ? 1.0 : nodes_[parent].survival) * candidate.estimate;
+  const int32_t node = int32_t(nodes_.size());
+  nodes_.push_back({at, parent, -1, -1, depth + 1, false, false, survival, Match(), candidate});
+  (parent < 0 ? sequence.first : nodes_[parent].first) = node;
 }
 
 // The deepest node that a sequence may have.
@@ -336,17 +330,15 @@ bool Drafter::worth_following(const Sequence& sequence, const Node& node) const 
   return rules_.window != SUFFIX || node.survival >= 0.1;
 }
 
-// Put candidates that may be taken on the heap.
-void Drafter::offer(const Sequence& sequence, int32_t first) {
-  for (int32_t node = first; node >= 0; node = nodes_[node].next) {
-    if (!worth_following(sequence, nodes_[node])) continue;
-    heap_.push_back({sequence.weight * nodes_[node].survival, node});
-    std::push_heap(heap_.begin(), heap_.end());
-  }
+// Put a candidate on the heap, if there is one and it may be taken.
+void Drafter::offer(const Sequence& sequence, int32_t node) {
+  if (node < 0 || !worth_following(sequence, nodes_[node])) return;
+  heap_.push_back({sequence.weight * nodes_[node].survival, node});
+  std::push_heap(heap_.begin(), heap_.end());
 }
 
 // Take candidates in the order of their worth, and look up what follows those taken; how many of them are kept.
-long Drafter::take(double worth, long leaves) {
+long Drafter::take(double worth) {
   const bool budgeted = rules_.window == BUDGET;
   Budget budget(costs_, worth);
   long taken = 0;
@@ -356,33 +348,26 @@ long Drafter::take(double worth, long leaves) {
     std::pop_heap(heap_.begin(), heap_.end());
     heap_.pop_back();
     Node& node = nodes_[entry.node];
-    Sequence& sequence = sequences_[node.sequence];
-    // a first child prolongs a path, every other one is one more leaf
-    const bool prolongs = (node.parent < 0 ? sequence.drafted : nodes_[node.parent].children) == 0;
-    if (!prolongs && sequence.leaves == leaves) continue;
-    sequence.leaves += node.parent < 0 || !prolongs;
-    if (node.parent >= 0) ++nodes_[node.parent].children;
-    ++sequence.drafted;
+    const Sequence& sequence = sequences_[node.sequence];
     node.rank = int32_t(taken++);
     budget.take(entry.worth);
     if (node.depth == sequence.deepest) continue;
-    expand(node.sequence, entry.node, leaves);
+    expand(node.sequence, entry.node);
     offer(sequence, nodes_[entry.node].first);
   }
   return budgeted ? budget.best() : taken;
 }
 
-// The kept ones of these siblings, each with what follows it, the best first; the number of tokens written.
-long Drafter::write(int32_t node, long best, int32_t parent, long written, int32_t* tokens, int32_t* parents) {
-  for (; node >= 0; node = nodes_[node].next) {
+// The kept ones of ``node`` and what follows it; the number of tokens written.
+long Drafter::write(int32_t node, long best, int32_t* tokens) {
+  long written = 0;
+  for (; node >= 0; node = nodes_[node].first) {
     Node& taken = nodes_[node];
     taken.kept = taken.rank >= 0 && taken.rank < best;
-    if (!taken.kept) continue;
-    tokens[written] = taken.candidate.token;
-    parents[written] = parent;
+    if (!taken.kept) break;
+    tokens[written++] = taken.candidate.token;
     ++stats_.drafted[taken.candidate.source];
     ++stats_.drafted_at[taken.depth - 1];
-    written = write(taken.first, best, int32_t(written), written + 1, tokens, parents);
   }
   return written;
 }
@@ -394,8 +379,7 @@ void Drafter::doze(Sequence& sequence) {
 }
 
 long Drafter::propose(long count, const int64_t* handles, const int32_t* room, const float* weights,
-                      const double* seconds, long most, long leaves, int32_t* counts, int32_t* tokens,
-                      int32_t* parents) {
+                      const double* seconds, long most, int32_t* counts, int32_t* tokens) {
   ++pass_, ++stats_.passes;
   std::fill(counts, counts + count, 0);
   if (pass_ < wake_) return ++stats_.naps, 0;
@@ -415,18 +399,18 @@ long Drafter::propose(long count, const int64_t* handles, const int32_t* room, c
     Sequence& sequence = sequences_[handles[i]];
     if (!awake(handles[i])) continue;
     sequence.pass = pass_, sequence.first = -1, sequence.weight = double(weights[i]);
-    sequence.drafted = sequence.leaves = 0, sequence.exhausted = false;
+    sequence.drafted = 0, sequence.exhausted = false;
     sequence.deepest = deepest(sequence, room[i]);
     if (sequence.deepest < 1) continue;
-    expand(int32_t(handles[i]), -1, leaves);
+    expand(int32_t(handles[i]), -1);
     offer(sequence, sequence.first);
   }
-  const long best = take(worth, leaves);
+  const long best = take(worth);
   long written = 0;
   for (long i = 0; i < count; ++i) {
     Sequence& sequence = sequences_[handles[i]];
     if (sequence.pass != pass_) continue;
-    counts[i] = int32_t(write(sequence.first, best, -1, 0, tokens + written, parents + written));
+    counts[i] = int32_t(write(sequence.first, best, tokens + written));
     sequence.drafted = counts[i];
     written += counts[i];
     if (counts[i] == 0 && sequence.deepest >= 1 && !sequence.exhausted) doze(sequence);
@@ -437,18 +421,13 @@ long Drafter::propose(long count, const int64_t* handles, const int32_t* room, c
   return written;
 }
 
-// Candidates for the same place against the token that came there; the one that is it, or -1.
-int32_t Drafter::judge(int32_t first, int32_t token) {
-  int32_t hit = -1;
-  for (int32_t node = first; node >= 0; node = nodes_[node].next) {
-    const Candidate& candidate = nodes_[node].candidate;
-    const bool same = candidate.token == token;
-    const int bin = std::min(int(candidate.estimate * BINS), BINS - 1);
-    ++stats_.labels[bin], stats_.hits[bin] += same, stats_.predicted[bin] += candidate.estimate;
-    if (rules_.window == BUDGET) estimator_.learn(candidate.x, candidate.estimate, same);
-    if (same) hit = node;
-  }
-  return hit;
+// A candidate against the token that came at its place: is it the same?
+bool Drafter::judge(const Candidate& candidate, int32_t token) {
+  const bool same = candidate.token == token;
+  const int bin = std::min(int(candidate.estimate * BINS), BINS - 1);
+  ++stats_.labels[bin], stats_.hits[bin] += same, stats_.predicted[bin] += candidate.estimate;
+  if (rules_.window == BUDGET) estimator_.learn(candidate.x, candidate.estimate, same);
+  return same;
 }
 
 // Go along what came, as far as it was foreseen. Every candidate whose place was reached is a label, drafted or not.
@@ -456,9 +435,8 @@ void Drafter::teach(Sequence& sequence, const int32_t* tokens, long n) {
   int accepted = 0;
   int32_t first = sequence.first;
   for (long at = 0; at < n && first >= 0; ++at) {
-    const int32_t hit = judge(first, tokens[at]);
-    if (hit < 0) break;
-    const Node& node = nodes_[hit];
+    const Node& node = nodes_[first];
+    if (!judge(node.candidate, tokens[at])) break;
     if (node.kept) ++accepted, ++stats_.accepted[node.candidate.source], ++stats_.accepted_at[node.depth - 1];
     if (node.expanded) sequence.match = node.match;
     first = node.first;
@@ -552,10 +530,9 @@ int64_t drafter_open(Drafter* drafter, uint64_t prompt, int shared, const int64_
 
 // The number of draft tokens, at most ``most``; -1 for a handle that is not open.
 long drafter_propose(Drafter* drafter, long count, const int64_t* handles, const int32_t* room, const float* weights,
-                     const double* seconds, long most, long leaves, int32_t* counts, int32_t* tokens,
-                     int32_t* parents) {
+                     const double* seconds, long most, int32_t* counts, int32_t* tokens) {
   if (!std::all_of(handles, handles + count, [&](int64_t handle) { return drafter->known(handle); })) return -1;
-  return drafter->propose(count, handles, room, weights, seconds, most, leaves, counts, tokens, parents);
+  return drafter->propose(count, handles, room, weights, seconds, most, counts, tokens);
 }
 
 // 0, or -1 for a handle that is not open; then nothing is taken in.

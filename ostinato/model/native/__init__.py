@@ -333,13 +333,8 @@ def _silu_mul(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor], T
 def _write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
     kernels = {dtype: functions[f"write_cache_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
-    def write_cache(
-        k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor, write: Tensor | None = None
-    ) -> None:
-        """Put rows k [T, Hkv, Dk], v [T, Hkv, Dv] at ``slots`` [W] int64 (block * 16 + offset).
-
-        Slot i gets row write[i] ([W] int32), or row i without ``write``.
-        """
+    def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put rows k [T, Hkv, Dk], v [T, Hkv, Dv] at ``slots`` [T] int64 (block * 16 + offset)."""
         k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
         kernels[k.dtype](
             k.data_ptr(),
@@ -347,7 +342,7 @@ def _write_cache(functions: dict[str, Callable[..., None]]) -> Callable[..., Non
             v.data_ptr(),
             v.stride(0),
             slots.data_ptr(),
-            None if write is None else write.data_ptr(),
+            None,
             keys.data_ptr(),
             values.data_ptr(),
             slots.shape[0],

@@ -29,14 +29,12 @@ _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
 class Rows(Protocol):
     """Where the rows of a pass stand: ``engine.paged.Rows``. Rows of a sequence are consecutive.
 
-    Slot slots[w] of the cache (block * 16 + offset) takes key and value of row write[w], or of row w without
-    ``write``. Row t sees the first lengths[t] positions, itself included, of the blocks tables[sequence[t]].
+    Slot slots[t] of the cache (block * 16 + offset) takes key and value of row t, which sees the first
+    lengths[t] positions, itself included, of the blocks tables[sequence[t]].
     """
 
     @property
-    def slots(self) -> Tensor: ...  # [W] int64
-    @property
-    def write(self) -> Tensor | None: ...  # [W] int32
+    def slots(self) -> Tensor: ...  # [T] int64
     @property
     def tables(self) -> Tensor: ...  # [S, blocks] int32
     @property
@@ -165,7 +163,7 @@ class FusedStep:
             tokens=tokens.data_ptr(),
             positions=positions.data_ptr(),
             slots=rows.slots.data_ptr(),
-            writers=None if rows.write is None else rows.write.data_ptr(),
+            writers=None,
             tables=rows.tables.data_ptr(),
             sequence=rows.sequence.data_ptr(),
             lengths=rows.lengths.data_ptr(),

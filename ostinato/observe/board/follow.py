@@ -226,7 +226,6 @@ ENDS = {
     "hung_up": "stopped as its terminal, or the reader of its output, had gone",
     "collapsed": "stopped: the policy collapsed",
     "solved": "ended: every prompt is solved for good",
-    "replanned": "ended for a better layout",
     "enough": "ended: the rest was not worth its compute",
 }
 

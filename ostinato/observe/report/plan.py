@@ -24,32 +24,22 @@ WARM_UP = 1  # steps that are not counted
 
 
 def plan_sections(data: RunData) -> list[Section]:
-    """Seconds and bytes, planned and measured, and what was weighed since; empty for a run
-    without a plan that weighed nothing."""
+    """Seconds and bytes, planned and measured; empty for a run without a plan."""
+    if not data.plan:
+        return []
     layouts = ", ".join(f"{phase} {layout}" for phase, layout in _mapping(data.plan.get("layouts")).items())
     lead = f"Planned for {data.plan.get('cluster', 'an unknown cluster')}: {layouts}." if layouts else ""
     low, high = (number(data.plan, end) or 1 for end in ("low", "high"))
     against = Table(
         title="Of a step",
         head=("planned", "measured", "measured / planned"),
-        rows=[*_seconds(data), *_bytes(data)] if data.plan else [],
+        rows=[*_seconds(data), *_bytes(data)],
         note=f"Medians over steps, the first {WARM_UP} left out; a plan's own band is {low:.2f} to "
         f"{high:.2f} of its total. Bytes: planned for training and old log-probabilities, counted with "
         "publishes, checkpoints and measurements.",
     )
-    weighed = [
-        (
-            f"step {row['step']:.0f}",
-            "on under another" if row.get("switch") else "stay",
-            str(row.get("reason")),
-        )
-        for row in data.weighed
-    ]
-    words = ("decision", "why")
-    tables = [against, Table(title="Layouts weighed", head=words, rows=weighed, words=words)]
-    shown = [table for table in tables if table.rows]
-    title = "Plan against run" if data.plan else "Layouts"
-    return [Section(title=title, anchor="plan", lead=lead, tables=shown)] if shown or data.plan else []
+    tables = [against] if against.rows else []
+    return [Section(title="Plan against run", anchor="plan", lead=lead, tables=tables)]
 
 
 def _seconds(data: RunData) -> Iterator[Line]:

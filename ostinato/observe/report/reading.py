@@ -38,7 +38,6 @@ class RunData:
     spans: Sequence[Span] = ()  # what workers did and when; of a long run the less detailed
     starts: Sequence[Row]  # the machine and the versions of each process that worked on the run
     plan: Row = field(default_factory=dict)  # what was planned, where the run was planned (plan.json)
-    weighed: Sequence[Row] = ()  # what the run has become against its plan, at checkpoints, in order
     damage: Sequence[str]  # one sentence per file that could not be read to its end
 
     def setting(self, dotted: str, default: Any = None) -> Any:
@@ -88,7 +87,6 @@ def read_run(run: RunFolder) -> RunData:
         plan=_whole(
             plan, lambda: parse_json(plan.read_bytes(), surrogates=True) if plan.is_file() else {}, damage
         ),
-        weighed=_by_step(_rows(run.replan, damage)),
         damage=damage,
     )
 

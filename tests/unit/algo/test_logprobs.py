@@ -21,8 +21,9 @@ from ostinato.algo.logprobs import Vocabulary, chunked_logprobs, linear_logprobs
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.engine.local import LocalEngine
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.lora import init_adapters
 from ostinato.model.native import Kernels
+from ostinato.model.shapes import AdapterSpec
 from ostinato.rollout.convert import samples
 from ostinato.train.optimizer import OptimizerSettings
 from ostinato.train.trainer import PolicyTrainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from ostinato.algo.offpolicy import (
     sequence_means,
     sequence_sums,
 )
-from ostinato.algo.speculate import accepted_chains, accepted_path, depths, leaves
+from ostinato.algo.speculate import accepted_drafts
 
 GOLDEN_KEYS: dict[tuple[int, ...], int] = {
     (): 0xE220A8397B1DCDAF,
@@ -113,40 +114,22 @@ def test_neighbours_are_independent() -> None:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_chains_are_what_the_walk_accepts(data: st.DataObject) -> None:
+def test_drafts_are_accepted_as_a_walk_accepts_them(data: st.DataObject) -> None:
     counts = np.array(data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6)))
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     drafts, drawn = rng.integers(0, 2, counts.sum()), rng.integers(0, 2, counts.sum() + len(counts))
     expected, node, row = [], 0, 0
     for count in counts.tolist():
-        chain = np.arange(count) - 1
-        expected.append(len(accepted_path(drafts[node : node + count], chain, drawn[row : row + count + 1])))
+        pairs = zip(drafts[node : node + count], drawn[row : row + count], strict=True)
+        expected.append(len([*takewhile(lambda pair: pair[0] == pair[1], pairs)]))
         node, row = node + count, row + count + 1
-    assert accepted_chains(counts, drafts, drawn).tolist() == expected
-
-
-def test_a_tree_is_walked_to_where_the_drawn_token_is_no_child() -> None:
-    #        7 - 8 - 9
-    # last <
-    #        5 - 6
-    tokens, parents = np.array([7, 8, 9, 5, 6]), np.array([-1, 0, 1, -1, 3])
-    drawn_after = {-1: 5, 0: 8, 1: 9, 2: 1, 3: 6, 4: 2}  # what the row of each node draws
-    drawn = np.array([drawn_after[node] for node in range(-1, 5)])
-    assert accepted_path(tokens, parents, drawn) == [3, 4]
-    drawn[0] = 7
-    assert accepted_path(tokens, parents, drawn) == [0, 1, 2]
-    drawn[0] = 4
-    assert accepted_path(tokens, parents, drawn) == []
-    assert depths(parents).tolist() == [0, 1, 2, 0, 1]
-    assert leaves(parents) == [[0, 1, 2], [3, 4]]
-    with pytest.raises(ValueError, match="does not stand before it"):
-        depths(np.array([1, -1]))
+    assert accepted_drafts(counts, drafts, drawn).tolist() == expected
 
 
 # ---- the law, on a world of which everything is known
 
 
-@pytest.mark.parametrize("kind", ["wrong", "likely", "coupled"])
+@pytest.mark.parametrize("kind", ["wrong", "likely", "coupled", "spoilt"])
 def test_what_is_emitted_follows_the_policy_whatever_is_drafted(kind: str) -> None:
     p, rng = policy(0), np.random.default_rng(1)
     counts = counted([sample_then_match(p, kind, rng) for _ in range(3000)])
@@ -162,7 +145,7 @@ def test_an_answer_that_was_trained_on_is_not_repeated_with_certainty() -> None:
     u = rng.random(n)
     drawn = np.searchsorted(new.cumsum(), u, side="right")
     for draft in (y, 1):  # with the answer itself as the draft, or another one
-        accepted = accepted_chains(np.ones(n, np.int64), np.full(n, draft), np.repeat(drawn, 2))
+        accepted = accepted_drafts(np.ones(n, np.int64), np.full(n, draft), np.repeat(drawn, 2))
         emitted_y = np.where(accepted == 1, draft, drawn) == y
         assert abs(emitted_y.mean() - new[y]) < 4 * (0.21 / n) ** 0.5
     assert (rng.random(n) < min(1.0, new[y] / old[y])).mean() == 1.0

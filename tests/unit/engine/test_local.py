@@ -122,13 +122,13 @@ def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens
     computed 1.27 times what the answers told of. Here against the passes themselves, row by row."""
     ours = engine(None, step_tokens=step_tokens)
     ours._scheduler.cache = KVCache(blocks)
-    forward, ran = ours._forward, Counter[str]()
+    forward, ran = ours._runner.run, Counter[str]()
 
-    def counted(plan: ModelInput) -> torch.Tensor:
+    def counted(plan: ModelInput) -> tuple[torch.Tensor, np.ndarray | None]:
         ran.update(tokens=len(plan.tokens), pairs=plan.attended)
         return forward(plan)
 
-    ours._forward = counted
+    ours._runner.run = counted  # type: ignore[method-assign]
     asks = [request(5 + i, i, max_tokens=60) for i in range(4)]
     said = answers(ours, asks)
     parts = [completion_work(len(one.tokens), done) for one, done in zip(asks, said, strict=True)]
@@ -310,7 +310,7 @@ def test_an_error_in_a_step_reaches_every_caller() -> None:
     def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of memory")
 
-    ours._forward = broken  # type: ignore[method-assign, assignment]
+    ours._runner.run = broken  # type: ignore[method-assign, assignment]
 
     async def ask() -> list[BaseException | None]:
         async def one(index: int) -> None:

@@ -26,7 +26,7 @@ from small_pool import (
     token_at,
 )
 
-from ostinato.engine.pool_calls import Call
+from ostinato.engine.pool_worker import Call
 from ostinato.jobs import Job, Plan, Worker, least_loaded
 from ostinato.observe.timeline import Kind
 from ostinato.rollout.schedule import placement

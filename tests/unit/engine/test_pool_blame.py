@@ -136,7 +136,7 @@ async def test_a_worker_that_is_lost_to_a_policy_blames_no_prompt() -> None:
 
 def numbered(weight: int, version: int) -> Publication:
     return Publication(
-        version=version, fingerprint=f"{weight:016x}" if weight else "", payload=b"%d" % weight
+        version=version, fingerprint=f"{weight:016x}" if weight else "", payload=b"%d" % weight, size=1
     )
 
 

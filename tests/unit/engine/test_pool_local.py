@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_contract import CONTRACT, Subject, collected, what_can_never_be_answered_is_refused
 from worlds import NATIVE, VOCAB, adapters_of, decode, same, tiny_decoder
 
@@ -20,6 +20,7 @@ from ostinato.jobs import Job, Plan, Worker, least_loaded
 from ostinato.model.wire import fingerprint, unpack
 from ostinato.observe.timeline import Kind
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling
+from ostinato.workers.remote import opened, sealed
 
 DECODER = tiny_decoder()
 
@@ -109,9 +110,8 @@ def test_a_payload_that_was_damaged_on_its_way_costs_a_worker_and_no_token() -> 
         async def publish(self, publication: Publication) -> str:
             if publication.version == 2 and not damaged:
                 damaged.append(True)
-                payload = bytearray(publication.payload)
-                payload[-2] ^= 1
-                publication = replace(publication, payload=bytes(payload))
+                publication = opened(sealed(publication))  # as it arrives: another memory
+                next(iter(publication.payload.factors.values())).view(torch.int32).view(-1)[0] ^= 1
             return await super().publish(publication)
 
     async def spawn(number: int) -> Noisy:

@@ -168,7 +168,7 @@ def test_a_hit_is_a_miss(shared: int, own: tuple[int, int], answer: int) -> None
 def test_drafts_that_failed_leave_no_route_behind() -> None:
     """Their rows stand behind the end of the answer, in a block whose beginning the next turn copies."""
     rng = np.random.default_rng(0)
-    drafter = ScriptedDrafter(lambda asked, tokens: rng.integers(0, VOCAB, (3, 9)), length=9, tree=True)
+    drafter = ScriptedDrafter(lambda asked, tokens: rng.integers(0, VOCAB, 9), length=9)
     talk, plain = Talk(engine(drafter=drafter, cost=DRAFTS_PAY)), Talk(engine())
     for context, answer in [(17, 9), (1, 12), (20, 20)]:
         assert talk.say(context, answer).drafted > 0

@@ -139,7 +139,7 @@ async def test_a_policy_that_cannot_be_read_leaves_the_old_one() -> None:
     with pytest.raises(ValueError):
         await ours.publish(Publication(version=2, fingerprint="x", payload=b"torn"))
     with pytest.raises(RuntimeError, match="cannot load all weights"):
-        await ours.publish(Publication(version=2, fingerprint="x", payload=b"", path="/somewhere"))
+        await ours.publish(Publication(version=2, fingerprint="x", path="/somewhere"))
     told = await ours.collect(0.1)
     assert (told.version, told.fingerprint) == (1, publication(7, 1).fingerprint)
 
@@ -157,7 +157,6 @@ async def test_answers_of_earlier_steps_and_whole_policies_reach_the_engine(tmp_
     sent = Publication(
         version=4,
         fingerprint="",
-        payload=b"",
         path=str(tmp_path / "weights"),
         answers=(("p0", 3, ()), ("p1", 3, ())),
     )

@@ -25,9 +25,8 @@ from ostinato.engine import vllm as vllm_engine
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_answers import answer, question
-from ostinato.engine.vllm_http import Reply
 from ostinato.engine.vllm_proof import verdict
-from ostinato.engine.vllm_server import check
+from ostinato.engine.vllm_server import Reply, check
 from ostinato.launch.open_components import proof_row
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config

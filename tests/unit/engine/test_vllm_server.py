@@ -19,8 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine.vllm_company import Company
-from ostinato.engine.vllm_http import Unreachable, call, host_and_port, post
-from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild, environment
+from ostinato.engine.vllm_server import (
+    Serve,
+    Unreachable,
+    VllmAt,
+    VllmChild,
+    call,
+    environment,
+    host_and_port,
+    post,
+)
 from ostinato.interop.vllm_key import Guard
 from ostinato.workers import guard
 from ostinato.workers.lost import WorkerLost
@@ -157,7 +165,7 @@ def test_exactly_those_who_break_a_server_are_found(prompts: int, deadly: set[in
             nonlocal epoch
             key = (str(number), ())
             with company.member(key):
-                while key not in company.guilty:
+                while key not in company.quarantined:
                     async with company.together(key):
                         mine = epoch
                         await asyncio.sleep(0)
@@ -169,7 +177,7 @@ def test_exactly_those_who_break_a_server_are_found(prompts: int, deadly: set[in
 
         async with asyncio.timeout(120):
             await asyncio.gather(*map(asked, range(prompts)))
-        return {uid for uid, _ in company.guilty}, epoch
+        return {uid for uid, _ in company.quarantined}, epoch
 
     found, losses = asyncio.run(lives())
     culprits = {str(number) for number in deadly if number < prompts}

@@ -282,7 +282,6 @@ GAMES = st.builds(
     partial,
     st.just(Game),
     seed=st.integers(0, 10**6),
-    leaves=st.sampled_from([1, 3]),
     temperature=st.sampled_from([1.0, 0.0]),
 )
 

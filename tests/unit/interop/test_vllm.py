@@ -52,7 +52,6 @@ class Notes:
         return Drafts(
             counts=np.array([len(draft) for draft in said], np.int32),
             tokens=np.array([token for draft in said for token in draft], np.int32),
-            parents=np.array([at - 1 for draft in said for at in range(len(draft))], np.int32),
         )
 
     def observe(self, emitted: SampledTokens) -> None:

@@ -203,7 +203,7 @@ def test_nobody_at_an_address_is_told_at_once() -> None:
 @pytest.mark.parametrize(("end", "said"), [("os._exit(1)", ["last words"]), ("pass", [])])
 def test_a_witness_speaks_only_for_who_cannot(tmp_path: Path, end: str, said: list[str]) -> None:
     """A process that Ray ends has no time for a word."""
-    code = f"import os; from ostinato.workers.witness import witness\nwith witness('last words', None): {end}"
+    code = f"import os; from ostinato.workers.process import witness\nwith witness('last words', None): {end}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
     assert done.stderr.splitlines() == said
 

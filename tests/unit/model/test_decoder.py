@@ -10,15 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.naive_cache import NaiveCache
+from reference.plain_layers import DenseMaskAttention
 from rounding import hidden_rounding
 from torch import Tensor
 from worlds import DEEPSEEK, adapters_of, tiny_dense
 
-from ostinato.model.attention import CausalAttention, DenseMaskAttention
+from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
-from ostinato.model.merge import merge
+from ostinato.model.lora import init_adapters
+from ostinato.model.peft_io import merge
+from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.model.weights import Moe
 from ostinato.types import Segment
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nouns import completion as said
 from nouns import sample_of
+from reference.plain_layers import segment_mask
 from worlds import KINDS, SIZES
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack, pad
-from ostinato.model.attention import segment_mask
 from ostinato.model.config import parse_config
 from ostinato.model.flops import FlopModel, Part, Work
-from ostinato.model.lora import ROLES, AdapterSpec, ExpertScheme
+from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
 from ostinato.pipeline.work import (
     RolloutWork,
     batch_work,
@@ -26,7 +26,7 @@ from ostinato.pipeline.work import (
     rollout_work,
     trajectory_work,
 )
-from ostinato.plan.named import find_model
+from ostinato.plan.problem import find_model
 from ostinato.rollout.health import prefilled_tokens, sampled_tokens
 from ostinato.types import Completion, Group, Prompt, Sample, Stop, Trajectory, Turn
 

@@ -10,7 +10,8 @@ import torch
 from worlds import tiny_dense
 
 from ostinato.model.config import parse_config
-from ostinato.model.lora import AdapterSpec, adapter_shapes, init_adapters
+from ostinato.model.lora import init_adapters
+from ostinato.model.shapes import AdapterSpec, adapter_shapes
 
 BASE = tiny_dense(tie_word_embeddings=False, max_position_embeddings=64)
 QWEN3_MOE = parse_config(

@@ -133,18 +133,6 @@ def test_paged_attention(
     assert torch.equal(native.keys, twin.keys) and torch.equal(native.values, twin.values)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_slot_takes_the_row_it_is_told(kernels: Kernels, dtype: torch.dtype) -> None:
-    """The nodes of a draft tree: row 1 goes to two places, row 0 nowhere."""
-    native, twin = (KVStore.allocate(1, 3, (2, 16, 32), dtype, torch.device("cpu")) for _ in range(2))
-    k, v = draw(3, 2, 16, dtype=dtype), draw(3, 2, 32, dtype=dtype, seed=1)
-    slots, write = torch.tensor([5, 33, 16]), torch.tensor([1, 2, 1], dtype=torch.int32)
-    kernels.write_cache(k, v, slots, native.key_layers[0], native.value_layers[0], write)
-    kernels.write_cache(k[write], v[write], slots, twin.key_layers[0], twin.value_layers[0])
-    assert torch.equal(native.keys, twin.keys) and torch.equal(native.values, twin.values)
-    assert torch.equal(native.values[0, 0, :, 5], v[1]) and torch.equal(native.values[0, 2, :, 1], v[2])
-
-
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("num", [4, 16, 37, 128])
 def test_route(kernels: Kernels, num: int, norm: bool) -> None:

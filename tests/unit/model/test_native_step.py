@@ -17,9 +17,10 @@ from worlds import DEEPSEEK, VOCAB, adapters_of, tiny_dense
 from ostinato.engine.paged import BLOCK, KVStore, NativePaged, Rows
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import ROLES, ExpertScheme, Prepared
+from ostinato.model.lora import Prepared
 from ostinato.model.native import FusedStep, Kernels
 from ostinato.model.quantise import Weights, quantise
+from ostinato.model.shapes import ROLES, ExpertScheme
 
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS = [*((dtype, None) for dtype in DTYPES), (torch.float32, torch.bfloat16)]  # dtype, storage of matrices
@@ -202,33 +203,6 @@ def test_a_row_is_the_same_in_any_batch(kernels: Kernels, dtype: torch.dtype) ->
             ours, _ = twins.step.forward(tokens[:count], positions, rows, twins.ours.keys, twins.ours.values)
         whole = ours if whole is None else whole
         assert torch.equal(ours, whole[:count])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_row_may_be_written_to_several_places(kernels: Kernels, dtype: torch.dtype) -> None:
-    """A draft tree: two leaves share a row, whose key and value go into the blocks of both."""
-    twins = Twins(kernels, model(FAMILIES["qwen3"], dtype), None, sequences=2, blocks=2)
-    positions, rows = twins.rows([0, 0], [9, 9])
-    twins.check(torch.cat([draw_tokens(9)] * 2), positions, rows)  # the same past in both tables
-    # rows 0 (shared, position 9), 1 (leaf of table 0, position 10), 2 (leaf of table 1, position 10)
-    places = torch.tensor([[0, 9], [1, 9], [0, 10], [1, 10]])
-    slots = twins.tables[places[:, 0], 0].long() * BLOCK + places[:, 1]
-    tree = Rows(
-        slots,
-        twins.tables,
-        torch.tensor([0, 0, 1], dtype=torch.int32),
-        torch.tensor([10, 11, 11], dtype=torch.int32),
-        torch.tensor([0, 0, 1, 2], dtype=torch.int32),
-    )
-    hidden = twins.check(draw_tokens(3, 5), torch.tensor([9, 10, 10]), tree)
-    # each leaf is what it would be in a chain of its own
-    for leaf, owner in ((1, 0), (2, 1)):
-        alone = Twins(kernels, twins.decoder, None, sequences=1, blocks=2)
-        positions, rows = alone.rows([0], [9])
-        alone.check(draw_tokens(9), positions, rows)
-        positions, rows = alone.rows([9], [2])
-        chain = alone.check(draw_tokens(3, 5)[[0, leaf]], positions, rows)
-        assert torch.equal(chain[1], hidden[leaf]), owner
 
 
 def test_steps_alternate_and_grow_without_sharing_state(kernels: Kernels) -> None:

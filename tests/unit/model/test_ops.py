@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.plain_layers import experts_loop
 from torch import Tensor
 
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.lora import Lora, lora_linear
-from ostinato.model.moe import ExpertLora, choose, experts, experts_loop, grouped_linear, margins, route
+from ostinato.model.moe import ExpertLora, choose, experts, grouped_linear, margins, route
 from ostinato.model.ops import TORCH_OPS
 
 

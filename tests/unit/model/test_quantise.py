@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.plain_layers import experts_loop
 from torch import Tensor, nn
 from worlds import KERNELS, VOCAB, adapters_of, answers, tiny_decoder, tiny_moe
 
@@ -16,13 +17,14 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, ExpertScheme
-from ostinato.model.moe import ExpertLora, experts_loop
+from ostinato.model.lora import Adapters
+from ostinato.model.moe import ExpertLora
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.quantise import Weights, codes, own_bytes, quantise
+from ostinato.model.shapes import ExpertScheme
 from ostinato.model.weights import Moe, Quantised
-from ostinato.train.heads import head_products
+from ostinato.train.passes import head_products
 from ostinato.types import Completion, Request, Sampling
 
 CODED = [Weights.INT8, Weights.FP8]

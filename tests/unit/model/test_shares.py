@@ -23,7 +23,8 @@ from ostinato.model.config import ModelConfig, QKNorm, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import fill, load_model, save_model
 from ostinato.model.hf_names import stored
-from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.lora import init_adapters
+from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.model.share import Share, placed, size_of
 from ostinato.model.weights import Moe
 from ostinato.parallel.layout import Layout

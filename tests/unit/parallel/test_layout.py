@@ -20,17 +20,16 @@ from worlds import tiny_dense
 
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import AdapterSpec, ExpertScheme, adapter_shapes
+from ostinato.model.shapes import AdapterSpec, ExpertScheme, adapter_shapes
 from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
-from ostinato.parallel import load, placement, together
+from ostinato.parallel import load, placement
 from ostinato.parallel.fingerprint import parameter_shapes
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.leaves import summed_over
 from ostinato.parallel.mesh import AXES, Mesh
-from ostinato.parallel.seats import keeps, seats
-from ostinato.parallel.shares import shares_of
-from ostinato.plan.named import find_model
+from ostinato.parallel.shares import keeps, owned_parts, shares_of
 from ostinato.plan.parts import stage_elements
+from ostinato.plan.problem import find_model
 from ostinato.types import NO_EXPERT
 
 SIZES = st.sampled_from((1, 2, 3, 4))
@@ -154,8 +153,8 @@ def test_parts_cover_a_tensor_once(text: str, model: str, data: st.DataObject) -
     shapes = tensors(model)
     name = data.draw(st.sampled_from(sorted(shapes)))
     covered = np.zeros(shapes[name], int)
-    for seat in seats(config, shares, name, shapes[name]):
-        grid = np.ix_(*([index for span in spans for index in span] for spans in seat.spans))
+    for part in owned_parts(config, shares, name, shapes[name]):
+        grid = np.ix_(*([index for span in spans for index in span] for spans in part.spans))
         covered[grid] += 1
     assert (covered == 1).all()
 
@@ -359,15 +358,15 @@ def test_pairs_are_what_a_loop_counts() -> None:
     for token in routes[:2, 0]:
         for one, other in itertools.permutations(token, 2):
             wanted[one, other] += 1
-    assert together.chosen_together(routes, 4)[0].tolist() == wanted.tolist()
+    assert placement.chosen_together(routes, 4)[0].tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_fewer_copies_travel_and_no_rank_has_more_to_do(ranks: int) -> None:
     routes = routes_in_pairs(0)
-    loads, pairs = load.expert_loads(routes, 12), together.chosen_together(routes, 12)
+    loads, pairs = load.expert_loads(routes, 12), placement.chosen_together(routes, 12)
     even = placement.place(loads, ranks)
-    owner = together.gathered(even, loads, pairs, ranks, slack=0.05)
+    owner = placement.gathered(even, loads, pairs, ranks, slack=0.05)
     assert (np.sort(owner) == np.sort(even)).all()
     assert load.ranks_per_token(routes, owner)[0] < load.ranks_per_token(routes, even)[0] - 0.05
     largest = max(load.rank_loads(loads, even, ranks).max(), 1.05 * loads.sum() / ranks)
@@ -379,7 +378,7 @@ def test_fewer_copies_travel_and_no_rank_has_more_to_do(ranks: int) -> None:
 def test_nothing_is_gathered_where_nothing_is_chosen_together() -> None:
     loads = drawn(6, 2, 8)
     even = placement.place(loads, 2)
-    assert (together.gathered(even, loads, np.zeros((2, 8, 8)), 2) == even).all()
+    assert (placement.gathered(even, loads, np.zeros((2, 8, 8)), 2) == even).all()
 
 
 # ---- a model of 1T parameters over 64 ranks, without its weights: every rank's share on the meta device

@@ -19,11 +19,10 @@ import psutil
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ostinato.parallel.control import Terms, arrive, opened, sealed
+from ostinato.parallel.control import Terms, arrive, keep_store, opened, sealed
 from ostinato.parallel.follow import Lead
 from ostinato.parallel.key import VARIABLE, fits, new_key, signed, users_key
 from ostinato.parallel.launch import Place, Ranks, interface_towards, local_place, loopback
-from ostinato.parallel.local_store import keep_store
 from ostinato.parallel.watch import GRACE_S, Doing, Judge, Member, Sign, Watch, position
 from ostinato.workers.lost import WorkerLost
 
@@ -131,7 +130,7 @@ def test_the_interface_towards_this_host_is_its_own() -> None:
 # ---- who may tell a rank what to do: whoever has the key of the run, and nobody by an old message
 
 
-TERMS = Terms(backend="gloo", timeout_s=60.0, silence_s=30.0, told="the recipe")
+TERMS = Terms(backend="gloo", timeout_s=60.0, silence_s=30.0, recipe="the recipe")
 KEY = "0123456789abcdef"
 
 

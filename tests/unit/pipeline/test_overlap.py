@@ -226,52 +226,6 @@ def test_sigterm_drains_what_runs_into_the_spool(tmp_path: Path, caplog: pytest.
     assert sorted(trained_on(again)) == sorted(f"p{n}" for n in range(18))
 
 
-def test_another_layout_plays_nothing_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The loop ends at the checkpoint that was asked at; what was on its way then is in the spool."""
-    asked: list[int] = []
-    bench = overlapped(tmp_path, steps=9, checkpoint_every=2)
-    bench.observer.replan = lambda step: bool(asked.append(step)) or step == 4
-    finished = bench.run()
-    assert (finished.why, finished.state.step, asked) == (Finish.REPLANNED, 4, [2, 4])
-    saved, logits = bench.saved[-1]
-    assert saved["step"] == 4 and len(saved["ahead"]) == 4
-    again = overlapped(tmp_path, steps=9, checkpoint_every=3, state=LoopState(**saved), logits=logits)
-    again.observer.replan = lambda step: bool(asked.append(step))
-    assert again.run().why is Finish.DONE and asked == [2, 4, 6]  # the last one is not asked at
-    assert sum(row["rollout/from_spool"] for row in again.rows) >= 4  # some were admitted while it was asked
-    assert "anew" not in caplog.text
-    assert sorted(trained_on(again)) == sorted(f"p{n}" for n in range(18))
-
-
-@pytest.mark.parametrize(("number", "why"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
-def test_who_is_to_stop_does_not_go_on_elsewhere(tmp_path: Path, number: signal.Signals, why: str) -> None:
-    """A signal while layouts were weighed, or while what was on its way ended, was lost: the run went on."""
-    bench = overlapped(tmp_path, steps=9, checkpoint_every=2)
-
-    def replan(step: int) -> bool:
-        os.kill(os.getpid(), number)
-        return True
-
-    bench.observer.replan = replan
-    finished = bench.run()
-    assert (finished.why, finished.state.step) == (why, 2)
-
-    bench = overlapped(tmp_path / "drain", steps=9, checkpoint_every=2)
-    bench.observer.replan = lambda step: True
-
-    async def stopped() -> None:
-        os.kill(os.getpid(), number)
-
-    run = bench.loop._train
-
-    async def train(signals: Any) -> None:
-        bench.loop._feed.drain = stopped  # type: ignore[method-assign]
-        await run(signals)
-
-    bench.loop._train = train  # type: ignore[method-assign]
-    assert bench.run().why == why
-
-
 def test_a_drain_ends_with_the_grace_period(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stuck = Stuck(lambda group: int(group.prompt.uid[1:]) >= 4, Lesson())
     bench = overlapped(tmp_path, steps=9, grader=stuck, grace_s=0.05, eval_at_start=False)

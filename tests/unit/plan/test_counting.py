@@ -16,21 +16,32 @@ from worlds import KINDS, SIZES
 
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.lora import init_adapters
+from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.parallel.layout import Layout
 from ostinato.plan.cluster import Ring, parse_cluster, peak
 from ostinato.plan.comm import Talk, layers_of, total
 from ostinato.plan.counts import adapter_counts, counts, logical_shapes
-from ostinato.plan.decode import dealt, decode_seconds, occupancy
 from ostinato.plan.engines import engine_layout, refuse
 from ostinato.plan.layouts import layouts
 from ostinato.plan.leaves import gathered_values
 from ostinato.plan.memory import mapped, tokens_in_flight
-from ostinato.plan.named import find_model, known_models
 from ostinato.plan.parts import stage_elements
-from ostinato.plan.problem import Base, DType, Phase, Placement, Precision, Problem, Sampler, Setup, Work
+from ostinato.plan.problem import (
+    Base,
+    DType,
+    Phase,
+    Placement,
+    Precision,
+    Problem,
+    Sampler,
+    Setup,
+    Work,
+    find_model,
+    known_models,
+)
 from ostinato.plan.roofline import Efficiency
-from ostinato.plan.sampling import _Pass, rollout_seconds
+from ostinato.plan.sampling import _Pass, dealt, decode_seconds, occupancy, rollout_seconds
 from ostinato.plan.time import Roofline
 from ostinato.plan.traffic import Microbatch, Steps
 

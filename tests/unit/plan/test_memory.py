@@ -15,8 +15,9 @@ from worlds import KINDS, SIZES
 
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import ROLES, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.lora import init_adapters
 from ostinato.model.packed import PackedAttention
+from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
 from ostinato.model.share import placed
 from ostinato.parallel.layout import Coords, Layout
 from ostinato.parallel.pieces import fresh_adapters
@@ -26,7 +27,6 @@ from ostinato.plan.activations import Rows, ends, once, saved, slots_of
 from ostinato.plan.cluster import parse_cluster
 from ostinato.plan.counts import layer_tensors
 from ostinato.plan.memory import weight_bytes
-from ostinato.plan.named import find_model
 from ostinato.plan.parts import is_moe, stage_elements
 from ostinato.plan.problem import (
     GB,
@@ -40,6 +40,7 @@ from ostinato.plan.problem import (
     Recompute,
     Setup,
     Work,
+    find_model,
 )
 from ostinato.types import Segment
 

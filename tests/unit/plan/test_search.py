@@ -20,8 +20,6 @@ from ostinato.plan import memory
 from ostinato.plan import search as planning
 from ostinato.plan.cluster import parse_cluster
 from ostinato.plan.layouts import layouts
-from ostinato.plan.lengths import lognormal_lengths
-from ostinato.plan.named import find_model
 from ostinato.plan.problem import (
     Arrangement,
     Base,
@@ -33,7 +31,9 @@ from ostinato.plan.problem import (
     Setup,
     Times,
     Work,
+    find_model,
 )
+from ostinato.plan.request import lognormal_lengths
 from ostinato.plan.search import Allowed, Plan, search, smallest
 from ostinato.plan.time import Roofline
 

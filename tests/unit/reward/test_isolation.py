@@ -177,7 +177,7 @@ def test_how_a_confined_worker_ends_is_told_as_before(file: Path, how: str, deta
     """The first process of a namespace would ignore its own SIGKILL and hide the status of others; what a
     reward has started ends with it, also in a session of its own."""
     place = file.with_name("place")
-    with WorkerGrader([f"{file}:ends"], timeout_s=1 if how == "hang" else 60, retries=0) as grader:
+    with WorkerGrader([f"{file}:ends"], timeout_s=1 if how == "hang" else 60) as grader:
         grader.check()
         (reward,) = asyncio.run(grader.grade(group(0, place, how)))
         assert reward.reason == detail

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from nouns import completion
 
-from ostinato.reward.worker import Fault, describe, judge, probe
+from ostinato.reward.worker import Fault, describe, judge
 from ostinato.reward.workers import WorkerGrader
 from ostinato.types import Group, Prompt, Stop, Trajectory, Turn
 
@@ -161,7 +161,6 @@ def test_a_bad_call_is_refused() -> None:
         ({"functions": ["exact"], "weights": [math.inf]}, "finite"),
         ({"functions": ["exact"], "timeout_s": 0}, "reward.timeout_s"),
         ({"functions": ["exact"], "workers": 0}, "reward.workers"),
-        ({"functions": ["exact"], "retries": -1}, "reward.retries"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             WorkerGrader(**bad)
@@ -240,7 +239,7 @@ def test_a_traceback_is_bounded_and_tells_what_led_to_it() -> None:
 
 def once(function: Any, **columns: Any) -> tuple[str, str]:
     """(fault, detail) of a dry run on one completion."""
-    ((_, fault, detail), *_), _ = probe(function, 1, {"completions": ["4"], **columns})
+    ((_, fault, detail), *_), _ = judge(function, 1, {"completions": ["4"], **columns}, probing=True)
     return fault, detail
 
 

@@ -22,9 +22,10 @@ from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.engine.local import LocalEngine
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.lora import init_adapters
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
+from ostinato.model.shapes import AdapterSpec
 from ostinato.train import checkpoint as module
 from ostinato.train.checkpoint import (
     Checkpoint,

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nouns import completion
+from reference.plain_layers import experts_loop
 from rounding import hidden_rounding
 from torch import Tensor
 from worlds import KINDS, VOCAB, closed_form, generator, moe_of, native_choice, random_routes, siblings, tiny
@@ -32,12 +33,13 @@ from ostinato.interop.routes import Routes
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import _UNDERSTOOD_BY, MoEConfig, Scoring
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import AdapterSpec, ExpertScheme, init_adapters
-from ostinato.model.merge import merge
-from ostinato.model.moe import experts_loop, route
+from ostinato.model.lora import init_adapters
+from ostinato.model.moe import route
 from ostinato.model.native import BuildError, load
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
+from ostinato.model.peft_io import merge
+from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.model.weights import Moe
 from ostinato.routes import routes_from_json, routes_to_json
 from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop

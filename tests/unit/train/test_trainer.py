@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from nouns import drawn
+from reference.plain_layers import DenseMaskAttention
 from repeated_steps import CASES, prepare
 from small_replay import local_passes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,18 +27,19 @@ from worlds import KERNELS, VOCAB, tiny_dense, tiny_moe
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.model.attention import CausalAttention, DenseMaskAttention
+from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, init_adapters
+from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
+from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.layout import Coords, Layout
 from ostinato.train.inputs import Inputs
 from ostinato.train.leaves import trained_parameters
 from ostinato.train.optimizer import OptimizerSettings
-from ostinato.train.slices import Slice, idle, padding, sliced
+from ostinato.train.sharded import Slice, idle, padding, sliced
 from ostinato.train.totals import Totals
 from ostinato.train.trainer import PolicyTrainer, TrainingStopped
 from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample, Segment

@@ -3,8 +3,7 @@ import threading
 import pytest
 
 from ostinato.workers.heartbeat import Heartbeat, Idle
-from ostinato.workers.lost import WorkerKind, WorkerLost
-from ostinato.workers.restarts import LONGEST_PAUSE_S, Restarts
+from ostinato.workers.lost import LONGEST_PAUSE_S, Restarts, WorkerKind, WorkerLost
 
 
 def test_idle_seconds_are_those_without_a_change() -> None:

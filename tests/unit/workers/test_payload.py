@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.workers.payload import ALIGNED, opened, packed, sealed, unpacked
+from ostinato.workers.remote import ALIGNED, opened, packed, sealed, unpacked
 
 KINDS = [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.float64]
 

@@ -30,8 +30,7 @@ from ostinato.types import (
 )
 from ostinato.workers.host import BUILD, Host, dealt
 from ostinato.workers.lost import WorkerKind, WorkerLost
-from ostinato.workers.payload import opened, sealed
-from ostinato.workers.remote import Patience, WorkerFault, answer, outcome, refusal
+from ostinato.workers.remote import Patience, WorkerFault, answer, opened, outcome, refusal, sealed
 
 
 class Direct:

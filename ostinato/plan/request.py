@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import NormalDist
+from typing import Annotated
 
 import typer
 
+from ostinato.inputs import parse_json
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.options import options_of
 from ostinato.parallel.layout import Layout
 from ostinato.plan.cluster import parse_cluster
 from ostinato.plan.fit import kept, kept_file
-from ostinato.plan.lengths import SPREAD, lognormal_lengths, read_lengths
-from ostinato.plan.named import find_model
 from ostinato.plan.problem import (
     GB,
     Base,
@@ -26,9 +26,45 @@ from ostinato.plan.problem import (
     Problem,
     Sampler,
     Work,
+    find_model,
 )
 from ostinato.plan.search import Allowed
 from ostinato.plan.time import Roofline
+
+SPREAD = 0.8  # of ln length: reasoning answers before they are cut off; measured lengths are better
+NUMBER = 256
+
+
+def lognormal_lengths(
+    mean: float, most: int, *, spread: float = SPREAD, number: int = NUMBER
+) -> tuple[int, ...]:
+    """``number`` equally likely quantiles of a lognormal, none above ``most``, whose mean is ``mean`` within
+    a token. Raises ValueError for a mean that the limit does not leave room for."""
+    if not 1 <= mean <= most:
+        raise ValueError(f"answer-tokens is {mean:g}; use 1 to max-answer ({most})")
+    normal = NormalDist()
+    shape = [math.exp(spread * normal.inv_cdf((index + 0.5) / number)) for index in range(number)]
+
+    def lengths(scale: float) -> list[float]:
+        return [min(most, max(1.0, scale * one)) for one in shape]
+
+    low, high = 1e-6, most / shape[0]
+    for _ in range(100):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if sum(lengths(middle)) < mean * number else (low, middle)
+    return tuple(max(1, round(one)) for one in lengths(high))
+
+
+def read_lengths(path: Path) -> tuple[int, ...]:
+    """Measured lengths: a JSON list of positive whole numbers. Raises ValueError, in one sentence."""
+    try:
+        read = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"answers is {path}, which cannot be read ({error}); give a JSON list") from error
+    if not isinstance(read, list) or not read or not all(isinstance(n, int) and n > 0 for n in read):
+        raise ValueError(f"answers is {path}; it must hold a JSON list of lengths in tokens")
+    return tuple(read)
+
 
 BASES = {"shared": Base.SHARED, "two": Base.TWO, "swapped": Base.SWAPPED}
 UNMEASURED = "data sheets, nothing measured"
@@ -73,7 +109,7 @@ plan_options = options_of(Options, "options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """A question and how it may be answered."""
 
     problem: Problem
@@ -82,26 +118,7 @@ class Asked:
     measured: str  # where efficiency factors come from
 
 
-def asked_json(model: str, gpus: str, options: Options) -> dict[str, Any]:
-    """The question in words that ``asked_again`` reads: what differs from the defaults, files by their whole
-    path."""
-    given = {field.name: getattr(options, field.name) for field in fields(Options)}
-    changed = {
-        field.name: given[field.name] for field in fields(Options) if given[field.name] != field.default
-    }
-    words = {name: str(one.resolve()) if isinstance(one, Path) else one for name, one in changed.items()}
-    folder = str(Path(model).resolve()) if Path(model).exists() else model
-    return {"model": folder, "gpus": gpus, "options": words}
-
-
-def asked_again(said: Mapping[str, Any]) -> Asked:
-    """The question of ``asked_json``. Raises ValueError as ``ask`` does."""
-    kinds = {"expert_scheme": ExpertScheme, "base": DType, "sampler": DType, "answers": Path}
-    options = {name: kinds.get(name, lambda value: value)(value) for name, value in said["options"].items()}
-    return ask(said["model"], said["gpus"], Options(**options))
-
-
-def ask(model: str, gpus: str, options: Options) -> Asked:
+def ask(model: str, gpus: str, options: Options) -> PlanRequest:
     """Raises ValueError naming an option that cannot be."""
     problem = Problem(
         model=find_model(model),
@@ -119,9 +136,9 @@ def ask(model: str, gpus: str, options: Options) -> Asked:
         rollout_layout=Layout.parse(options.rollout_layout) if options.rollout_layout else None,
     )
     found = kept(kept_file(problem.cluster.gpu.name))
-    told = UNMEASURED if found is None else f"data sheets, phases by factors of {found.runs} runs"
+    source = UNMEASURED if found is None else f"data sheets, phases by factors of {found.runs} runs"
     clock = Roofline() if found is None else Roofline(factors=found.phases)
-    return Asked(problem=problem, allowed=allowed, clock=clock, measured=told)
+    return PlanRequest(problem=problem, allowed=allowed, clock=clock, measured=source)
 
 
 def _adapter(options: Options) -> AdapterSpec:
@@ -177,6 +194,3 @@ def _bases(text: str) -> tuple[Base, ...]:
         if one not in BASES:
             raise ValueError(f"--share has {one!r}; use some of {', '.join(BASES)}")
     return tuple(BASES[one] for one in chosen)
-
-
-__all__ = ["Asked", "Options", "ask", "asked_again", "asked_json", "plan_options"]
