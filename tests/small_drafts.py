@@ -176,7 +176,13 @@ class Game:
                 uid,
                 step,
                 [
-                    past(one.request.tokens, one.tokens, probs=one.probs, edges=one.edges, reward=k % 2)
+                    past(
+                        one.request.tokens.tolist(),
+                        one.tokens,
+                        probs=one.probs,
+                        edges=one.edges,
+                        reward=k % 2,
+                    )
                     for k, one in enumerate(its)
                 ],
             )

@@ -78,8 +78,9 @@ async def test_with_any_workers_placement_and_kills_all_is_answered_by_the_polic
         version, requests = pool.served[0], group(number, size)
         return version, requests, await answers(pool, requests)
 
-    asked = (ask(number, *one) for number, one in enumerate(sizes))
-    _, *found = await asyncio.gather(publisher(), *asked)
+    publishing = asyncio.create_task(publisher())
+    found = await asyncio.gather(*(ask(number, *one) for number, one in enumerate(sizes)))
+    await publishing
     await pool.close()
     assert pool.gauges()["workers/calls_waiting"] == 0
     assert not pool._open, "calls are on their way that nobody asked for"
