@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import operator
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -254,9 +255,10 @@ def imported(spec: str, what: str, nearest: str) -> Callable[..., Any]:
     if where.endswith(".py") and not Path(where).is_file():
         raise ValueError(f"{what} {spec!r}: there is no file {where}; check the path")
     if where.endswith(".py"):
-        loader = importlib.util.spec_from_file_location(Path(where).stem, where)
+        loader = importlib.util.spec_from_file_location(f"ostinato_file_{Path(where).stem}", where)
         assert loader is not None and loader.loader is not None
         module = importlib.util.module_from_spec(loader)
+        sys.modules[loader.name] = module  # where dataclasses and pydantic look up what annotations name
         try:
             loader.loader.exec_module(module)
         except Exception as error:  # a user's file can raise anything while it is imported

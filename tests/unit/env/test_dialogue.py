@@ -20,7 +20,7 @@ from ostinato.config import Recipe
 from ostinato.env.custom import EnvEpisode, factory, seeds
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.games import GuessNumber, PriceList
-from ostinato.env.tools import calculator, parse_calls, resolve_tools
+from ostinato.env.tools import calculator, imported, parse_calls, resolve_tools
 from ostinato.render import Renderer
 from ostinato.types import Completion, Prompt, Stop
 
@@ -403,3 +403,13 @@ def test_a_wrong_class_is_named_before_any_work(spec: str, params: dict[str, Any
 def test_keys_of_an_environment_need_one(override: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Recipe.load("quickstart", override)
+
+
+def test_a_file_may_have_dataclasses(tmp_path: Path) -> None:
+    """Their annotations are looked up in sys.modules, where a file that was run by itself was not."""
+    file = tmp_path / "shop.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Shop:\n    items: int = 9\n"
+    )
+    assert imported(f"{file}:Shop", "task.env", nearest="")().items == 9
