@@ -10,7 +10,7 @@ Everything here is a frozen dataclass of numpy arrays. This module imports nothi
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 NO_EXPERT = -1  # routing of a token that never passed through the layers (the last one sampled)
+Constraint = Callable[[np.ndarray], np.ndarray]  # an answer so far -> [vocabulary] bool: what must not follow
 
 
 def _brief(self: Any) -> str:
@@ -167,6 +168,7 @@ class Request:
     partial: Completion | None = None  # by an engine that gave it up: go on behind it, return both
     policy: str = ""  # by name, of those that the engine serves; "": the one that is trained
     top_logprobs: int = 0  # listeners get so many of the likeliest tokens beside each that was drawn
+    constraint: Constraint | None = None  # where it leaves nothing, the answer ends as an ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from openai import AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI
 
 from ostinato.env.games import GuessNumber
 
@@ -94,6 +94,69 @@ async def for_ever(base_url: str, row: Mapping[str, Any]) -> float:
     client = CLIENT.with_options(base_url=base_url)
     while True:
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "1+1="}])
+
+
+async def hangs_up(base_url: str, row: Mapping[str, Any]) -> float:
+    """Leaves its first call, waits with the second until somebody answers, and goes on."""
+    client, messages = CLIENT.with_options(base_url=base_url), [{"role": "user", "content": "1+1="}]
+    await leave(base_url, stream=row["seed"] % 2 == 0)
+    for _ in range(2):
+        said = await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+        messages += [said.choices[0].message.model_dump(exclude_none=True)]
+        messages += [{"role": "user", "content": "2+2="}]
+    return 1.0
+
+
+async def only_hangs_up(base_url: str, row: Mapping[str, Any]) -> float:
+    for _ in range(2):
+        await leave(base_url, stream=False)
+    return 1.0
+
+
+async def leave(base_url: str, *, stream: bool) -> None:
+    """Make a call, and hang up before its answer."""
+    import json
+
+    host, _, rest = base_url.removeprefix("http://").partition("/")
+    name, _, port = host.partition(":")
+    body = json.dumps({"messages": [{"role": "user", "content": "1+1="}], "stream": stream}).encode()
+    _, writer = await asyncio.open_connection(name, int(port))
+    head = f"POST /{rest}/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.close()
+    await writer.wait_closed()
+
+
+async def two_writers(base_url: str, row: Mapping[str, Any]) -> float:
+    """Three calls at once, and two rewards at once: of these one counts."""
+    client = CLIENT.with_options(base_url=base_url)
+    calls = [
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": f"{k}+{k}="}])
+        for k in range(3)
+    ]
+    assert len({answer.system_fingerprint for answer in await asyncio.gather(*calls)}) == 1
+
+    async def reward(value: float) -> float:
+        try:
+            await client.post("/reward", body={"value": value}, cast_to=object)
+        except APIStatusError as error:
+            assert error.status_code == 409 and "the rollout has its reward" in str(error)
+            return 0.0
+        return value
+
+    (given,) = [value for value in await asyncio.gather(reward(0.25), reward(0.75)) if value]
+    row["kept"].append(given)
+    return 9.0  # what was posted counts
+
+
+async def wants_a_grammar(base_url: str, row: Mapping[str, Any]) -> float:
+    body: Any = {"type": "json_object"}
+    await CLIENT.with_options(base_url=base_url).chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "1+1="}], response_format=body
+    )
+    return 1.0
 
 
 def plain(base_url: str, row: Mapping[str, Any]) -> float:

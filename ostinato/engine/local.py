@@ -169,6 +169,11 @@ class LocalEngine:
         return [(one.request, length - one.prompt_len) for one, length in (*running, *waiting)]
 
     @property
+    def queue(self) -> tuple[int, int]:
+        """Sequences that run and that wait for a seat, to be read from any thread."""
+        return len(self._scheduler.table), len(self._scheduler.waiting)
+
+    @property
     def free_blocks(self) -> int:
         """KV blocks that are free, or would be after eviction."""
         return self._scheduler.cache.available

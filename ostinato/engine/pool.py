@@ -200,6 +200,8 @@ class EnginePool:
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
         """Yield (index, completion) as requests end, wherever; see ``protocols.Engine``."""
+        if any(request.constraint is not None for request in requests):
+            raise ValueError("a request has a constraint, which only the engine in its own process can apply")
         self._begin()
         results: Results = asyncio.Queue()
         calls = self._open

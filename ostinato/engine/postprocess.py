@@ -50,7 +50,7 @@ class SamplingRows:
     rows: np.ndarray | None  # [R] of the pass; None: all
     settings: Settings
     u: np.ndarray  # [R] uniforms, addressed by sequence and position
-    banned: list[tuple[int, list[int]]]  # (which of the R, ids that it must not draw)
+    banned: list[tuple[int, list[int] | np.ndarray]]  # (which of the R, ids or a mask: not to be drawn)
     filtered: bool  # the ids that filters keep are recorded
     top: int  # so many of the likeliest tokens are wanted by a listener
 
@@ -64,8 +64,8 @@ def sampling_rows(seats: SequenceTable, plan: ModelInput, drafts: Drafts, ready:
     rows = np.arange(len(owner)) - starts[owner] + heads[owner]
     by_row = plan.seats[ready][owner]
     banned = [
-        (row, list(seats.at(int(by_row[row])).request.sampling.stop_tokens))
-        for row in np.flatnonzero(plan.positions[rows] + 1 < seats.unstoppable[by_row]).tolist()
+        (row, _banned(seats, int(by_row[row]), int(plan.positions[rows[row]]) + 1))
+        for row in np.flatnonzero(plan.positions[rows] + 1 < seats.banned_until[by_row]).tolist()
     ]
     return SamplingRows(
         rows=None if len(rows) == len(plan.tokens) else rows,
@@ -75,6 +75,17 @@ def sampling_rows(seats: SequenceTable, plan: ModelInput, drafts: Drafts, ready:
         filtered=bool(seats.filtered[by_row].any()),
         top=int(seats.top[by_row].max(initial=0)),
     )
+
+
+def _banned(seats: SequenceTable, seat: int, position: int) -> list[int] | np.ndarray:
+    """What must not stand at ``position``: stop tokens that come too early, and what its constraint says."""
+    request, prompt = seats.at(seat).request, int(seats.prompt[seat])
+    early = list(request.sampling.stop_tokens) if position < prompt + request.sampling.min_tokens else []
+    if request.constraint is None:
+        return early
+    mask = request.constraint(seats.text[seat, prompt:position])
+    mask[early] = True
+    return mask
 
 
 def postprocess(

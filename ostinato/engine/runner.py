@@ -152,14 +152,14 @@ class Runner:
         hidden: torch.Tensor,
         settings: Settings,
         u: np.ndarray,
-        banned: Sequence[tuple[int, list[int]]] = (),
+        banned: Sequence[tuple[int, list[int] | np.ndarray]] = (),
         *,
         rows: np.ndarray | None = None,
         want_support: bool = False,
         top: int = 0,
     ) -> Drawn:
-        """A token for each of ``rows`` of ``hidden`` (None: all); ``banned``: (which of them, token ids) that
-        must not be drawn.
+        """A token for each of ``rows`` of ``hidden`` (None: all); ``banned``: (which of them, token ids or a
+        mask [V]) that must not be drawn.
 
         ``want_support``: with the ids that each was drawn from; ``top``: with so many of the likeliest.
         """

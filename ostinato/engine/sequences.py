@@ -18,6 +18,7 @@ from ostinato.engine.cache import BLOCK, Node
 from ostinato.types import Completion, Emitted, Request, Sampling
 
 NO_HANDLE = -1
+ALWAYS = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +109,7 @@ class SequenceTable:
         self.top_p = np.zeros(size, np.float32)
         self.min_p = np.zeros(size, np.float32)
         self.filtered = np.zeros(size, bool)  # what its filters keep is recorded
-        self.unstoppable = np.zeros(size, np.int64)  # length before which stop tokens are not sampled
+        self.banned_until = np.zeros(size, np.int64)  # length from which on every token may be sampled
         self.drafted = np.zeros(size, np.int64)
         self.accepted = np.zeros(size, np.int64)
         self.passes = np.zeros(size, np.int64)
@@ -146,7 +147,9 @@ class SequenceTable:
         self.temperature[seat], self.top_k[seat] = sampling.temperature, sampling.top_k
         self.top_p[seat], self.min_p[seat] = sampling.top_p, sampling.min_p
         self.filtered[seat] = sampling.filtered
-        self.unstoppable[seat] = prompt + sampling.min_tokens if sampling.stop_tokens else 0
+        self.banned_until[seat] = prompt + sampling.min_tokens if sampling.stop_tokens else 0
+        if sequence.request.constraint is not None:
+            self.banned_until[seat] = ALWAYS
         self.drafted[seat], self.accepted[seat] = sequence.drafted, sequence.accepted
         self.passes[seat] = sequence.passes
         self.special[seat], self.listened[seat] = bool(sampling.stop_strings), sequence.on_tokens is not None

@@ -17,7 +17,7 @@ from ostinato.engine.cache import BLOCK, KVCache
 from ostinato.engine.cost import CostTable
 from ostinato.engine.model_input import NO_DRAFTS, ModelInput
 from ostinato.engine.postprocess import StepOutput
-from ostinato.engine.sequences import NO_HANDLE, Sequence, SequenceTable
+from ostinato.engine.sequences import ALWAYS, NO_HANDLE, Sequence, SequenceTable
 from ostinato.protocols import Drafter
 from ostinato.types import DraftQuery, Drafts, SampledTokens
 
@@ -68,13 +68,14 @@ class Speculation:
 
     def propose(self, chosen: np.ndarray, counts: np.ndarray, waiting: int) -> Drafts:
         """Drafts for a pass of ``counts`` rows of known text of the ``chosen`` seats, aligned with them;
-        ``waiting`` others have no seat yet."""
+        ``waiting`` others have no seat yet. Nothing is drafted for who has a constraint."""
         self.awake, self.spent = False, 0.0
         if self._nap and not self._always:
             self._nap -= 1
             return NO_DRAFTS
         seats = self._seats
-        decoding = np.flatnonzero(counts == seats.length[chosen] - seats.computed[chosen])
+        free = seats.banned_until[chosen] < ALWAYS
+        decoding = np.flatnonzero(free & (counts == seats.length[chosen] - seats.computed[chosen]))
         self._waiting = waiting > 0
         if 2 * len(decoding) < min(len(chosen) + waiting, len(seats.length)):
             return NO_DRAFTS  # the batch is filling: the pass of the many will not notice what a few gain now

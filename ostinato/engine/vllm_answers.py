@@ -26,6 +26,8 @@ def refuse(request: Request, limits: Limits) -> None:
     check(request, limits)
     if request.partial is not None:
         raise ValueError("a request brings a part of its answer, which vLLM cannot go on with")
+    if request.constraint is not None:
+        raise ValueError("a request has a constraint, which only the engine in its own process can apply")
     if 0 < sampling.temperature < COLDEST:
         raise ValueError(
             f"sampling.temperature is {sampling.temperature}; vLLM takes 0 (greedy) or {COLDEST} and more"

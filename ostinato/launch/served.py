@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,9 @@ from ostinato.launch.policy import Policy, load_policy, serve, trained
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_io import load_peft
+from ostinato.model.wire import NotFinite
 from ostinato.run import RunFolder
+from ostinato.serve.grammar import Guides
 from ostinato.serve.metrics import Metrics
 from ostinato.serve.service import Limits, Model, Service
 from ostinato.serve.thread import EngineThread
@@ -72,7 +75,9 @@ def open_service(serving: Serving) -> Iterator[Served]:
         metrics = Metrics()
         metrics.watch(all_.engine)
         limits = replace(serving.limits, context=serving.limits.context or all_.engine.context_limit)
-        service = Service(thread, all_.policy.renderer, all_.models, limits, metrics)
+        renderer, vocab_size = all_.policy.renderer, all_.policy.decoder.config.vocab_size
+        guides = Guides(renderer, vocab_size)
+        service = Service(thread, renderer, all_.models, limits, metrics, guides)
         yield Served(service=service, thread=thread, decoder=all_.policy.decoder, runs=all_.runs)
     finally:
         thread.close()
@@ -142,7 +147,6 @@ def newest(run: RunFolder, decoder: Decoder) -> tuple[int, Adapters]:
 async def follow(served: Served) -> None:
     """Publish what the runs have learned, checkpoint by checkpoint, until it is cancelled. Requests that run
     end under the policy that they began with."""
-    service, thread = served.service, served.thread
     seen = {name: _newest_name(run) for name, run in served.runs.items()}
     while True:
         await asyncio.sleep(LOOK_S)
@@ -150,14 +154,23 @@ async def follow(served: Served) -> None:
             if (last := _newest_name(run)) == seen[name]:
                 continue
             seen[name] = last
-            try:
-                step, adapters = await _in_own_thread(newest, run, served.decoder)
-                await thread.call(lambda engine, a=adapters, s=step, n=name: engine.publish(a, s, n))
-            except (ValueError, RunFailed, OSError) as error:  # the next checkpoint may be better
-                log.warning("the newest policy of %s is not served: %s", run.path, error)
-                continue
-            service.models[name] = replace(service.models[name], version=step)
-            log.info("%s is at step %d", name, step)
+            await renew(served, name, partial(newest, run, served.decoder))
+
+
+async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapters]]) -> None:
+    """Serve what ``load`` gives, (step, adapters), under ``name`` from now on. Where it is damaged or not
+    finite, that is counted, and the policy that was served goes on."""
+    service, outcomes = served.service, served.service.metrics.policies
+    try:
+        step, adapters = await _in_own_thread(load)
+        await served.thread.call(lambda engine: engine.publish(adapters, step, name))
+    except (ValueError, RunFailed, OSError, NotFinite) as error:  # the next checkpoint may be better
+        outcomes.labels("refused").inc()
+        log.warning("the newest policy of %s is not served: %s", name, error)
+        return
+    service.models[name] = replace(service.models[name], version=step)
+    outcomes.labels("published").inc()
+    log.info("%s is at step %d", name, step)
 
 
 async def _in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
@@ -171,4 +184,4 @@ def _newest_name(run: RunFolder) -> str:
     return found[-1].name if found else ""
 
 
-__all__ = ["Served", "Serving", "follow", "newest", "open_service"]
+__all__ = ["Served", "Serving", "follow", "newest", "open_service", "renew"]

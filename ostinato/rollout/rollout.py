@@ -252,6 +252,30 @@ class _Episode:
             if not self._error:
                 self._fail(_sentence(Fault.ENV, error))
 
+    async def answer(self, engine: Engine) -> Completion | None:
+        """What the engine gives for ``request``; None where whoever requested it has left before the end."""
+        assert self.request is not None
+        left = getattr(self._env, "left", None)
+        if left is None:
+            return await _only(engine, self.request)
+        whole = asyncio.create_task(_only(engine, self.request))
+        gone = asyncio.create_task(left())
+        try:
+            await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return whole.result() if whole.done() else None
+        finally:
+            await end_tasks([whole, gone])
+
+    async def instead(self) -> None:
+        """Nobody waits for the answer to ``request`` any more: what is requested next."""
+        self.request = self._begun = None
+        try:
+            reply = await getattr(self._env, "instead")()  # noqa: B009  of environments that have ``left``
+        except Exception as error:  # a user's code: counted, and the siblings go on
+            return self._fail(_sentence(Fault.ENV, error))
+        if reply is not None:
+            self._ask(reply)
+
     async def hear(self, said: Completion) -> None:
         """Take the answer to ``request``: a whole one, then the environment says what comes next, or the
         part before or behind an interruption."""
@@ -362,10 +386,18 @@ async def _play_together(engine: Engine, episodes: Sequence[_Episode]) -> None:
 
 async def _play_on(engine: Engine, episode: _Episode) -> None:
     while episode.request is not None:
-        completions = [completion async for _, completion in engine.generate([episode.request])]
-        if len(completions) != 1:
-            raise RuntimeError(f"the engine gave {len(completions)} completions for 1 request")
-        await episode.hear(completions[0])
+        completion = await episode.answer(engine)
+        if completion is None:
+            await episode.instead()
+        else:
+            await episode.hear(completion)
+
+
+async def _only(engine: Engine, request: Request) -> Completion:
+    completions = [completion async for _, completion in engine.generate([request])]
+    if len(completions) != 1:
+        raise RuntimeError(f"the engine gave {len(completions)} completions for 1 request")
+    return completions[0]
 
 
 async def end_tasks(tasks: Sequence[asyncio.Task[Any]], limit_s: float = END_S) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -46,7 +46,7 @@ from ostinato.serve.elsewhere import MODEL, Elsewhere, Place, id_of, number
 from ostinato.serve.openai_chat import Shape, message_of
 from ostinato.serve.openai_responses import ResponsesBody, response
 from ostinato.serve.openai_responses import events as response_events
-from ostinato.serve.server import address, bound, check_key
+from ostinato.serve.server import address, bound, check_key, unless_gone
 from ostinato.serve.toolcalls import CallForm, arguments_of, for_equals, for_template, read_calls, read_equals
 from ostinato.types import Completion, Emitted, NewRow, Prompt, Stop
 
@@ -95,6 +95,7 @@ class Waiting:
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.left = asyncio.Event()  # of the episode's loop: the agent has hung up
         self._loop, self._answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def settle(self, answer: Answer | ApiError) -> None:
@@ -116,7 +117,8 @@ class Waiting:
 class AgentEpisode:
     """One rollout of an agent, as a ``protocols.Env`` in the event loop of the run.
 
-    ``reward`` is what the agent gave, None for nothing. Counters: ``agent/{calls,rows,refused,after_end}``.
+    ``reward`` is what the agent gave, None for nothing. Counters: ``agent/{calls,rows,refused,after_end}``,
+    and ``agent/left``, calls that the agent hung up on.
     Raises RuntimeError for an agent that never calls, fails, or lets ``silence_s`` pass between two calls.
     """
 
@@ -145,7 +147,7 @@ class AgentEpisode:
         self._chat: list[dict[str, Any]] = []  # as the template takes it, the last answer included
         self._said: list[Message] = []  # as the agent has it
         self._answer_tokens = np.zeros(0, np.int32)
-        self._ended = False
+        self._ended = self._answered_any = False
 
     async def start(self) -> np.ndarray:
         """[P] int32: what the agent's first request is."""
@@ -166,7 +168,7 @@ class AgentEpisode:
         self._answer_tokens = completion.tokens
         self._context = np.concatenate([self._context, completion.tokens])
         self._now.settle(answer)
-        self._now, self._heard_at = None, time.monotonic()
+        self._now, self._answered_any, self._heard_at = None, True, time.monotonic()
         self._calls_left -= 1
         waiting = await self._next()
         if waiting is None:
@@ -177,6 +179,21 @@ class AgentEpisode:
     def silent_s(self) -> float:
         """Seconds since its agent was heard or answered; 0 while an answer is computed."""
         return 0.0 if self._now is not None else time.monotonic() - self._heard_at
+
+    async def left(self) -> None:
+        """Until the agent hangs up on the request that is to be answered."""
+        assert self._now is not None
+        await self._now.left.wait()
+
+    async def instead(self) -> NewRow | None:
+        """What the agent requests after it has hung up: a row of its own. None when it has ended."""
+        self._now, self._heard_at = None, time.monotonic()
+        self._calls_left -= 1
+        self._counters["agent/left"] += 1
+        waiting = await self._next()
+        if waiting is None and not self._answered_any:
+            raise RuntimeError("the agent hung up on every call; give its client a longer timeout")
+        return None if waiting is None else NewRow(self._whole(waiting.call))
 
     def close(self) -> None:
         """End the agent, and refuse what it still requests."""
@@ -205,6 +222,9 @@ class AgentEpisode:
             raise RuntimeError(f"the agent made no call for {self._silence_s:g} s") from None
         if isinstance(event, _Begun):
             self._queued = False
+            return await self._next()
+        if isinstance(event, Waiting) and event.left.is_set():  # while another call was answered
+            self._counters["agent/left"] += 1
             return await self._next()
         if isinstance(event, BaseException):
             raise RuntimeError(f"the agent raised {type(event).__name__}: {event}") from event
@@ -271,8 +291,15 @@ class AgentEpisode:
             if isinstance(event, Waiting):
                 event.settle(ApiError("the rollout has ended", status=410, code="rollout_ended"))
             return
+        self._soon(self._events.put_nowait, event)
+
+    def leave(self, waiting: Waiting) -> None:
+        """The agent has hung up on this request."""
+        self._soon(waiting.left.set)
+
+    def _soon(self, call: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the run's loop is closed
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(call, *arguments)
 
 
 def _same(new: Sequence[Message], old: Sequence[Message]) -> bool:
@@ -448,9 +475,15 @@ class AgentServer:
             for_equals((), call.tools)  # a fault of the request, not of the run
         if self._opened is not None and (id_ := request.path_params["id"]) not in self._episodes:
             await self._opened(id_)
-        waiting = Waiting(call)
-        self._episode(request).put(waiting)
-        return await waiting.answer()
+        if call.grammar:
+            raise ApiError("a rollout is sampled as its run says; leave response_format and tool_choice out")
+        waiting, episode = Waiting(call), self._episode(request)
+        episode.put(waiting)
+        try:
+            return await unless_gone(request, waiting.answer())
+        except ClientDisconnect:
+            episode.leave(waiting)
+            raise
 
     async def _chat(self, request: Request) -> Response:
         body = parsed(ChatBody, await request.body())
@@ -521,6 +554,8 @@ def _guarded(
         except ApiError as error:
             body = error_body(error) if path == "/v1/messages" else error.body()
             return JSONResponse(body, status_code=error.status)
+        except ClientDisconnect:
+            return Response(status_code=499)
 
     return guarded
 

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from ostinato.serve.bodies import Lenient, checked
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
+from ostinato.serve.grammar import call_grammar
 from ostinato.serve.openai_chat import sse
 from ostinato.types import Stop
 
@@ -47,7 +48,7 @@ class MessagesBody(Lenient):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
@@ -56,15 +57,14 @@ class MessagesBody(Lenient):
 
     def to_call(self) -> Call:
         choice = (self.tool_choice or {}).get("type", "auto")
-        if choice not in ("auto", "none"):
-            raise ApiError(
-                f"tool_choice {choice!r} cannot be enforced; use auto or none", param="tool_choice"
-            )
+        forced = {"any": "required", "tool": self.tool_choice}.get(choice, choice)
+        tools = tuple(_tool(tool) for tool in self.tools or ())
         return Call(
             model=self.model,
             messages=tuple(self._messages()),
-            tools=tuple(_tool(tool) for tool in self.tools or ()),
-            tool_choice=choice,
+            tools=tools,
+            tool_choice="none" if choice == "none" else "auto",
+            grammar=call_grammar(forced, tools),
             seed=self.seed,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,

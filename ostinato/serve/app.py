@@ -1,7 +1,7 @@
 """The HTTP side: routes, keys, limits, errors in the dialect of the request, and clients that hang up.
 
 POST /v1/chat/completions  /v1/completions  /v1/responses  /v1/messages  /v1/messages/count_tokens
-POST /tokenize  /detokenize        GET /v1/models  /v1/models/{name}  /health  /metrics  /
+POST /tokenize  /detokenize        GET /v1/models  /v1/models/{name}  /health  /metrics  /openapi.json  /
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import anyio
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,10 +26,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from ostinato.serve import anthropic_messages, openai_responses
-from ostinato.serve.bodies import ChatBody, CompletionBody, Lenient, Sampled, parsed
+from ostinato.serve.bodies import ChatBody, CompletionBody, Id, Lenient, Sampled, parsed
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.serve.openai_chat import Shape, sse
-from ostinato.serve.server import check_key
+from ostinato.serve.openapi import description
+from ostinato.serve.server import check_key, unless_gone
 from ostinato.serve.service import Model, Service
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -63,7 +66,7 @@ class Door:
             body=body,
             chat=chat,
         )
-        parts = self._parts(calls)
+        parts = await self._parts(calls)
         if body.stream:
             return await _stream(parts, shape.events)
         answers = await _collected(request, parts)
@@ -74,7 +77,7 @@ class Door:
     async def responses(self, request: Request) -> Response:
         body = parsed(openai_responses.ResponsesBody, await self._body(request))
         call, id_ = body.to_call(), self._id("resp")
-        model, parts = self._service.model(call.model).name, self._parts([call])
+        model, parts = self._service.model(call.model).name, await self._parts([call])
         if body.stream:
             return await _stream(parts, lambda parts: openai_responses.events(id_, model, parts))
         answers = await _collected(request, parts)
@@ -83,7 +86,7 @@ class Door:
     async def messages(self, request: Request) -> Response:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
         call, id_ = body.to_call(), self._id("")
-        model, parts = self._service.model(call.model).name, self._parts([call])
+        model, parts = self._service.model(call.model).name, await self._parts([call])
         if body.stream:
             return await _stream(parts, lambda parts: anthropic_messages.events(id_, model, parts))
         answers = await _collected(request, parts)
@@ -93,9 +96,9 @@ class Door:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
         return JSONResponse({"input_tokens": len(self._service.prompt(body.to_call()))})
 
-    def _parts(self, calls: list[Call]) -> Parts:
+    async def _parts(self, calls: list[Call]) -> Parts:
         """All answers of all calls at once, numbered on from call to call. What is wrong is raised here."""
-        requests = [self._service.requests(call) for call in calls]
+        requests = [await self._service.requests(call) for call in calls]
 
         async def one(call: Call, mine: list[Any], first: int) -> Parts:
             async with aclosing(self._service.answer(call, mine)) as parts:
@@ -133,6 +136,9 @@ class Door:
         if any(not 0 <= token < top for token in body.tokens):
             raise ApiError(f"tokens holds an id outside 0 to {top - 1}", param="tokens")
         return JSONResponse({"prompt": self._service.renderer.decode(body.tokens, skip_special=False)})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(description(BODIES, version("ostinato")))
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "under_way": self._service.under_way})
@@ -189,7 +195,18 @@ class _Tokenize(Lenient):
 
 
 class _Detokenize(Lenient):
-    tokens: list[int]
+    tokens: list[Id]
+
+
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": openai_responses.ResponsesBody,
+    "/v1/messages": anthropic_messages.MessagesBody,
+    "/v1/messages/count_tokens": anthropic_messages.MessagesBody,
+    "/tokenize": _Tokenize,
+    "/detokenize": _Detokenize,
+}
 
 
 def _model(model: Model) -> dict[str, Any]:
@@ -246,29 +263,12 @@ async def _after(first: tuple[int, Piece | Answer], parts: Parts) -> Parts:
 
 async def _collected(request: Request, parts: Parts) -> dict[int, Answer]:
     """The answers by number; ClientDisconnect, and nothing goes on, where the client hangs up."""
-    answers: dict[int, Answer] = {}
 
-    async def collect() -> None:
+    async def collect() -> dict[int, Answer]:
         async with aclosing(parts):
-            async for index, part in parts:
-                if isinstance(part, Answer):
-                    answers[index] = part
+            return {index: part async for index, part in parts if isinstance(part, Answer)}
 
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    work, gone = asyncio.create_task(collect()), asyncio.create_task(left())
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientDisconnect
-        work.result()
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
-    return answers
+    return await unless_gone(request, collect())
 
 
 async def _merged(streams: list[Parts]) -> Parts:
@@ -327,6 +327,7 @@ def new_app(
             route("/v1/models/{name:path}", door.model, "GET"),
             route("/tokenize", door.tokenize),
             route("/detokenize", door.detokenize),
+            Route("/openapi.json", door.openapi),
             Route("/metrics", door.metrics),
             Route("/health", door.health),
             Route("/", door.page),

@@ -13,29 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ostinato.inputs import parse_json
 from ostinato.serve.calls import ApiError, Call
+from ostinato.serve.grammar import call_grammar, json_grammar
 
 REFUSED = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "best_of", "suffix"),
     *("functions", "function_call", "audio", "prediction", "use_beam_search", "length_penalty", "bad_words"),
-    *(
-        "prompt_logprobs",
-        "guided_json",
-        "guided_regex",
-        "guided_grammar",
-        "guided_choice",
-        "structured_outputs",
-    ),
+    *("prompt_logprobs", "guided_json", "guided_regex", "guided_grammar", "guided_choice"),
+    "structured_outputs",
 )
-_NEUTRAL: tuple[Any, ...] = (
-    None,
-    0,
-    1.0,
-    False,
-    "",
-    [],
-    {},
-)  # values under which a refused field does nothing
+_NEUTRAL: tuple[Any, ...] = (None, 0, False, "", [], {})  # values under which a refused field does nothing
+_ONE = ("repetition_penalty", "length_penalty", "best_of")  # so does 1 for these
 Body = TypeVar("Body", bound=BaseModel)
+Id = Annotated[int, Field(ge=0, lt=2**31)]  # of a token
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 
 
@@ -53,6 +42,7 @@ class Format(Lenient):
     """``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: dict[str, Any] | None = None
 
 
 class Sampled(Lenient):
@@ -63,12 +53,12 @@ class Sampled(Lenient):
     seed: int | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0: off
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 and 0: off
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
     stop: str | Stops | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Id] | None = None
     ignore_eos: bool = False
     stream: bool | None = False
     stream_options: Options | None = None
@@ -78,11 +68,7 @@ class Sampled(Lenient):
 
     def call(self, **prompt: Any) -> Call:
         """The call, without its prompt and what only one dialect has."""
-        if self.response_format is not None and self.response_format.type != "text":
-            raise ApiError(
-                f"response_format {self.response_format.type!r} is not enforced here; leave it out",
-                param="response_format",
-            )
+        format_ = {} if self.response_format is None else self.response_format.model_dump()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Call(
             model=self.model,
@@ -96,7 +82,7 @@ class Sampled(Lenient):
             stop=tuple(stop for stop in stops if stop),
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
-            **prompt,
+            **{"grammar": json_grammar(format_, "response_format"), **prompt},
         )
 
 
@@ -118,17 +104,29 @@ class Part(Lenient):
     text: str = ""
 
 
+class Called(Lenient):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class CalledTool(Lenient):
+    """A call in a message that the assistant is said to have written."""
+
+    function: Called
+
+
 class ChatMessage(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[CalledTool] | None = None
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
+        calls = [call.model_dump() for call in self.tool_calls or ()]
+        return {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
 
 
 class ChatBody(Sampled):
@@ -142,16 +140,13 @@ class ChatBody(Sampled):
     tool_choice: Any = None
 
     def to_call(self) -> Call:
-        chosen = self.tool_choice if self.tool_choice in ("none", "auto") else None
-        if self.tool_choice is not None and chosen is None:
-            raise ApiError(
-                f"tool_choice {self.tool_choice!r} cannot be enforced; use 'auto' or 'none'",
-                param="tool_choice",
-            )
+        tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
+        forced = call_grammar(self.tool_choice, tools)
         return self.call(
             messages=tuple(message.plain() for message in self.messages),
-            tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
-            tool_choice=chosen or "auto",
+            tools=tools,
+            tool_choice="none" if self.tool_choice == "none" else "auto",
+            **({"grammar": forced} if forced else {}),
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=bool(self.logprobs),
             top_logprobs=self.top_logprobs or 0,
@@ -161,7 +156,7 @@ class ChatBody(Sampled):
 class CompletionBody(Sampled):
     """POST /v1/completions: a text, token ids, or a list of either."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[Id] | list[str] | list[list[Id]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = False
 
@@ -197,7 +192,7 @@ def parsed(kind: type[Body], data: bytes) -> Body:
     if not isinstance(tree, dict):
         raise ApiError(f"the body is a {type(tree).__name__}; send a JSON object")
     for name in REFUSED:
-        if tree.get(name) not in _NEUTRAL:
+        if tree.get(name) not in _NEUTRAL and not (name in _ONE and tree[name] == 1):
             raise ApiError(f"{name} is not supported by this server; leave it out", param=name)
     return checked(kind, tree)
 
@@ -212,4 +207,4 @@ def checked(kind: type[Body], tree: Mapping[str, Any]) -> Body:
         raise ApiError(f"{where}: {first['msg']}", param=where or None) from error
 
 
-__all__ = ["ChatBody", "CompletionBody", "Lenient", "Tool", "checked", "parsed"]
+__all__ = ["ChatBody", "CompletionBody", "Id", "Lenient", "Tool", "checked", "parsed"]

@@ -64,6 +64,7 @@ class Call:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    grammar: str = ""  # of the answer (``serve.grammar``); "": any text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,12 +30,18 @@ class Metrics:
         self.total = Histogram(
             "ostinato_request_seconds", "From arrival to the end", buckets=_SECONDS, registry=registry
         )
+        for kind in ("prompt", "cached", "sampled"):
+            self.tokens.labels(kind)  # 0 from the beginning
         self.left = Counter("ostinato_clients_left", "Clients that hung up", registry=registry)
+        self.policies = Counter(
+            "ostinato_policies", "Newer policies of runs that learn", ["outcome"], registry=registry
+        )
 
     def watch(self, engine: LocalEngine) -> None:
         """Show the engine's queue, cache and counters as they are when they are read."""
         for name, help_, read in (
-            ("running_sequences", "Sequences that run or wait", lambda: len(engine.under_way())),
+            ("running_sequences", "Sequences in the batch", lambda: engine.queue[0]),
+            ("waiting_sequences", "Sequences that wait for a seat", lambda: engine.queue[1]),
             ("kv_blocks_free", "KV blocks free or evictable", lambda: engine.free_blocks),
             ("engine_passes", "Passes of the model", lambda: engine.counters.steps),
             ("preemptions", "Sequences that lost their blocks", lambda: engine.counters.preempted),

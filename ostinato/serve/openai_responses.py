@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ostinato.serve.bodies import Lenient, checked
+from ostinato.serve.bodies import Format, Lenient, checked
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
+from ostinato.serve.grammar import call_grammar, json_grammar
 from ostinato.serve.openai_chat import sse
 
 
@@ -36,15 +37,15 @@ class ResponsesBody(Lenient):
                 "previous_response_id: responses are not stored here; send the whole conversation as input",
                 param="previous_response_id",
             )
-        if self.text and (self.text.get("format") or {}).get("type", "text") != "text":
-            raise ApiError("text.format is not enforced here; leave it out", param="text.format")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ApiError("tool_choice cannot be enforced; use 'auto' or 'none'", param="tool_choice")
+        tools = tuple(_tool(tool) for tool in self.tools or ())
+        format_ = checked(Format, (self.text or {}).get("format") or {}).model_dump()
+        forced = call_grammar(self.tool_choice, tools)
         return Call(
             model=self.model,
             messages=tuple(self._messages()),
-            tools=tuple(_tool(tool) for tool in self.tools or ()),
-            tool_choice=self.tool_choice or "auto",
+            tools=tools,
+            tool_choice="none" if self.tool_choice == "none" else "auto",
+            grammar=forced or json_grammar(format_, "text.format"),
             seed=self.seed,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import socket
+from collections.abc import Coroutine
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from ostinato.serve.calls import ApiError
 
 BACKLOG = 2048
+T = TypeVar("T")
 
 
 def is_loopback(host: str) -> bool:
@@ -54,6 +58,26 @@ def check_key(request: Request, key: str) -> None:
         )
 
 
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` gives; ClientDisconnect, and it is cancelled, where the client hangs up before. The body
+    must have been read."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
 class HttpServer(uvicorn.Server):
     """Serves ``app`` on ``listening`` until SIGTERM or Ctrl-C: then it takes no more connections, and what
     runs has ``drain_s`` to end."""
@@ -67,4 +91,4 @@ class HttpServer(uvicorn.Server):
             self.run(sockets=[self._listening])
 
 
-__all__ = ["HttpServer", "address", "bound", "check_key", "is_loopback"]
+__all__ = ["HttpServer", "address", "bound", "check_key", "is_loopback", "unless_gone"]

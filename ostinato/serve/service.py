@@ -12,6 +12,7 @@ import numpy as np
 from ostinato.inputs import has_surrogate
 from ostinato.render import Renderer
 from ostinato.serve.calls import Answer, ApiError, Call, Piece
+from ostinato.serve.grammar import Guide, Guides
 from ostinato.serve.metrics import Metrics
 from ostinato.serve.thread import EngineThread
 from ostinato.serve.toolcalls import TextStream, for_template, read_calls
@@ -52,7 +53,9 @@ class Service:
         models: Mapping[str, Model],
         limits: Limits,
         metrics: Metrics,
+        guides: Guides,
     ) -> None:
+        self._guides = guides
         self.renderer, self.limits, self.metrics = renderer, limits, metrics
         self.models = dict(models)
         self._thread, self._sequences = thread, 0
@@ -117,7 +120,12 @@ class Service:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
+        if any(token >= self.renderer.vocab_size for token in call.stop_tokens):
+            top = self.renderer.vocab_size - 1
+            raise ApiError(f"stop_token_ids holds an id above {top}", param="stop_token_ids")
         eos = () if call.ignore_eos else self.renderer.stop_tokens
+        if call.grammar and (call.ignore_eos or call.min_tokens):
+            raise ApiError("an answer of a grammar ends with it; leave ignore_eos and min_tokens out")
         try:
             return Sampling(
                 temperature=call.temperature,
@@ -132,7 +140,7 @@ class Service:
         except ValueError as error:
             raise ApiError(str(error).removeprefix("sampling.")) from error
 
-    def requests(self, call: Call) -> list[Request]:
+    async def requests(self, call: Call) -> list[Request]:
         """One for each of the ``n`` answers; answer k samples with the noise of (seed, k)."""
         if call.n > self.limits.n:
             raise ApiError(f"n is {call.n}; this server gives {self.limits.n} at most", param="n")
@@ -145,6 +153,9 @@ class Service:
         prompt = self.prompt(call)
         sampling = self.sampling(call, prompt)
         seed = secrets.randbits(63) if call.seed is None else (call.seed + 2**63) % 2**64 - 2**63
+        guides: list[Guide | None] = [None] * call.n
+        if call.grammar:
+            guides = [*await self._guides.guides(call.grammar, call.n)]
         greedy = int(call.logprobs and call.temperature == 0)  # what it was chosen by stands in the first
         return [
             Request(
@@ -153,6 +164,7 @@ class Service:
                 seed=(seed, k),
                 policy=policy,
                 top_logprobs=max(call.top_logprobs, greedy),
+                constraint=guides[k],
             )
             for k in range(call.n)
         ]
@@ -184,6 +196,9 @@ class Service:
                     yield open_[index].piece(index, event)
                     continue
                 if event.stop is Stop.ERROR:
+                    guide = requests[index].constraint
+                    if isinstance(guide, Guide) and guide.error:
+                        raise ApiError(guide.error, code="grammar_refused")
                     raise ApiError(
                         f"the model failed: {event.error}",
                         status=500,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -11,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ostinato.engine.local import LocalEngine
 from ostinato.env.custom import EnvEpisode, seeds
 from ostinato.env.games import GuessNumber, PriceList
 from ostinato.env.tasks import load_tasks
 from ostinato.launch.policy import load_policy
 from ostinato.rollout.convert import samples
-from ostinato.types import Stop
+from ostinato.types import Prompt, Stop
 
 pytest.importorskip("openai")
 import agents
-from episodes import World, turns_of
+from episodes import PROMPT, World, turns_of
 
 from ostinato.serve.agents import AgentServer, agent_of
 from ostinato.serve.toolcalls import for_equals, read_equals
@@ -176,6 +178,7 @@ def test_an_agent_may_be_a_plain_function_or_a_command(world: World) -> None:
         (agents.hangs, "the agent made no call for 0.5 s"),
         (agents.breaks, "the agent raised KeyError: 'no such tool'"),
         (agents.wrong_model, "the model 'gpt-4' is not served to agents"),
+        (agents.wants_a_grammar, "leave response_format and tool_choice out"),
     ],
 )
 def test_an_agent_that_fails_is_a_named_fault_and_no_zero(world: World, agent: Any, sentence: str) -> None:
@@ -189,6 +192,59 @@ def test_an_agent_that_calls_for_ever_is_ended_at_its_last_turn(world: World) ->
     group = world.play(world.agent(agents.for_ever, calls=3), size=2)
     assert [len(t.turns) for t in group.trajectories] == [3, 3]
     assert all(t.stop is not Stop.ERROR for t in group.trajectories) and world.counters["agent/refused"] == 2
+
+
+class Silent:
+    """An engine that computes its first ``calls`` answers and hands none of them out."""
+
+    def __init__(self, engine: LocalEngine, calls: int) -> None:
+        self._engine, self._calls, self.freed = engine, calls, 0
+
+    def publish(self, adapters: Any, version: int) -> None:
+        raise AssertionError
+
+    async def generate(self, requests: Any) -> Any:
+        self._calls -= 1
+        if self._calls < 0:
+            async for pair in self._engine.generate(requests):
+                yield pair
+            return
+        try:
+            async for _ in self._engine.generate(requests):
+                await asyncio.Event().wait()
+        finally:
+            self.freed += 1
+
+
+def test_an_agent_that_hangs_up_frees_its_sequence_and_goes_on(world: World) -> None:
+    """What nobody waited for was computed to its end, and its tokens were trained on."""
+    engine, world.engine = world.engine, Silent(world.engine, 2)  # type: ignore[assignment]
+    for seed in (4, 5):  # a stream, and none
+        prompt = Prompt(uid="p", messages=PROMPT.messages, columns={"seed": seed})
+        world.engine._calls = 2  # type: ignore[attr-defined]
+        group = world.play(world.agent(agents.hangs_up), prompt, size=2)
+        assert [len(t.turns) for t in group.trajectories] == [2, 2]
+        assert all(t.env_reward == 1.0 and t.stop is not Stop.ERROR for t in group.trajectories)
+        assert all(t.turns[0].completion.stop is not Stop.ABORT for t in group.trajectories)
+    assert world.counters["agent/left"] == world.engine.freed == 4  # type: ignore[attr-defined]
+    assert not engine.under_way()
+    whole = World.play(world, world.agent(agents.plain), size=1).trajectories[0]
+    assert (
+        whole.turns[0].completion.tokens.tolist() == group.trajectories[0].turns[0].completion.tokens.tolist()
+    )
+
+
+def test_an_agent_that_only_hangs_up_is_a_fault(world: World) -> None:
+    world.engine = Silent(world.engine, 9)  # type: ignore[assignment]
+    (trajectory,) = world.play(world.agent(agents.only_hangs_up), size=1).trajectories
+    assert "the agent hung up on every call" in trajectory.error and trajectory.reward is None
+
+
+def test_two_writers_of_a_rollout_are_answered_one_by_one_and_one_reward_counts(world: World) -> None:
+    kept: list[float] = []
+    prompt = Prompt(uid="p", messages=PROMPT.messages, columns={"seed": 5, "kept": kept})
+    (trajectory,) = world.play(world.agent(agents.two_writers), prompt, size=1).trajectories
+    assert len(trajectory.turns) == 3 and [trajectory.env_reward] == kept
 
 
 def test_a_rollout_that_has_ended_is_not_there(world: World, server: AgentServer) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -19,6 +21,7 @@ from serving import At, server, until
 from worlds import adapters_of
 
 from ostinato.launch.policy import load_policy, serve
+from ostinato.launch.served import renew
 from ostinato.model.peft_io import save_peft
 from ostinato.types import Completion, Request, Sampling
 
@@ -200,6 +203,33 @@ def test_adapters_are_served_by_name_in_one_batch(tmp_path: Any) -> None:
             assert all(f.result().choices[0].message.content == alone[name] for name, f in futures)
 
 
+def test_a_policy_that_is_not_finite_is_refused_counted_and_the_old_one_goes_on(tmp_path: Any) -> None:
+    """It ended the task that follows the run: nothing newer was served any more, and nobody was told."""
+    policy = load_policy("asset:seed-moe", "model.dtype=float32")
+    first, broken, good = (adapters_of(policy.decoder, seed, 0.1, rank=4) for seed in (1, 2, 3))
+    save_peft(first, policy.decoder, tmp_path / "learns")
+    next(iter(broken.parameters())).data.view(-1)[0] = math.nan
+    with (
+        server(adapters={"learns": str(tmp_path / "learns")}) as at,
+        openai.OpenAI(base_url=f"{at.url}/v1", api_key="x") as client,
+    ):
+        before = chat(client, model="learns", logprobs=True)
+        long = {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(chat, client, model="learns", **long)
+            until(lambda: at.served.service.under_way == 1)
+            asyncio.run(renew(at.served, "learns", lambda: (7, broken)))
+            assert answer.result().usage.completion_tokens == 600
+        after = chat(client, model="learns", logprobs=True)
+        assert after.choices == before.choices and after.system_fingerprint == "learns@0"
+        asyncio.run(renew(at.served, "learns", lambda: (9, good)))
+        newer = chat(client, model="learns", logprobs=True)
+        assert newer.system_fingerprint == "learns@9" and newer.choices != before.choices
+        text = httpx2.get(f"{at.url}/metrics").text
+        for outcome in ("refused", "published"):
+            assert f'ostinato_policies_total{{outcome="{outcome}"}} 1.0' in text
+
+
 # ---- what is wrong, and who leaves
 
 
@@ -214,8 +244,13 @@ def test_adapters_are_served_by_name_in_one_batch(tmp_path: Any) -> None:
         ({"top_logprobs": 99, "logprobs": True}, 400, "top_logprobs"),
         ({"n": 1000}, 400, "n"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-        ({"tools": TOOLS, "tool_choice": "required"}, 400, "tool_choice"),
+        ({"presence_penalty": 1}, 400, "presence_penalty"),  # was taken for a value that does nothing
+        ({"use_beam_search": True}, 400, "use_beam_search"),
+        ({"top_k": 10**12}, 400, "top_k"),  # ended every request that ran
+        ({"stop_token_ids": [70000], "min_tokens": 5}, 400, "stop_token_ids"),  # so did this
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "messages"),
     ],
 )
@@ -291,6 +326,7 @@ def test_metrics_tokens_and_the_page(at: At, client: Any) -> None:
     assert post(at, "/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "1+1="}
     assert post(at, "/tokenize", {"messages": QUESTION}).json()["count"] > 4
     text = httpx2.get(f"{at.url}/metrics").text
+    assert "ostinato_waiting_sequences 0.0" in text and 'id="metrics"' in httpx2.get(f"{at.url}/").text
     assert 'ostinato_tokens_total{kind="sampled"}' in text and "ostinato_kv_blocks_free" in text
     assert "<title>Ostinato chat</title>" in httpx2.get(f"{at.url}/").text
     assert math.isfinite(float(text.partition("ostinato_request_seconds_sum ")[2].split()[0]))
@@ -347,6 +383,41 @@ def test_a_run_is_served_while_it_learns_and_the_server_drains_at_sigterm(tmp_pa
         serving.kill()
         serving.wait()
         serving.stdout.close()
+
+
+@pytest.mark.slow  # a server of its own
+def test_a_server_goes_on_where_no_file_can_be_written(tmp_path: Any) -> None:
+    """It writes none: what it says is on its standard output, and grammars are tried through pipes."""
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))  # bytes: Python tries its temporary folder
+
+    serving = subprocess.Popen(
+        command("serve", "asset:seed-moe", "--port", "0"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=full,
+    )
+    assert serving.stdout is not None
+    try:
+        lines = iter(serving.stdout.readline, "")
+        url = next(line for line in lines if "OpenAI address" in line).split()[2].removesuffix("/v1,")
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert chat(client).choices[0].message.content
+            with suppress(openai.BadRequestError):  # without llguidance
+                body = {"type": "json_object"}
+                assert chat(client, response_format=body).choices[0].message.content.startswith("{")
+        assert "ostinato_running_sequences 0.0" in httpx2.get(f"{url}/metrics").text
+        serving.send_signal(signal.SIGTERM)
+        assert serving.wait(60) in (0, -signal.SIGTERM, 143)
+    finally:
+        serving.kill()
+        serving.wait()
+        serving.stdout.close()
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_cannot_be_served_is_refused_in_one_sentence(tmp_path: Any) -> None:

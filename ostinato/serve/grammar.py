@@ -1,0 +1,193 @@
+"""Grammars of answers: JSON, JSON of a schema, a forced tool call.
+
+A grammar is a text in the Lark dialect of llguidance, which is imported where the first one is requested
+(extra ``grammar``). What it allows next is a mask over the vocabulary (``types.Constraint``), applied before
+a token is drawn: log-probabilities are of the distribution under the mask. An answer ends where its grammar
+may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ostinato.env.tools import CLOSE, OPEN
+from ostinato.render import Renderer
+from ostinato.serve.calls import ApiError
+
+MAX_BYTES = 64 << 10  # of a grammar
+KEPT = 64  # grammars that have been built
+BLANKS = r"[ \t\n\r]{1,16}"  # between two marks of JSON: without an end, weak policies write nothing else
+# Of the parser: about 20 ms and 40 MB to begin with, and 15 ms for a token. What exceeds it is refused.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 50_000,
+}
+# These bound steps, not all of a construction (multiples of a large prime take minutes), so it is tried first
+# in a process with limits of its own, over single bytes.
+TRIAL_S = 2
+_TRIAL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+import llguidance as g
+limits = g.LLParserLimits(**{limits}, verbose_errors=False)
+matcher = g.LLMatcher(g.LLTokenizer("byte"), sys.stdin.read(), log_level=0, limits=limits)
+sys.exit(matcher.get_error()[:999] or None)
+"""
+
+
+def json_grammar(format_: Mapping[str, Any], param: str) -> str:
+    """Of OpenAI's ``response_format``, or of a schema with "type" as its ``text.format``; "" for text.
+
+    ApiError 400 where it has no schema.
+    """
+    kind = format_.get("type", "text")
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return f"start: {_block({'type': 'object'})}"
+    schema = (format_.get("json_schema") or format_).get("schema")
+    if kind != "json_schema" or not isinstance(schema, dict):
+        raise ApiError(f"{param} is of type {kind!r} without a JSON schema; give one", param=param)
+    return f"start: {_block(schema)}"
+
+
+def call_grammar(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    """One call of any tool for the choice "required", of the named one for {"name": ..}; "" for others.
+
+    ApiError 400 where there is no such tool.
+    """
+    if choice in (None, "auto", "none"):
+        return ""
+    name = choice.get("function", choice).get("name") if isinstance(choice, Mapping) else None
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    if not functions or (name is None and choice != "required"):
+        raise ApiError(
+            f"tool_choice is {choice!r}; use 'auto', 'none', 'required' or a function of tools",
+            param="tool_choice",
+        )
+    rules = [f"call{n}: {_call(function)}" for n, function in enumerate(functions)]
+    either = " | ".join(f"call{n}" for n in range(len(functions)))
+    tags = json.dumps(f"{OPEN}\n"), json.dumps(f"\n{CLOSE}")
+    return "\n".join([f"start: {tags[0]} ({either}) {tags[1]}", *rules])
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
+    return f'{json.dumps(head)} {_block({"type": "object", **(function.get("parameters") or {})})} "}}"'
+
+
+def _block(schema: Mapping[str, Any]) -> str:
+    options = {"whitespace_pattern": BLANKS, **schema.get("x-guidance", {})}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+class Guides:
+    """Grammars, ready to guide answers of a model with ``vocab_size`` logits."""
+
+    def __init__(self, renderer: Renderer, vocab_size: int) -> None:
+        self._renderer, self._vocab_size, self._tokenizer = renderer, vocab_size, None
+        self._built: dict[str, Any] = {}  # matchers by grammar
+        self._building = asyncio.Lock()
+
+    async def guides(self, grammar: str, n: int) -> list[Guide]:
+        """One for each of ``n`` answers. ApiError 400 without the library, and for what is no grammar, is too
+        large or takes too long."""
+        if importlib.util.find_spec("llguidance") is None:
+            raise ApiError(
+                "response_format and a forced tool_choice need a grammar; install it: "
+                'pip install "ostinato[grammar]"',
+                code="grammar_missing",
+            )
+        stops = self._renderer.stop_tokens
+        if not stops:
+            raise ApiError("the model has no stop token, so nothing could end an answer of a grammar")
+        if len(grammar) > MAX_BYTES:
+            raise ApiError(
+                f"the schema makes {len(grammar)} bytes; this server takes {MAX_BYTES}, shorten it"
+            )
+        async with self._building:
+            if grammar not in self._built:
+                await _try(grammar)
+                self._built[grammar] = await asyncio.to_thread(self._build, grammar, stops[0])
+            matcher = self._built[grammar]
+            while len(self._built) > KEPT:
+                del self._built[next(iter(self._built))]
+        return [Guide(matcher.deep_copy(), self._vocab_size, stops) for _ in range(n)]
+
+    def _build(self, grammar: str, eos: int) -> Any:
+        import llguidance
+
+        if self._tokenizer is None:
+            text = self._renderer.tokenizer.to_str()
+            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+        limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()
+        if first.is_error():
+            raise _refused(first.get_error())
+        return matcher
+
+
+async def _try(grammar: str) -> None:
+    """Build it where that can be ended. ApiError 400 for what fails, or takes over ``TRIAL_S`` of a core."""
+    program = _TRIAL.format(seconds=TRIAL_S, limits=LIMITS)
+    trial = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", program), stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        _, error = await trial.communicate(grammar.encode())
+    finally:
+        if trial.returncode is None:
+            trial.kill()
+    if trial.returncode:
+        ended = trial.returncode < 0
+        raise _refused(
+            f"it takes over {TRIAL_S} s or 1 GiB to build" if ended else error.decode(errors="replace")
+        )
+
+
+def _refused(error: str) -> ApiError:
+    return ApiError(f"the schema cannot be enforced: {_sentence(error)}", code="grammar_refused")
+
+
+class Guide:
+    """What must not follow an answer (``types.Constraint``), which grows from call to call. ``error``: why
+    nothing may."""
+
+    def __init__(self, matcher: Any, vocab_size: int, stops: Sequence[int]) -> None:
+        self.error = ""
+        self._matcher, self._vocab_size, self._stops, self._told = matcher, vocab_size, list(stops), 0
+
+    def __call__(self, answer: np.ndarray) -> np.ndarray:
+        """[vocabulary] bool."""
+        matcher = self._matcher
+        matcher.consume_tokens(answer[self._told :].tolist())
+        self._told = len(answer)
+        banned = np.ones(self._vocab_size, bool)
+        if not matcher.is_stopped():
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            banned = ~np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(bool)
+        if matcher.is_error():
+            self.error = f"the grammar is too much at this place: {_sentence(matcher.get_error())}"
+            return np.ones(self._vocab_size, bool)
+        banned[self._stops] = not matcher.is_accepting()
+        return banned
+
+
+def _sentence(error: str) -> str:
+    return error.strip().partition("\n")[0][:300]
+
+
+__all__ = ["Guide", "Guides", "call_grammar", "json_grammar"]
