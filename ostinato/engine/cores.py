@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.engine import threads
-from ostinato.files import read_cached
+from ostinato.files import cache_folder, read_cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Kept:
 
 def kept_file() -> Path:
     """Beside the measured threads, and of the same machine."""
-    return threads.cache_file().with_name(f"pipeline-{threads.fingerprint()}.json")
+    return cache_folder() / f"pipeline-{threads.fingerprint()}.json"
 
 
 def kept(path: Path) -> Kept | None:

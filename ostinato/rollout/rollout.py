@@ -408,7 +408,8 @@ async def end_tasks(tasks: Sequence[asyncio.Task[Any]], limit_s: float = END_S) 
     if tasks:
         ended, _ = await asyncio.wait(tasks, timeout=limit_s)
         for task in ended:
-            task.cancelled() or task.exception()  # heard: nobody else will ask
+            if not task.cancelled():
+                task.exception()  # retrieved, or asyncio would log it
 
 
 def _finite(reward: Reward) -> Reward:
