@@ -154,6 +154,22 @@ def proxy(
 
 
 @app.command()
+def tinker(
+    target: ModelOrRun,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8001,
+    api_key: Annotated[str, typer.Option(help="What clients send; also $OSTINATO_API_KEY.")] = "",
+    state: Annotated[Path, typer.Option(help="Where what clients make is kept.")] = Path("runs/tinker"),
+) -> None:
+    """Serve the Tinker SDK: training and sampling of adapters of a model, by loops that clients write."""
+    from ostinato.cli.serve import Address
+    from ostinato.cli.tinker import tinker as command
+
+    command(target, overrides or [], Address(host=host, port=port, key=api_key, drain_s=3.0), state)
+
+
+@app.command()
 def place(
     run: RunPath,
     ranks: Annotated[int, typer.Option(min=1, help="Expert ranks: e of the layout.")],

@@ -113,6 +113,11 @@ class LocalEngine:
         if not policy:
             self._scheduler.cache.forget()
 
+    def withdraw(self, policy: str) -> None:
+        """Serve a named policy no more; requests that run under it end as they have begun."""
+        self.policies.withdraw(policy)
+        self.policies.retire(one.policy for one in self._scheduler.unfinished)
+
     def publish_weights(self, path: Path, version: int) -> None:
         """The same of a whole policy: all weights in ``path`` (``wire.pack_weights``), into the decoder."""
         self._runner.load(path)

@@ -238,6 +238,10 @@ class Policies:
         self.numbers[name], self.versions[number] = number, version
         self._next += number > 0
 
+    def withdraw(self, name: str) -> None:
+        """Take the name away: no request that comes can have it."""
+        self.numbers.pop(name, None)
+
     def versions_of(self, numbers: np.ndarray) -> np.ndarray:
         """[R] int32 of the policies with these numbers [R]."""
         return np.array([self.versions[number] for number in numbers.tolist()], np.int32)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.algo.logprobs import CHUNK
 from ostinato.algo.offpolicy import Mismatch
 from ostinato.algo.pack import pack
 from ostinato.algo.routing import sequence_spans
@@ -26,12 +27,13 @@ from ostinato.algo.token_losses import BOUNDS, TokenLoss
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.model.packed import PackedAttention
 from ostinato.train.inputs import Inputs, as_inputs
 from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
 from ostinato.train.optimizer import OptimizerSettings, build_optimizer, clip_gradients
 from ostinato.train.passes import Outcome, ScoreOptions, Scores
-from ostinato.types import Microbatch, Sample
+from ostinato.types import Microbatch, Sample, Segment
 
 TOKENS_PER_MICROBATCH = 2048
 
@@ -292,4 +294,30 @@ def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Decoder) -> Part
     )
 
 
-__all__ = ["Accumulator", "Adam", "NotFinite", "Row", "Scored", "check_rows", "packed"]
+@torch.no_grad()
+def prompt_scores(
+    decoder: Decoder, adapters: Adapters | None, tokens: np.ndarray, top: int = 0, ops: Ops = TORCH_OPS
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+    """Log-probabilities [P - 1] of all tokens but the first, at temperature 1, and the ``top`` likeliest at
+    each place (ids, log-probabilities [P - 1, top], best first), by the forward of training."""
+    length, places = len(tokens) - 1, decoder.device
+    if not length:
+        none = np.zeros((0, top))
+        return np.zeros(0, np.float32), (none.astype(np.int32), none.astype(np.float32)) if top else None
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(places)
+    attend = PackedAttention((Segment(start=0, stop=length),))
+    hidden, _ = decoder(ids[:-1], torch.arange(length, device=places), attend, adapters=adapters, ops=ops)
+    found, best = [], []
+    for some, wanted in zip(hidden.split(CHUNK), ids[1:].split(CHUNK), strict=True):
+        log_p = torch.log_softmax(decoder.logits(some, ops=ops).float(), dim=-1)
+        found.append(log_p.gather(1, wanted[:, None]).squeeze(1))
+        best.append(log_p.topk(top, dim=-1) if top else None)
+    logprobs = torch.cat(found).cpu().numpy()
+    kept = [one for one in best if one is not None]
+    if not kept:
+        return logprobs, None
+    values, indices = (torch.cat([one[k] for one in kept]).cpu().numpy() for k in (0, 1))
+    return logprobs, (indices.astype(np.int32), values)
+
+
+__all__ = ["Accumulator", "Adam", "NotFinite", "Row", "Scored", "check_rows", "packed", "prompt_scores"]

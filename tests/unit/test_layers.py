@@ -57,7 +57,7 @@ ARROWS: dict[str, set[str]] = {
     "ablate": LEAVES | {"launch", "pipeline", "scaling", "observe.report"},
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger", "observe.report"},
-    "serve": {"types", "inputs", "render", "engine", "env"},
+    "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train"},
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
     | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", "serve", ""},

@@ -1,0 +1,52 @@
+"""``ostinato tinker``: a server for the Tinker SDK, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from ostinato.cli.serve import KEY, Address
+from ostinato.launch import threads
+from ostinato.launch.models import recipe_of
+
+EXAMPLE = """
+    import tinker
+    client = tinker.ServiceClient().create_lora_training_client("{name}", rank=16).result()
+    print(client.save_weights_and_get_sampling_client().result().get_base_model())
+"""
+
+
+def tinker(target: str, overrides: Sequence[str], where: Address, state: Path) -> None:
+    """Serve until a signal. Raises ValueError for what cannot be served."""
+    try:
+        import tinker.proto.tinker_public_pb2  # noqa: F401  # pyright: ignore[reportMissingImports]
+        import uvicorn  # noqa: F401
+
+        from ostinato.serve.server import HttpServer, address, bound, is_loopback
+    except ModuleNotFoundError as error:
+        raise ValueError(f'tinker needs {error.name}; install it: pip install "ostinato[tinker]"') from None
+    key = where.key or os.environ.get(KEY, "")
+    if not key and not is_loopback(where.host):
+        raise ValueError(
+            f"--host {where.host} can be reached by other machines; give a key that begins with tml-: "
+            f"--api-key, or {KEY} in the environment"
+        )
+    if key and not key.startswith("tml-"):
+        raise ValueError("the key does not begin with tml-, and the SDK sends no other; choose one that does")
+    listening = bound(where.host, where.port)
+    with listening:
+        recipe, _ = recipe_of(target, *overrides)
+        threads.configure(recipe)
+        from ostinato.launch.tinker import open_work
+        from ostinato.serve.tinker.app import new_app
+
+        with open_work(target, tuple(overrides), state) as opened:
+            app = new_app(opened.work, opened.registry, key=key)
+            typer.echo(f"export TINKER_BASE_URL={address(listening)}")
+            typer.echo(f"export TINKER_API_KEY={key or 'tml-local'}")
+            typer.echo(EXAMPLE.format(name=opened.work.base.name))
+            typer.echo(f"what clients make is kept in {state} (Ctrl-C ends the server)")
+            HttpServer(app, listening, where.drain_s).serve_until_signal()

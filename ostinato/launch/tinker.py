@@ -1,0 +1,71 @@
+"""From what a user names to the work of a Tinker server: one base in the engine, and adapters of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ostinato.engine.local import LocalEngine
+from ostinato.launch.engine import kernels
+from ostinato.launch.policy import Policy, load_policy, serve
+from ostinato.lock import locked
+from ostinato.model.named import is_hub_name
+from ostinato.model.ops import TORCH_OPS
+from ostinato.serve.thread import EngineThread
+from ostinato.serve.tinker.registry import Registry
+from ostinato.serve.tinker.samplers import Base
+from ostinato.serve.tinker.work import Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workshop:
+    """What an application of ``serve.tinker`` is made of."""
+
+    work: Work
+    registry: Registry
+
+
+@contextlib.contextmanager
+def open_work(target: str, overrides: tuple[str, ...], state: Path) -> Iterator[Workshop]:
+    """The work of a model, a recipe or a run's base; what clients make is kept in ``state``.
+
+    Raises ValueError for a target that cannot be trained, and for a folder that another process uses.
+    """
+    loaded: list[tuple[Policy, LocalEngine]] = []
+
+    def make() -> LocalEngine:
+        policy = load_policy(target, *overrides)
+        loaded.append((policy, serve(replace(policy, adapters=None, step=0))))
+        return loaded[0][1]
+
+    state.mkdir(parents=True, exist_ok=True)
+    with locked(state):
+        thread = EngineThread(make)
+        registry = Registry(state / "registry.sqlite")
+        try:
+            ((policy, engine),) = loaded
+            work = Work(thread, _base(target, policy, engine), registry, state)
+            yield Workshop(work=work, registry=registry)
+        finally:
+            thread.close()
+            registry.close()
+
+
+def _base(target: str, policy: Policy, engine: LocalEngine) -> Base:
+    path = policy.recipe.model.path
+    folder = policy.folder.resolve()
+    name = path if is_hub_name(path) else str(folder)
+    found = kernels(policy.recipe, policy.decoder)
+    return Base(
+        name=name,
+        aliases=frozenset({name, path, target, str(policy.folder), str(folder), folder.name}),
+        decoder=policy.decoder,
+        renderer=policy.renderer,
+        ops=found.training if found else TORCH_OPS,
+        context=engine.context_limit,
+    )
+
+
+__all__ = ["Workshop", "open_work"]

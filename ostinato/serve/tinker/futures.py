@@ -1,0 +1,108 @@
+"""Promises: a request is written down, acknowledged, run in its order, and its result kept until fetched.
+
+Requests of a model run one after the other by their ``seq``, whichever order they arrive in; one that is
+missing holds up those behind it. Samples run as they come. After a restart what was pending runs again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from ostinato.serve.tinker.registry import PENDING, Registry, Result, Stored
+
+Run = Callable[[Stored], Awaitable[Result]]
+SAMPLE = "sample"
+log = logging.getLogger(__name__)
+
+
+class UserError(ValueError):
+    """What the client wrote wrongly: one sentence."""
+
+
+class Futures:
+    """The requests of a registry, run by ``run`` in the event loop that calls ``resume``."""
+
+    def __init__(self, registry: Registry, run: Run) -> None:
+        self._registry, self._run = registry, run
+        self._ended: dict[str, asyncio.Event] = {}  # of requests that somebody waits for
+        self._queues: dict[str, asyncio.Task[None]] = {}  # by model
+        self._samples: dict[str, asyncio.Task[None]] = {}  # by request
+
+    @property
+    def sampling(self) -> int:
+        """Sample requests that have not ended."""
+        return len(self._samples)
+
+    def resume(self) -> None:
+        """Run what an earlier process has left."""
+        for stored in self._registry.pending():
+            self._start(stored)
+
+    def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> None:
+        """Promise it; again what was promised already changes nothing. UserError for a number in use."""
+        try:
+            is_new = self._registry.submit(id, owner, seq, kind, body)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if is_new:
+            stored = self._registry.request(id)
+            assert stored is not None
+            self._start(stored)
+
+    async def result(self, id: str, wait_s: float) -> Stored | None:
+        """The request once it has ended, or as it is after ``wait_s``; None for one that nobody knows."""
+        stored = self._registry.request(id)
+        if stored is not None and stored.state == PENDING:
+            event = self._ended.setdefault(id, asyncio.Event())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), wait_s)
+            stored = self._registry.request(id)
+        if stored is not None and stored.state != PENDING:
+            self._registry.fetched(id)
+        return stored
+
+    def cancel(self, id: str) -> None:
+        """Give up a sample that nobody waits for."""
+        if (task := self._samples.get(id)) is not None:
+            task.cancel()
+            self._finish(id, Result.failed("the client has cancelled this request", "User"))
+
+    async def close(self) -> None:
+        """What runs stays pending for the next process."""
+        tasks = [*self._queues.values(), *self._samples.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, stored: Stored) -> None:
+        if stored.kind == SAMPLE:
+            task = self._samples[stored.id] = asyncio.create_task(self._one(stored))
+            task.add_done_callback(lambda _: self._samples.pop(stored.id, None))
+        elif (queue := self._queues.get(stored.owner)) is None or queue.done():
+            self._queues[stored.owner] = asyncio.create_task(self._in_order(stored.owner))
+
+    async def _in_order(self, owner: str) -> None:
+        """Ends where the next number has not come; the request that brings it starts it again."""
+        while (stored := self._registry.next_of(owner, self._registry.last_seq(owner) + 1)) is not None:
+            await self._one(stored)
+
+    async def _one(self, stored: Stored) -> None:
+        try:
+            result = await self._run(stored)
+        except ValueError as error:  # what the client has to change
+            result = Result.failed(str(error), "User")
+        except Exception as error:
+            log.exception("request %s failed", stored.id)
+            result = Result.failed(f"{type(error).__name__}: {error}", "Server")
+        self._finish(stored.id, result)
+
+    def _finish(self, id: str, result: Result) -> None:
+        self._registry.finish(id, result)
+        if (event := self._ended.pop(id, None)) is not None:
+            event.set()
+
+
+__all__ = ["SAMPLE", "Futures", "UserError"]

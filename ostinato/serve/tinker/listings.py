@@ -1,0 +1,202 @@
+"""What clients ask about their sessions, runs and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from ostinato.serve.tinker.futures import UserError
+from ostinato.serve.tinker.models import MODEL
+from ostinato.serve.tinker.registry import Registry
+from ostinato.serve.tinker.wire import Body, parsed
+from ostinato.serve.tinker.work import CHECKPOINT, SAMPLER, Work
+
+Handler = Callable[[Request], Awaitable[Response]]
+RUNS, ONE = "/training_runs", "/training_runs/{run}/checkpoints/{kind}/{name}"
+
+
+class NotFound(ValueError):
+    """There is nothing of this id: one sentence."""
+
+
+class PathBody(Body):
+    tinker_path: str
+
+
+class TtlBody(Body):
+    ttl_seconds: int | None = None
+
+
+class Listings:
+    """The handlers of listings, and of checkpoints by path."""
+
+    def __init__(self, work: Work, registry: Registry) -> None:
+        self._work, self._registry = work, registry
+
+    def routes(self) -> Iterator[tuple[str, str, Handler]]:
+        """(path, method, handler)."""
+        yield RUNS, "GET", self.runs
+        yield f"{RUNS}/{{run}}", "GET", self.run
+        yield f"{RUNS}/{{run}}/checkpoints", "GET", self.checkpoints_of
+        yield ONE, "DELETE", self.delete
+        yield f"{ONE}/publish", "POST", self.publish
+        yield f"{ONE}/publish", "DELETE", self.unpublish
+        yield f"{ONE}/ttl", "PUT", self.ttl
+        yield f"{ONE}/external_weights_urls", "GET", self.urls
+        yield f"{ONE}/files/{{file:path}}", "GET", self.file
+        yield "/checkpoints", "GET", self.checkpoints
+        yield "/weights_info", "POST", self.weights_info
+        yield "/sessions", "GET", self.sessions
+        yield "/sessions/{session}", "GET", self.session
+        yield "/sessions/{session}/project", "PUT", self.project
+
+    async def runs(self, request: Request) -> Response:
+        rows, cursor = _page([self._run(*one) for one in self._registry.all(MODEL)], request)
+        return JSONResponse({"training_runs": rows, "cursor": cursor})
+
+    async def run(self, request: Request) -> Response:
+        id = request.path_params["run"]
+        for one in self._registry.all(MODEL):
+            if one[0] == id:
+                return JSONResponse(self._run(*one))
+        raise NotFound(f"there is no training run {id!r} here")
+
+    async def checkpoints_of(self, request: Request) -> Response:
+        rows = [_checkpoint(*one) for one in self._registry.all(CHECKPOINT, request.path_params["run"])]
+        return JSONResponse({"checkpoints": rows})
+
+    async def checkpoints(self, request: Request) -> Response:
+        rows, cursor = _page([_checkpoint(*one) for one in self._registry.all(CHECKPOINT)], request, 100)
+        return JSONResponse({"checkpoints": rows, "cursor": cursor})
+
+    async def delete(self, request: Request) -> Response:
+        self._work.delete(self._path(request))
+        return Response(status_code=204)
+
+    async def publish(self, request: Request) -> Response:
+        return self._changed(request, public=True)
+
+    async def unpublish(self, request: Request) -> Response:
+        return self._changed(request, public=False)
+
+    async def ttl(self, request: Request) -> Response:
+        seconds = parsed(TtlBody, await request.body()).ttl_seconds
+        expires = None if seconds is None else datetime.now(UTC).timestamp() + seconds
+        return self._changed(request, expires=expires)
+
+    async def urls(self, request: Request) -> Response:
+        """Of every file, served here; they end with the checkpoint."""
+        path = self._path(request)
+        folder = self._work.folder_of(path)
+        base = str(request.url).removesuffix("/external_weights_urls")
+        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        expires = (self._registry.get(CHECKPOINT, path) or {})["expires"] or 4102444800.0  # the year 2100
+        return JSONResponse(
+            {"urls": {name: f"{base}/files/{name}" for name in files}, "expires": _time(expires)}
+        )
+
+    async def file(self, request: Request) -> Response:
+        folder = self._work.folder_of(self._path(request)).resolve()
+        file = (folder / request.path_params["file"]).resolve()
+        if not file.is_relative_to(folder) or not file.is_file():
+            raise NotFound(f"this checkpoint has no file {request.path_params['file']!r}")
+        return FileResponse(file)
+
+    async def weights_info(self, request: Request) -> Response:
+        path = parsed(PathBody, await request.body()).tinker_path
+        self._work.folder_of(path)
+        model = (self._registry.get(CHECKPOINT, path) or {})["model"]
+        lora = (self._registry.get(MODEL, model) or {}).get("lora", {})
+        kept = ("train_unembed", "train_mlp", "train_attn")
+        facts = {"base_model": self._work.base.name, "is_lora": True, "lora_rank": lora.get("rank")}
+        return JSONResponse({**facts, **{name: lora.get(name) for name in kept}})
+
+    async def sessions(self, request: Request) -> Response:
+        rows, _ = _page([id for id, _, _ in self._registry.all("session")], request)
+        return JSONResponse({"sessions": rows})
+
+    async def session(self, request: Request) -> Response:
+        id = request.path_params["session"]
+        if (document := self._registry.get("session", id)) is None:
+            raise NotFound(f"there is no session {id!r} here")
+        return JSONResponse(
+            {
+                "training_run_ids": [model for model, _, _ in self._registry.all(MODEL, id)],
+                "sampler_ids": [sampler for sampler, _, _ in self._registry.all(SAMPLER, id)],
+                "user_metadata": document["user_metadata"],
+                "display_name": document["display_name"],
+            }
+        )
+
+    async def project(self, request: Request) -> Response:
+        """Kept, and without effect: all is yours here."""
+        id, body = request.path_params["session"], await request.json()
+        if (document := self._registry.get("session", id)) is None:
+            raise NotFound(f"there is no session {id!r} here")
+        self._registry.put("session", id, {**document, "project_id": body.get("project_id")})
+        return Response(status_code=204)
+
+    def _run(self, id: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
+        rows = [_checkpoint(*one) for one in self._registry.all(CHECKPOINT, id)]
+
+        def newest(kind: str) -> dict[str, Any] | None:
+            return next((row for row in rows if row["checkpoint_type"] == kind), None)
+
+        return {
+            "training_run_id": id,
+            "base_model": self._work.base.name,
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": document["spec"]["rank"],
+            "last_request_time": _time(self._registry.last_time(id) or created),
+            "last_checkpoint": newest("training"),
+            "last_sampler_checkpoint": newest("sampler"),
+            "user_metadata": document["user_metadata"],
+        }
+
+    def _path(self, request: Request) -> str:
+        return "tinker://{run}/{kind}/{name}".format(**request.path_params)
+
+    def _changed(self, request: Request, **fields: Any) -> Response:
+        path = self._path(request)
+        self._work.folder_of(path)
+        document = self._registry.get(CHECKPOINT, path)
+        if document is None:
+            raise UserError(f"there is no checkpoint {path} here")
+        self._registry.put(CHECKPOINT, path, {**document, **fields})
+        return Response(status_code=204)
+
+
+def _page(rows: list[Any], request: Request, usual: int = 20) -> tuple[list[Any], dict[str, int]]:
+    try:
+        limit = int(request.query_params.get("limit", usual))
+        offset = int(request.query_params.get("offset", 0))
+    except ValueError as error:
+        raise UserError(f"limit and offset are numbers: {error}") from error
+    if limit < 0 or offset < 0:
+        raise UserError(f"limit is {limit} and offset {offset}; use numbers from 0")
+    return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
+
+
+def _checkpoint(path: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "checkpoint_id": path.split("/", 3)[3],
+        "checkpoint_type": document["kind"],
+        "time": _time(created),
+        "tinker_path": path,
+        "size_bytes": document["size"],
+        "public": document["public"],
+        "user_metadata": document["user_metadata"],
+        "expires_at": None if document["expires"] is None else _time(document["expires"]),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+__all__ = ["Listings", "NotFound"]

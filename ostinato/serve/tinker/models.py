@@ -1,0 +1,299 @@
+"""Models that are trained: each an adapter of its own on the one base, with snapshots and a replay.
+
+A snapshot holds an adapter and its optimizer after a request; gradients are in none. What came behind it is
+in the registry and is run again when a process takes the model up: the same requests in the same order give
+the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.serve.thread import EngineThread
+from ostinato.serve.tinker.futures import UserError
+from ostinato.serve.tinker.registry import Registry, Stored
+from ostinato.serve.tinker.samplers import Base, identity, spec_of
+from ostinato.serve.tinker.wire import Body, loss_of, parsed, rows_of, training_request
+from ostinato.train.accumulate import Accumulator, Adam, Scored
+from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+
+SNAPSHOT_S = 30.0  # of work that a process that takes over may have to repeat
+ALPHA = 32.0  # Tinker's, whatever the rank
+MODEL = "model"
+
+
+class LoraBody(Body):
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateBody(Body):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    lora_config: LoraBody | None = None
+    optimizer_config: dict[str, Any] | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class LoadBody(Body):
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any] | None = None
+    path: str
+    optimizer: bool
+
+
+class AdamBody(Body):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimBody(Body):
+    model_id: str
+    seq_id: int
+    adam_params: AdamBody | None = None
+
+
+@dataclass(slots=True)
+class Model:
+    """A model in memory. ``is_clean``: no gradient has added up, so a snapshot holds all of it."""
+
+    id: str
+    trained: Accumulator
+    seq: int = 0  # of the last request that it has seen
+    is_clean: bool = True
+    saved: int = -1  # the request of its last snapshot
+    saved_at: float = 0.0
+
+
+class Models:
+    """Those of a registry, taken up when a request needs them. ``find(path)``: the folder of a checkpoint."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        base: Base,
+        registry: Registry,
+        folder: Path,
+        find: Callable[[str], Path],
+    ) -> None:
+        self._thread, self._base, self._registry, self._folder = thread, base, registry, folder
+        self._find = find
+        self._models: dict[str, Model] = {}
+
+    async def get(self, id: str) -> Model:
+        """UserError for a model that was never made."""
+        if id not in self._models:
+            self._models[id] = await self._thread.call(lambda _: self._taken_up(id))
+        return self._models[id]
+
+    async def release(self, id: str) -> None:
+        """Free its memory; the next request takes it up again."""
+        if (model := self._models.pop(id, None)) is not None:
+            await self._thread.call(lambda _: self._snapshot(model, now=True))
+
+    def spec(self, id: str) -> AdapterSpec:
+        return spec_of(self._document(id)["spec"])
+
+    async def create(self, stored: Stored) -> None:
+        """Fresh adapters. A seed that the client leaves open is drawn from the id of the model."""
+        body = parsed(CreateBody, stored.body or b"")
+        self.check_base(body.base_model)
+        _check_optimizer(body.optimizer_config)
+        config = body.lora_config or LoraBody(rank=32)
+        targets = ("attn",) * config.train_attn + ("mlp", "shared", "experts") * config.train_mlp
+        if not targets:
+            raise UserError("lora_config trains the unembedding alone, which stays as it is here; add mlp")
+        spec = AdapterSpec(rank=config.rank, alpha=ALPHA, targets=targets)
+        self._write(
+            stored.owner,
+            body.session_id,
+            spec,
+            config.seed,
+            body.user_metadata,
+            config.model_dump(exclude={"seed"}),
+        )
+        await self.get(stored.owner)
+
+    async def load(self, stored: Stored) -> None:
+        """A checkpoint into a model, or as a new one."""
+        body = parsed(LoadBody, stored.body or b"")
+        folder = self._find(body.path)
+        spec = spec_of(json.loads((folder / "spec.json").read_text()))
+        if stored.seq == 0:
+            if body.base_model is not None:
+                self.check_base(body.base_model)
+            _check_optimizer(body.optimizer_config)
+            lora = {
+                "rank": spec.rank,
+                "train_attn": "attn" in spec.targets,
+                "train_mlp": "mlp" in spec.targets,
+            }
+            session = body.session_id or ""
+            self._write(stored.owner, session, spec, 0, body.user_metadata, lora)
+        elif spec != self.spec(stored.owner):
+            raise UserError(f"{body.path} has {spec}, and this model {self.spec(stored.owner)}")
+        model = await self.get(stored.owner)
+        await self._thread.call(lambda _: self._apply(model, stored))
+
+    async def train(self, stored: Stored) -> Scored | dict[str, float]:
+        """A forward_backward or an optim_step; a snapshot before it, where one is due."""
+        model = await self.get(stored.owner)
+
+        def work() -> Scored | dict[str, float]:
+            self._snapshot(model)
+            found = self._apply(model, stored)
+            assert found is not None
+            return found
+
+        return await self._thread.call(lambda _: work())
+
+    async def close(self) -> None:
+        """A snapshot of all that are clean, so that the next process repeats nothing."""
+        for model in self._models.values():
+            await self._thread.call(lambda _, one=model: self._snapshot(one, now=True))
+
+    def check_base(self, name: str) -> None:
+        if name not in self._base.aliases:
+            raise UserError(f"base_model is {name!r}; this server has {self._base.name}")
+
+    # ---- in the engine's thread
+
+    def _apply(self, model: Model, stored: Stored) -> Scored | dict[str, float] | None:
+        """What a request does to a model; the same when it is run again."""
+        model.seq = stored.seq
+        match stored.kind:
+            case "forward_backward":
+                message = training_request(stored.body or b"")
+                loss, rows = loss_of(message), rows_of(message)
+                if message.forward_only:
+                    return model.trained.forward(rows, loss)
+                model.is_clean = False
+                return model.trained.forward_backward(rows, loss)
+            case "optim_step":
+                asked = parsed(OptimBody, stored.body or b"").adam_params
+                if asked is None:
+                    raise UserError("optim_step has no adam_params; this server trains with AdamW alone")
+                adam = Adam(
+                    lr=asked.learning_rate,
+                    betas=(asked.beta1, asked.beta2),
+                    eps=asked.eps,
+                    weight_decay=asked.weight_decay,
+                    max_grad_norm=max(0.0, asked.grad_clip_norm),
+                )
+                model.is_clean = True
+                return model.trained.optim_step(adam)
+            case "load_weights":
+                body = parsed(LoadBody, stored.body or b"")
+                trained = model.trained
+                checkpoint = load_checkpoint(
+                    self._find(body.path), identity=identity(self._base, trained.adapters.spec)
+                )
+                assert checkpoint is not None
+                trained.restore(checkpoint.tensors, optimizer=body.optimizer)
+                trained.steps = checkpoint.step if body.optimizer else 0
+                model.is_clean, model.saved_at = True, 0.0  # a snapshot is due: the checkpoint may be deleted
+        return None
+
+    def _taken_up(self, id: str) -> Model:
+        """From its last snapshot, and from what came behind it."""
+        document = self._document(id)
+        spec, config = spec_of(document["spec"]), self._base.decoder.config
+        adapters = init_adapters(config, spec, document["seed"], self._base.decoder.device)
+        model = Model(id, Accumulator(self._base.decoder, adapters, ops=self._base.ops))
+        snapshot = load_checkpoint(self._snapshots(id), identity=identity(self._base, spec))
+        if snapshot is not None:
+            model.trained.restore(snapshot.tensors)
+            model.trained.steps = snapshot.state["steps"]
+            model.seq = model.saved = snapshot.step
+        model.saved_at = time.monotonic()
+        for stored in self._registry.since(id, model.saved):
+            if stored.kind != "create_model":
+                with suppress(ValueError):  # refused then, and again
+                    self._again(model, stored)
+        return model
+
+    def _again(self, model: Model, stored: Stored) -> None:
+        is_read = stored.kind == "forward_backward" and training_request(stored.body or b"").forward_only
+        if stored.kind in ("forward_backward", "optim_step", "load_weights") and not is_read:
+            self._apply(model, stored)
+        model.seq = stored.seq
+
+    def _snapshot(self, model: Model, *, now: bool = False) -> None:
+        """Of what all requests up to now have done, if nothing of it is in gradients."""
+        is_due = now or time.monotonic() - model.saved_at >= SNAPSHOT_S
+        if not is_due or not model.is_clean or model.seq <= model.saved:
+            return
+        trained = model.trained
+        checkpoint = Checkpoint(
+            step=model.seq,
+            tensors=trained.tensors(),
+            state={"steps": trained.steps},
+            identity=identity(self._base, trained.adapters.spec),
+        )
+        save_checkpoint(self._snapshots(model.id), checkpoint, keep=1)
+        model.saved, model.saved_at = model.seq, time.monotonic()
+        self._registry.forget_bodies(model.id, model.seq)
+
+    def _snapshots(self, id: str) -> Path:
+        folder = self._folder / "models" / slug(id)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _document(self, id: str) -> dict[str, Any]:
+        document = self._registry.get(MODEL, id)
+        if document is None:
+            raise UserError(f"there is no model {id!r} here; create it first")
+        return document
+
+    def _write(
+        self,
+        id: str,
+        session: str,
+        spec: AdapterSpec,
+        seed: int | None,
+        metadata: dict[str, Any] | None,
+        lora: dict[str, Any],
+    ) -> None:
+        drawn = int.from_bytes(hashlib.sha256(id.encode()).digest()[:6])
+        document = {
+            "session": session,
+            "spec": asdict(spec),
+            "seed": drawn if seed is None else seed % 2**63,
+            "lora": lora,
+            "user_metadata": metadata,
+        }
+        self._registry.put(MODEL, id, document, owner=session)
+
+
+def _check_optimizer(given: dict[str, Any] | None) -> None:
+    if given is not None and given.get("type") != "adamw":
+        raise UserError(f"optimizer is {given.get('type')!r}; this server trains with adamw")
+
+
+def slug(id: str) -> str:
+    """An id as the name of a folder."""
+    return id.replace(":", "_").replace("/", "_")
+
+
+__all__ = ["MODEL", "LoadBody", "LoraBody", "Model", "Models", "slug"]

@@ -1,0 +1,163 @@
+"""What the server has promised, in SQLite: requests before they are acknowledged, results until they are
+fetched, and sessions, models, samplers and checkpoints by id. It outlives a process that is killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+JSON, PROTO = "application/json", "application/x-protobuf"
+PENDING, DONE, FAILED = "pending", "done", "failed"
+_SCHEMA = """
+create table if not exists things (
+    kind text, id text, owner text, created real, body text, primary key (kind, id));
+create table if not exists requests (
+    id text primary key, owner text, seq integer, kind text, digest text, body blob,
+    state text, result blob, media text, created real, fetched real);
+create index if not exists by_owner on requests (owner, seq);
+create index if not exists by_state on requests (state);
+"""
+_COLUMNS = "id, owner, seq, kind, body, state, result, media"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A request and what came of it. ``body`` is None once nothing can need it any more."""
+
+    id: str
+    owner: str  # a model, whose requests run in the order of ``seq``, or a sampling session
+    seq: int
+    kind: str
+    body: bytes | None
+    state: str
+    result: bytes | None
+    media: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a request is answered with: the payload of its future, or an error of Tinker's form."""
+
+    payload: bytes
+    media: str = JSON
+    state: str = DONE
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> Result:
+        """As JSON."""
+        return cls(json.dumps(body).encode())
+
+    @classmethod
+    def failed(cls, sentence: str, category: str) -> Result:
+        """``category``: "User" for what the client wrote wrongly, else "Server"."""
+        error = {"error": sentence, "category": category.lower()}
+        return cls(json.dumps(error).encode(), JSON, FAILED)
+
+
+class Registry:
+    """The tables in one file. SQLite takes the calls of several threads one after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("pragma journal_mode=wal")
+        self._db.execute("pragma synchronous=normal")  # outlives the process; a power cut may undo the end
+        self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        self._db.close()
+
+    # ---- requests
+
+    def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> bool:
+        """Write it down; False where this very request is there already. ValueError for another one."""
+        digest = hashlib.sha256(kind.encode() + body).hexdigest()
+        row = self._db.execute("select digest from requests where id = ?", (id,)).fetchone()
+        if row is None:
+            values = (id, owner, seq, kind, digest, body, PENDING, time.time())
+            self._db.execute(
+                "insert into requests (id, owner, seq, kind, digest, body, state, created) "
+                "values (?, ?, ?, ?, ?, ?, ?, ?)",
+                values,
+            )
+        elif row[0] != digest:
+            raise ValueError(f"seq_id {seq} of {owner} was used for another request; count on")
+        return row is None
+
+    def request(self, id: str) -> Stored | None:
+        row = self._db.execute(f"select {_COLUMNS} from requests where id = ?", (id,)).fetchone()
+        return None if row is None else Stored(*row)
+
+    def next_of(self, owner: str, seq: int) -> Stored | None:
+        """The request with this number, if it has come."""
+        query = f"select {_COLUMNS} from requests where owner = ? and seq = ?"
+        row = self._db.execute(query, (owner, seq)).fetchone()
+        return None if row is None else Stored(*row)
+
+    def finish(self, id: str, result: Result) -> None:
+        values = (result.state, result.payload, result.media, id)
+        self._db.execute("update requests set state = ?, result = ?, media = ? where id = ?", values)
+
+    def pending(self) -> list[Stored]:
+        """In the order in which they came."""
+        query = f"select {_COLUMNS} from requests where state = ? order by created, seq"
+        return [Stored(*row) for row in self._db.execute(query, (PENDING,))]
+
+    def since(self, owner: str, seq: int) -> list[Stored]:
+        """Those behind ``seq`` that have ended, in their order: what a snapshot does not hold."""
+        query = f"select {_COLUMNS} from requests where owner = ? and seq > ? and state != ? order by seq"
+        return [Stored(*row) for row in self._db.execute(query, (owner, seq, PENDING))]
+
+    def last_seq(self, owner: str) -> int:
+        """Of the requests that have ended; -1 without any."""
+        query = "select max(seq) from requests where owner = ? and state != ?"
+        last = self._db.execute(query, (owner, PENDING)).fetchone()[0]
+        return -1 if last is None else last
+
+    def last_time(self, owner: str) -> float | None:
+        """When its last request came, in seconds since 1970."""
+        return self._db.execute("select max(created) from requests where owner = ?", (owner,)).fetchone()[0]
+
+    def forget_bodies(self, owner: str, seq: int) -> None:
+        """Of ended requests up to ``seq``: a snapshot holds what they did."""
+        query = "update requests set body = null where owner = ? and seq <= ? and seq > 0 and state != ?"
+        self._db.execute(query, (owner, seq, PENDING))
+
+    def fetched(self, id: str) -> None:
+        self._db.execute("update requests set fetched = ? where id = ?", (time.time(), id))
+
+    def purge(self, fetched_s: float, created_s: float) -> int:
+        """Drop samples fetched so long ago, and results of all that were made so long ago. How many."""
+        now = time.time()
+        sampled = "delete from requests where kind = 'sample' and state != ? and (fetched < ? or created < ?)"
+        gone = self._db.execute(sampled, (PENDING, now - fetched_s, now - created_s)).rowcount
+        old = "update requests set result = null where state != ? and body is null and created < ?"
+        return gone + self._db.execute(old, (PENDING, now - created_s)).rowcount
+
+    # ---- sessions, models, samplers, checkpoints
+
+    def put(self, kind: str, id: str, body: dict[str, Any], owner: str = "") -> None:
+        values = (kind, id, owner, time.time(), json.dumps(body), json.dumps(body))
+        self._db.execute(
+            "insert into things values (?, ?, ?, ?, ?) on conflict do update set body = ?", values
+        )
+
+    def get(self, kind: str, id: str) -> dict[str, Any] | None:
+        row = self._db.execute("select body from things where kind = ? and id = ?", (kind, id)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def delete(self, kind: str, id: str) -> None:
+        self._db.execute("delete from things where kind = ? and id = ?", (kind, id))
+
+    def all(self, kind: str, owner: str | None = None) -> list[tuple[str, float, dict[str, Any]]]:
+        """(id, seconds since 1970, body), newest first; of one owner or of all."""
+        query = "select id, created, body from things where kind = ? and (? is null or owner = ?)"
+        rows = self._db.execute(f"{query} order by created desc, id desc", (kind, owner, owner))
+        return [(id, created, json.loads(body)) for id, created, body in rows]
+
+
+__all__ = ["DONE", "FAILED", "JSON", "PENDING", "PROTO", "Registry", "Result", "Stored"]

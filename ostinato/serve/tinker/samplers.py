@@ -1,0 +1,98 @@
+"""Policies that clients sample from: adapters in files for good, in the engine while they are in use."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.ops import Ops
+from ostinato.model.peft_io import base_fingerprint, load_peft
+from ostinato.render import Renderer
+from ostinato.serve.thread import EngineThread
+from ostinato.train.checkpoint import load_checkpoint
+
+KEPT = 16  # policies that the engine has at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The model that this server trains and samples from."""
+
+    name: str  # what clients get to read: its folder or hub name, which a tokenizer can be loaded from
+    aliases: frozenset[str]  # what they may call it
+    decoder: Decoder
+    renderer: Renderer
+    ops: Ops  # of training
+    context: int
+
+
+def spec_of(stored: Mapping[str, object]) -> AdapterSpec:
+    """From the JSON of a model or a checkpoint."""
+    given = {**stored, "targets": tuple(stored["targets"])}  # type: ignore[arg-type]
+    return AdapterSpec(**{**given, "expert_scheme": ExpertScheme(given["expert_scheme"])})  # type: ignore[arg-type]
+
+
+def identity(base: Base, spec: AdapterSpec) -> dict[str, str]:
+    """What a checkpoint has to be of."""
+    return {"base": base_fingerprint(base.decoder), "adapter": str(spec)}
+
+
+def with_tensors(base: Base, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> Adapters:
+    """The adapters of a training checkpoint."""
+    adapters = init_adapters(base.decoder.config, spec, device=base.decoder.device)
+    found = adapters.detach_copy()
+    prefix = "parameters."
+    found.load_state_dict(
+        {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+    )
+    return found
+
+
+class Samplers:
+    """The engine has the policies that were used last; the others come back from their folders."""
+
+    def __init__(self, thread: EngineThread, base: Base) -> None:
+        self._thread, self._base = thread, base
+        self._held: OrderedDict[str, Adapters] = OrderedDict()
+
+    async def publish(self, name: str, adapters: Adapters, version: int) -> None:
+        """Serve a copy under ``name`` from now on."""
+        copy = adapters.detach_copy()
+        await self._thread.call(lambda engine: engine.publish(copy, version, name))
+        self._held[name] = copy
+        self._held.move_to_end(name)
+        while len(self._held) > KEPT:
+            await self.withdraw(next(iter(self._held)))
+
+    async def withdraw(self, name: str) -> None:
+        """Take it out of the engine; its folder stays."""
+        if self._held.pop(name, None) is not None:
+            await self._thread.call(lambda engine: engine.withdraw(name))
+
+    async def ensure(self, name: str, folder: Path, version: int) -> Adapters:
+        """The policy in ``folder``, served as ``name``. ValueError where it is not whole."""
+        if name not in self._held:
+            adapters = await self._thread.call(lambda _: read_adapters(self._base, folder))
+            await self.publish(name, adapters, version)
+        self._held.move_to_end(name)
+        return self._held[name]
+
+
+def read_adapters(base: Base, folder: Path) -> Adapters:
+    """Of a folder that was saved for sampling, or of a training checkpoint."""
+    if not any(folder.glob("step-*")):
+        return load_peft(folder, base.decoder)
+    spec = spec_of(json.loads((folder / "spec.json").read_text()))
+    checkpoint = load_checkpoint(folder, identity=identity(base, spec))
+    assert checkpoint is not None
+    return with_tensors(base, spec, checkpoint.tensors)
+
+
+__all__ = ["Base", "Samplers", "identity", "read_adapters", "spec_of"]

@@ -1,0 +1,281 @@
+"""What a request does: trains a model, samples from one, saves or loads weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import asdict
+from pathlib import Path
+
+from ostinato.model.lora import Adapters
+from ostinato.model.peft_io import save_peft
+from ostinato.run import atomic_folder
+from ostinato.serve.thread import EngineThread
+from ostinato.serve.tinker.futures import UserError
+from ostinato.serve.tinker.models import MODEL, Models, slug
+from ostinato.serve.tinker.registry import Registry, Result, Stored
+from ostinato.serve.tinker.samplers import Base, Samplers, identity
+from ostinato.serve.tinker.wire import (
+    Body,
+    PromptScores,
+    SampleBody,
+    parsed,
+    sampling_result,
+    training_result,
+)
+from ostinato.train.accumulate import Scored, prompt_scores
+from ostinato.train.checkpoint import Checkpoint, save_checkpoint
+from ostinato.types import Completion, Emitted, Request, Stop
+
+SAMPLER, CHECKPOINT = "sampler", "checkpoint"
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+LIMIT_S = 7 * 24 * 3600.0  # of a sample: what a client gives up, it cancels
+TOP = 64  # most of the likeliest tokens at a place
+
+
+class SaveBody(Body):
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class Work:
+    """Runs requests of one base. Checkpoints and snapshots are in ``folder``."""
+
+    def __init__(self, thread: EngineThread, base: Base, registry: Registry, folder: Path) -> None:
+        self.base, self._thread, self._registry, self._folder = base, thread, registry, folder
+        self.models = Models(thread, base, registry, folder, self.folder_of)
+        self.samplers = Samplers(thread, base)
+        self._kinds: dict[str, Callable[[Stored], Awaitable[Result]]] = {
+            "create_model": self._create,
+            "load_weights": self._load,
+            "forward_backward": self._train,
+            "optim_step": self._train,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
+            "sample": self._sample,
+        }
+
+    async def run(self, stored: Stored) -> Result:
+        """ValueError with one sentence for what the client has to change."""
+        return await self._kinds[stored.kind](stored)
+
+    # ---- models
+
+    async def _create(self, stored: Stored) -> Result:
+        await self.models.create(stored)
+        return Result.of({"model_id": stored.owner, "type": "create_model"})
+
+    async def _load(self, stored: Stored) -> Result:
+        await self.models.load(stored)
+        path = json.loads(stored.body or b"{}")["path"]
+        return Result.of({"path": path, "model_id": stored.owner, "type": "load_weights"})
+
+    async def _train(self, stored: Stored) -> Result:
+        found = await self.models.train(stored)
+        return training_result(found) if isinstance(found, Scored) else Result.of({"metrics": found})
+
+    # ---- checkpoints: tinker://model/kind/name
+
+    async def _save(self, stored: Stored) -> Result:
+        body = parsed(SaveBody, stored.body or b"")
+        model = await self.models.get(stored.owner)
+        spec = model.trained.adapters.spec
+
+        def write(folder: Path) -> None:
+            (folder / "spec.json").write_text(json.dumps(asdict(spec)))
+            checkpoint = Checkpoint(
+                step=model.trained.steps,
+                tensors=model.trained.tensors(),
+                state={"steps": model.trained.steps},
+                identity=identity(self.base, spec),
+            )
+            save_checkpoint(folder, checkpoint)
+
+        path = await self._written(stored, body, "weights", write)
+        return Result.of({"path": path, "type": "save_weights"})
+
+    async def _save_for_sampler(self, stored: Stored) -> Result:
+        body = parsed(SaveBody, stored.body or b"")
+        model = await self.models.get(stored.owner)
+        kind = {"type": "save_weights_for_sampler"}
+        if body.path is not None:
+            path = await self._written(stored, body, "sampler_weights", self._peft(model.trained.adapters))
+            return Result.of({"path": path, **kind})
+        session = self._registry.get(MODEL, stored.owner) or {}
+        id = f"{session.get('session', '')}:sample:{body.sampling_session_seq_id}"
+        shared = body.kind == "inflight"
+        policy = f"{stored.owner}:inflight" if shared else id
+        folder = self._folder / "samplers" / slug(policy)
+        await self._thread.call(lambda _: _replaced(folder, self._peft(model.trained.adapters)))
+        await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
+        document = {"policy": policy, "folder": str(folder), "path": None, "steps": model.trained.steps}
+        self._registry.put(SAMPLER, id, document, owner=session.get("session", ""))
+        return Result.of({"sampling_session_id": id, **kind})
+
+    async def _save_external(self, stored: Stored) -> Result:
+        body = parsed(SaveBody, stored.body or b"")
+        if body.age_encryption_recipients:
+            raise UserError("age_encryption_recipients are not supported; files are on your own disk")
+        model = await self.models.get(stored.owner)
+        path = await self._written(stored, body, "external_weights", self._peft(model.trained.adapters))
+        document = self._registry.get(CHECKPOINT, path) or {}
+        return Result.of({"path": path, "size_bytes": document["size"], "type": "save_weights_external"})
+
+    def _peft(self, adapters: Adapters) -> Callable[[Path], None]:
+        return lambda folder: save_peft(adapters, self.base.decoder, folder, base_name=self.base.name)
+
+    async def _written(self, stored: Stored, body: SaveBody, kind: str, write: Callable[[Path], None]) -> str:
+        """The path of a checkpoint that is on the disk and in the registry."""
+        name = body.path or f"{stored.seq:06d}"
+        if not NAME.fullmatch(name):
+            raise UserError(f"the name {name!r} is not one: letters, digits, '.', '_' and '-', at most 128")
+        path = f"tinker://{stored.owner}/{kind}/{name}"
+        before = self._registry.get(CHECKPOINT, path)
+        if before is not None and before["request"] == stored.id:  # written by a process that was killed then
+            return path
+        if before is not None and not body.overwrite:
+            raise UserError(f"{path} exists; choose another name, or overwrite=True where that is offered")
+        folder = self._folder / "checkpoints" / slug(stored.owner) / kind / name
+        await self._thread.call(lambda _: _replaced(folder, write))
+        document = {
+            "request": stored.id,
+            "model": stored.owner,
+            "kind": KINDS[kind],
+            "folder": str(folder),
+            "size": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+            "expires": None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
+            "public": False,
+            "user_metadata": body.user_metadata,
+        }
+        self._registry.put(CHECKPOINT, path, document, owner=stored.owner)
+        return path
+
+    def folder_of(self, path: str) -> Path:
+        """Of a checkpoint. UserError where there is none (any more)."""
+        if not path.startswith("tinker://"):
+            raise UserError(f"{path!r} is no checkpoint; use tinker://model/weights/name")
+        document = self._registry.get(CHECKPOINT, path)
+        if document is None or (document["expires"] or time.time() + 1) < time.time():
+            raise UserError(
+                f"there is no checkpoint {path} here; it was never saved, was deleted or has expired"
+            )
+        return Path(document["folder"])
+
+    def delete(self, path: str) -> None:
+        """UserError where there is none."""
+        folder = self.folder_of(path)
+        self._registry.delete(CHECKPOINT, path)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- samples
+
+    def new_sampler(self, id: str, session: str, path: str | None) -> None:
+        """A sampling session on a checkpoint, or on the base."""
+        folder = None if path is None else str(self.folder_of(path))
+        self._registry.put(
+            SAMPLER, id, {"policy": path or "", "folder": folder, "path": path, "steps": 0}, owner=session
+        )
+
+    async def _sample(self, stored: Stored) -> Result:
+        """The noise of answer k is addressed by (seed, k); without a seed, by the request."""
+        body = parsed(SampleBody, stored.body or b"")
+        policy, adapters = await self._policy(body)
+        tokens = body.tokens()
+        if not 1 <= body.num_samples <= 1024:
+            raise UserError(f"num_samples is {body.num_samples}; use 1 to 1024")
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            if not 0 <= getattr(body, name) <= TOP:
+                raise UserError(f"{name} is {getattr(body, name)}; use 0 to {TOP}")
+        if body.target_prompt_logprobs is not None or body.prompt_alt_tokens_k:
+            raise UserError("target_prompt_logprobs and prompt_alt_tokens_k are not computed by this server")
+        sampling = body.sampling(self.base.renderer.stop_tokens, self.base.context - len(tokens))
+        drawn = int.from_bytes(hashlib.sha256(stored.id.encode()).digest()[:7])
+        asked = body.sampling_params.seed
+        seed = drawn if asked is None else (asked + 2**63) % 2**64 - 2**63
+        requests = [
+            Request(
+                tokens=tokens,
+                sampling=sampling,
+                seed=(seed, k),
+                policy=policy,
+                top_logprobs=body.topk_sample_logprobs,
+            )
+            for k in range(body.num_samples)
+        ]
+        answers, tops = await self._answers(requests)
+        scores = None
+        if body.prompt_logprobs or body.topk_prompt_logprobs:
+            top, base = body.topk_prompt_logprobs, self.base
+            logprobs, best = await self._thread.call(
+                lambda _: prompt_scores(base.decoder, adapters, tokens, top, base.ops)
+            )
+            scores = PromptScores(logprobs=logprobs, top=best)
+        last = body.prompt_logprobs_last_n
+        if last is not None and not 1 <= last <= max(1, len(tokens) - 1):
+            raise UserError(f"prompt_logprobs_last_n is {last}; use 1 to {len(tokens) - 1}")
+        last = len(tokens) - 1 if last is None else min(last, len(tokens) - 1)
+        return sampling_result(answers, tops, body.topk_sample_logprobs, scores, last)
+
+    async def _answers(self, requests: list[Request]) -> tuple[list[Completion], list[list[Emitted]]]:
+        answers: dict[int, Completion] = {}
+        tops: list[list[Emitted]] = [[] for _ in requests]
+        async with aclosing(self._thread.generate(requests, LIMIT_S)) as events:
+            async for index, event in events:
+                if isinstance(event, Emitted):
+                    if event.top:
+                        tops[index].append(event)
+                elif event.stop is Stop.ERROR:
+                    raise RuntimeError(f"the model failed: {event.error}")
+                else:
+                    answers[index] = event
+        return [answers[index] for index in range(len(requests))], tops
+
+    async def _policy(self, body: SampleBody) -> tuple[str, Adapters | None]:
+        """What a request samples from: the engine's name for it, and its adapters."""
+        if body.sampling_session_id is not None:
+            document = self._registry.get(SAMPLER, body.sampling_session_id)
+            if document is None:
+                raise UserError(f"there is no sampling session {body.sampling_session_id!r} here; create one")
+        elif body.model_path is not None:
+            document = {"policy": body.model_path, "folder": str(self.folder_of(body.model_path)), "steps": 0}
+        else:
+            self.models.check_base(body.base_model or "")
+            document = {"policy": "", "folder": None, "steps": 0}
+        if not document["policy"]:
+            return "", None
+        folder = Path(document["folder"])
+        return document["policy"], await self.samplers.ensure(document["policy"], folder, document["steps"])
+
+    async def finish_session(self, session: str) -> None:
+        """Free what a session that has ended held: its models' memory, and samplers without a path."""
+        for id, _, _ in self._registry.all(MODEL, session):
+            await self.models.release(id)
+        for id, _, document in self._registry.all(SAMPLER, session):
+            if document["path"] is None:
+                await self.samplers.withdraw(document["policy"])
+                shutil.rmtree(document["folder"], ignore_errors=True)
+                self._registry.delete(SAMPLER, id)
+
+
+def _replaced(folder: Path, write: Callable[[Path], None]) -> None:
+    """The folder appears whole, instead of another one of its name."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(folder) as temporary:
+        write(temporary)
+
+
+__all__ = ["CHECKPOINT", "SAMPLER", "Work"]
