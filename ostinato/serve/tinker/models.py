@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ostinato.model.lora import AdapterSpec, init_adapters
+from ostinato.model.lora import init_adapters
+from ostinato.model.shapes import AdapterSpec
 from ostinato.serve.thread import EngineThread
 from ostinato.serve.tinker.futures import UserError
 from ostinato.serve.tinker.registry import Registry, Stored

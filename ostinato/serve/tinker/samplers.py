@@ -11,9 +11,10 @@ from pathlib import Path
 from torch import Tensor
 
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, AdapterSpec, ExpertScheme, init_adapters
+from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.ops import Ops
 from ostinato.model.peft_io import base_fingerprint, load_peft
+from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.render import Renderer
 from ostinato.serve.thread import EngineThread
 from ostinato.train.checkpoint import load_checkpoint
