@@ -253,7 +253,7 @@ def imported(spec: str, what: str, nearest: str) -> Callable[..., Any]:
     if not where or not name:
         raise ValueError(f"{what} {spec!r} is unknown; use {nearest!r}, module:name or path.py:name")
     if where.endswith(".py") and not Path(where).is_file():
-        raise ValueError(f"{what} {spec!r}: there is no file {where}; check the path")
+        raise ValueError(f"{what} {spec!r}: there is no file {where} in {Path.cwd()}; give its path")
     if where.endswith(".py"):
         loader = importlib.util.spec_from_file_location(f"ostinato_file_{Path(where).stem}", where)
         assert loader is not None and loader.loader is not None

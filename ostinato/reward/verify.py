@@ -323,7 +323,7 @@ def _import(name: str, otherwise: str) -> ModuleType:
 
 def _import_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"reward {spec!r}: there is no file {path}; check the path")
+        raise ValueError(f"reward {spec!r}: there is no file {path} in {Path.cwd()}; give its path")
     sys.path.insert(0, str(path.resolve().parent))  # as for a script: the file may import its neighbours
     loader_spec = importlib.util.spec_from_file_location(path.stem, path)
     assert loader_spec is not None and loader_spec.loader is not None
