@@ -354,6 +354,23 @@ def test_bodies_may_be_compressed(server: Server, service: Any) -> None:
     assert found.headers["content-type"] == "application/x-protobuf"
 
 
+@pytest.mark.slow
+def test_every_public_method_works_but_those_that_the_page_names(server: Server) -> None:
+    from tinker_probe import probe
+
+    found = probe(server.url)
+    broken = {method.split(".")[1].removesuffix("_async") for method, said in found.items() if said}
+    assert broken == {
+        "export_session_trace",
+        "get_audit_log",
+        "get_billing_usage",
+        "search_sessions",
+        "whoami",
+    }
+    share = f"{sum(not said for said in found.values())} of {len(found)}"
+    assert share in (ROOT / "docs" / "tinker.md").read_text()
+
+
 # ---- a server that is killed
 
 

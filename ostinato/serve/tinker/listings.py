@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -27,6 +29,13 @@ class PathBody(Body):
     tinker_path: str
 
 
+class CopyBody(Body):
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    ttl_seconds: int | None = None
+
+
 class TtlBody(Body):
     ttl_seconds: int | None = None
 
@@ -50,6 +59,8 @@ class Listings:
         yield f"{ONE}/files/{{file:path}}", "GET", self.file
         yield "/checkpoints", "GET", self.checkpoints
         yield "/weights_info", "POST", self.weights_info
+        yield "/copy_weights", "POST", self.copy
+        yield "/billing/usage/checkpoints/current", "GET", self.usage
         yield "/sessions", "GET", self.sessions
         yield "/sessions/{session}", "GET", self.session
         yield "/sessions/{session}/project", "PUT", self.project
@@ -114,6 +125,21 @@ class Listings:
         kept = ("train_unembed", "train_mlp", "train_attn")
         facts = {"base_model": self._work.base.name, "is_lora": True, "lora_rank": lora.get("rank")}
         return JSONResponse({**facts, **{name: lora.get(name) for name in kept}})
+
+    async def copy(self, request: Request) -> Response:
+        """Under the run that is named, or one of its own."""
+        body = parsed(CopyBody, await request.body())
+        given = request.headers.get("x-idempotency-key", "") or secrets.token_hex(8)
+        own = f"copy-{hashlib.sha256(given.encode()).hexdigest()[:16]}:train:0"
+        run = own if body.session_id is None else f"{body.session_id}:train:{body.model_seq_id or 0}"
+        expires = None if body.ttl_seconds is None else datetime.now(UTC).timestamp() + body.ttl_seconds
+        return JSONResponse({"tinker_path": self._work.copy(body.source_path, run, expires)})
+
+    async def usage(self, request: Request) -> Response:
+        """What all checkpoints take on the disk."""
+        sizes = [document["size"] for _, _, document in self._registry.all(CHECKPOINT)]
+        row = {"checkpoint_count": len(sizes), "size_bytes": sum(sizes), "size_gigabytes": sum(sizes) / 1e9}
+        return JSONResponse({"data": [row]})
 
     async def sessions(self, request: Request) -> Response:
         rows, _ = _page([id for id, _, _ in self._registry.all("session")], request)

@@ -175,6 +175,19 @@ class Work:
             )
         return Path(document["folder"])
 
+    def copy(self, path: str, run: str, expires: float | None) -> str:
+        """The path of a copy under another run; the same for a request that comes again."""
+        source = self.folder_of(path)
+        kind, name = path.split("/")[3:]
+        copied = f"tinker://{run}/{kind}/{name}"
+        if self._registry.get(CHECKPOINT, copied) is None:
+            folder = self._folder / "checkpoints" / slug(run) / kind / name
+            _replaced(folder, lambda temporary: shutil.copytree(source, temporary, dirs_exist_ok=True))
+            document = self._registry.get(CHECKPOINT, path) or {}
+            changed = {"folder": str(folder), "request": "", "expires": expires, "public": False}
+            self._registry.put(CHECKPOINT, copied, {**document, **changed}, owner=run)
+        return copied
+
     def delete(self, path: str) -> None:
         """UserError where there is none."""
         folder = self.folder_of(path)
@@ -271,7 +284,7 @@ class Work:
                 self._registry.delete(SAMPLER, id)
 
 
-def _replaced(folder: Path, write: Callable[[Path], None]) -> None:
+def _replaced(folder: Path, write: Callable[[Path], object]) -> None:
     """The folder appears whole, instead of another one of its name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as temporary:
