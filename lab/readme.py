@@ -129,6 +129,33 @@ def _gb(megabytes: float) -> str:
     return f"{megabytes / 1000:.2f} GB"
 
 
+def _serve(data: Data) -> str:
+    rows = {(row["server"], row["clients"]): row for row in data["results"]}
+    settings = data["settings"]
+    table = [
+        [
+            clients,
+            f"{row['tokens_per_s']:.0f}",
+            f"{(peer := rows['vllm', clients])['tokens_per_s']:.0f} "
+            f"(ours is {row['tokens_per_s'] / peer['tokens_per_s']:.2f}x)",
+            *(
+                f"{row[f'{what}_{part}_ms']:.0f}, {peer[f'{what}_{part}_ms']:.0f}"
+                for what in ("first", "between")
+                for part in ("p50", "p99")
+            ),
+        ]
+        for (server, clients), row in rows.items()
+        if server == "ostinato"
+    ]
+    text = (
+        f"Streaming completions of {_name(settings['model'])}, {settings['new_tokens']} tokens each, ours in "
+        f"{settings['dtype']}, vLLM's server in {settings['vllm_dtype']}, medians of {settings['rounds']} "
+        "waves in turn; latencies in milliseconds, ours and vLLM's:"
+    )
+    head = ["clients", "ostinato, tokens/s", "vLLM", "first token p50", "p99", "between tokens p50", "p99"]
+    return f"{_prose(text)}\n\n{markdown(head, table)}"
+
+
 def _draft(data: Data) -> str:
     settings = data["settings"]
     arms = {entry["batch"]: {arm["name"]: arm for arm in entry["arms"]} for entry in data["batches"]}
@@ -240,6 +267,7 @@ BLOCKS: dict[str, Callable[[Data], str]] = {
     "rollouts": _rollouts,
     "decode": _decode,
     "train": _train,
+    "serve": _serve,
     "draft": _draft,
     "never-slower": _never_slower,
     "replay": _replay,
