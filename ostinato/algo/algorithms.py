@@ -68,6 +68,8 @@ class Algorithm:
     correction_low: float = 0.0
     correction_high: float = 2.0
     kl_coef: float = 0.0  # of k3 to the reference policy
+    teacher_coef: float = 0.0  # of log p(teacher) - log p(policy) in the advantage of a token
+    reward_coef: float = 1.0  # of the advantage by rewards; 0: rewards are measured only
     entropy_coef: float = 0.0
     overridden: tuple[str, ...] = ()  # the user's keys, in their order
 
@@ -83,6 +85,11 @@ class Algorithm:
             )
         if self.correction is not Correction.NONE and self.correction_low > 1:
             raise ValueError(f"algo.correction_low is {self.correction_low} and masks 1; use at most 1")
+        if self.reward_coef == 0 and (self.teacher_coef == 0 or self.drop_zero_variance):
+            key = "drop_zero_variance is true" if self.teacher_coef else "teacher_coef is 0"
+            raise ValueError(
+                f"algo.reward_coef is 0 and algo.{key}, so nothing is learned; change one of them"
+            )
         check_choices(self.baseline, self.scale, self.batch_pool)
 
     @property
@@ -94,6 +101,11 @@ class Algorithm:
     def needs_reference(self) -> bool:
         """Whether ``policy_loss`` needs ``ref_logprobs``."""
         return self.kl_coef > 0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether ``policy_loss`` needs ``teacher_logprobs``."""
+        return self.teacher_coef > 0
 
     @property
     def needs_entropy(self) -> bool:
@@ -110,6 +122,8 @@ _LOWEST = {
     "correction_low": 0.0,
     "correction_high": 1.0,
     "kl_coef": 0.0,
+    "teacher_coef": 0.0,
+    "reward_coef": 0.0,
     "entropy_coef": 0.0,
 }
 
@@ -158,6 +172,16 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
         "scale": Scale.BATCH,
         "batch_pool": Pool.ALL,
         "aggregation": Aggregation.TOKEN,
+    },
+    # Thinking Machines, "On-Policy Distillation" (2025): the reverse KL of each token is its advantage; also
+    # GKD (arXiv 2306.13649) with lambda 1, MiniLLM (2306.08543). A reward that is mixed in by reward_coef has
+    # the mean of the step as its baseline, and no deviation divides it. Group size 1 is allowed.
+    "opd": {
+        "baseline": Baseline.BATCH_MEAN,
+        "scale": Scale.NONE,
+        "aggregation": Aggregation.TOKEN,
+        "teacher_coef": 1.0,
+        "reward_coef": 0.0,
     },
 }
 
@@ -208,13 +232,24 @@ def policy_loss(
     num_samples: int,
     correction: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    teacher_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> LossTerms:
-    """The loss of one microbatch: policy term + kl_coef * k3(new || ref) - entropy_coef * entropy.
+    """The loss of one microbatch: policy term + kl_coef * k3(new || ref) - entropy_coef * entropy. With
+    teacher_coef the policy term has ``losses.distilled`` advantages.
 
     Arguments as in ``algo.losses``, all [R]; ``num_samples`` is the batch's. ``entropy`` needs a gradient.
     Raises ValueError when a term with a non-zero coefficient lacks its tensor.
     """
+    distilled: dict[str, Tensor] = {}
+    if algorithm.needs_teacher:
+        if teacher_logprobs is None:
+            raise ValueError(
+                f"algo.teacher_coef is {algorithm.teacher_coef} but teacher_logprobs is None; pass them"
+            )
+        advantages, distilled = losses.distilled(
+            advantages, new_logprobs, teacher_logprobs, algorithm.teacher_coef
+        )
     head = (new_logprobs, old_logprobs, advantages, weights)
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     match algorithm.loss:
@@ -226,7 +261,7 @@ def policy_loss(
             terms = losses.cispo(*head, ratio_cap=algorithm.ratio_cap, correction=correction)
         case Loss.REINFORCE:
             terms = losses.reinforce(new_logprobs, advantages, weights, correction=correction)
-    total, stats = terms.total, dict(terms.stats)
+    total, stats = terms.total, terms.stats | distilled
     if algorithm.needs_reference:
         if ref_logprobs is None:
             raise ValueError(f"algo.kl_coef is {algorithm.kl_coef} but ref_logprobs is None; pass them")
@@ -248,10 +283,12 @@ def _idle_keys(chosen: Algorithm) -> dict[str, str]:
     truncates = chosen.correction in (Correction.TOKEN_TRUNCATE, Correction.SEQUENCE_TRUNCATE)
     loss, correction = f"algo.loss is '{chosen.loss}'", f"algo.correction is '{chosen.correction}'"
     corrects = chosen.correction is not Correction.NONE
+    measured = (chosen.reward_coef == 0, "algo.reward_coef is 0")
     rules = {
         "clip_low": (not clips, loss),
         "clip_high": (not clips, loss),
         "ratio_cap": (chosen.loss is not Loss.CISPO, loss),
+        **dict.fromkeys(("baseline", "scale", "overlong_buffer"), measured),
         "batch_pool": (chosen.scale is not Scale.BATCH, f"algo.scale is '{chosen.scale}'"),
         "overlong_factor": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
         "overlong_scope": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),

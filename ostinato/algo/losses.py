@@ -102,6 +102,21 @@ def reference_kl(new_logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor) ->
     return _terms(kl, weights, None, {"kl": kl.detach()})
 
 
+def distilled(
+    advantages: Tensor, new_logprobs: Tensor, teacher_logprobs: Tensor, coef: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(advantages + coef * (teacher - new), sums over tokens): the reverse KL of each token, which has no
+    gradient of its own (on-policy distillation; GKD, arXiv 2306.13649).
+
+    Its expectation under the policy is -KL(policy || teacher) at that place, so the policy gradient that is
+    made of it is the KL's. ``new`` is the policy that learns: with an importance ratio that stays so for
+    tokens of an older one.
+    """
+    reverse_kl = new_logprobs.detach() - teacher_logprobs
+    sums = {"opd/reverse_kl": reverse_kl.sum(), "opd/teacher_logprob": teacher_logprobs.sum()}
+    return advantages - coef * reverse_kl, sums
+
+
 def _clipped_ratio(
     ratio: Tensor,
     advantages: Tensor,

@@ -35,6 +35,7 @@ from ostinato.config.sections import (
     RolloutSection,
     Section,
     TaskSection,
+    TeacherSection,
     TrainerSection,
 )
 from ostinato.inputs import has_surrogate, parse_toml
@@ -47,6 +48,7 @@ class Recipe(Section):
     seed: Count = 0
     model: ModelSection = ModelSection()
     adapter: AdapterSection = AdapterSection()
+    teacher: TeacherSection = TeacherSection()
     task: TaskSection = TaskSection()
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()

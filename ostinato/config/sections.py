@@ -58,6 +58,14 @@ class AdapterSection(Section):
         return self
 
 
+class TeacherSection(Section):
+    """Who scores what the policy samples, for ``algo.teacher_coef`` (1 in "opd"): an adapter on this run's
+    model, or another model with the same tokenizer, with an adapter of its own or none."""
+
+    adapter: str = ""  # a run folder, or an adapter folder as a run or export leaves it
+    model: str = ""  # as model.path; empty: the model of this run
+
+
 class OneTask(Section):
     """Where prompts come from, and what an episode is."""
 

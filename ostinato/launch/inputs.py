@@ -31,6 +31,7 @@ from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
 from ostinato.launch.graders import new_grader
 from ostinato.launch.models import load_decoder
+from ostinato.launch.teacher import check_teacher
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.protocols import Engine, Env, Grader, Tasks
@@ -83,11 +84,13 @@ class RunInputs:
 
 def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     """Load what the recipe names and find what is wrong with it. A context: it ends the reward workers."""
-    check(recipe)
+    algorithm = check(recipe)
     for name in recipe.task.by_name:
         check_solvable(recipe.judges(name))
     folder = model_folder(recipe.model.path)
     renderer = Renderer(folder)
+    if training:
+        check_teacher(recipe, algorithm, renderer)
     train_prompts = prompts(recipe, "train", None) if training else []
     eval_prompts = prompts(recipe, recipe.eval.split, recipe.eval.n)
     if training and recipe.eval.split == "eval":

@@ -139,6 +139,7 @@ def sharded_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTra
 @contextlib.contextmanager
 def open_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
     """What the loop calls its trainer: in this process, or over the ranks of ``parallel.layout``."""
+    from ostinato.launch.teacher import new_teacher
     from ostinato.launch.trainer import new_adapters, new_trainer, save_refused
 
     recipe, decoder = prepared.recipe, prepared.decoder
@@ -147,7 +148,8 @@ def open_trainer(prepared: RunInputs, folder: Path) -> Iterator[RestorableTraine
             yield trainer
         return
     adapters = new_adapters(recipe, decoder)
-    yield new_trainer(recipe, decoder, adapters, save_refused(folder / "refused"))
+    refused, teacher = save_refused(folder / "refused"), new_teacher(recipe, decoder)
+    yield new_trainer(recipe, decoder, adapters, refused, teacher)
 
 
 def _choose_gpu(recipe: Recipe, place: Place) -> None:

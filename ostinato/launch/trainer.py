@@ -27,6 +27,7 @@ from ostinato.parallel.placement import read_placement
 from ostinato.parallel.shares import shares_of
 from ostinato.train.layouts import sharded_trainer
 from ostinato.train.optimizer import OptimizerSettings, Schedule
+from ostinato.train.teacher import Teacher
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Microbatch
 
@@ -55,9 +56,12 @@ def new_trainer(
     decoder: Decoder,
     adapters: Adapters | None,
     on_refused: Callable[[Microbatch], None] | None = None,
+    teacher: Teacher | None = None,
 ) -> PolicyTrainer:
-    """That of a process which has all of the model."""
-    return PolicyTrainer(decoder, adapters, check(recipe), **_trainer_settings(recipe, decoder, on_refused))
+    """That of a process which has all of the model. Without the ``teacher`` of its recipe it can be restored
+    and published, and does not train."""
+    settings = _trainer_settings(recipe, decoder, on_refused)
+    return PolicyTrainer(decoder, adapters, check(recipe), teacher=teacher, **settings)
 
 
 def new_sharded_trainer(

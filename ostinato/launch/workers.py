@@ -15,6 +15,7 @@ from ostinato.engine.serve import SamplerServer
 from ostinato.launch.drafts import Memory, new_memory
 from ostinato.launch.engine import new_engine, shares
 from ostinato.launch.models import load_decoder
+from ostinato.launch.teacher import new_teacher
 from ostinato.launch.trainer import new_adapters, new_trainer, save_refused
 from ostinato.model.named import model_folder
 from ostinato.model.shared import sweep
@@ -40,7 +41,8 @@ def trainer(recipe: str, refused: str) -> TrainerServer:
     parsed, folder = _read(recipe)
     decoder = load_decoder(parsed.model, folder, shared=shares(parsed))
     adapters = new_adapters(parsed, decoder)
-    return TrainerServer(new_trainer(parsed, decoder, adapters, save_refused(Path(refused))))
+    keep, teacher = save_refused(Path(refused)), new_teacher(parsed, decoder)
+    return TrainerServer(new_trainer(parsed, decoder, adapters, keep, teacher))
 
 
 class Remembering:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ostinato.algo.pack import aggregation_weights
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import sampled_tokens
 from ostinato.rollout.rollout import FAILED, Drop, drop_reason, verdicts
-from ostinato.types import Group, Sample, Stop, Trajectory
+from ostinato.types import Group, Reward, Sample, Stop, Trajectory
 
 NO_ADVANTAGE = 1e-9  # below it an advantage is the rounding of a mean of equal rewards
 
@@ -45,20 +45,24 @@ def assign(
     ``answer_tokens`` is the longest answer allowed (all turns): the unit of the overlong penalty and of the
     constant aggregation. ``solved_at`` is the reward from which an answer is solved. A sample whose advantage
     is 0 contributes nothing to the gradient unless a KL or entropy term is on; it then keeps its share in the
-    weights' denominators and is not computed.
+    weights' denominators and is not computed. Where ``algorithm.reward_coef`` is 0 every episode that was
+    played counts, whatever its verdict.
     """
+    if not algorithm.reward_coef:
+        groups, min_verdicts = [_without_verdicts(group) for group in groups], 1
     drops = [drop_reason(group, min_verdicts) for group in groups]
     rewards = [
         _shaped(group, drop, algorithm, answer_tokens, solved_at)
         for group, drop in zip(groups, drops, strict=True)
     ]
-    values = advantages(
+    by_rewards = advantages(
         rewards,
         baseline=algorithm.baseline,
         scale=algorithm.scale,
         batch_pool=algorithm.batch_pool,
         drop_zero_variance=algorithm.drop_zero_variance,
     )
+    values = [algorithm.reward_coef * value for value in by_rewards]
     wasted: Counter[str] = Counter()
     made: list[Sample] = []
     for index, (group, drop, reward, value) in enumerate(zip(groups, drops, rewards, values, strict=True)):
@@ -78,6 +82,12 @@ def assign(
         dropped_groups=Counter(str(drop) for drop in drops if drop),
         wasted_tokens=+wasted,
     )
+
+
+def _without_verdicts(group: Group) -> Group:
+    """A reward of 0 for all that was played."""
+    judged = (t if t.stop in FAILED else replace(t, reward=Reward(value=0.0)) for t in group.trajectories)
+    return replace(group, trajectories=tuple(judged))
 
 
 def _shaped(
@@ -119,7 +129,7 @@ def _with_routes(made: list[Sample], wasted: Counter[str]) -> list[Sample]:
 def _with_gradient(
     pairs: list[tuple[Sample, np.ndarray]], algorithm: Algorithm, wasted: Counter[str]
 ) -> list[tuple[Sample, np.ndarray]]:
-    if algorithm.needs_reference or algorithm.needs_entropy:
+    if algorithm.needs_reference or algorithm.needs_teacher or algorithm.needs_entropy:
         return pairs
     kept = [pair for pair in pairs if np.abs(pair[0].advantages).max() > NO_ADVANTAGE]
     total = sum(int(sample.loss_mask.sum()) for sample, _ in pairs)

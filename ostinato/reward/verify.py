@@ -273,6 +273,11 @@ def env(completions: Sequence[Any], env_reward: Sequence[float | None], **_: Any
     return list(env_reward)
 
 
+def none(completions: Sequence[Any], **_: Any) -> list[float | None]:
+    """No verdict: for training that needs no reward."""
+    return [None] * len(completions)
+
+
 BUILT_IN: dict[str, RewardFunction] = {
     "env": env,
     "exact": exact,
@@ -280,6 +285,7 @@ BUILT_IN: dict[str, RewardFunction] = {
     "math_verify": math_verify,
     "gym_score": gym_score,
     "answer_tags": answer_tags,
+    "none": none,
 }
 _NEEDS = {"math_verify": "math_verify", "gym_score": "reasoning_gym"}
 

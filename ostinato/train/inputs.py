@@ -17,8 +17,8 @@ from ostinato.types import Microbatch, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """A Microbatch as tensors on the trainer's device; ``old``, ``reference`` and ``counts`` where they were
-    computed ahead."""
+    """A Microbatch as tensors on the trainer's device; ``old``, ``reference``, ``teacher`` and ``counts``
+    where they were computed ahead."""
 
     source: Microbatch
     tokens: Tensor  # [T] int64
@@ -34,6 +34,7 @@ class Inputs:
     routing: Tensor | None  # the same where they are replayed
     old: Tensor | None = None  # [R] fp32
     reference: Tensor | None = None  # [R] fp32, of the base policy
+    teacher: Tensor | None = None  # [R] fp32, of ``train.teacher``
     counts: Tensor | None = None  # [3, T], gate.row_counts
 
     @property

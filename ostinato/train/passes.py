@@ -164,6 +164,7 @@ def batch_objective(algorithm: Algorithm, num_samples: int) -> Objective:
             num_samples=num_samples,
             correction=weights,
             ref_logprobs=part.reference,
+            teacher_logprobs=part.teacher,
             entropy=entropy if algorithm.needs_entropy else None,
         )
         return Outcome(

@@ -28,7 +28,7 @@ class Totals:
     unjudged: list[tuple[Inputs, Tensor]] = field(default_factory=list)  # with gate.row_counts
     judged: list[tuple[Inputs, Tensor]] = field(default_factory=list)
     steps_taken: int = 0
-    extra_flops: float = 0.0  # of forwards for old log-probabilities, the reference and the gate
+    extra_flops: float = 0.0  # of forwards for old log-probabilities, the reference, the teacher and the gate
     repeated_flops: float = 0.0  # of what went forward and backward again: that of its forward
 
     def add(self, part: Inputs, outcome: Outcome) -> None:

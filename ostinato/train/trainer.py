@@ -45,6 +45,7 @@ from ostinato.train.local import LocalPasses
 from ostinato.train.optimizer import OptimizerSettings, build_optimizer, clip_gradients, lr_factor, set_lr
 from ostinato.train.passes import Backend, ScoreOptions, batch_objective
 from ostinato.train.replay_guard import ReplayGuard
+from ostinato.train.teacher import Teacher
 from ostinato.train.totals import Totals, staleness, support
 from ostinato.types import Batch, Microbatch, StepReport
 
@@ -59,6 +60,8 @@ class PolicyTrainer:
     ``temperature``: the sampler's, so that log-probabilities are of the distribution that was sampled from.
     ``recompute``: keep one activation per layer, recompute the rest in backward. ``ops``: arithmetic that has
     gradients, such as ``model.native.Kernels.training``.
+
+    ``teacher`` scores what ``algorithm.needs_teacher`` learns from.
 
     ``replay``, ``replay_threshold`` and ``measure_every``: see ``ReplayGuard``.
 
@@ -88,6 +91,7 @@ class PolicyTrainer:
         on_refused: Callable[[Microbatch], None] | None = None,
         ops: Ops = TORCH_OPS,
         backend: Backend | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"rollout.temperature is {temperature}; training needs a positive temperature")
@@ -98,7 +102,7 @@ class PolicyTrainer:
                 f"algo.kl_coef is {algorithm.kl_coef}, but full-parameter training keeps no reference policy "
                 "to measure from; set it to 0 or train an adapter"
             )
-        self._decoder, self._adapters, self._algorithm = decoder, adapters, algorithm
+        self._decoder, self._adapters, self._algorithm, self._teacher = decoder, adapters, algorithm, teacher
         self._settings, self._max_refused, self._on_refused = optimizer, max_refused, on_refused
         self._backend = backend or Backend(
             passes=LocalPasses(
@@ -119,8 +123,7 @@ class PolicyTrainer:
         vectors = {id(leaf) for name, leaf in self._named.items() if len(self._leaves.shapes[name]) < 2}
         self._optimizer = build_optimizer(self._named.values(), optimizer, lambda leaf: id(leaf) in vectors)
         self._steps = 0  # calls of step(): what the schedule reads
-        self._refused_in_a_row = 0
-        self._num_rows = 0
+        self._refused_in_a_row = self._num_rows = 0
         self._flops = FlopModel.of(decoder.config, adapters.spec if adapters else None)
         self._guard = ReplayGuard(
             decoder.config,
@@ -136,7 +139,7 @@ class PolicyTrainer:
     @property
     def progress(self) -> float:
         """Passes over microbatches: grows while it works."""
-        return self._passes.progress
+        return self._passes.progress + (self._teacher.passes.progress if self._teacher else 0.0)
 
     @torch.no_grad()
     def adapters(self) -> Adapters | None:
@@ -289,6 +292,9 @@ class PolicyTrainer:
         if self._algorithm.needs_reference:
             parts = self._with_reference(minibatch)
             totals.extra_flops += sum(self._flops.base(part.work) for part in minibatch)
+        if self._teacher is not None:
+            parts = self._teacher.score(parts)
+            totals.extra_flops += self._teacher.price(parts)
         outcomes = self._passes.train(parts, batch_objective(self._algorithm, num_samples), scale)
         for part, outcome in zip(minibatch, outcomes, strict=True):
             totals.add(part, outcome)

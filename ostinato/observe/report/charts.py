@@ -214,9 +214,11 @@ def _policy(data: RunData) -> list[Chart]:
     clipped = {f"clip_ratio/{key}": key.removesuffix("_mean") for key in names_under(rows, "clip_ratio/")}
     clipped |= {"cispo_clip_ratio": "capped"}
     share, kl = "Share of tokens beyond the trust region.", {"kl": ("KL", "--teal")}
+    taught = {"opd/reverse_kl": ("reverse KL", "--teal")}
     own = [
         figure(rows, "Clipped tokens", share, "%", clipped, low=0.0),
         figure(rows, "KL to the base", "Estimate per trained token.", "nats", kl, low=0.0),
+        figure(rows, "Reverse KL to the teacher", "Per trained token.", "nats", taught),
     ]
     return [
         figure(rows, "Loss", "Of each step's batch.", "", {"loss": "loss"}),

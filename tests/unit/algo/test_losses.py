@@ -324,6 +324,7 @@ def test_defaults_of_the_papers() -> None:
         "rloo": {"loss": Loss.REINFORCE, "baseline": Baseline.LEAVE_ONE_OUT, "scale": Scale.NONE},
         "reinforce_pp": {"baseline": Baseline.BATCH_MEAN, "scale": Scale.BATCH, "batch_pool": Pool.ALL},
         "reinforce_pp_baseline": {"baseline": Baseline.GROUP_MEAN, "scale": Scale.BATCH},
+        "opd": {"loss": Loss.CLIPPED, "aggregation": Aggregation.TOKEN, "teacher_coef": 1, "reward_coef": 0},
     }
     assert expected.keys() == NAMED.keys()
     for name, fields in expected.items():

@@ -65,6 +65,17 @@ def test_the_names_of_the_waste() -> None:
     assert made.dropped_groups == {"zero_variance": 1, "too_few_verdicts": 1, "too_few_episodes": 1}
 
 
+def test_distillation_trains_on_all_that_was_played() -> None:
+    """Whatever the verdicts; the teacher writes the advantages, and a reward is added where it is wanted."""
+    groups = [group(member(None, 1), member(1, 2), member(None, 3, Stop.ERROR)), group(member(1, 4))]
+    made = credit(groups, "opd")
+    assert [sample.uid for sample in made.samples] == ["p#0", "p#1", "p#0"]
+    assert not any(sample.advantages.any() for sample in made.samples)
+    assert made.wasted_tokens == {"failed": 3} and not made.dropped_groups
+    mixed = credit([group(member(1, 1), member(0, 2))], "opd", reward_coef=0.5)
+    assert [sample.advantages[-1] for sample in mixed.samples] == [0.25, -0.25]
+
+
 def test_a_truncated_member_is_part_of_the_baseline_though_not_trained_on() -> None:
     made = credit([group(member(1), member(0), member(0, 4, Stop.LENGTH))], "dr_grpo", mask_truncated=True)
     assert [sample.advantages[-1] for sample in made.samples] == pytest.approx([2 / 3, -1 / 3])

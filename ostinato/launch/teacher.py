@@ -1,0 +1,85 @@
+"""The teacher of a recipe, checked and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ostinato.algo.algorithms import Algorithm
+from ostinato.config import Recipe
+from ostinato.launch.engine import kernels
+from ostinato.launch.models import load_decoder
+from ostinato.model.config import read_config
+from ostinato.model.decoder import Decoder
+from ostinato.model.named import model_folder
+from ostinato.model.ops import TORCH_OPS
+from ostinato.model.peft_io import load_peft
+from ostinato.render import Renderer
+from ostinato.train.teacher import Teacher, local_teacher
+
+
+def check_teacher(recipe: Recipe, algorithm: Algorithm, renderer: Renderer) -> None:
+    """Raises ValueError, before any work, for a teacher that is missing, idle, or has other tokens than the
+    model of ``renderer``."""
+    section = recipe.teacher
+    given = next((key for key in ("adapter", "model") if getattr(section, key)), "")
+    if not algorithm.needs_teacher:
+        if given:
+            raise ValueError(
+                f"teacher.{given} has no effect because algo.teacher_coef is 0; remove it, or set "
+                'algo.name="opd"'
+            )
+        return
+    if not given:
+        raise ValueError(
+            f"algo.teacher_coef is {algorithm.teacher_coef:g} without a teacher; set teacher.adapter (a run "
+            "folder or an adapter on the same base) or teacher.model"
+        )
+    if recipe.parallel.sharded:
+        raise ValueError(
+            f"parallel.layout is {recipe.parallel.layout!r}, and a teacher scores in one process; drop the "
+            "layout"
+        )
+    if recipe.adapter.kind == "full" and not section.model:
+        raise ValueError(
+            'teacher.adapter is on the base that adapter.kind "full" trains; set teacher.model to that base, '
+            'or use adapter.kind="lora"'
+        )
+    if section.model:
+        _check_tokens(section.model, recipe.model.path, renderer)
+
+
+def _check_tokens(name: str, student: str, renderer: Renderer) -> None:
+    folder = model_folder(name)
+    own, other = (one.tokenizer.get_vocab(with_added_tokens=True) for one in (renderer, Renderer(folder)))
+    if own != other:
+        raise ValueError(
+            f"teacher.model {name} has another vocabulary ({len(other)} tokens) than {student} "
+            f"({len(own)} tokens), so it cannot score the same tokens; use a teacher with the same tokenizer"
+        )
+    sizes = [read_config(one).vocab_size for one in (folder, renderer.folder)]
+    if sizes[0] < sizes[1]:
+        raise ValueError(
+            f"teacher.model {name} has logits of {sizes[0]} tokens and {student} of {sizes[1]}; use a "
+            "teacher that has them all"
+        )
+
+
+def new_teacher(recipe: Recipe, decoder: Decoder) -> Teacher | None:
+    """What ``[teacher]`` names; None without one. An adapter alone is one of ``decoder``, whose weights it
+    shares. Raises ValueError for an adapter of another base."""
+    section = recipe.teacher
+    if not (section.adapter or section.model):
+        return None
+    if section.model:
+        model = recipe.model.model_copy(update={"path": section.model})
+        decoder = load_decoder(model, model_folder(section.model))
+    adapters = load_peft(adapter_folder(section.adapter), decoder) if section.adapter else None
+    found = kernels(recipe, decoder)
+    ops = found.training if found else TORCH_OPS
+    return local_teacher(decoder, adapters, temperature=recipe.rollout.temperature, ops=ops)
+
+
+def adapter_folder(path: str) -> Path:
+    """The adapter of a run folder, or the folder itself."""
+    folder = Path(path).expanduser()
+    return folder / "adapter" if (folder / "recipe.toml").is_file() else folder

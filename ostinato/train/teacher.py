@@ -1,0 +1,46 @@
+"""The teacher of on-policy distillation: another policy, which scores the tokens that were sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ostinato.model.decoder import Decoder
+from ostinato.model.flops import FlopModel, Work
+from ostinato.model.lora import Adapters
+from ostinato.model.ops import TORCH_OPS, Ops
+from ostinato.train.inputs import Inputs
+from ostinato.train.local import LocalPasses
+from ostinato.train.passes import Passes, ScoreOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Teacher:
+    """Log-probabilities of another policy. A mixture of experts is routed by its own routers."""
+
+    passes: Passes
+    flops: FlopModel
+
+    def score(self, parts: Sequence[Inputs]) -> list[Inputs]:
+        """With ``teacher``: its log-probabilities [R] of the targets, at the sampling temperature and over
+        the recorded support, by the very forward that training runs."""
+        free = [replace(part, routing=None, carried=None) for part in parts]
+        found = self.passes.score(free, ScoreOptions())
+        return [replace(part, teacher=one.logprobs) for part, one in zip(parts, found, strict=True)]
+
+    def price(self, parts: Sequence[Inputs]) -> float:
+        """FLOPs of ``score``."""
+        return self.flops.forward(sum((part.work for part in parts), Work()))
+
+
+def local_teacher(
+    decoder: Decoder, adapters: Adapters | None, *, temperature: float = 1.0, ops: Ops = TORCH_OPS
+) -> Teacher:
+    """In this process. ``decoder`` may be the one that is trained, if its base is frozen."""
+    for pair in adapters.tensors.values() if adapters else ():
+        for factor in pair:
+            factor.requires_grad_()  # as in training, where a layer may multiply in another order
+    passes = LocalPasses(
+        decoder, adapters, ops=ops, temperature=temperature, recompute=False, entropy_grad=False
+    )
+    return Teacher(passes=passes, flops=FlopModel.of(decoder.config, adapters.spec if adapters else None))

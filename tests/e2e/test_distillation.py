@@ -1,0 +1,89 @@
+"""On-policy distillation as a run: the student comes closer to its teacher, resume, bad teachers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from short_run import SHORT
+
+from ostinato.launch.session import Outcome, learn, resume
+from ostinato.model.named import model_folder
+from ostinato.model.peft_io import LOGICAL
+from ostinato.observe.report import write_report
+from ostinato.run import RunFolder
+
+pytestmark = pytest.mark.slow
+
+
+def run(recipe: str, folder: Path, **overrides: Any) -> Outcome:
+    """Into ``folder``; keys have "__" for the dot."""
+    given = {key.replace("__", "."): value for key, value in overrides.items()}
+    settings = {**SHORT, "log.dir": folder, "trainer.lr": 5e-3, "rollout.prompts_per_step": 8, **given}
+    return learn(recipe, *(f"{key}={value}" for key, value in settings.items()), quiet=True)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose adapter has left the base."""
+    return run("quickstart", tmp_path_factory.mktemp("teacher"), trainer__steps=8).folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return list(RunFolder(folder).metrics.rows())
+
+
+@pytest.mark.parametrize(("rank", "size"), [(16, 4), (4, 1)])
+def test_the_student_comes_closer_to_its_teacher(teacher: Path, tmp_path: Path, rank: int, size: int) -> None:
+    """Without any verdict, and with one answer to a prompt too."""
+    sizes = {"adapter__rank": rank, "rollout__group_size": size, "rollout__prompts_per_step": 32 // size}
+    judged = {"reward__functions": '["none"]', "eval__at_start": "true"}
+    outcome = run("opd", tmp_path, teacher__adapter=teacher, trainer__steps=10, **sizes, **judged)
+    kl = [row["opd/reverse_kl"] for row in rows(outcome.folder)]
+    assert kl[0] > 0.01 and sum(kl[-3:]) / 3 < 0.5 * kl[0]
+    assert all(row["tokens/sampled"] == row["tokens/trained"] for row in rows(outcome.folder))
+    page = write_report(RunFolder(outcome.folder)).read_text(encoding="utf-8")
+    assert "Reverse KL to the teacher" in page
+
+
+def test_a_resumed_run_equals_an_undisturbed_one(teacher: Path, tmp_path: Path) -> None:
+    whole = run("opd", tmp_path / "whole", teacher__adapter=teacher, trainer__steps=4)
+    begun = run("opd", tmp_path / "begun", teacher__adapter=teacher, trainer__steps=2)
+    resume(begun.folder, "trainer.steps=4", quiet=True)
+    one, other = (load_file(outcome.folder / "adapter" / LOGICAL) for outcome in (whole, begun))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_bad_teachers_are_refused_before_work(teacher: Path, tmp_path: Path) -> None:
+    faults = [
+        ({"teacher__adapter": ""}, r"algo\.teacher_coef is 1 without a teacher; set teacher\.adapter"),
+        ({"teacher__adapter": tmp_path / "none"}, "has no ostinato_adapter"),
+        ({"algo__name": "grpo", "teacher__adapter": teacher}, "has no effect because algo.teacher_coef is 0"),
+        ({"teacher__adapter": teacher, "adapter__kind": "full"}, "is on the base that adapter.kind"),
+        ({"teacher__adapter": teacher, "algo__teacher_coef": 0}, "so nothing is learned"),
+    ]
+    for overrides, message in faults:
+        with pytest.raises(ValueError, match=message):
+            run("opd", tmp_path, **overrides)
+    assert not list(tmp_path.glob("*/recipe.toml"))
+
+
+def test_another_model_teaches_where_it_has_the_same_tokens(tmp_path: Path) -> None:
+    """Here the base itself: a fresh adapter has nothing to learn from it."""
+    other = tmp_path / "other"
+    shutil.copytree(model_folder("asset:seed-moe"), other)
+    base: dict[str, Any] = {"teacher__model": other, "teacher__adapter": ""}
+    outcome = run("opd", tmp_path, **base, trainer__steps=1)
+    assert abs(rows(outcome.folder)[0]["opd/reverse_kl"]) < 1e-6
+    file = other / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    last = max(tokenizer["added_tokens"], key=lambda token: token["id"])
+    tokenizer["added_tokens"].append(last | {"id": 9999, "content": "<|another|>"})
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(ValueError, match="has another vocabulary"):
+        run("opd", tmp_path, **base)
