@@ -62,6 +62,11 @@ class Renderer:
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
+    def eos(self) -> int | None:
+        """The tokenizer's id for the end of a text, if it has one."""
+        return self.tokenizer.token_to_id(self._special_names.get("eos_token", ""))
+
+    @property
     def has_chat_template(self) -> bool:
         return self._template_text is not None
 
@@ -173,7 +178,7 @@ class Renderer:
         for name in ("generation_config.json", "config.json"):
             eos = _read_json(self.folder / name).get("eos_token_id")
             found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        if (eos := self.tokenizer.token_to_id(self._special_names.get("eos_token", ""))) is not None:
+        if (eos := self.eos) is not None:
             found.add(eos)
         if self.has_chat_template:
             found.update(self._turn_end())

@@ -70,9 +70,25 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def sft(
+    target: Annotated[
+        str, typer.Argument(help="A recipe, or a model (then give task.source).", show_default=False)
+    ],
+    overrides: Overrides = None,
+    preference: Annotated[
+        bool, typer.Option("--preference", help="DPO, on rows with prompt, chosen and rejected.")
+    ] = False,
+) -> None:
+    """Train on rows with answers, before RL or instead of it; write a run folder."""
+    from ostinato.cli.sft import sft as command
+
+    raise typer.Exit(command(target, overrides or [], preference=preference))
+
+
+@app.command()
 def resume(run: RunPath, overrides: Overrides = None) -> None:
     """Go on with a run from its last good checkpoint."""
-    from ostinato.cli.train import resume as command
+    from ostinato.cli.sft import resume as command
 
     raise typer.Exit(command(run, overrides or []))
 

@@ -34,6 +34,7 @@ from ostinato.config.sections import (
     RewardSection,
     RolloutSection,
     Section,
+    SftSection,
     TaskSection,
     TeacherSection,
     TrainerSection,
@@ -65,6 +66,7 @@ class Recipe(Section):
     cluster: ClusterSection = ClusterSection()
     parallel: ParallelSection = ParallelSection()
     ablate: AblateSection = AblateSection()
+    sft: SftSection = SftSection()
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:

@@ -516,3 +516,14 @@ class AblateSection(Section):
     """What ``ostinato ablate --leave-one-out`` compares the recipe with: name = the overrides of an arm."""
 
     arms: dict[str, Names] = Field(default_factory=dict)  # e.g. "no fp32 head" = ["model.fp32_head=false"]
+
+
+class SftSection(Section):
+    """``ostinato sft``: training on answers that the rows of ``task.source`` have (docs/guide/sft.md), with
+    ``trainer`` and ``adapter`` as they are; ``eval.every`` (steps) and ``eval.n`` for the held-out loss."""
+
+    loss: Literal["off", "tokens", "dpo"] = "off"  # of assistant tokens; or of rows with chosen and rejected
+    turns: Literal["last", "all"] = "last"  # of the assistant that are trained, for "tokens"
+    rows_per_step: Positive = 32
+    epochs: Count = 0  # passes over the rows, in place of trainer.steps; 0: trainer.steps
+    beta: Annotated[float, Field(gt=0)] = 0.1  # of "dpo"

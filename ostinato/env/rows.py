@@ -46,7 +46,7 @@ def read(
     """
     if not 0 <= holdout < 1:
         raise ValueError(f"task.params.holdout is {holdout}; use a share of the rows in [0, 1)")
-    rows, has_splits = _rows(source, split, config, holdout)
+    rows, has_splits = raw_rows(source, split, config, holdout)
     prompts: list[Prompt] = []
     first_row: dict[str, int] = {}
     for number, row in rows:
@@ -85,19 +85,19 @@ def prompt_from_row(row: Row, where: str, prompt_column: str = "prompt", answer_
     columns = {name: value for name, value in row.items() if name != prompt_column} | {"answer": answer}
     if isinstance(content, str):
         return Prompt(uid=_uid(row, content, answer), text=content, columns=columns)
-    return Prompt(uid=_uid(row, content, answer), messages=_messages(content, where), columns=columns)
+    return Prompt(uid=_uid(row, content, answer), messages=messages(content, where), columns=columns)
 
 
-def _messages(content: Any, where: str) -> tuple[dict[str, str], ...]:
-    messages = []
+def messages(content: Any, where: str) -> tuple[dict[str, str], ...]:
+    found = []
     for message in content if isinstance(content, list | tuple) else [content]:
         texts = isinstance(message, Mapping) and {name: message.get(name) for name in ("role", "content")}
         if not texts or not all(isinstance(text, str) for text in texts.values()):
             raise ValueError(
                 f"{where} has a prompt that is neither text nor a chat of {{role, content}} texts"
             )
-        messages.append({name: text for name, text in message.items() if isinstance(text, str)})
-    return tuple(messages)
+        found.append({name: text for name, text in message.items() if isinstance(text, str)})
+    return tuple(found)
 
 
 def _answer(row: Row, where: str, answer_column: str) -> Any:
@@ -126,7 +126,7 @@ def _held_out(prompt: Prompt, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") < share * 2**32
 
 
-def _rows(source: str, split: str, config: str, holdout: float) -> tuple[Iterable[tuple[int, Row]], bool]:
+def raw_rows(source: str, split: str, config: str, holdout: float) -> tuple[Iterable[tuple[int, Row]], bool]:
     """((row number, row) ..., whether the source has named splits). Lines of a file count from 1."""
     path = Path(source)
     if source.startswith("hf:") or path.is_dir():

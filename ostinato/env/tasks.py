@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ostinato.env import arithmetic, gym, rows
 from ostinato.types import Prompt
 
+T = TypeVar("T")
 SPLITS = ("train", "eval")
 SUBSET_EPOCH = -1  # addresses the order that picks a subset; the epochs of a stream count from 0
 
@@ -42,12 +43,12 @@ class Rows:
     def prompt(self, index: int) -> Prompt:
         epoch, position = divmod(index, len(self._prompts))
         if self._shuffle:
-            position = int(_order(self._seed, epoch, len(self._prompts))[position])
+            position = int(order(self._seed, epoch, len(self._prompts))[position])
         return self._prompts[position]
 
 
 @functools.lru_cache(maxsize=16)  # a batch can straddle two epochs of each task
-def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+def order(seed: int, epoch: int, count: int) -> np.ndarray:
     """A permutation of ``count``: the order of raw Philox words, which numpy keeps stable across versions."""
     key = np.array([seed, epoch], np.int64).view(np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
@@ -85,8 +86,8 @@ def load_tasks(
             raise ValueError(f"n is missing; {source} is endless, say how many {split} prompts to draw")
         prompts = _procedural(source, split, seed, n, params)
     else:
-        _check_params(rows.read, params, source, skip=("source", "split"))
-        prompts = _subset(rows.read(_existing(source), split, **params), seed, n)
+        check_params(rows.read, params, source, skip=("source", "split"))
+        prompts = subset(rows.read(existing(source), split, **params), seed, n)
     return [with_system(prompt, system_prompt) for prompt in prompts] if system_prompt else prompts
 
 
@@ -111,12 +112,12 @@ def _content(prompt: Prompt) -> str:
 
 def _procedural(source: str, split: str, seed: int, n: int, params: dict[str, Any]) -> list[Prompt]:
     if source == "arithmetic":
-        _check_params(arithmetic.rows, params, source, skip=("split", "seed", "n"))
+        check_params(arithmetic.rows, params, source, skip=("split", "seed", "n"))
         return arithmetic.rows(split, seed, n, **params)
     return gym.rows(source.removeprefix("gym:"), split, seed, n, params)
 
 
-def _existing(source: str) -> str:
+def existing(source: str) -> str:
     if source.startswith("hf:") or Path(source).exists():
         return source
     if Path(source).suffix or "/" in source:
@@ -126,7 +127,7 @@ def _existing(source: str) -> str:
     raise ValueError(f"task.source is {source!r}, neither a source nor a file; did you mean {nearest}?")
 
 
-def _check_params(
+def check_params(
     reader: Callable[..., Any], params: Mapping[str, Any], source: str, skip: Sequence[str]
 ) -> None:
     known = [name for name in inspect.signature(reader).parameters if name not in skip]
@@ -136,10 +137,11 @@ def _check_params(
             raise ValueError(f"task.params.{name} is unknown for {source}; nearest is {nearest!r} of {known}")
 
 
-def _subset(prompts: list[Prompt], seed: int, n: int | None) -> list[Prompt]:
-    if n is None or n >= len(prompts):
-        return prompts
-    return [prompts[k] for k in sorted(_order(seed, SUBSET_EPOCH, len(prompts))[:n].tolist())]
+def subset(rows: list[T], seed: int, n: int | None) -> list[T]:
+    """``n`` of the rows, in their order, chosen by ``seed``; all where there are no more."""
+    if n is None or n >= len(rows):
+        return rows
+    return [rows[k] for k in sorted(order(seed, SUBSET_EPOCH, len(rows))[:n].tolist())]
 
 
 def with_system(prompt: Prompt, system_prompt: str) -> Prompt:

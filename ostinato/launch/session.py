@@ -70,7 +70,7 @@ def learn(
     elif overrides:
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
     console = Console(file=lasting(sys.stdout), quiet=quiet)
-    with _new_folder(recipe) as path:
+    with new_folder(recipe) as path:
         return _train(recipe, path, console, again=False, workers=workers)
 
 
@@ -91,7 +91,7 @@ def resume(path: Path, *overrides: str, quiet: bool = False, workers: str = WORK
 
 
 @contextlib.contextmanager
-def _new_folder(recipe: Recipe) -> Iterator[Path]:
+def new_folder(recipe: Recipe) -> Iterator[Path]:
     """The folder of a new run, locked; it is gone where the run did not begin."""
     path = new_run_path(Path(recipe.log.dir), recipe.name)
     try:
@@ -108,6 +108,8 @@ def _new_folder(recipe: Recipe) -> Iterator[Path]:
 
 @ending()
 def _train(recipe: Recipe, path: Path, console: Console, *, again: bool, workers: str) -> Outcome:
+    if recipe.sft.loss != "off":
+        raise ValueError(f'sft.loss is "{recipe.sft.loss}"; run ostinato sft, or set sft.loss="off" for RL')
     with _interrupted_before(path):
         return _session(recipe, path=path, console=console, resume=again, workers=workers)
 
@@ -144,7 +146,7 @@ def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, work
         if memory is not None:
             memory.history.forget_after(state.step)  # an older checkpoint than the history is of
         check_writers(recipe.log.writers)
-        run = _folder(path, dump_toml(recipe), resume)
+        run = open_folder(path, dump_toml(recipe), resume)
         ledger = new_ledger(recipe, run, prepared.decoder, clock, life, components.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         screen = Monitor(recipe.trainer.steps, done=state.step, console=console)
@@ -217,7 +219,7 @@ def _outcome(recipe: Recipe, run: RunFolder, finished: Finished) -> Outcome:
     )
 
 
-def _folder(path: Path, recipe: str, resume: bool) -> RunFolder:
+def open_folder(path: Path, recipe: str, resume: bool) -> RunFolder:
     if not resume:
         return RunFolder.create(path, recipe)
     run = RunFolder.open(path)

@@ -115,23 +115,29 @@ def _own_adapters(
     return None
 
 
+def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
+    """AdamW and its schedule. Raises ValueError for what cannot work together."""
+    settings = recipe.trainer
+    beta1, beta2 = settings.betas
+    return OptimizerSettings(
+        lr=settings.lr,
+        betas=(beta1, beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        schedule=Schedule(settings.schedule),
+        warmup_steps=settings.warmup_steps,
+        total_steps=settings.steps,
+    )
+
+
 def _trainer_settings(
     recipe: Recipe, decoder: Decoder, on_refused: Callable[[Microbatch], None] | None
 ) -> dict[str, Any]:
     settings = recipe.trainer
-    beta1, beta2 = settings.betas
     found = kernels(recipe, decoder)
     return {
-        "optimizer": OptimizerSettings(
-            lr=settings.lr,
-            betas=(beta1, beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            max_grad_norm=settings.max_grad_norm,
-            schedule=Schedule(settings.schedule),
-            warmup_steps=settings.warmup_steps,
-            total_steps=settings.steps,
-        ),
+        "optimizer": optimizer_settings(recipe),
         "temperature": recipe.rollout.temperature,
         "replay": settings.replay,
         "replay_threshold": settings.replay_threshold,

@@ -100,18 +100,19 @@ class NotFinite(ValueError):
 
 
 class Accumulator:
-    """Trains ``adapters`` in place on a frozen ``decoder``. Call after call, in one thread."""
+    """Trains ``adapters`` in place on a frozen ``decoder``; None: its own parameters. Call after call,
+    in one thread."""
 
     def __init__(
         self,
         decoder: Decoder,
-        adapters: Adapters,
+        adapters: Adapters | None,
         *,
         ops: Ops = TORCH_OPS,
         tokens_per_microbatch: int = TOKENS_PER_MICROBATCH,
         recompute: bool = False,
     ) -> None:
-        self.decoder, self.adapters, self._budget = decoder, adapters, tokens_per_microbatch
+        self.decoder, self._adapters, self._budget = decoder, adapters, tokens_per_microbatch
         self._passes = LocalPasses(
             decoder, adapters, ops=ops, temperature=1.0, recompute=recompute, entropy_grad=False
         )
@@ -120,6 +121,12 @@ class Accumulator:
             leaf.requires_grad_()
         self._optimizer = build_optimizer(self._leaves.named.values(), OptimizerSettings(lr=1.0))
         self.steps = 0  # of the optimizer
+
+    @property
+    def adapters(self) -> Adapters:
+        """Those that are trained, which there are where the decoder's own parameters are not."""
+        assert self._adapters is not None
+        return self._adapters
 
     def forward_backward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
         """Adds the gradients of the loss. Raises ValueError naming the first row that cannot be learned from,
@@ -174,9 +181,8 @@ class Accumulator:
         if settings.max_grad_norm:
             clip_gradients(gradients, norm, settings.max_grad_norm)
         for group in self._optimizer.param_groups:
-            group.update(
-                lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-            )
+            decay = settings.weight_decay if group["params"][0].ndim > 1 else 0.0  # vectors: none
+            group.update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.steps += 1

@@ -236,12 +236,8 @@ class PolicyTrainer:
 
     def identity(self) -> dict[str, str]:
         """What must be the same to resume from a checkpoint: the model, its frozen weights, the adapter."""
-        config = self._decoder.config
-        shape = f"{config.num_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"
-        model = f"{config.model_type} in {self._decoder.dtype}, {shape}"
-        if self._adapters is None:
-            return {"model": model, "adapter": "none, all parameters are trained"}
-        return {"model": model, "base": self._backend.fingerprint(), "adapter": str(self._adapters.spec)}
+        base = "" if self._adapters is None else self._backend.fingerprint()
+        return identity_of(self._decoder, self._adapters, base)
 
     def _price(self, parts: Iterable[Inputs]) -> float:
         """FLOPs of one forward of ``parts``."""
@@ -323,3 +319,13 @@ class PolicyTrainer:
             f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}"
         )
         return StepReport(metrics=metrics, skipped=skipped, uids=uids)
+
+
+def identity_of(decoder: Decoder, adapters: Adapters | None, base: str) -> dict[str, str]:
+    """What must be the same to resume: model, fingerprint ``base`` of its frozen weights, adapter."""
+    config = decoder.config
+    shape = f"{config.num_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"
+    model = f"{config.model_type} in {decoder.dtype}, {shape}"
+    if adapters is None:
+        return {"model": model, "adapter": "none, all parameters are trained"}
+    return {"model": model, "base": base, "adapter": str(adapters.spec)}

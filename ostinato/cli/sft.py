@@ -1,0 +1,59 @@
+"""``ostinato sft``: train on rows with answers, then print where the result is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ostinato.cli.report import write_report
+from ostinato.cli.train import EXIT
+from ostinato.cli.train import resume as train_resume
+from ostinato.config import Recipe, find_recipe
+from ostinato.inputs import escaped
+from ostinato.launch import threads
+from ostinato.launch.output import lasting, logged
+from ostinato.model.named import is_model_name
+from ostinato.pipeline.signals import Ended
+from ostinato.run import RunFolder
+
+
+def sft(target: str, overrides: Sequence[str], *, preference: bool) -> int:
+    """Returns the exit code. A model stands for the packaged recipe with it, and every row."""
+    if is_model_name(target) or (Path(target).expanduser() / "config.json").is_file():
+        packaged = "dpo" if preference else "sft"
+        recipe = Recipe.load(packaged, f"model.path={target}", "task.n_train=0", *overrides)
+    else:
+        recipe = Recipe.load(find_recipe(target), *overrides)
+    loss = "dpo" if preference else "tokens" if recipe.sft.loss == "off" else recipe.sft.loss
+    return _run(recipe.model_copy(update={"sft": recipe.sft.model_copy(update={"loss": loss})}), None)
+
+
+def resume(run: Path, overrides: Sequence[str]) -> int:
+    """Of any run, supervised or not."""
+    recipe = Recipe.load(RunFolder.open(run).recipe, *overrides)
+    return train_resume(run, overrides) if recipe.sft.loss == "off" else _run(recipe, run)
+
+
+@logged()
+def _run(recipe: Recipe, path: Path | None) -> int:
+    threads.configure(recipe)
+    from ostinato.launch.sft import supervise
+
+    try:
+        folder, step, why = supervise(recipe, path)
+    except KeyboardInterrupt as stop:
+        why = stop.why if isinstance(stop, Ended) else "interrupted"
+        print(f"ostinato: {why}; {str(stop) or 'nothing had begun'}", file=lasting(sys.stderr))
+        return EXIT[why]
+    run, key = RunFolder.open(folder), "model" if recipe.adapter.kind == "full" else "adapter"
+    lines = [
+        f"{key:<13}{run.adapter}",
+        f"report       {write_report(run)}",
+        f"talk to it   ostinato serve {folder}",
+        f"warm start   ostinato train RECIPE {key}.path={run.adapter}",
+    ]
+    lines += [f"{why} after step {step}; to go on: ostinato resume {folder}"] if why in EXIT else []
+    for line in lines:
+        print(escaped(line), file=lasting(sys.stdout), flush=True)
+    return EXIT.get(why, 0)

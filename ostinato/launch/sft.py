@@ -1,0 +1,260 @@
+"""Supervised training and DPO from a recipe to an adapter: what ``ostinato sft`` does.
+
+    rows -> examples (each used or refused) -> steps on an Accumulator -> checkpoints -> adapter
+
+The run folder is that of ``ostinato train`` without what is sampled: its policy can be served, evaluated,
+exported and trained further. To be imported once threads are chosen: it loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.config import Recipe, dump_toml
+from ostinato.env.answers import example, load_rows, pair
+from ostinato.env.tasks import order
+from ostinato.launch import RunFailed
+from ostinato.launch.checks import check
+from ostinato.launch.dtype import resolved
+from ostinato.launch.engine import kernels
+from ostinato.launch.machine import record_start
+from ostinato.launch.models import load_decoder
+from ostinato.launch.policy import write_policy
+from ostinato.launch.session import new_folder, open_folder
+from ostinato.launch.trainer import new_adapters, optimizer_settings
+from ostinato.launch.writers import check_writers, open_writers
+from ostinato.lock import locked
+from ostinato.model.config import read_config
+from ostinato.model.named import model_folder
+from ostinato.model.ops import TORCH_OPS
+from ostinato.model.peft_io import base_fingerprint
+from ostinato.pipeline.signals import ENDERS, StopSignals, ending
+from ostinato.render import Renderer
+from ostinato.run import RunFolder
+from ostinato.train.accumulate import Accumulator, Adam, NotFinite, Row
+from ostinato.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, mend, save_checkpoint
+from ostinato.train.optimizer import lr_factor
+from ostinato.train.supervised import answer_logprobs, preferences, row_of, supervised
+from ostinato.train.trainer import identity_of
+
+log = logging.getLogger(__name__)
+REFERENCE = "reference.npy"  # of a checkpoint: log-probabilities of the answers before training
+LINES = 50  # of progress, in a run
+TOLD = ("loss", "eval_loss", "rewards/margins")
+
+Rows = list[tuple[Row, ...]]  # of each example its row, or chosen and rejected
+
+
+def supervise(recipe: Recipe, path: Path | None = None) -> tuple[Path, int, str]:
+    """Train in a new run folder, or go on with the run in ``path``, on CPU to the same bits as without a
+    pause. (its folder, finished steps, "done" or as a signal is called in the ledger).
+
+    Raises ValueError for what is wrong with the recipe or a row, before any work; RunFailed when the run
+    cannot go on."""
+    if path is None:
+        with new_folder(recipe) as new:
+            return _session(recipe, new, again=False)
+    with locked(path):
+        RunFolder.open(path).sweep()
+        return _session(recipe, path, again=True)
+
+
+@ending()
+def _session(recipe: Recipe, path: Path, *, again: bool) -> tuple[Path, int, str]:
+    _check(recipe)
+    recipe = resolved(recipe, run=path if again else None, warn=True)
+    folder = model_folder(recipe.model.path)
+    train, held_out = read_rows(recipe, folder)
+    if epochs := recipe.sft.epochs:
+        steps = math.ceil(epochs * len(train) / recipe.sft.rows_per_step)
+        recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": steps})})
+    decoder = load_decoder(recipe.model, folder)
+    adapters = new_adapters(recipe, decoder)
+    found = kernels(recipe, decoder)
+    learner = Accumulator(
+        decoder,
+        adapters,
+        ops=found.training if found else TORCH_OPS,
+        tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
+        recompute=recipe.trainer.recompute,
+    )
+    base = "" if adapters is None else base_fingerprint(decoder)
+    course = _Course(recipe, train, held_out, learner, identity_of(decoder, adapters, base))
+    run, mend_it = open_folder(path, dump_toml(recipe), again), f"to go on: ostinato resume {path}"
+    record_start(run, train_prompts=len(train))
+    log.info(f"run folder   {path}")
+    log.info(f"rows         {len(train)} to train on, {len(held_out)} held out")
+    try:
+        why = asyncio.run(course.run(run, again=again))
+    except KeyboardInterrupt as stop:
+        stop.args = (f"what was saved is in {path}, {mend_it}",)
+        raise
+    except (NotFinite, CheckpointError, OSError) as error:
+        raise RunFailed(f"step {course.step + 1}: {error}; what was saved is in {path}, {mend_it}") from error
+    decoder.trainable(False)
+    write_policy(decoder, adapters, folder, run.adapter, recipe.model.path)
+    return path, course.step, why
+
+
+def _check(recipe: Recipe) -> None:
+    """Raises ValueError for keys that supervised training does not do."""
+    check(recipe)
+    check_writers(recipe.log.writers)
+    task = recipe.task
+    unread = {"task.mix": task.mix, "task.env": task.env, "task.tools": task.tools}
+    unread |= {"task.agent": task.has_agent, "task.system_prompt": task.system_prompt}
+    unread |= {"parallel.layout": recipe.parallel.sharded}
+    if given := [key for key, value in unread.items() if value]:
+        raise ValueError(f"{given[0]} is set, and supervised training does without it; leave it out")
+    if isinstance(recipe.eval.every, str):
+        raise ValueError(f"eval.every is {recipe.eval.every!r}; give it in steps for supervised training")
+
+
+def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
+    """(to train on, held out). Raises ValueError naming the first row that cannot be trained on."""
+    task, turns = recipe.task, recipe.sft.turns
+    renderer, context = Renderer(folder), read_config(folder).max_positions
+
+    def rows(split: str, n: int | None) -> Rows:
+        found: Rows = []
+        for where, row in load_rows(task.source, split, task.seed, n, task.params):
+            if recipe.sft.loss == "dpo":
+                examples = pair(renderer, row, where, context=context)
+            else:
+                examples = (example(renderer, row, where, context=context, turns=turns),)
+            found.append(tuple(row_of(one.tokens, one.mask) for one in examples))
+        return found
+
+    scored = recipe.eval.every or recipe.eval.at_start
+    return rows("train", task.n_train or None), rows("eval", recipe.eval.n) if scored else []
+
+
+class _Course:
+    """The steps of a run, of which ``step`` are done."""
+
+    def __init__(
+        self, recipe: Recipe, train: Rows, held_out: Rows, learner: Accumulator, identity: dict[str, str]
+    ) -> None:
+        self.step = 0
+        self._recipe, self._learner, self._identity = recipe, learner, identity
+        self._rows, self._train = train + held_out, len(train)
+        self._settings = optimizer_settings(recipe)
+        self._reference = np.zeros((0, 2))  # of all rows, for preferences
+        self._digest = hashlib.sha256()
+        for row in (row for rows in (self._rows if recipe.sft.loss == "dpo" else train) for row in rows):
+            self._digest.update(
+                row.tokens.tobytes() + row.targets.tobytes() + row.values["weights"].tobytes()
+            )
+
+    async def run(self, run: RunFolder, *, again: bool) -> str:
+        """Until the last step or a signal, with a checkpoint at the end; says which. A coroutine, for that is
+        where signals are handled."""
+        recipe, steps, every = self._recipe, self._recipe.trainer.steps, int(self._recipe.eval.every)
+        if again:
+            self._restore(run)
+        if recipe.sft.loss == "dpo" and not len(self._reference):
+            parts = self._parts(range(len(self._rows)))
+            found = [answer_logprobs(self._learner, [self._rows[at] for at in part]) for part in parts]
+            self._reference = np.concatenate(found)
+        writers = open_writers(recipe.log.writers, run.path, recipe.model_dump(mode="json"))
+        if self.step == 0 and recipe.eval.at_start and (scores := self._held_out()):
+            run.metrics.keep(lambda row: row["step"] > 0)  # of a start that was killed
+            self._say([run, *writers], scores)
+        with StopSignals(0.0) as signals:  # a step is always finished
+            while self.step < steps and signals.received is None:
+                metrics, done = self._learn(), self.step == steps
+                if every and (self.step % every == 0 or done):
+                    metrics |= self._held_out()
+                self._say([run, *writers], metrics)
+                saved = recipe.trainer.checkpoint_every
+                if done or signals.received or (saved and self.step % saved == 0):
+                    self._save(run)
+        return "done" if signals.received is None else ENDERS.get(signals.received, "interrupted")
+
+    def _learn(self) -> dict[str, float]:
+        settings, section = self._settings, self._recipe.sft
+        end = (self.step + 1) * section.rows_per_step
+        end = min(end, section.epochs * self._train) if section.epochs else end
+        places = (divmod(at, self._train) for at in range(self.step * section.rows_per_step, end))
+        chosen = [int(order(self._recipe.seed, epoch, self._train)[place]) for epoch, place in places]
+        sums = self._pass(chosen, learn=True)
+        adam = Adam(
+            lr=settings.lr * lr_factor(settings, self.step),
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm if math.isfinite(settings.max_grad_norm) else 0.0,
+        )
+        taken = self._learner.optim_step(adam)
+        self.step += 1
+        return {**_means(sums), **taken, "num_tokens": sums["tokens"], "epoch": end / self._train}
+
+    def _held_out(self) -> dict[str, float]:
+        """Empty without held-out rows."""
+        sums: dict[str, float] = {}
+        for part in self._parts(range(self._train, len(self._rows))):
+            for name, value in self._pass(part, learn=False).items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {f"eval_{name}": value for name, value in _means(sums).items()}
+
+    def _parts(self, places: Sequence[int]) -> list[Sequence[int]]:
+        size = self._recipe.sft.rows_per_step
+        return [places[first : first + size] for first in range(0, len(places), size)]
+
+    def _pass(self, chosen: Sequence[int], *, learn: bool) -> dict[str, float]:
+        rows, section = [self._rows[at] for at in chosen], self._recipe.sft
+        if section.loss == "dpo":
+            reference = self._reference[list(chosen)]
+            return preferences(self._learner, rows, reference, section.beta, learn=learn)
+        return supervised(self._learner, [row for (row,) in rows], learn=learn)
+
+    def _say(self, writers: Sequence[Any], metrics: dict[str, float]) -> None:
+        for writer in writers:
+            writer.write(self.step, metrics)
+        steps = self._recipe.trainer.steps
+        if "eval_loss" in metrics or self.step % max(1, steps // LINES) == 0 or self.step == steps:
+            words = [f"{name} {metrics[name]:.4f}" for name in TOLD if name in metrics]
+            log.info(f"step {self.step} of {steps}   {'   '.join(words)}")
+
+    def _save(self, run: RunFolder) -> None:
+        reference = io.BytesIO()
+        np.save(reference, self._reference)
+        trainer = {"steps": self.step, "refused_in_a_row": 0, "num_rows": 0}  # as ``PolicyTrainer`` has it
+        checkpoint = Checkpoint(
+            step=self.step,
+            tensors=self._learner.tensors(),
+            state={"trainer": trainer, "rows": self._digest.hexdigest()},
+            identity=self._identity,
+            files={REFERENCE: reference.getvalue()} if len(self._reference) else {},
+        )
+        save_checkpoint(run.checkpoints, checkpoint, keep=self._recipe.trainer.keep_checkpoints)
+
+    def _restore(self, run: RunFolder) -> None:
+        mend(run.checkpoints)
+        if (found := load_checkpoint(run.checkpoints, identity=self._identity)) is not None:
+            if found.state["rows"] != self._digest.hexdigest():
+                raise ValueError(
+                    f"the rows of task.source {self._recipe.task.source} are not those that {run.path} has "
+                    "trained on; give it the same rows, or start a new run"
+                )
+            self._learner.restore(found.tensors)
+            self.step = found.step
+            if (saved := found.files.get(REFERENCE)) is not None:
+                self._reference = np.load(io.BytesIO(saved))
+        run.truncate_after(self.step)
+
+
+def _means(sums: dict[str, float]) -> dict[str, float]:
+    return {name: one / sums["count"] for name, one in sums.items() if name not in ("count", "tokens")}
+
+
+__all__ = ["read_rows", "supervise"]

@@ -1,0 +1,77 @@
+"""A pass over rows with answers, or over pairs of answers, on an ``Accumulator``: gradients and sums.
+
+    SFT over rows                       one call: cross-entropy with weights 1 / tokens of the call
+    DPO over (chosen, rejected) pairs   log-probabilities, then the same loss with the slopes of the pairs
+
+Both give sums by name, over "count" tokens or pairs, of which "tokens" were trained. Gradients are of the
+mean over what the caller chooses at once: a step is one call, a held-out loss may be several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ostinato.algo.supervised import dpo, mean_weights
+from ostinato.algo.token_losses import token_loss
+from ostinato.train.accumulate import Accumulator, Row
+
+CROSS_ENTROPY = token_loss("cross_entropy")
+Pairs = Sequence[tuple[Row, ...]]  # chosen, rejected
+
+
+def row_of(tokens: np.ndarray, mask: np.ndarray) -> Row:
+    """Tokens [L] int32, of which ``mask`` [L] are trained: each is predicted by what is before it. Weights
+    are 1 there. ValueError where the first is trained, which nothing predicts."""
+    if mask[0]:
+        raise ValueError("trains on its first token, which nothing predicts; begin with a prompt")
+    values = {"weights": mask[1:].astype(np.float32)}
+    return Row(tokens=tokens[:-1].astype(np.int32), targets=tokens[1:].astype(np.int64), values=values)
+
+
+def supervised(learner: Accumulator, rows: Sequence[Row], *, learn: bool) -> dict[str, float]:
+    """The loss is the mean over the assistant tokens of ``rows``."""
+    weights = mean_weights([_mask(row) for row in rows])
+    weighed = [_weighed(row, one) for row, one in zip(rows, weights, strict=True)]
+    call = learner.forward_backward if learn else learner.forward
+    count = sum(int(_mask(row).sum()) for row in rows)
+    return {"loss": call(weighed, CROSS_ENTROPY).loss * count, "count": count, "tokens": count}
+
+
+def preferences(
+    learner: Accumulator, pairs: Pairs, reference: np.ndarray, beta: float, *, learn: bool
+) -> dict[str, float]:
+    """DPO: the mean over ``pairs``. ``reference``: their ``answer_logprobs``. Names are TRL's."""
+    scores, flat = answer_logprobs(learner, pairs), [row for pair in pairs for row in pair]
+    loss, rewards, slopes = dpo(scores, reference, beta)
+    if learn:
+        weights = (-slopes / len(pairs)).reshape(-1)
+        rows = [_weighed(row, one * _mask(row)) for row, one in zip(flat, weights, strict=True)]
+        learner.forward_backward(rows, CROSS_ENTROPY)
+    margins = rewards[:, 0] - rewards[:, 1]
+    values = {"loss": loss, "rewards/accuracies": margins > 0, "rewards/margins": margins}
+    for at, name in enumerate(("chosen", "rejected")):
+        values |= {f"rewards/{name}": rewards[:, at], f"logps/{name}": scores[:, at]}
+    sums = {name: float(value.sum()) for name, value in values.items()}
+    return sums | {"count": len(pairs), "tokens": sum(int(_mask(row).sum()) for row in flat)}
+
+
+def answer_logprobs(learner: Accumulator, pairs: Pairs) -> np.ndarray:
+    """[P, 2] float64: log pi of the chosen and the rejected answer of each pair, sums over their tokens."""
+    rows = [row for pair in pairs for row in pair]
+    scored = learner.forward(rows, CROSS_ENTROPY).logprobs
+    sums = [float(one[_mask(row)].sum(dtype=np.float64)) for one, row in zip(scored, rows, strict=True)]
+    return np.array(sums).reshape(-1, 2)
+
+
+def _mask(row: Row) -> np.ndarray:
+    return row.values["weights"] != 0
+
+
+def _weighed(row: Row, weights: np.ndarray) -> Row:
+    return replace(row, values={"weights": weights.astype(np.float32)})
+
+
+__all__ = ["answer_logprobs", "preferences", "row_of", "supervised"]
