@@ -70,7 +70,7 @@ BUDGETS = {
     "serve": 4_880,  # 2,660, grammars, the OpenAPI description, calls that are hung up on; Tinker 1,860
     "ablate": 780,
     "parallel": 3_550,
-    "launch": 4_070,  # 3,200, what serves policies, agents and the Tinker API, the proxy, mixtures, teachers, SFT
+    "launch": 4_070,  # 3,200, what serves policies, agents, Tinker; the proxy, mixtures, teachers, SFT
     "pipeline": 3_300,  # 3,150 and a curriculum
     "scaling": 2_620,  # with its commands
     "train": 2_935,  # 2,650, training call by call (accumulate), SFT and DPO
@@ -87,7 +87,7 @@ BUDGETS = {
 LAB, TESTS = (
     9_300,
     45_870,
-)  # 1,000 of the tests for serve, agents and environments, 400: clients, 750: Tinker, 250: distillation, 470: SFT
+)  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 250 distillation, 470 SFT
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:
