@@ -12,8 +12,9 @@ the same order give the same bits. Several of these may stand on one frozen base
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from ostinato.train.passes import Outcome, ScoreOptions, Scores
 from ostinato.types import Microbatch, Sample, Segment
 
 TOKENS_PER_MICROBATCH = 2048
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,20 +133,30 @@ class Accumulator:
     def forward_backward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
         """Adds the gradients of the loss. Raises ValueError naming the first row that cannot be learned from,
         before any work."""
-        return self._scored(rows, loss, learn=True)
+        return drained(self.pieces(rows, loss, learn=True))
 
     def forward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
         """The same without gradients: log-probabilities are those of ``forward_backward``, bit for bit."""
-        return self._scored(rows, loss, learn=False)
+        return drained(self.pieces(rows, loss, learn=False))
 
-    def _scored(self, rows: Sequence[Row], loss: TokenLoss, *, learn: bool) -> Scored:
+    def pieces(self, rows: Sequence[Row], loss: TokenLoss, *, learn: bool) -> Generator[None, None, Scored]:
+        """Either of the two, microbatch by microbatch: other work of the thread may stand in between, but
+        none of this adapter. An error in one of them takes back the gradients of those before it."""
         check_rows(rows, loss, self.decoder.config.vocab_size, self.decoder.config.max_positions)
         found: dict[int, np.ndarray] = {}
         total = 0.0
-        for part in packed(rows, self._budget, self.decoder):
-            logprobs, value = self._learned(part, loss) if learn else self._read(part, loss)
-            total += value
-            found |= part.split(logprobs)
+        leaves = self._leaves.named.values()
+        before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves] if learn else []
+        try:
+            for part in packed(rows, self._budget, self.decoder):
+                logprobs, value = self._learned(part, loss) if learn else self._read(part, loss)
+                total += value
+                found |= part.split(logprobs)
+                yield
+        except Exception:
+            for leaf, grad in zip(leaves, before, strict=True) if learn else ():
+                leaf.grad = grad
+            raise
         return Scored(logprobs=[found[index] for index in range(len(rows))], loss=total)
 
     def _learned(self, part: Part, loss: TokenLoss) -> tuple[Tensor, float]:
@@ -199,6 +211,15 @@ class Accumulator:
             tensors = {name: one for name, one in tensors.items() if not name.startswith("optimizer.")}
         load_state_tensors(self._leaves, self._optimizer, tensors)
         self._optimizer.zero_grad()
+
+
+def drained(work: Generator[None, None, T]) -> T:
+    """What it returns at its end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
 
 
 def check_rows(rows: Sequence[Row], loss: TokenLoss, vocab_size: int, context: int) -> None:
@@ -326,4 +347,14 @@ def prompt_scores(
     return logprobs, (indices.astype(np.int32), values)
 
 
-__all__ = ["Accumulator", "Adam", "NotFinite", "Row", "Scored", "check_rows", "packed", "prompt_scores"]
+__all__ = [
+    "Accumulator",
+    "Adam",
+    "NotFinite",
+    "Row",
+    "Scored",
+    "check_rows",
+    "drained",
+    "packed",
+    "prompt_scores",
+]

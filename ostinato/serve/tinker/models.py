@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,15 +20,17 @@ from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.serve.thread import EngineThread
 from ostinato.serve.tinker.futures import UserError
-from ostinato.serve.tinker.registry import Registry, Stored
+from ostinato.serve.tinker.registry import FAILED, Registry, Stored
 from ostinato.serve.tinker.samplers import Base, identity, spec_of
 from ostinato.serve.tinker.wire import Body, loss_of, parsed, rows_of, training_request
-from ostinato.train.accumulate import Accumulator, Adam, Scored
+from ostinato.train.accumulate import Accumulator, Adam, Scored, drained
 from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
 SNAPSHOT_S = 30.0  # of work that a process that takes over may have to repeat
 ALPHA = 32.0  # Tinker's, whatever the rank
 MODEL = "model"
+Work = Generator[None, None, Scored]
+Done = Work | Scored | dict[str, float] | None
 
 
 class LoraBody(Body):
@@ -160,14 +162,12 @@ class Models:
     async def train(self, stored: Stored) -> Scored | dict[str, float]:
         """A forward_backward or an optim_step; a snapshot before it, where one is due."""
         model = await self.get(stored.owner)
-
-        def work() -> Scored | dict[str, float]:
-            self._snapshot(model)
-            found = self._apply(model, stored)
-            assert found is not None
-            return found
-
-        return await self._thread.call(lambda _: work())
+        await self._thread.call(lambda _: self._snapshot(model))
+        found = await self._thread.call(lambda _: self._apply(model, stored))
+        while isinstance(found, Generator):  # samples, and other models, come between microbatches
+            found = await self._thread.call(lambda _, work=found: _next(work))
+        assert found is not None
+        return found
 
     async def close(self) -> None:
         """A snapshot of all that are clean, so that the next process repeats nothing."""
@@ -180,17 +180,15 @@ class Models:
 
     # ---- in the engine's thread
 
-    def _apply(self, model: Model, stored: Stored) -> Scored | dict[str, float] | None:
-        """What a request does to a model; the same when it is run again."""
+    def _apply(self, model: Model, stored: Stored) -> Done:
+        """What a request does to a model, or the work that does it; the same when it is run again."""
         model.seq = stored.seq
         match stored.kind:
             case "forward_backward":
                 message = training_request(stored.body or b"")
                 loss, rows = loss_of(message), rows_of(message)
-                if message.forward_only:
-                    return model.trained.forward(rows, loss)
-                model.is_clean = False
-                return model.trained.forward_backward(rows, loss)
+                model.is_clean = model.is_clean and message.forward_only
+                return model.trained.pieces(rows, loss, learn=not message.forward_only)
             case "optim_step":
                 asked = parsed(OptimBody, stored.body or b"").adam_params
                 if asked is None:
@@ -229,7 +227,8 @@ class Models:
             model.seq = model.saved = snapshot.step
         model.saved_at = time.monotonic()
         for stored in self._registry.since(id, model.saved):
-            if stored.kind != "create_model":
+            left_nothing = stored.kind == "forward_backward" and stored.state == FAILED
+            if stored.kind != "create_model" and not left_nothing:
                 with suppress(ValueError):  # refused then, and again
                     self._again(model, stored)
         return model
@@ -237,7 +236,9 @@ class Models:
     def _again(self, model: Model, stored: Stored) -> None:
         is_read = stored.kind == "forward_backward" and training_request(stored.body or b"").forward_only
         if stored.kind in ("forward_backward", "optim_step", "load_weights") and not is_read:
-            self._apply(model, stored)
+            work = self._apply(model, stored)
+            if isinstance(work, Generator):
+                drained(work)
         model.seq = stored.seq
 
     def _snapshot(self, model: Model, *, now: bool = False) -> None:
@@ -245,6 +246,8 @@ class Models:
         is_due = now or time.monotonic() - model.saved_at >= SNAPSHOT_S
         if not is_due or not model.is_clean or model.seq <= model.saved:
             return
+        if self._registry.last_seq(model.id) < model.seq:
+            return  # not answered: it will run again
         trained = model.trained
         checkpoint = Checkpoint(
             step=model.seq,
@@ -285,6 +288,15 @@ class Models:
             "user_metadata": metadata,
         }
         self._registry.put(MODEL, id, document, owner=session)
+
+
+def _next(work: Work) -> Work | Scored:
+    """Its next microbatch: the work that is left, or what it has come to."""
+    try:
+        next(work)
+    except StopIteration as end:
+        return end.value
+    return work
 
 
 def _check_optimizer(given: dict[str, Any] | None) -> None:

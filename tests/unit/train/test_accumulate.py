@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -261,3 +262,28 @@ def test_rows_are_refused_by_number_before_any_work(
     with pytest.raises(ValueError, match=sentence):
         one.forward_backward(rows, loss)
     assert not gradients(one)
+
+
+def test_an_error_in_a_later_microbatch_takes_back_the_gradients_before_it(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, real, calls = made(decoder, budget=16), Accumulator._learned, []
+
+    def broken(self: Accumulator, *given: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("no memory")
+        return real(self, *given)
+
+    for had in (False, True):
+        if had:
+            one.forward_backward(rows_of(seed=1), IS)
+        before = gradients(one)
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Accumulator, "_learned", broken)
+            with pytest.raises(RuntimeError, match="no memory"):
+                one.forward_backward(rows_of(), IS)
+        after = gradients(one)
+        assert len(calls) == 2 and after.keys() == before.keys() and bool(after) == had
+        assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())

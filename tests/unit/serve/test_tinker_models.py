@@ -1,0 +1,215 @@
+"""Models of the Tinker server when it ends, or when a request fails, in the middle of training."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from worlds import VOCAB, tiny_decoder
+
+from ostinato.model.ops import TORCH_OPS
+from ostinato.train.accumulate import Accumulator
+
+tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "ostinato[tinker]"')
+from tinker.proto import tinker_public_pb2 as pb  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+from ostinato.serve.thread import EngineThread  # noqa: E402
+from ostinato.serve.tinker.futures import Futures  # noqa: E402
+from ostinato.serve.tinker.registry import DONE, FAILED, Registry  # noqa: E402
+from ostinato.serve.tinker.samplers import Base  # noqa: E402
+from ostinato.serve.tinker.work import Work  # noqa: E402
+
+MODEL = "s:train:0"
+CREATE = (
+    b'{"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2, "seed": 1}}'
+)
+STEP = b'{"model_id": "s:train:0", "seq_id": 1, "adam_params": {"learning_rate": 0.01}}'
+
+
+def rows(seed: int, n: int = 3, length: int = 12) -> bytes:
+    """A forward_backward with cross-entropy."""
+    rng = np.random.default_rng(seed)
+    message = pb.ForwardBackwardRequest(loss_fn="cross_entropy")
+    for _ in range(n):
+        tokens, datum = rng.integers(0, VOCAB, length), message.data.add()
+        datum.model_input.add().encoded_text.tokens = tokens[:-1].astype(np.int32).tobytes()
+        for name, array, dtype in (
+            ("target_tokens", tokens[1:].astype(np.int64), pb.DTYPE_INT64),
+            ("weights", np.ones(length - 1, np.float32), pb.DTYPE_FLOAT32),
+        ):
+            datum.loss_fn_inputs[name].dtype = dtype
+            datum.loss_fn_inputs[name].shape.append(len(array))
+            datum.loss_fn_inputs[name].dense = array.tobytes()
+    return message.SerializeToString()
+
+
+REQUESTS = [
+    ("create_model", CREATE),
+    ("forward_backward", rows(0, n=9)),
+    ("optim_step", STEP),
+    ("forward_backward", rows(1, n=9)),
+    ("optim_step", STEP),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = cast(Any, Accumulator.__init__).__kwdefaults__
+    monkeypatch.setitem(usual, "tokens_per_microbatch", 40)
+
+
+class Life:
+    """A server's process, without HTTP, on a folder that outlives it."""
+
+    def __init__(self, folder: Path) -> None:
+        decoder, known = tiny_decoder(), frozenset({"tiny"})
+        base = Base(
+            name="tiny", aliases=known, decoder=decoder, renderer=cast(Any, None), ops=TORCH_OPS, context=512
+        )
+        self.thread = EngineThread(cast(Any, lambda: None))
+        self.registry = Registry(folder / "db")
+        self.work = Work(self.thread, base, self.registry, folder)
+        self.futures = Futures(self.registry, self.work.run)
+        self.futures.resume()
+
+    def submit(self, first: int = 0, end: int = len(REQUESTS)) -> None:
+        for seq, (kind, body) in list(enumerate(REQUESTS))[first:end]:
+            self.futures.submit(f"r{seq}", MODEL, seq, kind, body)
+
+    async def state(self, seq: int) -> str:
+        stored = await self.futures.result(f"r{seq}", 60)
+        assert stored is not None
+        return stored.state
+
+    async def tensors(self) -> dict[str, torch.Tensor]:
+        trained = (await self.work.models.get(MODEL)).trained
+        steps = torch.tensor(trained.steps)
+        return {"steps": steps, **{name: one.detach().clone() for name, one in trained.tensors().items()}}
+
+    async def close(self) -> None:
+        """As the application does when SIGTERM has come."""
+        await self.futures.close()
+        await self.work.models.close()
+        self.thread.close()
+        self.registry.close()
+
+
+async def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
+    life = Life(folder)
+    life.submit()
+    assert [await life.state(seq) for seq in range(len(REQUESTS))] == [DONE] * len(REQUESTS)
+    found = await life.tensors()
+    await life.close()
+    return found
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def folders(path: Path) -> tuple[Path, Path]:
+    for name in "ab":
+        (path / name).mkdir()
+    return path / "a", path / "b"
+
+
+def test_a_server_that_ends_in_an_optim_step_takes_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on, real = threading.Event(), threading.Event(), Accumulator.optim_step
+
+    def slow(self: Accumulator, settings: Any) -> dict[str, float]:
+        entered.set()
+        assert go_on.wait(60)
+        return real(self, settings)
+
+    async def main() -> None:
+        one, two = folders(tmp_path)
+        want = await undisturbed(one)
+        life = Life(two)
+        life.submit(end=4)
+        assert await life.state(3) == DONE
+        monkeypatch.setattr(Accumulator, "optim_step", slow)
+        life.submit(first=4)
+        await asyncio.to_thread(entered.wait, 60)
+        await life.futures.close()  # the step goes on in its thread, and nobody waits for it
+        go_on.set()
+        await life.close()
+        monkeypatch.setattr(Accumulator, "optim_step", real)
+        life = Life(two)
+        assert await life.state(4) == DONE
+        assert_same(await life.tensors(), want)
+        await life.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_ends_between_two_microbatches_runs_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on, real = threading.Event(), threading.Event(), Accumulator._learned
+
+    def slow(self: Accumulator, *given: Any) -> Any:
+        found = real(self, *given)
+        entered.set()
+        assert go_on.wait(60)
+        return found
+
+    async def main() -> None:
+        one, two = folders(tmp_path)
+        want = await undisturbed(one)
+        life = Life(two)
+        life.submit(end=3)
+        assert await life.state(2) == DONE
+        monkeypatch.setattr(Accumulator, "_learned", slow)
+        life.submit(first=3)
+        await asyncio.to_thread(entered.wait, 60)
+        await life.futures.close()
+        go_on.set()
+        await life.close()
+        monkeypatch.setattr(Accumulator, "_learned", real)
+        life = Life(two)
+        assert [await life.state(seq) for seq in (3, 4)] == [DONE, DONE]
+        assert_same(await life.tensors(), want)
+        await life.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_forward_backward_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
+) -> None:
+    real, calls = Accumulator._learned, []
+
+    def broken(self: Accumulator, *given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # its second microbatch
+            raise RuntimeError("no memory")
+        return real(self, *given)
+
+    async def main() -> None:
+        one, two = folders(tmp_path)
+        want = await undisturbed(one)
+        life = Life(two)
+        life.submit(end=4)
+        assert await life.state(3) == DONE
+        monkeypatch.setattr(Accumulator, "_learned", broken)
+        life.futures.submit("r4", MODEL, 4, "forward_backward", rows(2, n=9))
+        assert await life.state(4) == FAILED and len(calls) == 2
+        monkeypatch.setattr(Accumulator, "_learned", real)
+        if is_restarted:
+            await life.close()
+            life = Life(two)
+        life.futures.submit("r5", MODEL, 5, "optim_step", STEP)
+        assert await life.state(5) == DONE
+        assert_same(await life.tensors(), want)
+        await life.close()
+
+    asyncio.run(main())
