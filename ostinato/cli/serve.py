@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,6 @@ import typer
 
 from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
-
-KEY = "OSTINATO_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +50,10 @@ def serve(
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
 
-        from ostinato.serve.server import HttpServer, address, bound, is_loopback
+        from ostinato.serve.server import HttpServer, address, bound, key_for
     except ModuleNotFoundError as error:
         raise ValueError(f'serve needs {error.name}; install it: pip install "ostinato[serve]"') from None
-    key = where.key or os.environ.get(KEY, "")
-    if not key and not is_loopback(where.host):
-        raise ValueError(
-            f"--host {where.host} can be reached by other machines; give a key: --api-key, or {KEY} in the "
-            "environment"
-        )
+    key = key_for(where.host, "--host", where.key)
     listening = bound(where.host, where.port)
     with listening:
         recipe, _ = recipe_of(target, *overrides)
@@ -101,9 +93,9 @@ def proxy(target: str, overrides: Sequence[str], out: Path, host: str, port: int
     recipe, _ = recipe_of(target, *overrides)
     threads.configure(recipe)
     try:
-        from ostinato.launch.inputs import key_for
         from ostinato.launch.proxy import proxy as record
         from ostinato.serve.elsewhere import Place
+        from ostinato.serve.server import key_for
     except ModuleNotFoundError as error:
         raise ValueError(f'proxy needs {error.name}; install it: pip install "ostinato[serve]"') from None
     place = Place(host=host, port=port, key=key_for(host, "--host"))

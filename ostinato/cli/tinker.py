@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
-from ostinato.cli.serve import KEY, Address
+from ostinato.cli.serve import Address
 from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
 
@@ -25,15 +24,10 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path) -
         import tinker.proto.tinker_public_pb2  # noqa: F401  # pyright: ignore[reportMissingImports]
         import uvicorn  # noqa: F401
 
-        from ostinato.serve.server import HttpServer, address, bound, is_loopback
+        from ostinato.serve.server import HttpServer, address, bound, key_for
     except ModuleNotFoundError as error:
         raise ValueError(f'tinker needs {error.name}; install it: pip install "ostinato[tinker]"') from None
-    key = where.key or os.environ.get(KEY, "")
-    if not key and not is_loopback(where.host):
-        raise ValueError(
-            f"--host {where.host} can be reached by other machines; give a key that begins with tml-: "
-            f"--api-key, or {KEY} in the environment"
-        )
+    key = key_for(where.host, "--host", where.key)
     if key and not key.startswith("tml-"):
         raise ValueError("the key does not begin with tml-, and the SDK sends no other; choose one that does")
     listening = bound(where.host, where.port)

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-KEY = "OSTINATO_API_KEY"
 
 
 class ClosingGrader(Grader, Protocol):
@@ -141,23 +139,14 @@ def _agents(recipe: Recipe, renderer: Renderer) -> AgentServer | None:
         raise ValueError(f"task.agent needs a chat template, and {renderer.folder} has none")
     task, place = tasks[0], Place()  # the others have the same place
     if any(one.agent_elsewhere for one in tasks):
+        from ostinato.serve.server import key_for
+
         key = key_for(task.agent_host, "task.agent_host")
         place = Place(host=task.agent_host, port=task.agent_port, address=task.agent_address, key=key)
     server = AgentServer(renderer, place, calls=task.agent_tool_calls, wait_s=task.agent_wait_s)
     if any(one.agent == REMOTE for one in tasks):
         log.info("agents fetch rollouts at %s/rollouts/next", server.address)
     return server
-
-
-def key_for(host: str, name: str) -> str:
-    """What agents elsewhere send: $OSTINATO_API_KEY. ValueError where ``host`` needs one and has none."""
-    from ostinato.serve.server import is_loopback
-
-    if not (key := os.environ.get(KEY, "")) and not is_loopback(host):
-        raise ValueError(
-            f"{name} {host} can be reached by other machines; set a key: {KEY} in the environment"
-        )
-    return key
 
 
 def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:

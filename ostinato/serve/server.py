@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import socket
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -17,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from ostinato.serve.calls import ApiError
 
 BACKLOG = 2048
+KEY = "OSTINATO_API_KEY"
 T = TypeVar("T")
 
 
@@ -26,6 +28,17 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def key_for(host: str, name: str, given: str = "") -> str:
+    """What clients have to send: ``given``, else $OSTINATO_API_KEY, else "". ``name`` is of the setting of
+    ``host``. ValueError where other machines reach ``host`` and there is no key."""
+    if not (key := given or os.environ.get(KEY, "")) and not is_loopback(host):
+        raise ValueError(
+            f"{name} {host} can be reached by other machines; give a key: {KEY} in the environment, "
+            "or --api-key where the command has it"
+        )
+    return key
 
 
 def bound(host: str, port: int) -> socket.socket:

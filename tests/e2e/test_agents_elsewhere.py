@@ -215,7 +215,7 @@ def test_recipes_that_cannot_be_are_refused(task: str, sentence: str) -> None:
 
 
 def test_another_address_than_this_machines_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ostinato.launch.inputs import KEY, key_for
+    from ostinato.serve.server import KEY, key_for
 
     monkeypatch.delenv(KEY, raising=False)
     assert key_for("127.0.0.1", "task.agent_host") == ""

@@ -67,10 +67,10 @@ BUDGETS = {
     "model": 5_650,
     "plan": 4_350,
     "cli": 1_240,  # 1,000 and the options of serve, proxy, tinker and sft
-    "serve": 4_880,  # 2,660, grammars, the OpenAPI description, calls that are hung up on; Tinker 1,860
+    "serve": 4_893,  # 2,660, grammars, the OpenAPI description, calls that are hung up on; Tinker 1,860
     "ablate": 780,
     "parallel": 3_550,
-    "launch": 4_070,  # 3,200, what serves policies, agents, Tinker; the proxy, mixtures, teachers, SFT
+    "launch": 4_035,  # 3,200, what serves policies, agents, Tinker; the proxy, mixtures, teachers, SFT
     "pipeline": 3_300,  # 3,150 and a curriculum
     "scaling": 2_620,  # with its commands
     "train": 3_010,  # 2,650, training call by call (accumulate), teachers, SFT and DPO
