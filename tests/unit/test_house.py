@@ -82,6 +82,7 @@ BUDGETS = {
     "rollout": 1_300,
     "history": 1_200,
     "env": 1_640,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
+    "product": 2_400,  # feedback, rewards, pairs, judge, gates, detectors, the loop
     "config": 1_235,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (

@@ -57,13 +57,14 @@ ARROWS: dict[str, set[str]] = {
     "ablate": LEAVES | {"launch", "pipeline", "scaling", "observe.report"},
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger", "observe.report"},
-    "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train"},
+    "product": {"types", "inputs"},  # and no torch; ``launch`` brings it together with models and runs
+    "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train", "product"},
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
-    | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", "serve", ""},
+    | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", "serve", "product", ""},
     "cli": LEAVES
     | {"model", "engine", "pipeline", "launch", "observe.report", "observe.board", "interop", "ablate"}
-    | {"scaling", "isa", "parallel", "plan", "reward", "compiler", "serve", ""},
+    | {"scaling", "isa", "parallel", "plan", "reward", "compiler", "serve", "product", ""},
     "": {"config", "cli", "launch"},  # the lazy names of __init__, and __main__
 }
 

@@ -1,0 +1,134 @@
+"""What a product reports and what the server recorded: an Event of a user on an Exchange.
+
+    Exchange   one answer as it was sampled: tokens, log-probabilities, policy, propensity
+    Event      one thing that a user did with an answer, joined to its exchange by ``response_id``
+
+Events are append-only and idempotent by ``event_id``. Times are seconds since 1970: ``ts`` is by the client's
+clock and decides windows and splits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+MAX_TEXT = 65_536  # characters of a text that a user wrote
+
+
+class Kind(StrEnum):
+    """What a user did."""
+
+    SHOWN = "shown"
+    ACCEPT = "accept"
+    REJECT = "reject"
+    EDIT = "edit"  # ``after``: the text that the user made of it
+    UNDO = "undo"
+    REGENERATE = "regenerate"  # the answer that replaces it names it as ``replaces``
+    COPY = "copy"
+    RUN_OK = "run_ok"
+    RUN_FAIL = "run_fail"
+    TASK_DONE = "task_done"
+    ABANDON = "abandon"
+    RETURN_VISIT = "return_visit"
+    CANCEL = "cancel"
+    RATING = "rating"  # ``value`` from -1 (thumb down) to 1 (thumb up)
+    COMMENT = "comment"
+    DWELL = "dwell"  # ``value`` in seconds
+
+
+class Action(StrEnum):
+    """What the policy did, told by its output alone: every one of them has a reward."""
+
+    ANSWER = "answer"
+    QUESTION = "question"  # it asks back instead of answering
+    REFUSAL = "refusal"
+    INVALID = "invalid"  # a tool call that failed or cannot be read, output that does not parse
+    EMPTY = "empty"
+
+
+class Exposure(BaseModel):
+    """How an answer was put before its user. ``propensity``: the probability that this one was shown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(default=0, ge=0)
+    alternatives: tuple[str, ...] = ()  # response ids that were shown beside it
+    arm: str = ""  # of an experiment
+    propensity: float = Field(default=1.0, gt=0, le=1)
+
+
+class Event(BaseModel):
+    """One event. Unknown fields and kinds are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    event_id: str = Field(min_length=1, max_length=128)
+    response_id: str = Field(min_length=1, max_length=128)
+    kind: Kind
+    ts: float = Field(gt=0, lt=1e11)
+    user: str = Field(default="", max_length=128)  # a pseudonym
+    session: str = Field(default="", max_length=128)
+    tenant: str = Field(default="", max_length=128)
+    value: float | None = None
+    text: str = Field(default="", max_length=MAX_TEXT)  # a comment, a reason
+    after: str | None = Field(default=None, max_length=MAX_TEXT)  # of an edit: the whole text behind it
+    replaces: str = Field(default="", max_length=128)  # of what is shown: the answer before it
+    exposure: Exposure = Exposure()
+    consent: bool = True  # False: kept out of training
+    personal: bool = False  # holds personal data: kept out of exports
+
+    @field_validator("value")
+    @classmethod
+    def _finite(cls, value: float | None) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise ValueError("use a finite number")
+        return value
+
+
+def parse_event(document: Mapping[str, Any]) -> Event:
+    """Raises ValueError with one sentence that names the field, its value and what is accepted."""
+    try:
+        event = Event.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "event"
+        raise ValueError(f"{where} is {first.get('input')!r:.80}: {first['msg']}") from None
+    if event.kind is Kind.EDIT and event.after is None:
+        raise ValueError("after is missing; an edit gives the whole text that the user made of the answer")
+    if event.kind in (Kind.RATING, Kind.DWELL) and event.value is None:
+        raise ValueError(f"value is missing; a {event.kind} has one")
+    if event.kind is Kind.RATING and not -1 <= (event.value or 0) <= 1:
+        raise ValueError(f"value is {event.value}; a rating is from -1 (worst) to 1 (best)")
+    return event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exchange:
+    """An answer as the server sampled it. T tokens of output behind P of prompt."""
+
+    response_id: str
+    ts: float
+    model: str  # by the name that the client used
+    revision: str  # of the adapter: the policy that answered
+    messages: tuple[Mapping[str, Any], ...]  # the prompt as a chat; one user message for a plain one
+    output: str  # decoded
+    action: Action
+    prompt_tokens: np.ndarray  # [P] int32
+    tokens: np.ndarray  # [T] int32
+    logprobs: np.ndarray  # [T] float32, under the distribution that was sampled from
+    experts: np.ndarray | None = None  # [P + T, moe layers, top_k]: the routes, where they were recorded
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    user: str = ""
+    session: str = ""
+    tenant: str = ""
+    arm: str = ""  # of an experiment, as canary or control
+    propensity: float = 1.0  # with which this policy was chosen
+
+
+__all__ = ["Action", "Event", "Exchange", "Exposure", "Kind", "parse_event"]
