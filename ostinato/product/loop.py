@@ -1,0 +1,157 @@
+"""The continual loop as a pure state machine: where it stands, and what a finding of a stage leads to.
+
+    collect -> freeze -> judge -> judge_gates -> shadow -> policy -> policy_gates -> canary -> collect
+                                      |            |         |            |            |
+                                      +------------+---------+------------+------------+-> collect: what was
+                                       a candidate that fails is dropped; an alarm of the policy's run puts
+                                       exemplars into the hack bank, and the judge is refreshed first
+
+A judge or a policy is a revision: the hash of its adapter. It is promoted in one place each, behind the gates
+of the same round; a roll-back is the old revision, which was never changed. ``advance`` decides; the work of
+a stage, which may be killed and done again, is ``launch.product``'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+
+class Stage(StrEnum):
+    """What is to be done next."""
+
+    COLLECT = "collect"  # until enough pairs are decided
+    FREEZE = "freeze"  # the window of feedback, written down
+    JUDGE = "judge"  # a candidate is trained on it
+    JUDGE_GATES = "judge_gates"
+    SHADOW = "shadow"  # the candidate beside the judge in office, on feedback that came later
+    POLICY = "policy"  # RL with the judge of the round, watched
+    POLICY_GATES = "policy_gates"
+    CANARY = "canary"  # a share of traffic
+
+
+class Verdict(StrEnum):
+    """How a stage ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"  # a gate, or a canary that did worse
+    ALARM = "alarm"  # of a detector, while the policy was trained
+
+
+ORDER = tuple(Stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where the loop stands. ``frozen``: the end of the last window, seconds since 1970."""
+
+    round: int = 0
+    stage: Stage = Stage.COLLECT
+    judge: str = ""  # the revision in office; "": none yet
+    policy: str = ""  # "": the base
+    candidate: str = ""  # of the judge up to shadow, of the policy from there on
+    cleared: str = ""  # the candidate that its gates of this round have let through
+    frozen: float = 0.0
+    refresh: bool = False  # an alarm came: the judge has to learn the exemplars first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What the work of a stage came to. ``revision``: of the candidate that it made."""
+
+    verdict: Verdict = Verdict.PASSED
+    revision: str = ""
+    reasons: tuple[str, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
+    frozen: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One row of the journal: what was found at ``before``, and where that leads."""
+
+    ts: float
+    before: Position
+    finding: Finding
+    after: Position
+    what: str  # "judge promoted", "policy rolled back", ...
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def advance(at: Position, found: Finding) -> tuple[Position, str]:
+    """(the next position, the decision in words).
+
+    Raises ValueError for a finding that its stage cannot have: a candidate without a revision, an alarm
+    outside the policy's training.
+    """
+    if found.verdict is Verdict.ALARM and at.stage is not Stage.POLICY:
+        raise ValueError(f"an alarm at stage {at.stage}; only the training of a policy has detectors")
+    if at.stage in (Stage.JUDGE, Stage.POLICY) and found.verdict is Verdict.PASSED and not found.revision:
+        raise ValueError(f"stage {at.stage} passed without a revision; give the hash of its adapter")
+    if found.verdict is not Verdict.PASSED:
+        return _back(at, found)
+    onward = replace(at, stage=ORDER[(ORDER.index(at.stage) + 1) % len(ORDER)])
+    match at.stage:
+        case Stage.COLLECT:
+            return replace(onward, round=at.round + 1, candidate="", cleared=""), "window complete"
+        case Stage.FREEZE:
+            return replace(onward, frozen=max(found.frozen, at.frozen)), "window frozen"
+        case Stage.JUDGE | Stage.POLICY:
+            return replace(onward, candidate=found.revision, cleared=""), f"{at.stage} candidate trained"
+        case Stage.JUDGE_GATES | Stage.POLICY_GATES:
+            return replace(onward, cleared=at.candidate), "candidate cleared by its gates"
+    if not at.candidate or at.cleared != at.candidate:
+        raise ValueError(f"stage {at.stage} passed for a candidate that its gates have not cleared")
+    after = replace(onward, candidate="", cleared="")
+    if at.stage is Stage.SHADOW:
+        return replace(after, judge=at.candidate, refresh=False), "judge promoted"
+    return replace(after, policy=at.candidate), "policy promoted"
+
+
+def _back(at: Position, found: Finding) -> tuple[Position, str]:
+    """To collect, with judge and policy as they are."""
+    alarm = found.verdict is Verdict.ALARM
+    words = {
+        Stage.JUDGE_GATES: "judge candidate dropped by its gates",
+        Stage.SHADOW: "judge candidate dropped in shadow",
+        Stage.POLICY: "policy training stopped by an alarm" if alarm else "policy training failed",
+        Stage.POLICY_GATES: "policy candidate dropped by its gates",
+        Stage.CANARY: "policy rolled back",
+    }
+    after = replace(at, stage=Stage.COLLECT, candidate="", cleared="", refresh=at.refresh or alarm)
+    return after, words.get(at.stage, f"stage {at.stage} failed")
+
+
+def position_of(rows: Sequence[Mapping[str, Any]]) -> Position:
+    """Where a journal of ``Decision`` rows leads; its beginning without any.
+
+    Raises ValueError for rows that do not follow from one another.
+    """
+    at = Position()
+    for number, row in enumerate(rows, 1):
+        before, after = _position(row["before"]), _position(row["after"])
+        if before != at:
+            raise ValueError(
+                f"row {number} of the journal begins at {before}, where row {number - 1} ended at {at}"
+            )
+        at = after
+    return at
+
+
+def _position(document: Mapping[str, Any]) -> Position:
+    return Position(**{**document, "stage": Stage(document["stage"])})
+
+
+def canary_arm(user: str, round: int, share: float) -> tuple[str, float]:
+    """("canary" or "control", the probability of that arm): the same user stays in one arm for a round."""
+    digest = hashlib.sha256(f"{round}/{user}".encode()).digest()
+    chosen = int.from_bytes(digest[:7]) / 2**56 < share
+    return ("canary", share) if chosen else ("control", 1 - share)
+
+
+__all__ = ["Decision", "Finding", "Position", "Stage", "Verdict", "advance", "canary_arm", "position_of"]
