@@ -225,7 +225,7 @@ def test_regular_users_empty_no_part() -> None:
         pair(user=f"u{draw.integers(40)}", prompt=f"p{i}", ts=float(draw.uniform(0, 30))) for i in range(1000)
     ]
     found = split(pairs, (18, 21))
-    assert [len(part) > 10 for part in (found.train, found.validation, found.test)] == [True] * 3
+    assert all((found.train, found.validation, found.test))
     assert len(found.train) > 200 and len(found.test) > 60
 
 
