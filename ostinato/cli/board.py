@@ -8,14 +8,14 @@ from pathlib import Path
 import typer
 
 from ostinato.cli.report import local_renderer
-from ostinato.observe.board import is_loopback, open_server
+from ostinato.observe.board import JOURNAL, Board, ProductBoard, is_loopback, open_server
 from ostinato.run import RunFolder
 
 
 def board(path: Path, host: str, port: int, *, show: bool) -> None:
-    """Follow the run in ``path``. Raises ValueError where there is none, or the port is taken."""
-    run = RunFolder.open(path)
-    with open_server(run, host, port, local_renderer(run)) as server:
+    """Follow the run or the product's loop in ``path``. Raises ValueError where there is none, or the port is
+    taken."""
+    with open_server(_board(path), host, port) as server:
         typer.echo(f"board of {path}: {server.address} (Ctrl-C ends it)")
         if not is_loopback(host):
             typer.echo("whoever reaches this port reads the prompts and answers of the run", err=True)
@@ -25,3 +25,10 @@ def board(path: Path, host: str, port: int, *, show: bool) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             typer.echo()
+
+
+def _board(path: Path) -> Board | ProductBoard:
+    if (path / JOURNAL).is_file():
+        return ProductBoard(path)
+    run = RunFolder.open(path)
+    return Board(run, local_renderer(run))

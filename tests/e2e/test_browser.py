@@ -22,7 +22,7 @@ from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 from small_ledger import a_step, start
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.observe.board import Server, open_server
+from ostinato.observe.board import Board, Server, open_server
 from ostinato.observe.report import write_report
 from ostinato.observe.report.page.offline import digest
 from ostinato.render import Renderer
@@ -321,7 +321,7 @@ def beat(run: RunFolder) -> None:
 @contextmanager
 def served(run: RunFolder, reader: str = "") -> Iterator[Server]:
     """The board of ``run``, with a reader's script in its page, which the page's policy then admits too."""
-    server = open_server(run, "127.0.0.1")
+    server = open_server(Board(run), "127.0.0.1")
     if reader:
         page = server.board.page.replace(b"script-src ", f"script-src '{digest(reader)}' ".encode(), 1)
         with_reader = page.replace(b"</body>", f"<script>{reader}</script></body>".encode())

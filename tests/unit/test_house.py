@@ -62,7 +62,7 @@ def test_classes_can_be_read() -> None:
 # Lines of Python: what was reached on 2026-11-23. The aims are 40,000 for the wheel, 8,000 for the lab
 # and 32,000 for the tests (with those of the lab), so these come down.
 BUDGETS = {
-    "observe": 4_970,
+    "observe": 5_090,  # 4,970 and the page of a product
     "engine": 5_600,
     "model": 5_650,
     "plan": 4_350,

@@ -1,4 +1,4 @@
-"""`ostinato board RUN`: a page in the browser that follows a run while it goes.
+"""`ostinato board RUN`: a page in the browser that follows a run, or a product's loop, while it goes.
 
     run folder -> tail (new rows) -> follow (state), samples -> server -> page
 
@@ -8,6 +8,7 @@ from anywhere else.
 
 from __future__ import annotations
 
-from ostinato.observe.board.server import Server, is_loopback, open_server
+from ostinato.observe.board.product import JOURNAL, ProductBoard
+from ostinato.observe.board.server import Board, Server, is_loopback, open_server
 
-__all__ = ["Server", "is_loopback", "open_server"]
+__all__ = ["JOURNAL", "Board", "ProductBoard", "Server", "is_loopback", "open_server"]

@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ostinato.inputs import escaped
 from ostinato.observe.board.follow import Follower
+from ostinato.observe.board.product import ProductBoard
 from ostinato.observe.board.samples import Samples
 from ostinato.observe.report.page import solved_at
 from ostinato.observe.report.page.offline import FOLDER, render
@@ -42,7 +43,8 @@ Params = Mapping[str, list[str]]
 
 
 class Board:
-    """The replies to the page, for any number of threads."""
+    """The replies to the page, for any number of threads. ``renderer``: the tokenizer, with which answers are
+    shown token by token."""
 
     def __init__(self, run: RunFolder, renderer: Renderer | None = None) -> None:
         self._follower = Follower(run)
@@ -114,10 +116,10 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, run: RunFolder, host: str, port: int, renderer: Renderer | None = None) -> None:
+    def __init__(self, board: Board | ProductBoard, host: str, port: int) -> None:
         self.host, self.address_family = host, AF_INET6 if ":" in host else AF_INET
         super().__init__((host, port), Handler)
-        self.board = Board(run, renderer)
+        self.board = board
 
     def server_bind(self) -> None:
         """Without looking its own name up, which can take long and which nothing here needs."""
@@ -198,16 +200,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def open_server(run: RunFolder, host: str, port: int = 0, renderer: Renderer | None = None) -> Server:
-    """A server of the board of ``run``; port 0: the first free one from ``PORT`` on. ``renderer``: the
-    tokenizer, with which answers are shown token by token.
+def open_server(board: Board | ProductBoard, host: str, port: int = 0) -> Server:
+    """A server of the board; port 0: the first free one from ``PORT`` on.
 
     Raises ValueError, in one sentence, for a port that is in use and a host that is not this machine's.
     """
     tried = [port] if port else range(PORT, PORT + TRIES)
     for one in tried:
         try:
-            return Server(run, host, one, renderer)
+            return Server(board, host, one)
         except OSError as error:
             why = error
     what = f"port {port}" if port else f"none of the ports {PORT} to {PORT + TRIES - 1}"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.observe.board import open_server
+from ostinato.observe.board import Board, open_server
 from ostinato.observe.board.curves import Curves, charts
 from ostinato.observe.board.follow import AGAIN_S, SILENT_S, Follower, workers
 from ostinato.observe.board.samples import Samples
@@ -448,7 +448,7 @@ def test_the_page_shows_mean_reward_greedy_score_and_rewards_that_failed(run: Ru
 
 @contextmanager
 def served(run: RunFolder, host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
-    server = open_server(run, host)
+    server = open_server(Board(run), host)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -565,4 +565,4 @@ def test_a_port_that_is_taken_is_told_in_words(run: RunFolder) -> None:
         served(run) as (_, port),
         pytest.raises(ValueError, match=f"cannot listen on port {port} of 127.0.0.1 .*give --port"),
     ):
-        open_server(run, "127.0.0.1", port)
+        open_server(Board(run), "127.0.0.1", port)
