@@ -142,8 +142,8 @@ def test_weights_that_are_all_trained_travel_as_a_file(cluster: None, tmp_path: 
 
 class Killer:
     """Kills a worker once, as soon as the run has done so many steps: what a host that fails does to it.
-    The row of a worker that has just begun has no pid for a moment, which ended this thread by a KeyError; on a
-    machine with other work the run's start alone took the minute for which this thread once looked."""
+    The row of a worker that has just begun has no pid for a moment, which ended this thread by a KeyError; on
+    a machine with other work the run's start alone took the minute for which this thread once looked."""
 
     def __init__(self, root: Path, worker: str, after_step: int, number: int = signal.SIGKILL) -> None:
         self._root, self._worker, self._after, self._number = root, worker, after_step, number

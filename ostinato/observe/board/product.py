@@ -1,4 +1,4 @@
-"""The board of a continual loop: where it stands, what is in office, every decision with its reasons and price.
+"""The board of a continual loop: where it stands, what is in office, every decision with reasons and price.
 
 It reads the journal of the loop's folder whenever the page is requested, and nothing else.
 """
@@ -75,7 +75,7 @@ def _offices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def _rounds(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Of each round its pairs, what became of judge and policy, and its seconds of work by what they were for."""
+    """Of each round its pairs, what became of judge and policy, and the seconds that went into each."""
     found: dict[int, dict[str, str]] = {}
     seconds: dict[int, dict[str, float]] = {}
     for row in rows:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pipeline_rows import pipeline_metrics, step_row, step_spans, worker_rows
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.observe.board import Board, open_server
+from ostinato.observe.board import open_server
 from ostinato.observe.board.curves import Curves, charts
 from ostinato.observe.board.follow import AGAIN_S, SILENT_S, Follower, workers
 from ostinato.observe.board.samples import Samples
