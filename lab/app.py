@@ -20,7 +20,11 @@ BENCHES = {
     "products": ("products:Products", "matrix products of our kernels and of torch"),
     "serve": ("serve:Serve", "streaming clients at our server and at vLLM's: tokens per second, latencies"),
     "train": ("train:Train", "seconds of a GRPO step: ostinato, and TRL in its fastest setting"),
+    "train-sft": ("train_sft:TrainSft", "tokens per second of SFT, and TRL's SFTTrainer (train --sft)"),
     "quickstart": ("quickstart:Quickstart", "whole runs of a recipe: seconds from start to report, scores"),
+    "distill": ("learning:Distill", "tokens to 90 % of a teacher's gain: distillation beside RL"),
+    "warm-start": ("learning:WarmStart", "a task never solved: rows with answers, then RL"),
+    "preferences": ("learning:Preferences", "DPO: held-out pairs whose chosen answer has gained"),
     "draft": ("draft:Draft", "rollouts with drafts from history and without, beside other drafters"),
     "never-slower": ("never_slower:NeverSlower", "the worst ratio with drafts (draft --never-slower)"),
     "vllm-drafts": ("vllm_drafts:VllmDrafts", "draft methods inside vLLM, ours among its own"),
@@ -38,6 +42,7 @@ BENCHES = {
 }
 INSTEAD = {
     ("decode", "--weights"): "weights",
+    ("train", "--sft"): "train-sft",
     ("draft", "--never-slower"): "never-slower",
 }
 OF_PROCESSES = {
@@ -48,6 +53,9 @@ OF_PROCESSES = {
     "repeat",
     "scaling",
     "readme",
+    "distill",
+    "warm-start",
+    "preferences",
 }  # nothing here needs threads
 
 

@@ -16,7 +16,7 @@ from lab.contender import ContenderFailed
 from lab.harness import ModelBench, Result, Say, option
 from lab.settings import environment, our_threads, torch_threads
 
-_PEERS = Path(__file__).parent / "peers"
+PEERS = Path(__file__).parent / "peers"
 RUN_LIMIT_S = 1200.0
 PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
@@ -158,7 +158,7 @@ def _ours(bench: Train) -> dict[str, Any]:
         "tokens_per_microbatch": bench.tokens_per_microbatch,
         "threads": our_threads(),
     }
-    return _run("ostinato", [sys.executable, "-m", "lab.train_worker", json.dumps(task)], {})
+    return run("ostinato", [sys.executable, "-m", "lab.train_worker", json.dumps(task)], {})
 
 
 def _trl(
@@ -175,7 +175,7 @@ def _trl(
     with tempfile.TemporaryDirectory() as output:
         task = _task(bench) | {"batch": batch, "output": output, "gradient_checkpointing": False}
         task |= {"steps": steps or bench.steps, "dtype": dtype, "prompts": PROMPTS[:prompts]}
-        return _run("trl", [bench.trl_python, str(_PEERS / "trl_train.py"), json.dumps(task)], environ)
+        return run("trl", [bench.trl_python, str(PEERS / "trl_train.py"), json.dumps(task)], environ)
 
 
 def _task(bench: Train) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _task(bench: Train) -> dict[str, Any]:
     }
 
 
-def _run(name: str, command: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+def run(name: str, command: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     """Run one contender to its end; its only line of output is its answer."""
     try:
         done = subprocess.run(

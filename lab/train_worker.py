@@ -1,8 +1,10 @@
-"""One run of our GRPO step as a contender of ``bench train``: the pieces of the loop, without its
-bookkeeping.
+"""One run of our GRPO step, or of supervised training, as a contender of ``bench train``: the pieces of the
+loop, without its bookkeeping.
 
 argv: JSON with folder, dtype, prompts (texts), group, new_tokens, steps, tokens_per_microbatch, threads.
 Prints one JSON object: {"ready", "step_s": [...], "split": {rollout, train, publish}, "peak_mb"}.
+With rows (a JSON file of input_ids and completion_mask) in place of prompts they are learned, 16 a step:
+{"ready", "step_s", "step_tokens", "tokens", "loss", "peak_mb"}.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import asyncio
 import json
 import os
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lab.settings import native_kernels
@@ -29,7 +33,9 @@ from ostinato.model.ops import TORCH_OPS
 from ostinato.model.shapes import AdapterSpec
 from ostinato.pipeline.credit import assign
 from ostinato.render import Renderer
+from ostinato.train.accumulate import Accumulator, Adam
 from ostinato.train.optimizer import OptimizerSettings
+from ostinato.train.supervised import row_of, supervised
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Group, Prompt, Request, Reward, Sampling, Trajectory, Turn
 
@@ -39,7 +45,37 @@ def main() -> None:
     os.dup2(2, 1)
     task = json.loads(sys.argv[1])
     torch.set_num_threads(task["threads"])
-    answers.write(json.dumps(run(task)) + "\n")
+    answers.write(json.dumps(run(task) if "prompts" in task else supervise(task)) + "\n")
+
+
+def supervise(task: Mapping[str, Any]) -> dict[str, Any]:
+    kernels = native_kernels()
+    dtype = getattr(torch, task["dtype"])
+    decoder = load_model(task["folder"], dtype=dtype, device="cpu", fp32_head=True)
+    learner = Accumulator(
+        decoder,
+        init_adapters(decoder.config, AdapterSpec(rank=16, alpha=32), seed=0),
+        ops=kernels.training if kernels else TORCH_OPS,
+        tokens_per_microbatch=task["tokens_per_microbatch"],
+    )
+    given = json.loads(Path(task["rows"]).read_text())
+    ids = [np.array(row["input_ids"]) for row in given]
+    rows = [row_of(one, np.array(row["completion_mask"]) == 1) for one, row in zip(ids, given, strict=True)]
+    step_s, step_tokens, losses = [], [], []
+    for first in range(0, len(rows), 16):
+        start = time.perf_counter()
+        sums = supervised(learner, rows[first : first + 16], learn=True)
+        learner.optim_step(Adam(lr=1e-5, betas=(0.9, 0.999), eps=1e-8, max_grad_norm=1.0))
+        step_s.append(time.perf_counter() - start)
+        step_tokens.append(sum(map(len, ids[first : first + 16])))
+        losses.append(sums["loss"] / sums["count"])
+    found = {"step_s": step_s, "step_tokens": step_tokens, "tokens": sum(step_tokens)}
+    return {**_label(kernels), **found, "loss": statistics.fmean(losses)}
+
+
+def _label(kernels: object) -> dict[str, Any]:
+    label = f"ostinato, {'native' if kernels else 'torch'} kernels, {torch.get_num_threads()} threads"
+    return {"ready": label, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
 def run(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,9 +115,7 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
             split["train"] += trained - sampled
             split["publish"] += end - trained
     shares = {name: seconds / max(1, task["steps"] - 1) for name, seconds in split.items()}
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    label = f"ostinato, {'native' if kernels else 'torch'} kernels, {torch.get_num_threads()} threads"
-    return {"ready": label, "step_s": step_s, "split": shares, "peak_mb": peak_mb}
+    return {**_label(kernels), "step_s": step_s, "split": shares}
 
 
 async def rollouts(

@@ -21,11 +21,12 @@ def trained(
     *,
     cores: Collection[int] = (),
     limit_s: float | None = None,
+    verb: str = "train",
 ) -> RunFolder:
-    """Train ``recipe`` with ``overrides`` under the empty folder ``logs``, on ``cores`` alone where they are
-    given. Raises ContenderFailed, with the run's ``name`` and its own last words, where it does not end
-    well, or not within ``limit_s``."""
-    command = [sys.executable, "-m", "ostinato", "train", recipe, *overrides, f"log.dir={logs}"]
+    """Train ``recipe`` (``verb`` "sft": on rows with answers) with ``overrides`` under the empty folder
+    ``logs``, on ``cores`` alone where they are given. Raises ContenderFailed, with the run's ``name`` and its
+    own last words, where it does not end well, or not within ``limit_s``."""
+    command = [sys.executable, "-m", "ostinato", verb, recipe, *overrides, f"log.dir={logs}"]
     with confined(cores):
         running = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"

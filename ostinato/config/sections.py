@@ -60,10 +60,13 @@ class AdapterSection(Section):
 
 class TeacherSection(Section):
     """Who scores what the policy samples, for ``algo.teacher_coef`` (1 in "opd"): an adapter on this run's
-    model, or another model with the same tokenizer, with an adapter of its own or none."""
+    model, another model with the same tokenizer, with an adapter of its own or none, or a server."""
 
     adapter: str = ""  # a run folder, or an adapter folder as a run or export leaves it
-    model: str = ""  # as model.path; empty: the model of this run
+    model: str = ""  # as model.path; empty: the model of this run. With url: its name there; empty: the first
+    url: str = ""  # "http://host:8000", a server that gives prompt_logprobs; its key: $OSTINATO_TEACHER_KEY
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0  # of a request at url
+    max_retries: Annotated[int, Field(ge=0, le=100)] = 4  # of a request at url; then the run ends
 
 
 class OneTask(Section):

@@ -35,6 +35,7 @@ from ostinato.engine.speculation import Speculation, afford
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
+from ostinato.model.ops import Ops
 from ostinato.observe.timeline import Span
 from ostinato.protocols import Drafter
 from ostinato.types import Completion, Drafts, Emitted, Request, Stop
@@ -96,6 +97,10 @@ class LocalEngine:
         """With ``drafter``; at work once it is this engine's ``speculation``, changed between rollouts."""
         assert self.cost is not None, "an engine made without a drafter has no cost table"
         return Speculation(drafter, self.cost, self._scheduler.table, always=always)
+
+    def model_of(self, policy: str) -> tuple[Decoder, Adapters | None, Ops]:
+        """What requests of ``policy`` would run: no adapters are the base."""
+        return self._runner.model_of(self.policies.numbers[policy])
 
     @property
     def version(self) -> int:

@@ -19,7 +19,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, Prepared
 from ostinato.model.native import Kernels
 from ostinato.model.native.fused import FusedStep
-from ostinato.model.ops import TORCH_OPS
+from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.wire import check_finite, fingerprint, fingerprint_weights, load_weights
 from ostinato.types import Sampling
 
@@ -64,6 +64,9 @@ class Runner:
             prepared = None if served is None else served.prepared(self.decoder.dtype)
         self._policies[policy] = Served(served, prepared)
         self._fuse()
+
+    def model_of(self, policy: int) -> tuple[Decoder, Adapters | None, Ops]:
+        return self.decoder, self._policies[policy].adapters, self._ops
 
     def retire(self, policy: int) -> None:
         """Forget a policy that nothing runs under any more."""

@@ -38,7 +38,8 @@ def introduction(prepared: RunInputs, adapters: Adapters | None) -> Iterator[str
     yours = ", ".join(f"{key}={getattr(chosen, key)}" for key in chosen.overridden)
     yield f"algorithm    {chosen.name}" + (f" with your {yours}" if yours else "")
     if chosen.needs_teacher:
-        yield f"teacher      {' with '.join(filter(None, (recipe.teacher.model, recipe.teacher.adapter)))}"
+        named = (recipe.teacher.model, recipe.teacher.adapter, recipe.teacher.url)
+        yield f"teacher      {' with '.join(filter(None, named))}"
     if chosen.correction is not Correction.NONE:
         bounds = f"{chosen.correction_low:g} to {chosen.correction_high:g}"
         yield f"correction   {chosen.correction} of the ratio trainer / sampler, {bounds}"

@@ -253,6 +253,7 @@ def _named() -> tuple[type[Exception], ...]:
     from ostinato.pipeline.signals import Stalled
     from ostinato.pipeline.state import NoTrainableSamples, StalenessViolation
     from ostinato.train.checkpoint import CheckpointError
+    from ostinato.train.teacher_at import TeacherFailed
     from ostinato.train.trainer import TrainingStopped
     from ostinato.workers.lost import WorkerLost
     from ostinato.workers.remote import WorkerFault
@@ -264,6 +265,7 @@ def _named() -> tuple[type[Exception], ...]:
         Stalled,
         StalenessViolation,
         TrainingStopped,
+        TeacherFailed,
         Misaligned,
         NotFinite,
         CheckpointError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ostinato.algo.algorithms import Algorithm
@@ -15,13 +16,16 @@ from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import load_peft
 from ostinato.render import Renderer
 from ostinato.train.teacher import Teacher, local_teacher
+from ostinato.train.teacher_at import TeacherAt
+
+KEY = "OSTINATO_TEACHER_KEY"
 
 
 def check_teacher(recipe: Recipe, algorithm: Algorithm, renderer: Renderer) -> None:
     """Raises ValueError, before any work, for a teacher that is missing, idle, or has other tokens than the
     model of ``renderer``."""
     section = recipe.teacher
-    given = next((key for key in ("adapter", "model") if getattr(section, key)), "")
+    given = next((key for key in ("url", "adapter", "model") if getattr(section, key)), "")
     if not algorithm.needs_teacher:
         if given:
             raise ValueError(
@@ -32,13 +36,15 @@ def check_teacher(recipe: Recipe, algorithm: Algorithm, renderer: Renderer) -> N
     if not given:
         raise ValueError(
             f"algo.teacher_coef is {algorithm.teacher_coef:g} without a teacher; set teacher.adapter (a run "
-            "folder or an adapter on the same base) or teacher.model"
+            "folder or an adapter on the same base), teacher.model or teacher.url"
         )
     if recipe.parallel.sharded:
         raise ValueError(
             f"parallel.layout is {recipe.parallel.layout!r}, and a teacher scores in one process; drop the "
             "layout"
         )
+    if section.url:
+        return _check_address(recipe, renderer)
     if recipe.adapter.kind == "full" and not section.model:
         raise ValueError(
             'teacher.adapter is on the base that adapter.kind "full" trains; set teacher.model to that base, '
@@ -46,6 +52,34 @@ def check_teacher(recipe: Recipe, algorithm: Algorithm, renderer: Renderer) -> N
         )
     if section.model:
         _check_tokens(section.model, recipe.model.path, renderer)
+
+
+def _check_address(recipe: Recipe, renderer: Renderer) -> None:
+    rollout, url = recipe.rollout, recipe.teacher.url
+    if recipe.teacher.adapter:
+        raise ValueError(f"teacher.adapter is set with teacher.url {url}, which serves its own; drop one")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f'teacher.url is {url!r}; give it as "http://host:8000"')
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for key, value in neutral.items():
+        if getattr(rollout, key) != value:
+            raise ValueError(
+                f"rollout.{key} is {getattr(rollout, key)}, and a server scores the plain distribution; set "
+                f"it to {value:g}, or use teacher.adapter or teacher.model"
+            )
+    ids = sorted(renderer.tokenizer.get_vocab(with_added_tokens=True).values())
+    _teacher_at(recipe).check(lambda some: renderer.decode(some, skip_special=False), ids)
+
+
+def _teacher_at(recipe: Recipe) -> TeacherAt:
+    section = recipe.teacher
+    return TeacherAt(
+        section.url,
+        section.model,
+        key=os.environ.get(KEY, ""),
+        timeout_s=section.timeout_s,
+        max_retries=section.max_retries,
+    )
 
 
 def _check_tokens(name: str, student: str, renderer: Renderer) -> None:
@@ -68,6 +102,8 @@ def new_teacher(recipe: Recipe, decoder: Decoder) -> Teacher | None:
     """What ``[teacher]`` names; None without one. An adapter alone is one of ``decoder``, whose weights it
     shares. Raises ValueError for an adapter of another base."""
     section = recipe.teacher
+    if section.url:
+        return _teacher_at(recipe)
     if not (section.adapter or section.model):
         return None
     if section.model:

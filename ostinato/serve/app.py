@@ -70,9 +70,11 @@ class Door:
         if body.stream:
             return await _stream(parts, shape.events)
         answers = await _collected(request, parts)
-        return JSONResponse(
-            shape.whole([answers[index] for index in sorted(answers)], _usage(calls, answers))
-        )
+        whole = shape.whole([answers[index] for index in sorted(answers)], _usage(calls, answers))
+        scored = [(await self._service.prompt_logprobs(call), call.n) for call in calls]
+        for choice, scores in zip(whole["choices"], (s for s, n in scored for _ in range(n)), strict=True):
+            choice.update({} if scores is None else {"prompt_logprobs": scores})
+        return JSONResponse(whole)
 
     async def responses(self, request: Request) -> Response:
         body = parsed(openai_responses.ResponsesBody, await self._body(request))

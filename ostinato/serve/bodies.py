@@ -158,12 +158,15 @@ class CompletionBody(Sampled):
 
     prompt: str | list[Id] | list[str] | list[list[Id]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None  # vLLM's
     echo: bool | None = False
 
     def to_calls(self) -> list[Call]:
         """One for each prompt. Without max_tokens it gives 16 tokens, as OpenAI does."""
         if self.echo:
             raise ApiError("echo is not done here; put the prompt before the answer yourself", param="echo")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError("prompt_logprobs come with a whole answer; leave stream out", param="stream")
         prompt, many = self.prompt, isinstance(self.prompt, list) and not _is_ids(self.prompt)
         prompts: list[Any] = list(prompt) if many else [prompt]
         if not prompts:
@@ -174,6 +177,7 @@ class CompletionBody(Sampled):
                 max_tokens=16 if self.max_tokens is None else self.max_tokens,
                 logprobs=self.logprobs is not None,
                 top_logprobs=self.logprobs or 0,
+                prompt_logprobs=self.prompt_logprobs,
             )
             for one in prompts
         ]
@@ -192,7 +196,9 @@ def parsed(kind: type[Body], data: bytes) -> Body:
     if not isinstance(tree, dict):
         raise ApiError(f"the body is a {type(tree).__name__}; send a JSON object")
     for name in REFUSED:
-        if tree.get(name) not in _NEUTRAL and not (name in _ONE and tree[name] == 1):
+        if name in kind.model_fields or (name in _ONE and tree.get(name) == 1):
+            continue
+        if tree.get(name) not in _NEUTRAL:
             raise ApiError(f"{name} is not supported by this server; leave it out", param=name)
     return checked(kind, tree)
 

@@ -64,6 +64,7 @@ class Call:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None  # of the tokens of the prompt, and so many likeliest at each place
     grammar: str = ""  # of the answer (``serve.grammar``); "": any text
 
 

@@ -6,9 +6,11 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from ostinato.engine.local import LocalEngine
 from ostinato.inputs import has_surrogate
 from ostinato.render import Renderer
 from ostinato.serve.calls import Answer, ApiError, Call, Piece
@@ -16,6 +18,7 @@ from ostinato.serve.grammar import Guide, Guides
 from ostinato.serve.metrics import Metrics
 from ostinato.serve.thread import EngineThread
 from ostinato.serve.toolcalls import TextStream, for_template, read_calls
+from ostinato.train.accumulate import prompt_scores
 from ostinato.types import Completion, Emitted, Prompt, Request, Sampling, Stop
 
 
@@ -149,6 +152,11 @@ class Service:
                 f"top_logprobs is {call.top_logprobs}; use 0 to {self.limits.top_logprobs}",
                 param="top_logprobs",
             )
+        if (call.prompt_logprobs or 0) > self.limits.top_logprobs:
+            most = self.limits.top_logprobs
+            raise ApiError(
+                f"prompt_logprobs is {call.prompt_logprobs}; use 0 to {most}", param="prompt_logprobs"
+            )
         policy = self.model(call.model).policy
         prompt = self.prompt(call)
         sampling = self.sampling(call, prompt)
@@ -168,6 +176,28 @@ class Service:
             )
             for k in range(call.n)
         ]
+
+    async def prompt_logprobs(self, call: Call) -> list[dict[str, Any] | None] | None:
+        """As vLLM has them: of each token of the prompt but the first, by the base's or adapter's own
+        distribution at temperature 1, and of the likeliest. None where the call has not asked."""
+        if (top := call.prompt_logprobs) is None:
+            return None
+        tokens, policy = self.prompt(call), self.model(call.model).policy
+
+        def score(engine: LocalEngine) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+            decoder, adapters, ops = engine.model_of(policy)
+            return prompt_scores(decoder, adapters, tokens, top, ops)
+
+        logprobs, best = await self._thread.call(score)
+        places: list[dict[str, Any] | None] = [None]
+        for at, (token, logprob) in enumerate(zip(tokens[1:].tolist(), logprobs.tolist(), strict=True)):
+            likeliest = [] if best is None else zip(*(one[at].tolist() for one in best), strict=True)
+            found = {token: logprob, **dict(likeliest)}
+            texts = {key: self.renderer.decode([key], skip_special=False) for key in found}
+            places.append(
+                {str(key): {"logprob": one, "decoded_token": texts[key]} for key, one in found.items()}
+            )
+        return places
 
     async def answer(self, call: Call, requests: list[Request]) -> AsyncGenerator[Piece | Answer, None]:
         """Pieces of all answers as they come, and each Answer at its end; to be closed by its reader.

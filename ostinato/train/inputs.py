@@ -81,7 +81,7 @@ def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
     for chosen in np.split(np.arange(len(spans)), np.flatnonzero(np.diff(passes)) + 1):
         bounds = np.concatenate(([0], lengths[chosen].cumsum())).tolist()
         taken = np.concatenate([np.r_[first:last, start:stop] for start, stop, first, last in spans[chosen]])
-        rows = [offset + _place(targets[i], spans[i]) for i, offset in zip(chosen, bounds[:-1], strict=True)]
+        rows = [offset + places(targets[i], spans[i]) for i, offset in zip(chosen, bounds[:-1], strict=True)]
         scored = slice(edges[chosen[0]], edges[chosen[-1] + 1])
         yield replace(
             part,
@@ -96,7 +96,7 @@ def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
         )
 
 
-def _place(rows: np.ndarray, span: np.ndarray) -> np.ndarray:
+def places(rows: np.ndarray, span: np.ndarray) -> np.ndarray:
     """Where rows of a microbatch stand in their sequence: the shared prompt first, then its own."""
     start, _, first, last = span
     return np.where(rows < start, rows - first, rows - start + last - first)

@@ -1,9 +1,14 @@
-"""The teacher of on-policy distillation: another policy, which scores the tokens that were sampled."""
+"""The teacher of on-policy distillation: another policy, which scores the tokens that were sampled.
+
+Teacher         the protocol
+LocalTeacher    in this process        train.teacher_at    at an address
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Work
@@ -14,28 +19,49 @@ from ostinato.train.local import LocalPasses
 from ostinato.train.passes import Passes, ScoreOptions
 
 
+class Teacher(Protocol):
+    """Log-probabilities of another policy."""
+
+    @property
+    def progress(self) -> float:
+        """Grows while there is work."""
+        ...
+
+    def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
+        """With ``teacher``, its log-probabilities [R] of the targets; and the FLOPs that this took here."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What the work since the last call took beside."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Teacher:
-    """Log-probabilities of another policy. A mixture of experts is routed by its own routers."""
+class LocalTeacher:
+    """In this process. A mixture of experts is routed by its own routers."""
 
     passes: Passes
     flops: FlopModel
 
-    def score(self, parts: Sequence[Inputs]) -> list[Inputs]:
-        """With ``teacher``: its log-probabilities [R] of the targets, at the sampling temperature and over
-        the recorded support, by the very forward that training runs."""
+    @property
+    def progress(self) -> float:
+        return self.passes.progress
+
+    def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
+        """At the sampling temperature and over the recorded support, by the very forward that training
+        runs."""
         free = [replace(part, routing=None, carried=None) for part in parts]
         found = self.passes.score(free, ScoreOptions())
-        return [replace(part, teacher=one.logprobs) for part, one in zip(parts, found, strict=True)]
+        scored = [replace(part, teacher=one.logprobs) for part, one in zip(parts, found, strict=True)]
+        return scored, self.flops.forward(sum((part.work for part in parts), Work()))
 
-    def price(self, parts: Sequence[Inputs]) -> float:
-        """FLOPs of ``score``."""
-        return self.flops.forward(sum((part.work for part in parts), Work()))
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 def local_teacher(
     decoder: Decoder, adapters: Adapters | None, *, temperature: float = 1.0, ops: Ops = TORCH_OPS
-) -> Teacher:
+) -> LocalTeacher:
     """In this process. ``decoder`` may be the one that is trained, if its base is frozen."""
     for pair in adapters.tensors.values() if adapters else ():
         for factor in pair:
@@ -43,4 +69,6 @@ def local_teacher(
     passes = LocalPasses(
         decoder, adapters, ops=ops, temperature=temperature, recompute=False, entropy_grad=False
     )
-    return Teacher(passes=passes, flops=FlopModel.of(decoder.config, adapters.spec if adapters else None))
+    return LocalTeacher(
+        passes=passes, flops=FlopModel.of(decoder.config, adapters.spec if adapters else None)
+    )

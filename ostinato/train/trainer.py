@@ -139,7 +139,7 @@ class PolicyTrainer:
     @property
     def progress(self) -> float:
         """Passes over microbatches: grows while it works."""
-        return self._passes.progress + (self._teacher.passes.progress if self._teacher else 0.0)
+        return self._passes.progress + (self._teacher.progress if self._teacher else 0.0)
 
     @torch.no_grad()
     def adapters(self) -> Adapters | None:
@@ -204,6 +204,7 @@ class PolicyTrainer:
         }
         metrics |= {"passes/measure": row["passes"] if row else 0.0, **totals.passes(self._price(inputs))}
         metrics |= self._guard.metrics(batch, totals) | self._passes.metrics()
+        metrics |= self._teacher.metrics() if self._teacher else {}
         report = self._report(metrics, [microbatch for at_fault in refused for microbatch in at_fault])
         return replace(report, mismatch=row, note=admitted.note)
 
@@ -289,8 +290,8 @@ class PolicyTrainer:
             parts = self._with_reference(minibatch)
             totals.extra_flops += sum(self._flops.base(part.work) for part in minibatch)
         if self._teacher is not None:
-            parts = self._teacher.score(parts)
-            totals.extra_flops += self._teacher.price(parts)
+            parts, flops = self._teacher.score(parts)
+            totals.extra_flops += flops
         outcomes = self._passes.train(parts, batch_objective(self._algorithm, num_samples), scale)
         for part, outcome in zip(minibatch, outcomes, strict=True):
             totals.add(part, outcome)

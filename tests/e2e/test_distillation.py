@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import wait_until
 from safetensors.torch import load_file
+from serving import server
 from short_run import SHORT
 
+from ostinato.launch import RunFailed
 from ostinato.launch.session import Outcome, learn, resume
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import LOGICAL
@@ -71,6 +76,55 @@ def test_bad_teachers_are_refused_before_work(teacher: Path, tmp_path: Path) -> 
         with pytest.raises(ValueError, match=message):
             run("opd", tmp_path, **overrides)
     assert not list(tmp_path.glob("*/recipe.toml"))
+
+
+def test_a_teacher_at_an_address_teaches_as_one_here(teacher: Path, tmp_path: Path) -> None:
+    """`ostinato serve` beside the run: the same advantages but for rounding, and what is refused."""
+    with server(str(teacher)) as at:
+        url: dict[str, Any] = {"teacher__url": at.url, "teacher__adapter": ""}
+        far = run("opd", tmp_path / "far", **url, trainer__steps=2)
+        near = run("opd", tmp_path / "near", teacher__adapter=teacher, trainer__steps=2)
+        one, two = (rows(outcome.folder)[0] for outcome in (far, near))
+        assert one["opd/teacher_logprob"] == pytest.approx(two["opd/teacher_logprob"], abs=1e-4)
+        assert one["opd/reverse_kl"] == pytest.approx(two["opd/reverse_kl"], abs=1e-4)
+        assert one["teacher/requests"] == 32 and one["teacher/retries"] == 0
+        faults = [
+            ({"rollout__temperature": 0.7}, r"rollout\.temperature is 0\.7, and a server scores the plain"),
+            ({"teacher__adapter": teacher}, "which serves its own; drop one"),
+            ({"teacher__model": "nobody"}, r"teacher\.model is 'nobody'"),
+            (
+                {"model__path": "smollm2-135m", "adapter__targets": '["attn"]'},
+                "has other tokens than the student",
+            ),
+            ({"teacher__url": "localhost:1"}, 'give it as "http://host:8000"'),
+        ]
+        for overrides, message in faults:
+            with pytest.raises(ValueError, match=message):
+                run("opd", tmp_path / "bad", **url | overrides)
+        assert not list(tmp_path.glob("bad/*/recipe.toml"))
+
+
+def test_a_teacher_that_is_lost_ends_the_run_in_one_sentence(teacher: Path, tmp_path: Path) -> None:
+    """Nothing is learned from tokens without its numbers; the run goes on where the teacher is back."""
+    with ExitStack() as stack:
+        url: dict[str, Any] = {"teacher__url": stack.enter_context(server(str(teacher))).url}
+
+        def leave() -> None:
+            wait_until(lambda: [*tmp_path.glob("*/checkpoints/step-*2")], 60)
+            stack.close()
+
+        leaving = threading.Thread(target=leave)
+        leaving.start()
+        with pytest.raises(RunFailed, match=r"/v1/completions gave no answer .* to go on: ostinato resume"):
+            more = {"teacher__adapter": "", "teacher__max_retries": 0, "trainer__steps": 500}
+            run("opd", tmp_path, **url | more)
+        leaving.join()
+    (folder,) = tmp_path.iterdir()
+    with pytest.raises(ValueError, match=r"teacher\.url .* cannot be a teacher"):
+        resume(folder, quiet=True)
+    with server(str(teacher)) as at:
+        resume(folder, "trainer.steps=12", f"teacher.url={at.url}", quiet=True)
+    assert [row["step"] for row in rows(folder)] == list(range(1, max(13, rows(folder)[-1]["step"] + 1)))
 
 
 def test_another_model_teaches_where_it_has_the_same_tokens(tmp_path: Path) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import ended, rows, tiny_recipe
+from commands import LAUNCHER, LIMIT_S, ended, environment, rows, tiny_recipe
 
 from ostinato.env.tasks import load_tasks
 
@@ -27,6 +34,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             said = [{"role": "assistant", "content": text} for text in (right, right + "0")]
             sft.write(json.dumps({"messages": [*chat, said[0]]}) + "\n")
             dpo.write(json.dumps({"prompt": chat, "chosen": said[:1], "rejected": said[1:]}) + "\n")
+    for name, wrong in (("rows", "silent"), ("pairs", "equal")):
+        few = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()[:4]]
+        bad = {"rejected": few[2]["chosen"]} if name == "pairs" else {"messages": few[2]["messages"][:1]}
+        few[2] |= bad
+        (folder / f"{wrong}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in few))
     (folder / "tiny.toml").write_text(tiny_recipe(KEYS))
     return folder
 
@@ -92,12 +104,78 @@ def test_epochs_are_counted_and_full_parameters_train(place: Path) -> None:
     assert (run / "adapter" / "config.json").is_file()
 
 
+@contextmanager
+def struck(place: Path, name: str, fault: tuple[str, str, int, str]) -> Iterator[Any]:
+    """``ostinato sft`` as a process of its own, which meets ``fault`` and does not outlive the block."""
+    command = [sys.executable, "-c", LAUNCHER, json.dumps(fault), "sft", "tiny.toml", f"log.dir={name}"]
+    with subprocess.Popen(
+        command, cwd=place, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Path) -> Path:
+    assert ended(place, "sft", "tiny.toml", "log.dir=undisturbed") == 0
+    return only(place, "undisturbed")
+
+
+FAULTS = {
+    "killed in a step": ("open", "/metrics.jsonl$", 4, "kill"),
+    "killed inside a checkpoint": ("open", ".step-00000004.", 3, "kill"),
+    "killed before a checkpoint has its name": ("os.rename", "/step-00000004$", 1, "kill"),
+    "no room for a checkpoint": ("tempfile.mkdtemp", ".step-00000004.", 1, "fill"),
+    "no room for metrics": ("open", "/metrics.jsonl$", 5, "fill"),
+    "no room for the adapter": ("tempfile.mkstemp", "adapter/.ostinato_adapter", 1, "fill"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", list(FAULTS.values()), ids=[one.replace(" ", "-") for one in FAULTS])
+def test_a_run_that_is_struck_resumes_to_the_same_bits(
+    place: Path, undisturbed: Path, tmp_path: Path, fault: tuple[str, str, int, str]
+) -> None:
+    with struck(place, str(tmp_path), fault) as process:
+        _, error = process.communicate(timeout=LIMIT_S)
+    (run,) = tmp_path.iterdir()
+    if fault[-1] == "kill":
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 1 and error.count("\n") == 1, error
+        assert re.search(r"File too large.*what was saved is in (\S+), to go on: ostinato resume \1", error)
+    assert ended(place, "resume", str(run)) == 0
+    same_run(run, undisturbed)
+    assert not list(run.glob("checkpoints/.*"))
+
+
+@pytest.mark.slow
+def test_a_signal_in_a_step_finishes_it_and_saves(place: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """It waits before the row of step 3, of which no checkpoint is due, until SIGTERM has come."""
+    with struck(place, str(tmp_path), ("open", "/metrics.jsonl$", 4, "wait")) as process:
+        for line in process.stdout:
+            if line.startswith("step 2 of 6"):
+                break
+        process.send_signal(signal.SIGTERM)
+        (place / "go").touch()
+        assert process.wait(LIMIT_S) == 143, process.stderr.read()
+    (run,) = tmp_path.iterdir()
+    done = rows(run / "metrics.jsonl")[-1]["step"]
+    assert done < 6 and (run / f"checkpoints/step-{done:08d}").is_dir()
+    assert ended(place, "resume", str(run)) == 0
+    same_run(run, undisturbed)
+
+
 BAD = [
     (["task.source=nowhere.jsonl"], "there is no such file"),
     (["eval.every=1e6 tokens"], "give it in steps"),
     (["parallel.layout=d2"], "parallel.layout"),
     (["--preference"], "row 1 of rows.jsonl: it has no 'prompt'"),
     (["sft.loss=rl"], "sft.loss"),
+    (["task.source=silent.jsonl"], "row 3 of silent.jsonl: it has no assistant turn"),
+    (["task.source=equal.jsonl", "--preference"], "row 3 of equal.jsonl has the same answer as chosen and"),
 ]
 
 
@@ -105,7 +183,7 @@ BAD = [
 def test_bad_input_is_one_sentence_and_leaves_no_folder(
     place: Path, capsys: pytest.CaptureFixture[str], more: list[str], why: str
 ) -> None:
-    assert ended(place, "sft", "tiny.toml", "log.dir=bad", *more) == 2
+    assert ended(place, "sft", "tiny.toml", "log.dir=bad", "task.params.holdout=0.0", *more) == 2
     (sentence,) = capsys.readouterr().err.strip().splitlines()
     assert why in sentence
     assert not (place / "bad").exists() or not list((place / "bad").iterdir())

@@ -67,13 +67,13 @@ BUDGETS = {
     "model": 5_650,
     "plan": 4_350,
     "cli": 1_240,  # 1,000 and the options of serve, proxy, tinker and sft
-    "serve": 4_893,  # 2,660, grammars, the OpenAPI description, calls that are hung up on; Tinker 1,860
+    "serve": 4_935,  # 2,660, grammars, OpenAPI, calls that are hung up on, prompt_logprobs; Tinker 1,860
     "ablate": 780,
     "parallel": 3_550,
-    "launch": 4_035,  # 3,200, what serves policies, agents, Tinker; the proxy, mixtures, teachers, SFT
+    "launch": 4_080,  # 3,200, what serves policies, agents, Tinker; the proxy, mixtures, teachers, SFT
     "pipeline": 3_300,  # 3,150 and a curriculum
     "scaling": 2_620,  # with its commands
-    "train": 3_010,  # 2,650, training call by call (accumulate), teachers, SFT and DPO
+    "train": 3_230,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO
     "(files of their own)": 2_400,
     "algo": 2_200,
     "interop": 1_600,
@@ -86,9 +86,9 @@ BUDGETS = {
     "config": 1_235,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
-    10_200,  # 900 the simulated product
-    48_760,
-)  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 250 distillation, 470 SFT,
+    10_640,  # 900 the simulated product, 440 SFT beside TRL's and studies of distillation, SFT and DPO
+    49_050,
+)  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 2,400 product: as many as its room, 390 the simulated one
 
 

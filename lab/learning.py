@@ -1,0 +1,221 @@
+"""What distillation, supervised training and DPO are for, each as whole runs with seeds and intervals:
+
+ostinato bench distill       tokens that a student samples until it has 90 % of its teacher's gain, beside RL
+ostinato bench warm-start    a task that the model never solves: rows with answers, then RL
+ostinato bench preferences   how often the chosen answer of a held-out pair has become the likelier one
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from lab.harness import Bench, Result, Say, markdown, option, seeds
+from lab.paired import wilson
+from lab.whole_runs import trained
+from ostinato.config import Recipe
+from ostinato.env.answers import load_rows
+from ostinato.run import MAIN_SET, RunFolder
+
+SHARE = 0.9  # of the teacher's gain
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # two-sided, by number of runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seeded(Bench):
+    """Runs of several seeds on seed-moe, which ``base`` and ``args`` change."""
+
+    seeds: tuple[int, ...] = option((0, 1, 2, 3, 4), "How many, or FIRST:END.", parse=seeds)
+    threads: int = option(1, "Of a run.")
+
+    def run(self, recipe: str, folder: Path, seed: int, *keys: str, verb: str = "train") -> RunFolder:
+        folder.mkdir(parents=True)
+        common = [f"seed={seed}", f"engine.threads={self.threads}", "trainer.checkpoint_every=0"]
+        return trained(recipe, [*common, *keys], folder, f"{recipe} of seed {seed}", verb=verb)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distill(Seeded):
+    """A teacher is trained by RL; a student on the same base and prompts learns from it. Both are evaluated
+    every ``every`` steps; counted are the tokens sampled for training until the first score of 90 % of the
+    teacher's gain, which is the mean of its last three scores less the first."""
+
+    rl_steps: int = option(40, "Of the teacher, 256 answers each.")
+    steps: int = option(40, "Of the student, 64 answers each.")
+    every: int = option(2, "Steps between two evaluations.")
+    n: int = option(512, "Held-out prompts.")
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        rows = []
+        for seed in self.seeds:
+            with tempfile.TemporaryDirectory() as made:
+                keys = (f"eval.every={self.every}", f"eval.n={self.n}")
+                teacher = self.run(
+                    "quickstart", Path(made) / "rl", seed, f"trainer.steps={self.rl_steps}", *keys
+                )
+                student = self.run(
+                    *("opd", Path(made) / "opd", seed, f"teacher.adapter={teacher.path}"),
+                    *(f"trainer.steps={self.steps}", "adapter.rank=16", *keys),
+                )
+                rows.append({"seed": seed} | _reached(curve(teacher), curve(student)))
+            say(_line(rows[-1]))
+        ratios = [row["rl_tokens"] / row["opd_tokens"] for row in rows if row["opd_tokens"]]
+        reached = {"reached": len(ratios), "of": len(rows)}
+        return {"runs": rows, **reached, "ratio": _geometric(ratios) if len(ratios) > 1 else None}
+
+    @staticmethod
+    def table(result: Result) -> str:
+        lines = [_line(row) for row in result["runs"]]
+        if (ratio := result["ratio"]) is not None:
+            low, high = ratio["interval"]
+            lines.append(f"RL over distillation, tokens: {ratio['mean']:.2f} [{low:.2f}, {high:.2f}]")
+        return "\n".join(lines)
+
+
+def curve(run: RunFolder) -> list[tuple[float, float]]:
+    """(tokens sampled for training by then, held-out pass@1) of each evaluation."""
+    sampled = {int(row["step"]): float(row["tokens/sampled"]) for row in run.metrics.rows()}
+    until = dict(zip([0, *sampled], accumulate([0.0, *sampled.values()]), strict=True))
+    scores = [row for row in run.eval.rows() if row.get("set", MAIN_SET) == MAIN_SET]
+    return [(until[int(row["step"])], float(row["pass@1"])) for row in scores]
+
+
+def _reached(rl: Sequence[tuple[float, float]], opd: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    before, after = rl[0][1], statistics.fmean(score for _, score in rl[-3:])
+    target = before + SHARE * (after - before)
+
+    def tokens(points: Sequence[tuple[float, float]]) -> float | None:
+        return next((cost for cost, score in points if cost and score >= target), None)
+
+    found = {"before": before, "teacher": after, "target": target}
+    found |= {"rl_tokens": tokens(rl), "opd_tokens": tokens(opd), "student": opd[-1][1]}
+    return found | {"rl": rl, "opd": opd}
+
+
+def _geometric(ratios: Sequence[float]) -> dict[str, Any]:
+    """Mean and 95 % interval of Student's t, on logarithms."""
+    logs = [math.log(ratio) for ratio in ratios]
+    half = T95[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
+    middle = statistics.fmean(logs)
+    low, mean, high = (math.exp(middle + by) for by in (-half, 0.0, half))
+    return {"mean": mean, "interval": [low, high], "each": [round(ratio, 3) for ratio in ratios]}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    needed = ", ".join(
+        f"{name} {row[key]:,.0f}" if row[key] else f"{name} not within its steps"
+        for name, key in (("RL", "rl_tokens"), ("distillation", "opd_tokens"))
+    )
+    rise = f"{row['before']:.3f} -> {row['teacher']:.3f}"
+    return (
+        f"seed {row['seed']}: {rise}, student {row['student']:.3f}; tokens to {row['target']:.3f}: {needed}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart(Seeded):
+    """Pass@1 on ``n`` held-out prompts, sampled at temperature 1: of the model, after ``rows`` rows with the
+    answer, after RL from there, and after as many steps of RL from the model itself."""
+
+    seeds: tuple[int, ...] = option((0, 1, 2), "How many, or FIRST:END.", parse=seeds)
+    task: str = option("gym:spell_backward", "A procedural source with answers.")
+    params: str = option("{min_word_len=3, max_word_len=5}", "Of the task, as TOML.")
+    rows: int = option(512, "To learn from.")
+    epochs: int = option(4, "Of the rows.")
+    steps: int = option(40, "Of RL, 128 answers each.")
+    n: int = option(512, "Held-out prompts.")
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        rows = []
+        for seed in self.seeds:
+            with tempfile.TemporaryDirectory() as made:
+                task = [f"task.source={self.task}", f"task.params={self.params}"]
+                sft = self.run(
+                    *("sft", Path(made) / "sft", seed, *task, f"task.n_train={self.rows}"),
+                    *(f"sft.epochs={self.epochs}", "eval.every=0", "eval.at_start=false"),
+                    verb="sft",
+                )
+                common = (*task, "task.n_train=4096", 'reward.functions=["gym_score"]')
+                common += (f"trainer.steps={self.steps}", f"eval.n={self.n}", "eval.every=0")
+                common += ("rollout.prompts_per_step=16", "rollout.group_size=8", "rollout.max_tokens=24")
+                start = f"adapter.path={sft.adapter}"
+                warm = self.run("quickstart", Path(made) / "warm", seed, *common, start)
+                cold = self.run("quickstart", Path(made) / "cold", seed, *common)
+                both = {name: [score for _, score in curve(run)] for name, run in (("w", warm), ("c", cold))}
+            row = {"seed": seed, "before": both["c"][0], "sft": both["w"][0]}
+            rows.append(row | {"sft_rl": both["w"][-1], "rl_alone": both["c"][-1]})
+            say(json.dumps(rows[-1]))
+        for row in rows:
+            for name in ("before", "sft", "sft_rl", "rl_alone"):
+                row[f"{name}_interval"] = wilson(round(row[name] * self.n), self.n)
+        return {"runs": rows}
+
+    @staticmethod
+    def table(result: Result) -> str:
+        def cell(row: Mapping[str, Any], name: str) -> str:
+            low, high = row[f"{name}_interval"]
+            return f"{row[name]:.3f} [{low:.3f}, {high:.3f}]"
+
+        names = ("before", "sft", "sft_rl", "rl_alone")
+        head = ["seed", "the model", "after the rows", "then RL", "RL without the rows"]
+        cells = ([row["seed"], *(cell(row, name) for name in names)] for row in result["runs"])
+        return markdown(head, cells)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preferences(Seeded):
+    """recipes/dpo.toml on pairs of recipes/preference_rows.py. Of the held-out pairs the share whose chosen
+    answer has gained on the rejected one against the model before; ties and losses count against it."""
+
+    seeds: tuple[int, ...] = option((0, 1, 2), "How many, or FIRST:END.", parse=seeds)
+    pairs: int = option(1024, "Made.")
+
+    def measure(self, say: Say) -> dict[str, Any]:
+        rows = []
+        script = Path(__file__).parents[1] / "recipes" / "preference_rows.py"
+        for seed in self.seeds:
+            with tempfile.TemporaryDirectory() as made:
+                file = Path(made) / "pairs.jsonl"
+                subprocess.run([sys.executable, str(script), str(file), str(self.pairs)], check=True)
+                keys = (f"task.source={file}", f"task.seed={seed}", f"eval.n={self.pairs}")
+                run = self.run("dpo", Path(made) / "run", seed, *keys, verb="sft")
+                recipe = Recipe.load(run.recipe)
+                held_out = len(load_rows(str(file), "eval", seed, self.pairs, recipe.task.params))
+                last = [row for row in run.metrics.rows() if "eval_loss" in row][-1]
+            share = float(last["eval_rewards/accuracies"])
+            low, high = wilson(round(share * held_out), held_out)
+            found = {"seed": seed, "held_out": held_out, "accuracy": share, "interval": [low, high]}
+            rows.append(found | {"margin": last["eval_rewards/margins"], "loss": last["eval_loss"]})
+            say(json.dumps(rows[-1]))
+        return {"runs": rows}
+
+    @staticmethod
+    def table(result: Result) -> str:
+        head = ["seed", "held-out pairs", "accuracy", "margin of the rewards"]
+        cells = (
+            [
+                row["seed"],
+                row["held_out"],
+                f"{row['accuracy']:.3f} [{low:.3f}, {high:.3f}]",
+                f"{row['margin']:.2f}",
+            ]
+            for row in result["runs"]
+            for low, high in [row["interval"]]
+        )
+        return markdown(head, cells)
+
+    @staticmethod
+    def passed(result: Result) -> bool:
+        return all(row["interval"][0] > 0.5 for row in result["runs"])
+
+
+__all__ = ["Distill", "Preferences", "WarmStart", "curve"]

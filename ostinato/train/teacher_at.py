@@ -1,0 +1,187 @@
+"""A teacher at an address: an OpenAI-compatible server whose ``/v1/completions`` gives ``prompt_logprobs``,
+as vLLM and ``ostinato serve`` do. They are at temperature 1, over the whole vocabulary.
+
+A sequence is one request, of which ``TOGETHER`` run at once. What may pass (no answer, a time that is over,
+429 and 5xx) is tried again and counted; after ``max_retries`` the run ends: no token is learned from without
+its number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ostinato.algo.routing import sequence_spans
+from ostinato.train.inputs import Inputs, places
+from ostinato.types import Microbatch
+
+TOGETHER = 8
+LONGEST_PAUSE_S = 8.0
+AT_ONCE = 4096  # token ids of a request that compares tokenizers
+
+
+class TeacherFailed(RuntimeError):
+    """The server gave no usable answer; its HTTP ``status`` where it refused."""
+
+    def __init__(self, why: str, status: int = 0) -> None:
+        super().__init__(why, status)
+        self.why, self.status = why, status
+
+    def __str__(self) -> str:
+        return f"teacher.url: {self.why}"
+
+
+class TeacherAt:
+    """Implements ``train.teacher.Teacher`` on the server at ``url``, whose policy is ``model`` (empty: the
+    first that it lists). ``sleep`` waits between tries."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str = "",
+        *,
+        key: str = "",
+        timeout_s: float = 60.0,
+        max_retries: int = 4,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._url, self._model = url.rstrip("/").removesuffix("/v1"), model
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        self._timeout_s, self._max_retries, self._sleep = timeout_s, max_retries, sleep
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        self._counts = Counter[str]()
+        self.progress = 0.0
+
+    def check(self, texts: Callable[[list[int]], str], ids: Sequence[int]) -> None:
+        """Raises ValueError for a server without what is needed, or where ``texts``, the student's tokenizer,
+        decodes one of ``ids``, all tokens of the student, otherwise."""
+        try:
+            known = self._models()
+            if (model := self._model or known[0]) not in known:
+                raise ValueError(f"teacher.model is {model!r}; {self._url} serves {', '.join(known)}")
+            for first in range(0, len(ids), AT_ONCE):
+                some = list(ids[first : first + AT_ONCE])
+                body = {"model": model, "tokens": some}
+                if not self._decodes(body, texts(some)):
+                    raise ValueError(
+                        f"teacher.url {self._url} has other tokens than the student between {some[0]} and "
+                        f"{some[-1]}, so it cannot score the same; use a teacher with the same tokenizer"
+                    )
+            self._model = model
+            self.logprobs(np.array(ids[:3]))
+        except (TeacherFailed, KeyError, TypeError, IndexError) as error:
+            why = getattr(error, "why", repr(error))
+            raise ValueError(
+                f"teacher.url {self._url} cannot be a teacher: {why}; it has to answer /v1/models, "
+                "/detokenize and /v1/completions with prompt_logprobs, as vLLM and ostinato serve do"
+            ) from error
+
+    def _decodes(self, body: dict[str, Any], text: str) -> bool:
+        try:
+            return self._ask("/detokenize", body)["prompt"] == text
+        except TeacherFailed as error:
+            if error.status == 400:  # there are no such tokens
+                return False
+            raise
+
+    def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
+        """Raises TeacherFailed."""
+        self._model = self._model or self._models()[0]
+        asked = [list(_sequences(part.source)) for part in parts]
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            try:
+                found = list(pool.map(self.logprobs, [tokens for one in asked for tokens, _ in one]))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        answers, scored = iter(found), []
+        for part, one in zip(parts, asked, strict=True):
+            flat = np.concatenate([next(answers)[at] for _, at in one])
+            scored.append(replace(part, teacher=torch.from_numpy(flat).to(part.targets.device)))
+        return scored, 0.0
+
+    def logprobs(self, tokens: np.ndarray) -> np.ndarray:
+        """[L] fp32 of ``tokens`` [L]; the first is NaN, which nothing predicts. Raises TeacherFailed."""
+        body = {"model": self._model, "prompt": tokens.tolist(), "prompt_logprobs": 0, "max_tokens": 1}
+        answer = self._ask("/v1/completions", body)
+        try:
+            listed = answer["choices"][0]["prompt_logprobs"]
+            pairs = zip(tokens[1:].tolist(), listed[1:], strict=True)
+            found = [float(one[str(token)]["logprob"]) for token, one in pairs]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise TeacherFailed(
+                f"an answer has no prompt_logprobs of the {len(tokens)} tokens that were asked ({error!r})"
+            ) from error
+        if not all(map(math.isfinite, found)):
+            raise TeacherFailed("an answer has a log-probability that is not finite")
+        self.progress += 1
+        self._counts["teacher/requests"] += 1
+        return np.array([math.nan, *found], np.float32)
+
+    def metrics(self) -> dict[str, float]:
+        counts, self._counts = self._counts, Counter()
+        return {name: float(counts[name]) for name in ("teacher/requests", "teacher/retries")}
+
+    def _models(self) -> list[str]:
+        return [str(one["id"]) for one in self._ask("/v1/models")["data"]]
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """JSON; of ``body`` by POST, by GET without one."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        for tried in range(self._max_retries + 1):
+            try:
+                return json.loads(self._read(request))
+            except urllib.error.HTTPError as error:
+                why = f"{path} gave {error.code} {_words(error)}"
+                if error.code != 429 and error.code < 500:
+                    raise TeacherFailed(why, error.code) from error
+            except (OSError, ValueError) as error:  # URLError and TimeoutError are of the first
+                why = f"{path} gave no answer ({error})"
+            if tried < self._max_retries:
+                self._counts["teacher/retries"] += 1
+                self._sleep(min(LONGEST_PAUSE_S, 0.5 * 2**tried))
+        raise TeacherFailed(f"{why}, {self._max_retries + 1} times in a row")
+
+    def _read(self, request: urllib.request.Request) -> bytes:
+        end, parts = time.monotonic() + self._timeout_s, bytearray()
+        with self._open(request, timeout=self._timeout_s) as answer:
+            while part := answer.read1(1 << 20):
+                parts += part
+                if time.monotonic() > end:
+                    raise TimeoutError(f"it was not whole after {self._timeout_s:g} s")
+        return bytes(parts)
+
+
+def _words(error: urllib.error.HTTPError) -> str:
+    """What a server says of a refusal, in one line."""
+    try:
+        return " ".join(error.read(4096).decode(errors="replace").split())[:300]
+    except OSError:
+        return error.reason
+
+
+def _sequences(source: Microbatch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of each sequence, in the order of the targets: its tokens [L], the last one a target alone, and which
+    of them are targets."""
+    firsts = np.flatnonzero(np.diff(source.sample_idx)) + 1
+    rows, targets = (np.split(one, firsts) for one in (source.rows, source.targets))
+    for span, own, wanted in zip(sequence_spans(source), rows, targets, strict=True):
+        start, stop, first, last = span
+        context = source.tokens[np.r_[first:last, start:stop]]
+        yield np.append(context, wanted[-1]), places(own, span) + 1
+
+
+__all__ = ["TeacherAt", "TeacherFailed"]
