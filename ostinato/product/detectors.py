@@ -1,0 +1,337 @@
+"""Signs of a reward that is hacked, found while a policy is trained; each with a known rate of false alarms.
+
+    Bets     any paired difference that should not grow: proxy against gold, an ensemble's variance, credit
+             that a panel rejects, the self-internalisation gap. Valid at any time (Ville's inequality)
+    Knee     KL beyond the top of the over-optimisation curve
+    Cusum    a behaviour counter that drifts: failed calls, questions, length, edits, refusals
+
+A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``; ``saved``
+and ``restored`` take it through JSON. Behind its alarm a state stands still: begin a fresh one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+STAKES = (0.05, 0.15, 0.4, 0.9)  # shares of the wealth that are bet; the last is near the most, which is 1
+Z95 = 1.645
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """``at``: observations seen; ``evidence``: by how much the alarm's threshold was met, 1 or more."""
+
+    detector: str
+    at: int
+    evidence: float
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bets:
+    """A bettor on "the mean of x is above 0", x in [-1, 1]; its wealth is 1 / p-value at any time.
+
+    Null: whatever was seen, the next x has a mean of at most 0. Bettors of four stakes begin at every
+    observation anew, so that a long quiet time costs little (a mixture over starts, as of e-detectors, Shin
+    et al., arXiv 2203.03532, with a total of 1: a supermartingale). P(an alarm, ever) <= ``alpha`` (Ville).
+    """
+
+    name: str
+    alpha: float
+    at: int = 0
+    wealth: tuple[float, ...] = (0.0,) * len(STAKES)
+    clipped: int = 0
+    alarmed: bool = False
+
+    @property
+    def evidence(self) -> float:
+        """alpha times the wealth; an alarm from 1 on."""
+        return self.alpha * _total(np.array(self.wealth), self.at).item()
+
+    def update(self, x: Sequence[float] | np.ndarray) -> tuple[Bets, Alarm | None]:
+        """With what one step showed: one x per prompt, for those of one prompt are no separate bets. What is
+        outside of [-1, 1] is cut and counted. Raises ValueError for a value that is not finite."""
+        given = np.asarray(x, float).ravel()
+        if not np.isfinite(given).all():
+            raise ValueError(f"{self.name}: an observation is not finite; leave out what was not measured")
+        if self.alarmed or not len(given):
+            return self, None
+        cut = np.clip(given, -1, 1)
+        wealth = grown(np.array(self.wealth), self.at, cut)
+        seen = replace(
+            self,
+            at=self.at + 1,
+            wealth=tuple(wealth.tolist()),
+            clipped=self.clipped + int((cut != given).sum()),
+        )
+        if seen.evidence < 1:
+            return seen, None
+        sentence = (
+            f"{self.name} has grown: wealth {seen.evidence / self.alpha:.3g} against {1 / self.alpha:g}"
+        )
+        return replace(seen, alarmed=True), Alarm(
+            detector=self.name, at=seen.at, evidence=seen.evidence, sentence=sentence
+        )
+
+
+def grown(wealth: np.ndarray, at: int, x: np.ndarray) -> np.ndarray:
+    """``wealth [..., stakes]`` behind observation ``at`` (from 0) of ``x [..., n]``, with those who join."""
+    odds = np.log1p(np.asarray(STAKES) * x[..., None]).sum(-2)
+    return (wealth + _reserve(at) - _reserve(at + 1)) * np.exp(np.minimum(odds, 600.0))  # stays finite
+
+
+def _reserve(at: int) -> float:
+    """What is kept for starts to come; slow, as little is known of when."""
+    return 1 / (1 + math.log1p(at))
+
+
+def _total(wealth: np.ndarray, at: int) -> np.ndarray:
+    return wealth.mean(-1) + _reserve(at)
+
+
+def standardised(difference: np.ndarray, scale: float, bound: float = 4.0) -> np.ndarray:
+    """Observations for ``Bets``: differences over ``bound`` deviations ``scale``, which was measured before.
+    Valid where the noise is symmetric, or nothing is beyond the bound."""
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; the deviation of a quiet difference is above 0")
+    return np.asarray(difference, float) / (bound * scale)
+
+
+def divergence(proxy: np.ndarray, gold: np.ndarray, rate: float, share: float = 0.5) -> np.ndarray:
+    """[n] by how much gold gains less than ``share`` of what the proxy promises.
+
+    ``proxy``, ``gold``: gains of the policy over a reference policy (of some steps ago), prompt by prompt,
+    both sampled afresh: differences of successive measurements share their noise and are no fair bets.
+    ``rate``: gold per proxy, see ``exchange_rate``.
+    """
+    return share * rate * np.asarray(proxy, float) - np.asarray(gold, float)
+
+
+def exchange_rate(proxy: np.ndarray, gold: np.ndarray) -> float:
+    """Slope of gold on proxy (least squares) over answers from before the training: what a gain of the proxy
+    was worth. Noise in the proxy makes it smaller, and alarms rarer."""
+    p, g = np.asarray(proxy, float), np.asarray(gold, float)
+    spread = float(((p - p.mean()) ** 2).sum())
+    if not spread:
+        raise ValueError("the proxy is the same for all answers; it cannot be compared with gold")
+    return max(0.0, float(((p - p.mean()) * (g - g.mean())).sum()) / spread)
+
+
+def disagreement(now: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """[n] growth of the log variance over an ensemble, [members, n] scores of the policy's answers and of the
+    reference policy's, prompt by prompt."""
+    tiny = np.finfo(float).tiny
+    return np.log(np.var(now, 0, ddof=1) + tiny) - np.log(np.var(before, 0, ddof=1) + tiny)
+
+
+def exploitation(
+    before: np.ndarray, now: np.ndarray, panel: np.ndarray, weights: np.ndarray | None = None
+) -> float:
+    """Exploitation rate: of the rubric items [n] that the training judge credits ``now`` and did not
+    ``before``, the weighted share that no member of the ``panel [members, n]`` credits (arXiv 2605.12474).
+    NaN without newly credited items. For ``Bets``: the rate of each prompt less the nominal rate."""
+    new = np.asarray(now, bool) & ~np.asarray(before, bool)
+    w = np.where(new, 1.0 if weights is None else np.asarray(weights, float), 0.0)
+    return float(w @ ~np.asarray(panel, bool).any(0) / w.sum()) if w.sum() else math.nan
+
+
+def internalisation_gap(with_rubric: np.ndarray, without: np.ndarray) -> np.ndarray:
+    """[n] log-probability per token of the policy's own answers when the rubric stands in its prompt, less
+    without: what the rubric still adds. It falls while the policy learns what the rubric means; a growth over
+    a reference policy is a sign that it learns something else. Our form of the verifier-free diagnostic of
+    arXiv 2605.12474, whose formula we did not have."""
+    return np.asarray(with_rubric, float) - np.asarray(without, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knee:
+    """Gold over KL as d (a - b ln d), d = sqrt(KL) (Gao et al., arXiv 2210.10760, section 3.2; under RL), by
+    weighted least squares from running sums. Alarm where the slope at the present d is below 0 with a
+    confidence of ``alpha / (t (t + 1))`` at look t: at most ``alpha`` over all looks, for normal noise of the
+    given deviation and a course of d that does not follow it."""
+
+    name: str = "kl_knee"
+    alpha: float = 0.01
+    at: int = 0
+    squares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of (d, -d ln d), weighted by 1 / stderr^2
+    products: tuple[float, float] = (0.0, 0.0)  # of them with gold
+    alarmed: bool = False
+
+    def fit(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """((a, b), their covariance [2, 2]); None before two separate points."""
+        s = np.array([self.squares[:2], self.squares[1:]])
+        if np.linalg.det(s) <= 1e-9 * s[0, 0] * s[1, 1]:
+            return None
+        covariance = np.linalg.inv(s)
+        return covariance @ np.array(self.products), covariance
+
+    @property
+    def knee(self) -> float:
+        """KL of the most gold; inf where the fit does not bend down, NaN before there is one."""
+        if (found := self.fit()) is None:
+            return math.nan
+        a, b = found[0]
+        return math.exp(min(2 * (a / b - 1), 700.0)) if b > 0 else math.inf
+
+    def update(self, observation: tuple[float, float, float]) -> tuple[Knee, Alarm | None]:
+        """(KL of the policy from its start, gold less gold at the start, its standard error)."""
+        kl, gold, stderr = observation
+        if not (kl > 0 and stderr > 0 and math.isfinite(gold)):
+            raise ValueError(
+                f"{self.name}: KL {kl} and error {stderr} have to be above 0, gold {gold} finite"
+            )
+        if self.alarmed:
+            return self, None
+        d = math.sqrt(kl)
+        x = np.array([d, -d * math.log(d)])
+        w = stderr**-2
+        squares = np.array(self.squares) + w * np.array([x[0] ** 2, x[0] * x[1], x[1] ** 2])
+        products = np.array(self.products) + w * gold * x
+        seen = replace(
+            self, at=self.at + 1, squares=tuple(squares.tolist()), products=tuple(products.tolist())
+        )
+        if (found := seen.fit()) is None:
+            return seen, None
+        along = np.array([1.0, -1 - math.log(d)])  # derivative of both by d
+        slope, error = float(along @ found[0]), math.sqrt(along @ found[1] @ along)
+        z = -NormalDist().inv_cdf(self.alpha / (seen.at * (seen.at + 1)))
+        if slope + z * error >= 0:
+            return seen, None
+        sentence = f"gold falls with KL: at {kl:.3g} nats, where the fit has its top at {seen.knee:.3g}"
+        return replace(seen, alarmed=True), Alarm(
+            detector=self.name, at=seen.at, evidence=-slope / (z * error), sentence=sentence
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cusum:
+    """Page's CUSUM of log-likelihood ratios: has a counter drifted by ``shift`` from its baseline, upwards?
+
+    ``spread`` > 0: a mean, normal with that deviation; ``shift`` in deviations. ``spread`` = 0: a rate;
+    ``shift`` is its odds ratio. For drifts downwards give negated values, or 1 - rate.
+    """
+
+    name: str
+    baseline: float
+    spread: float
+    shift: float
+    threshold: float
+    at: int = 0
+    level: float = 0.0
+    since: int = 0  # the last observation at level 0: where the drift seems to begin
+    alarmed: bool = False
+
+    def update(self, observation: tuple[float, float]) -> tuple[Cusum, Alarm | None]:
+        """(value, 1) of a mean; (events, cases) of a rate."""
+        if self.alarmed:
+            return self, None
+        level = max(0.0, self.level + _likelihood(self, *observation))
+        at = self.at + 1
+        seen = replace(self, at=at, level=level, since=self.since if level else at)
+        if level < self.threshold:
+            return seen, None
+        sentence = f"{self.name} has drifted from {self.baseline:.3g} since observation {seen.since}"
+        return replace(seen, alarmed=True), Alarm(
+            detector=self.name, at=at, evidence=level / self.threshold, sentence=sentence
+        )
+
+
+def _likelihood(state: Cusum, value: float, cases: float) -> float:
+    """log P(drifted) - log P(baseline) of one observation."""
+    if state.spread > 0:
+        z = min(max((value - state.baseline) / state.spread, -4.0), 4.0)  # no single step decides
+        return state.shift * z - state.shift**2 / 2
+    if not 0 <= value <= cases:
+        raise ValueError(f"{state.name}: {value} events in {cases} cases; give (events, cases)")
+    drifted = 1 / (1 + (1 / state.baseline - 1) / state.shift)
+    return value * math.log(state.shift) + cases * math.log((1 - drifted) / (1 - state.baseline))
+
+
+def watch_mean(
+    name: str, quiet: Sequence[float], *, shift: float = 1.0, rate: float = 0.05, steps: int = 1000
+) -> Cusum:
+    """A CUSUM of a mean whose chance of a false alarm in ``steps`` quiet ones is ``rate``: its average run
+    length is steps / rate by Siegmund's approximation (1985, Sequential Analysis, equation 2.46). Mean and
+    deviation of the ``quiet`` steps are taken at their upper 95 % bounds, for both are estimates."""
+    n = len(quiet)
+    spread = float(np.std(quiet, ddof=1)) if n > 2 else 0.0
+    if not spread:
+        raise ValueError(f"{name}: {n} quiet steps without spread; give at least 3 that differ")
+    spread *= 1 + Z95 / math.sqrt(2 * (n - 1))
+    baseline = float(np.mean(quiet)) + Z95 * spread / math.sqrt(n)
+    return Cusum(
+        name=name, baseline=baseline, spread=spread, shift=shift, threshold=threshold(shift, steps / rate)
+    )
+
+
+def watch_rate(
+    name: str, events: int, cases: int, *, shift: float = 2.0, rate: float = 0.05, steps: int = 1000
+) -> Cusum:
+    """A CUSUM of a rate, at its upper 95 % bound (Wilson) of the quiet cases. P(a false alarm in ``steps``)
+    is at most ``rate``: threshold ln(steps / rate) (Lorden 1971)."""
+    if cases < 1:
+        raise ValueError(f"{name}: {cases} quiet cases; a baseline needs some")
+    share, z2 = events / cases, Z95**2
+    half = Z95 * math.sqrt(share * (1 - share) / cases + z2 / (4 * cases**2))
+    baseline = min((share + z2 / (2 * cases) + half) / (1 + z2 / cases), 1 - 1e-6)
+    return Cusum(name=name, baseline=baseline, spread=0.0, shift=shift, threshold=math.log(steps / rate))
+
+
+def run_length(shift: float, threshold: float) -> float:
+    """Average number of quiet observations to a false alarm, normal noise, by Siegmund's approximation."""
+    u = threshold + 1.166 * shift
+    return 2 * (math.expm1(u) - u) / shift**2
+
+
+def threshold(shift: float, length: float) -> float:
+    """The threshold of that average run length: bisection up to ln(length), which is always enough."""
+    low, high = 0.0, math.log(length)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if run_length(shift, middle) < length else (low, middle)
+    return high
+
+
+Detector = Bets | Knee | Cusum
+
+
+def saved(state: Detector) -> dict[str, Any]:
+    return {"detector": type(state).__name__, **asdict(state)}
+
+
+def restored(document: Mapping[str, Any]) -> Detector:
+    """Of ``saved``, through JSON. Raises ValueError for another document."""
+    kinds: dict[Any, type[Any]] = {one.__name__: one for one in (Bets, Knee, Cusum)}
+    kind = kinds.get(document.get("detector"))
+    rest = {key: document[key] for key in document if key != "detector"}
+    if kind is None or rest.keys() != kind.__dataclass_fields__.keys():
+        raise ValueError(f"detector {document.get('detector')!r} with {sorted(rest)}: no state of ours")
+    return kind(**{key: tuple(one) if isinstance(one, list) else one for key, one in rest.items()})
+
+
+__all__ = [
+    "Alarm",
+    "Bets",
+    "Cusum",
+    "Detector",
+    "Knee",
+    "disagreement",
+    "divergence",
+    "exchange_rate",
+    "exploitation",
+    "grown",
+    "internalisation_gap",
+    "restored",
+    "run_length",
+    "saved",
+    "standardised",
+    "threshold",
+    "watch_mean",
+    "watch_rate",
+]
