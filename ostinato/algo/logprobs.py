@@ -139,6 +139,7 @@ def linear_logprobs(
     matmul_nt: Matmul | None = None,
     matmul_nn: Matmul | None = None,
     vocabulary: Vocabulary | None = None,
+    score: Callable[[Tensor, float, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``chunked_logprobs`` for a frozen linear head, logits = hidden @ weight.T, one pass over the logits.
 
@@ -151,6 +152,8 @@ def linear_logprobs(
 
     ``matmul_nt(x [n, D], w [V, D]) -> [n, V]`` (overwritten here) and ``matmul_nn(dy [n, V], w [V, D]) ->
     [n, D]``, both fp32 out, replace the default together: the FP32 head, both operands cast to fp32.
+    ``score(logits [n, V], temperature, targets [n]) -> [n]`` computes the log-probabilities instead, from
+    logits that are -inf outside of a support; the slopes stay.
     Raises ValueError for a weight that requires a gradient and for a target outside of its support.
     """
     _check(targets, hidden, support, temperature, chunk)
@@ -173,6 +176,7 @@ def linear_logprobs(
         want_entropy,
         entropy_grad,
         vocabulary,
+        score,
         matmul_nt,
         matmul_nn,
     )
@@ -202,6 +206,7 @@ class _LinearLogprobs(torch.autograd.Function):
         want_entropy,
         entropy_grad,
         vocabulary,
+        score_of,
         *matmuls,
     ):
         matmul_nt, matmul_nn = matmuls
@@ -209,6 +214,10 @@ class _LinearLogprobs(torch.autograd.Function):
         scores, slopes, entropy_slopes = [], [], []
         for hidden_nD, targets_n, kept in _chunks(hidden, targets, support, chunk):
             logits_nV = _at_least_fp32(matmul_nt(hidden_nD, weight))
+            if score_of is not None:
+                outside_nV = None if kept is None else _outside(kept, logits_nV, None)
+                seen_nV = logits_nV if outside_nV is None else logits_nV.masked_fill(outside_nV, -torch.inf)
+                own_n = score_of(seen_nV, temperature, targets_n)
             if temperature != 1:
                 logits_nV.div_(temperature)
             entropy_slope_nV = torch.empty_like(logits_nV) if want_slope and entropy_grad else None
@@ -216,6 +225,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 score = _score(logits_nV, targets_n, kept, entropy_slope_nV, want_entropy)
             else:
                 score = _score_part(logits_nV, targets_n, kept, entropy_slope_nV, vocabulary, want_entropy)
+            if score_of is not None:
+                score[:, 0] = own_n
             scores.append(score)
             if want_slope:
                 slopes.append(matmul_nn(logits_nV, weight) / temperature)
@@ -236,7 +247,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_RD = grad_logprobs[:, None] * slope_RD
         if entropy_slope_RD:
             grad_RD.addcmul_(grad_entropy[:, None], entropy_slope_RD[0])
-        return grad_RD.to(ctx.dtype), *(None,) * 10
+        return grad_RD.to(ctx.dtype), *(None,) * 11
 
 
 def _chunks(

@@ -35,6 +35,7 @@ class ModelSection(Section):
     storage: Literal["same", "bfloat16"] = "same"  # of matrices; bfloat16 under float32: half the memory
     device: str = "auto"  # auto: cuda where there is one, else cpu
     fp32_head: bool = False  # logits in fp32, for the sampler and the trainer alike
+    exact: bool = False  # log-probabilities of the trainer are the sampler's, bit for bit
 
 
 class AdapterSection(Section):

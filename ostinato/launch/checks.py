@@ -27,6 +27,8 @@ def check(recipe: Recipe) -> Algorithm:
     except ValueError as error:
         raise ValueError(f"rollout.group_size: {error}") from error
     check_ranks(recipe)
+    if recipe.model.exact:
+        check_exact(recipe)
     if recipe.cluster.samplers:
         check_cluster(recipe)
     if recipe.engine.backend == "vllm":
@@ -37,6 +39,24 @@ def check(recipe: Recipe) -> Algorithm:
             "weights that the trainer is changing; set cluster.samplers to 1 or more, or train an adapter"
         )
     return chosen
+
+
+def check_exact(recipe: Recipe) -> None:
+    """Raises ValueError where trainer and sampler cannot compute the same numbers, with one sentence."""
+    engine = recipe.engine
+    apart = {
+        f'engine.weights is "{engine.weights}"': engine.weights != "model" and 'set it to "model"',
+        f'engine.backend is "{engine.backend}"': engine.backend == "vllm" and 'set it to "local"',
+        "engine.native is false": not engine.native and "set it to true",
+        'adapter.kind is "full"': recipe.adapter.kind == "full" and 'set it to "lora"',
+        f'parallel.layout is "{recipe.parallel.layout}"': Layout.parse(recipe.parallel.layout).world > 1
+        and "leave it empty",
+    }
+    for what, mend in apart.items():
+        if mend:
+            raise ValueError(
+                f"model.exact is true, but {what}, where the sampler computes other numbers; {mend}"
+            )
 
 
 def check_cluster(recipe: Recipe) -> None:

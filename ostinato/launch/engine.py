@@ -19,12 +19,13 @@ from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild
 from ostinato.launch import RunFailed
-from ostinato.launch.checks import check_model
+from ostinato.launch.checks import check_exact, check_model
 from ostinato.launch.drafts import Memory
 from ostinato.model.decoder import Decoder
 from ostinato.model.native import Kernels
 from ostinato.model.native import load as load_kernels
 from ostinato.model.native.build import BuildError
+from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.quantise import Weights, own_bytes, quantise
 from ostinato.render import Renderer
 from ostinato.workers.lost import WorkerLost
@@ -155,6 +156,18 @@ def kernels(recipe: Recipe, decoder: Decoder) -> Kernels | None:
     except BuildError as error:
         _warn_once(f"native kernels are not used: {error}")
         return None
+
+
+def training_ops(recipe: Recipe, decoder: Decoder) -> Ops:
+    """The arithmetic of the trainer. Raises ValueError for a ``model.exact`` that cannot be had here."""
+    found = kernels(recipe, decoder)
+    if not recipe.model.exact:
+        return found.training if found else TORCH_OPS
+    check_exact(recipe)
+    if found is None:
+        why = f"are of the CPU, not {decoder.device}" if decoder.device.type != "cpu" else "cannot be built"
+        raise ValueError(f"model.exact is true, but the kernels that it needs {why}; set it to false")
+    return found.exact
 
 
 @cache

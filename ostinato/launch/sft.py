@@ -25,7 +25,7 @@ from ostinato.env.tasks import order
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check
 from ostinato.launch.dtype import resolved
-from ostinato.launch.engine import kernels
+from ostinato.launch.engine import training_ops
 from ostinato.launch.machine import record_start
 from ostinato.launch.models import load_decoder
 from ostinato.launch.policy import write_policy
@@ -35,7 +35,6 @@ from ostinato.launch.writers import check_writers, open_writers
 from ostinato.lock import locked
 from ostinato.model.config import read_config
 from ostinato.model.named import model_folder
-from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import base_fingerprint
 from ostinato.pipeline.signals import ENDERS, StopSignals, ending
 from ostinato.render import Renderer
@@ -79,11 +78,10 @@ def _session(recipe: Recipe, path: Path, *, again: bool) -> tuple[Path, int, str
         recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": steps})})
     decoder = load_decoder(recipe.model, folder)
     adapters = new_adapters(recipe, decoder)
-    found = kernels(recipe, decoder)
     learner = Accumulator(
         decoder,
         adapters,
-        ops=found.training if found else TORCH_OPS,
+        ops=training_ops(recipe, decoder),
         tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
         recompute=recipe.trainer.recompute,
     )

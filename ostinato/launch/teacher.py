@@ -7,12 +7,11 @@ from pathlib import Path
 
 from ostinato.algo.algorithms import Algorithm
 from ostinato.config import Recipe
-from ostinato.launch.engine import kernels
+from ostinato.launch.engine import training_ops
 from ostinato.launch.models import load_decoder
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
-from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import load_peft
 from ostinato.render import Renderer
 from ostinato.train.teacher import Teacher, local_teacher
@@ -110,8 +109,7 @@ def new_teacher(recipe: Recipe, decoder: Decoder) -> Teacher | None:
         model = recipe.model.model_copy(update={"path": section.model})
         decoder = load_decoder(model, model_folder(section.model))
     adapters = load_peft(adapter_folder(section.adapter), decoder) if section.adapter else None
-    found = kernels(recipe, decoder)
-    ops = found.training if found else TORCH_OPS
+    ops = training_ops(recipe, decoder)
     return local_teacher(decoder, adapters, temperature=recipe.rollout.temperature, ops=ops)
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ostinato.engine.local import LocalEngine
-from ostinato.launch.engine import kernels
+from ostinato.launch.engine import training_ops
 from ostinato.launch.policy import Policy, load_policy, serve
 from ostinato.lock import locked
 from ostinato.model.named import is_hub_name
-from ostinato.model.ops import TORCH_OPS
 from ostinato.serve.thread import EngineThread
 from ostinato.serve.tinker.registry import Registry
 from ostinato.serve.tinker.samplers import Base
@@ -57,13 +56,12 @@ def _base(target: str, policy: Policy, engine: LocalEngine) -> Base:
     path = policy.recipe.model.path
     folder = policy.folder.resolve()
     name = path if is_hub_name(path) else str(folder)
-    found = kernels(policy.recipe, policy.decoder)
     return Base(
         name=name,
         aliases=frozenset({name, path, target, str(policy.folder), str(folder), folder.name}),
         decoder=policy.decoder,
         renderer=policy.renderer,
-        ops=found.training if found else TORCH_OPS,
+        ops=training_ops(policy.recipe, policy.decoder),
         context=engine.context_limit,
     )
 

@@ -11,13 +11,12 @@ import numpy as np
 
 from ostinato.config import Recipe
 from ostinato.launch.checks import check
-from ostinato.launch.engine import kernels
+from ostinato.launch.engine import training_ops
 from ostinato.launch.models import adapter_spec, load_decoder
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.named import model_folder
-from ostinato.model.ops import TORCH_OPS
 from ostinato.model.peft_io import Saved, load_peft, read_peft
 from ostinato.model.share import Share
 from ostinato.parallel.layout import Layout
@@ -135,7 +134,6 @@ def _trainer_settings(
     recipe: Recipe, decoder: Decoder, on_refused: Callable[[Microbatch], None] | None
 ) -> dict[str, Any]:
     settings = recipe.trainer
-    found = kernels(recipe, decoder)
     return {
         "optimizer": optimizer_settings(recipe),
         "temperature": recipe.rollout.temperature,
@@ -145,7 +143,7 @@ def _trainer_settings(
         "recompute": settings.recompute,
         "max_refused": settings.max_refused_in_a_row,
         "on_refused": on_refused,
-        "ops": found.training if found else TORCH_OPS,
+        "ops": training_ops(recipe, decoder),
     }
 
 

@@ -345,7 +345,7 @@ def _linear(x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | 
     assert weight is not None
     if torch.is_grad_enabled() and isinstance(weight, Tensor):  # codes are to sample from
         if lora is not None:
-            return lora_linear(x, weight, bias, lora, ops.gemm.nt, ops.gemm.nn)
+            return lora_linear(x, weight, bias, lora, ops.gemm)
         if weight.dtype != x.dtype:
             return narrow_linear(x, weight, bias, ops.gemm.nt, ops.gemm.nn)
     if lora is None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ostinato.model.config import ModelConfig
+from ostinato.model.gemm import Gemm
 from ostinato.model.moe import ExpertLora
 from ostinato.model.shapes import (
     STACKED,
@@ -31,6 +32,7 @@ from ostinato.model.shapes import (
 )
 
 Product = Callable[..., Tensor]
+TORCH_GEMM = Gemm(nt=F.linear, nn=torch.mm)
 
 
 class Adapters:
@@ -215,16 +217,15 @@ def _prepare_experts(
 
 
 def lora_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora, nt: Product = F.linear, nn: Product = torch.mm
+    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora, gemm: Gemm = TORCH_GEMM
 ) -> Tensor:
     """x W^T + bias + scale * x a^T b^T for training: x [T, K] -> [T, N].
 
-    With a frozen W only x and the [T, R] projection are kept for the backward. ``nt`` and ``nn`` multiply
-    with the large matrices (see ``gemm.Gemm``).
+    With a frozen W only x and the [T, R] projection are kept for the backward.
     """
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return F.linear(x, weight, bias) + F.linear(F.linear(x, lora.a) * lora.scale, lora.b)
-    return _LoraLinear.apply(x, weight, bias, lora.a, lora.b, lora.scale, nt, nn)  # type: ignore[return-value]
+    return _LoraLinear.apply(x, weight, bias, lora.a, lora.b, lora.scale, gemm)  # type: ignore[return-value]
 
 
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, nt: Product, nn: Product) -> Tensor:
@@ -249,11 +250,11 @@ class _NarrowLinear(torch.autograd.Function):
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, a, b, scale, nt, nn):
-        low = F.linear(x, a) * scale
+    def forward(ctx, x, weight, bias, a, b, scale, gemm):
+        low = gemm.thin(x, a) * scale
         ctx.save_for_backward(x, low, weight, a, b)
-        ctx.scale, ctx.nn = scale, nn
-        return nt(x, weight, bias).add_(F.linear(low, b))
+        ctx.scale, ctx.nn = scale, gemm.nn
+        return gemm.add(gemm.nt(x, weight, bias), low, b)
 
     @staticmethod
     @once_differentiable
@@ -263,4 +264,4 @@ class _LoraLinear(torch.autograd.Function):
         grad_x = ctx.nn(grad, weight).addmm_(grad_low, a) if ctx.needs_input_grad[0] else None
         grad_a = grad_low.t().mm(x) if ctx.needs_input_grad[3] else None
         grad_b = grad.t().mm(low) if ctx.needs_input_grad[4] else None
-        return grad_x, None, None, grad_a, grad_b, None, None, None
+        return grad_x, None, None, grad_a, grad_b, None, None

@@ -19,10 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ostinato.model.attention import Attend
 from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.gemm import Gemm
 from ostinato.model.moe import ExpertLora, experts, route
+from ostinato.model.packed import PackedAttention
 from ostinato.model.weights import Block, Quantised, Weight
+from ostinato.types import Segment
 
 T = TypeVar("T")
 
@@ -50,6 +53,10 @@ class Ops:
     enter: Callable[[Tensor], Tensor] = same  # own rows -> all that a linear map with cut outputs reads
     leave: Callable[[Tensor], Tensor] = same  # partial sums of one with cut inputs -> own rows of the sum
     gather: Callable[[Block], Block] = same  # a layer whose weights lie in pieces -> the whole of it
+    # of the trainer's forward
+    attention: Callable[[tuple[Segment, ...]], Attend] = PackedAttention  # of the rows of a microbatch
+    # (logits [n, V] fp32, temperature, targets [n]) -> [n] log-probabilities; None: those of torch's softmax
+    score: Callable[[Tensor, float, Tensor], Tensor] | None = None
 
 
 def linear(

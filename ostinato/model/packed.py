@@ -30,6 +30,8 @@ from torch.nn import functional as F
 
 from ostinato.types import Segment
 
+Forward = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -59,10 +61,15 @@ def _blocks(rows: Tensor, start: int, count: int, length: int) -> Tensor:
 
 
 class PackedAttention:
-    """``Attend`` for the rows of one microbatch, whose segments follow each other without gaps."""
+    """``Attend`` for the rows of one microbatch, whose segments follow each other without gaps.
 
-    def __init__(self, segments: tuple[Segment, ...]) -> None:
+    ``forward`` computes what the kernel of this file would, (q, k, v, scale) -> (out [T, H, Dv], fp32 lse
+    [T, H]), and leaves it the backward.
+    """
+
+    def __init__(self, segments: tuple[Segment, ...], forward: Forward | None = None) -> None:
         _check(segments)
+        self._forward = forward
         self.num_rows = segments[-1].stop
         self.parts = _own_parts(segments) + _prefix_parts(segments)
 
@@ -70,7 +77,7 @@ class PackedAttention:
         """q [T, H, Dk], k [T, Hkv, Dk], v [T, Hkv, Dv] -> [T, H, Dv]. The layer's number plays no role."""
         if len(q) != self.num_rows:
             raise ValueError(f"q has {len(q)} rows for segments of {self.num_rows}; take both from one batch")
-        return _Attention.apply(q, k, v, self.parts, scale)  # type: ignore[return-value]
+        return _Attention.apply(q, k, v, self.parts, scale, self._forward)  # type: ignore[return-value]
 
 
 def _check(segments: tuple[Segment, ...]) -> None:
@@ -114,8 +121,22 @@ def _prefix_parts(segments: tuple[Segment, ...]) -> tuple[Part, ...]:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        parts: tuple[Part, ...],
+        scale: float,
+        forward: Forward | None,
+    ) -> Tensor:
         kernel = _kernel(q, v)
+        ctx.kernel, ctx.parts, ctx.scale = kernel, parts, scale
+        if forward is not None:
+            out, lse = forward(q, k, v, scale)
+            ctx.states = [None] * len(parts)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
         q_, k_, v_ = (kernel.prepare(x) for x in (q, k, v))
         precision = torch.promote_types(q.dtype, torch.float32)  # of the merge, and of the sums of gradients
         out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=precision)
@@ -133,7 +154,7 @@ class _Attention(torch.autograd.Function):
                 _merge(part.queries(out), part.queries(lse), part_out, part_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.kernel, ctx.parts, ctx.states, ctx.scale = kernel, parts, states, scale
+        ctx.states = states
         return out
 
     @staticmethod
@@ -157,7 +178,7 @@ class _Attention(torch.autograd.Function):
             views = (part.queries(grads[0]), part.keys(grads[1]), part.keys(grads[2]))
             for view, share in zip(views, shares, strict=True):
                 view.add_(share)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None
+        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), None, None, None
 
 
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:

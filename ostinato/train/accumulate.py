@@ -28,7 +28,6 @@ from ostinato.algo.token_losses import BOUNDS, TokenLoss
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.model.packed import PackedAttention
 from ostinato.train.inputs import Inputs, as_inputs
 from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
@@ -332,12 +331,18 @@ def prompt_scores(
         none = np.zeros((0, top))
         return np.zeros(0, np.float32), (none.astype(np.int32), none.astype(np.float32)) if top else None
     ids = torch.from_numpy(tokens.astype(np.int64)).to(places)
-    attend = PackedAttention((Segment(start=0, stop=length),))
+    attend = ops.attention((Segment(start=0, stop=length),))
     hidden, _ = decoder(ids[:-1], torch.arange(length, device=places), attend, adapters=adapters, ops=ops)
     found, best = [], []
     for some, wanted in zip(hidden.split(CHUNK), ids[1:].split(CHUNK), strict=True):
-        log_p = torch.log_softmax(decoder.logits(some, ops=ops).float(), dim=-1)
-        found.append(log_p.gather(1, wanted[:, None]).squeeze(1))
+        logits = decoder.logits(some, ops=ops).float()
+        log_p = torch.log_softmax(logits, dim=-1)
+        own = (
+            log_p.gather(1, wanted[:, None]).squeeze(1)
+            if ops.score is None
+            else ops.score(logits, 1.0, wanted)
+        )
+        found.append(own)
         best.append(log_p.topk(top, dim=-1) if top else None)
     logprobs = torch.cat(found).cpu().numpy()
     kept = [one for one in best if one is not None]

@@ -12,7 +12,6 @@ from ostinato.algo.logprobs import chunked_logprobs, linear_logprobs
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import Ops
-from ostinato.model.packed import PackedAttention
 from ostinato.train.inputs import Inputs
 from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, counted, head_products, watching
 
@@ -78,7 +77,7 @@ class LocalPasses:
         hidden, native = self._decoder(
             part.tokens,
             part.positions,
-            PackedAttention(part.segments),
+            (ops or self._ops).attention(part.segments),
             adapters=adapters,
             routing=part.routing,
             routing_checked=True,  # once for the batch: ``ReplayGuard``
@@ -101,4 +100,5 @@ class LocalPasses:
             return chunked_logprobs(hidden, part.targets, self._decoder.logits, **options)
         options["entropy_grad"] = want_entropy and self._entropy_grad
         options["matmul_nt"], options["matmul_nn"] = head_products(self._decoder, self._ops)
+        options["score"] = self._ops.score
         return linear_logprobs(hidden, head, part.targets, **options)

@@ -122,9 +122,11 @@ def head_products(decoder: Decoder, ops: Ops) -> tuple[Matmul, Matmul] | tuple[N
 
     None twice means both in fp32, the weight widened once: what torch can do for an FP32 head over bf16
     weights. Native products multiply in bf16 and sum in fp32, which is as exact and several times faster.
+    Log-probabilities by ``Ops.score`` are of the sampler's own logits.
     """
     head = decoder.head_weight
-    if head.dtype.itemsize >= 4 or (decoder.fp32_head and ops.gemm is TORCH_OPS.gemm):
+    torch_alone = head.dtype.itemsize >= 4 or (decoder.fp32_head and ops.gemm is TORCH_OPS.gemm)
+    if torch_alone and ops.score is None:
         return None, None
     out_dtype = torch.float32 if decoder.fp32_head else None
 

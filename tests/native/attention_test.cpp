@@ -62,7 +62,7 @@ template <class T> void attention(const char* name, const Shape& s) {
   std::vector<T> all(rows * s.H * s.Dv), out(all.size());
   auto run = [&](long t, long n, T* to) {
     Kernels<T>::paged_attention(&q[t * ldq], ldq, keys.data(), values.data(), tables.data(), width, &sequence[t],
-                                &lengths[t], to, n, s.H, s.Hkv, s.Dk, s.Dv, scale);
+                                &lengths[t], to, nullptr, n, s.H, s.Hkv, s.Dk, s.Dv, scale);
   };
   for (int threads : THREADS) {
     omp_set_num_threads(threads);

@@ -25,7 +25,7 @@ struct Experts {  // of experts.py
   void write_cache_##SUFFIX(const T*, long, const T*, long, const int64_t*, const int32_t*, T*, T*, long, long, long, \
                             long);                                                                                    \
   void paged_attention_##SUFFIX(const T*, long, const T*, const T*, const int32_t*, long, const int32_t*,             \
-                                const int32_t*, T*, long, long, long, long, long, double);                            \
+                                const int32_t*, T*, float*, long, long, long, long, long, double);                    \
   long experts_##SUFFIX(const Experts*, const T*, const int32_t*, const float*, T*, long, long, char*);
 
 extern "C" {
@@ -35,11 +35,12 @@ NT(nt_bf16_f32, bf16, bf16, float);
 void nt_f32_bf16(const float*, long, const bf16*, float*, long, const float*, long, long, long) __attribute__((weak));
 void nt_codes(const bf16*, long, const void*, const float*, long, bf16*, long, const bf16*, long, long, long);
 void nn_bf16(const bf16*, long, const bf16*, bf16*, long, long, long, long) __attribute__((weak));
-void route_rows(const float*, int32_t*, float*, long, long, long, long, double);
+void route_rows(const float*, const int32_t*, int32_t*, float*, long, long, long, long, double);
 void sample(const float*, long, const float*, const int32_t*, const float*, const float*, const double*, int64_t*,
             float*, float*, float*, long);
 void support_counts(const float*, long, const float*, const float*, int32_t*, long);
 void support_ids(const float*, long, const float*, const float*, const int32_t*, const int64_t*, int32_t*, long);
+void score(const float*, long, float, const int64_t*, float*, long);
 void exp_f32(const float*, float*, long);
 }
 

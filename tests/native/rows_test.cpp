@@ -140,7 +140,7 @@ void route() {
         if (E >= 10) std::fill_n(logits.begin(), E, 0.5f);  // all equal: the lowest index first
         std::vector<int32_t> ids(ROWS * K), one(K);
         std::vector<float> weights(ROWS * K), alone(K);
-        route_rows(logits.data(), ids.data(), weights.data(), ROWS, E, K, norm, scaling);
+        route_rows(logits.data(), nullptr, ids.data(), weights.data(), ROWS, E, K, norm, scaling);
         for (long t = 0; t < ROWS; t++) {
           const float* z = &logits[t * E];
           std::vector<long> order(E);
@@ -155,8 +155,10 @@ void route() {
             test.that(ids[t * K + k] == order[k], "expert (row, place)", t, k, E);
             test.near(weights[t * K + k], {want, off * want}, "weight (row, place)", t, k, E);
           }
-          route_rows(z, one.data(), alone.data(), 1, E, K, norm, scaling);
+          route_rows(z, nullptr, one.data(), alone.data(), 1, E, K, norm, scaling);
           test.same(alone.data(), &weights[t * K], K, "other bits alone (row, experts)", t, E);
+          route_rows(z, &ids[t * K], one.data(), alone.data(), 1, E, K, norm, scaling);
+          test.same(alone.data(), &weights[t * K], K, "other bits where the same are given (row, experts)", t, E);
         }
       }
 }

@@ -22,6 +22,7 @@ from ostinato.model.gemm import Gemm
 from ostinato.model.lora import Prepared
 from ostinato.model.moe import experts as torch_experts
 from ostinato.model.native.build import BuildError, load_library
+from ostinato.model.native.exact import exact_ops
 from ostinato.model.native.experts import native_experts, native_route
 from ostinato.model.native.fused import FusedStep, supported
 from ostinato.model.native.matrix import FORMATS
@@ -32,7 +33,7 @@ from ostinato.model.weights import Quantised, Weight
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
 
-# Arguments by kernel: p pointer, l long, d double.
+# Arguments by kernel: p pointer, l long, d double, f float.
 _SIGNATURES = {
     "nt": "plpplplll",
     "nt_add": "ppplll" + "l",
@@ -41,13 +42,14 @@ _SIGNATURES = {
     "rope": "plppplll",
     "silu_mul": "ppll",
     "write_cache": "plplppppllll",
-    "paged_attention": "plppplppplllll" + "d",
+    "paged_attention": "plppplpppp" + "lllll" + "d",
 }
 _PLAIN = {
     "sample": "plppppppppp" + "l",
+    "score": "plfppl",
     "support_counts": "plpppl",
     "support_ids": "plpppppl",
-    "route_rows": "pppllll" + "d",
+    "route_rows": "ppppllll" + "d",
     "exp_f32": "ppl",
     "multiplies_bf16": "",
 }
@@ -67,6 +69,7 @@ class Kernels:
 
     ops: Ops  # for inference
     training: Ops  # under autograd: torch's, with our matrix products
+    exact: Ops  # under autograd: the forward of ``ops``, bit for bit (``native.exact``)
     write_cache: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     sample: Callable[..., None]
@@ -82,21 +85,26 @@ def load() -> Kernels:
     functions = _bind(load_library())
     linear = _linear(functions)
     gemm = Gemm(nt=_training_nt(linear), nn=_matmul_nn(functions))
+    ops = Ops(
+        linear=linear,
+        rms_norm=_rms_norm(functions),
+        add_rms_norm=_add_rms_norm(functions),
+        rope=_rope(functions),
+        silu_mul=_silu_mul(functions),
+        add_lora=_add_lora(functions, linear),
+        route=native_route(functions),
+        experts=native_experts(functions),
+        gemm=gemm,
+        score=_score(functions),
+    )
+    training = replace(TORCH_OPS, gemm=gemm, experts=partial(torch_experts, gemm=gemm))
+    write_cache, paged_attention = _write_cache(functions), _paged_attention(functions)
     return Kernels(
-        ops=Ops(
-            linear=linear,
-            rms_norm=_rms_norm(functions),
-            add_rms_norm=_add_rms_norm(functions),
-            rope=_rope(functions),
-            silu_mul=_silu_mul(functions),
-            add_lora=_add_lora(functions, linear),
-            route=native_route(functions),
-            experts=native_experts(functions),
-            gemm=gemm,
-        ),
-        training=replace(TORCH_OPS, gemm=gemm, experts=partial(torch_experts, gemm=gemm)),
-        write_cache=_write_cache(functions),
-        paged_attention=_paged_attention(functions),
+        ops=ops,
+        training=training,
+        exact=exact_ops(ops, training, _add_nt(functions), write_cache, paged_attention),
+        write_cache=write_cache,
+        paged_attention=paged_attention,
         sample=_sample(functions),
         support=_support(functions),
         fused=_fused(functions, linear),
@@ -115,7 +123,7 @@ def _fused(
 
 def _bind(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
     """Every kernel by name, with its types set once."""
-    kinds = {"p": _POINTER, "l": _LONG, "d": _DOUBLE}
+    kinds = {"p": _POINTER, "l": _LONG, "d": _DOUBLE, "f": ctypes.c_float}
     typed = {**_SIGNATURES, **_SIZED}
     names = {f"{name}_{suffix}": code for name, code in typed.items() for suffix in _SUFFIX.values()}
     functions: dict[str, Callable[..., Any]] = {}
@@ -208,18 +216,27 @@ def _linear_of_codes(functions: dict[str, Callable[..., None]]) -> Callable[...,
 def _add_lora(
     functions: dict[str, Callable[..., None]], linear: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    kernels = {dtype: functions[f"nt_add_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+    add_nt = _add_nt(functions)
 
     def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         low = linear(x, a).mul_(scale)
         if y.dtype != low.dtype:  # the router's fp32 logits
             return y + linear(low, b)
-        b = b.contiguous()
-        rows, columns = y.shape
-        kernels[y.dtype](low.data_ptr(), b.data_ptr(), y.data_ptr(), y.stride(0), rows, columns, low.shape[1])
-        return y
+        return add_nt(y, low, b)
 
     return add_lora
+
+
+def _add_nt(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    kernels = {dtype: functions[f"nt_add_{suffix}"] for dtype, suffix in _SUFFIX.items()}
+
+    def add_nt(y: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        """y [T, N] += x [T, r] w [N, r]^T."""
+        x, w = x.contiguous(), w.contiguous()
+        kernels[y.dtype](x.data_ptr(), w.data_ptr(), y.data_ptr(), y.stride(0), *y.shape, x.shape[1])
+        return y
+
+    return add_nt
 
 
 def _training_nt(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -365,9 +382,10 @@ def _paged_attention(functions: dict[str, Callable[..., None]]) -> Callable[...,
         sequence: Tensor,
         lengths: Tensor,
         scale: float,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, Dk]; row t sees the first lengths[t] positions of the blocks tables[sequence[t]] -> [T,
-        H, Dv].
+        H, Dv]. ``lse`` [T, H] fp32 gets the log of the sum of the exponentials of its scores.
         """
         rows, heads, width = q.shape
         if q.stride(2) != 1 or q.stride(1) != width:
@@ -383,6 +401,7 @@ def _paged_attention(functions: dict[str, Callable[..., None]]) -> Callable[...,
             sequence.data_ptr(),
             lengths.data_ptr(),
             out.data_ptr(),
+            None if lse is None else lse.data_ptr(),
             rows,
             heads,
             values.shape[1],
@@ -420,6 +439,18 @@ def _sample(functions: dict[str, Callable[..., None]]) -> Callable[..., None]:
         sample_rows(logits.data_ptr(), logits.shape[1], *pointers, logits.shape[0])
 
     return sample
+
+
+def _score(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, float, Tensor], Tensor]:
+    def score(logits: Tensor, temperature: float, targets: Tensor) -> Tensor:
+        """``Ops.score``: what ``sample`` gives for these tokens, bit for bit. A logit of -inf: not kept."""
+        logits, targets = logits.contiguous(), targets.long().contiguous()
+        found = logits.new_empty(len(targets))
+        pointers = targets.data_ptr(), found.data_ptr()
+        functions["score"](logits.data_ptr(), logits.shape[1], temperature, *pointers, len(targets))
+        return found
+
+    return score
 
 
 def _support(functions: dict[str, Callable[..., None]]) -> Callable[..., tuple[np.ndarray, np.ndarray]]:

@@ -85,6 +85,7 @@ template <class T> struct Heads {
   float* p;  // [Q, room] probabilities
   long room;
   T* out;
+  float* lse;  // [Q] or null
 };
 
 // Blocks lie anywhere in the cache, out of reach of the processor's own prefetching.
@@ -118,7 +119,8 @@ template <class T, int Q> inline void weigh_positions(const Heads<T>& a) {
       store(p + at, e);
       total = total + e;
     }
-    const float inverse = 1.0f / lane_sum(total);
+    const float mass = lane_sum(total), inverse = 1.0f / mass;
+    if (a.lse) a.lse[i] = peak + std::log(mass);
     for (long at = 0; at < blocks * BLOCK; at += LANES) store(p + at, load(p + at) * inverse);
   }
 }
@@ -167,7 +169,8 @@ template <class T> void attend(const Attention<T>& a, long t, long h, std::vecto
     const long count = std::min(most, G - g), head = h * G + g;
     const Heads<T> heads{a.q + t * a.ldq + head * c.Dk, c.keys + h * c.Dk * BLOCK, c.values + h * BLOCK * c.Dv,
                          a.tables + a.sequence[t] * a.ldt, a.lengths[t], c.Dk, c.Dv, c.Hkv * c.Dk * BLOCK,
-                         c.Hkv * BLOCK * c.Dv, a.scale, p.data(), room, a.out + (t * a.H + head) * c.Dv};
+                         c.Hkv * BLOCK * c.Dv, a.scale, p.data(), room, a.out + (t * a.H + head) * c.Dv,
+                         a.lse ? a.lse + t * a.H + head : nullptr};
     switch (count) {
       case 4: attend_heads<T, 4>(heads); break;
       case 3: attend_heads<T, 3>(heads); break;
@@ -219,10 +222,10 @@ INSTANCES(bf16)
     }                                                                                                                 \
   }                                                                                                                   \
   void paged_attention_##SUFFIX(const T* q, long ldq, const T* keys, const T* values, const int32_t* tables,          \
-                                long ldt, const int32_t* sequence, const int32_t* lengths, T* out, long n, long H,    \
-                                long Hkv, long Dk, long Dv, double scale) {                                           \
+                                long ldt, const int32_t* sequence, const int32_t* lengths, T* out, float* lse,        \
+                                long n, long H, long Hkv, long Dk, long Dv, double scale) {                           \
     const Cache<T> cache{const_cast<T*>(keys), const_cast<T*>(values), Hkv, Dk, Dv};                                  \
-    const Attention<T> a{q, ldq, cache, tables, ldt, sequence, lengths, out, n, H, float(scale)};                     \
+    const Attention<T> a{q, ldq, cache, tables, ldt, sequence, lengths, out, n, H, float(scale), lse};                \
     _Pragma("omp parallel") attend_share(a);                                                                          \
   }
 

@@ -28,6 +28,7 @@ template <class T> struct Attention {
   T* out;  // [T, H, Dv]
   long T_, H;
   float scale;
+  float* lse = nullptr;  // [T, H] log of the sum of exp(scaled scores), for the backward of training; or null
 };
 
 // The calling thread's share of rows and key-value heads.

@@ -17,6 +17,7 @@ from ostinato.model.moe import ExpertLora
 from ostinato.model.moe import route as torch_route
 from ostinato.model.native.matrix import Matrix, matrix
 from ostinato.model.weights import Quantised, Weight
+from ostinato.types import NO_EXPERT
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 Kernel = Callable[..., int]
@@ -71,20 +72,25 @@ def native_experts(functions: Mapping[str, Kernel]) -> Callable[..., Tensor]:
 
 
 def native_route(functions: Mapping[str, Kernel]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """``Ops.route``: native for a free choice by softmax, torch's for replays and the other routers."""
+    """``Ops.route``: native for softmax, torch's for the other routers."""
 
     def route(
         logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        plain = moe.scoring == Scoring.SOFTMAX and moe.num_groups == 1 and bias is None and given is None
+        plain = moe.scoring == Scoring.SOFTMAX and moe.num_groups == 1 and bias is None
         if not plain:
             return torch_route(logits, moe, bias, given)
         logits = logits.contiguous()
         rows, experts = logits.shape
         ids = torch.empty(rows, moe.top_k, dtype=torch.int32)
         weights = torch.empty(rows, moe.top_k)
-        pointers = logits.data_ptr(), ids.data_ptr(), weights.data_ptr()
-        functions["route_rows"](*pointers, rows, experts, moe.top_k, moe.norm_topk, moe.scaling)
-        return ids, weights, ids
+        pointers = ids.data_ptr(), weights.data_ptr(), rows, experts, moe.top_k, moe.norm_topk, moe.scaling
+        functions["route_rows"](logits.data_ptr(), None, *pointers)
+        if given is None:
+            return ids, weights, ids
+        native = ids.clone()
+        replayed = torch.where(given[:, :1].int() == NO_EXPERT, native, given.int())
+        functions["route_rows"](logits.data_ptr(), replayed.data_ptr(), *pointers)
+        return ids, weights, native
 
     return route

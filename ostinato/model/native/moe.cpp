@@ -2,7 +2,8 @@
 
 #include "moe.h"
 
-void choose_experts(const float* logits, long E, long K, bool norm, float scaling, int32_t* ids, float* weights) {
+void choose_experts(const float* logits, long E, long K, bool norm, float scaling, int32_t* ids, float* weights,
+                    const int32_t* given) {
   static thread_local std::vector<float> scores;
   const long padded = (E + LANES - 1) / LANES * LANES;
   scores.assign(padded, -INFINITY);
@@ -16,15 +17,15 @@ void choose_experts(const float* logits, long E, long K, bool norm, float scalin
     total = total + mass;
   }
   const float all = lane_sum(total);
-  float chosen = 0;
+  float chosen = 0;  // those that are given may all underflow; beside others 1e-20 is nothing
   for (long k = 0; k < K; k++) {
-    const long best = std::max_element(scores.begin(), scores.begin() + E) - scores.begin();
+    const long best = given ? given[k] : std::max_element(scores.begin(), scores.begin() + E) - scores.begin();
     ids[k] = int32_t(best);
     weights[k] = scores[best] / all;
     chosen += weights[k];
     scores[best] = -1;
   }
-  for (long k = 0; k < K; k++) weights[k] = (norm ? weights[k] / chosen : weights[k]) * scaling;
+  for (long k = 0; k < K; k++) weights[k] = (norm ? weights[k] / (chosen + 1e-20f) : weights[k]) * scaling;
 }
 
 namespace {
@@ -263,9 +264,11 @@ INSTANCES(float)
 INSTANCES(bf16)
 
 extern "C" {
-void route_rows(const float* logits, int32_t* ids, float* weights, long T, long E, long K, long norm, double scaling) {
+void route_rows(const float* logits, const int32_t* given, int32_t* ids, float* weights, long T, long E, long K,
+                long norm, double scaling) {
   for (long t = 0; t < T; t++)
-    choose_experts(logits + t * E, E, K, norm, float(scaling), ids + t * K, weights + t * K);
+    choose_experts(logits + t * E, E, K, norm, float(scaling), ids + t * K, weights + t * K,
+                   given ? given + t * K : nullptr);
 }
 
 #define EXPERTS(SUFFIX, T)                                                                                      \

@@ -3,8 +3,10 @@
 #include "rows.h"
 
 // The best K of E experts by softmax of the logits, best first and the lowest index among equals; their weights are
-// the softmax itself, or with `norm` what it is relative to their sum; times `scaling`.
-void choose_experts(const float* logits, long E, long K, bool norm, float scaling, int32_t* ids, float* weights);
+// the softmax itself, or with `norm` what it is relative to their sum; times `scaling`. With `given` [K] these are the
+// experts, in that order.
+void choose_experts(const float* logits, long E, long K, bool norm, float scaling, int32_t* ids, float* weights,
+                    const int32_t* given = nullptr);
 
 // Weights of all experts of a layer with their adapters (null where there are none); experts.py has the same layout.
 // A shared adapter has one gate_up_a [R, D] and one down_b [D, r] for all experts.

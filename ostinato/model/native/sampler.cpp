@@ -117,13 +117,36 @@ void list_kept(const float* z, long V, float inverse, float cut, int32_t* ids) {
   }
 }
 
+constexpr long CHUNK = 256;
+
+inline vec masses(const float* z, long V, float inverse, float peak, float cut, long j) {  // of LANES logits
+  const vec s = scaled(z, V, inverse, j);
+  return (vec)((veci)exp(s - peak) & (s >= vec{} + cut));
+}
+// Of the logits [first, first + CHUNK). Compiled once: both that call it get the same bits.
+__attribute__((noinline)) float mass_of(const float* z, long V, float inverse, float peak, float cut, long first) {
+  vec mass{};
+  for (long j = first; j < std::min(V, first + CHUNK); j += LANES) mass = mass + masses(z, V, inverse, peak, cut, j);
+  return lane_sum(mass);
+}
+inline float greatest(const float* z, long V) {
+  vec top = vec{} - INFINITY;
+  long i = 0;
+  for (; i + LANES <= V; i += LANES) top = max(top, load(z + i));
+  float peak = max_lane(top);
+  for (; i < V; i++) peak = std::max(peak, z[i]);
+  return peak;
+}
+__attribute__((noinline)) float log_of(float logit, float inverse, float peak, double total) {
+  return float(double(logit) * inverse - peak - std::log(total));
+}
+
 // One row by inverse transform: the first index whose cumulative kept mass exceeds u times the total; `edge` is the
 // share of the mass before it. Chunks of 256 logits hold partial masses so that the second walk touches one only.
 // `cut_at` gets the least scaled logit that was kept, NaN where nothing was filtered.
 void sample_row(const float* z, long V, float temperature, long top_k, float top_p, float min_p, double u, int64_t* token,
                 float* logprob, float* edge, float* cut_at, std::vector<float>& partial) {
   *cut_at = NAN;
-  constexpr long CHUNK = 256;
   long best = 0;
   vec top = vec{} - INFINITY;
   veci nan{};
@@ -149,16 +172,7 @@ void sample_row(const float* z, long V, float temperature, long top_k, float top
   const long chunks = (V + CHUNK - 1) / CHUNK;
   partial.resize(chunks);
   double total = 0;
-  auto masses = [&](long j) {  // of logits j .. j + LANES - 1
-    const vec s = scaled(z, V, inverse, j);
-    return (vec)((veci)exp(s - peak) & (s >= vec{} + cut));
-  };
-  for (long c = 0; c < chunks; c++) {
-    vec mass{};
-    for (long j = c * CHUNK; j < std::min(V, (c + 1) * CHUNK); j += LANES) mass = mass + masses(j);
-    partial[c] = lane_sum(mass);
-    total += partial[c];
-  }
+  for (long c = 0; c < chunks; c++) total += partial[c] = mass_of(z, V, inverse, peak, cut, c * CHUNK);
   const double want = u * total;
   double before = 0, below = 0;  // mass up to and including the last token seen, and without it
   long c = 0, last = -1;
@@ -169,7 +183,7 @@ void sample_row(const float* z, long V, float temperature, long top_k, float top
   // Rounding may leave want just past the end of a chunk: the last token with mass stands in.
   for (c = std::min(c, chunks - 1); c < chunks; c++) {
     for (long j = c * CHUNK; j < std::min(V, (c + 1) * CHUNK); j += LANES) {
-      vec mass = masses(j);
+      const vec mass = masses(z, V, inverse, peak, cut, j);
       for (long l = 0; l < LANES && j + l < V; l++)
         if (mass[l] > 0) {
           below = before;
@@ -184,7 +198,7 @@ void sample_row(const float* z, long V, float temperature, long top_k, float top
 found:
   *token = last;
   *edge = float(below / total);
-  *logprob = float(double(z[last]) * inverse - peak - std::log(total));
+  *logprob = log_of(z[last], inverse, peak, total);
 }
 
 }  // namespace
@@ -217,6 +231,18 @@ void support_ids(const float* logits, long V, const float* temperature, const fl
 #pragma omp parallel for schedule(dynamic, 1)
   for (long r = 0; r < rows; r++)
     if (counts[r]) list_kept(logits + r * V, V, 1.0f / temperature[r], cuts[r], ids + ends[r] - counts[r]);
+}
+
+// Log-probabilities of given tokens, as `sample` has them where it draws these: a logit of -inf was not kept.
+void score(const float* logits, long V, float temperature, const int64_t* tokens, float* logprobs, long rows) {
+#pragma omp parallel for schedule(dynamic, 1)
+  for (long r = 0; r < rows; r++) {
+    const float* z = logits + r * V;
+    const float inverse = 1.0f / temperature, peak = greatest(z, V) * inverse;
+    double total = 0;
+    for (long first = 0; first < V; first += CHUNK) total += mass_of(z, V, inverse, peak, -FLT_MAX, first);
+    logprobs[r] = log_of(z[tokens[r]], inverse, peak, total);
+  }
 }
 
 void exp_f32(const float* x, float* y, long n) {

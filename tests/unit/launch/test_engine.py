@@ -17,7 +17,7 @@ from ostinato.engine.threads import Threads
 from ostinato.history.store import History
 from ostinato.interop.vllm_worker import Worker, digest
 from ostinato.launch import trainer as parts
-from ostinato.launch.checks import MASKS, ROUTES, check, check_model
+from ostinato.launch.checks import MASKS, ROUTES, check, check_exact, check_model
 from ostinato.launch.drafts import Memory, load_history, new_memory, save_history
 from ostinato.launch.engine import vllm_engine
 from ostinato.launch.introduction import caveats
@@ -46,6 +46,23 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 def test_what_vllm_cannot_do_is_refused(sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         check(recipe(**sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"engine": {"weights": "int8"}}, 'engine.weights is "int8"'),
+        ({"engine": {"backend": "vllm"}}, 'engine.backend is "vllm"'),
+        ({"engine": {"native": False}}, "engine.native is false"),
+        ({"adapter": {"kind": "full"}}, 'adapter.kind is "full"'),
+        ({"parallel": {"layout": "t2"}}, 'parallel.layout is "t2"'),
+    ],
+)
+def test_an_exact_trainer_needs_the_samplers_own_numbers(
+    sections: dict[str, dict[str, Any]], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=f"model.exact is true, but {sentence}"):
+        check_exact(Recipe.parse({"model": {"path": "smollm2-135m", "exact": True}, **sections}))
 
 
 def test_samplers_of_a_cluster_are_refused() -> None:

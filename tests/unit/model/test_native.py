@@ -233,7 +233,7 @@ def test_training_with_native_products_is_training(kernels: Kernels) -> None:
         leaves = [t.clone().requires_grad_() for t in (x, *factors)]
         inputs, a, b = leaves
         lora = Lora(a.to(torch.bfloat16), b.to(torch.bfloat16), 0.5)
-        y = lora_linear(inputs, w, None, lora, gemm.nt, gemm.nn)
+        y = lora_linear(inputs, w, None, lora, gemm)
         y.square().sum().backward()
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     for twin, ours in zip(*results, strict=True):
