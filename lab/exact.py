@@ -2,7 +2,8 @@
 
 Answers of a policy with adapters are sampled; then both forwards of training score them. ``far``: the most
 that a log-probability of the trainer is from the sampler's, over the whole vocabulary at every place, and of
-the tokens that were sampled. TEXT is chat (sums to compute) or random (token ids). Seconds are of forward and backward of the same rows, in turns.
+the tokens that were sampled. TEXT is chat (sums to compute) or random (token ids). Seconds are of forward and
+backward of the same rows, in turns.
 """
 
 from __future__ import annotations
