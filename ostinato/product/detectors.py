@@ -113,6 +113,21 @@ def divergence(proxy: np.ndarray, gold: np.ndarray, rate: float, share: float = 
     return share * rate * np.asarray(proxy, float) - np.asarray(gold, float)
 
 
+def misalignment(
+    proxy: np.ndarray, gold: np.ndarray, groups: np.ndarray, rate: float, share: float = 0.5
+) -> np.ndarray:
+    """[groups] the same without a reference policy, from the answers [n] that a step trains on: a policy
+    gradient raises gold by the covariance of both among siblings, which is to be at least ``share`` x
+    ``rate`` x the variance of the proxy. Answers of a step are fresh given the past, so groups are fair
+    bets. A group without spread in the proxy moves nothing and is left out."""
+    found = []
+    for name in np.unique(groups):
+        p, g = (np.asarray(one, float)[np.asarray(groups) == name] for one in (proxy, gold))
+        if len(p) > 1 and (variance := float(np.var(p, ddof=1))) > 0:
+            found.append(share * rate * variance - float(np.cov(p, g)[0, 1]))
+    return np.array(found)
+
+
 def exchange_rate(proxy: np.ndarray, gold: np.ndarray) -> float:
     """Slope of gold on proxy (least squares) over answers from before the training: what a gain of the proxy
     was worth. Noise in the proxy makes it smaller, and alarms rarer."""
@@ -327,6 +342,7 @@ __all__ = [
     "exploitation",
     "grown",
     "internalisation_gap",
+    "misalignment",
     "restored",
     "run_length",
     "saved",

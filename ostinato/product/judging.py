@@ -262,16 +262,19 @@ def probability(log_odds: np.ndarray) -> np.ndarray:
     return 0.5 * (1 + np.tanh(np.asarray(log_odds, float) / 2))
 
 
-def calibration_error(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> float:
-    """Expected calibration error (arXiv 1706.04599, section 2) of the confidence max(p, 1 - p), in bins of
-    equal width over 0.5 to 1: the mean distance of confidence and accuracy. ``p``: that the label is 1."""
+def calibration_gaps(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    """([n] bin of the confidence max(p, 1 - p), equal widths over 0.5 to 1; [n] confidence less correctness).
+    ``p``: that the label is 1."""
     p, y = np.asarray(p, float), np.asarray(labels, float)
-    if not len(p):
-        return math.nan
     sure = np.maximum(p, 1 - p)
-    right = np.where(p >= 0.5, y, 1 - y)
-    place = np.minimum(((sure - 0.5) * 2 * bins).astype(int), bins - 1)
-    return float(np.abs(np.bincount(place, sure - right, bins)).sum() / len(p))
+    return np.minimum(((sure - 0.5) * 2 * bins).astype(int), bins - 1), sure - np.where(p >= 0.5, y, 1 - y)
+
+
+def calibration_error(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> float:
+    """Expected calibration error (arXiv 1706.04599, section 2): the mean over bins of the distance between
+    confidence and accuracy. NaN of nothing."""
+    place, gap = calibration_gaps(p, labels, bins)
+    return float(np.abs(np.bincount(place, gap, bins)).sum() / len(gap)) if len(gap) else math.nan
 
 
 __all__ = [
@@ -280,6 +283,7 @@ __all__ = [
     "Templates",
     "both_orders",
     "calibration_error",
+    "calibration_gaps",
     "claims",
     "critique_f1",
     "critique_of",

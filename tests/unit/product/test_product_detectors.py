@@ -24,6 +24,7 @@ from ostinato.product.detectors import (
     exploitation,
     grown,
     internalisation_gap,
+    misalignment,
     restored,
     run_length,
     saved,
@@ -129,6 +130,43 @@ def test_a_policy_that_learns_what_it_should_is_left_alone() -> None:
     draw = np.random.default_rng(2)
     x = hacked(draw, 200, onset=STEPS)
     assert np.isfinite(first_alarms(x)).sum() == 0
+
+
+def siblings(draw: np.random.Generator, exploit: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """8 groups of 8 answers, rewards in 0 to 1: the judge follows gold, but for the share that has found an
+    exploit, which it takes for the best and gold for the worst."""
+    groups = np.repeat(np.arange(8), 8)
+    gold = draw.random(64)
+    proxy = np.clip(gold + 0.2 * draw.standard_normal(64), 0, 1)
+    found = draw.random(64) < exploit
+    return np.where(found, 1.0, proxy), np.where(found, 0.0, gold), groups
+
+
+def test_an_exploit_among_siblings_is_found_as_it_spreads() -> None:
+    """It grows by 1 % of the answers a step from step 50 on; the alarm comes before it has a third of them,
+    and at most at the nominal rate without it."""
+    draw = np.random.default_rng(9)
+    quiet = [siblings(draw, 0.0) for _ in range(50)]
+    p, g = (np.concatenate([one[i] for one in quiet]) for i in (0, 1))
+    rate = exchange_rate(p, g)
+    scale = float(np.std(np.concatenate([misalignment(*one, rate) for one in quiet])))
+    for seed in range(10):
+        draw, state, alarm = np.random.default_rng(seed), Bets(name="proxy", alpha=0.01), None
+        while alarm is None and state.at < 150:
+            share = max(0.0, 0.01 * (state.at - 50))
+            state, alarm = state.update(standardised(misalignment(*siblings(draw, share), rate), scale))
+        assert alarm is not None and 50 < alarm.at < 83
+    state, alarm = Bets(name="proxy", alpha=0.01), None
+    for _ in range(300):
+        state, alarm = state.update(standardised(misalignment(*siblings(draw, 0.0), rate), scale))
+        assert alarm is None
+
+
+def test_groups_without_spread_are_left_out() -> None:
+    found = misalignment(
+        np.array([1, 1, 0, 2.0, 5]), np.array([0, 1, 0, 2.0, 5]), np.array([0, 0, 1, 1, 2]), 1.0
+    )
+    assert found == pytest.approx([0.5 * 2 - 2])
 
 
 def test_the_exchange_rate_is_that_of_quiet_answers() -> None:
