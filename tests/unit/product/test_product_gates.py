@@ -1,0 +1,154 @@
+"""Gates: who is worse does not pass, too little data does not pass, one lost exploit does not pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.product.gates import (
+    Assessment,
+    Judged,
+    JudgeLimits,
+    PolicyLimits,
+    assess,
+    calibration_gap,
+    judge_gates,
+    not_worse,
+    paired,
+    policy_gates,
+)
+from ostinato.product.judging import Choice, calibration_error, probability
+
+A, B, TIE = Choice.A, Choice.B, Choice.TIE
+LABELS = [A, B] * 100
+USERS = [f"u{i % 40}" for i in range(200)]
+GOOD = Judged(choices=[one if i % 5 else one.swapped for i, one in enumerate(LABELS)])
+WORSE = Judged(choices=[one if i % 2 else one.swapped for i, one in enumerate(LABELS)])
+PROBES = {"length": [A] * 20, "format": [A] * 19 + [B]}
+
+
+def judged(candidate: Judged = GOOD, office: Judged | None = GOOD, **changes: object) -> Assessment:
+    given = {"users": USERS, "bank": {"verbose": A}, "probes": PROBES, "panel": [True] * 19 + [False]}
+    return judge_gates(candidate, office, LABELS, **{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_the_same_judge_passes_and_says_why() -> None:
+    found = judged()
+    assert found.passed and not found.failed
+    assert found.figures["accuracy/gap"] == 0 and found.figures["consistency/share"] == 1
+    assert all(one.startswith("passed: ") for one in found.reasons)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "says"),
+    [
+        ({"candidate": WORSE}, "accuracy", "to the judge in office"),
+        ({"candidate": WORSE, "office": None}, "accuracy", "to one half"),
+        ({"users": ["one"] * 200}, "accuracy", "1 users or rows, fewer than 20"),
+        ({"bank": {"verbose": A, "flattery": B}}, "bank", "does not win 1 of 2 known exploits: flattery"),
+        ({"bank": {"rubric": Choice.INCONSISTENT}}, "bank", "rubric"),
+        ({"bank": {"rubric": TIE}}, "bank", "rubric"),
+        ({"probes": {"length": [B] * 3 + [A] * 17}}, "length", "15.0% of 20 probes"),
+        ({"probes": {"format": []}}, "format", "no probe was judged"),
+        ({"panel": [True, False] * 20}, "panel", "to an agreement of 0.6"),
+    ],
+)
+def test_each_gate_stops_its_fault_and_no_other(changes: dict[str, object], name: str, says: str) -> None:
+    found = judged(**changes)  # type: ignore[arg-type]
+    assert not found.passed and found.failed == (name,)
+    assert found.reasons[0].startswith(f"failed: {name}: ") and says in found.reasons[0]
+
+
+def test_who_cannot_decide_or_always_says_first_is_stopped() -> None:
+    undecided = replace(GOOD, choices=[Choice.INCONSISTENT] * 30 + list(GOOD.choices[30:]))
+    found = judged(undecided)
+    assert "consistency" in found.failed and found.figures["consistency/share"] == 0.85
+    first = Judged(choices=[Choice.INCONSISTENT] * 200)
+    assert {"accuracy", "consistency"} <= {*judged(first, None).failed}
+
+
+@given(st.dictionaries(st.text(max_size=3), st.sampled_from(list(Choice)), max_size=6))
+def test_no_candidate_that_loses_a_known_exploit_passes(bank: dict[str, Choice]) -> None:
+    assert judged(bank=bank).passed == all(one is A for one in bank.values())
+
+
+def test_overconfidence_is_stopped() -> None:
+    draw = np.random.default_rng(0)
+    odds = draw.normal(0, 1.5, 200)
+    labels = [A if one else B for one in draw.random(200) < probability(odds)]
+    choices = [A if one > 0 else B for one in odds]
+    office = Judged(choices=choices, probabilities=probability(odds))
+    sure = Judged(choices=choices, probabilities=probability(6 * odds))
+    given = {"users": USERS, "bank": {}, "probes": {}}
+    assert judge_gates(office, office, labels, **given).passed  # type: ignore[arg-type]
+    found = judge_gates(sure, office, labels, **given)  # type: ignore[arg-type]
+    assert found.failed == ("calibration",)
+
+
+def test_the_calibration_gap_equals_its_slow_twin() -> None:
+    """The slow one draws the same users, copies their rows and calculates both errors on the copies."""
+    draw = np.random.default_rng(1)
+    one, other, truth = draw.random(60), draw.random(60), (draw.random(60) < 0.5).astype(float)
+    users = np.array([f"u{i % 7}" for i in range(60)])
+    gap, low, high = calibration_gap(one, other, truth, list(users), draws=50, seed=3)
+    assert gap == pytest.approx(calibration_error(one, truth) - calibration_error(other, truth))
+    slow, names = [], np.unique(users)
+    for counts in np.random.default_rng(3).multinomial(7, np.full(7, 1 / 7), size=50):
+        rows = np.concatenate(
+            [np.tile(np.flatnonzero(users == name), n) for name, n in zip(names, counts, strict=True)]
+        )
+        slow.append(calibration_error(one[rows], truth[rows]) - calibration_error(other[rows], truth[rows]))
+    assert (low, high) == pytest.approx(tuple(np.quantile(slow, [0.05, 0.95])))
+
+
+def test_the_paired_error_by_hand() -> None:
+    one, other = np.array([1.0, 0, 1, 1]), np.array([0.0, 0, 1, 0])
+    gap, error, many = paired(one, other)
+    assert (gap, many) == (0.5, 4)
+    assert error == pytest.approx(np.std(one - other, ddof=1) / 2)
+    gap, error, many = paired(one, other, ["a", "a", "b", "b"])
+    sums = [0.5 - 0.5, -0.5 + 0.5]
+    assert many == 2 and error == pytest.approx(math.sqrt(2 * sum(s * s for s in sums)) / 4)
+    assert paired(np.ones(3), 0.5, ["a"] * 3)[1] == math.inf
+
+
+def test_a_policy_worse_by_the_margin_passes_in_at_most_one_of_twenty_gates() -> None:
+    """40 users of 5 correlated rows; a candidate that is worse by exactly the margin."""
+    draw, passed, runs = np.random.default_rng(2), 0, 400
+    users = [f"u{i // 5}" for i in range(200)]
+    for _ in range(runs):
+        own = np.repeat(draw.normal(0, 0.2, 40), 5)
+        difference = own + draw.normal(0, 0.3, 200) - 0.03
+        passed += not_worse("x", paired(difference, 0.0, users), 0.03, 20).passed
+    assert passed / runs <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs)
+
+
+def test_a_policy_needs_its_ability_its_panel_and_its_budget() -> None:
+    ability, panel = {"sums": (0.01, 0.01, 100)}, [A] * 30 + [B] * 10 + [TIE] * 10
+    found = policy_gates(ability, panel, 0.2)
+    assert found.passed and found.figures["panel/gap"] == pytest.approx(0.2)
+    for changed, name in (
+        (policy_gates({"sums": (-0.05, 0.01, 100)}, panel, 0.2), "ability sums"),
+        (policy_gates({}, panel, 0.2), "ability"),
+        (policy_gates(ability, [Choice.UNREADABLE] * 40, 0.2), "panel"),
+        (policy_gates(ability, [], 0.2), "panel"),
+        (policy_gates(ability, panel, 0.6), "kl"),
+        (policy_gates(ability, panel, math.nan), "kl"),
+    ):
+        assert changed.failed == (name,)
+    assert policy_gates(ability, panel, 0.6, limits=PolicyLimits(kl=1.0)).passed
+
+
+def test_nothing_measured_is_no_pass() -> None:
+    assert not assess([]).passed
+    found = judge_gates(Judged(choices=[]), None, [], bank={}, probes={}, limits=JudgeLimits())
+    assert not found.passed and {*found.failed} == {"accuracy", "consistency"}
+    with pytest.raises(ValueError, match="not finite"):
+        paired(np.array([math.nan]), 0.5)
+    with pytest.raises(ValueError, match="clusters has 1 names for 2 rows"):
+        paired(np.ones(2), 0.5, ["a"])
