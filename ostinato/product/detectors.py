@@ -23,7 +23,7 @@ STAKES = (0.05, 0.15, 0.4, 0.9)  # shares of the wealth that are bet; the last i
 Z95 = 1.645
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Alarm:
     """``at``: observations seen; ``evidence``: by how much the alarm's threshold was met, 1 or more."""
 
@@ -75,9 +75,7 @@ class Bets:
         sentence = (
             f"{self.name} has grown: wealth {seen.evidence / self.alpha:.3g} against {1 / self.alpha:g}"
         )
-        return replace(seen, alarmed=True), Alarm(
-            detector=self.name, at=seen.at, evidence=seen.evidence, sentence=sentence
-        )
+        return replace(seen, alarmed=True), Alarm(self.name, seen.at, seen.evidence, sentence)
 
 
 def grown(wealth: np.ndarray, at: int, x: np.ndarray) -> np.ndarray:
@@ -219,9 +217,7 @@ class Knee:
         if slope + z * error >= 0:
             return seen, None
         sentence = f"gold falls with KL: at {kl:.3g} nats, where the fit has its top at {seen.knee:.3g}"
-        return replace(seen, alarmed=True), Alarm(
-            detector=self.name, at=seen.at, evidence=-slope / (z * error), sentence=sentence
-        )
+        return replace(seen, alarmed=True), Alarm(self.name, seen.at, -slope / (z * error), sentence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,9 +248,7 @@ class Cusum:
         if level < self.threshold:
             return seen, None
         sentence = f"{self.name} has drifted from {self.baseline:.3g} since observation {seen.since}"
-        return replace(seen, alarmed=True), Alarm(
-            detector=self.name, at=at, evidence=level / self.threshold, sentence=sentence
-        )
+        return replace(seen, alarmed=True), Alarm(self.name, at, level / self.threshold, sentence)
 
 
 def _likelihood(state: Cusum, value: float, cases: float) -> float:
@@ -328,26 +322,3 @@ def restored(document: Mapping[str, Any]) -> Detector:
     if kind is None or rest.keys() != kind.__dataclass_fields__.keys():
         raise ValueError(f"detector {document.get('detector')!r} with {sorted(rest)}: no state of ours")
     return kind(**{key: tuple(one) if isinstance(one, list) else one for key, one in rest.items()})
-
-
-__all__ = [
-    "Alarm",
-    "Bets",
-    "Cusum",
-    "Detector",
-    "Knee",
-    "disagreement",
-    "divergence",
-    "exchange_rate",
-    "exploitation",
-    "grown",
-    "internalisation_gap",
-    "misalignment",
-    "restored",
-    "run_length",
-    "saved",
-    "standardised",
-    "threshold",
-    "watch_mean",
-    "watch_rate",
-]

@@ -241,18 +241,3 @@ def policy_gates(
     if not ability:
         gates.append(Gate("ability", False, "no held-out task was scored; give one", {}))
     return assess(gates)
-
-
-__all__ = [
-    "Assessment",
-    "Gate",
-    "JudgeLimits",
-    "Judged",
-    "PolicyLimits",
-    "assess",
-    "calibration_gap",
-    "judge_gates",
-    "not_worse",
-    "paired",
-    "policy_gates",
-]

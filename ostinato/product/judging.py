@@ -275,29 +275,3 @@ def calibration_error(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> floa
     confidence and accuracy. NaN of nothing."""
     place, gap = calibration_gaps(p, labels, bins)
     return float(np.abs(np.bincount(place, gap, bins)).sum() / len(gap)) if len(gap) else math.nan
-
-
-__all__ = [
-    "Choice",
-    "Tally",
-    "Templates",
-    "both_orders",
-    "calibration_error",
-    "calibration_gaps",
-    "claims",
-    "critique_f1",
-    "critique_of",
-    "log_odds",
-    "pairings",
-    "pairwise_prompts",
-    "parse_scores",
-    "parse_verdict",
-    "pointwise_prompt",
-    "probability",
-    "relative_prompt",
-    "supported",
-    "tally",
-    "temperature",
-    "verdict_reward",
-    "win_rates",
-]

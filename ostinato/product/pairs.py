@@ -150,16 +150,8 @@ def _edits(seen: Mapping[tuple[str, str], _Seen], least_kept: float, counts: Cou
         if reason or kept < least_kept:
             counts[reason or "new_intent"] += 1
             continue
-        yield Pair(
-            messages=one.exchange.messages,
-            chosen=after,
-            rejected=before,
-            source=Source.EDIT,
-            user=one.user,
-            ts=one.edit.ts,
-            ids=(one.exchange.response_id, one.exchange.response_id),
-            strength=1 - kept,
-        )
+        twice = (one.exchange.response_id, one.exchange.response_id)
+        yield _pair(one, (after, before), twice, Source.EDIT, one.edit.ts, strength=1 - kept)
 
 
 def _second(seen: Mapping[tuple[str, str], _Seen], counts: Counter[str]) -> Iterator[Pair]:
@@ -224,14 +216,28 @@ def _weight(propensity: float, clip: float, counts: Counter[str]) -> float:
 
 def _against(one: _Seen, other: _Seen, source: Source, *, strength: float = 1.0, weight: float = 1.0) -> Pair:
     assert one.liked is not None
+    texts = (one.exchange.output, other.exchange.output)
+    ids = (one.exchange.response_id, other.exchange.response_id)
+    return _pair(one, texts, ids, source, one.liked, strength, weight)
+
+
+def _pair(
+    one: _Seen,
+    texts: tuple[str, str],
+    ids: tuple[str, str],
+    source: Source,
+    ts: float,
+    strength: float,
+    weight: float = 1.0,
+) -> Pair:
     return Pair(
         messages=one.exchange.messages,
-        chosen=one.exchange.output,
-        rejected=other.exchange.output,
+        chosen=texts[0],
+        rejected=texts[1],
         source=source,
         user=one.user,
-        ts=one.liked,
-        ids=(one.exchange.response_id, other.exchange.response_id),
+        ts=ts,
+        ids=ids,
         strength=strength,
         weight=weight,
     )
@@ -329,17 +335,3 @@ def leaks(found: Split, *, users: bool = True) -> list[str]:
         places.update({f"prompt {pair.prompt}" for pair in part})
         places.update({f"user {pair.user}" for pair in part} if users else ())
     return sorted(name for name, many in places.items() if many > 1)
-
-
-__all__ = [
-    "Extracted",
-    "Pair",
-    "Source",
-    "Split",
-    "deduplicated",
-    "extract",
-    "leaks",
-    "prompt_name",
-    "split",
-    "with_confidence",
-]

@@ -315,19 +315,3 @@ def returns(
         arm: (sum(key[0] == arm for key in back), sum(key[0] == arm for key in first))
         for arm in sorted({key[0] for key in first})
     }
-
-
-__all__ = [
-    "Account",
-    "ActionWorth",
-    "Outcome",
-    "Standing",
-    "Table",
-    "Worth",
-    "break_even",
-    "parse_table",
-    "read_table",
-    "returns",
-    "reward",
-    "rewards",
-]

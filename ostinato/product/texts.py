@@ -15,7 +15,12 @@ def words(text: str) -> list[str]:
 
 
 def distance(one: list[str], other: list[str]) -> int:
-    """Levenshtein distance: the fewest words inserted, deleted or replaced. O(n m), a row at a time."""
+    """Levenshtein distance: the fewest words inserted, deleted or replaced. O(n m) in what lies between the
+    first and the last difference, a row at a time."""
+    head = _shared(one, other)
+    one, other = one[head:], other[head:]
+    tail = _shared(one[::-1], other[::-1])
+    one, other = one[: len(one) - tail], other[: len(other) - tail]
     codes: dict[str, int] = {}
     a, b = (
         np.array([codes.setdefault(word, len(codes)) for word in text], np.int64) for text in (one, other)
@@ -27,6 +32,12 @@ def distance(one: list[str], other: list[str]) -> int:
         # an insertion goes along the row: the running minimum of what is left when the steps are taken off
         row = np.minimum.accumulate(np.concatenate(([i + 1], above)) - steps) + steps
     return int(row[-1])
+
+
+def _shared(one: list[str], other: list[str]) -> int:
+    """How many words both begin with."""
+    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def similarity(one: str, other: str) -> float:
