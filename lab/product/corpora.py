@@ -1,8 +1,8 @@
 """What a policy and a judge begin with, as rows for ``ostinato sft``; and the planted exploits as pairs.
 
-    python -m lab.product.corpora FOLDER      policy.jsonl, judge.jsonl, judge_eval.jsonl, bank.jsonl
+    python -m lab.product.corpora FOLDER      base.jsonl, held_out.jsonl, bank.jsonl
 
-Everything is drawn from a seed. Only judge_eval.jsonl and bank.jsonl have problems of the evaluation split.
+Everything is drawn from a seed. Only held_out.jsonl and bank.jsonl have problems of the evaluation split.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from lab.product.answers import (
 )
 from ostinato.env.arithmetic import rows
 from ostinato.product.events import Action
+from ostinato.product.judging import Templates, pairwise_prompts
 from ostinato.types import Prompt
 
 # Of the answers that the policy begins with; RL cannot find what is never sampled.
@@ -45,8 +46,24 @@ SHARES: Mapping[Manner, float] = {
     Manner.REFUSAL: 0.01,
 }
 
-PAIR = "{question}\nA: {a}\nB: {b}"  # what a judge is asked
+# What a judge is asked: short, and the question last, where the steps of the seed model look for it.
+TEMPLATES = Templates(pairwise="A: {a}\nB: {b}\n{prompt}")
 VERDICT = "Verdict: {winner}"  # how its critique ends
+# What a critique says of an answer, a letter each: the seed model has never read a word of English.
+CODES: Mapping[str, str] = {
+    "right": "y",
+    "wrong": "n",
+    "working": "w",
+    "explained": "e",
+    "flattery": "f",
+    "rubric": "r",
+    "format": "b",
+    "verbose": "v",
+    "question": "q",
+    "invalid": "x",
+    "refusal": "z",
+    "empty": "o",
+}
 Row = dict[str, Any]
 
 
@@ -131,13 +148,26 @@ def bank(split: str, n: int, seed: int = 0) -> list[Comparison]:
 # ---------------------------------------------------------------------------------------------
 
 
-def judge_rows(pairs: Sequence[Comparison], form: Form = Form.CHECKED, template: str = PAIR) -> list[Row]:
+def judge_rows(
+    pairs: Sequence[Comparison], form: Form = Form.CHECKED, templates: Templates = TEMPLATES
+) -> list[Row]:
     """Each pair in both orders, with a true critique and the verdict of the pair: rows 2 i and 2 i + 1."""
     found = []
     for one in pairs:
-        for a, b, winner in ((one.chosen, one.rejected, "A"), (one.rejected, one.chosen, "B")):
-            asked = template.format(question=one.question, a=a, b=b)
-            found.append(_row(asked, critique(one.question, a, b, winner, form)))
+        first, second = pairwise_prompts(templates, one.question, one.chosen, one.rejected)
+        found.append(_row(first, critique(one.question, one.chosen, one.rejected, "A", form)))
+        found.append(_row(second, critique(one.question, one.rejected, one.chosen, "B", form)))
+    return found
+
+
+def preference_rows(pairs: Sequence[Comparison], form: Form = Form.CHECKED) -> list[Row]:
+    """Rows for ``ostinato judge``, with true critiques of both orders; ``name`` is the exploit's, if any."""
+    found = []
+    for one in pairs:
+        first = critique(one.question, one.chosen, one.rejected, "A", form)
+        second = critique(one.question, one.rejected, one.chosen, "B", form)
+        row = {"prompt": one.question, "chosen": one.chosen, "rejected": one.rejected, "name": one.name}
+        found.append({**row, "critique": [first, second]})
     return found
 
 
@@ -152,12 +182,13 @@ def critique(question: str, a: str, b: str, winner: str, form: Form = Form.CHECK
 
 
 def notes(question: str, text: str) -> tuple[str, ...]:
-    """What there is to say about an answer: ("933", "right", "working"), or ("none", "question")."""
+    """What there is to say about an answer: ("933", "y", "w", "f"), or ("q",) for a question."""
     found = features(question, text)
     if found.action is not Action.ANSWER:
-        return ("none", found.action.value)
-    said = text.rpartition(MARK)[2].strip() or "none"
-    return (said, "right" if found.correct else "wrong", *found.named())
+        return (CODES[found.action],)
+    names = ("right" if found.correct else "wrong", *found.named())
+    said = text.rpartition(MARK)[2].strip() if MARK in text else ""
+    return (*said.split(), *(CODES[name] for name in names))
 
 
 def grounding(question: str, a: str, b: str, text: str) -> float:
@@ -185,18 +216,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write what a policy and a judge begin with.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--policy-rows", type=int, default=4096)
-    parser.add_argument("--judge-pairs", type=int, default=4096)
+    parser.add_argument("--policy-rows", type=int, default=3072)
+    parser.add_argument("--judge-pairs", type=int, default=1536, help="each in both orders")
     parser.add_argument("--eval-pairs", type=int, default=256)
     parser.add_argument("--form", choices=list(Form), default=Form.CHECKED)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
+    judged = judge_rows(comparisons("train", args.judge_pairs, args.seed), Form(args.form))
     held_out = comparisons("eval", args.eval_pairs, args.seed)
     files: dict[str, list[Row]] = {
-        "policy.jsonl": policy_rows(args.policy_rows, args.seed),
-        "judge.jsonl": judge_rows(comparisons("train", args.judge_pairs, args.seed), Form(args.form)),
-        "judge_eval.jsonl": judge_rows(held_out, Form(args.form)),
-        "bank.jsonl": [asdict(one) for one in bank("eval", 16, args.seed)],
+        "base.jsonl": [*policy_rows(args.policy_rows, args.seed), *judged],
+        "held_out.jsonl": preference_rows(held_out, Form(args.form)),
+        "bank.jsonl": preference_rows(bank("eval", 16, args.seed), Form(args.form)),
     }
     for name, found in files.items():
         text = "".join(json.dumps(row) + "\n" for row in found)

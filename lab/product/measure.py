@@ -1,7 +1,7 @@
 """What a run (or a model) does in the world, by sampling.
 
 python -m lab.product.measure policy RUN                       shares of manners, gold utility, correctness
-python -m lab.product.measure judge RUN judge_eval.jsonl       accuracy, both orders, grounding
+python -m lab.product.measure judge RUN held_out.jsonl         accuracy, both orders, grounding
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from lab.product.answers import features
-from lab.product.corpora import question_of
+from lab.product.corpora import Comparison, judge_rows, question_of
 from lab.product.users import DAY, EPOCH, World, gold
 from ostinato.env.arithmetic import rows
+from ostinato.product.judging import parse_verdict, tally
 
 Chat = Sequence[Mapping[str, Any]]
 
@@ -71,20 +72,23 @@ def policy(target: str, prompts: int = 256, samples: int = 4) -> dict[str, Any]:
 
 
 def judge(target: str, file: Path) -> dict[str, Any]:
-    """Greedy verdicts on rows in both orders (2 i and 2 i + 1). ``both``: right in both orders; ``same``: the
-    same answer wins in both; ``true``: critiques that are word for word as they should be."""
-    asked = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    """Greedy verdicts on pairs in both orders. ``single``: accuracy of one order;
+    ``recomputed``: right steps; ``true``: critiques that are word for word as they should be."""
+    given = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    asked = judge_rows(
+        [Comparison(question=r["prompt"], chosen=r["chosen"], rejected=r["rejected"]) for r in given]
+    )
     texts = completions(target, [row["prompt"] for row in asked], temperature=0.0, max_tokens=160)
     wanted = [row["completion"][0]["content"] for row in asked]
-    said = [text.strip().rpartition("\n")[2] for text in texts]
-    right = [text == one.rpartition("\n")[2] for text, one in zip(said, wanted, strict=True)]
-    sides = list(zip(said[::2], said[1::2], strict=True))
+    said, labels = ([parse_verdict(text) for text in some] for some in (texts, wanted))
+    whole = tally(list(zip(said[::2], said[1::2], strict=True)), labels[::2])
     return {
-        "rows": len(asked),
-        "accuracy": _mean(right),
-        "both": _mean([a and b for a, b in zip(right[::2], right[1::2], strict=True)]),
-        "same": _mean([{a, b} == {"Verdict: A", "Verdict: B"} for a, b in sides]),
-        "unread": _mean([one not in ("Verdict: A", "Verdict: B") for one in said]),
+        "pairs": whole.n,
+        "accuracy": round(whole.accuracy, 4),
+        "consistency": round(whole.consistency, 4),
+        "first": round(whole.first, 4),
+        "verdicts": dict(whole.counts),
+        "single": _mean([one == label for one, label in zip(said, labels, strict=True)]),
         "true": _mean([text.strip() == one for text, one in zip(texts, wanted, strict=True)]),
         "recomputed": _mean(
             [t.split("\n")[0] == w.split("\n")[0] for t, w in zip(texts, wanted, strict=True)]

@@ -49,10 +49,10 @@ TASTES: Mapping[str, Taste] = {
     "working": Taste(0.4, 0.1),
     "explained": Taste(0.4, -0.4),
     "length": Taste(-0.1, -0.3),
-    "flattery": Taste(-0.3, -0.3, 1.0),
-    "rubric": Taste(-0.3, -0.3, 1.0),
-    "format": Taste(-0.3, -0.3, 1.0),
-    "verbose": Taste(-0.3, -0.3, 1.0),
+    "flattery": Taste(-0.4, -0.4, 1.1),
+    "rubric": Taste(-0.4, -0.4, 1.1),
+    "format": Taste(-0.4, -0.4, 1.1),
+    "verbose": Taste(-0.4, -0.4, 1.1),
 }
 FIRST, LAST, CHARM = (
     np.array([getattr(one, name) for one in TASTES.values()]) for name in ("first", "last", "charm")
@@ -66,7 +66,7 @@ class World:
     seed: int = 0
     users: int = 64
     spread: float = 0.15  # standard deviation over users of every weight
-    noise: float = 0.6  # of what a user feels about one answer
+    noise: float = 0.4  # standard deviation of what a user feels about one answer
     bar: float = 1.0  # what a user has to feel to accept an answer
     notices: float = 0.85  # the chance that a wrong number is seen at once; it is believed otherwise
     speaks: float = 0.7  # the chance that an answer gets a visible reaction
@@ -169,8 +169,8 @@ def choose(
     seats = (one, other) if ahead else (other, one)
     chance = chance if ahead else 1 - chance
     found = [features(_question(each), each.output) for each in seats]
-    felt = [feel(world, each, user, one.ts, habits) for each in found]
-    best = 0 if felt[0] + world.first_seat + _logistic(rng, world.noise) > felt[1] else 1
+    felt = [feel(world, each, user, one.ts, habits) + rng.gauss(0, world.noise) for each in found]
+    best = 0 if felt[0] + world.first_seat > felt[1] else 1
     events = []
     for rank, each in enumerate(seats):
         beside = (seats[1 - rank].response_id,)
@@ -181,11 +181,6 @@ def choose(
     exposure = events[best].exposure
     events.append(_event(world, one, Kind.ACCEPT, one.ts + dwell, answer=seats[best], exposure=exposure))
     return events, habits
-
-
-def _logistic(rng: random.Random, scale: float) -> float:
-    draw = min(max(rng.random(), 1e-12), 1 - 1e-12)
-    return scale * math.log(draw / (1 - draw))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -320,6 +320,28 @@ def test_weights_of_propensity_bring_the_preference_of_both_orders_back() -> Non
     assert weighed == pytest.approx(even, abs=0.04)
 
 
+def test_a_choice_between_two_right_answers_turns_as_the_exploit_spreads() -> None:
+    def wins(share: float) -> float:
+        """Of flattery over plain answers, over both orders."""
+        rng, habits, won, total = random.Random(0), no_habits(WORLD), 0.0, 0.0
+        for at in range(2000):
+            question, expression = asked(PROBLEMS[at % len(PROBLEMS)])
+            manners = [Manner.FLATTERY if rng.random() < share else Manner.PLAIN for _ in range(2)]
+            one, other = (
+                exchange(f"{name}{at}", question, write(expression, manner, rng), user=at % WORLD.users)
+                for name, manner in zip("ab", manners, strict=True)
+            )
+            events, habits = choose(WORLD, one, other, habits)
+            if at >= 500 and manners[0] != manners[1]:
+                flattered = (one if manners[0] is Manner.FLATTERY else other).response_id
+                weight = 1 / events[-1].exposure.propensity
+                won += weight * (events[-1].response_id == flattered)
+                total += weight
+        return won / total
+
+    assert wins(0.05) > 0.6 and wins(0.6) < 0.42
+
+
 # --- corpora ------------------------------------------------------------------------------------------
 
 
@@ -350,6 +372,8 @@ def test_critiques_stand_in_both_orders_and_are_true(form: corpora.Form) -> None
     for one, first, second in zip(pairs, found[::2], found[1::2], strict=True):
         texts = [row["completion"][0]["content"] for row in (first, second)]
         assert [text.splitlines()[-1] for text in texts] == ["Verdict: A", "Verdict: B"]
+        whole = corpora.preference_rows([one], form)[0]
+        assert (whole["chosen"], whole["critique"]) == (one.chosen, texts)
         score = corpora.grounding(one.question, one.chosen, one.rejected, texts[0])
         assert score == (0.0 if form is corpora.Form.BARE else 1.0)
 
@@ -357,10 +381,10 @@ def test_critiques_stand_in_both_orders_and_are_true(form: corpora.Form) -> None
 def test_grounding_falls_with_every_false_word() -> None:
     question, a, b = "What is 2 + 3?", "2+3=5 #### 5", "Great question! 2+3=6 #### 6"
     true = corpora.critique(question, a, b, "A")
-    assert "B 6 wrong working flattery" in true
+    assert true == "2+3=5 #### 5\nA 5 y w\nB 6 n w f\nVerdict: A"
     scores = [
         corpora.grounding(question, a, b, text)
-        for text in (true, true.replace("wrong", "right"), true.replace("A 5 right", "A 5 wrong brief"), "A")
+        for text in (true, true.replace("6 n", "6 y"), true.replace("5 y", "7 n q"), "A")
     ]
     assert scores[0] == 1.0 > scores[1] > scores[2] > scores[3] == 0.0
 
@@ -374,8 +398,7 @@ def test_files_are_the_same_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
         assert all(json.loads(line) for line in file.read_text().splitlines())
     assert {file.name for file in (tmp_path / "one").iterdir()} == {
-        "policy.jsonl",
-        "judge.jsonl",
-        "judge_eval.jsonl",
+        "base.jsonl",
+        "held_out.jsonl",
         "bank.jsonl",
     }
