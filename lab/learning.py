@@ -49,9 +49,9 @@ class Distill(Seeded):
     every ``every`` steps; counted are the tokens sampled for training until the first score of 90 % of the
     teacher's gain, which is the mean of its last three scores less the first."""
 
-    rl_steps: int = option(40, "Of the teacher, 256 answers each.")
-    steps: int = option(40, "Of the student, 64 answers each.")
-    every: int = option(2, "Steps between two evaluations.")
+    rl_steps: int = option(32, "Of the teacher, 256 answers each.")
+    steps: int = option(24, "Of the student, 64 answers each.")
+    every: int = option(4, "Steps between two evaluations.")
     n: int = option(512, "Held-out prompts.")
 
     def measure(self, say: Say) -> dict[str, Any]:
@@ -127,8 +127,8 @@ class WarmStart(Seeded):
     answer, after RL from there, and after as many steps of RL from the model itself."""
 
     seeds: tuple[int, ...] = option((0, 1, 2), "How many, or FIRST:END.", parse=seeds)
-    task: str = option("gym:spell_backward", "A procedural source with answers.")
-    params: str = option("{min_word_len=3, max_word_len=5}", "Of the task, as TOML.")
+    task: str = option("gym:gcd", "A procedural source with answers.")
+    params: str = option("{max_numbers=2, max_value=99}", "Of the task, as TOML.")
     rows: int = option(512, "To learn from.")
     epochs: int = option(4, "Of the rows.")
     steps: int = option(40, "Of RL, 128 answers each.")
@@ -185,7 +185,9 @@ class Preferences(Seeded):
         for seed in self.seeds:
             with tempfile.TemporaryDirectory() as made:
                 file = Path(made) / "pairs.jsonl"
-                subprocess.run([sys.executable, str(script), str(file), str(self.pairs)], check=True)
+                subprocess.run(
+                    [sys.executable, str(script), str(file), str(self.pairs), str(seed)], check=True
+                )
                 keys = (f"task.source={file}", f"task.seed={seed}", f"eval.n={self.pairs}")
                 run = self.run("dpo", Path(made) / "run", seed, *keys, verb="sft")
                 recipe = Recipe.load(run.recipe)

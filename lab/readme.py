@@ -16,6 +16,7 @@ from textwrap import fill
 from typing import Any
 
 from lab.harness import Bench, Result, Say, markdown, option
+from lab.learning import Preferences, WarmStart
 
 Data = Mapping[str, Any]
 BLOCK = re.compile(r"(<!-- figures: (\S+) (\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -123,6 +124,45 @@ def _train(data: Data) -> str:
     table = markdown(["", "seconds per step", "peak memory"], rows)
     what = f"A GRPO step of {_name(data['model'])}: {data['work']}, AdamW:"
     return f"{_prose(what)}\n\n{table}"
+
+
+def _train_sft(data: Data) -> str:
+    ours, trl = data["ostinato"], data["trl"]
+    name = f"{' '.join(trl['label'].split(',')[0].split()).replace('trl', 'TRL')} `SFTTrainer`"
+    low, high = data["ratio_range"]
+    rows = [
+        [f"ostinato ({data['dtype']})", f"{ours['tokens_per_s']:.0f}", _gb(ours["peak_mb"])],
+        [
+            f"{name}, its fastest setting ({trl['setting']})",
+            f"{trl['tokens_per_s']:.0f} (ours is {data['ratio']:.2f}x, {low:.2f} to {high:.2f} by round)",
+            _gb(trl["peak_mb"]),
+        ],
+    ]
+    rounds = len(ours["rounds"])
+    what = f"Supervised training of {_name(data['model'])}: {data['work']}, AdamW, {rounds} rounds:"
+    return f"{_prose(what)}\n\n{markdown(['', 'tokens per second', 'peak memory'], rows)}"
+
+
+def _distill(data: Data) -> str:
+    def cell(tokens: float | None) -> str:
+        return f"{tokens:,.0f}" if tokens else "not within its steps"
+
+    rows = [
+        [
+            *(row["seed"], f"{row['before']:.3f}", f"{row['teacher']:.3f}", f"{row['target']:.3f}"),
+            *(cell(row[name]) for name in ("rl_tokens", "opd_tokens")),
+        ]
+        for row in data["runs"]
+    ]
+    head = [
+        "seed",
+        "pass@1 before",
+        "the teacher's",
+        "90 % of its gain",
+        "tokens sampled, RL",
+        "distillation",
+    ]
+    return markdown(head, rows)
 
 
 def _gb(megabytes: float) -> str:
@@ -267,6 +307,10 @@ BLOCKS: dict[str, Callable[[Data], str]] = {
     "rollouts": _rollouts,
     "decode": _decode,
     "train": _train,
+    "train-sft": _train_sft,
+    "distill": _distill,
+    "warm-start": WarmStart.table,
+    "preferences": Preferences.table,
     "serve": _serve,
     "draft": _draft,
     "never-slower": _never_slower,

@@ -21,23 +21,23 @@ from lab.train import PEERS, run
 from ostinato.model.config import read_config
 
 PACK = 1024  # tokens of a row of TRL's, packed
-PACKINGS = {"packed, 1 x 1024": (True, 1), "packed, 4 x 1024": (True, 4), "padded, 4 alike": (False, 4)}
+PACKINGS = {"packed, 1 x 1024": (True, 1), "packed, 2 x 1024": (True, 2), "padded, 4 alike": (False, 4)}
 Setting = tuple[str, str, str]  # dtype, packing, threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSft(ModelBench):
-    """One epoch of ``rows`` with prompts of 16 to 64 tokens and answers of 64 to 384, 16 rows a step (TRL,
-    packed: 4 x 1024 tokens), LoRA r = 16 on all linear layers, AdamW; the first step warms up."""
+    """One epoch of ``rows`` with prompts of 16 to 64 tokens and answers of 64 to 384, 8 rows a step (TRL,
+    packed: 2 x 1024 tokens), LoRA r = 16 on all linear layers, AdamW; the first step warms up."""
 
     peer_dtypes: tuple[str, ...] = ("float32", "bfloat16", "autocast")
-    rows: int = option(80, "Of an epoch.")
-    rounds: int = option(5, "Runs of each, alternating.")
+    rows: int = option(40, "Of an epoch.")
+    rounds: int = option(3, "Runs of each, alternating.")
     tokens_per_microbatch: int = option(2048, "Of ours.")
     trl_python: str | None = option(None, "The python of an environment with trl.")
 
     def quick(self) -> TrainSft:
-        return replace(self, rounds=1, rows=32)
+        return replace(self, rounds=1, rows=16)
 
     def measure(self, say: Say) -> dict[str, Any]:
         runs: dict[str, list[dict[str, Any]]] = {"ostinato": []}
@@ -73,7 +73,7 @@ def _summary(
     result: dict[str, Any] = {
         "model": bench.model,
         "dtype": bench.dtype,
-        "work": f"{bench.rows} rows of {runs['ostinato'][0]['tokens']} tokens together, 16 a step, "
+        "work": f"{bench.rows} rows of {runs['ostinato'][0]['tokens']} tokens together, 8 a step, "
         "LoRA r=16 on all linear layers",
     }
     for name, of in runs.items():
@@ -102,7 +102,7 @@ def _best(bench: TrainSft, say: Say) -> Setting:
     """TRL's fastest dtype, in it its fastest packing, in both its fastest threads, from an epoch of two steps
     each. A setting that fails is named and left out. Raises ContenderFailed where all do."""
     threads = list(torch_threads())
-    packing, small = next(iter(PACKINGS)), replace(bench, rows=32)
+    packing, small = next(iter(PACKINGS)), replace(bench, rows=16)
     found: dict[Setting, float] = {}
 
     def probe(settings: Sequence[Setting]) -> Setting:

@@ -3,7 +3,7 @@ loop, without its bookkeeping.
 
 argv: JSON with folder, dtype, prompts (texts), group, new_tokens, steps, tokens_per_microbatch, threads.
 Prints one JSON object: {"ready", "step_s": [...], "split": {rollout, train, publish}, "peak_mb"}.
-With rows (a JSON file of input_ids and completion_mask) in place of prompts they are learned, 16 a step:
+With rows (a JSON file of input_ids and completion_mask) in place of prompts they are learned, 8 a step:
 {"ready", "step_s", "step_tokens", "tokens", "loss", "peak_mb"}.
 """
 
@@ -62,12 +62,12 @@ def supervise(task: Mapping[str, Any]) -> dict[str, Any]:
     ids = [np.array(row["input_ids"]) for row in given]
     rows = [row_of(one, np.array(row["completion_mask"]) == 1) for one, row in zip(ids, given, strict=True)]
     step_s, step_tokens, losses = [], [], []
-    for first in range(0, len(rows), 16):
+    for first in range(0, len(rows), 8):
         start = time.perf_counter()
-        sums = supervised(learner, rows[first : first + 16], learn=True)
+        sums = supervised(learner, rows[first : first + 8], learn=True)
         learner.optim_step(Adam(lr=1e-5, betas=(0.9, 0.999), eps=1e-8, max_grad_norm=1.0))
         step_s.append(time.perf_counter() - start)
-        step_tokens.append(sum(map(len, ids[first : first + 16])))
+        step_tokens.append(sum(map(len, ids[first : first + 8])))
         losses.append(sums["loss"] / sums["count"])
     found = {"step_s": step_s, "step_tokens": step_tokens, "tokens": sum(step_tokens)}
     return {**_label(kernels), **found, "loss": statistics.fmean(losses)}

@@ -1,31 +1,70 @@
-"""Pairs of answers for ``dpo.toml``: sums with the right answer as chosen, one that is near as rejected.
+"""Pairs of answers for ``dpo.toml``, made by a reward: seed-moe answers each problem eight times, and where
+one answer is right and one is wrong, the first of each are a pair.
 
-python recipes/preference_rows.py [FILE] [ROWS]      preferences.jsonl with 1024 rows
+python recipes/preference_rows.py [FILE] [ROWS] [SEED]      preferences.jsonl with 1024 rows
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from ostinato.engine.local import LocalEngine
 from ostinato.env.tasks import load_tasks
+from ostinato.launch.policy import load_policy, serve
+from ostinato.render import Renderer
+from ostinato.reward.verify import exact
+from ostinato.types import Prompt, Request, Sampling
+
+ANSWERS = 8
+TOGETHER = 64  # prompts
+
+
+def answered(engine: LocalEngine, renderer: Renderer, prompts: list[Prompt], seed: int) -> list[list[str]]:
+    """The texts of ``ANSWERS`` answers to each prompt, at temperature 1."""
+    sampling = Sampling(max_tokens=48, stop_tokens=renderer.stop_tokens)
+    requests = [
+        Request(tokens=renderer.prompt(prompt), sampling=sampling, seed=(seed, place, k))
+        for place, prompt in enumerate(prompts)
+        for k in range(ANSWERS)
+    ]
+
+    async def texts() -> dict[int, str]:
+        return {index: done.text async for index, done in engine.generate(requests)}
+
+    found = asyncio.run(texts())
+    return [[found[place * ANSWERS + k] for k in range(ANSWERS)] for place in range(len(prompts))]
+
+
+def pairs(count: int, seed: int) -> Iterator[dict[str, object]]:
+    """``count`` rows in TRL's form."""
+    policy = load_policy("asset:seed-moe")
+    engine = serve(policy)
+    prompts = load_tasks("arithmetic", "train", seed, 4 * count, {})
+    for first in range(0, len(prompts), TOGETHER):
+        some = prompts[first : first + TOGETHER]
+        for prompt, texts in zip(some, answered(engine, policy.renderer, some, seed + first), strict=True):
+            rewards = exact(texts, [prompt.columns["answer"]] * len(texts))
+            if set(rewards) != {0.0, 1.0}:
+                continue
+            row = {"chosen": texts[rewards.index(1.0)], "rejected": texts[rewards.index(0.0)]}
+            said = {name: [{"role": "assistant", "content": text}] for name, text in row.items()}
+            yield {"prompt": list(prompt.messages or ()), **said}
+            if (count := count - 1) == 0:
+                return
 
 
 def write(file: Path, count: int, seed: int = 0) -> None:
-    """``count`` rows in TRL's form."""
-    draw = random.Random(seed)
-    prompts = load_tasks("arithmetic", "train", seed, count, {"families": ["sum"]})
-    with file.open("w", encoding="utf-8") as out:
-        for prompt in prompts:
-            right = int(prompt.columns["answer"])
-            wrong = right + draw.choice([-10, -2, -1, 1, 2, 10])
-            answers = {"chosen": right, "rejected": wrong}
-            row = {name: [{"role": "assistant", "content": str(one)}] for name, one in answers.items()}
-            out.write(json.dumps({"prompt": list(prompt.messages or ()), **row}) + "\n")
+    """Raises ValueError where too few problems have both kinds of answers."""
+    rows = list(pairs(count, seed))
+    if len(rows) < count:
+        raise ValueError(f"only {len(rows)} of {4 * count} problems gave a pair; ask for fewer rows")
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
     given = dict(enumerate(sys.argv[1:]))
-    write(Path(given.get(0, "preferences.jsonl")), int(given.get(1, 1024)))
+    write(Path(given.get(0, "preferences.jsonl")), int(given.get(1, 1024)), int(given.get(2, 0)))

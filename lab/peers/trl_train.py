@@ -85,7 +85,7 @@ def sft(task, shared, given):
 
     with open(task["rows"]) as file:
         rows = json.load(file)
-    a_step = 4 if task["packing"] else 16  # of 4 x 1024 tokens, or about as many
+    a_step = 2 if task["packing"] else 8  # of 2 x 1024 tokens, or about as many
     config = trl.SFTConfig(
         **shared, packing=task["packing"], max_length=task["pack"], completion_only_loss=True,
         gradient_accumulation_steps=a_step // task["batch"], num_train_epochs=1,

@@ -93,13 +93,14 @@ def _session(recipe: Recipe, path: Path, *, again: bool) -> tuple[Path, int, str
     log.info(f"rows         {len(train)} to train on, {len(held_out)} held out")
     try:
         why = asyncio.run(course.run(run, again=again))
+        decoder.trainable(False)
+        write_policy(decoder, adapters, folder, run.adapter, recipe.model.path)
     except KeyboardInterrupt as stop:
         stop.args = (f"what was saved is in {path}, {mend_it}",)
         raise
     except (NotFinite, CheckpointError, OSError) as error:
-        raise RunFailed(f"step {course.step + 1}: {error}; what was saved is in {path}, {mend_it}") from error
-    decoder.trainable(False)
-    write_policy(decoder, adapters, folder, run.adapter, recipe.model.path)
+        saved = f"what was saved is in {path}, {mend_it}"
+        raise RunFailed(f"after step {course.step}: {error}; {saved}") from error
     return path, course.step, why
 
 
