@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from lab.harness import Bench, Result, Say, markdown, option, seeds
@@ -85,8 +86,7 @@ def curve(run: RunFolder) -> list[tuple[float, float]]:
     """(tokens sampled for training by then, held-out pass@1) of each evaluation."""
     sampled = {int(row["step"]): float(row["tokens/sampled"]) for row in run.metrics.rows()}
     until = dict(zip([0, *sampled], accumulate([0.0, *sampled.values()]), strict=True))
-    scores = [row for row in run.eval.rows() if row.get("set", MAIN_SET) == MAIN_SET]
-    return [(until[int(row["step"])], float(row["pass@1"])) for row in scores]
+    return [(until[int(row["step"])], float(row["pass@1"])) for row in _main(run)]
 
 
 def _reached(rl: Sequence[tuple[float, float]], opd: Sequence[tuple[float, float]]) -> dict[str, Any]:
@@ -123,52 +123,77 @@ def _line(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart(Seeded):
-    """Pass@1 on ``n`` held-out prompts, sampled at temperature 1: of the model, after ``rows`` rows with the
-    answer, after RL from there, and after as many steps of RL from the model itself."""
+    """Sorting ``digits`` digits, of which seed-moe has seen nothing. Pass@1 on held-out prompts, sampled at
+    temperature 1: of the model, after ``rows`` rows with the answer, after RL from there."""
 
     seeds: tuple[int, ...] = option((0, 1, 2), "How many, or FIRST:END.", parse=seeds)
-    task: str = option("gym:gcd", "A procedural source with answers.")
-    params: str = option("{max_numbers=2, max_value=99}", "Of the task, as TOML.")
-    rows: int = option(512, "To learn from.")
+    digits: int = option(4, "To sort.")
+    rows: int = option(256, "To learn from.")
     epochs: int = option(4, "Of the rows.")
     steps: int = option(40, "Of RL, 128 answers each.")
-    n: int = option(512, "Held-out prompts.")
+    prompts: int = option(4096, "Of RL, an eighth of them held out.")
 
     def measure(self, say: Say) -> dict[str, Any]:
         rows = []
         for seed in self.seeds:
             with tempfile.TemporaryDirectory() as made:
-                task = [f"task.source={self.task}", f"task.params={self.params}"]
-                sft = self.run(
-                    *("sft", Path(made) / "sft", seed, *task, f"task.n_train={self.rows}"),
-                    *(f"sft.epochs={self.epochs}", "eval.every=0", "eval.at_start=false"),
-                    verb="sft",
-                )
-                common = (*task, "task.n_train=4096", 'reward.functions=["gym_score"]')
-                common += (f"trainer.steps={self.steps}", f"eval.n={self.n}", "eval.every=0")
-                common += ("rollout.prompts_per_step=16", "rollout.group_size=8", "rollout.max_tokens=24")
-                start = f"adapter.path={sft.adapter}"
-                warm = self.run("quickstart", Path(made) / "warm", seed, *common, start)
-                cold = self.run("quickstart", Path(made) / "cold", seed, *common)
-                both = {name: [score for _, score in curve(run)] for name, run in (("w", warm), ("c", cold))}
-            row = {"seed": seed, "before": both["c"][0], "sft": both["w"][0]}
-            rows.append(row | {"sft_rl": both["w"][-1], "rl_alone": both["c"][-1]})
+                rows.append({"seed": seed} | self._one(Path(made), seed))
             say(json.dumps(rows[-1]))
-        for row in rows:
-            for name in ("before", "sft", "sft_rl", "rl_alone"):
-                row[f"{name}_interval"] = wilson(round(row[name] * self.n), self.n)
         return {"runs": rows}
+
+    def _one(self, made: Path, seed: int) -> dict[str, Any]:
+        numbers = Random(seed).sample(range(10**self.digits), self.rows + self.prompts)
+        few, many = made / "rows.jsonl", made / "prompts.jsonl"
+        for file, some in ((few, numbers[: self.rows]), (many, numbers[self.rows :])):
+            file.write_text("".join(f"{json.dumps(planted(one, self.digits))}\n" for one in some))
+        keys = [f"task.source={few}", f"sft.epochs={self.epochs}", "task.n_train=0", "eval.at_start=false"]
+        sft = self.run("sft", made / "sft", seed, *keys, "eval.every=0", verb="sft")
+        keys = [f"task.source={many}", "task.params={holdout=0.125}", "task.n_train=0", "eval.n=512"]
+        keys += ["eval.every=0", "rollout.group_size=8", "rollout.max_tokens=24"]
+        base = self.run("quickstart", made / "base", seed, *keys, "trainer.steps=1")
+        start = [f"adapter.path={sft.adapter}", f"trainer.steps={self.steps}"]
+        warm = self.run("quickstart", made / "rl", seed, *keys, *start)
+        before, first, last = _main(base)[0], *(_main(warm)[at] for at in (0, -1))
+        scores = {"before": before, "sft": first, "sft_rl": last}
+        return {
+            name: {"pass@1": row["pass@1"], "n": row["n"], "interval": wilson(_solved(row), row["n"])}
+            for name, row in scores.items()
+        }
 
     @staticmethod
     def table(result: Result) -> str:
-        def cell(row: Mapping[str, Any], name: str) -> str:
-            low, high = row[f"{name}_interval"]
-            return f"{row[name]:.3f} [{low:.3f}, {high:.3f}]"
+        def cell(one: Mapping[str, Any]) -> str:
+            low, high = one["interval"]
+            return f"{one['pass@1']:.3f} [{low:.3f}, {high:.3f}]"
 
-        names = ("before", "sft", "sft_rl", "rl_alone")
-        head = ["seed", "the model", "after the rows", "then RL", "RL without the rows"]
-        cells = ([row["seed"], *(cell(row, name) for name in names)] for row in result["runs"])
-        return markdown(head, cells)
+        names = ("before", "sft", "sft_rl")
+        cells = ([row["seed"], *(cell(row[name]) for name in names)] for row in result["runs"])
+        return markdown(["seed", "the model", "after the rows", "then RL"], cells)
+
+    @staticmethod
+    def passed(result: Result) -> bool:
+        return all(
+            row["before"]["pass@1"] == 0 < row["sft"]["interval"][0]
+            and row["sft"]["interval"][1] < row["sft_rl"]["interval"][0]
+            for row in result["runs"]
+        )
+
+
+def planted(number: int, digits: int) -> dict[str, Any]:
+    """A row for supervised training, and with ``answer`` for RL."""
+    shown = f"{number:0{digits}d}"
+    asked = {"role": "user", "content": f"Sort {' '.join(shown)}."}
+    answer = " ".join(sorted(shown))
+    said = [{"role": "assistant", "content": answer}]
+    return {"prompt": [asked], "completion": said, "answer": answer}
+
+
+def _main(run: RunFolder) -> list[dict[str, Any]]:
+    return [row for row in run.eval.rows() if row.get("set", MAIN_SET) == MAIN_SET]
+
+
+def _solved(row: Mapping[str, Any]) -> int:
+    return round(row["pass@1"] * row["n"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
