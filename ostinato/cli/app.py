@@ -139,6 +139,10 @@ def serve(
     max_sequences: Annotated[int, typer.Option(min=1, help="At once; more get 429.")] = 1024,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 4096,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Of a request.")] = 600.0,
+    feedback: Annotated[
+        str,
+        typer.Option(metavar="FILE|URL", help="Keep answers and what users do (docs/feedback.md)."),
+    ] = "",
 ) -> None:
     """Serve a policy at an OpenAI-compatible address, with a chat page; a run's while it learns."""
     from ostinato.cli.serve import Address, named_adapters
@@ -151,6 +155,7 @@ def serve(
         Address(host=host, port=port, key=api_key, origins=tuple(origins or ())),
         name=name,
         limits={"sequences": max_sequences, "max_tokens": max_tokens, "timeout_s": timeout_s},
+        feedback=feedback,
     )
 
 

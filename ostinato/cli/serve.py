@@ -44,6 +44,7 @@ def serve(
     *,
     name: str,
     limits: Mapping[str, Any],
+    feedback: str = "",
 ) -> None:
     """Serve until a signal. Raises ValueError for what cannot be served."""
     try:
@@ -60,6 +61,7 @@ def serve(
         threads.configure(recipe)
         from ostinato.launch.served import Serving, follow, open_service
         from ostinato.serve.app import new_app
+        from ostinato.serve.feedback import open_feedback
         from ostinato.serve.service import Limits
 
         serving = Serving(
@@ -70,7 +72,9 @@ def serve(
             name=name,
         )
 
-        with open_service(serving) as served:
+        with contextlib.ExitStack() as stack:
+            served = stack.enter_context(open_service(serving))
+            kept = stack.enter_context(open_feedback(feedback, served.service, where.origins))
 
             @contextlib.asynccontextmanager
             async def lifespan(app: object) -> AsyncIterator[None]:
@@ -80,11 +84,15 @@ def serve(
                 finally:
                     following.cancel()
 
-            app = new_app(served.service, key=key, origins=list(where.origins), lifespan=lifespan)
+            app = new_app(
+                served.service, key=key, origins=list(where.origins), feedback=kept, lifespan=lifespan
+            )
             base = address(listening)
             for model in served.service.models.values():
                 typer.echo(f"{model.name:24} version {model.version}")
             typer.echo(f"OpenAI address {base}/v1, chat page {base}/ (Ctrl-C ends it)")
+            if kept is not None:
+                typer.echo(f"Feedback {base}/feedback, kept in {feedback.rpartition('@')[2]}")
             HttpServer(app, listening, where.drain_s).serve_until_signal()
 
 

@@ -13,12 +13,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 MAX_TEXT = 65_536  # characters of a text that a user wrote
+MAX_ID = 128
+# Without control characters, which not every database stores.
+Name = Annotated[str, Field(max_length=MAX_ID, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class Kind(StrEnum):
@@ -58,8 +61,8 @@ class Exposure(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int = Field(default=0, ge=0)
-    alternatives: tuple[str, ...] = ()  # response ids that were shown beside it
-    arm: str = ""  # of an experiment
+    alternatives: tuple[Name, ...] = ()  # response ids that were shown beside it
+    arm: Name = ""  # of an experiment
     propensity: float = Field(default=1.0, gt=0, le=1)
 
 
@@ -68,17 +71,17 @@ class Event(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    event_id: str = Field(min_length=1, max_length=128)
-    response_id: str = Field(min_length=1, max_length=128)
+    event_id: Annotated[Name, Field(min_length=1)]
+    response_id: Annotated[Name, Field(min_length=1)]
     kind: Kind
     ts: float = Field(gt=0, lt=1e11)
-    user: str = Field(default="", max_length=128)  # a pseudonym
-    session: str = Field(default="", max_length=128)
-    tenant: str = Field(default="", max_length=128)
+    user: Name = ""  # a pseudonym
+    session: Name = ""
+    tenant: Name = ""
     value: float | None = None
     text: str = Field(default="", max_length=MAX_TEXT)  # a comment, a reason
     after: str | None = Field(default=None, max_length=MAX_TEXT)  # of an edit: the whole text behind it
-    replaces: str = Field(default="", max_length=128)  # of what is shown: the answer before it
+    replaces: Name = ""  # of what is shown: the answer before it
     exposure: Exposure = Exposure()
     consent: bool = True  # False: kept out of training
     personal: bool = False  # holds personal data: kept out of exports

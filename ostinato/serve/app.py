@@ -1,7 +1,8 @@
 """The HTTP side: routes, keys, limits, errors in the dialect of the request, and clients that hang up.
 
 POST /v1/chat/completions  /v1/completions  /v1/responses  /v1/messages  /v1/messages/count_tokens
-POST /tokenize  /detokenize        GET /v1/models  /v1/models/{name}  /health  /metrics  /openapi.json  /
+POST /tokenize  /detokenize  /feedback
+GET  /v1/models  /v1/models/{name}  /health  /metrics  /openapi.json  /feedback.js  /
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from importlib.metadata import version
@@ -25,9 +27,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ostinato.product.events import Event
 from ostinato.serve import anthropic_messages, openai_responses
 from ostinato.serve.bodies import ChatBody, CompletionBody, Id, Lenient, Sampled, parsed
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
+from ostinato.serve.feedback import Asker, Feedback
 from ostinato.serve.openai_chat import Shape, sse
 from ostinato.serve.openapi import description
 from ostinato.serve.server import check_key, unless_gone
@@ -37,13 +41,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
 log = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page.html"
+SCRIPT = '<script src="feedback.js"></script>'
 
 
 class Door:
     """The handlers of one service. ``key``: what clients have to send; empty: nothing."""
 
-    def __init__(self, service: Service, key: str = "") -> None:
-        self._service, self._key, self._numbers = service, key, 0
+    def __init__(self, service: Service, key: str = "", feedback: Feedback | None = None) -> None:
+        self._service, self._key, self._feedback = service, key, feedback
 
     # ---- dialects
 
@@ -57,8 +62,9 @@ class Door:
 
     async def _openai(self, request: Request, body: Sampled, calls: list[Call], *, chat: bool) -> Response:
         model = self._service.model(calls[0].model)
+        id_ = _id("chatcmpl" if chat else "cmpl")
         shape = Shape(
-            id=self._id("chatcmpl" if chat else "cmpl"),
+            id=id_,
             model=model.name,
             fingerprint=f"{model.name}@{model.version}",
             renderer=self._service.renderer,
@@ -66,7 +72,7 @@ class Door:
             body=body,
             chat=chat,
         )
-        parts = await self._parts(calls)
+        parts = await self._parts(calls, id_, body)
         if body.stream:
             return await _stream(parts, shape.events)
         answers = await _collected(request, parts)
@@ -78,8 +84,8 @@ class Door:
 
     async def responses(self, request: Request) -> Response:
         body = parsed(openai_responses.ResponsesBody, await self._body(request))
-        call, id_ = body.to_call(), self._id("resp")
-        model, parts = self._service.model(call.model).name, await self._parts([call])
+        call, id_ = body.to_call(), _id("resp")
+        model, parts = self._service.model(call.model).name, await self._parts([call], id_, body)
         if body.stream:
             return await _stream(parts, lambda parts: openai_responses.events(id_, model, parts))
         answers = await _collected(request, parts)
@@ -87,8 +93,8 @@ class Door:
 
     async def messages(self, request: Request) -> Response:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
-        call, id_ = body.to_call(), self._id("")
-        model, parts = self._service.model(call.model).name, await self._parts([call])
+        call, id_ = body.to_call(), secrets.token_hex(12)
+        model, parts = self._service.model(call.model).name, await self._parts([call], f"msg_{id_}", body)
         if body.stream:
             return await _stream(parts, lambda parts: anthropic_messages.events(id_, model, parts))
         answers = await _collected(request, parts)
@@ -98,13 +104,17 @@ class Door:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
         return JSONResponse({"input_tokens": len(self._service.prompt(body.to_call()))})
 
-    async def _parts(self, calls: list[Call]) -> Parts:
-        """All answers of all calls at once, numbered on from call to call. What is wrong is raised here."""
+    async def _parts(self, calls: list[Call], id_: str, body: Lenient) -> Parts:
+        """All answers of all calls at once, numbered on from call to call, and recorded under ``id_``. What
+        is wrong is raised here."""
         requests = [await self._service.requests(call) for call in calls]
+        model, asker = self._service.model(calls[0].model).name, Asker.of(body.model_extra or {})
 
         async def one(call: Call, mine: list[Any], first: int) -> Parts:
             async with aclosing(self._service.answer(call, mine)) as parts:
                 async for part in parts:
+                    if self._feedback is not None and isinstance(part, Answer):
+                        self._feedback.record(id_, model, call, part, asker, first + part.index)
                     yield first + part.index, part
 
         if len(calls) == 1:
@@ -139,8 +149,17 @@ class Door:
             raise ApiError(f"tokens holds an id outside 0 to {top - 1}", param="tokens")
         return JSONResponse({"prompt": self._service.renderer.decode(body.tokens, skip_special=False)})
 
+    async def feedback(self, request: Request) -> Response:
+        assert self._feedback is not None
+        return JSONResponse(await self._feedback.post(request, await self._body(request)))
+
+    async def script(self, request: Request) -> Response:
+        assert self._feedback is not None
+        return self._feedback.script()
+
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(description(BODIES, version("ostinato")))
+        more = {} if self._feedback is None else {"/feedback": Event}
+        return JSONResponse(description(BODIES | more, version("ostinato")))
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "under_way": self._service.under_way})
@@ -150,10 +169,15 @@ class Door:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self, request: Request) -> Response:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+        policy = (
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'self' 'unsafe-inline'; img-src data:"
+        )
         more = "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
         headers = {"Content-Security-Policy": f"{policy}; {more}"}
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
+        text = PAGE.read_text(encoding="utf-8")
+        if self._feedback is not None:
+            text = text.replace("<!-- feedback -->", SCRIPT)
+        return HTMLResponse(text, headers=headers)
 
     # ---- around all of them
 
@@ -186,10 +210,6 @@ class Door:
                 raise ApiError(f"the body has more than {most} bytes, this server's limit", status=413)
         return bytes(data)
 
-    def _id(self, kind: str) -> str:
-        self._numbers += 1
-        return f"{kind}-{self._numbers:08x}" if kind else f"{self._numbers:08x}"
-
 
 class _Tokenize(Lenient):
     prompt: str = ""
@@ -209,6 +229,11 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": _Tokenize,
     "/detokenize": _Detokenize,
 }
+
+
+def _id(kind: str) -> str:
+    """Of a response; no other server, and no earlier one at this address, has given it."""
+    return f"{kind}-{secrets.token_hex(12)}"
 
 
 def _model(model: Model) -> dict[str, Any]:
@@ -304,11 +329,13 @@ def new_app(
     *,
     key: str = "",
     origins: list[str] | None = None,
+    feedback: Feedback | None = None,
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
 ) -> Starlette:
     """The application. ``key``: what clients have to send; ``origins``: web pages that may call it;
-    ``lifespan``: what goes on beside it, in its event loop."""
-    door = Door(service, key)
+    ``feedback``: keeps what users did with answers; ``lifespan``: what goes on beside it, in its event
+    loop."""
+    door = Door(service, key, feedback)
 
     def route(path: str, handler: Handler, method: str = "POST", dialect: str = "openai") -> Route:
         return Route(path, door.guarded(handler, path, dialect), methods=[method])
@@ -318,8 +345,10 @@ def new_app(
         what = f"{request.method} {request.url.path}: {error.detail}"
         return _refusal(ApiError(what, status=error.status_code), "openai")
 
+    kept = [route("/feedback", door.feedback), Route("/feedback.js", door.script)]
     return Starlette(
         routes=[
+            *(kept if feedback is not None else ()),
             route("/v1/chat/completions", door.chat),
             route("/v1/completions", door.completions),
             route("/v1/responses", door.responses),

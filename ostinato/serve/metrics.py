@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from ostinato.engine.local import LocalEngine
 
@@ -48,8 +53,30 @@ class Metrics:
         ):
             Gauge(f"ostinato_{name}", help_, registry=self._registry).set_function(read)
 
+    def show(
+        self, name: str, help_: str, labels: Sequence[str], read: Callable[[str], float], gauge: bool = False
+    ) -> None:
+        """Show numbers that are kept elsewhere, by ``outcome``, as they are when they are read."""
+        self._registry.register(_Read(f"ostinato_{name}", help_, labels, read, gauge))
+
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class _Read(Collector):
+    """A counter, or a ``gauge``, for each label."""
+
+    def __init__(
+        self, name: str, help_: str, labels: Sequence[str], read: Callable[[str], float], gauge: bool
+    ) -> None:
+        self._name, self._help, self._labels, self._read, self._gauge = name, help_, labels, read, gauge
+
+    def collect(self) -> Iterator[Metric]:
+        kind = GaugeMetricFamily if self._gauge else CounterMetricFamily
+        family = kind(self._name, self._help, labels=["outcome"])
+        for label in self._labels:
+            family.add_metric([label], self._read(label))
+        yield family
 
 
 __all__ = ["Metrics"]

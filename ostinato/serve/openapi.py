@@ -50,6 +50,12 @@ ANSWERS: tuple[tuple[str, str, Schema, bool], ...] = (
     ("/v1/models/{name}", "get", _MODEL, False),
     ("/tokenize", "post", _object(tokens=_IDS, count=_COUNT, max_model_len=_COUNT), False),
     ("/detokenize", "post", _object(prompt=_STRING), False),
+    (
+        "/feedback",
+        "post",
+        _object(accepted=_COUNT, repeated=_COUNT, expired=_COUNT, refused=_LIST),
+        False,
+    ),
     ("/health", "get", _object(status={"const": "ok"}, under_way=_COUNT), False),
 )
 _OPENAI = _object(error=_object(message=_STRING, type=_STRING, param={"type": ["string", "null"]}))
@@ -63,6 +69,8 @@ def description(bodies: Mapping[str, type[BaseModel]], version: str) -> Schema:
     known, shared = models_json_schema([(kind, "validation") for kind in kinds], ref_template=place)
     paths: dict[str, Any] = {}
     for path, method, answer, streams in ANSWERS:
+        if path == "/feedback" and path not in bodies:
+            continue  # a server without a store of feedback
         error = _ANTHROPIC if path.startswith("/v1/messages") else _OPENAI
         content = _json(answer) | ({"text/event-stream": {}} if streams else {})
         said = {"200": {"description": "the answer", "content": content}}
