@@ -13,6 +13,7 @@ import uvicorn
 
 from ostinato.launch.served import Served, Serving, open_service
 from ostinato.serve.app import new_app
+from ostinato.serve.feedback import open_feedback
 from ostinato.serve.server import address, bound
 from ostinato.serve.service import Limits
 
@@ -27,15 +28,24 @@ class At:
 
 @contextlib.contextmanager
 def server(
-    target: str = "asset:seed-moe", *, key: str = "", adapters: dict[str, str] | None = None, **limits: Any
+    target: str = "asset:seed-moe",
+    *,
+    key: str = "",
+    adapters: dict[str, str] | None = None,
+    feedback: str = "",
+    **limits: Any,
 ) -> Iterator[At]:
     """Serve ``target`` while the context lasts."""
     overrides = () if "/" in target else ("model.dtype=float32",)
     serving = Serving(
         target=target, overrides=overrides, adapters=adapters or {}, limits=Limits(context=0, **limits)
     )
-    with open_service(serving) as served, bound("127.0.0.1", 0) as listening:
-        app = new_app(served.service, key=key)
+    with (
+        open_service(serving) as served,
+        open_feedback(feedback, served.service) as kept,
+        bound("127.0.0.1", 0) as listening,
+    ):
+        app = new_app(served.service, key=key, feedback=kept)
         runner = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         thread = threading.Thread(target=lambda: runner.run(sockets=[listening]), daemon=True)
         thread.start()

@@ -28,20 +28,20 @@ FOREVER = float("inf")
 
 # {key}, {real}, {blob}: types of the dialect. held: bit 1 no consent, bit 2 personal data.
 SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS marks (name {key} PRIMARY KEY, value {real} NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS events (event_id {key} PRIMARY KEY, response_id {key} NOT NULL, "
+    "CREATE TABLE marks (name {key} PRIMARY KEY, value {real} NOT NULL)",
+    "CREATE TABLE events (event_id {key} PRIMARY KEY, response_id {key} NOT NULL, "
     "seq BIGINT NOT NULL, ts {real} NOT NULL, user_id {key} NOT NULL, tenant {key} NOT NULL, "
     "held INTEGER NOT NULL, body TEXT NOT NULL)",
-    "CREATE INDEX IF NOT EXISTS events_response ON events (response_id)",
-    "CREATE INDEX IF NOT EXISTS events_ts ON events (ts, event_id)",
-    "CREATE INDEX IF NOT EXISTS events_user ON events (user_id, tenant)",
-    "CREATE TABLE IF NOT EXISTS exchanges (response_id {key} PRIMARY KEY, seq BIGINT NOT NULL, "
+    "CREATE INDEX events_response ON events (response_id)",
+    "CREATE INDEX events_ts ON events (ts, event_id)",
+    "CREATE INDEX events_user ON events (user_id, tenant)",
+    "CREATE TABLE exchanges (response_id {key} PRIMARY KEY, seq BIGINT NOT NULL, "
     "ts {real} NOT NULL, user_id {key} NOT NULL, tenant {key} NOT NULL, body TEXT NOT NULL, "
     "prompt_tokens {blob} NOT NULL, tokens {blob} NOT NULL, logprobs {blob} NOT NULL, experts {blob})",
-    "CREATE INDEX IF NOT EXISTS exchanges_ts ON exchanges (ts, response_id)",
-    "CREATE INDEX IF NOT EXISTS exchanges_user ON exchanges (user_id, tenant)",
-    "CREATE TABLE IF NOT EXISTS gone (id {key} PRIMARY KEY)",
-    "INSERT INTO marks VALUES ('schema', 1), ('seq', 0), ('floor', 0) ON CONFLICT DO NOTHING",
+    "CREATE INDEX exchanges_ts ON exchanges (ts, response_id)",
+    "CREATE INDEX exchanges_user ON exchanges (user_id, tenant)",
+    "CREATE TABLE gone (id {key} PRIMARY KEY)",
+    "INSERT INTO marks VALUES ('schema', 1), ('seq', 0), ('floor', 0)",
 )
 NO_CONSENT, PERSONAL = 1, 2
 
@@ -60,6 +60,7 @@ class Dialect:
     begin: str
     mark: str  # of a parameter
     lock: str  # so that only one process makes the tables; "": ``begin`` does it
+    made: str  # gives a row where there are tables
     down: tuple[type[Exception], ...]
 
 
@@ -89,7 +90,10 @@ class Store:
             if dialect.lock:
                 self._run(dialect.lock)
             types = {"key": dialect.key, "real": dialect.real, "blob": dialect.blob}
-            for statement in SCHEMA:
+            made = self._run(dialect.made).fetchone()
+            for statement in (
+                () if made else SCHEMA
+            ):  # what exists is not made again: it would lock its tables
                 self._run(statement.format(**types))
             ((version,),) = self._run("SELECT value FROM marks WHERE name = 'schema'").fetchall()
         if version != 1:
@@ -144,6 +148,7 @@ class Store:
         """Remove what is older than ``before`` (seconds since 1970), and what belongs to an answer that is;
         (events, exchanges) that went. What is older is not accepted any more."""
         with self._transaction():
+            self._take(0)  # writers wait
             self._run("UPDATE marks SET value = ? WHERE name = 'floor' AND value < ?", before, before)
             old = "SELECT response_id FROM exchanges WHERE ts < ?"
             events = self._run(f"DELETE FROM events WHERE ts < ? OR response_id IN ({old})", before, before)
@@ -159,7 +164,7 @@ class Store:
         mine = "SELECT response_id FROM exchanges WHERE user_id = ? AND tenant = ?"
         where, who = f"(user_id = ? AND tenant = ?) OR response_id IN ({mine})", (user, tenant)
         with self._transaction():
-            self._run("UPDATE marks SET value = value WHERE name = 'seq'")  # writers wait
+            self._take(0)  # writers wait
             ids = [id_ for (id_,) in self._run(f"SELECT event_id FROM events WHERE {where}", *who, *who)]
             answers = [id_ for (id_,) in self._run(mine, *who)]
             self._insert("gone", [(_hash(id_),) for id_ in {*ids, *answers}], "ON CONFLICT DO NOTHING")
@@ -344,6 +349,7 @@ def open_store(where: str | Path) -> Store:
             begin="BEGIN IMMEDIATE",
             mark="?",
             lock="",
+            made="SELECT 1 FROM sqlite_master WHERE name = 'marks'",
             down=(sqlite3.OperationalError,),
         )
         return _made(db, dialect)
@@ -372,6 +378,7 @@ def _postgres(address: str) -> Store:
             begin="BEGIN",
             mark="%s",
             lock="SELECT pg_advisory_xact_lock(7304)",
+            made="SELECT 1 FROM pg_tables WHERE schemaname = current_schema() AND tablename = 'marks'",
             down=down,
         ),
     )
