@@ -82,12 +82,12 @@ BUDGETS = {
     "rollout": 1_300,
     "history": 1_200,
     "env": 1_640,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
-    "product": 2_850,  # feedback in 1,250; rewards, pairs, judge, gates, detectors, the loop
+    "product": 3_050,  # feedback in 1,250; rewards, pairs, judge, gates, detectors, the loop
     "config": 1_235,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
     10_900,  # 250 exact, 900 the simulated product, 440 SFT beside TRL's and studies of it and DPO
-    49_450,
+    49_550,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 2,800 product: as many as its room, 390 the simulated one
 
