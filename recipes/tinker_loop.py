@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
+from typing import Any
 
 import numpy as np
 import tinker
@@ -41,14 +42,12 @@ def datum(prompt: list[int], answer: types.SampledSequence, advantage: float) ->
     whole, before = prompt + answer.tokens, len(prompt) - 1
     zeros = np.zeros(before, np.float32)
     assert answer.logprobs is not None
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(whole[:-1]),
-        loss_fn_inputs={
-            "target_tokens": np.array(whole[1:], np.int64),
-            "logprobs": np.concatenate([zeros, np.array(answer.logprobs, np.float32)]),
-            "advantages": np.concatenate([zeros, np.full(len(answer.tokens), advantage, np.float32)]),
-        },
-    )
+    inputs: Any = {
+        "target_tokens": np.array(whole[1:], np.int64),
+        "logprobs": np.concatenate([zeros, np.array(answer.logprobs, np.float32)]),
+        "advantages": np.concatenate([zeros, np.full(len(answer.tokens), advantage, np.float32)]),
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
 
 
 def step(client, tokenizer, rng: random.Random, options: argparse.Namespace, number: int) -> float:
@@ -91,7 +90,7 @@ def main() -> None:
     options = parser.parse_args()
     with tinker.ServiceClient() as service:
         capabilities = tinker.RestClient().get_server_capabilities().result()
-        model = options.model or capabilities.supported_models[0].model_name
+        model = options.model or capabilities.supported_models[0].model_name or ""
         client = service.create_lora_training_client(model, rank=16, seed=0).result()
         tokenizer, rng = client.get_tokenizer(), random.Random(0)
         for number in range(1, options.steps + 1):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tinker
 from tinker import types
+from tinker.lib.api_future_impl import QueueState
 
 TEXT = [276, 28, 223, 19, 20, 262, 223, 21]
 CLIENTS = {
@@ -41,7 +42,7 @@ class Probe:
     def __init__(self, url: str, key: str = "tml-local") -> None:
         self.service = tinker.ServiceClient(base_url=url, api_key=key, project_id="p")
         self.rest = tinker.RestClient(base_url=url, api_key=key)
-        self.model = self.rest.get_server_capabilities().result().supported_models[0].model_name
+        self.model = self.rest.get_server_capabilities().result().supported_models[0].model_name or ""
         self.training = self.service.create_lora_training_client(self.model, rank=2).result()
         self.state = self.training.save_state("probe").result().path
         self.path = self.training.save_weights_for_sampler("probe").result().path
@@ -86,7 +87,7 @@ class Probe:
             "SamplingClient.compute_logprobs": (prompt,),
             "SamplingClient.create": (self.sampling.holder,),
             "SamplingClient.from_sampler_handle": (self.sampling.get_sampler_handle(),),
-            "SamplingClient.on_queue_state_change": (tinker.lib.api_future_impl.QueueState.ACTIVE, None),
+            "SamplingClient.on_queue_state_change": (QueueState.ACTIVE, None),
             "SamplingClient.sample": (prompt, 1, types.SamplingParams(max_tokens=2)),
             "RestClient.assign_session_project": (session, "p"),
             "RestClient.copy_weights": (self.path, "p"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ostinato.engine.local import LocalEngine
 from ostinato.launch.engine import training_ops
+from ostinato.launch.machine import record_start
 from ostinato.launch.policy import Policy, load_policy, serve
 from ostinato.lock import locked
 from ostinato.model.named import is_hub_name
@@ -45,7 +46,7 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path) -> Iterator[
         registry = Registry(state / "registry.sqlite")
         try:
             ((policy, engine),) = loaded
-            work = Work(thread, _base(target, policy, engine), registry, state)
+            work = Work(thread, _base(target, policy, engine), registry, state, record_start)
             yield Workshop(work=work, registry=registry)
         finally:
             thread.close()

@@ -23,13 +23,15 @@ import torch  # noqa: F401  # the SDK runs losses of the client in it
 import zstandard
 from commands import ROOT, command, environment
 
+from ostinato.run import RunFolder
+
 tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "ostinato[tinker]"')
 from tinker import types  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # sockets that the SDK leaves open
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 KEY = "tml-local"
@@ -91,8 +93,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def service(server: Server) -> Any:
-    return tinker.ServiceClient(base_url=server.url, api_key=KEY)
+def service(server: Server) -> Iterator[Any]:
+    opened = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    yield opened
+    opened.close("success").result()
 
 
 def client_of(service: Any, seed: int = 1, rank: int = 4) -> Any:
@@ -132,7 +136,7 @@ def train(client: Any, seed: int, steps: int = 2) -> None:
             future.result()
 
 
-def test_a_loop_learns_and_what_is_published_is_what_was_trained(service: Any) -> None:
+def test_a_loop_learns_and_what_is_published_is_what_was_trained(server: Server, service: Any) -> None:
     client = client_of(service)
     losses = []
     for _ in range(4):
@@ -156,6 +160,10 @@ def test_a_loop_learns_and_what_is_published_is_what_was_trained(service: Any) -
     whole = TEXT + answer.tokens
     scored = logprobs(client.forward([datum(whole)], "cross_entropy").result())
     assert np.allclose(scored[len(TEXT) - 1 :], answer.logprobs, atol=1e-5)
+    client.optim_step(ADAM).result()
+    run = RunFolder.open(server.state / "runs" / client.model_id.replace(":", "_"))
+    *_, row = run.metrics.rows()
+    assert row["step"] == 5 and row["tokens/sampled"] == sum(len(s.tokens) for s in one.sequences) * 2 + 1
 
 
 def test_prompts_are_scored_with_the_likeliest_and_from_where_it_is_wanted(service: Any) -> None:
@@ -298,6 +306,7 @@ def test_bad_samples_and_models_are_a_users_error(service: Any) -> None:
     with pytest.raises(tinker.RequestFailedError, match="base_model is 'other/model'; this server has"):
         service.create_lora_training_client("other/model").result()
     sampler = service.create_sampling_client(base_model=MODEL).result()
+    asked: dict[str, Any]
     for asked, sentence in (
         ({"max_tokens": 10**6}, "max_tokens is 1000000 and the context leaves"),
         ({"temperature": -1.0, "max_tokens": 1}, "temperature is -1.0"),

@@ -58,7 +58,8 @@ ARROWS: dict[str, set[str]] = {
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger", "observe.report"},
     "product": {"types", "inputs"},  # and no torch; ``launch`` brings it together with models and runs
-    "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train", "product"},
+    "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train", "product"}
+    | {"observe.ledger"},
     "launch": LEAVES
     | {"algo", "model", "engine", "history", "env", "reward", "rollout", "train", "pipeline", "workers"}
     | {"compiler", "isa", "parallel", "scaling", "plan", "observe.report", "serve", "product", ""},

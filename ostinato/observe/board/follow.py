@@ -149,7 +149,8 @@ class Follower:
             part = "evaluating" if self._beat and self._beat.get("part") == "eval" else "running"
             return {"tone": Tone.LIVE, "text": part if step else f"{part}, the first step"}
         text = f"no sign of life for {seconds_text(silent)}: it was killed, or its machine is gone"
-        return {"tone": Tone.BAD, "text": f"{text}. ostinato resume {self._run.path} goes on with it"}
+        again = f"ostinato resume {self._run.path}" if "tinker" not in self.data.recipe else "ostinato tinker"
+        return {"tone": Tone.BAD, "text": f"{text}. {again} goes on with it"}
 
     def _silent(self) -> float | None:
         """Seconds since the last sign of life; None where there is none to go by."""

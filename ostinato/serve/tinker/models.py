@@ -20,6 +20,7 @@ from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.serve.thread import EngineThread
 from ostinato.serve.tinker.futures import UserError
+from ostinato.serve.tinker.records import Record, Start
 from ostinato.serve.tinker.registry import FAILED, Registry, Stored
 from ostinato.serve.tinker.samplers import Base, identity, spec_of
 from ostinato.serve.tinker.wire import Body, loss_of, parsed, rows_of, training_request
@@ -83,6 +84,8 @@ class Model:
 
     id: str
     trained: Accumulator
+    record: Record
+    taken: int = 0  # optim_steps, whatever was loaded in between
     seq: int = 0  # of the last request that it has seen
     is_clean: bool = True
     saved: int = -1  # the request of its last snapshot
@@ -99,9 +102,10 @@ class Models:
         registry: Registry,
         folder: Path,
         find: Callable[[str], Path],
+        start: Start,
     ) -> None:
         self._thread, self._base, self._registry, self._folder = thread, base, registry, folder
-        self._find = find
+        self._find, self._start = find, start
         self._models: dict[str, Model] = {}
 
     async def get(self, id: str) -> Model:
@@ -113,7 +117,7 @@ class Models:
     async def release(self, id: str) -> None:
         """Free its memory; the next request takes it up again."""
         if (model := self._models.pop(id, None)) is not None:
-            await self._thread.call(lambda _: self._snapshot(model, now=True))
+            await self._thread.call(lambda _: self._left(model, "done"))
 
     def spec(self, id: str) -> AdapterSpec:
         return spec_of(self._document(id)["spec"])
@@ -172,7 +176,12 @@ class Models:
     async def close(self) -> None:
         """A snapshot of all that are clean, so that the next process repeats nothing."""
         for model in self._models.values():
-            await self._thread.call(lambda _, one=model: self._snapshot(one, now=True))
+            await self._thread.call(lambda _, one=model: self._left(one, "stopped"))
+
+    def sampled(self, id: str, tokens: int) -> None:
+        """From a policy of this model."""
+        if (model := self._models.get(id)) is not None:
+            model.record.sampled(tokens)
 
     def check_base(self, name: str) -> None:
         if name not in self._base.aliases:
@@ -188,7 +197,8 @@ class Models:
                 message = training_request(stored.body or b"")
                 loss, rows = loss_of(message), rows_of(message)
                 model.is_clean = model.is_clean and message.forward_only
-                return model.trained.pieces(rows, loss, learn=not message.forward_only)
+                work = model.trained.pieces(rows, loss, learn=not message.forward_only)
+                return work if message.forward_only else model.record.counted(rows, work)
             case "optim_step":
                 asked = parsed(OptimBody, stored.body or b"").adam_params
                 if asked is None:
@@ -200,8 +210,11 @@ class Models:
                     weight_decay=asked.weight_decay,
                     max_grad_norm=max(0.0, asked.grad_clip_norm),
                 )
-                model.is_clean = True
-                return model.trained.optim_step(adam)
+                model.is_clean, began = True, time.perf_counter()
+                taken = model.trained.optim_step(adam)
+                model.taken += 1
+                model.record.stepped(taken, time.perf_counter() - began)
+                return taken
             case "load_weights":
                 body = parsed(LoadBody, stored.body or b"")
                 trained = model.trained
@@ -219,8 +232,10 @@ class Models:
         document = self._document(id)
         spec, config = spec_of(document["spec"]), self._base.decoder.config
         adapters = init_adapters(config, spec, document["seed"], self._base.decoder.device)
-        model = Model(id, Accumulator(self._base.decoder, adapters, ops=self._base.ops))
+        trained = Accumulator(self._base.decoder, adapters, ops=self._base.ops)
         snapshot = load_checkpoint(self._snapshots(id), identity=identity(self._base, spec))
+        taken = snapshot.state.get("taken", snapshot.state["steps"]) if snapshot else 0
+        model = Model(id, trained, self._recorded(id, document, taken), taken)
         if snapshot is not None:
             model.trained.restore(snapshot.tensors)
             model.trained.steps = snapshot.state["steps"]
@@ -252,12 +267,23 @@ class Models:
         checkpoint = Checkpoint(
             step=model.seq,
             tensors=trained.tensors(),
-            state={"steps": trained.steps},
+            state={"steps": trained.steps, "taken": model.taken},
             identity=identity(self._base, trained.adapters.spec),
         )
         save_checkpoint(self._snapshots(model.id), checkpoint, keep=1)
         model.saved, model.saved_at = model.seq, time.monotonic()
         self._registry.forget_bodies(model.id, model.seq)
+
+    def _left(self, model: Model, why: str) -> None:
+        self._snapshot(model, now=True)
+        model.record.close(why)
+
+    def _recorded(self, id: str, document: dict[str, Any], step: int) -> Record:
+        adapter = {name: document["spec"][name] for name in ("rank", "alpha")}
+        recipe = {"name": slug(id), "model": {"path": self._base.name}, "adapter": adapter}
+        return Record(
+            self._folder / "runs" / slug(id), {**recipe, "tinker": {"model": id}}, step, self._start
+        )
 
     def _snapshots(self, id: str) -> Path:
         folder = self._folder / "models" / slug(id)

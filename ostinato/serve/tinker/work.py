@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_io import save_peft
@@ -18,6 +19,7 @@ from ostinato.run import atomic_folder
 from ostinato.serve.thread import EngineThread
 from ostinato.serve.tinker.futures import UserError
 from ostinato.serve.tinker.models import MODEL, Models, slug
+from ostinato.serve.tinker.records import Start
 from ostinato.serve.tinker.registry import Registry, Result, Stored
 from ostinato.serve.tinker.samplers import Base, Samplers, identity
 from ostinato.serve.tinker.wire import (
@@ -52,11 +54,13 @@ class SaveBody(Body):
 
 
 class Work:
-    """Runs requests of one base. Checkpoints and snapshots are in ``folder``."""
+    """Runs requests of one base. Checkpoints, snapshots and run folders are in ``folder``."""
 
-    def __init__(self, thread: EngineThread, base: Base, registry: Registry, folder: Path) -> None:
+    def __init__(
+        self, thread: EngineThread, base: Base, registry: Registry, folder: Path, start: Start
+    ) -> None:
         self.base, self._thread, self._registry, self._folder = base, thread, registry, folder
-        self.models = Models(thread, base, registry, folder, self.folder_of)
+        self.models = Models(thread, base, registry, folder, self.folder_of, start)
         self.samplers = Samplers(thread, base)
         self._kinds: dict[str, Callable[[Stored], Awaitable[Result]]] = {
             "create_model": self._create,
@@ -123,6 +127,7 @@ class Work:
         await self._thread.call(lambda _: _replaced(folder, self._peft(model.trained.adapters)))
         await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
         document = {"policy": policy, "folder": str(folder), "path": None, "steps": model.trained.steps}
+        document["model"] = stored.owner
         self._registry.put(SAMPLER, id, document, owner=session.get("session", ""))
         return Result.of({"sampling_session_id": id, **kind})
 
@@ -206,7 +211,7 @@ class Work:
     async def _sample(self, stored: Stored) -> Result:
         """The noise of answer k is addressed by (seed, k); without a seed, by the request."""
         body = parsed(SampleBody, stored.body or b"")
-        policy, adapters = await self._policy(body)
+        document, adapters = await self._policy(body)
         tokens = body.tokens()
         if not 1 <= body.num_samples <= 1024:
             raise UserError(f"num_samples is {body.num_samples}; use 1 to 1024")
@@ -224,12 +229,14 @@ class Work:
                 tokens=tokens,
                 sampling=sampling,
                 seed=(seed, k),
-                policy=policy,
+                policy=document["policy"],
                 top_logprobs=body.topk_sample_logprobs,
             )
             for k in range(body.num_samples)
         ]
         answers, tops = await self._answers(requests)
+        trained = document.get("model") or document["policy"].removeprefix("tinker://").partition("/")[0]
+        self.models.sampled(trained, sum(len(answer.tokens) for answer in answers))
         scores = None
         if body.prompt_logprobs or body.topk_prompt_logprobs:
             top, base = body.topk_prompt_logprobs, self.base
@@ -257,8 +264,8 @@ class Work:
                     answers[index] = event
         return [answers[index] for index in range(len(requests))], tops
 
-    async def _policy(self, body: SampleBody) -> tuple[str, Adapters | None]:
-        """What a request samples from: the engine's name for it, and its adapters."""
+    async def _policy(self, body: SampleBody) -> tuple[dict[str, Any], Adapters | None]:
+        """What a request samples from: with the engine's name for it, and its adapters."""
         if body.sampling_session_id is not None:
             document = self._registry.get(SAMPLER, body.sampling_session_id)
             if document is None:
@@ -269,9 +276,9 @@ class Work:
             self.models.check_base(body.base_model or "")
             document = {"policy": "", "folder": None, "steps": 0}
         if not document["policy"]:
-            return "", None
+            return document, None
         folder = Path(document["folder"])
-        return document["policy"], await self.samplers.ensure(document["policy"], folder, document["steps"])
+        return document, await self.samplers.ensure(document["policy"], folder, document["steps"])
 
     async def finish_session(self, session: str) -> None:
         """Free what a session that has ended held: its models' memory, and samplers without a path."""

@@ -13,6 +13,10 @@ import torch
 from worlds import VOCAB, tiny_decoder
 
 from ostinato.model.ops import TORCH_OPS
+from ostinato.observe.board.follow import Follower
+from ostinato.observe.ledger import Event, read, summary
+from ostinato.observe.report import write_report
+from ostinato.run import RunFolder
 from ostinato.train.accumulate import Accumulator
 
 tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "ostinato[tinker]"')
@@ -73,7 +77,7 @@ class Life:
         )
         self.thread = EngineThread(cast(Any, lambda: None))
         self.registry = Registry(folder / "db")
-        self.work = Work(self.thread, base, self.registry, folder)
+        self.work = Work(self.thread, base, self.registry, folder, lambda run: None)
         self.futures = Futures(self.registry, self.work.run)
         self.futures.resume()
 
@@ -111,6 +115,42 @@ async def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def status(run: RunFolder) -> str:
+    board = Follower(run)
+    board.look()
+    return board.status()["text"]
+
+
+def test_a_model_is_a_run_which_board_report_and_ledger_read_also_after_a_kill(tmp_path: Path) -> None:
+    async def main() -> None:
+        killed = Life(tmp_path)
+        killed.submit(end=3)
+        assert await killed.state(2) == DONE
+        killed.work.models.sampled(MODEL, 7)
+        killed.submit(first=3)
+        assert await killed.state(4) == DONE
+        run = RunFolder.open(tmp_path / "runs" / "s_train_0")
+        before = list(run.metrics.rows())
+        assert [(row["step"], row["tokens/sampled"]) for row in before] == [(1, 0), (2, 7)]
+        assert before[0]["tokens/trained"] == 9 * 11 and before[1]["total/trained_tokens"] == 2 * 9 * 11
+        assert before[0]["loss"] > 0 < before[0]["grad_norm"] and before[0]["learning_rate"] == 0.01
+        assert status(run) == "running"
+        again = Life(tmp_path)  # nothing was saved: both steps run again
+        await again.tensors()
+        for one, other in zip(before, run.metrics.rows(), strict=True):
+            assert all(one[name] == other[name] for name in ("step", "loss", "grad_norm", "tokens/trained"))
+        await again.close()
+        assert status(run) == "stopped, after step 2"
+        rows = read(run)
+        assert [row["event"] for row in rows].count(Event.STEP) == 4 and summary(rows).tokens["sampled"] == 7
+        write_report(run)
+        assert "s_train_0" in run.report.read_text()
+        killed.thread.close()
+        killed.registry.close()
+
+    asyncio.run(main())
 
 
 def folders(path: Path) -> tuple[Path, Path]:

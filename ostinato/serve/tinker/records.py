@@ -1,0 +1,97 @@
+"""Run folders of the models that clients train, for ``ostinato board`` and ``report``."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from ostinato.files import atomic_write
+from ostinato.observe.ledger import Ledger
+from ostinato.run import RunFolder
+from ostinato.train.accumulate import Row, Scored
+
+Start = Callable[[RunFolder], None]  # records the machine that works on a run from now on
+TOTALS = {"total/sampled_tokens": "sampled", "total/trained_tokens": "trained"}
+
+
+class Record:
+    """The run folder of a model while a process has it: a row for each optim_step, and what it cost.
+
+    Rows behind ``step`` are written anew as their requests run again; the ledger keeps what was spent.
+    Answers count in the step that follows them; those of a process that is killed before it are in no row.
+    """
+
+    def __init__(self, path: Path, recipe: Mapping[str, Any], step: int, start: Start) -> None:
+        self._run, self._held, self._sampling = RunFolder(path), ExitStack(), threading.Lock()
+        if not self._run.recipe.is_file():
+            shutil.rmtree(path, ignore_errors=True)  # its start was killed
+            path.mkdir(parents=True)
+            atomic_write(self._run.recipe, tomli_w.dumps(recipe))
+        self._run.sweep()
+        self._run.truncate_after(step)
+        start(self._run)
+        last: Mapping[str, Any] = {}
+        for last in self._run.metrics.rows():  # noqa: B007  the last one is what we want
+            pass
+        self._totals = Counter({name: int(last.get(name, 0)) for name in TOTALS})
+        self._ledger = Ledger(folder=self._run, why="stopped")
+        self._held.enter_context(self._ledger.session(step))
+        self._step, self._began = step, time.monotonic()
+        self._tokens, self._loss, self._busy = Counter[str](), 0.0, 0.0
+
+    def counted(
+        self, rows: Sequence[Row], work: Generator[None, None, Scored]
+    ) -> Generator[None, None, Scored]:
+        """The ``work`` of a forward_backward, counted at its end: targets with a weight or an advantage."""
+        busy = 0.0
+        while True:
+            began = time.perf_counter()
+            try:
+                next(work)
+            except StopIteration as end:
+                telling = [row.values.get("weights", row.values.get("advantages")) for row in rows]
+                trained = sum(int(np.count_nonzero(one)) for one in telling if one is not None)
+                self._tokens.update(trained=trained, read=sum(len(row.tokens) for row in rows))
+                self._loss += end.value.loss
+                self._busy += busy + time.perf_counter() - began
+                return end.value
+            busy += time.perf_counter() - began
+            yield
+
+    def sampled(self, tokens: int) -> None:
+        """From any thread."""
+        with self._sampling:
+            self._tokens.update(sampled=tokens)
+
+    def stepped(self, taken: Mapping[str, float], seconds: float) -> None:
+        """An optim_step, with its metrics; it took ``seconds`` itself."""
+        with self._sampling:
+            tokens, self._tokens = self._tokens, Counter[str]()
+        self._step += 1
+        now = time.monotonic()
+        whole, self._began = now - self._began, now
+        self._totals.update({name: tokens[kind] for name, kind in TOTALS.items()})
+        row = {f"tokens/{kind}": tokens[kind] for kind in ("sampled", "trained")}
+        row |= {"num_tokens": tokens["read"], "tokens_per_s": tokens["sampled"] / whole, "step_time": whole}
+        loss = {"loss": self._loss / tokens["trained"]} if tokens["trained"] else {}
+        self._run.write(self._step, {**loss, **taken, **row, **self._totals})
+        spent = {kind: tokens[kind] for kind in ("sampled", "trained")}
+        self._ledger.step(self._step, whole, {"train": self._busy + seconds}, {"tokens": spent})
+        self._loss = self._busy = 0.0
+
+    def close(self, why: str) -> None:
+        """The process has the model no longer."""
+        self._ledger.why = why
+        self._held.close()
+
+
+__all__ = ["Record", "Start"]
