@@ -19,6 +19,7 @@ BENCHES = {
     "weights": ("weights:WeightsBeside", "engine.weights side by side (decode --weights)"),
     "products": ("products:Products", "matrix products of our kernels and of torch"),
     "serve": ("serve:Serve", "streaming clients at our server and at vLLM's: tokens per second, latencies"),
+    "feedback": ("feedback:Feedback", "latencies of chat beside a stream of feedback, and without it"),
     "train": ("train:Train", "seconds of a GRPO step: ostinato, and TRL in its fastest setting"),
     "train-sft": ("train_sft:TrainSft", "tokens per second of SFT, and TRL's SFTTrainer (train --sft)"),
     "quickstart": ("quickstart:Quickstart", "whole runs of a recipe: seconds from start to report, scores"),
@@ -47,6 +48,7 @@ INSTEAD = {
 }
 OF_PROCESSES = {
     "serve",
+    "feedback",
     "quickstart",
     "faults",
     "kills",

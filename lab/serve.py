@@ -62,13 +62,13 @@ class Serve(ModelBench):
     def measure(self, say: Say) -> dict[str, Any]:
         with ExitStack() as stack:
             logs = Path(tempfile.mkdtemp(prefix="ostinato-serve-"))
-            ours = stack.enter_context(_server("ostinato", self._ours, logs, say))
+            ours = stack.enter_context(started("ostinato", self._ours, logs, say))
             if self.soak_s:
                 return self._soak(ours, say)
             servers = {"ostinato": ours}
             if self.vllm_python:
                 environ = vllm_threads()["all cores bound"]
-                servers["vllm"] = stack.enter_context(_server("vllm", self._vllm, logs, say, environ))
+                servers["vllm"] = stack.enter_context(started("vllm", self._vllm, logs, say, environ))
             found = {name: {n: Load() for n in self.clients} for name in servers}
             for server in servers.values():
                 asyncio.run(self._wave(server, max(self.clients), 0, Load()))  # kernels, caches, graphs
@@ -232,7 +232,7 @@ class Server:
 
 
 @contextmanager
-def _server(
+def started(
     name: str,
     command: Callable[[int], list[str]],
     logs: Path,

@@ -86,7 +86,7 @@ BUDGETS = {
     "config": 1_235,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
-    10_900,  # 250 exact, 900 the simulated product, 440 SFT beside TRL's and studies of it and DPO
+    11_150,  # 250 exact, 900 the simulated product, 200 feedback, 440 SFT beside TRL's, studies of it and DPO
     49_550,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 2,800 product: as many as its room, 390 the simulated one
