@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from ostinato.launch.panel import judged_by
 from ostinato.launch.served import Served, Serving, open_service
 from ostinato.serve.app import new_app
 from ostinato.serve.feedback import open_feedback
@@ -33,9 +34,10 @@ def server(
     key: str = "",
     adapters: dict[str, str] | None = None,
     feedback: str = "",
+    judge: str = "",
     **limits: Any,
 ) -> Iterator[At]:
-    """Serve ``target`` while the context lasts."""
+    """Serve ``target`` while the context lasts; ``judge`` is one of ``adapters``."""
     overrides = () if "/" in target else ("model.dtype=float32",)
     serving = Serving(
         target=target, overrides=overrides, adapters=adapters or {}, limits=Limits(context=0, **limits)
@@ -45,7 +47,8 @@ def server(
         open_feedback(feedback, served.service) as kept,
         bound("127.0.0.1", 0) as listening,
     ):
-        app = new_app(served.service, key=key, feedback=kept)
+        judged = judged_by(judge, served) if judge else None
+        app = new_app(served.service, key=key, feedback=kept, judge=judged)
         runner = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         thread = threading.Thread(target=lambda: runner.run(sockets=[listening]), daemon=True)
         thread.start()

@@ -190,6 +190,14 @@ def tinker(
     command(target, overrides or [], Address(host=host, port=port, key=api_key, drain_s=3.0), state)
 
 
+@app.command(**PASSED_ON)
+def judge(ctx: typer.Context) -> None:
+    """A judge of answers: judge train | eval | serve (see judge --help)."""
+    from ostinato.cli.judge import app as judge_app
+
+    judge_app(args=ctx.args, prog_name="ostinato judge")
+
+
 @app.command()
 def place(
     run: RunPath,

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ostinato.launch import threads
 from ostinato.launch.models import recipe_of
+
+if TYPE_CHECKING:
+    from ostinato.launch.served import Served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +48,10 @@ def serve(
     name: str,
     limits: Mapping[str, Any],
     feedback: str = "",
+    judge: str = "",
 ) -> None:
-    """Serve until a signal. Raises ValueError for what cannot be served."""
+    """Serve until a signal; with POST /v1/judge by ``judge``, whose base is ``target``. Raises ValueError for
+    what cannot be served."""
     try:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
@@ -59,7 +64,8 @@ def serve(
     with listening:
         recipe, _ = recipe_of(target, *overrides)
         threads.configure(recipe)
-        from ostinato.launch.served import Serving, follow, open_service
+        from ostinato.launch.panel import judged_by
+        from ostinato.launch.served import Serving, open_service
         from ostinato.serve.app import new_app
         from ostinato.serve.feedback import open_feedback
         from ostinato.serve.service import Limits
@@ -75,17 +81,13 @@ def serve(
         with contextlib.ExitStack() as stack:
             served = stack.enter_context(open_service(serving))
             kept = stack.enter_context(open_feedback(feedback, served.service, where.origins))
-
-            @contextlib.asynccontextmanager
-            async def lifespan(app: object) -> AsyncIterator[None]:
-                following = asyncio.create_task(follow(served))
-                try:
-                    yield
-                finally:
-                    following.cancel()
-
             app = new_app(
-                served.service, key=key, origins=list(where.origins), feedback=kept, lifespan=lifespan
+                served.service,
+                key=key,
+                origins=list(where.origins),
+                feedback=kept,
+                lifespan=_following(served),
+                judge=judged_by(judge, served) if judge else None,
             )
             base = address(listening)
             for model in served.service.models.values():
@@ -94,6 +96,21 @@ def serve(
             if kept is not None:
                 typer.echo(f"Feedback {base}/feedback, kept in {feedback.rpartition('@')[2]}")
             HttpServer(app, listening, where.drain_s).serve_until_signal()
+
+
+def _following(served: Served) -> Callable[[object], contextlib.AbstractAsyncContextManager[None]]:
+    """Beside the application: the newest policies of runs that still learn."""
+    from ostinato.launch.served import follow
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: object) -> AsyncIterator[None]:
+        following = asyncio.create_task(follow(served))
+        try:
+            yield
+        finally:
+            following.cancel()
+
+    return lifespan
 
 
 def proxy(target: str, overrides: Sequence[str], out: Path, host: str, port: int, idle_s: float) -> None:

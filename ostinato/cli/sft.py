@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ostinato.cli.report import write_report
@@ -26,17 +26,18 @@ def sft(target: str, overrides: Sequence[str], *, preference: bool) -> int:
     else:
         recipe = Recipe.load(find_recipe(target), *overrides)
     loss = "dpo" if preference else "tokens" if recipe.sft.loss == "off" else recipe.sft.loss
-    return _run(recipe.model_copy(update={"sft": recipe.sft.model_copy(update={"loss": loss})}), None)
+    return run(recipe.model_copy(update={"sft": recipe.sft.model_copy(update={"loss": loss})}), None)
 
 
-def resume(run: Path, overrides: Sequence[str]) -> int:
+def resume(path: Path, overrides: Sequence[str]) -> int:
     """Of any run, supervised or not."""
-    recipe = Recipe.load(RunFolder.open(run).recipe, *overrides)
-    return train_resume(run, overrides) if recipe.sft.loss == "off" else _run(recipe, run)
+    recipe = Recipe.load(RunFolder.open(path).recipe, *overrides)
+    return train_resume(path, overrides) if recipe.sft.loss == "off" else run(recipe, path)
 
 
 @logged()
-def _run(recipe: Recipe, path: Path | None) -> int:
+def run(recipe: Recipe, path: Path | None, ended: Callable[[Path], None] = lambda folder: None) -> int:
+    """Train in a new folder or in ``path``, which ``ended`` hears of. Returns the exit code."""
     threads.configure(recipe)
     from ostinato.launch.sft import supervise
 
@@ -46,12 +47,13 @@ def _run(recipe: Recipe, path: Path | None) -> int:
         why = stop.why if isinstance(stop, Ended) else "interrupted"
         print(f"ostinato: {why}; {str(stop) or 'nothing had begun'}", file=lasting(sys.stderr))
         return EXIT[why]
-    run, key = RunFolder.open(folder), "model" if recipe.adapter.kind == "full" else "adapter"
+    ended(folder)
+    written, key = RunFolder.open(folder), "model" if recipe.adapter.kind == "full" else "adapter"
     lines = [
-        f"{key:<13}{run.adapter}",
-        f"report       {write_report(run)}",
+        f"{key:<13}{written.adapter}",
+        f"report       {write_report(written)}",
         f"talk to it   ostinato serve {folder}",
-        f"warm start   ostinato train RECIPE {key}.path={run.adapter}",
+        f"warm start   ostinato train RECIPE {key}.path={written.adapter}",
     ]
     lines += [f"{why} after step {step}; to go on: ostinato resume {folder}"] if why in EXIT else []
     for line in lines:

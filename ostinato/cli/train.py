@@ -28,17 +28,17 @@ def train(recipe: str, overrides: Sequence[str]) -> int:
     """Returns the exit code. Of several ranks that torchrun has started, all but the first follow."""
     if (place := followed()) is not None:
         return follow(place)
-    return _finish(lambda: learn(recipe, *overrides))
+    return finish(lambda: learn(recipe, *overrides))
 
 
 def resume(run: Path, overrides: Sequence[str]) -> int:
     if (place := followed()) is not None:
         return follow(place)
-    return _finish(lambda: resume_run(run, *overrides))
+    return finish(lambda: resume_run(run, *overrides))
 
 
 @logged()
-def _finish(work: Callable[[], Outcome]) -> int:
+def finish(work: Callable[[], Outcome]) -> int:
     error = lasting(sys.stderr)
     try:
         outcome = work()

@@ -216,13 +216,19 @@ class Recipe(Section):
 
     def _check_bounds(self) -> None:
         """Nothing that has a bound of its own may take longer than what ends the whole run."""
-        watch, functions = self.pipeline.watch_s, len(self.reward.functions)
-        grading = 60 + 2 * functions * self.reward.timeout_s
+        watch, reward = self.pipeline.watch_s, self.reward
+        functions = len(reward.functions)
+        grading = 60 + 2 * functions * reward.timeout_s
         if watch <= grading:
             raise ValueError(
                 f"pipeline.watch_s is {watch:g}, but rewards may take {grading:g} s (twice reward.timeout_s "
                 f"for each of {functions} functions, and 60 for a new process), so a hung one would end the "
                 "run instead of being replaced; raise watch_s or lower timeout_s"
+            )
+        if watch <= reward.judge_timeout_s and any(one.startswith("judge:") for one in reward.functions):
+            raise ValueError(
+                f"pipeline.watch_s is {watch:g} and reward.judge_timeout_s {reward.judge_timeout_s:g}, so a "
+                "judge that hangs would end the run instead of being counted; raise watch_s"
             )
         replacing = self.cluster.silence_s + self.cluster.start_s
         if self.cluster.samplers and watch <= replacing:

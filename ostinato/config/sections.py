@@ -142,7 +142,8 @@ class TaskSection(OneTask):
 
 
 class RewardSection(Section):
-    """``functions``: built-in names, "module:function" or "file.py:function", with TRL's signature.
+    """``functions``: built-in names, "module:function" or "file.py:function", with TRL's signature; or
+    "judge:NAME", by a model that compares answers (docs/judge.md).
 
     ``isolation``: no network, no files written but in a temporary folder ($TMPDIR), no secrets in the
     environment, no processes left behind (docs/security.md). "auto" does what the machine can and names what
@@ -155,6 +156,9 @@ class RewardSection(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per group and function
     workers: Positive = 1
     isolation: Literal["auto", "off", "strict"] = "auto"
+    judge_pairs: Literal["ring", "all"] = "ring"  # of siblings, pairwise: two for each answer, or all
+    judge_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # per group; others wait for the same engine
+    judge_cache: Count = 65_536  # judgements that are kept, in memory
 
     @property
     def positive(self) -> dict[str, float]:

@@ -7,23 +7,24 @@
         def close(self): ...                                 # optional
         tools = ("look",)                                    # optional: methods that the policy may call
 
-``options`` are the columns of the row. A first text of "" means the row's own prompt. The rewards of an
-episode add up to what the reward function ``env`` gives. ``step`` and tools run in threads, each call within
-a time limit; what they raise ends the episode as a fault that is counted, never as a reward of 0.
+``options`` are the columns of the row. A first text of "" means the row's own prompt. A reply that is a list
+of messages begins a conversation of its own, in which nothing before is seen. The rewards of an episode add
+up to what the reward function ``env`` gives. ``step`` and tools run in threads, each call within a time
+limit; what they raise ends the episode as a fault that is counted, never as a reward of 0.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from ostinato.env.tools import Message, Toolbox, imported, in_thread
 from ostinato.render import Renderer
-from ostinato.types import Completion, Prompt, Stop
+from ostinato.types import Completion, NewRow, Prompt, Stop
 
 SEEDS = "seeds"  # as task.source: rows are numbers for ``reset``
 STEP_S = 10.0
@@ -34,7 +35,7 @@ class TextEnv(Protocol):
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]: ...
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]: ...
+    def step(self, action: str) -> tuple[str | Sequence[Message], float, bool, bool, Mapping[str, Any]]: ...
 
 
 Factory = Callable[[], TextEnv]
@@ -125,13 +126,13 @@ class EnvEpisode:
         self._messages = list(self._tools.described(chat) if len(self._tools) else chat)
         return self._renderer.prompt(Prompt(uid=self._prompt.uid, messages=tuple(self._messages)))
 
-    async def step(self, completion: Completion) -> np.ndarray | None:
+    async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
         """[C] int32: replies of tools, or of the environment; None when the episode is over."""
         self._turns_left -= 1
         if completion.stop not in (Stop.EOS, Stop.STRING):
             return None
         replies = await self._tools.replies(completion.text)
-        over = False
+        over, fresh = False, list[Message]()
         if not replies:
             assert self._env is not None
             self._counters["env/steps"] += 1
@@ -142,9 +143,13 @@ class EnvEpisode:
                 self._env.step, {"action": action}, self._timeout_s
             )
             self.reward += float(reward)
+            fresh = [] if isinstance(reply, str) else list(reply)
             replies, over = [{"role": "user", "content": reply}], bool(ended or cut)
         if over or not self._turns_left:
             return None
+        if fresh:
+            self._messages = fresh
+            return NewRow(self._renderer.prompt(Prompt(uid=self._prompt.uid, messages=tuple(fresh))))
         self._messages.append({"role": "assistant", "content": completion.text})
         context = self._renderer.after_turn(self._messages, replies, completion.tokens)
         self._messages.extend(replies)

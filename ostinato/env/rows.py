@@ -37,7 +37,8 @@ def read(
     holdout: float = 0.0,
     config: str = "",
 ) -> list[Prompt]:
-    """The prompts of a .jsonl or .parquet file, a datasets folder, or ``hf:<name>``.
+    """The prompts of a .jsonl or .parquet file, a folder with train.jsonl and eval.jsonl, a datasets folder,
+    or ``hf:<name>``.
 
     A dataset with named splits gives its own train or evaluation split. A single file has none: it gives all
     its rows, or with ``holdout`` that share of them (chosen by the hash of their content) to "eval" and the
@@ -129,6 +130,8 @@ def _held_out(prompt: Prompt, share: float) -> bool:
 def raw_rows(source: str, split: str, config: str, holdout: float) -> tuple[Iterable[tuple[int, Row]], bool]:
     """((row number, row) ..., whether the source has named splits). Lines of a file count from 1."""
     path = Path(source)
+    if (file := path / f"{split}.jsonl").is_file():
+        return _jsonl(file), True
     if source.startswith("hf:") or path.is_dir():
         return _dataset_rows(source, split, config, holdout)
     if path.suffix in (".jsonl", ".ndjson"):

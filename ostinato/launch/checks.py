@@ -15,6 +15,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout
 from ostinato.reward.verify import BUILT_IN
+from ostinato.reward.workers import JUDGE
 
 MASKS, ROUTES = "--return-sampling-mask", "--enable-return-routed-experts"
 
@@ -66,6 +67,11 @@ def check_cluster(recipe: Recipe) -> None:
         raise ValueError(
             f"cluster.samplers is {section.samplers}, which needs Ray: pip install 'ostinato[ray]', or set "
             "it to 0 to run in one process"
+        )
+    if section.graders and (judges := [one for one in recipe.reward.functions if one.startswith(JUDGE)]):
+        raise ValueError(
+            f"cluster.graders is {section.graders} with the reward {judges[0]!r}, which judges on an "
+            "engine of the driver; set cluster.graders to 0"
         )
     if recipe.engine.backend == "vllm":
         raise ValueError(

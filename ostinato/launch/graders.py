@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from ostinato.config import Recipe
 from ostinato.reward.remote import GraderServer
-from ostinato.reward.workers import WorkerGrader
+from ostinato.reward.workers import Scorer, WorkerGrader
 from ostinato.workers.host import here
 from ostinato.workers.remote import WorkerFault
 
 
-def new_grader(recipe: Recipe) -> WorkerGrader:
+def new_grader(
+    recipe: Recipe, scorers: Mapping[str, Scorer] = MappingProxyType({}), counters: Counter[str] | None = None
+) -> WorkerGrader:
+    """``scorers``: the judges among its functions, which count in ``counters``."""
     return WorkerGrader(
         list(recipe.reward.functions),
         weights=list(recipe.reward.weights) or None,
@@ -19,6 +25,8 @@ def new_grader(recipe: Recipe) -> WorkerGrader:
         workers=recipe.reward.workers,
         isolation=recipe.reward.isolation,
         judges={one.name: one.rewards for one in recipe.task.mix if one.rewards},
+        scorers=scorers,
+        counters=counters,
     )
 
 

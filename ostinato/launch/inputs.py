@@ -30,11 +30,13 @@ from ostinato.launch.engine import shares
 from ostinato.launch.evaluations import downstream_prompts
 from ostinato.launch.graders import new_grader
 from ostinato.launch.models import load_decoder
+from ostinato.launch.panel import scorers
 from ostinato.launch.teacher import check_teacher
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.protocols import Engine, Env, Grader, Tasks
 from ostinato.render import Renderer
+from ostinato.reward.workers import JUDGE
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.rollout import RolloutContext
 from ostinato.types import Prompt, Sampling
@@ -98,7 +100,8 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
     for rows in of_tasks([*train_prompts, *scored]).values():
         check_lengths(recipe, rows, renderer, decoder.config.max_positions)
-    grader = new_grader(recipe)
+    counters = Counter[str]()
+    grader = new_grader(recipe, scorers(recipe, decoder, folder, counters), counters)
 
     def encode(text: str) -> list[int]:
         return renderer.encode(text).tolist()
@@ -292,6 +295,8 @@ def stage_identity(recipe: Recipe) -> str:
     keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
     interruption = [rollout[key] for key in keys]
     played = [tree["model"], tree["task"], reward["functions"], reward["weights"], weights, interruption]
+    if any(name.startswith(JUDGE) for name in reward["functions"]):  # with their revisions
+        played.append(reward["judge_pairs"])
     return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -135,10 +135,12 @@ def _session(recipe: Recipe, *, path: Path, console: Console, resume: bool, work
         from ostinato.launch.drafts import new_memory
         from ostinato.launch.inputs import prepare
         from ostinato.launch.introduction import device_name
+        from ostinato.launch.judges import pinned
         from ostinato.launch.loop import new_ledger, new_loop, new_observer, restore
         from ostinato.launch.open_components import open_components
         from ostinato.pipeline.state import LoopState
 
+        recipe = pinned(recipe)
         prepared = held.enter_context(prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None)
         prepared, components = held.enter_context(open_components(prepared, path, memory, workers))

@@ -40,6 +40,7 @@ from ostinato.run import RunFolder, group_rows
 from ostinato.types import Batch, Group, StepReport
 
 logger = logging.getLogger(__name__)
+JUDGE = "judge/"  # counters of what judges cost: seconds and tokens, in the ledger too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +131,11 @@ class StepRecorder:
         by_pool = self._by_pool(feed, spans, row, clock.waited_s)
         reused = [item.group for item in ended if item.paid]
         work = step_work(groups, credit, batch, report, costs, fresh, reused, model)
+        counts = self.new_counts()
+        if judged := {key.removeprefix(JUDGE): n for key, n in counts.items() if key.startswith(JUDGE)}:
+            work["judge"] = judged
         self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
         self.draw(clock.step, spans)
-        counts = self.new_counts()
         row |= curriculum_figures(taken.choices, len(feed.rates)) if self.plan.curriculum else {}
         row |= {"rollout/from_spool": float(sum(item.spooled for item in taken.batch)), **counts}
         row |= tool_rates(counts, sum(len(group.trajectories) for group in fresh))

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -42,6 +42,7 @@ START_TIMEOUT_S = 60.0  # importing the functions may import much; a call's limi
 REAP_TIMEOUT_S = 5.0
 RETRIES = 1  # of a call whose process died
 KEEPER_S = 2.0  # for the keeper of a confined process to end as that has ended
+JUDGE = "judge:"  # a function of this form is a Scorer: what follows names runs or addresses
 NO_VERDICT = frozenset({Stop.ERROR, Stop.ABORT})  # episodes whose end is not the policy's doing
 
 
@@ -147,6 +148,16 @@ class Worker:
         return how or "not reaped"
 
 
+class Scorer(Protocol):
+    """A reward of this process, without a child: a judge on an engine, or at an address."""
+
+    async def score(self, prompt: Prompt, answers: Sequence[str]) -> Sequence[Verdict]:
+        """A verdict for each of the siblings, in order; it bounds its own time and raises nothing."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class WorkerGrader:
     """Implements protocols.Grader: the weighted sum of reward functions, called in killable processes.
 
@@ -154,7 +165,8 @@ class WorkerGrader:
     ``path.py:function``. ``timeout_s`` limits one function on one group; a call that hangs is killed, a
     call whose process died is repeated once. ``workers`` is the number of processes, which
     are confined according to ``isolation`` (reward.isolation of a recipe). ``judges`` names, by task of a
-    mixture, the functions that judge its answers; all of them judge the others.
+    mixture, the functions that judge its answers; all of them judge the others. ``scorers``: those of
+    ``functions`` that are called in this process.
 
     A function's None is a skip and leaves the sum of the others, as in TRL. A fault leaves the completion
     without a value: the sum of the others would score the fault 0. ``Reward.reason`` reads
@@ -173,19 +185,22 @@ class WorkerGrader:
         workers: int = 1,
         isolation: Mode = "auto",
         judges: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        scorers: Mapping[str, Scorer] = MappingProxyType({}),
+        counters: Counter[str] | None = None,
     ) -> None:
         _refuse(functions, weights, timeout_s, workers)
-        self.counters: Counter[str] = Counter()
+        self.counters = Counter[str]() if counters is None else counters
         self._functions = list(functions)
         self._names = _names(functions)
         self._weights = list(weights) if weights is not None else [1.0] * len(functions)
-        self._judges = dict(judges)
+        self._judges, self._scorers = dict(judges), dict(scorers)
         self._timeout_s = timeout_s
         self._closed = False
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()  # as many as threads: get() never waits
-        self._workers = [Worker(functions, timeout_s, isolation) for _ in range(workers)]
+        called = [function for function in functions if function not in scorers]
+        self._workers = [Worker(called, timeout_s, isolation) for _ in range(workers if called else 0)]
         for worker in self._workers:
             self._idle.put(worker)
         self._finalizer = weakref.finalize(self, _close, self._workers, self._threads)
@@ -200,11 +215,13 @@ class WorkerGrader:
         """End the processes; calls in flight end at once without a verdict. May be called twice."""
         self._closed = True
         self._finalizer()
+        for scorer in self._scorers.values():
+            scorer.close()
 
     @property
     def left_open(self) -> list[str]:
         """What reward code can do although ``isolation`` was to prevent it, in words; after ``check``."""
-        return self._workers[0].left_open
+        return self._workers[0].left_open if self._workers else []
 
     def check(
         self, prompt: Prompt | None = None, encode: Callable[[str], Sequence[int]] = lambda text: []
@@ -229,6 +246,8 @@ class WorkerGrader:
         columns["env_reward"] = [0.0] * len(texts)
         warnings = []
         for function, name, _ in self._of(prompt):
+            if function in self._scorers:
+                continue
             verdicts, trace = self._threads.submit(self._ask, function, 2, columns, True).result()
             if not all(fault for _, fault, _ in verdicts):
                 continue
@@ -247,12 +266,16 @@ class WorkerGrader:
         played = [trajectory for trajectory in group.trajectories if trajectory.stop not in NO_VERDICT]
         if not played:
             return [_unplayed(trajectory) for trajectory in group.trajectories]
-        columns = _columns(group.prompt, [_answers(trajectory) for trajectory in played])
+        answers = [_answers(trajectory) for trajectory in played]
+        columns = _columns(group.prompt, answers)
         columns["env_reward"] = [trajectory.env_reward for trajectory in played]
         loop = asyncio.get_running_loop()
         functions, names, weights = zip(*self._of(group.prompt), strict=True)
+        texts = ["".join(said) for said, _ in answers]
         calls = [
-            loop.run_in_executor(self._threads, self._ask, function, len(played), columns)
+            self._scored(self._scorers[function], group.prompt, texts)
+            if function in self._scorers
+            else loop.run_in_executor(self._threads, self._ask, function, len(played), columns)
             for function in functions
         ]
         by_function, traces = zip(*await asyncio.gather(*calls), strict=True)
@@ -263,6 +286,9 @@ class WorkerGrader:
         each = zip(*by_function, strict=True)
         rewards = iter([_sum(zip(names, weights, verdicts, traces, strict=True)) for verdicts in each])
         return [_unplayed(t) if t.stop in NO_VERDICT else next(rewards) for t in group.trajectories]
+
+    async def _scored(self, scorer: Scorer, prompt: Prompt, answers: Sequence[str]) -> Judged:
+        return list(await scorer.score(prompt, answers)), ""
 
     def _of(self, prompt: Prompt) -> list[tuple[str, str, float]]:
         """(function, its name in metrics, its weight) of those that judge the prompt's task."""
@@ -397,8 +423,8 @@ def _reference(prompt: Prompt) -> str:
 
 
 def _names(functions: Sequence[str]) -> list[str]:
-    """``path.py:f`` is called ``f`` in metrics, unless two would be."""
-    short = [spec.rpartition(":")[2] for spec in functions]
+    """``path.py:f`` is called ``f`` in metrics, and a judge ``judge``, unless two would be."""
+    short = ["judge" if spec.startswith(JUDGE) else spec.rpartition(":")[2] for spec in functions]
     return short if len(set(short)) == len(short) else list(functions)
 
 

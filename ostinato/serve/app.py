@@ -11,14 +11,14 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -29,7 +29,7 @@ from starlette.routing import Route
 
 from ostinato.product.events import Event
 from ostinato.serve import anthropic_messages, openai_responses
-from ostinato.serve.bodies import ChatBody, CompletionBody, Id, Lenient, Sampled, parsed
+from ostinato.serve.bodies import ChatBody, ChatMessage, CompletionBody, Id, Lenient, Sampled, parsed
 from ostinato.serve.calls import Answer, ApiError, Call, Piece, Usage
 from ostinato.serve.feedback import Asker, Feedback
 from ostinato.serve.openai_chat import Shape, sse
@@ -38,8 +38,10 @@ from ostinato.serve.server import check_key, unless_gone
 from ostinato.serve.service import Model, Service
 
 Handler = Callable[[Request], Awaitable[Response]]
+Judged = Callable[[list[dict[str, Any]], list[str]], Coroutine[Any, Any, dict[str, Any]]]  # of an answer each
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
 log = logging.getLogger(__name__)
+MOST_ANSWERS = 16  # to be judged in a call: 240 comparisons
 PAGE = Path(__file__).parent / "page.html"
 SCRIPT = '<script src="feedback.js"></script>'
 
@@ -47,8 +49,10 @@ SCRIPT = '<script src="feedback.js"></script>'
 class Door:
     """The handlers of one service. ``key``: what clients have to send; empty: nothing."""
 
-    def __init__(self, service: Service, key: str = "", feedback: Feedback | None = None) -> None:
-        self._service, self._key, self._feedback = service, key, feedback
+    def __init__(
+        self, service: Service, key: str = "", feedback: Feedback | None = None, judge: Judged | None = None
+    ) -> None:
+        self._service, self._key, self._feedback, self._judge = service, key, feedback, judge
 
     # ---- dialects
 
@@ -130,6 +134,13 @@ class Door:
 
     async def model(self, request: Request) -> Response:
         return JSONResponse(_model(self._service.model(request.path_params["name"])))
+
+    async def judge(self, request: Request) -> Response:
+        """Answers to one chat, judged; on servers of ``ostinato judge serve``."""
+        body = parsed(_Judge, await self._body(request))
+        messages = [one.plain() for one in body.messages]
+        assert self._judge is not None
+        return JSONResponse(await unless_gone(request, self._judge(messages, body.answers)))
 
     async def tokenize(self, request: Request) -> Response:
         """vLLM's: a text, or messages through the chat template."""
@@ -214,6 +225,11 @@ class Door:
 class _Tokenize(Lenient):
     prompt: str = ""
     messages: list[dict[str, Any]] | None = None
+
+
+class _Judge(Lenient):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    answers: Annotated[list[str], Field(min_length=1, max_length=MOST_ANSWERS)]
 
 
 class _Detokenize(Lenient):
@@ -331,11 +347,12 @@ def new_app(
     origins: list[str] | None = None,
     feedback: Feedback | None = None,
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
+    judge: Judged | None = None,
 ) -> Starlette:
     """The application. ``key``: what clients have to send; ``origins``: web pages that may call it;
     ``feedback``: keeps what users did with answers; ``lifespan``: what goes on beside it, in its event
-    loop."""
-    door = Door(service, key, feedback)
+    loop; ``judge``: what POST /v1/judge answers."""
+    door = Door(service, key, feedback, judge)
 
     def route(path: str, handler: Handler, method: str = "POST", dialect: str = "openai") -> Route:
         return Route(path, door.guarded(handler, path, dialect), methods=[method])
@@ -358,6 +375,7 @@ def new_app(
             route("/v1/models/{name:path}", door.model, "GET"),
             route("/tokenize", door.tokenize),
             route("/detokenize", door.detokenize),
+            *([route("/v1/judge", door.judge)] if judge is not None else []),
             Route("/openapi.json", door.openapi),
             Route("/metrics", door.metrics),
             Route("/health", door.health),

@@ -66,30 +66,30 @@ BUDGETS = {
     "engine": 5_600,
     "model": 5_870,  # 5,650 and the trainer's forward on the sampler's kernels
     "plan": 4_350,
-    "cli": 1_245,  # 1,000 and the options of serve, proxy, tinker and sft
-    "serve": 5_390,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 290; Tinker 1,990
+    "cli": 1_415,  # 1,000 and the options of serve, proxy, tinker, sft and judge
+    "serve": 5_412,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 290; Tinker 1,990
     "ablate": 780,
     "parallel": 3_550,
-    "launch": 4_110,  # 3,200, exact, what serves policies, agents, Tinker; the proxy, mixtures, teachers, SFT
+    "launch": 4_840,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
     "pipeline": 3_300,  # 3,150 and a curriculum
     "scaling": 2_620,  # with its commands
     "train": 3_240,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO
     "(files of their own)": 2_400,
     "algo": 2_202,  # and log-probabilities by the sampler's kernel
     "interop": 1_600,
-    "reward": 1_700,
+    "reward": 1_710,
     "workers": 1_200,
     "rollout": 1_300,
     "history": 1_200,
-    "env": 1_640,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
-    "product": 3_050,  # feedback in 1,250; rewards, pairs, judge, gates, detectors, the loop
-    "config": 1_235,  # the reference of all keys is generated there; mixtures, curricula, teachers
+    "env": 1_645,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
+    "product": 3_350,  # feedback in 1,250; rewards, pairs, judge 590, gates, detectors, the loop
+    "config": 1_240,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
     11_150,  # 250 exact, 900 the simulated product, 200 feedback, 440 SFT beside TRL's, studies of it and DPO
-    49_550,
+    50_050,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
-# 2,800 product: as many as its room, 390 the simulated one
+# 2,800 product: as many as its room, 390 the simulated one; 480 judges
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:

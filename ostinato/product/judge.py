@@ -1,0 +1,258 @@
+"""A judge of answers, whoever writes for it: both orders of a comparison, scores of a group, a cache.
+
+    Spec (its form) + Writer (an engine, an address) -> Judge: chats -> Said, cached -> Compared, Score
+
+A judgement is a function of the judge's revision and of what is compared: its noise is keyed by a hash of
+both, so neither a cache, nor another batch, nor a resumed run changes a verdict. What cannot be judged has no
+verdict, by name: it is never a score of 0, and never a neutral one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+
+from ostinato.product.judging import (
+    Choice,
+    Templates,
+    both_orders,
+    log_odds,
+    pairings,
+    pairwise_prompts,
+    parse_scores,
+    parse_verdict,
+    pointwise_prompt,
+    relative_prompt,
+    win_rates,
+)
+
+LABELS = ("A", "B")  # of the answers that are compared
+Chat = Sequence[Mapping[str, str]]
+Score = tuple[float | None, str, str]  # in [0, 1]; or the name of a fault, and what it was
+
+
+class Form(StrEnum):
+    """What a judge is shown: two answers (win rates), one (a mark), or a whole group (marks)."""
+
+    PAIRWISE = "pairwise"
+    POINTWISE = "pointwise"
+    RELATIVE = "relative"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What judge.json holds. ``model``: the base, as model.path. ``template``: as in ``judging.Templates``;
+    "" is the usual one of the form. ``calibration``: the temperature that calibrates its probabilities."""
+
+    model: str
+    form: Form = Form.PAIRWISE
+    template: str = ""
+    max_tokens: int = 256  # of a critique and its verdict
+    temperature: float = 0.0  # at which it is sampled
+    calibration: float = 1.0
+
+    @property
+    def templates(self) -> Templates:
+        """ValueError for a template without its fields."""
+        return Templates(**({str(self.form): self.template} if self.template else {}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What came of one chat: a text, or a ``fault`` by name. ``near``: where the last of ``LABELS`` stands in
+    it, the probabilities of the likeliest tokens; empty where they are not known."""
+
+    text: str = ""
+    near: Mapping[str, float] | None = None
+    fault: str = ""
+    detail: str = ""
+
+
+class Writer(Protocol):
+    """Answers chats, each with noise of its own seed. ``counters``: tokens, seconds, retries."""
+
+    async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Said]: ...
+
+
+class Cache:
+    """What was said, by its key: at most ``most`` of them, those that were asked for last."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._kept = most, OrderedDict[bytes, Said]()
+
+    def get(self, key: bytes) -> Said | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def put(self, key: bytes, said: Said) -> None:
+        self._kept[key] = said
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Two answers in both orders: the verdict of each as it stands there, and what was said. ``log_odds``:
+    that the first is better, calibrated; None where probabilities are not known."""
+
+    ab: Choice
+    ba: Choice
+    said: tuple[Said, ...]
+    log_odds: float | None = None
+
+    @property
+    def choice(self) -> Choice:
+        return both_orders(self.ab, self.ba)
+
+    @property
+    def fault(self) -> tuple[str, str]:
+        """Why there is no verdict, by name and in words."""
+        for one in self.said:
+            if one.fault:
+                return one.fault, one.detail
+        if self.choice is Choice.INCONSISTENT:
+            return "inconsistent", "another verdict where the answers change places"
+        return "unreadable", f"no verdict in {self.said[self.ab is not Choice.UNREADABLE].text[-200:]!r}"
+
+
+class Judge:
+    """One judge. ``counters``: judge/judgements (chats), judge/cached, and what its writer counts."""
+
+    def __init__(
+        self, spec: Spec, revision: str, writer: Writer, cache: Cache, counters: Counter[str]
+    ) -> None:
+        self.spec, self.revision = spec, revision
+        self._writer, self._cache, self._counters = writer, cache, counters
+
+    async def ask(self, chats: Sequence[Chat]) -> list[Said]:
+        """What it says to each; equal chats are answered once. A fault is not kept."""
+        revision = self.revision.encode()
+        keys = [hashlib.sha256(revision + json.dumps([*map(dict, chat)]).encode()).digest() for chat in chats]
+        known = {key: said for key in keys if (said := self._cache.get(key)) is not None}
+        new = {key: chat for key, chat in zip(keys, chats, strict=True) if key not in known}
+        seeds = [int.from_bytes(key[:8], "little", signed=True) for key in new]
+        written = await self._writer.write(list(new.values()), seeds, self.spec) if new else []
+        for key, said in zip(new, written, strict=True):
+            known[key] = said
+            if not said.fault:
+                self._cache.put(key, said)
+        self._counters["judge/judgements"] += len(chats)
+        self._counters["judge/cached"] += len(chats) - len(new)
+        return [known[key] for key in keys]
+
+    async def compare(self, messages: Chat, pairs: Sequence[tuple[str, str]]) -> list[Compared]:
+        """Each pair in both orders."""
+        size = 2 if self.spec.form is Form.POINTWISE else 1
+        chats = [
+            chat for a, b in pairs for order in ((a, b), (b, a)) for chat in self._chats(messages, order)
+        ]
+        said = await self.ask(chats)
+        orders = [said[at : at + size] for at in range(0, len(said), size)]
+        return [self._compared(ab, ba) for ab, ba in zip(orders[::2], orders[1::2], strict=True)]
+
+    def _chats(self, messages: Chat, answers: Sequence[str]) -> list[Chat]:
+        templates, prompt = self.spec.templates, question(messages)
+        match self.spec.form:
+            case Form.PAIRWISE:
+                texts = [pairwise_prompts(templates, prompt, *answers)[0]]
+            case Form.POINTWISE:
+                texts = [pointwise_prompt(templates, prompt, one) for one in answers]
+            case Form.RELATIVE:
+                texts = [relative_prompt(templates, prompt, answers)]
+        return [[{"role": "user", "content": text}] for text in texts]
+
+    def _compared(self, ab: Sequence[Said], ba: Sequence[Said]) -> Compared:
+        odds = [_log_odds(order[0].near or {}) for order in (ab, ba)]
+        known = None
+        if not any(map(math.isnan, odds)):
+            known = float(log_odds(*map(np.array, odds))) / self.spec.calibration
+        return Compared(ab=self._choice(ab), ba=self._choice(ba), said=(*ab, *ba), log_odds=known)
+
+    def _choice(self, said: Sequence[Said]) -> Choice:
+        """Of the answers of one order, the first of which is A."""
+        if self.spec.form is Form.PAIRWISE:
+            return parse_verdict(said[0].text)
+        count = 2 // len(said)
+        marks = [mark for one in said for mark in parse_scores(one.text, count) or ()]
+        if len(marks) < 2:
+            return Choice.UNREADABLE
+        return Choice.TIE if marks[0] == marks[1] else Choice.A if marks[0] > marks[1] else Choice.B
+
+    async def score(self, messages: Chat, answers: Sequence[str], ring: bool) -> list[Score]:
+        """Of siblings, in [0, 1]: win rates; or marks, each by itself or beside the others in both orders."""
+        match self.spec.form:
+            case Form.PAIRWISE:
+                return await self._win_rates(messages, answers, ring)
+            case Form.POINTWISE:
+                said = await self.ask(self._chats(messages, answers))
+                return [_verdict([one], [parse_scores(one.text, 1)], 0) for one in said]
+            case Form.RELATIVE:
+                chats = [*self._chats(messages, answers), *self._chats(messages, answers[::-1])]
+                said = await self.ask(chats)
+                one, other = (parse_scores(each.text, len(answers)) for each in said)
+                return [_verdict(said, [one, other and other[::-1]], at) for at in range(len(answers))]
+
+    async def _win_rates(self, messages: Chat, answers: Sequence[str], ring: bool) -> list[Score]:
+        """Equal answers tie, unjudged."""
+        pairs = sorted({(min(pair), max(pair)) for pair in pairings(len(answers), ring)})
+        differ = [(i, j) for i, j in pairs if answers[i] != answers[j]]
+        found = await self.compare(messages, [(answers[i], answers[j]) for i, j in differ])
+        verdicts = dict.fromkeys((order for i, j in pairs for order in ((i, j), (j, i))), Choice.TIE)
+        faults = [("", "")] * len(answers)
+        for (i, j), one in zip(differ, found, strict=True):
+            verdicts[i, j], verdicts[j, i] = one.ab, one.ba
+            if one.choice in (Choice.UNREADABLE, Choice.INCONSISTENT):
+                self._counters[f"judge/{one.fault[0]}"] += 1
+                faults[i] = faults[j] = one.fault
+        rates, _ = win_rates(len(answers), verdicts)
+        each = zip(rates.tolist(), faults, strict=True)
+        return [(None, *fault) if math.isnan(rate) else (rate, "", "") for rate, fault in each]
+
+
+def question(messages: Chat) -> str:
+    """A chat as a judge reads it: its one message, or who said what."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+
+
+def _log_odds(near: Mapping[str, float]) -> float:
+    """log P(A) - log P(B) where the verdict stands: what is not among the likeliest is at most as likely as
+    the last of these. NaN without either."""
+    if not any(label in near for label in LABELS):
+        return math.nan
+    least = min(near.values())
+    a, b = (math.log(max(near.get(label, least), 1e-30)) for label in LABELS)
+    return a - b
+
+
+def _verdict(said: Sequence[Said], orders: Sequence[list[float] | None], at: int) -> Score:
+    """The mean mark of the answer at ``at`` over the orders, all of which have to be there."""
+    for one, marks in zip(said, orders, strict=True):
+        if marks is None:
+            return None, one.fault or "unreadable", one.detail or f"no verdict in {one.text[-200:]!r}"
+    return float(np.mean([marks[at] for marks in orders if marks])), "", ""
+
+
+__all__ = [
+    "LABELS",
+    "Cache",
+    "Chat",
+    "Compared",
+    "Form",
+    "Judge",
+    "Said",
+    "Score",
+    "Spec",
+    "Writer",
+    "question",
+]
