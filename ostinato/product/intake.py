@@ -147,15 +147,17 @@ class Intake:
                 self._made.append(self._exchanges.popleft()())
             except Exception:
                 log.exception("an answer cannot be recorded")
-                self.counts["dropped"] += 1
+                with self._lock:
+                    self.counts["dropped"] += 1
 
     def _failed(self, error: Exception) -> None:
         """The next batch opens the store again. What it refused is dropped: it would refuse it again."""
-        self.counts["failures"] += 1
         log.warning("the store of feedback failed: %s: %s", type(error).__name__, error)
-        if not isinstance(error, Unavailable):
-            self.counts["dropped"] += len(self._made)
-            self._made = []
+        with self._lock:
+            self.counts["failures"] += 1
+            if not isinstance(error, Unavailable):
+                self.counts["dropped"] += len(self._made)
+                self._made = []
         if self._store is not None:
             with suppress(Exception):
                 self._store.close()
