@@ -28,7 +28,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the recipe.", show_default=False)
 ]
 Pairs = Annotated[
-    str, typer.Argument(metavar="ROWS", help="Pairs: prompt, chosen, rejected, critique.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="ROWS|STORE", help="Pairs: prompt, chosen, rejected, critique.", show_default=False
+    ),
 ]
 JudgeName = Annotated[
     str,

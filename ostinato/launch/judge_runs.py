@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +26,12 @@ from ostinato.observe.report.facts import wilson
 from ostinato.product import judging
 from ostinato.product.judge import Compared, Form, Judge, Spec, question
 from ostinato.product.judging import Choice
+from ostinato.product.pairs import deduplicated, extract, split
+from ostinato.product.store import open_store
 from ostinato.run import RunFolder, atomic_write
 
+log = logging.getLogger(__name__)
+STORES = (".db", ".sqlite", ".sqlite3")
 Row = dict[str, Any]
 
 
@@ -44,14 +51,46 @@ class Preference:
         return hashlib.sha256(json.dumps([*map(dict, self.chat)]).encode()).digest()
 
 
-def preferences(source: str) -> list[Preference]:
+def preferences(source: str, holdout: float = 0.0) -> list[Preference]:
     """The rows of a .jsonl or .parquet file: prompt (or messages), chosen, rejected, and, if there is one,
-    critique: a text with {chosen} and {rejected} for the letters, or two texts. ValueError by row."""
+    critique: a text with {chosen} and {rejected} for the letters, or two texts. Or the pairs that a store of
+    feedback shows, the last ``holdout`` of which are "eval". ValueError by row."""
+    if source.startswith(("postgresql://", "postgres://")) or Path(source).suffix in STORES:
+        return _stored(source, holdout)
     rows, _ = raw_rows(existing(source), "train", "", 0.0)
     found = [_preference(row, f"row {number} of {source}") for number, row in rows]
     if not found:
         raise ValueError(f"{source} has no rows; give it pairs (docs/judge.md)")
     return found
+
+
+def _stored(source: str, holdout: float) -> list[Preference]:
+    """Of answers and events that may be trained on; no user and no prompt is on both sides."""
+    if "://" not in source and not Path(source).is_file():
+        raise ValueError(f"there is no store {source}; give the one of ostinato serve --feedback")
+    with open_store(source) as store:
+        joined = list(store.joined())
+    events = [event for one in joined for event in one.events]
+    found = extract([one.exchange for one in joined], events, time.time())
+    pairs, repeated = deduplicated(found.pairs, math.inf)
+    if not pairs:
+        raise ValueError(
+            f"the store {source} shows no pair yet ({dict(found.counts)}); collect more feedback"
+        )
+    end = float(np.quantile([one.ts for one in pairs], 1 - holdout)) if holdout else math.inf
+    parts = split(pairs, (end, end))
+    log.info(
+        f"pairs        {dict(found.counts)}, repeated {repeated['repeated']}, dropped {dict(parts.dropped)}"
+    )
+    return [
+        Preference(chat=tuple(_plain(one.messages)), chosen=one.chosen, rejected=one.rejected, split=name)
+        for name, part in (("train", parts.train), ("eval", parts.test))
+        for one in part
+    ]
+
+
+def _plain(chat: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    return ({"role": str(one["role"]), "content": str(one.get("content") or "")} for one in chat)
 
 
 def _preference(row: Mapping[str, Any], where: str) -> Preference:
@@ -75,10 +114,10 @@ def _preference(row: Mapping[str, Any], where: str) -> Preference:
         if isinstance(given, str)
         else list(given)
     )
-    if len(two) != 2 or (split := row.get("split") or "") not in ("", "train", "eval"):
+    if len(two) != 2 or (side := row.get("split") or "") not in ("", "train", "eval"):
         raise ValueError(f"{where}: critique is a text or two, and split is train or eval; mend the row")
     return Preference(
-        chat=tuple(chat), chosen=answers[0], rejected=answers[1], critiques=(two[0], two[1]), split=split
+        chat=tuple(chat), chosen=answers[0], rejected=answers[1], critiques=(two[0], two[1]), split=side
     )
 
 
@@ -165,7 +204,7 @@ def plan(source: str, overrides: Sequence[str], template: str, holdout: float) -
     if rl.adapter.kind == "full":
         raise ValueError('adapter.kind is "full", and a judge is an adapter; use "lora"')
     spec = Spec(model=rl.model.path, form=Form.PAIRWISE, template=template, max_tokens=rl.rollout.max_tokens)
-    rows = preferences(source)
+    rows = preferences(source, holdout)
     digest = hashlib.sha256(repr((rows, spec, holdout)).encode()).hexdigest()[:12]
     folder = Path(rl.log.dir).absolute() / f"judge-data-{digest}"
     write_data(rows, spec, folder, holdout)

@@ -15,6 +15,7 @@ from commands import rows as lines
 from hypothesis import given
 from hypothesis import strategies as st
 from nouns import completion
+from product_rows import event, exchange
 
 from ostinato.config import Recipe
 from ostinato.env.custom import EnvEpisode
@@ -28,7 +29,9 @@ from ostinato.launch.trainer import new_adapters
 from ostinato.model.decoder import Decoder
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import save_peft
+from ostinato.product.events import Kind
 from ostinato.product.judge import Cache, Chat, Form, Judge, Said, Spec
+from ostinato.product.store import open_store
 from ostinato.product.verdicts import both_right
 from ostinato.render import Renderer
 from ostinato.reward.workers import WorkerGrader
@@ -280,6 +283,25 @@ def test_data_has_both_orders_and_no_question_on_both_sides(tmp_path: Path) -> N
             assert by_chat[row["prompt"][0]["content"]] == f"{right} is good work\nVerdict: {right}"
             assert by_chat[row["swapped"][0]["content"]] == f"{wrong} is good work\nVerdict: {wrong}"
     assert asked["train"] and asked["eval"] and not asked["train"] & asked["eval"]
+
+
+def test_pairs_come_out_of_a_store_and_the_last_are_held_out(tmp_path: Path) -> None:
+    file = str(tmp_path / "feedback.db")
+    with pytest.raises(ValueError, match="there is no store"):
+        preferences(file)
+    with open_store(file) as store:
+        for k in range(20):
+            chat = ({"role": "user", "content": f"q{k}"},)
+            answer = exchange(f"r{k}", 1000.0 + k, messages=chat, output="one two three", user=f"u{k}")
+            of = {"user": f"u{k}", "consent": k != 3}
+            edit = event(Kind.EDIT, f"r{k}", 1001.0 + k, after="one two four", **of)
+            store.write([edit], [answer])
+    found = preferences(file, holdout=0.2)
+    assert {(one.chosen, one.rejected) for one in found} == {("one two four", "one two three")}
+    asked = {one.chat[0]["content"]: one.split for one in found}
+    late = [name for name, side in asked.items() if side == "eval"]
+    assert len(asked) == 19 and "q3" not in asked
+    assert late == [f"q{k}" for k in range(20 - len(late), 20)] and 3 <= len(late) <= 5
 
 
 @pytest.mark.parametrize(
