@@ -46,11 +46,12 @@ def train(
     rows: Pairs,
     overrides: Overrides = None,
     template: Annotated[
-        Path | None, typer.Option(help="What the judge reads, with {question}, {a}, {b}.")
+        Path | None, typer.Option(help="What the judge reads, with {prompt}, {a}, {b}.")
     ] = None,
     holdout: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of questions that is held out.")
     ] = 0.1,
+    warm: Annotated[bool, typer.Option("--warm/--no-warm", help="SFT before RL.")] = True,
     rl: Annotated[bool, typer.Option("--rl/--no-rl", help="RL behind the warm start.")] = True,
 ) -> None:
     """SFT on critiques and verdicts, then RL that rewards verdicts which are right in both orders."""
@@ -68,11 +69,11 @@ def train(
         folders.append(folder)
 
     def reinforced() -> Outcome:
-        outcome = learn(found.after(folders[0]))
+        outcome = learn(found.after(folders[0]) if folders else found.rl)
         ended(outcome.folder)
         return outcome
 
-    code = run(found.warm, None, ended)
+    code = run(found.warm, None, ended) if warm else 0
     if rl and not code:
         code = finish(reinforced)
     if folders and not code:

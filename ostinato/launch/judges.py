@@ -64,6 +64,8 @@ def _source(given: str, like: Spec | None) -> Source:
         address, folder = "", Path(name).expanduser()
         own = _file(folder)
         spec = replace(like or Spec(model=""), model=name) if own is None else _read(own)
+        if own is not None and (folder / "config.json").is_file():
+            spec, own = replace(spec, model=name), None  # a whole model, with its description beside it
         adapter = None if own is None else _adapter(folder)
         model_folder(spec.model)  # its own words for a name that means nothing
     revision = _revision(spec, address, adapter)

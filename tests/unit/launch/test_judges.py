@@ -222,6 +222,13 @@ def test_a_revision_is_of_the_adapter_and_of_what_decides(folder: Path, tmp_path
         sources(str(moved))
 
 
+def test_a_whole_model_with_a_description_is_a_judge(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model_folder("asset:seed-moe") / "config.json").read_bytes())
+    write_spec(Spec(model="another", template="{prompt} {a} {b}"), tmp_path)
+    (found,) = sources(str(tmp_path))
+    assert found.adapter is None and found.spec == Spec(model=str(tmp_path), template="{prompt} {a} {b}")
+
+
 def test_a_run_names_the_revisions_that_it_began_with(folder: Path) -> None:
     given = recipe(f'reward.functions=["exact", "judge:{folder},asset:seed-moe"]')
     fixed = pinned(given)
