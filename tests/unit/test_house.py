@@ -66,7 +66,7 @@ BUDGETS = {
     "engine": 5_600,
     "model": 5_870,  # 5,650 and the trainer's forward on the sampler's kernels
     "plan": 4_350,
-    "cli": 1_415,  # 1,000 and the options of serve, proxy, tinker, sft and judge
+    "cli": 1_425,  # 1,000 and the options of serve, proxy, tinker, sft and judge
     "serve": 5_412,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 290; Tinker 1,990
     "ablate": 780,
     "parallel": 3_550,
