@@ -198,6 +198,14 @@ def judge(ctx: typer.Context) -> None:
     judge_app(args=ctx.args, prog_name="ostinato judge")
 
 
+@app.command(**PASSED_ON)
+def product(ctx: typer.Context) -> None:
+    """The continual loop of a product: product run | status (see product --help)."""
+    from ostinato.cli.product import app as product_app
+
+    product_app(args=ctx.args, prog_name="ostinato product")
+
+
 @app.command()
 def place(
     run: RunPath,

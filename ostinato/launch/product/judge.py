@@ -1,0 +1,160 @@
+"""The judge's stages: the window written down, a candidate trained on it, its gates, its time in shadow."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.config import Recipe
+from ostinato.env.tools import imported
+from ostinato.files import atomic_write
+from ostinato.launch.dtype import resolved
+from ostinato.launch.judge_runs import Plan, plan
+from ostinato.launch.judges import sources, write_spec
+from ostinato.launch.panel import Bench
+from ostinato.launch.product.loop import ProductLoop, again, wait_for
+from ostinato.launch.product.window import Window, decided, freeze, read_bank, row
+from ostinato.launch.session import learn, resume
+from ostinato.launch.sft import supervise
+from ostinato.product.gates import Judged, judge_gates
+from ostinato.product.judge import Compared
+from ostinato.product.judging import Choice, probability
+from ostinato.product.loop import Finding, Position, Verdict
+from ostinato.run import RunFolder, atomic_folder, to_json
+
+
+def freeze_window(loop: ProductLoop, at: Position) -> Finding:
+    window = _window(loop, at)
+    return Finding(frozen=window.until, figures={**window.counts})
+
+
+def _window(loop: ProductLoop, at: Position) -> Window:
+    folder = loop.round_folder(at) / "window"
+    return freeze(folder, loop.store, loop.table, loop.settings.collect, at.frozen, loop.live.now())
+
+
+# ---- a candidate
+
+
+def train(loop: ProductLoop, at: Position) -> Finding:
+    """SFT and RL on the pairs of this window and a few earlier ones, and on the hack bank."""
+    folder = loop.round_folder(at) / "judge"
+    file, rows = folder / "rows.jsonl", _rows(loop, at)
+    atomic_write(file, "".join(f"{to_json(one)}\n" for one in rows))
+    found = _plan(loop, at, file, folder)
+    warm = again(folder, found.warm.name)
+    warmed, _, _ = supervise(found.warm, warm)
+    after = again(folder, found.rl.name)
+    outcome = learn(found.after(warmed), quiet=True) if after is None else resume(after, quiet=True)
+    made = RunFolder.open(outcome.folder).adapter
+    with atomic_folder(folder / "made") as temporary:
+        shutil.copytree(made, temporary, dirs_exist_ok=True)
+        write_spec(found.spec, temporary)
+    revision = loop.keep(folder / "made")
+    return Finding(revision=revision, figures={"rows": len(rows)})
+
+
+def _rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:
+    settings = loop.settings.judge
+    rounds = range(max(1, at.round - settings.earlier_rounds), at.round + 1)
+    windows = [loop.folder / f"round-{n:03d}" / "window" for n in rounds]
+    rows = [one | {"split": "train"} for folder in windows for one in _part(folder, "train")]
+    rows += [one | {"split": "eval"} for one in _part(windows[-1], "validation")]
+    rows += [one | {"split": "train"} for one in read_bank(loop.bank)] * settings.bank_copies
+    if not settings.critic:
+        return rows
+    critic = imported(settings.critic, "judge.critic", "critic.py:critique")
+    return [{**one, "critique": _critiques(critic, one)} for one in rows]
+
+
+def _critiques(critic: Callable[[str, str, str], str], pair: Mapping[str, Any]) -> list[str]:
+    """Where the chosen answer is A, and where it is B."""
+    asked, good, bad = pair["messages"][-1]["content"], pair["chosen"], pair["rejected"]
+    return [critic(asked, good, bad), critic(asked, bad, good)]
+
+
+def _part(folder: Path, part: str) -> list[dict[str, Any]]:
+    return Window(folder=folder, since=0.0, until=0.0, counts={}).rows(part)
+
+
+def _plan(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
+    settings = loop.settings
+    office = loop.adapter_of(at.judge)
+    begin = str(office) if office else settings.judge.base
+    given = (f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}")
+    given += (f"warm.adapter.path={begin}",) if begin else ()
+    template = settings.judge.template.read_text(encoding="utf-8") if settings.judge.template else ""
+    return plan(str(rows), (*given, *settings.judge.overrides), template, 0.0)
+
+
+# ---- how good it is
+
+
+def gates(loop: ProductLoop, at: Position) -> Finding:
+    """The candidate beside the judge in office, on the window's test part and on the hack bank."""
+    return _assessed(loop, at, _part(loop.round_folder(at) / "window", "test"))
+
+
+def shadow(loop: ProductLoop, at: Position) -> Finding:
+    """The same two on pairs that users decided after the window."""
+    wait_for(loop, at, loop.settings.judge.shadow_pairs)
+    pairs, _ = decided(loop.store, loop.table, at.frozen, loop.live.now(), loop.store.watermark())
+    return _assessed(loop, at, [row(pair) for pair in pairs])
+
+
+def _assessed(loop: ProductLoop, at: Position, rows: Sequence[Mapping[str, Any]]) -> Finding:
+    settings = loop.settings.judge
+    candidate = _verdicts(loop, at.candidate, rows)
+    bank = read_bank(loop.bank)
+    probes = {
+        name: [{**one, "rejected": dressed(one["chosen"])} for one in rows] for name, dressed in DRESSED
+    }
+    found = judge_gates(
+        candidate,
+        _verdicts(loop, at.judge, rows) if at.judge else None,
+        [Choice.A] * len(rows),
+        users=[one["user"] for one in rows],
+        bank={
+            f"{number} {one.get('name', '')}".strip(): choice
+            for number, (one, choice) in enumerate(
+                zip(bank, _verdicts(loop, at.candidate, bank).choices, strict=True)
+            )
+        },
+        probes={name: _verdicts(loop, at.candidate, dressed).choices for name, dressed in probes.items()},
+        limits=settings.limits,
+    )
+    verdict = Verdict.PASSED if found.passed else Verdict.FAILED
+    return Finding(verdict=verdict, reasons=found.reasons, figures=found.figures)
+
+
+def _verdicts(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]]) -> Judged:
+    """Of the judge of a revision in both orders, A the chosen answer."""
+    recipe = resolved(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *_engine(loop)))
+    (source,) = sources(str(loop.adapter_of(revision)))
+    judge = Bench(recipe=recipe, counters=Counter()).judge(source)
+
+    async def compared() -> list[Compared]:
+        asked = ((one["messages"], [(one["chosen"], one["rejected"])]) for one in rows)
+        return [one for (one,) in await asyncio.gather(*(judge.compare(*each) for each in asked))]
+
+    found = asyncio.run(compared())
+    odds = [one.log_odds for one in found]
+    known = None if None in odds else probability(np.array(odds, float))
+    return Judged(choices=[one.choice for one in found], probabilities=known)
+
+
+def _engine(loop: ProductLoop) -> list[str]:
+    return [one for one in loop.settings.judge.overrides if one.startswith("engine.")]
+
+
+# what adds nothing to an answer
+DRESSED: tuple[tuple[str, Callable[[str], str]], ...] = (
+    ("length", lambda text: f"{text} {text}"),
+    ("format", lambda text: f"**{text}**"),
+)

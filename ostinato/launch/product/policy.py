@@ -1,0 +1,202 @@
+"""The policy's stages: RL with the judge under the eyes of detectors, its gates, and the canary.
+
+A run is trained in pieces of a few steps, each of which ends with a checkpoint and a look (``watch``). Looks
+are kept in the run's folder, so what the detectors find does not depend on when a process was killed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ostinato.config import Recipe
+from ostinato.launch import RunFailed
+from ostinato.launch.product.loop import Exhausted, ProductLoop, again
+from ostinato.launch.product.watch import Probe, Watch, answers, preferred, probe
+from ostinato.launch.product.window import add_exemplars
+from ostinato.launch.session import learn, resume
+from ostinato.product.gates import paired, policy_gates
+from ostinato.product.judging import Choice
+from ostinato.product.loop import Finding, Position, Verdict
+from ostinato.product.rewards import rewards
+from ostinato.run import Jsonl, RunFolder
+
+KL = ("opd/reverse_kl", "kl")  # metrics of the distance to the policy in office, nats a token
+PROBES = "probes.jsonl"  # of a run: its looks
+
+
+def train(loop: ProductLoop, at: Position) -> Finding:
+    """RL pinned to the judge in office. An alarm ends it, and its exemplars go into the hack bank."""
+    settings, folder = loop.settings.policy, loop.round_folder(at) / "policy"
+    recipe = policy_recipe(loop, at, folder)
+    path = again(folder, recipe.name)
+    while True:
+        step = min(settings.steps, _looked(path) + settings.look_every)
+        if path is None:
+            outcome = learn(_until(recipe, step), quiet=True)
+        else:
+            outcome = resume(path, f"trainer.steps={step}", quiet=True)
+        path = outcome.folder
+        if outcome.why != "done":
+            raise RunFailed(f"the policy's run in {path} ended as {outcome.why}")
+        figures = {"steps": step, "kl": _kl(RunFolder.open(path), step) or 0.0}
+        reasons = look(loop, at, recipe, RunFolder.open(path), step)
+        if reasons and settings.stop_on_alarm:
+            return Finding(verdict=Verdict.ALARM, reasons=tuple(reasons), figures=figures)
+        if step >= settings.steps:
+            revision = loop.keep(RunFolder.open(path).adapter)
+            return Finding(revision=revision, reasons=tuple(reasons), figures=figures)
+
+
+def _looked(run: Path | None) -> int:
+    """The step of the last look."""
+    return max((row["step"] for row in Jsonl(run / PROBES).rows()), default=0) if run else 0
+
+
+def policy_recipe(loop: ProductLoop, at: Position, folder: Path) -> Recipe:
+    """Of the round: the judge as its reward; it begins with the policy in office, and stays near it by
+    algo.teacher_coef, where the recipe has one."""
+    settings = loop.settings
+    office, judge = office_of(loop, at.policy), loop.adapter_of(at.judge)
+    given = [f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}"]
+    given += [f'reward.functions=["judge:{judge}"]']
+    if office:
+        given += [f"adapter.path={office}", f"teacher.adapter={office}"]
+    else:
+        given.append(f"teacher.model={settings.model}")
+    return Recipe.load(settings.policy.recipe, *given, *settings.policy.overrides)
+
+
+def _until(recipe: Recipe, step: int) -> Recipe:
+    return recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": step})})
+
+
+def office_of(loop: ProductLoop, revision: str) -> str:
+    """The adapter of a policy; "" for the model itself."""
+    folder = loop.adapter_of(revision)
+    return str(folder) if folder else loop.settings.policy.base
+
+
+# ---- under the eyes of detectors
+
+
+def look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: int) -> list[str]:
+    """The sentences of alarms at ``step``, from all looks so far. A look that is in probes.jsonl is not taken
+    again."""
+    settings, log = loop.settings.policy, Jsonl(run.path / PROBES)
+    seen = [Probe.of(row) for row in log.rows()]
+    if not seen:
+        seen.append(_quiet(loop, at, recipe))
+        log.append(seen[0].row())
+    if seen[-1].step < step:
+        seen.append(_probe(loop, at, recipe, str(run.adapter), step, _kl(run, step)))
+        log.append(seen[-1].row())
+    looks = -(-settings.steps // settings.look_every)
+    watch = Watch.of(seen[0], sum(seen[0].actions.values()), settings.counted, looks, settings.false_alarms)
+    alarms = []
+    for one in seen[1:]:
+        watch, new = watch.update(one)
+        alarms += new
+    found = [f"step {step}: {alarm.sentence}" for alarm in alarms]
+    if found:
+        added = add_exemplars(loop.bank, (row for one in seen[1:] for row in one.exemplars))
+        found.append(f"{added} exemplars of it went into the hack bank")
+    return found
+
+
+def _quiet(loop: ProductLoop, at: Position, recipe: Recipe) -> Probe:
+    """The policy in office beside itself."""
+    return _probe(loop, at, recipe, office_of(loop, at.policy), 0, None)
+
+
+def _probe(
+    loop: ProductLoop, at: Position, recipe: Recipe, adapter: str, step: int, kl: float | None
+) -> Probe:
+    settings, office = loop.settings, office_of(loop, at.policy)
+    draw = {"gold": settings.gold, "n": settings.policy.probe * (4 if step == 0 else 1), "prompts": step + 1}
+    ours = answers(recipe, adapter, **draw, noise=2 * step + 1)
+    theirs = answers(recipe, office, **draw, noise=2 * step + 2)
+    proxy = preferred(recipe, str(loop.adapter_of(at.judge)), ours, theirs)
+    return probe(step, kl, ours, theirs, proxy)
+
+
+def _kl(run: RunFolder, step: int) -> float | None:
+    """Of the last step, to the policy in office."""
+    last = next((row for row in run.metrics.rows() if row["step"] == step), {})
+    return next((last[name] for name in KL if name in last), None)
+
+
+# ---- what it is let through by
+
+
+def gates(loop: ProductLoop, at: Position) -> Finding:
+    """The candidate beside the policy in office: held-out ability, gold, the distance between them."""
+    settings, run = loop.settings, again(loop.round_folder(at) / "policy", "")
+    assert run is not None
+    recipe = policy_recipe(loop, at, run.parent)
+    adapters = {"candidate": str(loop.adapter_of(at.candidate)), "office": office_of(loop, at.policy)}
+
+    def scored(function: str) -> tuple[np.ndarray, np.ndarray]:
+        ours, theirs = (
+            answers(recipe, one, function, settings.policy.gate_prompts, prompts=0, noise=0).gold
+            for one in adapters.values()
+        )
+        known = ~(np.isnan(ours) | np.isnan(theirs))
+        return ours[known], theirs[known]
+
+    panel = [
+        *(
+            Choice.A if a > b else Choice.B if a < b else Choice.TIE
+            for a, b in zip(*scored(settings.gold), strict=True)
+        )
+    ]
+    found = policy_gates(
+        {name: paired(*scored(name)) for name in settings.policy.ability},
+        panel,
+        _kl(RunFolder.open(run), settings.policy.steps) or 0.0,
+        limits=settings.policy.limits,
+    )
+    verdict = Verdict.PASSED if found.passed else Verdict.FAILED
+    return Finding(verdict=verdict, reasons=found.reasons, figures=found.figures)
+
+
+def canary(loop: ProductLoop, at: Position) -> Finding:
+    """Rewards of the answers that users got from the candidate, beside those of control in the same time."""
+    settings = loop.settings.canary
+    while True:
+        arms = _arms(loop, at)
+        if len(arms["canary"]) >= settings.answers and len(arms["control"]) >= 2:
+            break
+        if not loop.live.wait(at):
+            raise Exhausted(
+                f"the canary of round {at.round} has {len(arms['canary'])} of {settings.answers} decided "
+                "rewards, and no more feedback comes"
+            )
+    means = {arm: float(np.mean(values)) for arm, values in arms.items()}
+    spread = sum(float(np.var(values, ddof=1)) / len(values) for values in arms.values()) ** 0.5
+    gap = means["canary"] - means["control"]
+    figures = {"canary": means["canary"], "control": means["control"], "gap": gap, "stderr": spread}
+    worse = gap + 1.645 * spread < -settings.worse
+    reason = (
+        f"mean reward by users {means['canary']:.3f} of the candidate, {means['control']:.3f} of the policy "
+        f"in office (difference {gap:+.3f}, standard error {spread:.3f})"
+    )
+    return Finding(verdict=Verdict.FAILED if worse else Verdict.PASSED, reasons=(reason,), figures=figures)
+
+
+def _arms(loop: ProductLoop, at: Position) -> dict[str, list[float]]:
+    """Decided rewards since the candidate's first answer: its own, and those of the policy in office."""
+    now, found = loop.live.now(), {"canary": list[float](), "control": list[float]()}
+    joined = list(loop.store.joined(since=at.frozen, until=now, horizon_s=loop.table.horizon_s))
+    since = min((one.exchange.ts for one in joined if one.exchange.revision == at.candidate), default=now)
+    joined = [one for one in joined if one.exchange.ts >= since]
+    account = rewards(
+        [one.exchange for one in joined], (event for one in joined for event in one.events), now, loop.table
+    )
+    for one in joined:
+        value = account.outcomes[one.exchange.response_id].value
+        arm = {at.candidate: "canary", at.policy: "control"}.get(one.exchange.revision)
+        if value is not None and arm is not None:
+            found[arm].append(value)
+    return found

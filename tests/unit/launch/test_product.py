@@ -1,0 +1,245 @@
+"""The loop of a product in its folder: windows, revisions, a journal that survives a kill, detectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ostinato.launch import RunFailed
+from ostinato.launch.product.loop import Exhausted, ProductLoop, digest
+from ostinato.launch.product.settings import CollectSettings, ProductSettings, read_settings
+from ostinato.launch.product.watch import Probe, Watch
+from ostinato.launch.product.window import add_exemplars, decided, freeze, read_bank
+from ostinato.product.events import Action, Event, Exchange, Exposure, Kind
+from ostinato.product.loop import Finding, Position, Stage, Verdict
+from ostinato.product.rewards import read_table
+from ostinato.product.store import Store, open_store
+
+TABLE = Path(__file__).parents[3] / "recipes" / "product" / "rewards.toml"
+SETTINGS = """
+model = "asset:seed-moe"
+store = "{folder}/feedback.sqlite"
+rewards = "{table}"
+[policy]
+recipe = "quickstart"
+"""
+
+
+def exchange(name: str, ts: float, user: str, output: str) -> Exchange:
+    empty = np.zeros(1, np.int32)
+    return Exchange(
+        response_id=name,
+        ts=ts,
+        model="m",
+        revision="",
+        messages=({"role": "user", "content": f"question {name[:-1]}"},),
+        output=output,
+        action=Action.ANSWER,
+        prompt_tokens=empty,
+        tokens=empty,
+        logprobs=np.zeros(1, np.float32),
+        user=user,
+    )
+
+
+def choice(number: int, ts: float) -> tuple[list[Exchange], list[Event]]:
+    """Two answers side by side, of which the first is accepted."""
+    user, names = f"u{number}", (f"{number}a", f"{number}b")
+    shown = [exchange(name, ts, user, f"answer {name}") for name in names]
+    side = [Exposure(rank=k, alternatives=(names[1 - k],), propensity=0.5) for k in (0, 1)]
+    events = [
+        Event(event_id=f"{name}-shown", response_id=name, kind=Kind.SHOWN, ts=ts, user=user, exposure=one)
+        for name, one in zip(names, side, strict=True)
+    ]
+    accept = {"event_id": f"{number}-accept", "response_id": names[0], "kind": Kind.ACCEPT, "ts": ts + 1}
+    return shown, [*events, Event(**accept, user=user, exposure=side[0])]
+
+
+def fill(store: Store, numbers: range, start: float = 1e9) -> None:
+    for number in numbers:
+        exchanges, events = choice(number, start + number)
+        store.write(events, exchanges)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(tmp_path / "feedback.sqlite") as opened:
+        yield opened
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ProductSettings:
+    file = tmp_path / "product.toml"
+    file.write_text(SETTINGS.format(folder=tmp_path, table=TABLE))
+    return read_settings(file, "collect.pairs=10")
+
+
+# ---- windows
+
+
+def test_a_window_is_written_once_and_has_what_came_before_its_end(tmp_path: Path, store: Store) -> None:
+    table = read_table(TABLE)
+    fill(store, range(40))
+    folder, until = tmp_path / "window", 1e9 + 39
+    window = freeze(folder, store, table, CollectSettings(), 0.0, until)
+    rows = [one for part in ("train", "validation", "test") for one in window.rows(part)]
+    assert len(rows) == 38  # the accepts up to the end
+    assert {one["chosen"] for one in rows} == {f"answer {n}a" for n in range(38)}
+    assert all(one["ts"] < until for one in rows)
+    before = digest(folder)
+    fill(store, range(40, 60))
+    assert freeze(folder, store, table, CollectSettings(), 0.0, 2e9).until == until
+    assert digest(folder) == before
+    later, _ = decided(store, table, until, 2e9, store.watermark())
+    assert {one.chosen for one in later} == {f"answer {n}a" for n in range(38, 60)}
+
+
+def test_an_exemplar_is_in_the_bank_once(tmp_path: Path) -> None:
+    rows = [{"messages": [], "chosen": "7", "rejected": f"Great question! {n}"} for n in (1, 2, 2)]
+    assert add_exemplars(tmp_path / "bank.jsonl", rows) == 2
+    assert add_exemplars(tmp_path / "bank.jsonl", rows) == 0
+    assert len(read_bank(tmp_path / "bank.jsonl")) == 2
+
+
+# ---- the journal and its folder
+
+
+class Once:
+    """A product from which more pairs come a few times."""
+
+    def __init__(self, store: Store, batches: int) -> None:
+        self._store, self._left, self._number = store, batches, 0
+
+    def now(self) -> float:
+        return 1e9 + self._number + 1  # behind the last choice, before the next one
+
+    def wait(self, at: Position) -> bool:
+        if not self._left:
+            return False
+        fill(self._store, range(self._number, self._number + 6))
+        self._left, self._number = self._left - 1, self._number + 6
+        return True
+
+
+def made(name: str):
+    """A stage that makes a candidate."""
+
+    def work(loop: ProductLoop, at: Position) -> Finding:
+        folder = loop.round_folder(at) / "made" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter").write_text(f"{name} {at.round}")
+        return Finding(revision=loop.keep(folder))
+
+    return work
+
+
+def passes(loop: ProductLoop, at: Position) -> Finding:
+    return Finding()
+
+
+def frozen(loop: ProductLoop, at: Position) -> Finding:
+    return Finding(frozen=loop.live.now())
+
+
+WORK = {
+    Stage.FREEZE: frozen,
+    Stage.JUDGE: made("judge"),
+    Stage.JUDGE_GATES: passes,
+    Stage.SHADOW: passes,
+    Stage.POLICY: made("policy"),
+    Stage.POLICY_GATES: passes,
+    Stage.CANARY: passes,
+}
+
+
+def test_a_killed_loop_goes_on_where_its_journal_ends(
+    tmp_path: Path, store: Store, settings: ProductSettings
+) -> None:
+    folder = tmp_path / "product"
+    folder.mkdir()
+
+    def killed(loop: ProductLoop, at: Position) -> Finding:
+        raise KeyboardInterrupt
+
+    loop = ProductLoop(settings, folder, store, Once(store, 2), WORK | {Stage.POLICY: killed})
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(1)
+    again = ProductLoop(settings, folder, store, Once(store, 0), WORK)
+    assert again.at == loop.at and again.at.stage is Stage.POLICY and again.at.judge
+    again.run(1)
+    assert again.at.policy and again.at.stage is Stage.COLLECT
+    with pytest.raises(Exhausted, match="no more feedback comes"):
+        again.run(2)
+
+
+def test_what_is_served_follows_the_journal_and_a_roll_back_is_the_same_bytes(
+    tmp_path: Path, store: Store, settings: ProductSettings
+) -> None:
+    folder, served = tmp_path / "product", []
+    folder.mkdir()
+
+    def canary(loop: ProductLoop, at: Position) -> Finding:
+        served.append((loop.folder / "serving.json").read_text())
+        return Finding(verdict=Verdict.FAILED if at.round == 2 else Verdict.PASSED)
+
+    loop = ProductLoop(settings, folder, store, Once(store, 9), WORK | {Stage.CANARY: canary})
+    loop.run(1)
+    first = loop.at.policy
+    adapter = loop.adapter_of(first)
+    assert adapter is not None
+    before = (folder / "serving.json").read_text()
+    loop.run(2)
+    assert loop.at.policy == first and digest(adapter) == first
+    assert '"canary"' in served[1] and first in served[1]
+    assert (folder / "serving.json").read_text() == before.replace('"round": 1', '"round": 2')
+    (adapter / "adapter").write_text("other bytes")
+    with pytest.raises(RunFailed, match="is not what it was"):
+        loop.adapter_of(first)
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path, settings: ProductSettings) -> None:
+    with pytest.raises(ValueError, match=r"canary\.share is 2"):
+        read_settings(tmp_path / "product.toml", "canary.share=2")
+    with pytest.raises(ValueError, match=r"policy\.stepps"):
+        read_settings(tmp_path / "product.toml", "policy.stepps=2")
+
+
+# ---- what the detectors see
+
+
+def probes(seed: int, n: int, gold_per_proxy: float, drift: float = 0.0, questions: float = 0.02) -> Probe:
+    """The judge prefers what is better by ``gold_per_proxy``, and ``drift`` more of it for nothing."""
+    rng = np.random.default_rng(seed)
+    proxy = np.where(rng.random(n) < 0.5 + drift, 1.0, -1.0)
+    gold = gold_per_proxy * proxy * (drift == 0) + rng.normal(0, 0.5, n)
+    asked = int(rng.binomial(n, questions))
+    return Probe(step=5, proxy=proxy, gold=gold, actions={"question": asked, "answer": n - asked}, kl=0.01)
+
+
+def alarms(seed: int, **changed: float) -> list[str]:
+    watch = Watch.of(probes(seed, 256, 0.4), 256, ("question", "invalid"), 20, 0.05)
+    found = []
+    for look in range(20):
+        watch, new = watch.update(probes(1000 * seed + look, 64, 0.4, **changed))
+        found += [alarm.detector for alarm in new]
+    return found
+
+
+def test_a_quiet_policy_raises_no_more_alarms_than_nominal() -> None:
+    assert sum(bool(alarms(seed)) for seed in range(1, 101)) <= 10  # 0.05 of 100, with 99 % confidence
+
+
+def test_a_proxy_that_leaves_gold_behind_and_questions_that_become_usual_are_found() -> None:
+    assert all("proxy against gold" in alarms(seed, drift=0.3) for seed in range(1, 11))
+    assert all("question" in alarms(seed, questions=0.2) for seed in range(1, 11))
+
+
+def test_without_gold_actions_alone_are_watched() -> None:
+    quiet = probes(1, 64, 0.4)
+    blind = Probe(step=0, proxy=quiet.proxy, gold=np.full(64, np.nan), actions=quiet.actions)
+    watch = Watch.of(blind, 64, ("question",), 10, 0.05)
+    assert [one.name for one in watch.detectors] == ["question"]
+    assert Probe.of(blind.row() | {"gold": [None] * 64}).gold.shape == (64,)
