@@ -143,6 +143,9 @@ def serve(
         str,
         typer.Option(metavar="FILE|URL", help="Keep answers and what users do (docs/feedback.md)."),
     ] = "",
+    product: Annotated[
+        Path | None, typer.Option(help="The folder of a product's loop, whose policy is served first.")
+    ] = None,
 ) -> None:
     """Serve a policy at an OpenAI-compatible address, with a chat page; a run's while it learns."""
     from ostinato.cli.serve import Address, named_adapters
@@ -156,6 +159,7 @@ def serve(
         name=name,
         limits={"sequences": max_sequences, "max_tokens": max_tokens, "timeout_s": timeout_s},
         feedback=feedback,
+        product=product,
     )
 
 

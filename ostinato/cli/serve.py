@@ -48,6 +48,7 @@ def serve(
     name: str,
     limits: Mapping[str, Any],
     feedback: str = "",
+    product: Path | None = None,
     judge: str = "",
 ) -> None:
     """Serve until a signal; with POST /v1/judge by ``judge``, whose base is ``target``. Raises ValueError for
@@ -86,7 +87,7 @@ def serve(
                 key=key,
                 origins=list(where.origins),
                 feedback=kept,
-                lifespan=_following(served),
+                lifespan=_following(served, product),
                 judge=judged_by(judge, served) if judge else None,
             )
             base = address(listening)
@@ -98,17 +99,21 @@ def serve(
             HttpServer(app, listening, where.drain_s).serve_until_signal()
 
 
-def _following(served: Served) -> Callable[[object], contextlib.AbstractAsyncContextManager[None]]:
-    """Beside the application: the newest policies of runs that still learn."""
-    from ostinato.launch.served import follow
+def _following(
+    served: Served, product: Path | None
+) -> Callable[[object], contextlib.AbstractAsyncContextManager[None]]:
+    """Beside the application: the newest policies of runs that still learn, and of a product's loop."""
+    from ostinato.launch.served import follow, follow_product
 
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
-        following = asyncio.create_task(follow(served))
+        following = [asyncio.create_task(follow(served))]
+        following += [asyncio.create_task(follow_product(served, product))] if product else []
         try:
             yield
         finally:
-            following.cancel()
+            for task in following:
+                task.cancel()
 
     return lifespan
 

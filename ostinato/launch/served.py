@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,13 +27,14 @@ from ostinato.model.wire import NotFinite
 from ostinato.run import RunFolder
 from ostinato.serve.grammar import Guides
 from ostinato.serve.metrics import Metrics
-from ostinato.serve.service import Limits, Model, Service
+from ostinato.serve.service import Canary, Limits, Model, Service
 from ostinato.serve.thread import EngineThread
 from ostinato.train.checkpoint import checkpoints
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 BASE = ""  # the engine's own policy without adapters
+PRODUCT = "product"  # the model of a product's loop, as clients name it
 LOOK_S = 2.0  # between two looks for a newer checkpoint
 
 
@@ -173,6 +175,54 @@ async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapter
     log.info("%s is at step %d", name, step)
 
 
+async def follow_product(served: Served, folder: Path) -> None:
+    """Serve the policy in office and the canary of a product's loop as the model PRODUCT, first of all, until
+    it is cancelled. What the loop cannot give is counted, and what was served goes on."""
+    outcomes, seen, published = served.service.metrics.policies, "", {""}
+    while True:
+        try:
+            text = await _in_own_thread((folder / "serving.json").read_text)
+            if text != seen:
+                await _serve_product(served, json.loads(text), published)
+                outcomes.labels("published").inc()
+                seen = text
+        except (ValueError, OSError, NotFinite) as error:
+            outcomes.labels("refused").inc()
+            log.warning("what %s names is not served: %s", folder, error)
+        await asyncio.sleep(LOOK_S)
+
+
+async def _serve_product(served: Served, facts: Mapping[str, Any], published: set[str]) -> None:
+    service, canary = served.service, facts.get("canary")
+    share = canary["share"] if canary else 0.0
+    arms = [(PRODUCT, "control", 1 - share, facts["policy"])]
+    arms += [(f"{PRODUCT}-canary", "canary", share, canary)] if canary else []
+    models = {}
+    for name, arm, propensity, policy in arms:
+        revision = str(policy["revision"])
+        if revision not in published:
+            adapters = await _in_own_thread(partial(load_peft, Path(policy["adapter"]), served.decoder))
+            publish = partial(_published, adapters=adapters, version=facts["round"], name=revision)
+            await served.thread.call(publish)
+            published.add(revision)
+        models[name] = Model(
+            name=name,
+            policy=revision or BASE,
+            created=int(time.time()),
+            version=facts["round"],
+            revision=revision,
+            arm=arm if canary else "",
+            propensity=propensity,
+        )
+    others = {name: one for name, one in service.models.items() if not name.startswith(PRODUCT)}
+    service.models = {**models, **others}
+    service.canary = canary and Canary(of=PRODUCT, name=arms[-1][0], share=share, round=facts["round"])
+
+
+def _published(engine: LocalEngine, *, adapters: Adapters, version: int, name: str) -> None:
+    engine.publish(adapters, version, name)
+
+
 async def _in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
     """What ``function`` returns, in a thread that ends with it: see ``serve.thread``."""
     with ThreadPoolExecutor(1) as pool:
@@ -184,4 +234,4 @@ def _newest_name(run: RunFolder) -> str:
     return found[-1].name if found else ""
 
 
-__all__ = ["Served", "Serving", "follow", "newest", "open_service", "renew"]
+__all__ = ["PRODUCT", "Served", "Serving", "follow", "follow_product", "newest", "open_service", "renew"]

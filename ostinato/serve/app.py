@@ -65,6 +65,7 @@ class Door:
         return await self._openai(request, body, body.to_calls(), chat=False)
 
     async def _openai(self, request: Request, body: Sampled, calls: list[Call], *, chat: bool) -> Response:
+        calls = [self._assigned(call, body) for call in calls]
         model = self._service.model(calls[0].model)
         id_ = _id("chatcmpl" if chat else "cmpl")
         shape = Shape(
@@ -88,7 +89,7 @@ class Door:
 
     async def responses(self, request: Request) -> Response:
         body = parsed(openai_responses.ResponsesBody, await self._body(request))
-        call, id_ = body.to_call(), _id("resp")
+        call, id_ = self._assigned(body.to_call(), body), _id("resp")
         model, parts = self._service.model(call.model).name, await self._parts([call], id_, body)
         if body.stream:
             return await _stream(parts, lambda parts: openai_responses.events(id_, model, parts))
@@ -97,7 +98,7 @@ class Door:
 
     async def messages(self, request: Request) -> Response:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
-        call, id_ = body.to_call(), secrets.token_hex(12)
+        call, id_ = self._assigned(body.to_call(), body), secrets.token_hex(12)
         model, parts = self._service.model(call.model).name, await self._parts([call], f"msg_{id_}", body)
         if body.stream:
             return await _stream(parts, lambda parts: anthropic_messages.events(id_, model, parts))
@@ -108,11 +109,14 @@ class Door:
         body = parsed(anthropic_messages.MessagesBody, await self._body(request))
         return JSONResponse({"input_tokens": len(self._service.prompt(body.to_call()))})
 
+    def _assigned(self, call: Call, body: Lenient) -> Call:
+        return self._service.assigned(call, Asker.of(body.model_extra or {}).user)
+
     async def _parts(self, calls: list[Call], id_: str, body: Lenient) -> Parts:
         """All answers of all calls at once, numbered on from call to call, and recorded under ``id_``. What
         is wrong is raised here."""
         requests = [await self._service.requests(call) for call in calls]
-        model, asker = self._service.model(calls[0].model).name, Asker.of(body.model_extra or {})
+        model, asker = self._service.model(calls[0].model), Asker.of(body.model_extra or {})
 
         async def one(call: Call, mine: list[Any], first: int) -> Parts:
             async with aclosing(self._service.answer(call, mine)) as parts:

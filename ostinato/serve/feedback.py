@@ -29,7 +29,7 @@ from ostinato.product.store import Outcome, Unavailable, open_store
 from ostinato.render import Renderer
 from ostinato.serve.calls import Answer, ApiError, Call
 from ostinato.serve.metrics import Metrics
-from ostinato.serve.service import Service
+from ostinato.serve.service import Model, Service
 
 SCRIPT = Path(__file__).parent / "feedback.js"
 MOST = 1_000  # events of one request
@@ -148,14 +148,14 @@ class Feedback:
 
     # ---- answers
 
-    def record(self, id_: str, model: str, call: Call, answer: Answer, asker: Asker, index: int) -> None:
+    def record(self, id_: str, model: Model, call: Call, answer: Answer, asker: Asker, index: int) -> None:
         """Have an answer recorded under the id that its client sees; answer k > 0 as ``id.k``."""
         if asker.record:
             key = f"{id_}.{index}" if index else id_
             self._intake.record(partial(self._exchange, key, model, call, answer, asker, time.time()))
 
     def _exchange(
-        self, id_: str, model: str, call: Call, answer: Answer, asker: Asker, now: float
+        self, id_: str, model: Model, call: Call, answer: Answer, asker: Asker, now: float
     ) -> Exchange:
         done = answer.completion
         messages = call.messages
@@ -168,8 +168,10 @@ class Feedback:
         return Exchange(
             response_id=id_,
             ts=now,
-            model=model,
-            revision=f"{model}@{version}",
+            model=model.name,
+            revision=f"{model.name}@{version}" if model.revision is None else model.revision,
+            arm=model.arm,
+            propensity=model.propensity,
             messages=messages,
             output=done.text,
             action=action_of(answer.content, calls, call.tools),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ostinato.engine.local import LocalEngine
 from ostinato.inputs import has_surrogate
+from ostinato.product.loop import canary_arm
 from ostinato.render import Renderer
 from ostinato.serve.calls import Answer, ApiError, Call, Piece
 from ostinato.serve.grammar import Guide, Guides
@@ -44,6 +45,19 @@ class Model:
     created: int  # seconds since 1970
     version: int = 0  # training steps behind it
     parent: str = ""  # the base, for an adapter
+    revision: str | None = None  # of a product's policy; None: name@version
+    arm: str = ""  # of an experiment
+    propensity: float = 1.0  # with which its users get it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """A share of those who name the model ``of`` gets the model ``name`` (``product.loop.canary_arm``)."""
+
+    of: str
+    name: str
+    share: float
+    round: int
 
 
 class Service:
@@ -61,6 +75,7 @@ class Service:
         self._guides = guides
         self.renderer, self.limits, self.metrics = renderer, limits, metrics
         self.models = dict(models)
+        self.canary: Canary | None = None
         self._thread, self._sequences = thread, 0
 
     def model(self, name: str) -> Model:
@@ -76,6 +91,14 @@ class Service:
                 code="model_not_found",
             )
         return self.models[name]
+
+    def assigned(self, call: Call, user: str) -> Call:
+        """With the model that ``user`` gets; without a user, one drawn for this call alone."""
+        found = self.canary
+        if found is None or (call.model or next(iter(self.models))) != found.of:
+            return call
+        arm, _ = canary_arm(user or secrets.token_hex(8), found.round, found.share)
+        return replace(call, model=found.name if arm == "canary" else found.of)
 
     def prompt(self, call: Call) -> np.ndarray:
         """[P] int32. ApiError where the chat template refuses the messages, or nothing fits behind them."""
@@ -297,4 +320,4 @@ class _Open:
         )
 
 
-__all__ = ["Limits", "Model", "Service"]
+__all__ = ["Canary", "Limits", "Model", "Service"]

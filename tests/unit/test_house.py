@@ -66,12 +66,12 @@ BUDGETS = {
     "engine": 5_600,
     "model": 5_870,  # 5,650 and the trainer's forward on the sampler's kernels
     "plan": 4_350,
-    "cli": 1_481,  # 1,000 and the options of serve, proxy, tinker, sft, judge and product
+    "cli": 1_490,  # 1,000 and the options of serve, proxy, tinker, sft, judge and product
     "serve": 5_412,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 290; Tinker 1,990
     "ablate": 780,
     "parallel": 3_550,
-    "launch": 5_830,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
-    # the loop of a product 960
+    "launch": 5_875,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    # the loop of a product 1,000
     "pipeline": 3_300,  # 3,150 and a curriculum
     "scaling": 2_620,  # with its commands
     "train": 3_240,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO
@@ -87,8 +87,8 @@ BUDGETS = {
     "config": 1_240,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
-    11_400,  # 250 exact, 1,250 the simulated product, 200 feedback, 440 SFT and DPO
-    50_300,
+    11_700,  # 530 exact, 1,250 the simulated product, 200 feedback, 440 SFT and DPO
+    50_400,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 2,800 product: as many as its room, 390 the simulated one; 480 judges
 

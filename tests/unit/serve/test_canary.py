@@ -1,0 +1,82 @@
+"""The model of a product: a user keeps the arm, shares are kept, calls for other models are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ostinato.launch import served as launch
+from ostinato.launch.served import PRODUCT, follow_product
+from ostinato.serve.calls import Call
+from ostinato.serve.metrics import Metrics
+from ostinato.serve.service import Canary, Model, Service
+
+
+def service() -> Service:
+    models = {name: Model(name=name, policy=name, created=0) for name in (PRODUCT, "product-canary", "other")}
+    found = Service(*[None] * 2, models, *[None] * 3)  # type: ignore[arg-type]
+    found.canary = Canary(of=PRODUCT, name="product-canary", share=0.2, round=3)
+    return found
+
+
+def test_a_share_of_users_gets_the_canary_and_each_stays_with_it() -> None:
+    found = service()
+    arms = {f"u{k}": found.assigned(Call(model="", text="hi"), f"u{k}").model for k in range(5000)}
+    assert abs(Counter(arms.values())["product-canary"] / 5000 - 0.2) < 0.02
+    assert all(found.assigned(Call(model="", text="again"), user).model == arm for user, arm in arms.items())
+
+
+def test_who_names_another_model_gets_it() -> None:
+    call = Call(text="hi", model="other")
+    assert service().assigned(call, "u1") is call
+
+
+def test_without_a_canary_nothing_is_drawn() -> None:
+    found = service()
+    found.canary = None
+    call = Call(model="", text="hi")
+    assert found.assigned(call, "u1") is call
+
+
+class Thread:
+    """An engine's thread, of which the publications are kept."""
+
+    def __init__(self) -> None:
+        self.published: list[str] = []
+
+    async def call(self, work: Any) -> None:
+        work(SimpleNamespace(publish=lambda adapters, version, name: self.published.append(name)))
+
+
+def test_what_is_served_follows_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canary comes and goes; a folder that cannot be read is counted, and what was served goes on."""
+    monkeypatch.setattr(launch, "LOOK_S", 0.01)
+    monkeypatch.setattr(launch, "load_peft", lambda folder, decoder: folder)
+    found, thread = service(), Thread()
+    found.metrics = Metrics()
+    served: Any = SimpleNamespace(service=found, thread=thread, decoder=None)
+    office = {"revision": "a1", "adapter": "a"}
+    canary = {"revision": "b2", "adapter": "b", "share": 0.3}
+    file = tmp_path / "serving.json"
+
+    async def seen(text: str) -> tuple[list[str], Canary | None]:
+        file.write_text(text)
+        task = asyncio.create_task(follow_product(served, tmp_path))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        return [name for name in found.models if name.startswith(PRODUCT)], found.canary
+
+    first = asyncio.run(seen(json.dumps({"round": 1, "policy": office, "canary": canary})))
+    assert first[0] == [PRODUCT, "product-canary"] and first[1] is not None and first[1].share == 0.3
+    assert next(iter(found.models)) == PRODUCT  # who names none gets it
+    assert (found.models["product-canary"].revision, found.models[PRODUCT].propensity) == ("b2", 0.7)
+    assert asyncio.run(seen("no JSON")) == first
+    assert b'ostinato_policies_total{outcome="refused"}' in found.metrics.text()
+    assert asyncio.run(seen(json.dumps({"round": 2, "policy": office}))) == ([PRODUCT], None)
+    assert set(thread.published) == {"a1", "b2"}
