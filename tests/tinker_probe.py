@@ -1,6 +1,7 @@
 """Which public methods of the Tinker SDK work against a server: all that ``inspect`` finds are called.
 
-python tests/tinker_probe.py http://127.0.0.1:8001        prints the share, and what does not work
+python tests/tinker_probe.py http://127.0.0.1:8001            prints the share, and what does not work
+python tests/tinker_probe.py http://127.0.0.1:8001 --table    prints the table of docs/tinker.md
 """
 
 from __future__ import annotations
@@ -143,9 +144,27 @@ def probe(url: str) -> dict[str, str]:
     return {method: asked.works(method) for method in names}
 
 
+def table(found: dict[str, str]) -> str:
+    """Share and methods by client, in Markdown. A name stands for its ``_async`` form too; refused where
+    one of them is."""
+    works = sum(not said for said in found.values())
+    lines = [f"{works} of {len(found)} public methods of the four clients work.", ""]
+    lines += ["| client | works | refused |", "|---|---|---|"]
+    for client in CLIENTS:
+        mine = {method.split(".")[1]: said for method, said in found.items() if method.startswith(client)}
+        refused = {name.removesuffix("_async") for name, said in mine.items() if said}
+        names = sorted({name.removesuffix("_async") for name in mine} - refused)
+        cells = (", ".join(f"`{name}`" for name in some) for some in (names, sorted(refused)))
+        lines.append(f"| `{client}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     found = probe(sys.argv[1])
+    if "--table" in sys.argv:
+        print(table(found))
+        sys.exit()
     broken = {method: said for method, said in found.items() if said}
     print(f"{len(found) - len(broken)} of {len(found)} methods work ({1 - len(broken) / len(found):.0%})")
     for method, said in broken.items():

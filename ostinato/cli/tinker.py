@@ -43,4 +43,4 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path) -
             typer.echo(f"export TINKER_API_KEY={key or 'tml-local'}")
             typer.echo(EXAMPLE.format(name=opened.work.base.name))
             typer.echo(f"what clients make is kept in {state} (Ctrl-C ends the server)")
-            HttpServer(app, listening, where.drain_s).serve_until_signal()
+            HttpServer(app, listening, where.drain_s, app.state.ending).serve_until_signal()

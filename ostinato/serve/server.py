@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -92,12 +92,22 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves ``app`` on ``listening`` until SIGTERM or Ctrl-C: then it takes no more connections, and what
-    runs has ``drain_s`` to end."""
+    """Serves ``app`` on ``listening`` until SIGTERM or Ctrl-C: then it takes no more connections, calls
+    ``ending``, and what runs has ``drain_s`` to end."""
 
-    def __init__(self, app: Starlette, listening: socket.socket, drain_s: float) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        listening: socket.socket,
+        drain_s: float,
+        ending: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(drain_s)))
-        self._listening = listening
+        self._listening, self._ending = listening, ending
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._ending()
+        await super().shutdown(sockets)
 
     def serve_until_signal(self) -> None:
         with suppress(KeyboardInterrupt):  # which uvicorn raises again at the end

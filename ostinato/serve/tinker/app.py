@@ -299,7 +299,7 @@ async def _json(request: Request) -> dict[str, Any]:
 
 
 def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
-    """The application. ``key``: what clients have to send; empty: nothing."""
+    """The application. ``key``: what clients have to send; empty: nothing. ``state.ending()``: polls end."""
     futures = Futures(registry, work.run)
     door, listings = Door(work, registry, futures, key), Listings(work, registry)
 
@@ -327,7 +327,7 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
         return _refusal(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
 
     kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
-    return Starlette(
+    app = Starlette(
         routes=[
             route("/client/config", door.client_config),
             route("/client/dynamic_config", door.dynamic_config),
@@ -353,6 +353,8 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
         exception_handlers={HTTPException: failed},
         lifespan=lifespan,
     )
+    app.state.ending = futures.end_waits
+    return app
 
 
 __all__ = ["Door", "new_app"]

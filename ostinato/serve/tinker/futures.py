@@ -30,6 +30,7 @@ class Futures:
         self._ended: dict[str, asyncio.Event] = {}  # of requests that somebody waits for
         self._queues: dict[str, asyncio.Task[None]] = {}  # by model
         self._samples: dict[str, asyncio.Task[None]] = {}  # by request
+        self._is_ending = False
 
     @property
     def sampling(self) -> int:
@@ -55,7 +56,7 @@ class Futures:
     async def result(self, id: str, wait_s: float) -> Stored | None:
         """The request once it has ended, or as it is after ``wait_s``; None for one that nobody knows."""
         stored = self._registry.request(id)
-        if stored is not None and stored.state == PENDING:
+        if stored is not None and stored.state == PENDING and not self._is_ending:
             event = self._ended.setdefault(id, asyncio.Event())
             with suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), wait_s)
@@ -69,6 +70,12 @@ class Futures:
         if (task := self._samples.get(id)) is not None:
             task.cancel()
             self._finish(id, Result.failed("the client has cancelled this request", "User"))
+
+    def end_waits(self) -> None:
+        """``result`` waits no more: who polls comes back to the next process."""
+        self._is_ending = True
+        for event in self._ended.values():
+            event.set()
 
     async def close(self) -> None:
         """What runs stays pending for the next process."""

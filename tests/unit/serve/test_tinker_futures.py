@@ -143,3 +143,16 @@ def test_things_are_kept_by_kind_and_owner(tmp_path: Path) -> None:
     registry.delete("model", "a")
     registry.close()
     assert [id for id, _, _ in Registry(tmp_path / "r").all("model")] == ["b"]
+
+
+def test_polls_end_when_the_server_does(tmp_path: Path) -> None:
+    async def script(futures: Futures, registry: Registry, ran: list[str]) -> None:
+        futures.submit("m:0", "m", 0, "optim_step", b"long")
+        poll = asyncio.create_task(futures.result("m:0", 600))
+        while not ran or not futures._ended:
+            await asyncio.sleep(0)
+        futures.end_waits()
+        for waiting in (await poll, await futures.result("m:0", 600)):
+            assert waiting is not None and waiting.state == PENDING
+
+    play(tmp_path / "r", script)
