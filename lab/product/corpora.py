@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy-rows", type=int, default=3072)
-    parser.add_argument("--judge-pairs", type=int, default=1536, help="each in both orders")
+    parser.add_argument("--judge-pairs", type=int, default=5120, help="each in both orders")
     parser.add_argument("--eval-pairs", type=int, default=256)
     parser.add_argument("--form", choices=list(Form), default=Form.CHECKED)
     args = parser.parse_args()
