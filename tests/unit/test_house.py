@@ -67,7 +67,7 @@ BUDGETS = {
     "model": 5_870,  # 5,650 and the trainer's forward on the sampler's kernels
     "plan": 4_350,
     "cli": 1_490,  # 1,000 and the options of serve, proxy, tinker, sft, judge and product
-    "serve": 5_412,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 290; Tinker 1,990
+    "serve": 5_430,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 290; Tinker 1,990
     "ablate": 780,
     "parallel": 3_550,
     "launch": 5_875,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
