@@ -410,6 +410,7 @@ const until = async (what) => { for (let i = 0; i < 200 && !what(); i++) await w
 def test_a_reader_follows_a_run(tmp_path: Path, width: int) -> None:
     run, ready = a_run(tmp_path / "run", 8), threading.Event()
     with served(run, FOLLOWER) as server:
+        assert isinstance(server.board, Board)
         state = server.board.routes["/state"]
 
         def when_asked(asked: Mapping[str, list[str]]) -> dict[str, Any]:

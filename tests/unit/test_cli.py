@@ -111,7 +111,7 @@ def test_a_writer_whose_package_is_missing_names_the_extra(tmp_path: Path) -> No
 def test_a_run_that_stopped_for_a_collapse_fails_and_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ostinato.cli.train import _finish
+    from ostinato.cli.train import finish
     from ostinato.config import Recipe, dump_toml
     from ostinato.launch.session import Outcome
     from ostinato.pipeline.loop import Finish
@@ -119,5 +119,5 @@ def test_a_run_that_stopped_for_a_collapse_fails_and_says_how_to_go_on(
 
     folder = RunFolder.create(tmp_path / "run", dump_toml(Recipe())).path
     outcome = Outcome(folder=folder, step=35, why=Finish.COLLAPSED, before=None, after=None)
-    assert _finish(lambda: outcome) == 1
+    assert finish(lambda: outcome) == 1
     assert f"collapsed after step 35; to go on: ostinato resume {folder}" in capsys.readouterr().out

@@ -279,6 +279,7 @@ def heard_of(episode: EnvEpisode, *answers: str) -> list[str]:
         context = asyncio.run(episode.step(said(answer)))
         if context is None:
             break
+        assert isinstance(context, np.ndarray)
         heard.append(RENDERER.decode(context))
     episode.close()
     return heard
@@ -334,7 +335,11 @@ def test_a_lookup_is_made_at_its_stop_string_and_the_right_price_is_worth_1() ->
     episode = EnvEpisode(prompt, RENDERER, PriceList, 3)
     assert f"price of {shop._item}?" in RENDERER.decode(episode.start())
     reply = asyncio.run(episode.step(said(f"{shop._item}=", Stop.STRING)))
-    assert reply is not None and price in RENDERER.decode(reply) and episode.reward == pytest.approx(0.3)
+    assert (
+        isinstance(reply, np.ndarray)
+        and price in RENDERER.decode(reply)
+        and episode.reward == pytest.approx(0.3)
+    )
     assert asyncio.run(episode.step(said(f"#### {price}"))) is None and episode.reward == pytest.approx(1.0)
     guess = EnvEpisode(prompt, RENDERER, PriceList, 3)
     assert len(heard_of(guess, price)) == 1 and guess.reward == 0.0
