@@ -22,11 +22,15 @@ from typing import Any
 
 from lab.harness import Bench, Result, Say, markdown, option, seeds
 from lab.paired import wilson
+from lab.product.answers import CROWD, MARK, Manner, write
 from lab.whole_runs import trained
 from ostinato.config import Recipe
 from ostinato.env.answers import load_rows
+from ostinato.env.arithmetic import rows as arithmetic
 from ostinato.run import MAIN_SET, RunFolder
+from ostinato.types import Prompt
 
+ENDS = Path(__file__).parent / "ends.py"
 SHARE = 0.9  # of the teacher's gain
 T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # two-sided, by number of runs
 
@@ -123,15 +127,15 @@ def _line(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart(Seeded):
-    """Sorting ``digits`` digits, of which seed-moe has seen nothing. Pass@1 on held-out prompts, sampled at
-    temperature 1: of the model, after ``rows`` rows with the answer, after RL from there."""
+    """Arithmetic whose answers have to end with "= 933", which seed-moe never writes: without a rewarded
+    answer RL has nothing to learn from. Pass@1 on held-out prompts, sampled at temperature 1: of the model,
+    after ``rows`` rows in that form by a careless crowd, after RL from there."""
 
     seeds: tuple[int, ...] = option((0, 1, 2), "How many, or FIRST:END.", parse=seeds)
-    digits: int = option(4, "To sort.")
-    rows: int = option(256, "To learn from.")
+    rows: int = option(1024, "To learn from.")
     epochs: int = option(4, "Of the rows.")
     steps: int = option(40, "Of RL, 128 answers each.")
-    prompts: int = option(4096, "Of RL, an eighth of them held out.")
+    prompts: int = option(2048, "Of RL, an eighth of them held out.")
 
     def measure(self, say: Say) -> dict[str, Any]:
         rows = []
@@ -142,14 +146,14 @@ class WarmStart(Seeded):
         return {"runs": rows}
 
     def _one(self, made: Path, seed: int) -> dict[str, Any]:
-        numbers = Random(seed).sample(range(10**self.digits), self.rows + self.prompts)
-        few, many = made / "rows.jsonl", made / "prompts.jsonl"
-        for file, some in ((few, numbers[: self.rows]), (many, numbers[self.rows :])):
-            file.write_text("".join(f"{json.dumps(planted(one, self.digits))}\n" for one in some))
+        rng, few, many = Random(seed), made / "rows.jsonl", made / "prompts.jsonl"
+        problems = arithmetic("train", seed, self.rows + self.prompts)
+        for file, some in ((few, problems[: self.rows]), (many, problems[self.rows :])):
+            file.write_text("".join(f"{json.dumps(planted(one, rng))}\n" for one in some))
         keys = [f"task.source={few}", f"sft.epochs={self.epochs}", "task.n_train=0", "eval.at_start=false"]
         sft = self.run("sft", made / "sft", seed, *keys, "eval.every=0", verb="sft")
         keys = [f"task.source={many}", "task.params={holdout=0.125}", "task.n_train=0", "eval.n=512"]
-        keys += ["eval.every=0", "rollout.group_size=8", "rollout.max_tokens=24"]
+        keys += ["eval.every=0", "rollout.group_size=8", f'reward.functions=["{ENDS}:ends_with"]']
         base = self.run("quickstart", made / "base", seed, *keys, "trainer.steps=1")
         start = [f"adapter.path={sft.adapter}", f"trainer.steps={self.steps}"]
         warm = self.run("quickstart", made / "rl", seed, *keys, *start)
@@ -179,13 +183,12 @@ class WarmStart(Seeded):
         )
 
 
-def planted(number: int, digits: int) -> dict[str, Any]:
+def planted(problem: Prompt, rng: Random) -> dict[str, Any]:
     """A row for supervised training, and with ``answer`` for RL."""
-    shown = f"{number:0{digits}d}"
-    asked = {"role": "user", "content": f"Sort {' '.join(shown)}."}
-    answer = " ".join(sorted(shown))
-    said = [{"role": "assistant", "content": answer}]
-    return {"prompt": [asked], "completion": said, "answer": answer}
+    text = write(problem.columns["expression"], Manner.PLAIN, rng, CROWD).replace(f" {MARK} ", " = ")
+    said = [{"role": "assistant", "content": text}]
+    asked = [dict(one) for one in problem.messages or ()]
+    return {"prompt": asked, "completion": said, "answer": problem.columns["answer"]}
 
 
 def _main(run: RunFolder) -> list[dict[str, Any]]:
