@@ -84,13 +84,14 @@ BUDGETS = {
     "history": 1_200,
     "env": 1_645,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
     "product": 3_350,  # feedback in 1,250; rewards, pairs, judge 590, gates, detectors, the loop
+    "memory": 1_400,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
     "config": 1_240,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
     11_700,  # 530 exact, 1,250 the simulated product, 200 feedback, 440 SFT and DPO
-    50_400,
+    51_100,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
-# 2,800 product: as many as its room, 390 the simulated one; 480 judges
+# 700 memory, 2,800 product: as many as its room, 390 the simulated one; 480 judges
 
 
 def lines_of(*folders: Path, without: str = "-") -> int:

@@ -58,6 +58,7 @@ ARROWS: dict[str, set[str]] = {
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger", "observe.report"},
     "product": {"types", "inputs"},  # and no torch; ``launch`` brings it together with models and runs
+    "memory": set(),  # pure: whoever has a model, an engine or a chat brings it
     "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train", "product"}
     | {"observe.ledger"},
     "launch": LEAVES

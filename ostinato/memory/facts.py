@@ -1,0 +1,241 @@
+"""Numbers, dates and names of a text: what a shortened text may contain, and relative dates made absolute.
+
+    unsupported(refill, original)  the facts of ``refill`` that ``original`` lacks, normalised
+    absolute(text, day)            "yesterday", of a chat of 8 May 2023, becomes "7 May 2023"
+
+Names are words with a capital letter. A script without capitals has none, so there the check is of numbers
+and dates alone. A false relation between facts that all occur is not found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import date, timedelta
+
+
+def listed(text: str) -> list[str]:
+    return text.split()
+
+
+MONTHS = listed("january february march april may june july august september october november december")
+DAYS = listed("monday tuesday wednesday thursday friday saturday sunday")
+_UNITS = listed(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+)
+_TENS = listed("twenty thirty forty fifty sixty seventy eighty ninety")
+_ORDINALS = listed(
+    "zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth "
+    "fourteenth fifteenth sixteenth seventeenth eighteenth nineteenth"
+)
+SPELLED = {word: n for n, word in enumerate(_UNITS)} | {word: 10 * n for n, word in enumerate(_TENS, 2)}
+SPELLED |= {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+_ORDINAL = {word: n for n, word in enumerate(_ORDINALS) if n > 3}  # "second" and "third" are more than places
+
+# Words that begin a sentence, or are written large wherever they stand, and name nobody.
+PLAIN = frozenset(
+    listed(
+        """
+        a about after again all also although always am an and another any are as ask at be because before
+        both but by can could did do does each either else even every everyone everything few finally
+        first for from had has have he hello her here hers hey hi him his how however i i'd i'll i'm i've
+        if in instead is it its it's just last later let like many maybe me might more most much must my
+        never new next nice no nobody none nor not nothing now of off oh ok okay on once one only or other
+        our out over perhaps please really she should since so some somebody someone something sometimes
+        soon sorry still such sure thank thanks that that's the their them then there these they thing
+        this those though three through thus to today together tomorrow tonight too two under until up us
+        very was we we'll we're we've well were what when where which while who whom whose why will with
+        without would wow yes yesterday yet you you'll you're your yours don't didn't doesn't can't won't
+        isn't wasn't let's there's what's he's she's they're
+        """
+    )
+)
+
+_WORD = re.compile(r"[^\W_]+(?:['\u2019.\-&][^\W_]+)*", re.UNICODE)
+_TOKEN = re.compile(r"[^\W_]+(?:['\u2019.,:\-&][^\W_]+)*", re.UNICODE)
+_NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
+_MONTH = rf"(?P<month>{'|'.join(MONTHS)}|{'|'.join(m[:3] for m in MONTHS)}|sept)\.?"
+_DATES = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"\b(?P<year>\d{4})-(?P<number>\d\d?)(?:-(?P<day>\d\d?))?\b",
+        rf"\b(?P<day>\d\d?)(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}\b(?:,?\s+(?P<year>\d{{4}})\b)?",
+        rf"\b{_MONTH}\s+(?P<day>\d\d?)(?:st|nd|rd|th)?\b(?!\d|[:.,]\d)(?:,?\s+(?P<year>\d{{4}})\b)?",
+        rf"\b{_MONTH},?\s+(?:of\s+)?(?P<year>\d{{4}})\b",
+    )
+)
+Date = tuple[int, int, int]  # year, month, day; 0 for what is not given
+
+
+def numbers(text: str) -> set[str]:
+    """Numbers in one way of writing: "1,000.50" is 1000.5, "seven" and "7th" are 7, "B12" is b12."""
+    found = set()
+    for match in _TOKEN.finditer(text):
+        word, sign = match[0].casefold(), "-" if text[: match.start()].endswith(("-", "\u2212")) else ""
+        if sign and text[: match.start() - 1][-1:].strip():
+            sign = ""  # a hyphen, or a range
+        if any(char.isdecimal() for char in word):
+            found |= {sign + one for one in _numerals(word)}
+        else:
+            found |= {str(n) for n in _spelled(word)}
+    return found
+
+
+def _numerals(word: str) -> Iterator[str]:
+    for part in re.split(r"['\u2019\-&]", word):
+        core = re.sub(r"(?<=\d)(?:st|nd|rd|th|s|k|m|am|pm|km|kg|cm|mm|h|g|%)$", "", part)
+        if _NUMBER.fullmatch(core):
+            yield _plain_number(core)
+        elif any(char.isdecimal() for char in part):
+            yield part  # a code: the whole of it
+
+
+def _plain_number(text: str) -> str:
+    if re.fullmatch(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
+        text = text.replace(",", "")
+    whole, point, rest = text.partition(".")
+    if point and "." not in rest and "," not in text and ":" not in text:
+        rest = rest.rstrip("0")
+        text = whole + ("." + rest if rest else "")
+    return re.sub(r"^0+(?=\d)", "", text)
+
+
+def _spelled(word: str) -> Iterator[int]:
+    tens, hyphen, unit = word.partition("-")
+    if hyphen and SPELLED.get(tens, 0) in range(20, 100) and (unit in _UNITS or unit in _ORDINALS):
+        yield SPELLED[tens] + (_UNITS if unit in _UNITS else _ORDINALS).index(unit)
+        return
+    for part in re.split(r"[-.,:'\u2019&]", word):
+        yield from (table[part] for table in (SPELLED, _ORDINAL) if part in table)
+
+
+def dates(text: str) -> set[Date]:
+    """Dates with a month, by the calendar."""
+    found = set()
+    for pattern in _DATES:
+        for match in pattern.finditer(text):
+            given = match.groupdict()
+            month = int(given["number"]) if given.get("number") else _month(given["month"])
+            day, year = int(given.get("day") or 0), int(given.get("year") or 0)
+            if 1 <= month <= 12 and day <= 31 and (day or year):
+                found.add((year, month, day))
+    return found
+
+
+def _month(name: str) -> int:
+    return next(n for n, month in enumerate(MONTHS, 1) if month.startswith(name.lower()[:3]))
+
+
+def names(text: str) -> set[str]:
+    """Words with a capital letter that are no ordinary beginning of a sentence, and parts of them; days and
+    months too."""
+    found = set()
+    for match in _WORD.finditer(text):
+        word = match[0]
+        if any(char.isupper() for char in word) and word.casefold().replace("\u2019", "'") not in PLAIN:
+            found |= {part for part in _parts(word) if part not in PLAIN and part not in SPELLED}
+    return found
+
+
+def words(text: str) -> set[str]:
+    """All words, as ``names`` writes them."""
+    return {part for match in _WORD.finditer(text) for part in _parts(match[0])}
+
+
+def _parts(word: str) -> Iterator[str]:
+    word = re.sub(r"['\u2019]s$", "", word.casefold())
+    yield from (part for part in re.split(r"['\u2019.\-&]", word) if part and not part.isdecimal())
+
+
+def unsupported(refill: str, original: str, also: str = "") -> list[str]:
+    """Numbers, dates and names of ``refill`` that occur neither in ``original`` nor in ``also`` (a speaker, a
+    date that was resolved), sorted. A date is supported by one that says the same and may say more."""
+    source = f"{original}\n{also}"
+    known = dates(source)
+    false_dates = (
+        "-".join(map(str, one))
+        for one in dates(refill)
+        if not any(all(mine in (0, its) for mine, its in zip(one, it, strict=True)) for it in known)
+    )
+    return sorted({*(numbers(refill) - numbers(source)), *false_dates, *(names(refill) - words(source))})
+
+
+_ONE = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
+_ONE |= {"eight": 8, "nine": 9, "ten": 10, "couple of": 2, "a couple of": 2, "few": 0, "a few": 0}
+_COUNT = r"(?P<count>\d{1,3}|" + "|".join(sorted(_ONE, key=len, reverse=True)) + ")"
+_WHEN = "|".join(DAYS)
+_RELATIVE = re.compile(
+    rf"\b(?:(?P<yester>(?:the\s+)?day\s+before\s+yesterday|yesterday(?:\s+(?:morning|afternoon|evening))?"
+    rf"|last\s+night|today|tonight|this\s+(?:morning|afternoon|evening)|(?:the\s+)?day\s+after\s+tomorrow"
+    rf"|tomorrow(?:\s+(?:morning|afternoon|evening|night))?)"
+    rf"|{_COUNT}\s+(?P<unit>day|week|month|year)s?\s+ago"
+    rf"|in\s+(?P<ahead>\d{{1,3}}|{'|'.join(sorted(_ONE, key=len, reverse=True))})\s+"
+    rf"(?P<later>day|week|month|year)s?(?:'\s+time)?"
+    rf"|(?P<side>last|next|this)\s+(?P<what>week(?:end)?|month|year|{_WHEN}))\b",
+    re.IGNORECASE,
+)
+
+
+def day_of(text: str) -> date | None:
+    """ "2023-05-08" as a date; None for "". ValueError for what is no date."""
+    try:
+        return date.fromisoformat(text[:10]) if text else None
+    except ValueError:
+        raise ValueError(f"the date of a turn is {text!r}; write it as 2023-05-08") from None
+
+
+def written(day: date) -> str:
+    return f"{day.day} {MONTHS[day.month - 1].capitalize()} {day.year}"
+
+
+def absolute(text: str, day: date | None) -> str:
+    """``text`` with dates that are relative to ``day`` written out; unchanged without a day.
+
+    What cannot be one day is put beside the day instead: "last week" is "the week before 8 May 2023".
+    """
+    return text if day is None else _RELATIVE.sub(lambda match: _resolved(match, day), text)
+
+
+def _resolved(match: re.Match[str], day: date) -> str:
+    given, at = match.groupdict(), written(day)
+    try:
+        if given["yester"]:
+            return _near(given["yester"].lower(), day)
+        if given["count"]:
+            return _counted(given["count"], given["unit"].lower(), day, -1) or match[0]
+        if given["ahead"]:
+            return _counted(given["ahead"], given["later"].lower(), day, 1) or match[0]
+    except OverflowError:  # before the year 1, or after 9999
+        return match[0]
+    side, what = given["side"].lower(), given["what"].lower()
+    if what == "year":
+        return str(day.year + {"last": -1, "this": 0, "next": 1}[side])
+    if what == "month":
+        months = 12 * day.year + day.month - 1 + {"last": -1, "this": 0, "next": 1}[side]
+        return f"{MONTHS[months % 12].capitalize()} {months // 12}"
+    what = what.capitalize() if what in DAYS else what
+    return f"the {what} {({'last': 'before', 'this': 'of', 'next': 'after'})[side]} {at}"
+
+
+def _near(phrase: str, day: date) -> str:
+    phrase = " ".join(phrase.split()).removeprefix("the ")
+    steps = {"day before yesterday": -2, "day after tomorrow": 2, "last night": -1}
+    step = steps.get(phrase, {"yesterday": -1, "tomorrow": 1}.get(phrase.split()[0], 0))
+    part = "night" if phrase in ("last night", "tonight") else phrase.rpartition(" ")[2]
+    part = part if part in ("morning", "afternoon", "evening", "night") else ""
+    return f"the {part} of {written(day + timedelta(step))}" if part else written(day + timedelta(step))
+
+
+def _counted(count: str, unit: str, day: date, sign: int) -> str:
+    count = " ".join(count.lower().split())
+    n = int(count) if count.isdecimal() else _ONE[count]
+    if n and unit == "day":
+        return written(day + timedelta(sign * n))
+    several = count if n != 1 else "one"
+    if sign < 0:
+        return f"{several} {unit}{'s' * (n != 1)} before {written(day)}"
+    return f"{several} {unit}{'s' * (n != 1)} after {written(day)}"
+
+
+__all__ = ["absolute", "dates", "day_of", "listed", "names", "numbers", "unsupported", "words", "written"]

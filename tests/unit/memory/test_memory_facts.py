@@ -1,0 +1,128 @@
+"""Numbers, dates and names of a text, relative dates, importance and what is fitted to a loss."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ostinato.memory.blocks import Kept, MemoryState, Turn
+from ostinato.memory.facts import absolute, dates, names, numbers, unsupported
+from ostinato.memory.importance import FEATURES, Weighted, features, fit, leave_one_out, lexical
+from ostinato.memory.keep import Memory, Sizes
+from ostinato.memory.refill import cleaned, extract, messages, terse
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("1,000.50 or 1000.5", {"1000.5"}),
+        ("seven, 7th and 07", {"7"}),
+        ("twenty-five, not -25 nor 20-25", {"25", "-25", "20"}),
+        ("B12 at 10:30, v2.3.1", {"b12", "10:30", "v2.3.1"}),
+        ("2 hours, 3pm, 50%, $20", {"2", "3", "50", "20"}),
+        ("nothing here", set()),
+    ],
+)
+def test_numbers_have_one_way_of_writing(text: str, found: set[str]) -> None:
+    assert numbers(text) == found
+
+
+def test_dates_are_by_the_calendar() -> None:
+    assert dates("7 May 2023, May 7th, 2023 and 2023-05-07") == {(2023, 5, 7), (2023, 5, 0)}
+    assert dates("in May 2023, on the 3rd of June, on Sept. 4") == {(2023, 5, 0), (0, 6, 3), (0, 9, 4)}
+    assert dates("I may go, version 2023-99-1") == set()
+
+
+def test_names_are_words_with_capitals_that_begin_no_ordinary_sentence() -> None:
+    assert names("The dog Rex met Ann's friend. He was from Oslo, I think.") == {"rex", "ann", "oslo"}
+
+
+@pytest.mark.parametrize(
+    ("refill", "original", "found"),
+    [
+        ("Bob has 8 cars", "bob has seven cars", ["8"]),
+        ("Bob has 7 cars in May", "bob has seven cars", ["may"]),
+        ("He met Ann on 7 June 2024", "He met Ann on 7 May 2023 and Bob on 9 June 2024", ["2024-6-7"]),
+        ("In May 2023 he met Ann", "He met Ann on 7 May 2023", []),
+        ("ANN'S car", "the car of Ann", []),
+        ("25 cars", "in 2025 a car", ["25"]),
+    ],
+)
+def test_what_an_original_does_not_support(refill: str, original: str, found: list[str]) -> None:
+    assert unsupported(refill, original) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("yesterday", "7 May 2023"),
+        ("Tomorrow morning", "the morning of 9 May 2023"),
+        ("the day before yesterday", "6 May 2023"),
+        ("last night", "the night of 7 May 2023"),
+        ("three days ago", "5 May 2023"),
+        ("2 weeks ago", "2 weeks before 8 May 2023"),
+        ("a few days ago", "a few days before 8 May 2023"),
+        ("in 24 days", "1 June 2023"),
+        ("in a month", "one month after 8 May 2023"),
+        ("last Friday", "the Friday before 8 May 2023"),
+        ("next week", "the week after 8 May 2023"),
+        ("this weekend", "the weekend of 8 May 2023"),
+        ("last month", "April 2023"),
+        ("last year", "2022"),
+        ("at last weeks passed", "at last weeks passed"),
+    ],
+)
+def test_relative_dates_become_absolute(text: str, written: str) -> None:
+    assert absolute(text, date(2023, 5, 8)) == written
+    assert absolute(text, None) == text
+
+
+def test_turns_of_a_year_and_the_ends_of_the_calendar() -> None:
+    assert absolute("last month, next month", date(2023, 1, 1)) == "December 2022, February 2023"
+    assert absolute("next month", date(2023, 12, 31)) == "January 2024"
+    assert absolute("yesterday", date(1, 1, 1)) == "yesterday"
+
+
+def test_extracts_take_facts_first_and_keep_what_denies() -> None:
+    said = "Oh wow, that is so nice to hear from you. I will not move to Oslo before 2025. How are things?"
+    assert extract(said, lambda text: len(text) <= 45) == "I will not move to Oslo before 2025."
+    assert extract(said, lambda text: len(text) <= 14) == "not Oslo 2025."
+    assert extract(said, lambda text: False) == "" and extract("", lambda text: True) == ""
+    assert terse("I have the 7 of them and that is so nice") == "I the 7 of them and nice"
+
+
+def test_a_request_to_a_model_has_the_original_and_its_answer_is_cleaned() -> None:
+    asked = messages("before", "ORIGINAL", "", 20)
+    assert "ORIGINAL" in asked[1]["content"] and "14 words" in asked[1]["content"]
+    assert "After it" not in asked[1]["content"]
+    assert cleaned('<think>hm</think>\n---\n"Ann is 7."') == "Ann is 7."
+
+
+def test_importance_puts_facts_before_small_talk_and_can_be_fitted(tmp_path: Path) -> None:
+    keeper = Memory(sizes=Sizes(budget=4000, recent=200), count=len, originals=Kept())
+    state = MemoryState()
+    said = [
+        "Hello there, how are things?",
+        "I moved to Oslo on 3 May 2021 with Bob.",
+        "Nice, great to hear that.",
+    ]
+    for text in said * 3:
+        state = keeper.append(state, Turn(speaker="user", text=text))
+    scores = lexical()(state, state.blocks[:3])
+    assert scores[1] > max(scores[0], scores[2]) and min(scores) > 0
+
+    rises = leave_one_out(state, lambda context: 5.0 - ("Oslo" in context) - 0.1 * len(context) / 1000)
+    assert len(rises) == 9 and (rises > 0).all()
+    targets = np.array([float("Oslo" in one.text) for one in state.blocks])
+    fitted = fit(features(state, state.blocks), targets, ridge=1e-3)
+    assert np.argmax(fitted(state, state.blocks[:3])) == 1
+    fitted.save(tmp_path / "weights.json")
+    assert Weighted.load(tmp_path / "weights.json") == fitted
+    (tmp_path / "weights.json").write_text('{"weights": {"numbers": 1}}')
+    with pytest.raises(ValueError, match="holds no weights of importance"):
+        Weighted.load(tmp_path / "weights.json")
+    with pytest.raises(ValueError, match="0 rows"):
+        fit(np.zeros((0, len(FEATURES))), np.zeros(0))
