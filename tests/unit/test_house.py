@@ -62,7 +62,7 @@ def test_classes_can_be_read() -> None:
 # Lines of Python: what was reached on 2026-11-23. The aims are 40,000 for the wheel, 8,000 for the lab
 # and 32,000 for the tests (with those of the lab), so these come down.
 BUDGETS = {
-    "observe": 5_090,  # 4,970 and the page of a product
+    "observe": 5_122,  # 4,970, the page of a product, pictures of a run 33
     "engine": 5_600,
     "model": 5_870,  # 5,650 and the trainer's forward on the sampler's kernels
     "plan": 4_350,

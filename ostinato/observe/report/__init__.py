@@ -1,6 +1,6 @@
 """report.html of a run folder: one file that opens offline, from what the run wrote and nothing else.
 
-    run folder -> reading -> facts, concerns, charts, samples -> page (a jinja template, a style, two scripts)
+    run folder -> reading -> facts, concerns, charts, samples, pictures -> page (a jinja template, scripts)
 
 Works for a run that is still going, was killed or never began: what is not there is a sentence. Nothing in
 the page is fetched: its Content-Security-Policy allows its own scripts, by their digest, and no connection.
@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ostinato.observe.report.page import html
+from ostinato.observe.report.pictures import read_pictures
 from ostinato.observe.report.reading import read_run
 from ostinato.observe.report.samples import pack_samples
 from ostinato.render import Renderer
@@ -24,7 +25,7 @@ def write_report(run: RunFolder, out: Path | None = None, *, renderer: Renderer 
     without it, by their ids beside the text of the whole turn.
     """
     data = read_run(run)
-    page = html(data, pack_samples(run.trajectories, renderer))
+    page = html(data, pack_samples(run.trajectories, renderer), read_pictures(run.path / "pictures"))
     path = out or run.report
     atomic_write(path, page)
     return path

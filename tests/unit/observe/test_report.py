@@ -43,6 +43,7 @@ from ostinato.observe.report.facts import (
     waste,
     wilson,
 )
+from ostinato.observe.report.pictures import MOST, MOST_BYTES, PNG
 from ostinato.observe.report.reading import RunData, read_run
 from ostinato.observe.report.samples import Chunk, Pieces, choose, pack_samples, spread
 from ostinato.render import Renderer
@@ -541,6 +542,34 @@ def test_a_report_has_mean_reward_greedy_score_and_what_failed(tmp_path: Path) -
     page = write_report(run).read_text(encoding="utf-8")
     assert "Traceback of" in page and PROBE not in page
     assert "No held-out answer" not in " ".join(one.text for one in concerns(data(evals=[score(0, 0.3)])))
+
+
+def test_pictures_of_the_run_folder_are_in_the_page(tmp_path: Path) -> None:
+    """By name, and whole; what is no PNG, too large or one too many is named and not shown."""
+    run = new_run(tmp_path)
+    assert "Pictures" not in write_report(run).read_text(encoding="utf-8")
+    pictures = run.path / "pictures"
+    pictures.mkdir()
+    for name, content in {
+        "1 before": PNG + b"first",
+        "2 <b>": PNG + b"last",
+        "a text": b"<svg onload=alert(1)>",
+        "large": PNG + bytes(MOST_BYTES),
+    }.items():
+        (pictures / f"{name}.png").write_bytes(content)
+    page = write_report(run).read_text(encoding="utf-8")
+    found = [a for tag, a in Tags(page).tags if tag == "img"]
+    assert [a["alt"] for a in found] == ["1 before", "2 <b>"]
+    prefix = "data:image/png;base64,"
+    assert [base64.b64decode((a["src"] or "").removeprefix(prefix)) for a in found] == [
+        PNG + b"first",
+        PNG + b"last",
+    ]
+    assert "Left out: a text.png (no PNG), large.png (too large or empty)." in page
+    assert "img-src data:" in page
+    for k in range(MOST):
+        (pictures / f"0 {k:02d}.png").write_bytes(PNG)
+    assert "2 &lt;b&gt;.png (more than 12)" in write_report(run).read_text(encoding="utf-8")
 
 
 def test_a_report_replaces_the_old_one_whole(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from ostinato.observe.report.forecast import forecast_sections
 from ostinato.observe.report.gantt import steps_of, whole
 from ostinato.observe.report.mismatch import mismatch_section
 from ostinato.observe.report.page.offline import render, script_json
+from ostinato.observe.report.pictures import Pictures
 from ostinato.observe.report.plan import plan_sections
 from ostinato.observe.report.reading import RunData
 from ostinato.observe.report.samples import Samples
@@ -37,7 +38,7 @@ from ostinato.observe.report.timeline import ANCHOR, pipeline_sections
 from ostinato.observe.report.verdicts import failed_rewards
 
 
-def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
+def html(data: RunData, samples: Samples, pictures: Pictures, now: datetime | None = None) -> str:
     """The whole page. ``now`` is the time of writing."""
     now = now or datetime.now(UTC)
     score = held_out(data)
@@ -64,6 +65,7 @@ def html(data: RunData, samples: Samples, now: datetime | None = None) -> str:
         faults=faults(data),
         failed=failed_rewards(data.failed),
         samples=samples,
+        pictures=pictures,
         chart_data=script_json({chart.key: to_plain(chart) for chart in drawn if not chart.empty}),
         gantt_in=ANCHOR if data.spans else "",
         gantt_data=script_json(whole(data.spans, steps_of(data.ledger))),
