@@ -39,6 +39,10 @@ BENCHES = {
     "kills": ("kills:Kills", "one run, killed with -9 and resumed many times, against an undisturbed one"),
     "repeat": ("repeat:Repeat", "whether rollouts and training repeat to the bit; exit 1 where they do not"),
     "scaling": ("scaling:Scaling", "forecasts of the end of known runs from their early part"),
+    "abilities": (
+        "abilities:Abilities",
+        "the forgetting watch: false alarms, planted forgetters, arms, cost",
+    ),
     "readme": ("readme:Readme", "write the figures of the README, or check them, from their data"),
 }
 INSTEAD = {
@@ -58,6 +62,7 @@ OF_PROCESSES = {
     "distill",
     "warm-start",
     "preferences",
+    "abilities",
 }  # nothing here needs threads
 
 

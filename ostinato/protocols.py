@@ -131,6 +131,10 @@ class Trainer(Protocol):
 class RestorableTrainer(Trainer, Protocol):
     """A trainer whose state can be saved, and put back by another one of the same recipe."""
 
+    def score(self, batch: Batch) -> Sequence[Any]:
+        """[R] log-probabilities of the targets of each microbatch, without learning from them."""
+        ...
+
     def tensors(self) -> Mapping[str, Any]: ...
 
     def counters(self) -> Mapping[str, int]: ...

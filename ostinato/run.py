@@ -308,6 +308,7 @@ class RunFolder:
         self.watch = Jsonl(path / "watch.jsonl")
         self.failed = Jsonl(path / "failed_rewards.jsonl")
         self.forecast = Jsonl(path / "forecast.jsonl")
+        self.forgetting = Jsonl(path / "forgetting.jsonl")
         self.timeline = Jsonl(path / "timeline.jsonl")
         self.trajectories = JsonlZst(path / "trajectories.jsonl.zst")
 
@@ -358,7 +359,7 @@ class RunFolder:
     def _logs(self) -> tuple[Jsonl | JsonlZst, ...]:
         """Those whose rows a resumed run writes again."""
         logs = (self.metrics, self.eval, self.mismatch, self.watch)
-        return (*logs, self.forecast, self.trajectories)
+        return (*logs, self.forecast, self.forgetting, self.trajectories)
 
 
 def new_run_path(root: Path, recipe: str, now: datetime | None = None) -> Path:

@@ -124,6 +124,10 @@ class BanditTrainer:
     def adapters(self) -> np.ndarray:
         return self.logits.copy()
 
+    def score(self, batch: Batch) -> list[np.ndarray]:
+        logprobs = self.logits - np.log(np.exp(self.logits).sum())
+        return [logprobs[part.targets].astype(np.float32) for part in batch.microbatches]
+
     def step(self, batch: Batch) -> StepReport:
         time.sleep(self.seconds)
         self.ages.append({int(age) for part in batch.microbatches for age in part.staleness})
@@ -234,7 +238,17 @@ class Bench:
     def __init__(
         self, path: Path, *, state: LoopState | None = None, logits: Any = None, **changes: Any
     ) -> None:
-        names = ("grader", "algorithm", "delay_s", "train_s", "drafting", "epoch", "eval_every", "keep")
+        names = (
+            "grader",
+            "algorithm",
+            "delay_s",
+            "train_s",
+            "drafting",
+            "epoch",
+            "eval_every",
+            "keep",
+            "forgetting",
+        )
         options = {name: changes.pop(name) for name in names if name in changes}
         path.mkdir(exist_ok=True)
         self.folder = RunFolder(path)
@@ -270,6 +284,7 @@ class Bench:
             folder=self.folder,
             state=state or LoopState(),
             evaluations=[evaluation],
+            forgetting=options["forgetting"](self) if "forgetting" in options else None,
             drafting=self.drafting and self.drafting.books,
             save=self.save,
             observer=self.observer,

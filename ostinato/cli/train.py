@@ -20,7 +20,7 @@ from ostinato.pipeline.signals import Ended
 from ostinato.run import MAIN_SET, RunFolder
 
 # signals: 128 + number, as in shells
-EXIT = {"interrupted": 130, "terminated": 143, "hung_up": 129, "collapsed": 1}
+EXIT = {"interrupted": 130, "terminated": 143, "hung_up": 129, "collapsed": 1, "forgot": 1}
 HUNG_UP = "hung up (the terminal, or the reader of the output, is gone)"
 
 

@@ -24,6 +24,7 @@ from ostinato.config.sections import (
     EngineSection,
     EvalSection,
     ForecastSection,
+    ForgettingSection,
     LedgerSection,
     LogSection,
     MixedTask,
@@ -59,6 +60,7 @@ class Recipe(Section):
     trainer: TrainerSection = TrainerSection()
     eval: EvalSection = EvalSection()
     forecast: ForecastSection = ForecastSection()
+    forgetting: ForgettingSection = ForgettingSection()
     engine: EngineSection = EngineSection()
     draft: DraftSection = DraftSection()
     log: LogSection = LogSection()

@@ -374,6 +374,7 @@ class TrainerSection(Section):
     keep_checkpoints: Positive = 2
     max_refused_in_a_row: Positive = 5
     stop_on_collapse: bool = False  # end the run when the stability watch says that it has collapsed
+    stop_on_forgetting: bool = False  # end it when the forgetting watch raises an alarm
 
     @model_validator(mode="after")
     def _check(self) -> TrainerSection:
@@ -459,6 +460,19 @@ class ForecastSection(Section):
                 "drop one of them"
             )
         return self
+
+
+class ForgettingSection(Section):
+    """The forgetting watch: what the policy could do before training and is not trained on, kept then and
+    looked at while it trains (docs/forgetting.md)."""
+
+    enabled: bool = True
+    source: str = ""  # of the questions, as task.source; empty: what the task leaves out, or plain ones
+    params: dict[str, Any] = Field(default_factory=dict)  # of the source
+    share: Annotated[float, Field(gt=0, le=1)] = (
+        0.02  # of the run's FLOPs that it may cost; decides how often
+    )
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share of the ability whose loss is no alarm
 
 
 class EngineSection(Section):

@@ -19,7 +19,7 @@ import numpy as np
 
 from ostinato.axis import Axis
 from ostinato.config import ForecastSection, Recipe
-from ostinato.observe.report.facts import compute_text
+from ostinato.observe.report.facts import compute_text, kept, score_text
 from ostinato.protocols import MetricWriter
 from ostinato.run import MAIN_SET, RunFolder, to_json
 from ostinato.scaling.decide import Action, Terms, decide
@@ -97,7 +97,16 @@ def look(recipe: Recipe, run: RunFolder, step: int) -> dict[str, Any]:
     budget = terms.budget
     if not budget and len(series):  # the share of steps first: at the last of them it is exactly 1
         budget = float(series.compute[-1]) * (recipe.trainer.steps / float(steps[-1]))
-    return about | _with_gaps(outlook(series, budget, terms), series.unmeasured) | {"failed": False}
+    row = _with_gaps(outlook(series, budget, terms), series.unmeasured)
+    return about | _with_kept(row, run) | {"failed": False}
+
+
+def _with_kept(row: dict[str, Any], run: RunFolder) -> dict[str, Any]:
+    """With what is left of the abilities that are not trained: the other side of a gain."""
+    if (left := kept([*run.metrics.rows()])) is None:
+        return row
+    words = f"abilities kept {score_text(left, '.0%')}"
+    return row | {"kept": [left.value, *(left.interval or ())], "sentence": f"{row['sentence']}; {words}"}
 
 
 def _with_gaps(row: dict[str, Any], unmeasured: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ostinato.launch.drafts import Memory, save_history
 from ostinato.launch.engine import new_engine
 from ostinato.launch.evaluations import evaluations
 from ostinato.launch.forecast import new_forecaster
+from ostinato.launch.forgetting import new_forgetting
 from ostinato.launch.inputs import RunInputs, longest_answer, new_stage, new_tasks
 from ostinato.launch.introduction import device_name, own_weights
 from ostinato.launch.models import newest_checkpoint
@@ -95,6 +96,7 @@ def new_plan(recipe: Recipe, flops: FlopModel, answer_tokens: int) -> Plan:
         checkpoint_every=recipe.trainer.checkpoint_every,
         trajectories_every=recipe.log.trajectories_every,
         stop_on_collapse=recipe.trainer.stop_on_collapse,
+        stop_on_forgetting=recipe.trainer.stop_on_forgetting,
         flops=flops,
     )
 
@@ -163,6 +165,7 @@ def new_loop(
         counters=(prepared.grader.counters, prepared.tool_counters, *components.counters),
         span_sources=components.span_sources,
         worker=components.loop_worker,
+        forgetting=new_forgetting(prepared, trainer, run, flops),
         drafting=components.drafting,
         save=save,
     )

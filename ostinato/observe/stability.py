@@ -37,6 +37,7 @@ class Rule(StrEnum):
     TRUNCATED = "truncated"  # the warning
     TRUNCATED_MUCH = "truncated_much"  # the alarm
     TRUNCATED_EARLY = "truncated_early"  # the run began so
+    FORGETTING = "forgetting"  # of ``pipeline.forgetting``, which has rows to look at
 
 
 COLLAPSES = frozenset({Rule.TAIL, Rule.KL, Rule.REWARD})

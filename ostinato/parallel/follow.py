@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any, Protocol, TypeVar
@@ -46,6 +46,8 @@ class Local(Protocol):
     same arguments; what rank 0 returns is used."""
 
     def step(self, batch: Batch) -> StepReport: ...
+
+    def score(self, batch: Batch) -> Sequence[Any]: ...
 
     def adapters(self) -> Any: ...
 
@@ -143,6 +145,9 @@ class ShardedTrainer:
 
     def step(self, batch: Batch) -> StepReport:
         return self._together("step", batch)
+
+    def score(self, batch: Batch) -> Sequence[Any]:
+        return self._together("score", batch)
 
     def adapters(self) -> Any:
         return self._together("adapters")

@@ -33,6 +33,7 @@ from ostinato.pipeline.buffer import TrainBatch
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.failed import Failures, RewardFails
+from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.observer import InProcess, Observer, Silent, Workers
 from ostinato.pipeline.opening import new_buffer, recall
 from ostinato.pipeline.recorder import Learned, StepRecorder, prepare
@@ -83,6 +84,7 @@ class Loop:
     counters: Sequence[Counter[str]] = ()  # of the grader, the tools ...: a row has what a step added
     span_sources: Sequence[Timed] = ()  # beside the loop itself, whose spans are those of ``worker``
     worker: str = TRAINER  # another name: the trainer is elsewhere, and has its own
+    forgetting: Forgetting | None = None  # what the policy could do before, looked at while it trains
     drafting: Drafting | None = None  # where the engine verifies drafts from what was sampled before
     save: Callable[[LoopState], int] = lambda state: state.step
 
@@ -115,6 +117,8 @@ class Loop:
         )
         if changed := recall(self._feed, self.state, self._spool):
             logger.info(changed)
+        if self.forgetting is not None:
+            self.forgetting.open()
         self._saved_step, self._between_steps = self.state.step, False
         self._failures = Failures(self.folder)
         self._recorder = StepRecorder(
@@ -181,6 +185,8 @@ class Loop:
             self.drafting.begin()
         if self.plan.eval_at_start or self.state.step:
             await signals.bounded(self._evaluate())
+        if self.forgetting is not None and not self.state.step:
+            await signals.bounded(self._scores.remember(self.forgetting))
         while self._goes_on:
             await signals.bounded(self._step())
             if signals.received is None:
@@ -223,8 +229,7 @@ class Loop:
         self._end_step(step, version, taken, learned, row)
         row |= self.state.totals
         ended = self._why is not None
-        if self._recorder.report(step, row, groups, learned.report, ended) and self.plan.stop_on_collapse:
-            self._why = Finish.COLLAPSED
+        self._why = self._recorder.report(step, row, groups, learned, ended) or self._why
         self._why = self._why or self._nobody_left()
         if overlap and self._goes_on:
             self._feed.admit(step, version)
@@ -264,7 +269,12 @@ class Loop:
                 raise
         if report.mismatch is not None:
             clock.measured(report.mismatch["seconds"])
-        return replace(prepared, report=report)
+        look, step = None, self.state.step + 1
+        if self.forgetting is not None and (
+            look := self.forgetting.look(step, self.state.totals, prepared.batch)
+        ):
+            clock.add("measure", look.cost["seconds"])
+        return replace(prepared, report=report, look=look)
 
     def _end_step(
         self, step: int, version: int, taken: TrainBatch, learned: Learned, row: dict[str, float]

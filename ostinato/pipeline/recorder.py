@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import pack
@@ -20,6 +20,7 @@ from ostinato.observe.timeline import Kind, Span, kept, pool_of
 from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
 from ostinato.pipeline.credit import Credit, assign
 from ostinato.pipeline.curriculum import curriculum_figures
+from ostinato.pipeline.forgetting import Look
 from ostinato.pipeline.observer import Observer, Workers
 from ostinato.pipeline.state import Finish, Plan
 from ostinato.pipeline.step_metrics import (
@@ -34,6 +35,7 @@ from ostinato.pipeline.step_metrics import (
     token_counts,
     tool_rates,
 )
+from ostinato.pipeline.work import batch_work
 from ostinato.protocols import MetricWriter, Timed
 from ostinato.rollout.rollout import RolloutResult
 from ostinato.run import RunFolder, group_rows
@@ -51,6 +53,7 @@ class Learned:
     credit: Credit
     batch: Batch | None = None
     report: StepReport | None = None
+    look: Look | None = None  # of the forgetting watch
 
 
 def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Clock, version: int) -> Learned:
@@ -109,6 +112,15 @@ class StepRecorder:
         ``groups`` are those that have left: trained on or dropped. ``ended`` is what the row pays for."""
         fresh = [item.group for item in ended]
         credit, batch, report = learned.credit, learned.batch, learned.report
+        if (
+            batch is not None
+            and report is not None
+            and (look := learned.look) is not None
+            and self.plan.flops
+        ):
+            passes = look.cost["flops"] / self.plan.flops.forward(batch_work(batch))
+            measured = report.metrics.get("passes/measure", 0.0) + passes
+            report = replace(report, metrics={**report.metrics, **look.metrics, "passes/measure": measured})
         model = self.plan.flops
         counted = groups if self.plan.overlap else None
         costs = model and step_costs(model, groups, credit, batch, report, fresh, counted)
@@ -134,6 +146,8 @@ class StepRecorder:
         counts = self.new_counts()
         if judged := {key.removeprefix(JUDGE): n for key, n in counts.items() if key.startswith(JUDGE)}:
             work["judge"] = judged
+        if learned.look is not None:
+            work["forgetting"] = dict(learned.look.cost)
         self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
         self.draw(clock.step, spans)
         row |= curriculum_figures(taken.choices, len(feed.rates)) if self.plan.curriculum else {}
@@ -179,16 +193,15 @@ class StepRecorder:
         step: int,
         row: dict[str, float],
         groups: Sequence[Group],
-        report: StepReport | None,
+        learned: Learned,
         ended: bool,
     ) -> Finish | None:
-        """COLLAPSED where the run is to end for that; ``ended``: it is the last step in any case."""
-        row, collapsed = self._watched(step, row)
+        """COLLAPSED or FORGOT where the run is to end for that; ``ended``: it is the last step anyway."""
+        report, (row, why) = learned.report, self._watched(step, row, learned.look)
         for writer in (self.folder, *self.writers):
             writer.write(step, row)
         every = self.plan.trajectories_every
-        collapsed = collapsed and self.plan.stop_on_collapse
-        last = ended or step == self.plan.steps or collapsed
+        last = ended or step == self.plan.steps or why is not None
         if every and (step == 1 or last or step % every == 0):
             self.folder.trajectories.append(*(line for group in groups for line in group_rows(group)))
         if report is not None and report.mismatch is not None:
@@ -198,17 +211,22 @@ class StepRecorder:
         if report is not None and report.skipped:
             logger.warning(f"step {step} was refused: {report.skipped} ({', '.join(report.uids)})")
         self.observer.on_step({"step": step, **row})
-        return Finish.COLLAPSED if collapsed else None
+        return why
 
-    def _watched(self, step: int, row: dict[str, float]) -> tuple[dict[str, float], bool]:
-        """The row with ``watch/collapsed``; alarms are kept and logged the moment they are met."""
-        before = self._watch.collapsed
-        for alarm in self._watch.see({"step": step, **row}):
+    def _watched(
+        self, step: int, row: dict[str, float], look: Look | None
+    ) -> tuple[dict[str, float], Finish | None]:
+        """The row with ``watch/collapsed``, and why the run is to end now; alarms are kept and logged the
+        moment they are met."""
+        before, forgot = self._watch.collapsed, [look.alarm] if look and look.alarm else []
+        for alarm in (*self._watch.see({"step": step, **row}), *forgot):
             self.folder.watch.append(alarm.to_json())
             what = "collapse" if alarm.collapse else "look"
             logger.warning(f"step {alarm.step}: {what}: {alarm.sentence}, since step {alarm.since}")
-        collapsed = bool(self._watch.collapsed and not before)
-        return row | {"watch/collapsed": float(self._watch.collapsed)}, collapsed
+        collapsed = self._watch.collapsed and not before and self.plan.stop_on_collapse
+        why = Finish.FORGOT if forgot and self.plan.stop_on_forgetting else None
+        row |= {"watch/collapsed": float(self._watch.collapsed)}
+        return row, Finish.COLLAPSED if collapsed else why
 
     def new_counts(self) -> dict[str, float]:
         """What the counters have counted since the last call."""

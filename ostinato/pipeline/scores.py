@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,12 +10,15 @@ from ostinato.observe.ledger import Ledger
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, due, evaluate_groups, spent_in_steps
 from ostinato.pipeline.failed import Failures
+from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.observer import Observer
 from ostinato.pipeline.recorder import StepRecorder
 from ostinato.pipeline.state import LoopState, Plan
 from ostinato.pipeline.step_metrics import evaluation_work
 from ostinato.rollout.rollout import RolloutContext
 from ostinato.run import MAIN_SET, RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -45,6 +49,22 @@ class Scores:
         for evaluation in self.evaluations:
             if due(evaluation, now, self._last.get(evaluation.name), ended=ended):
                 await self._score(evaluation, state.step, now)
+
+    async def remember(self, forgetting: Forgetting) -> None:
+        """Before training: what the policy can do that it is not trained on."""
+        self.recorder.spans = self.recorder.new_spans()
+        with self.ledger.evaluating():
+            line = await forgetting.begin(self.stage.engine)
+        if line is not None:
+            tokens = {"sampled": sum(len(row["logprobs"]) for row in line["rows"])}
+            work = {"tokens": tokens, "flops": {"eval": round(line["flops"])}}
+            self.ledger.evaluation(0, "forgetting", line["seconds"], work)
+            self.recorder.draw(1, self.recorder.new_spans(kept=False))
+            right = "" if line["right"] is None else f", {line['right']:.0%} right"
+            logger.info(
+                f"forgetting: {len(line['rows'])} answers to {line['about']} are kept; {line['asked']} were "
+                f"asked for{right}"
+            )
 
     async def _score(self, evaluation: Evaluation, step: int, now: dict[str, float]) -> None:
         recorder = self.recorder

@@ -32,6 +32,7 @@ class Finish(StrEnum):
     TERMINATED = "terminated"  # SIGTERM: the step was finished or abandoned
     HUNG_UP = "hung_up"  # SIGHUP, or the reader of the output is gone: the same
     COLLAPSED = "collapsed"  # by the stability watch, where the plan was to stop then
+    FORGOT = "forgot"  # by the forgetting watch, where the plan was to stop then
     SOLVED = "solved"  # every prompt is solved for good: nothing is left to sample
     ENOUGH = "enough"  # the rest is not worth its compute, and the plan was to stop then
 
@@ -63,6 +64,7 @@ class Plan:
     trajectories_every: int = 0
     max_empty_steps: int = 10  # in a row without anything to learn from
     stop_on_collapse: bool = False  # end after the step in which the stability watch first reports one
+    stop_on_forgetting: bool = False  # the same of the forgetting watch
     grace_s: float = 20.0  # for a step, and what is on its way, to end after SIGTERM
     watch_s: float = 600.0  # without any progress, before the run ends and says who waits for whom
     flops: FlopModel | None = None  # None: unknown, no FLOPs are reported

@@ -75,6 +75,10 @@ class Clock:
                 Span(worker=self._worker, kind=kind, start=at, stop=self._unix(), step=self.step)
             )
 
+    def add(self, part: str, seconds: float) -> None:
+        """So much more of a part, which nothing else has counted."""
+        self._seconds[part] += seconds
+
     def measured(self, seconds: float) -> None:
         """So much of "train" was spent on measuring."""
         self._seconds["train"] -= seconds

@@ -1,7 +1,7 @@
 """Signs of a reward that is hacked, found while a policy is trained; each with a known rate of false alarms.
 
-    Bets     any paired difference that should not grow: proxy against gold, an ensemble's variance, credit
-             that a panel rejects, the self-internalisation gap. Valid at any time (Ville's inequality)
+    Bets     (``observe.bets``) any paired difference that should not grow: proxy against gold, an ensemble's
+             variance, credit that a panel rejects, the self-internalisation gap
     Knee     KL beyond the top of the over-optimisation curve
     Cusum    a behaviour counter that drifts: failed calls, questions, length, edits, refusals
 
@@ -19,78 +19,9 @@ from typing import Any
 
 import numpy as np
 
-STAKES = (0.05, 0.15, 0.4, 0.9)  # shares of the wealth that are bet; the last is near the most, which is 1
+from ostinato.observe.bets import Alarm, Bets
+
 Z95 = 1.645
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """``at``: observations seen; ``evidence``: by how much the alarm's threshold was met, 1 or more."""
-
-    detector: str
-    at: int
-    evidence: float
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bets:
-    """A bettor on "the mean of x is above 0", x in [-1, 1]; its wealth is 1 / p-value at any time.
-
-    Null: whatever was seen, the next x has a mean of at most 0. Bettors of four stakes begin at every
-    observation anew, so that a long quiet time costs little (a mixture over starts, as of e-detectors, Shin
-    et al., arXiv 2203.03532, with a total of 1: a supermartingale). P(an alarm, ever) <= ``alpha`` (Ville).
-    """
-
-    name: str
-    alpha: float
-    at: int = 0
-    wealth: tuple[float, ...] = (0.0,) * len(STAKES)
-    clipped: int = 0
-    alarmed: bool = False
-
-    @property
-    def evidence(self) -> float:
-        """alpha times the wealth; an alarm from 1 on."""
-        return self.alpha * _total(np.array(self.wealth), self.at).item()
-
-    def update(self, x: Sequence[float] | np.ndarray) -> tuple[Bets, Alarm | None]:
-        """With what one step showed: one x per prompt, for those of one prompt are no separate bets. What is
-        outside of [-1, 1] is cut and counted. Raises ValueError for a value that is not finite."""
-        given = np.asarray(x, float).ravel()
-        if not np.isfinite(given).all():
-            raise ValueError(f"{self.name}: an observation is not finite; leave out what was not measured")
-        if self.alarmed or not len(given):
-            return self, None
-        cut = np.clip(given, -1, 1)
-        wealth = grown(np.array(self.wealth), self.at, cut)
-        seen = replace(
-            self,
-            at=self.at + 1,
-            wealth=tuple(wealth.tolist()),
-            clipped=self.clipped + int((cut != given).sum()),
-        )
-        if seen.evidence < 1:
-            return seen, None
-        sentence = (
-            f"{self.name} has grown: wealth {seen.evidence / self.alpha:.3g} against {1 / self.alpha:g}"
-        )
-        return replace(seen, alarmed=True), Alarm(self.name, seen.at, seen.evidence, sentence)
-
-
-def grown(wealth: np.ndarray, at: int, x: np.ndarray) -> np.ndarray:
-    """``wealth [..., stakes]`` behind observation ``at`` (from 0) of ``x [..., n]``, with those who join."""
-    odds = np.log1p(np.asarray(STAKES) * x[..., None]).sum(-2)
-    return (wealth + _reserve(at) - _reserve(at + 1)) * np.exp(np.minimum(odds, 600.0))  # stays finite
-
-
-def _reserve(at: int) -> float:
-    """What is kept for starts to come; slow, as little is known of when."""
-    return 1 / (1 + math.log1p(at))
-
-
-def _total(wealth: np.ndarray, at: int) -> np.ndarray:
-    return wealth.mean(-1) + _reserve(at)
 
 
 def standardised(difference: np.ndarray, scale: float, bound: float = 4.0) -> np.ndarray:

@@ -66,6 +66,9 @@ class TrainerServer:
     def snapshot(self) -> Snapshot:
         return Snapshot(tensors=dict(self._trainer.tensors()), counters=self._trainer.counters())
 
+    def score(self, batch: Batch) -> Sequence[Any]:
+        return self._trainer.score(batch)
+
     def adapters(self) -> Any:
         return self._trainer.adapters()
 
@@ -112,6 +115,9 @@ class TrainerLink:
         else:
             self._snapshot, self._since = stepped.snapshot, []
         return stepped.report
+
+    def score(self, batch: Batch) -> Sequence[Any]:
+        return self._asked("score", batch)
 
     @property
     def progress(self) -> float:

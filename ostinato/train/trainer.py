@@ -29,6 +29,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +40,7 @@ from ostinato.model.flops import FlopModel, Work
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.peft_io import base_fingerprint
-from ostinato.train.inputs import Inputs
+from ostinato.train.inputs import Inputs, as_inputs
 from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
 from ostinato.train.optimizer import OptimizerSettings, build_optimizer, clip_gradients, lr_factor, set_lr
@@ -211,6 +212,13 @@ class PolicyTrainer:
     def measure(self, batch: Batch, *, floor: bool = True) -> dict[str, Any]:
         """See ``ReplayGuard.measure``."""
         return self._guard.measure(batch, floor=floor)
+
+    def score(self, batch: Batch) -> list[np.ndarray]:
+        """[R] log-probabilities of the targets of each microbatch, at the sampling temperature, under the
+        policy as it is, which chooses its own experts. Nothing is learned."""
+        parts = [as_inputs(one, self._decoder.device, moe=False, replay=False) for one in batch.microbatches]
+        found = self._passes.score(parts, ScoreOptions(as_trained=False))
+        return [one.logprobs.float().cpu().numpy() for one in found if one.logprobs is not None]
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and optimizer moments: what a checkpoint holds (``train.state``)."""

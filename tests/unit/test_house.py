@@ -62,7 +62,7 @@ def test_classes_can_be_read() -> None:
 # Lines of Python: what was reached on 2026-11-23. The aims are 40,000 for the wheel, 8,000 for the lab
 # and 32,000 for the tests (with those of the lab), so these come down.
 BUDGETS = {
-    "observe": 5_122,  # 4,970, the page of a product, pictures of a run 33
+    "observe": 5_255,  # 4,970, the page of a product, pictures 33; bets (from product), abilities kept
     "engine": 5_600,
     "model": 5_870,  # 5,650 and the trainer's forward on the sampler's kernels
     "plan": 4_350,
@@ -70,11 +70,11 @@ BUDGETS = {
     "serve": 5_430,  # 2,660, grammars, OpenAPI, hung-up calls, prompt_logprobs, feedback 290; Tinker 1,990
     "ablate": 780,
     "parallel": 3_550,
-    "launch": 5_875,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
-    # the loop of a product 1,000
-    "pipeline": 3_300,  # 3,150 and a curriculum
+    "launch": 6_010,  # 3,200, exact, policies, agents, Tinker; the proxy, mixtures, teachers, SFT; judges 700
+    # the loop of a product 1,000, what the forgetting watch asks 120
+    "pipeline": 3_660,  # 3,150, a curriculum, the forgetting watch 360
     "scaling": 2_620,  # with its commands
-    "train": 3_240,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO
+    "train": 3_260,  # 2,650, training call by call (accumulate), teachers here and at an address, SFT and DPO
     "(files of their own)": 2_400,
     "algo": 2_202,  # and log-probabilities by the sampler's kernel
     "interop": 1_600,
@@ -83,13 +83,13 @@ BUDGETS = {
     "rollout": 1_300,
     "history": 1_200,
     "env": 1_645,  # 1,100, environments of one's own and of other packages, mixtures, rows with answers
-    "product": 3_350,  # feedback in 1,250; rewards, pairs, judge 590, gates, detectors, the loop
+    "product": 3_270,  # feedback in 1,250; rewards, pairs, judge 590, gates, detectors, the loop
     "memory": 1_400,  # a context within a budget: blocks, facts, importance, allocation, refills, sessions
-    "config": 1_240,  # the reference of all keys is generated there; mixtures, curricula, teachers
+    "config": 1_260,  # the reference of all keys is generated there; mixtures, curricula, teachers
 }
 LAB, TESTS = (
-    11_700,  # 530 exact, 1,250 the simulated product, 200 feedback, 440 SFT and DPO
-    51_100,
+    11_830,  # 120 the forgetting watch; 530 exact, 1,250 the simulated product, 200 feedback, 440 SFT and DPO
+    51_300,
 )  # of the tests 1,400 serve, agents, environments and clients, 750 Tinker, 360 distillation, 560 SFT,
 # 700 memory, 2,800 product: as many as its room, 390 the simulated one; 480 judges
 

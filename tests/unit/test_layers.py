@@ -12,7 +12,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "ostinato"
 LEAVES = {"types", "protocols", "axis", "config", "every", "run", "render", "routes", "jobs", "lock"}
-LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability"}
+LEAVES |= {"observe.timeline", "observe.ledger", "observe.stability", "observe.bets"}
 BASE = {"files", "inputs", "options"}  # which every room may import: the standard library alone
 
 # room -> rooms it may import. Deferred imports and those for type checkers count too.
@@ -46,8 +46,10 @@ ARROWS: dict[str, set[str]] = {
     "train": {"types", "protocols", "run", "algo", "model", "parallel", "workers"}
     | {"observe.mismatch", "observe.timeline"},
     "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo"}
-    | {"model", "history", "rollout", "train", "observe.timeline", "observe.ledger", "observe.stability"},
+    | {"model", "history", "rollout", "train", "observe.timeline", "observe.ledger", "observe.stability"}
+    | {"observe.bets"},
     "observe": set(),
+    "observe.bets": set(),
     "observe.timeline": set(),
     "observe.ledger": {"axis", "run"},
     "observe.stability": set(),
@@ -57,7 +59,7 @@ ARROWS: dict[str, set[str]] = {
     "ablate": LEAVES | {"launch", "pipeline", "scaling", "observe.report"},
     "interop": {"types", "protocols", "routes", "algo", "history", "compiler"},
     "scaling": {"axis", "run", "observe.ledger", "observe.report"},
-    "product": {"types", "inputs"},  # and no torch; ``launch`` brings it together with models and runs
+    "product": {"types", "inputs", "observe.bets"},  # no torch; ``launch`` brings models and runs
     "memory": set(),  # pure: whoever has a model, an engine or a chat brings it
     "serve": {"types", "inputs", "render", "run", "engine", "env", "algo", "model", "train", "product"}
     | {"observe.ledger"},

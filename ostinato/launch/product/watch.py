@@ -21,10 +21,9 @@ from ostinato.config import Recipe, override
 from ostinato.launch.dtype import resolved
 from ostinato.launch.judges import sources
 from ostinato.launch.panel import Bench
+from ostinato.observe.bets import Alarm, Bets
 from ostinato.product.actions import action_of
 from ostinato.product.detectors import (
-    Alarm,
-    Bets,
     Cusum,
     Detector,
     Knee,

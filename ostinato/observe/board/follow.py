@@ -140,7 +140,7 @@ class Follower:
         step = int(self._curves.last.get("step", 0))
         if last.get("event") == Event.END:
             why = str(last.get("why", ""))
-            tone = Tone.BAD if why.startswith("failed") or why == "collapsed" else Tone.GOOD
+            tone = Tone.BAD if why.startswith("failed") or why in ("collapsed", "forgot") else Tone.GOOD
             return {"tone": tone, "text": f"{ENDS.get(why, why)}, after step {step}"}
         silent = self._silent()
         if silent is None and not last:
@@ -217,6 +217,7 @@ TILES: Sequence[tuple[str, str, Callable[[float], str], str]] = (
     ("a step", "step_time", seconds_text, ""),
     ("entropy", "entropy", "{:.3g}".format, "nats"),
     ("staleness", "staleness/mean", "{:.2f}".format, "steps"),
+    ("abilities kept", "forgetting/kept", "{:.0%}".format, "that are not trained"),
     ("idle", "pipeline/bubble_share", "{:.0%}".format, "of all workers' time"),
     ("sampled", "total/sampled_tokens", si, "tokens in all"),
 )
@@ -226,6 +227,7 @@ ENDS = {
     "terminated": "stopped by SIGTERM",
     "hung_up": "stopped as its terminal, or the reader of its output, had gone",
     "collapsed": "stopped: the policy collapsed",
+    "forgot": "stopped: the policy was losing what it could do before",
     "solved": "ended: every prompt is solved for good",
     "enough": "ended: the rest was not worth its compute",
 }

@@ -55,7 +55,7 @@ def _text(value: Any) -> bool:
 FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("session", "step", "at", "process_started", "seconds", "ended_at"), is_number),
     **dict.fromkeys(("price_per_device_hour", "useful", "clock_back"), is_number),
-    **dict.fromkeys(("flops", "wasted", "reused", "pending", "routing", "judge"), _counts),
+    **dict.fromkeys(("flops", "wasted", "reused", "pending", "routing", "judge", "forgetting"), _counts),
     **{"tokens": _tokens, "pools": _pools, "currency": _text, "why": _text},
 }
 NEEDS: Mapping[Event, tuple[str, ...]] = {  # by every reader

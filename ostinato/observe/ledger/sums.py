@@ -166,6 +166,9 @@ class Summary:
     useful: int | None
     wasted: Mapping[str, int]  # by reason
     evaluation: Evaluated
+    forgetting: Mapping[
+        str, float
+    ]  # rows, flops, seconds of the forgetting watch: in evaluation, and measured
     compute: Mapping[str, float]  # up to the last step, by axis
     money: float | None  # of everything, evaluation too
     currency: str
@@ -197,6 +200,7 @@ def summary(rows: Iterable[Row]) -> Summary:
         useful=sum(row["useful"] for row in kept) if counted else None,
         wasted=_in_vain(kept, again, left, "flops", _all_flops, lambda row: row["wasted"]) if counted else {},
         evaluation=_evaluated(passed),
+        forgetting=_forgetting(passed),
         compute=_compute(rows=[spell.row for spell in passed]),
         money=_bill(passed),
         currency=next((spell.start["currency"] for spell in passed), ""),
@@ -289,6 +293,16 @@ def _evaluated(passed: Sequence[Spell]) -> Evaluated:
         tokens=sum(spell.row.get("tokens", {}).get("sampled", 0) for spell in found),
         flops=sum(sum(spell.row.get("flops", {}).values()) for spell in found),
     )
+
+
+def _forgetting(passed: Sequence[Spell]) -> dict[str, float]:
+    """Its beginning, an evaluation, and its looks, parts of steps."""
+    sums = Counter[str]()
+    for row in (spell.row for spell in passed):
+        sums.update(row.get("forgetting", {}))
+        if row.get("set") == "forgetting":
+            sums.update(seconds=row["seconds"], flops=sum(row.get("flops", {}).values()))
+    return dict(sums)
 
 
 def _compute(rows: Sequence[Row]) -> dict[str, float]:

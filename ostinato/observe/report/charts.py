@@ -220,6 +220,11 @@ def _policy(data: RunData) -> list[Chart]:
         figure(rows, "KL to the base", "Estimate per trained token.", "nats", kl, low=0.0),
         figure(rows, "Reverse KL to the teacher", "Per trained token.", "nats", taught),
     ]
+    left, low, high = (column(rows, f"forgetting/kept{end}") for end in ("", "_low", "_high"))
+    able = [Series(label="kept", values=left, color="--blue", low=low, high=high, marker="dot")]
+    able += lines(rows, {"forgetting/kl_k3": ("KL to the start, nats per token", "--orange")})
+    what = "Probability left of what the policy could do and is not trained on; 95 % over rows."
+    own.append(figure(rows, "Abilities kept", what, "", able, low=0.0, mark=(1.0, "all")))
     return [
         figure(rows, "Loss", "Of each step's batch.", "", {"loss": "loss"}),
         figure(rows, "Entropy", note, "nats", {"entropy": ("entropy", "--purple")}, low=0.0),

@@ -139,7 +139,7 @@ def comparisons(data: RunData) -> Table:
     """Side by side with the baseline: the model at step 0, on the same prompts."""
     step = f"step {last_step(data.evals)}" if ends(data.evals)[1] else "not yet"
     head = ("before\nstep 0, the baseline", f"after\n{step}", "change")
-    rows = [*(_compared(data) if data.evals else ()), *_mixed(data), *_downstream(data)]
+    rows = [*(_compared(data) if data.evals else ()), *_mixed(data), *_downstream(data), *_kept(data)]
     return Table(title="held out", head=head, rows=rows, note=protocol(data))
 
 
@@ -178,6 +178,20 @@ def _downstream(data: RunData) -> Iterator[Line]:
         for key, kind in (("pass@1", "pass@1"), ("reward", "mean reward")):
             if any(key in row for row in rows):
                 yield change_line(f"{name}, {kind}\n{size}", *ends(rows), key)
+
+
+def kept(rows: Sequence[Row]) -> Estimate | None:
+    """What the forgetting watch last saw left of what the policy could do before, in rows of metrics."""
+    row = next((row for row in reversed(rows) if number(row, "forgetting/kept") is not None), {})
+    value, low, high = (number(row, f"forgetting/kept{end}") for end in ("", "_low", "_high"))
+    interval = None if low is None or high is None else (low, high)
+    return None if value is None else Estimate(value=value, interval=interval)
+
+
+def _kept(data: RunData) -> Iterator[Line]:
+    if (left := kept(data.metrics)) is not None:
+        name = "abilities kept\nprobability of what it could do and is not trained on (docs/forgetting.md)"
+        yield name, "1", score_text(left), f"{left.value - 1:+.3f}"
 
 
 def change_line(name: str, before: Row | None, after: Row | None, key: str) -> Line:

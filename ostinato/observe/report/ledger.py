@@ -95,6 +95,9 @@ def _entries(one: Summary) -> Iterator[Entry]:
     yield "FLOPs of training", "useful\nled to an update", one.useful, flops, si
     yield from _reasons("FLOPs of training", "wasted", one.wasted, flops)
     yield "FLOPs of training", "all\nFLOP", flops, flops, si
+    for name, form in (("rows", si), ("flops", si), ("seconds", seconds_text)):
+        of = {"flops": flops, "seconds": wall}.get(name)
+        yield "Forgetting watch", name, one.forgetting.get(name), of, form
     evaluation, title = one.evaluation, "Evaluation, in no compute"
     yield title, "evaluations", evaluation.times, None, "{:.0f}".format
     yield title, "device time\nshare of all", evaluation.device_seconds, devices, seconds_text

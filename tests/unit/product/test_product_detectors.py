@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato.observe.bets import STAKES, Alarm, Bets, grown
 from ostinato.product.detectors import (
-    STAKES,
-    Alarm,
-    Bets,
     Cusum,
     Detector,
     Knee,
@@ -22,7 +20,6 @@ from ostinato.product.detectors import (
     divergence,
     exchange_rate,
     exploitation,
-    grown,
     internalisation_gap,
     misalignment,
     restored,

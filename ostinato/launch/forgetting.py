@@ -1,0 +1,117 @@
+"""What the forgetting watch asks: what the policy may be able to do and is not trained on.
+
+forgetting.source           rows of that source, judged by their ``answer`` where they have one
+a task of arithmetic        the families that it leaves out; where it has all, longer operands and chains
+another task                short arithmetic, and plain questions whose answers nobody judges
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ostinato.config import Recipe
+from ostinato.env.arithmetic import Family
+from ostinato.env.tasks import load_tasks
+from ostinato.launch.inputs import RunInputs, sampling_of
+from ostinato.model.flops import FlopModel
+from ostinato.pipeline.forgetting import Forgetting, Question, Scorer, questions_for
+from ostinato.reward.verify import exact
+from ostinato.run import RunFolder
+from ostinato.types import Prompt
+
+MAX_TOKENS = 48  # of an answer
+USUAL_SHARE = 0.02  # of the FLOPs of a run, that ``questions_for`` supposes
+THINGS = ("the sea", "a bicycle", "rain", "bread", "a school", "the moon", "a river", "winter")
+PLAIN = (
+    "What is {}?",
+    "Write one sentence about {}.",
+    "Name two words that go with {}.",
+    "Tell a child what {} is.",
+)
+
+
+def new_forgetting(
+    prepared: RunInputs, trainer: Scorer, run: RunFolder, flops: FlopModel
+) -> Forgetting | None:
+    """None where the recipe has none, and for a run that is too short to afford one."""
+    recipe, section = prepared.recipe, prepared.recipe.forgetting
+    answers = recipe.trainer.steps * recipe.rollout.prompts_per_step * recipe.rollout.group_size
+    count = questions_for(round(answers * section.share / USUAL_SHARE)) if section.enabled else 0
+    if not count:
+        return None
+    about, prompts = asked(recipe, count)
+    sampling, renderer = sampling_of(recipe, prepared.renderer), prepared.renderer
+    if not renderer.has_chat_template:
+        prompts = [_as_text(one) for one in prompts]
+    return Forgetting(
+        questions=[Question(tokens=renderer.prompt(one), right=_right(one)) for one in prompts],
+        about=about,
+        sampling=replace(
+            sampling, max_tokens=min(sampling.max_tokens, MAX_TOKENS), top_k=0, top_p=1.0, min_p=0.0
+        ),
+        scorer=trainer,
+        flops=flops,
+        log=run.forgetting,
+        steps=recipe.trainer.steps,
+        tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
+        seed=recipe.seed,
+        share=section.share,
+        tolerance=section.tolerance,
+    )
+
+
+def asked(recipe: Recipe, count: int) -> tuple[str, list[Prompt]]:
+    """(what is asked, in words; ``count`` prompts, or as many as a file has)."""
+    section, seed = recipe.forgetting, recipe.task.seed
+    if section.source:
+        return section.source, load_tasks(section.source, "eval", seed, count, section.params)
+    tasks = [*recipe.task.by_name.values()]
+    trained = [task.params for task in tasks if task.source == "arithmetic"]
+    if len(trained) < len(tasks):
+        plain = [
+            Prompt(uid=f"plain/{text}", messages=({"role": "user", "content": text},))
+            for text in (form.format(thing) for thing in THINGS for form in PLAIN)
+        ][: count // 2]
+        params: dict[str, Any] = {"digits": 2, "terms": 3}
+        return "short arithmetic and plain questions", [
+            *_arithmetic(seed, count - len(plain), params),
+            *plain,
+        ]
+    digits, terms = (
+        max(one.get(key, usual) for one in trained) for key, usual in (("digits", 3), ("terms", 5))
+    )
+    known = {family for one in trained for family in one.get("families", tuple(Family))}
+    if left := [family for family in Family if family not in known]:
+        params = {"families": left, "digits": digits, "terms": terms}
+        return f"arithmetic that is not trained ({', '.join(left)})", _arithmetic(seed, count, params)
+    params = {"digits": digits + 1, "terms": terms + 2}
+    longer = [one for one in _arithmetic(seed, 8 * count, params) if _is_longer(one, digits, terms)]
+    return f"longer arithmetic (to {digits + 1} digits, {terms + 2} terms)", longer[:count]
+
+
+def _arithmetic(seed: int, count: int, params: dict[str, Any]) -> list[Prompt]:
+    return load_tasks("arithmetic", "eval", seed, count, params)
+
+
+def _is_longer(prompt: Prompt, digits: int, terms: int) -> bool:
+    """Than all that is trained."""
+    words = str(prompt.columns["expression"]).split()
+    return len(words) > 2 * terms - 1 or any(len(word) > digits for word in words if word.isdigit())
+
+
+def _as_text(prompt: Prompt) -> Prompt:
+    """For a model that has no chats."""
+    text = "\n".join(message["content"] for message in prompt.messages or ())
+    return prompt if prompt.messages is None else replace(prompt, messages=None, text=text)
+
+
+def _right(prompt: Prompt) -> Callable[[str], bool] | None:
+    answer = prompt.columns.get("answer")
+    if answer is None:
+        return None
+    return lambda text: exact([text], [answer])[0] == 1
+
+
+__all__: Sequence[str] = ("asked", "new_forgetting")
